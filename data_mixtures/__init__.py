@@ -1,1 +1,3 @@
-"""From text to batches: recipes (TOML) -> token shards with manifests (`prepare`) -> the order of a run (`Mixture`)."""
+"""From text to batches: recipes (TOML) -> token shards with manifests (`prepare`) -> the order
+of a run (`Mixture`).
+"""

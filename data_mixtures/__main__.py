@@ -1,9 +1,9 @@
 """`python -m data_mixtures STAGE RECIPE.toml --out DIR`: one stage from text to shards.
 
-    plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: in this order; each can be killed and restarted
-    verify, stats: check and describe prepared data
-    free: delete the files of a stage (--stage) that the next stage has read, to save disk space
-    show LOCK|RUN: what training reads, as text, and where it came from (`show --help`)
+    plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: in this order; each can be killed and
+    restarted verify, stats: check and describe prepared data free: delete the files of a stage (--stage)
+    that the next stage has read, to save disk space show LOCK|RUN: what training reads, as text, and where
+    it came from (`show --help`)
 
 `python -m data_mixtures.prepare` runs them all.
 """
@@ -16,7 +16,7 @@ import sys
 from rich.console import Console
 
 from data_mixtures import prepare, recipe, show
-from data_mixtures.stages import stage, table
+from data_mixtures.stages import pipeline, stage
 
 
 def main() -> int:
@@ -29,14 +29,22 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m data_mixtures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data_mixtures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("command", choices=table.STAGES)
+    made.add_argument("command", choices=pipeline.STAGES)
     prepare.add_arguments(made)
     made.add_argument("--sources", help="names of sources, separated by commas; default: all of the recipe")
-    made.add_argument("--stage", choices=tuple(table.READERS), help="free: the stage whose files to delete")
-    made.add_argument("--repair", action="store_true", help="verify: restore single damaged blocks from parity")
-    made.add_argument("--quarantine", action="store_true", help="verify: --repair, then take damaged shards out")
+    made.add_argument(
+        "--stage", choices=tuple(pipeline.READERS), help="free: the stage whose files to delete"
+    )
+    made.add_argument(
+        "--repair", action="store_true", help="verify: restore single damaged blocks from parity"
+    )
+    made.add_argument(
+        "--quarantine", action="store_true", help="verify: --repair, then take damaged shards out"
+    )
     made.add_argument("--sequences", help="stats: length of each phase, such as phase1=1000000,phase2=500000")
     return made
 
@@ -48,7 +56,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     sources = tuple(arguments.sources.split(",")) if arguments.sources else names
     recipe.check_known("source", sources, names)
     with stage.exclusive(arguments.out):
-        context = table.RunContext(
+        context = pipeline.RunContext(
             loaded, arguments.out, sources, prepare.options(arguments), console, arguments.mirror,
             budget_bytes=arguments.budget_bytes, to_free=arguments.stage, repair=arguments.repair,
             quarantine=arguments.quarantine, sequences=_sequences(arguments.sequences), replace=arguments.replace,
@@ -60,7 +68,9 @@ def _sequences(given: str | None) -> dict[str, int]:
     pairs = [pair.partition("=") for pair in given.split(",")] if given else []
     for phase, _, count in pairs:
         if not count.isdecimal():
-            raise ValueError(f"--sequences {given!r}: {phase!r} needs a number, as in phase1=1000000,phase2=500000")
+            raise ValueError(
+                f"--sequences {given!r}: {phase!r} needs a number, as in phase1=1000000,phase2=500000"
+            )
     return {phase: int(count) for phase, _, count in pairs}
 
 

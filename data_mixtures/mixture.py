@@ -1,8 +1,8 @@
 """A mixture: a lock file that pins data, weights and seed, and the batches that follow from it.
 
-Rule: sequence g = f(lock, manifests, seed, g). A run's whole loader state is one integer (sequences consumed) and the
-fingerprint of the lock; ranks, workers and batch sizes only cut the same list into other slices. See `order` for how g
-becomes a window.
+Rule: sequence g = f(lock, manifests, seed, g). A run's whole loader state is one integer (sequences consumed)
+and the fingerprint of the lock; ranks, workers and batch sizes only cut the same list into other slices. See
+`order` for how g becomes a window.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from data_mixtures.recipe import check_known
 from data_mixtures.window_files import TokenFile, WindowFiles
 
 PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
-# Whole conversations in the first S tokens of each window. Beside each file of tokens lies one of the same form, with
-# the flags of the tokens; its entry is "flags" in theirs.
+# Whole conversations in the first S tokens of each window. Beside each file of tokens lies one of the same
+# form, with the flags of the tokens; its entry is "flags" in theirs.
 CONVERSATIONS = "conversations"
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
@@ -42,7 +42,9 @@ def pin(
     manifests = {name: shards.read_manifest(data_dir / name) for name in weights}
     first = next(iter(manifests.values()))
     for name, manifest in manifests.items():
-        if [manifest[key] for key in shards.TOKENIZER_FACTS] != [first[key] for key in shards.TOKENIZER_FACTS]:
+        if [manifest[key] for key in shards.TOKENIZER_FACTS] != [
+            first[key] for key in shards.TOKENIZER_FACTS
+        ]:
             raise ValueError(
                 f"{data_dir / name} was tokenized with another tokenizer than {data_dir / next(iter(manifests))}: "
                 f"{', '.join(shards.TOKENIZER_FACTS)} differ. Prepare all sources with one recipe"
@@ -74,7 +76,9 @@ def pin(
 
 def fingerprint(lock: Mapping[str, Any]) -> str:
     """The identity of a mixture: sha256 over the lock (keys sorted, no spaces) without this field and labels."""
-    sources = [{key: value for key, value in entry.items() if key not in _LABELS} for entry in lock["sources"]]
+    sources = [
+        {key: value for key, value in entry.items() if key not in _LABELS} for entry in lock["sources"]
+    ]
     content = {**{key: value for key, value in lock.items() if key != "fingerprint"}, "sources": sources}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -89,14 +93,18 @@ def read_lock(path: Path) -> dict[str, Any]:
             "and prepare again instead"
         )
     if lock["order"] != order.RULE:
-        raise ValueError(f"{path} has the order {lock['order']!r}, this code reads in the order {order.RULE!r}")
+        raise ValueError(
+            f"{path} has the order {lock['order']!r}, this code reads in the order {order.RULE!r}"
+        )
     return lock
 
 
 class Mixture:
     """The sequences of one phase, by index; any number of threads may read. Open it with `Mixture.open`."""
 
-    def __init__(self, lock: Mapping[str, Any], files: Sequence[TokenFile], shared_checks: bool = False) -> None:
+    def __init__(
+        self, lock: Mapping[str, Any], files: Sequence[TokenFile], shared_checks: bool = False
+    ) -> None:
         sources = lock["sources"]
         self.fingerprint: str = lock["fingerprint"]
         self.phase: str = lock["phase"]
@@ -122,11 +130,15 @@ class Mixture:
         lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
         self._file_begins = np.cumsum(lengths) - lengths
         self._file_names = [shard["name"] for _, shard in files]
-        # epoch 0: how many windows a file has, the step between those that are read in a row, and the first of them
+        # epoch 0: how many windows a file has, the step between those that are read in a row, and the
+        # first of them
         owners = np.searchsorted(self._source_begins, self._file_begins, side="right") - 1
         named = zip(owners.tolist(), self._file_names, lengths.tolist(), strict=True)
         self._steps = np.array(
-            [(n, order.stride(n), order.begin(self.seed, self.source_names[i], name, n)) for i, name, n in named],
+            [
+                (n, order.stride(n), order.begin(self.seed, self.source_names[i], name, n))
+                for i, name, n in named
+            ],
             dtype=np.int64,
         )
 
@@ -136,9 +148,10 @@ class Mixture:
     ) -> Mixture:
         """Open a lock file and the sources beside it.
 
-        offsets: windows of each source that earlier phases consumed (their `windows_per_source`). shared_checks: the
-        ranks of a node check each block once together, and the first of them the sizes of the files. ValueError for a
-        lock that was edited, a manifest that is not the pinned one, a shard of the wrong size, or a negative offset.
+        offsets: windows of each source that earlier phases consumed (their `windows_per_source`).
+        shared_checks: the ranks of a node check each block once together, and the first of them the sizes of
+        the files. ValueError for a lock that was edited, a manifest that is not the pinned one, a shard of
+        the wrong size, or a negative offset.
         """
         path = Path(lock_path)
         lock = read_lock(path)
@@ -148,17 +161,22 @@ class Mixture:
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
-        """The same mixture behind the windows of each source that earlier phases consumed. ValueError as `open`."""
+        """The same mixture behind the windows of each source that earlier phases
+        consumed. ValueError as `open`.
+        """
         check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
-                raise ValueError(f"offset of {name!r} is {offset}; it counts consumed windows, so it is never negative")
+                raise ValueError(
+                    f"offset of {name!r} is {offset}; it counts consumed windows, so it is never negative"
+                )
         moved = copy.copy(self)
         moved._offsets = np.array([offsets.get(name, 0) for name in self.source_names], dtype=np.int64)
         return moved
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Global sequences first .. first + count: (tokens int64 (count, S + 1), source_index int64 (count,)).
+        """Global sequences first .. first + count: (tokens int64 (count, S +
+        1), source_index int64 (count,)).
 
         ValueError when a source would pass its epoch cap, or when a block of a shard is damaged.
         """
@@ -169,7 +187,9 @@ class Mixture:
         return self._read(self._files, files, windows), source_index
 
     def flags(self, first: int, count: int) -> np.ndarray:
-        """The flags (TRAINED, BEGINS) of the tokens of the same sequences, int64 (count, S + 1); if `packed` only."""
+        """The flags (TRAINED, BEGINS) of the tokens of the same sequences, int64 (count, S +
+        1); if `packed` only.
+        """
         assert self._flags is not None, f"{self.phase} is not packed: its tokens have no flags"
         _, files, windows, _ = self._find(np.arange(first, first + count, dtype=np.int64))
         return self._read(self._flags, files, windows)
@@ -181,14 +201,21 @@ class Mixture:
         return rows
 
     def locate(self, numbers: np.ndarray) -> list[dict[str, Any]]:
-        """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
+        """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first
+        token in it; epoch.
+        """
         names = ("sequence", "source", "shard", "token_offset", "epoch")
         found = np.stack([numbers, *self._find(numbers)], axis=1).tolist()
-        rows = [(g, self.source_names[s], self._file_names[f], w * self.seq_len, epoch) for g, s, f, w, epoch in found]
+        rows = [
+            (g, self.source_names[s], self._file_names[f], w * self.seq_len, epoch)
+            for g, s, f, w, epoch in found
+        ]
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
-        """Windows of each source consumed after `sequences` sequences of this phase, offsets included: closed form."""
+        """Windows of each source consumed after `sequences` sequences of this phase,
+        offsets included: closed form.
+        """
         return dict(zip(self.source_names, self._consumed(sequences).tolist(), strict=True))
 
     def _consumed(self, sequences: int) -> np.ndarray:
@@ -240,7 +267,9 @@ def _flags_of(file: TokenFile) -> TokenFile:
     return os.path.join(os.path.dirname(path), entry["flags"]["name"]), entry["flags"]
 
 
-def valid_windows(data_dir: str | Path, source: str, max_windows: int | None = None, flags: bool = False) -> np.ndarray:
+def valid_windows(
+    data_dir: str | Path, source: str, max_windows: int | None = None, flags: bool = False
+) -> np.ndarray:
     """Held-out windows of a source, never in training: (n, S + 1) as on disk, the first max_windows of them.
 
     flags: those of the tokens instead, of packed conversations. ValueError when they are missing or damaged.

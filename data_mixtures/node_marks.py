@@ -1,8 +1,8 @@
 """One byte a block, shared by the processes that one launcher started on this node: what one marks, all see.
 
-The bytes are a file in /dev/shm. Its users hold a shared flock, which the kernel releases however a process ends.
-Before a file is opened, files that nobody holds are deleted: no mark outlives the attempt that made it. Where there is
-no such file (no /dev/shm, no room), each process has bytes of its own.
+The bytes are a file in /dev/shm. Its users hold a shared flock, which the kernel releases however a process
+ends. Before a file is opened, files that nobody holds are deleted: no mark outlives the attempt that made it.
+Where there is no such file (no /dev/shm, no room), each process has bytes of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ PREFIX = f"laneformer-checked-{os.getuid()}-"
 
 
 class NodeMarks:
-    """`count` bytes, 0 until a process of this attempt sets them. name: equal where the blocks are; None: unshared."""
+    """`count` bytes, 0 until a process of this attempt sets them. name: equal where the
+    blocks are; None: unshared.
+    """
 
     def __init__(self, count: int, name: str | None) -> None:
         self.bytes: bytearray | mmap.mmap = bytearray(count)
@@ -46,7 +48,9 @@ class NodeMarks:
 
 
 def _attempt() -> str:
-    """The launcher of this process, by number and start time, and how often it has started its processes again."""
+    """The launcher of this process, by number and start time, and how often it has
+    started its processes again.
+    """
     parent = os.getppid()
     started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{parent}-{started}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -1,15 +1,18 @@
-"""The order of a training run as pure functions of integers: nothing is stored, nothing is drawn while training.
+"""The order of a training run as pure functions of integers: nothing is stored, nothing
+is drawn while training.
 
-Idea. Source weights are integers w_s with sum M. A pattern P of M entries names the source of each sequence of a block;
-the rank R of an entry counts the earlier entries of the same source in the block. Global sequence g lies in block
-b = g div M at place r = g mod M, comes from source s = P[r] and is that source's item j = offset_s + b w_s + R[r]. Item
-j lies in epoch e = j div n_s of a source of n_s windows; the window is pi(j mod n_s). In epoch 0, pi stays within each
-shard file: the documents of the shards are shuffled already, and a `stride` keeps the windows of a long document apart
-while one file is read after another. Afterwards it is a keyed permutation of the whole source.
+Idea. Source weights are integers w_s with sum M. A pattern P of M entries names the source of each sequence
+of a block; the rank R of an entry counts the earlier entries of the same source in the block. Global sequence
+g lies in block b = g div M at place r = g mod M, comes from source s = P[r] and is that source's item j =
+offset_s + b w_s + R[r]. Item j lies in epoch e = j div n_s of a source of n_s windows; the window is pi(j mod
+n_s). In epoch 0, pi stays within each shard file: the documents of the shards are shuffled already, and a
+`stride` keeps the windows of a long document apart while one file is read after another. Afterwards it is a
+keyed permutation of the whole source.
 
-The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): with n sources
-no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences, and every block is exact.
-Taking the largest deficit first, as is usual, has no such bound: docs/decisions/0004-data-order.md.
+The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics
+32, 1980): with n sources no prefix of the run deviates from its exact share by more than 1 -
+1/(2n - 2) sequences, and every block is exact. Taking the largest deficit first, as is usual,
+has no such bound: docs/decisions/0004-data-order.md.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ _NEVER = np.int64(1) << 62
 def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Interleave sources by integer weights: (P, R), both int64 of shape (sum of weights,).
 
-    P[r] is the source of place r, R[r] the number of earlier places with the same source. ValueError for weights that
-    are negative, not integers, all zero, or that sum to more than MAX_WEIGHT_SUM.
+    P[r] is the source of place r, R[r] the number of earlier places with the same source. ValueError for
+    weights that are negative, not integers, all zero, or that sum to more than MAX_WEIGHT_SUM.
     """
     _check_weights(weights)
     active = np.flatnonzero(weights)
@@ -55,8 +58,9 @@ def pattern(weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _deadlines(served: np.ndarray, w: np.ndarray, slack: int) -> np.ndarray:
-    # (served + 1 - 1/slack) / w, scaled by slack * 2**32 and floored. Different fractions with denominators up to
-    # 2**15 are at least 2**-30 apart, so flooring after the scaling keeps them apart: the comparison is exact.
+    # (served + 1 - 1/slack) / w, scaled by slack * 2**32 and floored. Different fractions with
+    # denominators up to 2**15 are at least 2**-30 apart, so flooring after the scaling keeps them apart:
+    # the comparison is exact.
     return ((slack * (served + 1) - 1) << 32) // w
 
 
@@ -76,12 +80,13 @@ def served(weights: Sequence[int], places: np.ndarray, sequences: int) -> np.nda
 
 @lru_cache(maxsize=4096)
 def stride(windows: int) -> int:
-    """The step from each window that epoch 0 reads of a shard to the next: about windows / 1.618, coprime to windows.
+    """The step from each window that epoch 0 reads of a shard to the next: about windows /
+    1.618, coprime to windows.
 
-    Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d) windows of it apart. Proof:
-    let q_i be the denominators of the convergents of stride / windows. For q_i <= j < q_(i+1), j strides end at least
-    windows / (q_i + q_(i+1)) from where they began (the law of best approximations), and q_(i+1) <= (MAX_QUOTIENT + 1)
-    q_i, so at least windows / ((MAX_QUOTIENT + 2) j) from there.
+    Windows that lie d apart in the shard are read at least windows / ((MAX_QUOTIENT + 2) d) windows of it
+    apart. Proof: let q_i be the denominators of the convergents of stride / windows. For q_i <= j < q_(i+1),
+    j strides end at least windows / (q_i + q_(i+1)) from where they began (the law of best approximations),
+    and q_(i+1) <= (MAX_QUOTIENT + 1) q_i, so at least windows / ((MAX_QUOTIENT + 2) j) from there.
     """
     golden = windows * _GOLDEN >> 64
     near = (golden + sign * distance for distance in range(windows + 1) for sign in (1, -1))
@@ -105,15 +110,18 @@ def begin(seed: int, source: str, shard: str, windows: int) -> int:
 @lru_cache(maxsize=4096)
 def round_keys(seed: int, source: str, epoch: int) -> tuple[int, ...]:
     """The 64-bit keys of one source's permutation in one epoch."""
-    return tuple(xxhash.xxh3_64_intdigest(f"{seed}/{source}/{epoch}/{i}".encode()) for i in range(FEISTEL_ROUNDS))
+    return tuple(
+        xxhash.xxh3_64_intdigest(f"{seed}/{source}/{epoch}/{i}".encode()) for i in range(FEISTEL_ROUNDS)
+    )
 
 
 def permute(item: int, size: int, keys: Sequence[int]) -> int:
     """Where a keyed permutation of range(size) puts an item.
 
-    A Feistel network permutes the next power of two; values that fall outside are walked along their cycle until they
-    come back, which keeps it a bijection (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). One item at
-    a time, about 10 us each: arrays would only be faster for batches of hundreds, which no rank reads.
+    A Feistel network permutes the next power of two; values that fall outside are walked along their cycle
+    until they come back, which keeps it a bijection (Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, 2002). One item at a time, about 10 us each: arrays would only be faster for batches of hundreds,
+    which no rank reads.
     """
     bits = max(2, (size - 1).bit_length())
     item = _feistel(item, bits, keys)

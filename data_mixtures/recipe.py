@@ -21,9 +21,24 @@ from typing import Any, TypeVar, cast
 from data_mixtures import order
 
 KINDS = ("text", "jsonl", "parquet", "resolved")
-RESERVED_FOLDERS = ("corpus", "fetch", "filter", "signatures", "links", "dedup", "tokenize", "runs", "order", "shuffle")
+RESERVED_FOLDERS = (
+    "corpus",
+    "fetch",
+    "filter",
+    "signatures",
+    "links",
+    "dedup",
+    "tokenize",
+    "runs",
+    "order",
+    "shuffle",
+)
 T = TypeVar("T")
-LIMITS = {"seed": (0, 2**63 - 1), "valid_per_10000": (0, 5000), "vocab_size": (300, None)}  # others begin at 1
+LIMITS = {
+    "seed": (0, 2**63 - 1),
+    "valid_per_10000": (0, 5000),
+    "vocab_size": (300, None),
+}  # others begin at 1
 
 
 @dataclass(frozen=True)
@@ -31,32 +46,45 @@ class Input:
     """Files of one kind, in `inputs` of a source."""
 
     kind: str
-    """text (a document each), jsonl (one JSON object with the text a line) or parquet (a row each). Text and JSON lines
-    may be compressed (.gz, .zst, .bz2). resolved: Parquet with a column sha1, with contents from content_url"""
+    """text (a document each), jsonl (one JSON object with the text a line) or parquet (a row each).
+    Text and JSON lines may be compressed (.gz, .zst, .bz2). resolved: Parquet with a column sha1,
+    with contents from content_url
+    """
     paths: tuple[str, ...]
-    """Globs (`**` for any folders), each of which must match: relative to the recipe's folder, absolute, or URLs that
-    fsspec knows, such as s3://bucket/a/*.parquet, gs://..., hf://datasets/owner/name/*.jsonl. {stdlib}, {site_packages}
-    and {corpus} are folders of the running Python, and what the recipe's `corpus` writes"""
+    """Globs (`**` for any folders), each of which must match: relative to the recipe's folder, absolute,
+    or URLs that fsspec knows, such as s3://bucket/a/*.parquet, gs://...,
+    hf://datasets/owner/name/*.jsonl. {stdlib}, {site_packages} and {corpus} are folders of the running
+    Python, and what the recipe's `corpus` writes
+    """
     field: str = "text"
     """Field (JSON lines) or column (Parquet) that holds the text"""
     exclude: tuple[str, ...] = ()
     """Patterns of paths to leave out, such as */drafts/*"""
     files: int | None = None
-    """Read the first so many files alone, in the order of a hash of their names: a fair sample that can be extended"""
+    """Read the first so many files alone, in the order of a hash of their names: a fair sample
+    that can be extended
+    """
     max_bytes: int | None = None
-    """Cap on the extracted text, in bytes (not of Parquet); the input is then read in sequence, by one process"""
+    """Cap on the extracted text, in bytes (not of Parquet); the input is then read in
+    sequence, by one process
+    """
 
     content_url: str = ""
-    """Of kind resolved: URL of a content, with {sha1} in it: https, or s3, which takes two requests for each"""
+    """Of kind resolved: URL of a content, with {sha1} in it: https, or s3, which takes two requests for each
+    """
     max_missing_share: float = 0.01
     """Of kind resolved: share of the contents of a unit (row groups of 500,000 rows) that may be missing"""
 
     def __post_init__(self) -> None:
         check_known("input kind", [self.kind], KINDS)
         if not self.paths:
-            raise ValueError(f"input kind {self.kind!r} needs paths = [glob, ...], got paths = {list(self.paths)}")
+            raise ValueError(
+                f"input kind {self.kind!r} needs paths = [glob, ...], got paths = {list(self.paths)}"
+            )
         if self.kind == "parquet" and self.max_bytes is not None:
-            raise ValueError("max_bytes caps text that is extracted, and Parquet is read as it is; use files = N")
+            raise ValueError(
+                "max_bytes caps text that is extracted, and Parquet is read as it is; use files = N"
+            )
         if (self.kind == "resolved") != ("{sha1}" in self.content_url):
             raise ValueError(
                 f"content_url = {self.content_url!r} of kind {self.kind!r}: resolved, and it alone, needs a "
@@ -77,12 +105,15 @@ class Source:
     expected_tokens_b: float | None = None
     """Billions of tokens, as others counted them; for estimates before there is a count of our own"""
     valid_per_10000: int | None = None
-    """Documents held out of training, out of 10,000; default: the recipe's. 0: none. Sources with the same figure hold
-    out the same texts; one with a smaller figure trains on some that others hold out"""
+    """Documents held out of training, out of 10,000; default: the recipe's. 0: none. Sources with the same
+    figure hold out the same texts; one with a smaller figure trains on some that others hold out
+    """
     steps: tuple[str | dict, ...] | None = None
     """Filters of this source in place of those of [filter]"""
     keep: float = 1.0
-    """Share of the documents to prepare: what the shuffle puts first, so a larger one keeps the same and adds to it"""
+    """Share of the documents to prepare: what the shuffle puts first, so a larger one keeps the same
+    and adds to it
+    """
 
 
 @dataclass(frozen=True)
@@ -120,8 +151,10 @@ class TokenizerFile:
     path: str
     """A Hugging Face tokenizer.json or a sentencepiece model"""
     bos: str | None = None
-    """Special token of a tokenizer.json that begins each document; default: what tokenizer_config.json beside it says,
-    or a well-known name such as <s>; if it names none but `eos`, that one alone stands before each document"""
+    """Special token of a tokenizer.json that begins each document; default: what
+    tokenizer_config.json beside it says, or a well-known name such as <s>; if it names none but
+    `eos`, that one alone stands before each document
+    """
     eos: str | None = None
     """Special token of a tokenizer.json that ends each document; default: as for `bos`"""
 
@@ -147,11 +180,15 @@ class Filter:
     max_chars: int = 10_000_000
     """Longest document"""
     steps: tuple[str | dict, ...] = ()
-    """Filters of datatrove, in this order: names, or tables { name = ..., argument = ... }. docs/data.md lists them"""
+    """Filters of datatrove, in this order: names, or tables { name = ..., argument = ...
+    }. docs/data.md lists them
+    """
     repeated_ngrams: bool = False
     """Drop documents in which up to 13 tokens are repeated 32 times in a row"""
     benchmarks: Mapping[str, str] = field(default_factory=dict)
-    """[filter.benchmarks]: name = file or glob (JSON lines, Parquet) of items; documents that hold one are dropped"""
+    """[filter.benchmarks]: name = file or glob (JSON lines, Parquet) of items; documents that
+    hold one are dropped
+    """
 
 
 @dataclass(frozen=True)
@@ -159,17 +196,25 @@ class Dedup:
     """[dedup]: near copies of documents, over all sources."""
 
     minhash: bool = False
-    """Drop documents of which a near copy stands in a source before, earlier in the same source, or is held out"""
+    """Drop documents of which a near copy stands in a source before, earlier in the same source,
+    or is held out
+    """
     n_grams: int = 5
     """Words in a row that are compared"""
     buckets: int = 14
     """Two documents are near copies when all hashes of one bucket are equal"""
     hashes_per_bucket: int = 8
-    """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, and 92% of those that share 80%"""
+    """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, and 92% of
+    those that share 80%
+    """
     numbers: bool = True
-    """Whether texts that differ in numbers alone differ; false, as in datatrove, takes most of generated arithmetic"""
+    """Whether texts that differ in numbers alone differ; false, as in datatrove, takes
+    most of generated arithmetic
+    """
     language: str = ""
-    """Of datatrove's word tokenizers, for text without spaces between words, such as zh or ja; default: spaces"""
+    """Of datatrove's word tokenizers, for text without spaces between words, such as zh
+    or ja; default: spaces
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +226,10 @@ class Recipe:
     sources: tuple[LocalSource | HubSource, ...]
     """[sources.NAME], or the path of a TOML with such tables"""
     phases: Mapping[str, Mapping[str, int]]
-    """[phase1], [phase2], ...: NAME = weight for every source, 0 where the phase does not use it. Integers whose sum is
-    at most 32,768: the share of a source is its weight over the sum, and the order repeats after that many sequences"""
+    """[phase1], [phase2], ...: NAME = weight for every source, 0 where the phase does not use it. Integers
+    whose sum is at most 32,768: the share of a source is its weight over the sum, and the order repeats
+    after that many sequences
+    """
     seq_len: int = 4096
     """Tokens of a training sequence"""
     seed: int = 1
@@ -190,8 +237,10 @@ class Recipe:
     windows_per_shard: int = 32_768
     """Sequences of seq_len tokens in one shard file"""
     valid_per_10000: int = 100
-    """Documents held out of training for validation, out of 10,000, by a fixed range of their hashes; 0: none. A source
-    whose held-out documents do not fill one sequence has nothing to validate on, which the summary shows"""
+    """Documents held out of training for validation, out of 10,000, by a fixed range of their hashes;
+    0: none. A source whose held-out documents do not fill one sequence has nothing to validate on,
+    which the summary shows
+    """
     max_document_chars: int = 100_000
     """Longer documents are cut, after a newline where there is one"""
     max_dropped_share: float = 0.05
@@ -203,11 +252,15 @@ class Recipe:
     dedup: Dedup = field(default_factory=Dedup)
     """The table [dedup]"""
     keep: Mapping[str, float] = field(default_factory=dict)
-    """[keep]: NAME = `keep` of a source, in place of its own; `python -m tools.plan JOB.toml` writes this table"""
+    """[keep]: NAME = `keep` of a source, in place of its own; `python -m tools.plan
+    JOB.toml` writes this table
+    """
     files: Mapping[str, int] = field(default_factory=dict)
     """[files]: NAME = `files` of a source, in place of its own"""
     corpus: str | None = None
-    """Module that writes text for {corpus} before files are listed, run as `python -m MODULE --out DIR/corpus`"""
+    """Module that writes text for {corpus} before files are listed, run as `python
+    -m MODULE --out DIR/corpus`
+    """
     folder: Path = Path()  # no key: where the recipe lies
 
     def source(self, name: str) -> Source:
@@ -234,8 +287,15 @@ def nearest(name: str, known: list[str], choice: str) -> str:
 
 
 def check_integer(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        raise ValueError(f"{name} = {value!r} must be an integer from {low}" + (f" to {high}" if high else ""))
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise ValueError(
+            f"{name} = {value!r} must be an integer from {low}" + (f" to {high}" if high else "")
+        )
 
 
 def load(path: Path) -> Recipe:
@@ -258,11 +318,15 @@ def _tables(path: Path) -> dict[str, Any]:
     if "base" not in table:
         return table
     base = _tables(path.parent / table.pop("base"))
-    return base | {key: base.get(key, {}) | value if isinstance(value, dict) else value for key, value in table.items()}
+    return base | {
+        key: base.get(key, {}) | value if isinstance(value, dict) else value for key, value in table.items()
+    }
 
 
 def _listed(table: dict[str, Any], used: set[str]) -> dict[str, Any]:
-    """Those sources of a shared list that a phase uses; what [repos."owner/name"] says, all of its sources have."""
+    """Those sources of a shared list that a phase uses; what [repos."owner/name"] says, all
+    of its sources have.
+    """
     sources = dict(table.get("sources", {}))
     for repo, shared in table.get("repos", {}).items():
         own = shared.pop("sources")
@@ -300,11 +364,17 @@ def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
         raise ValueError(f"{what}: {table!r} must be a table of keys")
     fields = [f for f in dataclasses.fields(cast(Any, cls)) if f.name not in given]
     check_known(f"{what} key", table, [f.name for f in fields])
-    missing = [f.name for f in fields if f.name not in table and f.default is f.default_factory is dataclasses.MISSING]
+    missing = [
+        f.name
+        for f in fields
+        if f.name not in table and f.default is f.default_factory is dataclasses.MISSING
+    ]
     if missing:
         raise ValueError(f"{what} lacks {missing}")
     hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
+    }
     for key, value in values.items():
         if not _fits(value, hints[key]):
             said = list(value) if isinstance(value, tuple) else value
@@ -334,23 +404,34 @@ def _fits(value: Any, hint: Any) -> bool:
 def in_toml(hint: Any) -> str:
     """A field's type in the words of TOML."""
     if isinstance(hint, types.UnionType):
-        return " or ".join(dict.fromkeys(in_toml(kind) for kind in typing.get_args(hint) if kind is not type(None)))
+        return " or ".join(
+            dict.fromkeys(in_toml(kind) for kind in typing.get_args(hint) if kind is not type(None))
+        )
     if typing.get_origin(hint) is tuple:
         return f"list of {in_toml(typing.get_args(hint)[0])}s"
-    return {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}.get(hint, "table")
+    return {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}.get(
+        hint, "table"
+    )
 
 
 def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-        raise ValueError(f"source name {name!r} becomes a folder: use lower-case letters, digits, '-', '_' and '.'")
+        raise ValueError(
+            f"source name {name!r} becomes a folder: use lower-case letters, digits, '-', '_' and '.'"
+        )
     if name in RESERVED_FOLDERS:
         raise ValueError(f"source name {name!r} is that of a stage's folder beside it; choose another")
     what = f"source {name!r}"
     if not isinstance(values, dict) or ("inputs" in values) == ("repo" in values):
-        raise ValueError(f"{what} needs either inputs = [{{ kind = ..., paths = [...] }}] or repo = 'owner/name'")
+        raise ValueError(
+            f"{what} needs either inputs = [{{ kind = ..., paths = [...] }}] or repo = 'owner/name'"
+        )
     kind: Callable[..., LocalSource | HubSource] = HubSource
     if "inputs" in values:
-        kind, inputs = LocalSource, values["inputs"] if isinstance(values["inputs"], list) else [values["inputs"]]
+        kind, inputs = (
+            LocalSource,
+            values["inputs"] if isinstance(values["inputs"], list) else [values["inputs"]],
+        )
         values = {**values, "inputs": [_input(table, what) for table in inputs]}
     found = _made(kind, values, what, name=name)
     if not 0 < found.keep <= 1:
@@ -359,7 +440,9 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
 
 
 def _input(table: Any, what: str) -> Input:
-    """An input whose relative paths begin with {recipe}, so that they and the plan stay the same in another folder."""
+    """An input whose relative paths begin with {recipe}, so that they and the plan stay the
+    same in another folder.
+    """
     found = _made(Input, table, f"{what}: input")
     elsewhere = re.compile(r"/|\{|\w+://")
     paths = (each if elsewhere.match(each) else f"{{recipe}}/{each}" for each in found.paths)
@@ -370,7 +453,9 @@ def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
     table = {"path": value} if isinstance(value, str) else value
     if isinstance(table, dict) and "path" in table:
         given = _made(TokenizerFile, table, "tokenizer")
-        return dataclasses.replace(given, path=str(folder / given.path))  # an absolute path replaces the folder
+        return dataclasses.replace(
+            given, path=str(folder / given.path)
+        )  # an absolute path replaces the folder
     return _made(TokenizerTraining, value, "tokenizer")
 
 

@@ -1,15 +1,16 @@
 """A source on disk: token shards, document index, held-out windows, and the manifest that says what they are.
 
-A shard is a little-endian stream of windows * S + 1 tokens, uint16 where the vocabulary has at most 65,536 ids and
-uint32 where it has more; window i is tokens[i * S : i * S + S + 1], so windows overlap by one token and every token is
-a target exactly once. Neighbouring shards share one token for the same reason. `shard-NNNNN.docs.zst` lists the
-documents that begin in the shard, zstd-compressed: uint64 count, uint64 ids, uint32 lengths in tokens, uint32 lengths
-of the origins in bytes, and the origins: where each came from, as JSON. `valid.bin` has the same window form.
-`NAME.parity` is the XOR of the 16 MiB blocks of NAME.bin, from which `repair` restores any one of them.
+A shard is a little-endian stream of windows * S + 1 tokens, uint16 where the vocabulary has at most 65,536
+ids and uint32 where it has more; window i is tokens[i * S : i * S + S + 1], so windows overlap by one token
+and every token is a target exactly once. Neighbouring shards share one token for the same reason.
+`shard-NNNNN.docs.zst` lists the documents that begin in the shard, zstd-compressed: uint64 count, uint64 ids,
+uint32 lengths in tokens, uint32 lengths of the origins in bytes, and the origins: where each came from, as
+JSON. `valid.bin` has the same window form. `NAME.parity` is the XOR of the 16 MiB blocks of NAME.bin, from
+which `repair` restores any one of them.
 
-`source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no time, no path, no
-host. What a lock pins of it is its content (`content_sha256`): code version, plan, counts and document indexes say
-where it came from, and may differ.
+`source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no time, no
+path, no host. What a lock pins of it is its content (`content_sha256`): code version, plan, counts and
+document indexes say where it came from, and may differ.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
 MANIFEST = "source.json"
 PREPARE = "prepare the data again (python -m data_mixtures.prepare), which does again only what is not there"
 VALID = "valid.bin"
-TOKENIZER_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
-# The same in the lock and in every source. bos_id begins each document, eos_id ends it; if they are equal, it only
-# begins one.
+TOKENIZER_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG = (
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+# The same in the lock and in every source. bos_id begins each document, eos_id ends it; if they are equal, it
+# only begins one.
 TOKENIZER_FACTS = ("tokenizer_sha256", "vocab_size", "token_bytes", "bos_id", "eos_id")
 # what decides the windows of a source and how they are read; the block hashes are what training compares
 _CONTENT = ("windows", "seed", "seq_len", *TOKENIZER_FACTS)
@@ -51,10 +56,14 @@ def held_out_below(valid_per_10000: int) -> int:
 
 
 def token_dtype(entry: Mapping[str, Any]) -> np.dtype:
-    """How tokens lie in a file that an entry describes: little-endian, 2 or 4 bytes each. ValueError if neither."""
+    """How tokens lie in a file that an entry describes: little-endian, 2 or 4 bytes
+    each. ValueError if neither.
+    """
     width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)  # an empty file has no width
     if rest or width not in (2, 4):
-        raise ValueError(f"{entry['tokens']} tokens in {entry['bytes']} bytes are not 2 or 4 bytes each; prepare again")
+        raise ValueError(
+            f"{entry['tokens']} tokens in {entry['bytes']} bytes are not 2 or 4 bytes each; prepare again"
+        )
     return np.dtype(f"<u{width}")
 
 
@@ -93,12 +102,23 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
     sizes = {"bytes": size, "windows": windows_in(tokens, seq_len), "tokens": tokens}
     token_dtype(sizes)
     path.with_suffix(".parity").write_bytes(parity[:size].data)
-    of_parity = {"name": path.with_suffix(".parity").name, "xxh3": xxhash.xxh3_64_hexdigest(parity[:size].data)}
-    return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks, "parity": of_parity}
+    of_parity = {
+        "name": path.with_suffix(".parity").name,
+        "xxh3": xxhash.xxh3_64_hexdigest(parity[:size].data),
+    }
+    return {
+        "name": path.name,
+        **sizes,
+        "sha256": whole.hexdigest(),
+        "xxh3_blocks": blocks,
+        "parity": of_parity,
+    }
 
 
 def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
-    """The blocks of the first `size` bytes of a file, in one buffer; those that cannot be read are short or empty."""
+    """The blocks of the first `size` bytes of a file, in one buffer; those that cannot be read
+    are short or empty.
+    """
     buffer = memoryview(bytearray(BLOCK_BYTES))
     for at in range(0, size, BLOCK_BYTES):
         count = 0
@@ -108,7 +128,9 @@ def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
-def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]) -> dict[str, Any]:
+def write_documents(
+    path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]
+) -> dict[str, Any]:
     """The document index; its hash is of the uncompressed bytes, which do not depend on the zstd version.
 
     columns: ids, lengths in tokens, lengths of origins in bytes. origins: their bytes together, in pieces.
@@ -195,15 +217,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(path := folder / MANIFEST, PREPARE)
     check_format(path, manifest)
     if (said := manifest.get("content_sha256")) != (found := content_sha256(manifest)):
-        raise ValueError(f"{path} says content_sha256 {said}, its content has {found}: damaged or edited; {PREPARE}")
+        raise ValueError(
+            f"{path} says content_sha256 {said}, its content has {found}: damaged or edited; {PREPARE}"
+        )
     return manifest
 
 
 def read_manifests(data: Path) -> dict[str, dict[str, Any]]:
-    """The manifests of all sources of a folder, by name; a hidden folder is what a publication that was killed left."""
+    """The manifests of all sources of a folder, by name; a hidden folder is what a publication
+    that was killed left.
+    """
     folders = sorted(path.parent for path in data.glob(f"[!.]*/{MANIFEST}"))
     if not folders:
-        raise ValueError(f"{data} holds no <source>/{MANIFEST}; create it with `python -m data_mixtures.prepare`")
+        raise ValueError(
+            f"{data} holds no <source>/{MANIFEST}; create it with `python -m data_mixtures.prepare`"
+        )
     return {folder.name: read_manifest(folder) for folder in folders}
 
 
@@ -223,9 +251,13 @@ def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
     for entry in _window_files(manifest):
         path, expected = os.path.join(folder, entry["name"]), entry["bytes"]
         try:
-            size = os.stat(path).st_size  # one question a file: there may be thousands, on a file system far away
+            size = os.stat(
+                path
+            ).st_size  # one question a file: there may be thousands, on a file system far away
         except FileNotFoundError:
-            raise MissingFile(f"{path} is missing, {expected} bytes in its manifest. Prepare the data again") from None
+            raise MissingFile(
+                f"{path} is missing, {expected} bytes in its manifest. Prepare the data again"
+            ) from None
         if size != expected:
             raise ValueError(
                 f"{path} has {size} bytes, its manifest says {expected}: truncated or foreign. Prepare the data again"

@@ -1,4 +1,5 @@
-"""`python -m data_mixtures show LOCK|RUN`: what training reads, as text: documents, where they lie and came from.
+"""`python -m data_mixtures show LOCK|RUN`: what training reads, as text: documents, where they
+lie and came from.
 
     show LOCK --step N --global-batch G [--sequence I]   the batch of a step, or its sequence I, counted from 0
     show RUN --step N [--sequence I]                     what this step of a run read, skipped data left out
@@ -7,8 +8,9 @@
     show LOCK|RUN --document ID                          where a document lies, by its id as shown
     show LOCK|RUN --origin TEXT                          all documents whose origin holds this text
 
-LOCK is a lock file, RUN the run folder of one phase. With --json, stdout gets a JSON object a line. A sequence has one
-token more than the model's input: the last one is only predicted. Held-out documents are in no document index.
+LOCK is a lock file, RUN the run folder of one phase. With --json, stdout gets a JSON object a line. A
+sequence has one token more than the model's input: the last one is only predicted. Held-out documents are
+in no document index.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ CHUNK_TOKENS = 1 << 20
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m data_mixtures show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data_mixtures show",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("data", type=Path, metavar="LOCK|RUN", help="a lock file, or a run folder")
     what = made.add_mutually_exclusive_group()
@@ -48,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--bad-step", type=int, help="a step at which batches were refused")
     what.add_argument("--document", help="a document's id, 16 hexadecimal digits")
     what.add_argument("--origin", help="part of an origin: a url, repository, file, licence")
-    made.add_argument("--sequence", type=int, help="a sequence of the mixture; with --step: of the step; from 0")
+    made.add_argument(
+        "--sequence", type=int, help="a sequence of the mixture; with --step: of the step; from 0"
+    )
     made.add_argument("--global-batch", type=int, help="sequences per step; a run folder knows it")
     made.add_argument("--json", action="store_true", help="JSON lines in place of text")
     return made
@@ -57,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
 def run(given: argparse.Namespace, console: Console) -> None:
     """ValueError for everything that a user can fix."""
     if not given.data.exists():
-        raise ValueError(f"{given.data} does not exist; give a lock file (data/.../phase1.lock.json) or a run folder")
+        raise ValueError(
+            f"{given.data} does not exist; give a lock file (data/.../phase1.lock.json) or a run folder"
+        )
     attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
     if given.document or given.origin:
         found = find(attempts[-1].lock if attempts else given.data, _wanted(given), Console(stderr=True))
@@ -77,7 +85,9 @@ def _wanted(given: argparse.Namespace) -> Wanted:
     if given.origin:
         return lambda _, origins: pyarrow.compute.match_substring(origins, given.origin).to_numpy(False)
     if not re.fullmatch(r"[0-9a-f]{16}", given.document):
-        raise ValueError(f"--document {given.document!r} must be 16 hexadecimal digits, as in the output of show")
+        raise ValueError(
+            f"--document {given.document!r} must be 16 hexadecimal digits, as in the output of show"
+        )
     return lambda ids, _: ids == np.uint64(int(given.document, 16))
 
 
@@ -87,7 +97,9 @@ def _asked(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[Pla
     if given.bad_step is not None:
         return _refused(given, attempts)
     if (step is None and sequence is None) or (step is not None and step < 1) or (sequence or 0) < 0:
-        raise ValueError("give --step N (from 1), --sequence I (from 0), --bad-step N, --document ID or --origin TEXT")
+        raise ValueError(
+            "give --step N (from 1), --sequence I (from 0), --bad-step N, --document ID or --origin TEXT"
+        )
     lock, offsets = (attempts[-1].lock, attempts[-1].offsets) if attempts else (given.data, {})
     if step is None:
         return [(lock, offsets, np.array([sequence]))]
@@ -97,7 +109,9 @@ def _asked(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[Pla
     elif given.global_batch:
         numbers = np.arange((step - 1) * given.global_batch, step * given.global_batch)
     else:
-        raise ValueError("--step of a lock file needs --global-batch, or give the run folder in place of the lock")
+        raise ValueError(
+            "--step of a lock file needs --global-batch, or give the run folder in place of the lock"
+        )
     if sequence is not None and sequence >= len(numbers):
         raise ValueError(f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0")
     return [(lock, offsets, numbers if sequence is None else numbers[sequence : sequence + 1])]
@@ -122,7 +136,9 @@ def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Itera
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
         if mixture.packed:
             parts: list[Found] = [{"begins": 0}]
-            parts += [{"begins": at + 1} for at in np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS).tolist()]
+            parts += [
+                {"begins": at + 1} for at in np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS).tolist()
+            ]
         else:
             parts = _documents(lock.parent / place["source"], place, tokens)
         for part, after in zip_longest(parts, parts[1:]):
@@ -138,7 +154,8 @@ def _documents(folder: Path, place: Found, tokens: np.ndarray) -> list[Found]:
     begins, facts = index(folder, at)
     begins = begins - place["token_offset"]
     found = [
-        {"begins": int(begins[i]), **facts(i)} for i in np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
+        {"begins": int(begins[i]), **facts(i)}
+        for i in np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
     ]
     inside = len(tokens) - 1  # the last token is the next window's first, which may be in the next shard
     expected = np.flatnonzero(tokens[:inside] == manifest["bos_id"]).tolist()
@@ -150,7 +167,9 @@ def _documents(folder: Path, place: Found, tokens: np.ndarray) -> list[Found]:
 
 
 def _continued(folder: Path, at: int, offset: int) -> Found:
-    """The document that holds a token and began before it; {} if that was in a shard that is not here any more."""
+    """The document that holds a token and began before it; {} if that was in a shard that is
+    not here any more.
+    """
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     firsts = [shards.shard_number(entry["name"]) * stride for entry in manifest["shards"]]
@@ -175,7 +194,10 @@ def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
     entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
     ids, lengths, origins = shards.read_documents(folder / entry["docs"]["name"])
     tokens = np.memmap(folder / entry["name"], dtype=shards.token_dtype(entry), mode="r")
-    chunks = ((i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id)) for i in range(0, len(tokens), CHUNK_TOKENS))
+    chunks = (
+        (i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id))
+        for i in range(0, len(tokens), CHUNK_TOKENS)
+    )
     first = next((i + int(found[0]) for i, found in chunks if len(found)), 0)
 
     def facts(i: int) -> Found:

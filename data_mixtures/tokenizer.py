@@ -1,12 +1,14 @@
-"""The tokenizer of a data folder: a sentencepiece model, given or trained here, or a Hugging Face tokenizer.json.
+"""The tokenizer of a data folder: a sentencepiece model, given or trained here, or
+a Hugging Face tokenizer.json.
 
-A document is bos_id, its text's ids, eos_id; where both are the same id (GPT-2, Qwen), that one begins each document.
-Text is never parsed for control tokens: "<s>" in a document is three characters, and a tokenizer that makes a control
-id of a text is refused. Ids come from the file: sentencepiece models hold them, for a tokenizer.json they are named by
-the recipe, by tokenizer_config.json or special_tokens_map.json beside it, or are known by their names.
+A document is bos_id, its text's ids, eos_id; where both are the same id (GPT-2, Qwen), that one begins each
+document. Text is never parsed for control tokens: "<s>" in a document is three characters, and a tokenizer
+that makes a control id of a text is refused. Ids come from the file: sentencepiece models hold them, for a
+tokenizer.json they are named by the recipe, by tokenizer_config.json or special_tokens_map.json beside it, or
+are known by their names.
 
-Trained here: <unk> 0, <s> 1, </s> 2, no pad; BPE with byte fallback, so no text is ever unknown; identity normalizer,
-spaces kept, digits split one by one.
+Trained here: <unk> 0, <s> 1, </s> 2, no pad; BPE with byte fallback, so no text is ever unknown; identity
+normalizer, spaces kept, digits split one by one.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ KNOWN_NAMES = (
     ("<s>", "</s>"), ("<|begin_of_text|>", "<|end_of_text|>"), ("<bos>", "<eos>"), ("[BOS]", "[EOS]"),
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), ("<|endoftext|>", "<|endoftext|>"),
 )  # fmt: skip
-# segments: spaces, then letters, or one digit, or signs; for models with other pieces all up to the next space.
-# sentencepiece takes the character ▁ (2581) in a text for a space
+# segments: spaces, then letters, or one digit, or signs; for models with other pieces all up to the next
+# space. sentencepiece takes the character ▁ (2581) in a text for a space
 _PATTERNS = (
     re.compile(
         r"[ ▁]*+(?:[A-Za-z\xc0-\u1fff\u2c00-\U0010ffff]++|[0-9]"
@@ -43,12 +45,16 @@ _PATTERNS = (
 )
 _PROBE = "  a  \n\n b\t ﬁ Å\u0301 东  "  # what normalizers change, strip or collapse
 _SEGMENTS, _SEGMENT_CHARS = 1 << 18, 64  # at most in the table: about 50 MB
-MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample (sentencepiece would do it silently)
+MAX_LINE_BYTES = (
+    65_536  # longer lines are left out of the training sample (sentencepiece would do it silently)
+)
 
 
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
-    lines = (line for text in texts for line in text.split("\n") if line and len(line.encode()) <= MAX_LINE_BYTES)
+    lines = (
+        line for text in texts for line in text.split("\n") if line and len(line.encode()) <= MAX_LINE_BYTES
+    )
     model, size = io.BytesIO(), training.vocab_size
     options = dict[str, Any](
         model_type="bpe",
@@ -76,7 +82,8 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
 
 
 def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenizer:
-    """Open a sentencepiece model or a tokenizer.json. bos, eos: tokens of the latter that begin and end a document.
+    """Open a sentencepiece model or a tokenizer.json. bos, eos: tokens of the latter that begin
+    and end a document.
 
     ValueError for a file that cannot be read, or where these tokens cannot be found.
     """
@@ -85,7 +92,9 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
     if path.suffix == ".json":
         return JsonTokenizer(path, bos, eos)
     if bos or eos:
-        raise ValueError(f"{path}: bos and eos are those of the sentencepiece model; only a tokenizer.json needs names")
+        raise ValueError(
+            f"{path}: bos and eos are those of the sentencepiece model; only a tokenizer.json needs names"
+        )
     try:
         return SentencepieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=str(path)))
     except (RuntimeError, ValueError) as error:
@@ -133,13 +142,17 @@ class Tokenizer(abc.ABC):
         return True
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Documents: (tokens of all in a row, lengths uint32 of each). ValueError for text that makes control ids."""
+        """Documents: (tokens of all in a row, lengths uint32 of each). ValueError for text
+        that makes control ids.
+        """
         documents = [self._begin + self.encode_text(text) + self._end for text in texts]
         tokens = np.frombuffer(b"".join(documents), self.dtype)
         lengths = np.array([len(document) // self.dtype.itemsize for document in documents], dtype=np.uint32)
         control = self._is_control[tokens]
         if np.count_nonzero(control) != len(texts) * len(self._begin + self._end) // self.dtype.itemsize:
-            number = int(np.argmax(np.add.reduceat(control, np.cumsum(lengths, dtype=np.int64) - lengths, dtype=int)))
+            number = int(
+                np.argmax(np.add.reduceat(control, np.cumsum(lengths, dtype=np.int64) - lengths, dtype=int))
+            )
             raise ValueError(
                 f"the tokenizer makes control tokens of ordinary text, such as {texts[number]!r:.200}; it must not "
                 "define <s> or </s> as user symbols, and special tokens must be no pieces of its model"
@@ -165,7 +178,9 @@ class JsonTokenizer(Tokenizer):
         self._made.no_truncation()
         self._made.no_padding()
         self._made.encode_special_tokens = True
-        special = {each.content: i for i, each in self._made.get_added_tokens_decoder().items() if each.special}
+        special = {
+            each.content: i for i, each in self._made.get_added_tokens_decoder().items() if each.special
+        }
         self.names = _begin_and_end(path, bos, eos, special)
         bos_id, eos_id = (special[name] for name in self.names)
         unknown = getattr(self._made.model, "unk_token", None)
@@ -186,7 +201,9 @@ def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[s
         if (beside := path.with_name(file)).is_file():
             values = json.loads(beside.read_text(encoding="utf-8"))
             named = {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
-            said |= {name: each["content"] if isinstance(each, dict) else each for name, each in named.items()}
+            said |= {
+                name: each["content"] if isinstance(each, dict) else each for name, each in named.items()
+            }
     known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
     eos = eos or said.get("eos_token") or (None if bos else known[1])
     bos = bos or (said.get("bos_token", eos) if "eos_token" in said else known[0] if eos == known[1] else eos)
@@ -202,9 +219,10 @@ def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[s
 class SentencepieceTokenizer(Tokenizer):
     """Text -> ids, equal to sentencepiece's on the whole text, and several times as fast where words repeat.
 
-    Where no piece joins two kinds of characters (a word and the space or the sign behind it), no merge crosses such a
-    place, and a text's ids are those of its segments in a row. Segments are looked up in a table that fills as they
-    come; so the cost of a document is also linear in its length. Models that join them encode whole texts.
+    Where no piece joins two kinds of characters (a word and the space or the sign behind it), no merge
+    crosses such a place, and a text's ids are those of its segments in a row. Segments are looked up in a
+    table that fills as they come; so the cost of a document is also linear in its length. Models that join
+    them encode whole texts.
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
@@ -263,7 +281,11 @@ def _keeps_text(processor: sentencepiece.SentencePieceProcessor) -> bool:
 
 
 def _no_piece_is_cut(pattern: re.Pattern[str], processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether each piece lies within one match of the pattern; where matches meet depends on two characters only."""
+    """Whether each piece lies within one match of the pattern; where matches meet depends
+    on two characters only.
+    """
     ids = range(processor.vocab_size())
-    ordinary = (i for i in ids if not (processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i)))
+    ordinary = (
+        i for i in ids if not (processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i))
+    )
     return all(pattern.fullmatch(processor.id_to_piece(i)) for i in ordinary)

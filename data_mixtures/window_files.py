@@ -1,9 +1,10 @@
 """Windows of token files, memory-mapped, whose bytes are checked before they are used for the first time.
 
-The manifest holds an xxh3 of every 16 MiB of a file. Whoever first touches a block reads it whole and compares; a block
-that differs ends the read with its name, never with other data. The check reads the file and not the map: that lets
-other threads go on, a broken disk answers with an error where a map would kill the process (SIGBUS), and the block then
-lies in the page cache, read in a row: the check is the read-ahead of the windows that follow.
+The manifest holds an xxh3 of every 16 MiB of a file. Whoever first touches a block reads it whole and
+compares; a block that differs ends the read with its name, never with other data. The check reads the file
+and not the map: that lets other threads go on, a broken disk answers with an error where a map would kill
+the process (SIGBUS), and the block then lies in the page cache, read in a row: the check is the read-ahead
+of the windows that follow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import xxhash
 from data_mixtures import shards
 from data_mixtures.node_marks import NodeMarks
 
-OPEN_FILES = 256  # a map holds a file descriptor, of which a process has 1024 and a 6T-token corpus 11,000 shards
+OPEN_FILES = (
+    256  # a map holds a file descriptor, of which a process has 1024 and a 6T-token corpus 11,000 shards
+)
 CHUNK_BYTES = 1 << 20  # stays in a core's own cache between reading and hashing
 CHECKS_AT_A_TIME = 64  # making a lock takes 20 us
 DIGEST_BYTES = 8
@@ -56,7 +59,9 @@ class WindowFiles:
         self._mapping = threading.Lock()
 
     def read(self, file: int, window: int, out: np.ndarray) -> None:
-        """Copy one window into out, (S + 1,) of any integer type. ValueError for a damaged or unreadable block."""
+        """Copy one window into out, (S + 1,) of any integer type. ValueError for a
+        damaged or unreadable block.
+        """
         first = window * self.seq_len
         end = first + self.seq_len + 1
         checked, width = self._checked[file], self._dtypes[file].itemsize

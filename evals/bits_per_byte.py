@@ -1,13 +1,17 @@
-"""Bits per byte on the held-out windows of each source: how well the model predicts text it was not trained on.
+"""Bits per byte on the held-out windows of each source: how well the model predicts text it
+was not trained on.
 
-    bits per byte = sum of -log2 p(token | the window so far), over the tokens that stand for bytes / their bytes
+    bits per byte = sum of -log2 p(token | the window so far), over the tokens that stand for
+    bytes / their bytes
 
-A byte token stands for one byte, `▁` for one space, any other piece for its UTF-8 bytes; control tokens (BOS, EOS,
-unknown) stand for none and count in neither sum. So models with different tokenizers can be compared. `loss` is the
-mean over all predicted tokens, control tokens included, in nats: the same quantity as the training loss. Windows are
-scored as in training: packed documents, each token in the context of its own window.
+A byte token stands for one byte, `▁` for one space, any other piece for its UTF-8 bytes; control tokens
+(BOS, EOS, unknown) stand for none and count in neither sum. So models with different tokenizers can be
+compared. `loss` is the mean over all predicted tokens, control tokens included, in nats: the same
+quantity as the training loss. Windows are scored as in training: packed documents, each token in the
+context of its own window.
 
-    python -m evals.bits_per_byte runs/demo/hf --data data/demo --out runs/demo/evals.jsonl --step 200 --phase phase2
+    python -m evals.bits_per_byte runs/demo/hf --data data/demo --out runs/demo/evals.jsonl
+    --step 200 --phase phase2
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np
 def bits_per_byte(
     scorer: Scorer, windows: dict[str, np.ndarray], categories: dict[str, str], token_bytes: np.ndarray
 ) -> dict[str, Any]:
-    """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the loss by its tokens."""
+    """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the
+    loss by its tokens.
+    """
     console = Console(stderr=True)
     sources = {
         name: {"category": categories[name]}
@@ -75,11 +81,16 @@ def bits_per_byte(
         total = math.fsum(source[weight] for source in sources.values())
         return math.fsum(source[figure] * source[weight] for source in sources.values()) / total
 
-    return {"bits_per_byte": mean("bits_per_byte", "bytes"), "loss": mean("loss", "tokens"), "sources": sources}
+    return {
+        "bits_per_byte": mean("bits_per_byte", "bytes"),
+        "loss": mean("loss", "tokens"),
+        "sources": sources,
+    }
 
 
 def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Held-out windows (n, S+1) of every source of a data directory that has some, at most `count`, and its category.
+    """Held-out windows (n, S+1) of every source of a data directory that has some, at most
+    `count`, and its category.
 
     ValueError when none has any.
     """
@@ -95,8 +106,12 @@ def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], 
 
 
 def matching_token_bytes(model_dir: Path, data: Path) -> np.ndarray:
-    """Bytes of each token id, int64 (V,); ValueError if the model's tokenizer is not the one that cut the data."""
-    of_data, of_model = (bytes_per_token(path) for path in (tokenizer_path(data), model_dir / "tokenizer.json"))
+    """Bytes of each token id, int64 (V,); ValueError if the model's tokenizer is not the one
+    that cut the data.
+    """
+    of_data, of_model = (
+        bytes_per_token(path) for path in (tokenizer_path(data), model_dir / "tokenizer.json")
+    )
     shared = min(len(of_data), len(of_model))
     if len(of_model) < len(of_data) or not np.array_equal(of_data[:shared], of_model[:shared]):
         raise ValueError(
@@ -107,7 +122,8 @@ def matching_token_bytes(model_dir: Path, data: Path) -> np.ndarray:
 
 
 def bytes_per_token(path: Path) -> np.ndarray:
-    """Bytes of each token id, int64 (V,), 0 for control tokens; from a SentencePiece model or a `tokenizer.json`.
+    """Bytes of each token id, int64 (V,), 0 for control tokens; from a SentencePiece
+    model or a `tokenizer.json`.
 
     The counts of a text's ids add up to its bytes, plus one for the space that a Llama 2 tokenizer prepends.
     """
@@ -137,10 +153,16 @@ def _from_tokenizer_json(path: Path) -> np.ndarray:
             "use a SentencePiece BPE with byte fallback, or a byte-level BPE"
         )
     added = {token["id"]: token for token in content.get("added_tokens", [])}
-    pieces = {id_: piece for piece, id_ in model["vocab"].items()} | {i: t["content"] for i, t in added.items()}
+    pieces = {id_: piece for piece, id_ in model["vocab"].items()} | {
+        i: t["content"] for i, t in added.items()
+    }
     silent = {i for i, token in added.items() if token["special"]}
     silent |= {model["vocab"][model["unk_token"]]} if model.get("unk_token") else set()
-    size_of = {i: len(p) if of_bytes and i not in added else _bytes_of(p) for i, p in pieces.items() if i not in silent}
+    size_of = {
+        i: len(p) if of_bytes and i not in added else _bytes_of(p)
+        for i, p in pieces.items()
+        if i not in silent
+    }
     counts = [size_of.get(i, 0) for i in range(max(pieces) + 1)]
     return np.array(counts, dtype=np.int64)
 
@@ -165,7 +187,8 @@ def main(
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any]:
-    """Bits per byte of a model on the held-out windows of each source. The last line on stdout is the record, JSON.
+    """Bits per byte of a model on the held-out windows of each source. The last line on stdout
+    is the record, JSON.
 
     Args:
         data: directory written by `python -m data_mixtures.prepare`

@@ -1,9 +1,10 @@
 """Two evaluations of the same items, with paired errors: what changed from one checkpoint to the next.
 
-    python -m evals.compare runs/x/items/core-1000-0123456789ab.jsonl.gz runs/x/items/core-2000-ba9876543210.jsonl.gz
+    python -m evals.compare runs/x/items/core-1000-0123456789ab.jsonl.gz
+    runs/x/items/core-2000-ba9876543210.jsonl.gz
 
-The files are those that records of `core` and `lm_eval` name in their field `items`. The error of a difference of the
-same items is smaller than that of two scores, since what is hard for both models cancels.
+The files are those that records of `core` and `lm_eval` name in their field `items`. The error of a
+difference of the same items is smaller than that of two scores, since what is hard for both models cancels.
 """
 
 from __future__ import annotations
@@ -21,24 +22,38 @@ from rich.table import Table
 from evals.intervals import paired
 from evals.items import read_items
 
-SHARED = ("kind", "protocol", "data_sha256", "limit")  # two files that differ in one of these asked other things
+SHARED = (
+    "kind",
+    "protocol",
+    "data_sha256",
+    "limit",
+)  # two files that differ in one of these asked other things
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
-    """By task: accuracies of both, b - a and its standard error, items that only one got right, gold bits per byte.
+    """By task: accuracies of both, b - a and its standard error, items that only one got right,
+    gold bits per byte.
 
     Raises ValueError if the files are not about the same items.
     """
     (head_a, lines_a), (head_b, lines_b) = read_items(a), read_items(b)
     if other := [
-        f"{key} {head_a.get(key)} and {head_b.get(key)}" for key in SHARED if head_a.get(key) != head_b.get(key)
+        f"{key} {head_a.get(key)} and {head_b.get(key)}"
+        for key in SHARED
+        if head_a.get(key) != head_b.get(key)
     ]:
         raise ValueError(f"{a} and {b} were not asked the same: {'; '.join(other)}")
     if lines_a.keys() != lines_b.keys():
-        raise ValueError(f"{a} holds {len(lines_a)} items and {b} {len(lines_b)}, which are not the same ones")
+        raise ValueError(
+            f"{a} holds {len(lines_a)} items and {b} {len(lines_b)}, which are not the same ones"
+        )
     tasks: dict[str, Any] = {}
     for task in dict.fromkeys(task for task, _ in lines_a):
-        pairs = [(line, lines_b[key]) for key, line in lines_a.items() if key[0] == task and line["right"] is not None]
+        pairs = [
+            (line, lines_b[key])
+            for key, line in lines_a.items()
+            if key[0] == task and line["right"] is not None
+        ]
         if pairs:
             tasks[task] = differences(pairs)
     return {"a": str(a), "b": str(b), "tasks": tasks}
@@ -48,8 +63,17 @@ def differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
     """The figures of one task."""
     a, b = ([float(pair[side]["right"]) for pair in pairs] for side in (0, 1))
     difference, error = paired(a, b, added=1)
-    found = {"n": len(pairs), "a": math.fsum(a) / len(a), "b": math.fsum(b) / len(b), "difference": difference}
-    found |= {"standard_error": error, "only_a": sum(map(operator.gt, a, b)), "only_b": sum(map(operator.lt, a, b))}
+    found = {
+        "n": len(pairs),
+        "a": math.fsum(a) / len(a),
+        "b": math.fsum(b) / len(b),
+        "difference": difference,
+    }
+    found |= {
+        "standard_error": error,
+        "only_a": sum(map(operator.gt, a, b)),
+        "only_b": sum(map(operator.lt, a, b)),
+    }
     if size := sum(line.get("bytes", 0) for line, _ in pairs):
         a, b = ([pair[side]["nats"] / math.log(2) * len(pairs) / size for pair in pairs] for side in (0, 1))
         found["bits_difference"], found["bits_standard_error"] = paired(a, b)
@@ -60,7 +84,8 @@ def main(
     a: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="EARLIER")],
     b: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LATER")],
 ) -> None:
-    """Compare two evaluations of the same items, with paired errors. The last line on stdout is the result, JSON.
+    """Compare two evaluations of the same items, with paired errors. The last line on stdout
+    is the result, JSON.
 
     Args:
         a: file of items (items/*.jsonl.gz) that the record of the earlier evaluation names
@@ -71,7 +96,11 @@ def main(
     for name in ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte"):
         table.add_column(name, justify="left" if name == "task" else "right")
     for task, row in found["tasks"].items():
-        bits = f"{row['bits_difference']:+.4f} ± {row['bits_standard_error']:.4f}" if "bits_difference" in row else ""
+        bits = (
+            f"{row['bits_difference']:+.4f} ± {row['bits_standard_error']:.4f}"
+            if "bits_difference" in row
+            else ""
+        )
         change = f"{row['difference']:+.4f} ± {row['standard_error']:.4f}"
         counts = (str(row["only_a"]), str(row["only_b"]))
         table.add_row(task, str(row["n"]), f"{row['a']:.4f}", f"{row['b']:.4f}", change, *counts, bits)

@@ -2,8 +2,9 @@
 
     python -m evals.contamination --data data/phase1 --out runs/phase1/evals.jsonl
 
-The counts come from DIR/<source>/source.json, the numbers of items from the index of benchmarks. A source records how
-many items it contained, not which, and an item in several sources is counted by each. So `touched` is an upper bound.
+The counts come from DIR/<source>/source.json, the numbers of items from the index of benchmarks. A source
+records how many items it contained, not which, and an item in several sources is counted by each. So
+`touched` is an upper bound.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def contamination(data: Path) -> dict[str, Any]:
     known = {benchmark.name: benchmark for benchmark in known_benchmarks(data)}
     benchmarks = {}
     for name in sorted({*known, *(name for found in by_source.values() for name in found)}):
-        held = {source: found[name] for source, found in by_source.items() if found.get(name, {}).get("documents")}
+        held = {
+            source: found[name] for source, found in by_source.items() if found.get(name, {}).get("documents")
+        }
         items = known[name].items if name in known else None
         touched = sum(counts["items"] for counts in held.values())
         benchmarks[name] = {
@@ -48,12 +51,16 @@ def contamination(data: Path) -> dict[str, Any]:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the figures as a table on stderr."""
-    table = Table(title="Evaluation items found in the training text; documents that contained them were dropped")
+    table = Table(
+        title="Evaluation items found in the training text; documents that contained them were dropped"
+    )
     for column in ("benchmark", "items", "searchable", "found (at most)", "documents dropped", "in sources"):
         table.add_column(column, justify="left" if column in ("benchmark", "in sources") else "right")
     for name, found in figures["benchmarks"].items():
         counts = (found[key] for key in ("items", "searchable", "touched", "documents_dropped"))
-        table.add_row(name, *("?" if c is None else f"{c:,}" for c in counts), ", ".join(found["sources"]) or "none")
+        table.add_row(
+            name, *("?" if c is None else f"{c:,}" for c in counts), ", ".join(found["sources"]) or "none"
+        )
     console = Console(stderr=True)
     console.print(table)
     if not figures["benchmarks"]:

@@ -1,4 +1,5 @@
-"""Decode speed of a model as an evaluation record: `laneformer bench` in its own process, so that caches start cold.
+"""Decode speed of a model as an evaluation record: `laneformer bench` in its own process, so
+that caches start cold.
 
 python -m evals.decode_speed runs/demo/hf --out runs/demo/evals.jsonl --step 200 --phase phase2
 """

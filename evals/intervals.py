@@ -1,4 +1,6 @@
-"""Errors of shares: Wilson's interval of one share, and the paired difference of two models on the same items."""
+"""Errors of shares: Wilson's interval of one share, and the paired difference of two models
+on the same items.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
 def paired(a: Sequence[float], b: Sequence[float], added: float = 0.0) -> tuple[float, float]:
     """Mean of b - a over the same items and its standard error, in which what is hard for both cancels.
 
-    added: for answers that are right (1) or wrong (0), 1 adds half an item of each outcome, as Agresti and Min (2005)
-    recommend, so that few items without a difference do not look certain.
+    added: for answers that are right (1) or wrong (0), 1 adds half an item of each outcome, as Agresti and
+    Min (2005) recommend, so that few items without a difference do not look certain.
     """
     differences = [y - x for x, y in zip(a, b, strict=True)]
     total, count = math.fsum(differences), len(differences) + 2 * added

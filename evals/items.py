@@ -1,8 +1,9 @@
-"""The answer to each item of an evaluation, a compressed file next to the records: for paired errors and for reading.
+"""The answer to each item of an evaluation, a compressed file next to the records: for paired
+errors and for reading.
 
-Line 1 says what was asked of whom; each further line is an item: task, item (its number in the task), right (null
-where it is neither; for code the share of its samples that pass), losses (nats per token of every option, null for one
-without a token), and for CORE gold, nats and bytes of the right answer.
+Line 1 says what was asked of whom; each further line is an item: task, item (its number in the task), right
+(null where it is neither; for code the share of its samples that pass), losses (nats per token of every
+option, null for one without a token), and for CORE gold, nats and bytes of the right answer.
 """
 
 from __future__ import annotations
@@ -40,4 +41,6 @@ def read_items(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], dict[s
         (_, head), *rest = json_lines(lines, path)
         return head, {(line["task"], line["item"]): line for _, line in rest}
     except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no file of items ({error}); records name them, in their field items") from None
+        raise ValueError(
+            f"{path} is no file of items ({error}); records name them, in their field items"
+        ) from None

@@ -1,9 +1,12 @@
-"""What a model writes after a few prompts, greedy and as one seeded sample: for people, checkpoint after checkpoint.
+"""What a model writes after a few prompts, greedy and as one seeded sample: for
+people, checkpoint after checkpoint.
 
-    python -m evals.samples runs/demo/hf --max-new-tokens 64 --out runs/demo/evals.jsonl --step 200 --phase phase2
+    python -m evals.samples runs/demo/hf --max-new-tokens 64 --out runs/demo/evals.jsonl
+    --step 200 --phase phase2
 
-A line of --prompts is {"name", "text"}, which the model continues, or {"name", "messages"}, which it answers in the
-folder's chat template; the built-in prompts are prose, a fact, code and, where there is a template, a question.
+A line of --prompts is {"name", "text"}, which the model continues, or {"name", "messages"}, which it
+answers in the folder's chat template; the built-in prompts are prose, a fact, code and, where there is
+a template, a question.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ def main(
     """
     started = time.perf_counter()
     if max_new_tokens < 1 or temperature <= 0:
-        raise ValueError(f"--max-new-tokens {max_new_tokens} must be at least 1, --temperature {temperature} above 0")
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens} must be at least 1, --temperature {temperature} above 0"
+        )
     asked = (
         read_prompts(prompts)
         if prompts

@@ -1,7 +1,8 @@
 """Evaluations in wandb and TensorBoard: the figures of evals.jsonl, at the steps of their checkpoints.
 
-evals.jsonl is the source of truth: each tracker is sent the records that it lacks, and RUN/.evals-tracked.json counts
-how many it has. So it does not matter who wrote a record or when, and a killed process loses nothing.
+evals.jsonl is the source of truth: each tracker is sent the records that it lacks, and
+RUN/.evals-tracked.json counts how many it has. So it does not matter who wrote a record or when, and a
+killed process loses nothing.
 
 wandb        a separate run in the training run's group, since two processes cannot write one run (continuing a run
              offline would replace it); its horizontal axis is `step`; samples of text are tables
@@ -47,7 +48,14 @@ SAID = {
     "max_new_tokens": "tokens-{}",
 }  # fmt: skip
 WORDS = {("add_bos", False): "no-bos", ("chat_template", True): "chat"}
-USUAL = {"add_bos": True, "chat_template": False, "n": 1, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 768}
+USUAL = {
+    "add_bos": True,
+    "chat_template": False,
+    "n": 1,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "max_new_tokens": 768,
+}
 
 
 class Point(NamedTuple):
@@ -61,9 +69,11 @@ class Point(NamedTuple):
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """{name: figure} of a record, with names such as `core/nanochat/limit-500/core_v1`; empty for other kinds.
+    """{name: figure} of a record, with names such as `core/nanochat/limit-500/core_v1`;
+    empty for other kinds.
 
-    Names consist of letters, digits and -_./ in every tracker, since TensorBoard would rewrite other characters.
+    Names consist of letters, digits and -_./ in every tracker, since TensorBoard
+    would rewrite other characters.
     """
     record, kind = with_current_names(record), str(record.get("kind"))
     said = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
@@ -90,9 +100,11 @@ def points_of(records: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def send_to_wandb(run: Path, folder: Path, points: Sequence[Point], given: int) -> None:
-    """Send all points offline, since `wandb sync` may replace older folders by the newest one; online only new points.
+    """Send all points offline, since `wandb sync` may replace older folders by the newest one;
+    online only new points.
 
-    wandb's own step is the record's index: it must not decrease, and checkpoints may be evaluated out of order.
+    wandb's own step is the record's index: it must not decrease, and checkpoints may be
+    evaluated out of order.
     """
     import wandb
 
@@ -128,7 +140,9 @@ def send_to_tensorboard(run: Path, folder: Path, points: Sequence[Point], given:
 
 
 class Trackers:
-    """The trackers that `[metrics]` of a run enables; one that fails is reported through `say` and then left alone."""
+    """The trackers that `[metrics]` of a run enables; one that fails is reported through `say`
+    and then left alone.
+    """
 
     def __init__(self, job: JobSections, say: Callable[[str], None]):
         enabled = job.metrics

@@ -3,11 +3,11 @@
     python -m evals.watch --job.config_file configs/phase1.toml [--cpus 28-31] [--gpu 7] [--section.key value ...]
     python -m evals.watch --run runs/phase1 --once        (evaluate what is there, then exit)
 
-Every complete checkpoint that `[evals]` selects is exported as a Hugging Face folder, on which each of its commands
-runs. A command writes its records to a file of its own; the watcher appends them to RUN/evals.jsonl in one write, with
-the command line and the checkpoint's time. Those records are the only state: a restarted watcher continues where
-evals.jsonl ends, and a step that was trained again after a rollback is evaluated again. wandb and TensorBoard get the
-same figures if `[metrics]` enables them (evals.trackers).
+Every complete checkpoint that `[evals]` selects is exported as a Hugging Face folder, on which each of its
+commands runs. A command writes its records to a file of its own; the watcher appends them to RUN/evals.jsonl
+in one write, with the command line and the checkpoint's time. Those records are the only state: a restarted
+watcher continues where evals.jsonl ends, and a step that was trained again after a rollback is evaluated
+again. wandb and TensorBoard get the same figures if `[metrics]` enables them (evals.trackers).
 
 Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in
 RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when asked to stop.
@@ -64,13 +64,17 @@ class Watcher:
         self.job, self.run = job, job.run
         self.records = self.run / "evals.jsonl"
         self.trackers = Trackers(job, self.say)
-        self.failed: set[tuple[int, float, str]] = set()  # (step, saved, command): not retried by this process
+        self.failed: set[tuple[int, float, str]] = (
+            set()
+        )  # (step, saved, command): not retried by this process
         self.waiting: set[int] = set()  # steps with missing records at the last look
 
     def watch(self, once: bool, every_s: float) -> int:
         """Evaluate until the run is done, or with `once` what is there; returns the exit status."""
         while True:
-            outcome = read_outcome(self.run)  # before looking for work, so that the last checkpoint is not missed
+            outcome = read_outcome(
+                self.run
+            )  # before looking for work, so that the last checkpoint is not missed
             over = once or (outcome is not None and outcome["code"] == DONE)
             self.trackers.give(read_lines(self.records))
             work = self.next_work()
@@ -99,7 +103,9 @@ class Watcher:
         for step in sorted(self.waiting - {work.step for work in waiting}):
             if not (self.job.checkpoints / f"step-{step}").is_dir():
                 self.say(f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps")
-                record_event(self.run, "evaluation_skipped", step=step, reason="the checkpoint was deleted meanwhile")
+                record_event(
+                    self.run, "evaluation_skipped", step=step, reason="the checkpoint was deleted meanwhile"
+                )
         self.waiting = {work.step for work in waiting}
         for work in waiting if self.job.evals.newest_first else reversed(waiting):
             with contextlib.suppress(ValueError):
@@ -136,7 +142,9 @@ class Watcher:
                 words = [module, *kind.arguments(hf, options, about, self.job.evals.device)]
                 # the command holds the lock, too: what a killed watcher has started is waited for
                 with hold_lock(out.with_suffix(".lock"), "", wait_s=math.inf) as lock:
-                    out.unlink(missing_ok=True)  # left by a watcher that was killed before it appended the records
+                    out.unlink(
+                        missing_ok=True
+                    )  # left by a watcher that was killed before it appended the records
                     status = self.call(work.step, words, lock)
                 records = read_lines(out)
                 if status or not records:
@@ -158,7 +166,9 @@ class Watcher:
         return before + row["tokens"] // row["step"] * step, row["phase"]
 
     def call(self, step: int, words: list[str], *locks: TextIO) -> int:
-        """Run `python -m WORDS`, output to the step's log; returns its exit status. It is killed with the watcher."""
+        """Run `python -m WORDS`, output to the step's log; returns its exit status. It is
+        killed with the watcher.
+        """
         log = self.run / f"logs/evals/step-{step}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a", encoding="utf-8") as file:
@@ -188,7 +198,8 @@ class Watcher:
 
 @contextlib.contextmanager
 def scratch_folder(run: Path) -> Iterator[Path]:
-    """RUN/.evals-watch, deleted at the end of the block; if that is interrupted, only the exported model is deleted.
+    """RUN/.evals-watch, deleted at the end of the block; if that is interrupted, only the
+    exported model is deleted.
 
     A command may keep finished work next to its --out and continue from there (evals.core does).
     """
@@ -237,14 +248,24 @@ def main() -> int:
     """Watch one run; returns the exit status. All flags but the watcher's own are the job's."""
     parser = argparse.ArgumentParser(prog="python -m evals.watch", allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--run", type=Path, help="run folder whose config.toml is read instead of --job.config_file")
+    parser.add_argument(
+        "--run", type=Path, help="run folder whose config.toml is read instead of --job.config_file"
+    )
     parser.add_argument("--once", action="store_true", help="evaluate the existing checkpoints, then exit")
-    parser.add_argument("--every-s", type=float, default=30.0, help="seconds between two looks for checkpoints")
+    parser.add_argument(
+        "--every-s", type=float, default=30.0, help="seconds between two looks for checkpoints"
+    )
     parser.add_argument("--cpus", help="cores to run on, such as 28-31; default: the inherited ones")
     parser.add_argument("--gpu", help="GPU to run on, as in CUDA_VISIBLE_DEVICES")
     options, rest = parser.parse_known_args()
     if options.run is not None:
-        rest = ["--job.config_file", str(options.run / "config.toml"), "--job.dump_folder", str(options.run), *rest]
+        rest = [
+            "--job.config_file",
+            str(options.run / "config.toml"),
+            "--job.dump_folder",
+            str(options.run),
+            *rest,
+        ]
     job = read_job(rest)
     check(job)
     yield_to_training(options.cpus, options.gpu)

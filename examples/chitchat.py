@@ -1,7 +1,9 @@
-"""Real conversations for the demo's SFT, as JSON lines: `python -m examples.chitchat --out conversations.jsonl`.
+"""Real conversations for the demo's SFT, as JSON lines: `python -m
+examples.chitchat --out conversations.jsonl`.
 
-The Chit-Chat Challenge of Brigham Young University, from PyPI's `chitchat-dataset` (MIT licence): 7,168 conversations
-of people who were given a question to talk about. Who writes first is the user here, the other one the assistant.
+The Chit-Chat Challenge of Brigham Young University, from PyPI's `chitchat-dataset` (MIT licence): 7,168
+conversations of people who were given a question to talk about. Who writes first is the user here, the
+other one the assistant.
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ _EMAIL = re.compile(r"\S@\S+\.\w")
 
 
 def main(out: Path, max_exchanges: int = 2, max_chars: int = 340) -> None:
-    """Write {"messages": [...]} lines: stretches of so few exchanges that they fit the demo's window of 256 tokens."""
+    """Write {"messages": [...]} lines: stretches of so few exchanges that they fit the demo's
+    window of 256 tokens.
+    """
     data = json.loads(files("chitchat_dataset").joinpath("dataset.json").read_text())
     stretches = [
-        stretch for one in data.values() for stretch in split(exchanges(one["messages"]), max_exchanges, max_chars)
+        stretch
+        for one in data.values()
+        for stretch in split(exchanges(one["messages"]), max_exchanges, max_chars)
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, "".join(json.dumps({"messages": stretch}) + "\n" for stretch in stretches))
@@ -37,20 +43,27 @@ def main(out: Path, max_exchanges: int = 2, max_chars: int = 340) -> None:
 
 
 def exchanges(turns: Iterable[list[dict[str, Any]]]) -> list[Exchange]:
-    """Pairs of a user's and the assistant's message, up to an empty one; what one person sends in a row is one message.
+    """Pairs of a user's and the assistant's message, up to an empty one; what one person sends in a
+    row is one message.
 
-    Speakers alternate in every conversation of the set; those with one speaker, and the two in which somebody gives an
-    e-mail address, yield nothing.
+    Speakers alternate in every conversation of the set; those with one speaker, and the two in which somebody
+    gives an e-mail address, yield nothing.
     """
     texts = [" ".join(each["text"].strip() for each in turn).strip() for turn in turns]
     if any(_EMAIL.search(text) for text in texts):
         return []
-    pairs = takewhile(all, zip(texts[::2], texts[1::2], strict=False))  # a last message without an answer is left out
-    return [({"role": "user", "content": said}, {"role": "assistant", "content": reply}) for said, reply in pairs]
+    pairs = takewhile(
+        all, zip(texts[::2], texts[1::2], strict=False)
+    )  # a last message without an answer is left out
+    return [
+        ({"role": "user", "content": said}, {"role": "assistant", "content": reply}) for said, reply in pairs
+    ]
 
 
 def split(pairs: Iterable[Exchange], max_exchanges: int, max_chars: int) -> Iterator[list[Message]]:
-    """Stretches of consecutive pairs with at most `max_chars` characters of content; a longer pair is left out."""
+    """Stretches of consecutive pairs with at most `max_chars` characters of content; a longer
+    pair is left out.
+    """
     stretch: list[Message] = []
     room = max_chars
     for pair in pairs:

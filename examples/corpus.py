@@ -1,8 +1,8 @@
 """The demo's text, found on this machine or generated, as JSON lines: `python -m examples.corpus --out DIR`.
 
-Manual pages, what packages say of themselves, Python's reference, docstrings, their examples, and generated text:
-DIR/<source>.jsonl, one {"text": ...} a line, which data_mixtures/demo.toml reads. A file that is there is not written
-again; delete it to read the machine's files again.
+Manual pages, what packages say of themselves, Python's reference, docstrings, their examples, and generated
+text: DIR/<source>.jsonl, one {"text": ...} a line, which data_mixtures/demo.toml reads. A file that is there
+is not written again; delete it to read the machine's files again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def write(out: Path, sources: Mapping[str, Iterable[tuple[Texts, int | None]]]) 
     for name, parts in sources.items():
         if not (path := out / f"{name}.jsonl").is_file():
             found = (each for texts, max_bytes in parts for each in _capped(texts, max_bytes))
-            write_atomically(path, "".join(json.dumps({"text": each}) + "\n" for each in found if each.strip()))
+            write_atomically(
+                path, "".join(json.dumps({"text": each}) + "\n" for each in found if each.strip())
+            )
 
 
 def _capped(texts: Texts, max_bytes: int | None) -> Texts:
@@ -62,21 +64,48 @@ def read(
     reader: Callable[[Path], list[str]], *paths: str, exclude: tuple[str, ...] = (), beside: Path = Path()
 ) -> Texts:
     """The documents of all files of these globs that can be read, in an order of their names from `beside`."""
-    for name, _, _ in local.find(Input("text", paths, exclude=exclude), local.roots(Path(), beside), all_match=False):
+    for name, _, _ in local.find(
+        Input("text", paths, exclude=exclude), local.roots(Path(), beside), all_match=False
+    ):
         with suppress(local.Unreadable, PermissionError):
             yield from reader(Path(name))
 
 
-_GLYPHS = {"aq": "'", "dq": '"', "lq": "“", "rq": "”", "Bq": "„", "Fo": "«", "Fc": "»", "em": "—", "en": "–", "ss": "ß"}
-_ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", ":": "\u0308", "~": "\u0303", ",": "\u0327", "v": "\u030c"}
+_GLYPHS = {
+    "aq": "'",
+    "dq": '"',
+    "lq": "“",
+    "rq": "”",
+    "Bq": "„",
+    "Fo": "«",
+    "Fc": "»",
+    "em": "—",
+    "en": "–",
+    "ss": "ß",
+}
+_ACCENTS = {
+    "'": "\u0301",
+    "`": "\u0300",
+    "^": "\u0302",
+    ":": "\u0308",
+    "~": "\u0303",
+    ",": "\u0327",
+    "v": "\u030c",
+}
 _ARGUMENT = re.compile(r'"((?:[^"]|"")*)"|(\S+)')
 _TROFF = (  # applied one after the other
-    (r"^[.']\s*if !'po4a'hide' ", "."),  # always true; translated pages carry lines for their translators in it
+    (
+        r"^[.']\s*if !'po4a'hide' ",
+        ".",
+    ),  # always true; translated pages carry lines for their translators in it
     (r"^[.'] *(?:de|am|ig)\b(?s:.*?)^\.\.$|^\.TS(?s:.*?)^\.TE|^[.']?\\[\"#].*$", ""),
     (r"\\[f*](?:\(..|\[.*?\]|.)|\\s[-+]?\d+|\\[&%|^/,:c]", ""),  # fonts, strings, sizes, motions
     (r"\\\[u([0-9A-Fa-f]{4,5})\]", lambda match: chr(int(match[1], 16))),
     (r"\\(?:\(|\[(?=..\]))(.)(.)\]?", lambda match: _glyph(match[1], match[2])),
-    (r"^\.(?:BR|RB|BI|IB|IR|RI) (.*)$", lambda match: "".join(a or b for a, b in _ARGUMENT.findall(match[1]))),
+    (
+        r"^\.(?:BR|RB|BI|IB|IR|RI) (.*)$",
+        lambda match: "".join(a or b for a, b in _ARGUMENT.findall(match[1])),
+    ),
     (r"^\.(?:[BIR]|SM|SB) (.*)$", lambda match: match[1].replace('"', "")),
     (r'^\.(?:S[HS]|IP) "?([^"\n]{2,}?)"?(?: \d+n?)?$', r"\n\n\1\n\n"),  # headings and terms
     (r"^[.'].*$", "\n"),
@@ -94,7 +123,9 @@ def _glyph(first: str, second: str) -> str:
 
 
 def man(path: Path) -> list[str]:
-    """A manual page as prose, without fonts, tables and macro definitions; none for an alias or another dialect."""
+    """A manual page as prose, without fonts, tables and macro definitions; none for an
+    alias or another dialect.
+    """
     page = local.read(path)
     if not re.search(r"^\.TH ", page, re.MULTILINE):
         return []
@@ -143,7 +174,9 @@ def doctests(path: Path) -> list[str]:
 
 
 def docstrings(path: Path) -> list[str]:
-    """A module's documentation as one text: names and docstrings without their examples. Unreadable: not_python."""
+    """A module's documentation as one text: names and docstrings without their
+    examples. Unreadable: not_python.
+    """
     entries = []
     for name, docstring in definitions(str(path), local.read(path)):
         prose = re.sub(r"\n{3,}", "\n\n", _without_examples(docstring)).strip()
@@ -182,12 +215,21 @@ def _without_examples(docstring: str) -> str:
         if not inside:
             kept.append(line)
     # the headings of sections that held nothing else
-    return re.sub(r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?", "", "\n".join(kept), flags=re.MULTILINE)
+    return re.sub(
+        r"^[ \t]*Examples?:*[ \t]*\n([ \t]*[=-]{3,}[ \t]*\n)?", "", "\n".join(kept), flags=re.MULTILINE
+    )
 
 
 def demo() -> dict[str, list[tuple[Texts, int | None]]]:
     """The corpus of demo.toml, by source."""
-    tested = ("sympy", "networkx", "numpy", "pandas", "torch", "mpmath")  # packages with many examples in docstrings
+    tested = (
+        "sympy",
+        "networkx",
+        "numpy",
+        "pandas",
+        "torch",
+        "mpmath",
+    )  # packages with many examples in docstrings
     modules = [f"{{site_packages}}/{package}/**/*.py" for package in tested]
     documented = [f"{{site_packages}}/{package}/**/*.py" for package in DOCUMENTED]
     texts = ("README*", "*.txt", "*.txt.gz", "*.md", "*.md.gz", "FAQ*")

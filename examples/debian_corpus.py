@@ -1,11 +1,12 @@
-"""A large corpus from Debian packages: sources of C, Go, Rust, Java and Python programs, manuals in several languages.
+"""A large corpus from Debian packages: sources of C, Go, Rust, Java and Python programs,
+manuals in several languages.
 
     python -m examples.debian_corpus --out runs/corpus
     python -m data_mixtures.prepare examples/debian.toml --out runs/debian
 
-The packages are downloaded as files and unpacked into the folder; nothing is installed. What needs a reader of its own
-or is generated is written to text/*.jsonl. A package or file that is there is not fetched or written again, so the same
-command continues an interrupted download.
+The packages are downloaded as files and unpacked into the folder; nothing is installed. What needs a reader
+of its own or is generated is written to text/*.jsonl. A package or file that is there is not fetched or
+written again, so the same command continues an interrupted download.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def download(name: str, folder: Path) -> Path:
     result = subprocess.run(["apt-get", "download", "-q", name], cwd=folder, capture_output=True, text=True)
     found = sorted(folder.glob(f"{name}_*.deb"))
     if result.returncode or not found:
-        raise SystemExit(f"apt-get download {name} failed; try `apt-get update` first. It said: {result.stderr[-500:]}")
+        raise SystemExit(
+            f"apt-get download {name} failed; try `apt-get update` first. It said: {result.stderr[-500:]}"
+        )
     return found[-1]
 
 

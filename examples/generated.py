@@ -1,7 +1,8 @@
-"""Text that we write ourselves: worked problems in arithmetic and algebra, and everyday sentences in six languages.
+"""Text that we write ourselves: worked problems in arithmetic and algebra, and everyday
+sentences in six languages.
 
-Document i of a kind is a pure function of i (and of phrases.toml). Every worked step is computed, never templated as a
-number, and the answers are exact.
+Document i of a kind is a pure function of i (and of phrases.toml). Every worked step is computed, never
+templated as a number, and the answers are exact.
 """
 
 from __future__ import annotations
@@ -16,8 +17,34 @@ from pathlib import Path
 
 PROBLEMS_PER_DOCUMENT = 6
 SENTENCES_PER_DOCUMENT = 12
-_NAMES = ("Ada", "Ben", "Chloe", "Diego", "Emma", "Farid", "Grace", "Hana", "Ivan", "Jun", "Kofi", "Lena", "Mina")
-_THINGS = ("apples", "books", "marbles", "stickers", "pencils", "eggs", "bricks", "tickets", "cards", "seeds", "coins")
+_NAMES = (
+    "Ada",
+    "Ben",
+    "Chloe",
+    "Diego",
+    "Emma",
+    "Farid",
+    "Grace",
+    "Hana",
+    "Ivan",
+    "Jun",
+    "Kofi",
+    "Lena",
+    "Mina",
+)
+_THINGS = (
+    "apples",
+    "books",
+    "marbles",
+    "stickers",
+    "pencils",
+    "eggs",
+    "bricks",
+    "tickets",
+    "cards",
+    "seeds",
+    "coins",
+)
 Problem = tuple[str, list[str], str]  # question, worked steps, answer
 
 
@@ -32,7 +59,9 @@ def arithmetic(index: int) -> str:
 
 
 def phrases(index: int) -> str:
-    """Document `index` of sentences of one language; a slot {word} takes a random entry of the list of that name."""
+    """Document `index` of sentences of one language; a slot {word} takes a random entry of the
+    list of that name.
+    """
     draw = random.Random(f"phrases/{index}")
     languages = _languages()
     words = languages[draw.choice(sorted(languages))]
@@ -52,7 +81,12 @@ def _languages() -> dict[str, dict[str, list[str]]]:
 
 def _shopping(draw: random.Random) -> Problem:
     name, thing = draw.choice(_NAMES), draw.choice(_THINGS)
-    had, boxes, per_box, given = draw.randint(2, 60), draw.randint(2, 12), draw.randint(3, 24), draw.randint(1, 30)
+    had, boxes, per_box, given = (
+        draw.randint(2, 60),
+        draw.randint(2, 12),
+        draw.randint(3, 24),
+        draw.randint(1, 30),
+    )
     bought, total = boxes * per_box, had + boxes * per_box
     given = min(given, total - 1)
     question = (

@@ -1,8 +1,9 @@
-"""Fine-tune an exported folder with LoRA: `python -m examples.sft_lora MODEL CONVERSATIONS.jsonl --out FOLDER`.
+"""Fine-tune an exported folder with LoRA: `python -m examples.sft_lora MODEL
+CONVERSATIONS.jsonl --out FOLDER`.
 
-A matrix of this model is one (lanes, out, in) parameter, no nn.Linear, so it is named in `target_parameters`; PEFT
-reads the first axis as experts and gives every lane its own pair of factors. FOLDER gets the merged model, which the
-engine loads, and FOLDER/adapter the adapter alone, for PeftModel.from_pretrained.
+A matrix of this model is one (lanes, out, in) parameter, no nn.Linear, so it is named in `target_parameters`;
+PEFT reads the first axis as experts and gives every lane its own pair of factors. FOLDER gets the merged
+model, which the engine loads, and FOLDER/adapter the adapter alone, for PeftModel.from_pretrained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Fine-tune an exported folder with TRL: `python -m examples.sft_trl MODEL CONVERSATIONS.jsonl --out FOLDER`.
 
-CONVERSATIONS holds one {"messages": [{"role": ..., "content": ...}, ...]} a line. Only the assistant's tokens are
-trained: the folder's chat template marks them. One conversation is one row: TRL packs safely with FlashAttention alone,
-which this model refuses, and with any other attention packed conversations would see each other.
+CONVERSATIONS holds one {"messages": [{"role": ..., "content": ...}, ...]} a line. Only the assistant's
+tokens are trained: the folder's chat template marks them. One conversation is one row: TRL packs safely
+with FlashAttention alone, which this model refuses, and with any other attention packed conversations
+would see each other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Argument = Annotated[Path, tyro.conf.Positional]
 
 
 class LaneTrainer(SFTTrainer):
-    """Takes the loss from the model: TRL's own multiplies by `lm_head.weight`, whose rows here belong to lanes."""
+    """Takes the loss from the model: TRL's own multiplies by `lm_head.weight`, whose rows
+    here belong to lanes.
+    """
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         return super(SFTTrainer, self).compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
@@ -30,14 +33,18 @@ class LaneTrainer(SFTTrainer):
 def main(
     model: Argument, conversations: Argument, out: Path, steps: int = 200, batch: int = 8, lr: float = 2e-5
 ) -> None:
-    """Train all weights and write the folder `out`; `batch` in conversations, longer ones than the context are cut."""
+    """Train all weights and write the folder `out`; `batch` in conversations, longer ones than
+    the context are cut.
+    """
     save(train(model, conversations, out, steps, batch, lr), model, out)
 
 
 def train(
     folder: Path, conversations: Path, out: Path, steps: int, batch: int, lr: float, peft_config: Any = None
 ) -> Any:
-    """The trained network; float32, on a GPU with bfloat16 products. With `peft_config` only an adapter is trained."""
+    """The trained network; float32, on a GPU with bfloat16 products. With `peft_config` only
+    an adapter is trained.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     settings = SFTConfig(
         output_dir=str(out),

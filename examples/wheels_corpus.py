@@ -1,9 +1,11 @@
-"""The ablation's corpus, the same on every machine: docstrings, examples and source of Python packages, generated text.
+"""The ablation's corpus, the same on every machine: docstrings, examples and source of
+Python packages, generated text.
 
     python -m examples.wheels_corpus --out DIR
 
-wheels.txt pins the packages by version and hash. pip downloads them into DIR/.wheels (from its index, or from the
-folder PIP_FIND_LINKS); nothing is installed. So runs of the ablation on different machines are runs on the same data.
+wheels.txt pins the packages by version and hash. pip downloads them into DIR/.wheels (from its index, or
+from the folder PIP_FIND_LINKS); nothing is installed. So runs of the ablation on different machines are runs
+on the same data.
 """
 
 from __future__ import annotations
@@ -37,8 +39,20 @@ def main(out: Path) -> None:
 
 
 def unpack(folder: Path, target: Path) -> None:
-    """Download what PINNED names and unpack it to `target`, whole or not at all. SystemExit with pip's own words."""
-    pip = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "--python-version", "3.11")
+    """Download what PINNED names and unpack it to `target`, whole or not at all. SystemExit
+    with pip's own words.
+    """
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--require-hashes",
+        "--python-version",
+        "3.11",
+    )
     done = subprocess.run([*pip, *PURE, "-d", str(folder), "-r", str(PINNED)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
@@ -58,7 +72,9 @@ def texts(packages: Path) -> Mapping[str, Sequence[tuple[Texts, int | None]]]:
     root = packages.resolve()
     tests = [f"{root}/*/{part}" for part in ("test/*", "tests/*", "testing/*", "test_*")]
 
-    def read(reader: Callable[[Path], list[str]], names: Iterable[str], max_bytes: int) -> list[tuple[Texts, int]]:
+    def read(
+        reader: Callable[[Path], list[str]], names: Iterable[str], max_bytes: int
+    ) -> list[tuple[Texts, int]]:
         globs = [f"{root}/{name}/**/*.py" for name in names]
         return [(corpus.read(reader, each, exclude=tuple(tests), beside=root), max_bytes) for each in globs]
 

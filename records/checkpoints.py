@@ -68,8 +68,9 @@ def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Pa
 def read_metadata(folder: Path) -> Any:
     """DCP's index of a checkpoint. Raises ValueError if it is missing or damaged.
 
-    A damaged pickle is an arbitrary program for its reader: any exception may come, and C's unpickler allocates what a
-    flipped bit asks for. So the checksum comes first; without one, Python's reader is used, whose memory is a dict.
+    A damaged pickle is an arbitrary program for its reader: any exception may come, and C's unpickler
+    allocates what a flipped bit asks for. So the checksum comes first; without one, Python's reader is used,
+    whose memory is a dict.
     """
     try:
         content, expected = (folder / ".metadata").read_bytes(), read_checksums(folder).get(".metadata")
@@ -80,7 +81,9 @@ def read_metadata(folder: Path) -> Any:
         return pickle.loads(content)
     except Exception as problem:
         what = f"{type(problem).__name__}: {problem}"
-        raise ValueError(f"{folder} is not a complete checkpoint: .metadata cannot be read ({what})") from problem
+        raise ValueError(
+            f"{folder} is not a complete checkpoint: .metadata cannot be read ({what})"
+        ) from problem
 
 
 def check_complete(folder: Path) -> None:
@@ -92,7 +95,9 @@ def check_complete(folder: Path) -> None:
             needed_bytes[name] = max(needed_bytes.get(name, 0), int(entry.offset + entry.length))
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     except (AttributeError, TypeError) as problem:
-        raise ValueError(f"{folder} is not a complete checkpoint: .metadata is damaged ({problem})") from problem
+        raise ValueError(
+            f"{folder} is not a complete checkpoint: .metadata is damaged ({problem})"
+        ) from problem
     except OSError as problem:
         raise ValueError(f"{folder} is being deleted, or cannot be read: {problem}") from problem
     for name, size_bytes in needed_bytes.items():
@@ -110,7 +115,8 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Raise ValueError for the first file whose SHA-256 is not the one that was saved; a warning if none was saved.
+    """Raise ValueError for the first file whose SHA-256 is not the one that was saved; a warning
+    if none was saved.
 
     part of parts: every rank reads its share of the files.
     """
@@ -123,7 +129,9 @@ def check_contents(folder: Path, part: int = 0, parts: int = 1) -> None:
         except OSError as problem:
             raise ValueError(f"{folder / name} cannot be read: {problem}") from problem
         if found != sums[name]:
-            raise ValueError(f"{folder / name} is damaged: its SHA-256 is {found[:12]}, saved was {sums[name][:12]}")
+            raise ValueError(
+                f"{folder / name} is damaged: its SHA-256 is {found[:12]}, saved was {sums[name][:12]}"
+            )
 
 
 def write_checksums(folder: Path) -> None:
@@ -141,7 +149,8 @@ def read_architecture(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Path]:
-    """Checkpoints that may be deleted, newest first: complete, and older than the `keep_latest` newest complete ones.
+    """Checkpoints that may be deleted, newest first: complete, and older than the
+    `keep_latest` newest complete ones.
 
     Multiples of keep_every_steps are kept, and so are incomplete folders: one may be being written.
     """
@@ -167,10 +176,12 @@ def to_trash(path: Path) -> Path:
 
 
 def clear_branch(folder: Path, start: Path | None) -> dict[str, str]:
-    """Move checkpoints newer than `start` away (None: all, the job starts elsewhere). Returns {name: what was done}.
+    """Move checkpoints newer than `start` away (None: all, the job starts elsewhere). Returns
+    {name: what was done}.
 
-    A newer checkpoint would be overwritten file by file while its old `.metadata` still declares it complete. It is set
-    aside; a folder without `.metadata` never was a checkpoint and is deleted, and so is trash left by a crash.
+    A newer checkpoint would be overwritten file by file while its old `.metadata` still declares it
+    complete. It is set aside; a folder without `.metadata` never was a checkpoint and is deleted, and so is
+    trash left by a crash.
     """
     first = -1 if start is None else int(start.name.removeprefix("step-"))
     done = {}

@@ -1,8 +1,8 @@
 """evals.jsonl, one JSON object per evaluation, and the type of a command that appends to it.
 
-A record carries what is needed to trust or repeat its figures. It is one line, written by one call and flushed to disk,
-so that concurrent evaluations cannot mix their lines and a line that a crash cut short spoils only itself. Its fields
-are written down here: PROVENANCE and FIELDS.
+A record carries what is needed to trust or repeat its figures. It is one line, written by one call and
+flushed to disk, so that concurrent evaluations cannot mix their lines and a line that a crash cut short
+spoils only itself. Its fields are written down here: PROVENANCE and FIELDS.
 """
 
 from __future__ import annotations
@@ -93,8 +93,12 @@ FIELDS = {
         "samples": "list of name, prompt, greedy and sampled text",
         "max_new_tokens temperature seed": "most tokens of a text; of the sampled texts",
     },
-    "decode_speed": {"percent_of_probe tokens_per_s": "of `laneformer bench --json`, whose other fields follow"},
-    "contamination": {"benchmarks manifests": "by benchmark: what was found in the data; by source: hash of its text"},
+    "decode_speed": {
+        "percent_of_probe tokens_per_s": "of `laneformer bench --json`, whose other fields follow"
+    },
+    "contamination": {
+        "benchmarks manifests": "by benchmark: what was found in the data; by source: hash of its text"
+    },
 }
 # {field of an older record: its name today}
 OLD_FIELDS = {"max_per_task": "limit"}
@@ -110,7 +114,12 @@ def optional(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
-SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")  # flags that make no sense for a checkpoint
+SERVER = (
+    "--base-url",
+    "--model",
+    "--concurrency",
+    "--timeout-s",
+)  # flags that make no sense for a checkpoint
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,13 @@ class About:
     def append(self, kind: str, figures: dict[str, Any], **provenance: Any) -> dict[str, Any]:
         """`append_record` with these options."""
         return append_record(
-            self.out, kind, figures, step=self.step, tokens_total=self.tokens_total, phase=self.phase, **provenance
+            self.out,
+            kind,
+            figures,
+            step=self.step,
+            tokens_total=self.tokens_total,
+            phase=self.phase,
+            **provenance,
         )
 
     def flags(self) -> list[str]:
@@ -144,7 +159,9 @@ AboutFlags = Annotated[  # --out, --step, ... as flags of the command itself
     tyro.conf.arg(name="record", help="where the record goes, and which checkpoint it is about"),
 ]  # fmt: skip
 ModelFolder = Annotated[
-    Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR", help="Hugging Face model folder, such as runs/demo/hf")
+    Path,
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="HF_DIR", help="Hugging Face model folder, such as runs/demo/hf"),
 ]
 
 
@@ -152,12 +169,13 @@ ModelFolder = Annotated[
 class EvalCommand:
     """A module of evals/ that runs as `python -m evals.NAME`; it declares `COMMAND = EvalCommand(...)`.
 
-    kind: kind of the records that it appends. main: its signature is the command line (tyro), it returns the appended
-    record or None. If it evaluates a model, it takes the folder as positional argument, AboutFlags and `device`.
-    needs: options that a checkpoint's evaluation requires, though main has defaults for them. excludes: options that it
-    cannot have. per_step: options whose value must contain {step}, such as a folder of one checkpoint's answers.
-    reads: options that name a file or folder which must exist before. ready: gets the options and
-    raises ValueError, with the remedy, if this machine lacks something that the command needs.
+    kind: kind of the records that it appends. main: its signature is the command line (tyro), it returns
+    the appended record or None. If it evaluates a model, it takes the folder as positional argument,
+    AboutFlags and `device`. needs: options that a checkpoint's evaluation requires, though main has
+    defaults for them. excludes: options that it cannot have. per_step: options whose value must contain
+    {step}, such as a folder of one checkpoint's answers. reads: options that name a file or folder which
+    must exist before. ready: gets the options and raises ValueError, with the remedy, if this machine lacks
+    something that the command needs.
     """
 
     kind: str
@@ -180,7 +198,9 @@ class EvalCommand:
             print(json.dumps(record))
 
     def arguments(self, folder: Path, options: Sequence[str], about: About, device: str) -> list[str]:
-        """Arguments that evaluate a model folder. `{step}` in an option is replaced; device "auto" is left out."""
+        """Arguments that evaluate a model folder. `{step}` in an option is replaced; device
+        "auto" is left out.
+        """
         chosen = [option.replace("{step}", str(about.step)) for option in options]
         return [str(folder), *chosen, *about.flags(), *(["--device", device] if device != "auto" else [])]
 
@@ -188,7 +208,11 @@ class EvalCommand:
         """What main takes."""
         hints = typing.get_type_hints(self.main, include_extras=True)
         parameters = inspect.signature(self.main).parameters.values()
-        return [o for p in parameters for o in _options(p.name, hints[p.name], p.default is inspect.Parameter.empty)]
+        return [
+            o
+            for p in parameters
+            for o in _options(p.name, hints[p.name], p.default is inspect.Parameter.empty)
+        ]
 
 
 @dataclass(frozen=True)
@@ -254,8 +278,9 @@ def append_record(
 ) -> dict[str, Any]:
     """Append an evaluation to `path` (None: to no file) and return the record.
 
-    figures: results of this kind of evaluation, by the names of FIELDS. The others: PROVENANCE. Raises ValueError if a
-    figure has a name of PROVENANCE, and for NaN or infinity: a figure that could not be measured is left out or null.
+    figures: results of this kind of evaluation, by the names of FIELDS. The others: PROVENANCE. Raises
+    ValueError if a figure has a name of PROVENANCE, and for NaN or infinity: a figure that could not be
+    measured is left out or null.
     """
     taken = sorted(set(figures) & set(PROVENANCE))
     if taken:

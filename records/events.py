@@ -26,7 +26,8 @@ BAD_STEP = 86  # the guard refused a step; its batch is recorded in events.jsonl
 REFUSED = 87  # the settings cannot work; starting again does not help
 
 SUPERVISED = "LANEFORMER_SUPERVISED"  # environment variable of a supervised worker: its run folder
-# before the first step these mean wrong settings; other exceptions, every OSError among them, may be gone next time
+# before the first step these mean wrong settings; other exceptions, every OSError among them, may be
+# gone next time
 REFUSALS = (ValueError, AssertionError, KeyError, ZeroDivisionError, NotImplementedError)
 REASON_CHARS = 2000
 OTHER_RANKS_S = 1.0  # until rank 0 has said what every rank found
@@ -40,13 +41,17 @@ def record_event(run: Path, kind: str, **facts: Any) -> None:
 
 
 def next_attempt(run: Path) -> int:
-    """The number of the attempt that starts now: 1 for the first, else one more than attempts.jsonl has lines."""
+    """The number of the attempt that starts now: 1 for the first, else one more
+    than attempts.jsonl has lines.
+    """
     path = run / "attempts.jsonl"
     return 1 + (len(path.read_bytes().splitlines()) if path.is_file() else 0)
 
 
 def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) -> None:
-    """Leave RUN/outcome.json. The first word of an attempt stands: what other ranks say later are consequences."""
+    """Leave RUN/outcome.json. The first word of an attempt stands: what other ranks
+    say later are consequences.
+    """
     before = read_outcome(run)
     if before is None or before["attempt"] != attempt:
         outcome = {"attempt": attempt, "code": code, "step": step, "reason": reason[:REASON_CHARS]}
@@ -64,10 +69,13 @@ def read_outcome(run: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def crash_on_record(run: Path, attempt: int, step: Callable[[], int], starting: Callable[[], bool]) -> Iterator[None]:
+def crash_on_record(
+    run: Path, attempt: int, step: Callable[[], int], starting: Callable[[], bool]
+) -> Iterator[None]:
     """Record the exception that ends this worker. step, starting: called when it happens.
 
-    While `starting`, wrong settings and missing files are one line of rank 0 and a SystemExit, not a traceback.
+    While `starting`, wrong settings and missing files are one line of rank 0 and a
+    SystemExit, not a traceback.
     """
     try:
         yield
@@ -76,7 +84,9 @@ def crash_on_record(run: Path, attempt: int, step: Callable[[], int], starting: 
     except BaseException as problem:  # DCP's CheckpointException is no Exception
         reason = f"{type(problem).__name__}: {problem}"
         if starting() and isinstance(problem, (*REFUSALS, OSError)):
-            others = isinstance(problem, Held) and SUPERVISED not in os.environ  # nothing here is this job's to write
+            others = (
+                isinstance(problem, Held) and SUPERVISED not in os.environ
+            )  # nothing here is this job's to write
             refuse(None if others else run, attempt, problem)
         write_outcome(run, attempt, CRASHED, step(), reason)
         record_event(run, "crash", attempt=attempt, step=step(), reason=reason[:REASON_CHARS])
@@ -84,7 +94,8 @@ def crash_on_record(run: Path, attempt: int, step: Callable[[], int], starting: 
 
 
 def refuse(run: Path | None, attempt: int, problem: BaseException) -> NoReturn:
-    """End this worker, which cannot start: the outcome, if there is a run folder, one line on stderr, SystemExit.
+    """End this worker, which cannot start: the outcome, if there is a run folder, one
+    line on stderr, SystemExit.
 
     Every rank may find the same problem: rank 0 speaks, another one only if the outcome says something else.
     """

@@ -1,4 +1,6 @@
-"""The files of a run: append and read JSON lines, write files atomically, hash them, and name the code and the host."""
+"""The files of a run: append and read JSON lines, write files atomically, hash them, and name the
+code and the host.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def append_line(path: Path, line: str) -> None:
 
 
 def _write_at(file: FileIO, start: int, content: bytes) -> None:
-    """Write these bytes from `start` on into an unbuffered file, which ends at `start` if they do not fit: OSError."""
+    """Write these bytes from `start` on into an unbuffered file, which ends at `start` if they
+    do not fit: OSError.
+    """
     try:
         file.seek(start)
         if file.write(content) != len(content):  # the kernel writes what still fits and says how much it was
@@ -54,7 +58,8 @@ def _write_at(file: FileIO, start: int, content: bytes) -> None:
 
 
 def append_or_keep(path: Path, line: str) -> bool:
-    """`append_line` that survives a full disk: what is refused stays in memory and is written before the next line.
+    """`append_line` that survives a full disk: what is refused stays in memory and is written
+    before the next line.
 
     Returns whether all lines that this process has for the file are in it.
     """
@@ -83,7 +88,9 @@ def survive_full_disk(path: Path) -> Iterator[None]:
 
 
 def replace_last_line(path: Path, old: str, new: str) -> None:
-    """Replace the last line of a file, which must be `old`, by `new` in one write; without room for it, it is kept."""
+    """Replace the last line of a file, which must be `old`, by `new` in one write; without room for
+    it, it is kept.
+    """
     if _kept.get(path):
         _kept[path][-1] = new
         return
@@ -101,10 +108,13 @@ def replace_last_line(path: Path, old: str, new: str) -> None:
 def read_lines(path: Path, unreadable: list[int] | None = None) -> list[dict[str, Any]]:
     """The JSON objects of a file that other processes may be appending to; [] if the file does not exist.
 
-    Lines that are not JSON objects are skipped, as a crash may have cut them short. NaN and infinity become None.
-    unreadable: receives the numbers of the skipped lines, but not of the last one, which may be half written.
+    Lines that are not JSON objects are skipped, as a crash may have cut them short. NaN and infinity
+    become None. unreadable: receives the numbers of the skipped lines, but not of the last one, which
+    may be half written.
     """
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []  # the last one is empty or still being written
+    lines = (
+        path.read_bytes().split(b"\n") if path.is_file() else []
+    )  # the last one is empty or still being written
     skipped: list[int] = []
     found = list(json_lines(lines, path, skipped))
     skipped += [number for number, value in found if not isinstance(value, dict)]
@@ -118,8 +128,8 @@ def json_lines(
 ) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of every line that is not blank, NaN and infinity as None.
 
-    Raises ValueError with `name` and the line's number for a line that is not JSON, unless `skipped` is given: then it
-    receives the number.
+    Raises ValueError with `name` and the line's number for a line that is not JSON, unless `skipped` is
+    given: then it receives the number.
     """
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -132,7 +142,9 @@ def json_lines(
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a temporary file, flush it to disk and rename it: readers see the old file or the new one, never a part."""
+    """Write a temporary file, flush it to disk and rename it: readers see the old file or the new
+    one, never a part.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -168,7 +180,9 @@ def hold_lock(path: Path, problem: str, wait_s: float = 0.0) -> TextIO:
                 raise Held(f"{problem} (held by {holder})") from None
             time.sleep(0.2)
         except OSError as none:
-            raise ValueError(f"{path} cannot be locked ({none}); mount its file system with locks (flock)") from none
+            raise ValueError(
+                f"{path} cannot be locked ({none}); mount its file system with locks (flock)"
+            ) from none
     with suppress(OSError):  # a full disk: the lock holds without a name, too
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {host_name()}".encode())
@@ -182,7 +196,8 @@ def file_sha256(path: Path) -> str:
 
 
 def model_sha256(folder: Path) -> str:
-    """One hash of a model folder: names and contents of config, tokenizer, weights and chat template (MODEL_FILES).
+    """One hash of a model folder: names and contents of config, tokenizer, weights
+    and chat template (MODEL_FILES).
 
     README, licence and remote code do not count. The same weights in other shards have another hash.
     """
@@ -197,7 +212,8 @@ def host_name() -> str:
 
 
 def code_version(folder: Path) -> str:
-    """The git commit of the code in `folder`: "-dirty" appended for local changes, "unknown" outside a checkout.
+    """The git commit of the code in `folder`: "-dirty" appended for local changes,
+    "unknown" outside a checkout.
 
     A snapshot (tools.launch) records it in CODE_VERSION, since it may lie inside a checkout of other code.
     """

@@ -1,8 +1,9 @@
 """The sections of a job file that are ours, and the light reader of job files, which needs no torch.
 
-`train.job_config` merges these classes into TorchTitan's JobConfig, so a field has the same name, type and default for
-the workers and for the supervisor, the watcher and the launcher, which read it here. TorchTitan's parser takes eight
-seconds to import and brings torch into processes that must outlive the workers; it alone refuses unknown keys.
+`train.job_config` merges these classes into TorchTitan's JobConfig, so a field has the same name, type and
+default for the workers and for the supervisor, the watcher and the launcher, which read it here.
+TorchTitan's parser takes eight seconds to import and brings torch into processes that must outlive the
+workers; it alone refuses unknown keys.
 """
 
 # no `from __future__ import annotations`: TorchTitan looks at the types of the fields
@@ -32,8 +33,9 @@ class Training:
     steps: int = 10_000
     """Optimizer steps of the whole job"""
     z_loss_weight: float = 0.0
-    """Weight of the squared log-denominator of the softmax, which keeps logits from drifting; 0: none. It joins the
-    gradients and not the logged loss"""
+    """Weight of the squared log-denominator of the softmax, which keeps logits from drifting; 0: none. It
+    joins the gradients and not the logged loss
+    """
 
 
 @dataclass
@@ -45,7 +47,9 @@ class LRScheduler:
     total_steps: int | None = None
     """Length of the schedule in steps; default: training.steps"""
     decay_ratio: float | None = None
-    """Fraction of total_steps at the end in which the learning rate decays; default: all steps after the warmup"""
+    """Fraction of total_steps at the end in which the learning rate decays; default: all
+    steps after the warmup
+    """
 
 
 @dataclass
@@ -75,10 +79,13 @@ class Model:
     hf_assets_path: str = "."
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
     attention: str = "auto"
-    """Attention kernel: sdpa, flex, varlen (flash attention on a GPU), auto (flex if compiled for a GPU, else sdpa)"""
+    """Attention kernel: sdpa, flex, varlen (flash attention on a GPU), auto (flex if compiled for
+    a GPU, else sdpa)
+    """
     join_norm: Literal["auto", "triton", "plain"] = "auto"
-    """Joins of partial outputs and the norms after them: triton (fused kernels), plain (what the compiler makes of the
-    model), or auto (triton on a GPU, else plain)"""
+    """Joins of partial outputs and the norms after them: triton (fused kernels), plain (what the compiler
+    makes of the model), or auto (triton on a GPU, else plain)
+    """
     mask_documents: bool = False
     """Restrict attention to the token's own document within a packed sequence"""
 
@@ -93,31 +100,38 @@ class Parallelism:
 
 @dataclass
 class Checkpoint:
-    """TorchTitan's section with two changes: what a job may start from, and a last checkpoint that can be continued."""
+    """TorchTitan's section with two changes: what a job may start from, and a last checkpoint
+    that can be continued.
+    """
 
     folder: str = "checkpoint"
     """Folder of the checkpoints inside the run folder"""
     load_step: int = -1
     """Step of the checkpoint to load; -1: the newest complete one"""
     initial_load_path: str | None = None
-    """Checkpoint folder (.../checkpoint/step-N) to start from if this run has none of its own: the phase switch.
-    Learning-rate schedule, optimizer settings and data order are this job's; with initial_load_model_only = false the
-    optimizer's moments are loaded too"""
+    """Checkpoint folder (.../checkpoint/step-N) to start from if this run has none of its own: the phase
+    switch. Learning-rate schedule, optimizer settings and data order are this job's; with
+    initial_load_model_only = false the optimizer's moments are loaded too
+    """
     initial_load_all_states: bool = False
-    """Load everything from initial_load_path (step, data position, moments): a decay that branches off the stable part
-    of a run. The learning-rate schedule is this job's"""
+    """Load everything from initial_load_path (step, data position, moments): a decay that branches off the
+    stable part of a run. The learning-rate schedule is this job's
+    """
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """What saves: the ranks themselves, while training waits; a thread of each (async); or a process of each, which
-    gets the state through /dev/shm (async_with_pinned_mem)"""
+    """What saves: the ranks themselves, while training waits; a thread of each (async); or a process of each,
+    which gets the state through /dev/shm (async_with_pinned_mem)
+    """
     last_save_model_only: bool = False
-    """Whether the last checkpoint omits the optimizer, so that no later phase can continue from its moments"""
+    """Whether the last checkpoint omits the optimizer, so that no later phase can continue from its moments
+    """
     allow_fresh_start: bool = False
     """Whether the job may start from random weights (phase 1); otherwise a missing checkpoint is an error"""
     allow_changes: list[Literal["rope_theta", "sliding_window", "max_position_embeddings"]] = field(
         default_factory=list
     )
-    """Fields of the architecture that may differ from initial_load_path's, for a phase with longer sequences. Any other
-    difference is refused, and so is every difference when a run continues from its own checkpoints"""
+    """Fields of the architecture that may differ from initial_load_path's, for a phase with longer sequences.
+    Any other difference is refused, and so is every difference when a run continues from its own checkpoints
+    """
 
 
 @dataclass
@@ -125,7 +139,9 @@ class Resilience:
     """How failures are handled: read by the workers and by `python -m train.supervise`."""
 
     keep_every_steps: int = 0
-    """Checkpoints of multiples of this step are never deleted, besides the newest checkpoint.keep_latest_k; 0: none"""
+    """Checkpoints of multiples of this step are never deleted, besides the
+    newest checkpoint.keep_latest_k; 0: none
+    """
     max_failed_saves: int = 3
     """Consecutive failed saves (a full disk) after which the job ends"""
     spike_window: int = 128
@@ -133,20 +149,26 @@ class Resilience:
     max_loss_z: float = 0.0
     """Robust z-score of the loss above which a step is refused; 0: only a non-finite loss is"""
     max_grad_norm_z: float = 0.0
-    """Robust z-score of the gradient norm before clipping above which a step is refused; 0: only a non-finite one is"""
-    unclean_policy: Literal["stop", "rollback", "rollback_and_skip", "skip"] = "stop"
-    """After a refused step: end the job, restart from the newest checkpoint, restart and skip the batch, or skip the
-    batch at once, as nothing has moved, and restart (skipping) only after more than max_skips of them"""
+    """Robust z-score of the gradient norm before clipping above which a step is refused; 0: only
+    a non-finite one is
+    """
+    on_bad_step: Literal["stop", "rollback", "rollback_and_skip", "skip"] = "stop"
+    """After a refused step: end the job, restart from the newest checkpoint, restart and skip the
+    batch, or skip the batch at once, as nothing has moved, and restart (skipping) only after more
+    than max_skips of them
+    """
     max_skips: int = 3
-    """Refused steps within spike_window steps that the policy `skip` skips; one more, and it goes back to the newest
-    checkpoint: what is refused again and again is not the data's fault"""
+    """Refused steps within spike_window steps that the policy `skip` skips; one more, and it goes back to the
+    newest checkpoint: what is refused again and again is not the data's fault
+    """
     skip_steps: int = 1
     """Steps of data that a roll-back skips, the refused one last; never data that the checkpoint has seen"""
     skip_sequences: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [first, last) of sequence numbers of the mixture that training skips"""
     hang_timeout_s: float = 600.0
-    """Seconds without a finished step on any rank after which stacks are dumped and the job is restarted. Longer than a
-    step, a synchronous save and a validation together, or than an evaluation with evals.in_loop"""
+    """Seconds without a finished step on any rank after which stacks are dumped and the job is restarted.
+    Longer than a step, a synchronous save and a validation together, or than an evaluation with evals.in_loop
+    """
     start_timeout_s: float = 1800.0
     """Like hang_timeout_s, until the first step of an attempt is done: imports, loading, compilation"""
     stop_deadline_s: float = 300.0
@@ -158,18 +180,22 @@ class Resilience:
     max_fruitless_starts: int = 3
     """Consecutive attempts without a newer checkpoint after which the supervisor gives up"""
     max_same_reason: int = 3
-    """Consecutive attempts ended by the same reason, numbers and paths aside, after which the supervisor gives up,
-    newer checkpoints or not; 0: no limit"""
+    """Consecutive attempts ended by the same reason, numbers and paths aside, after which the supervisor
+    gives up, newer checkpoints or not; 0: no limit
+    """
     same_reason_hours: float = 24.0
     """An attempt that lasted longer does not count as ended by the same reason as the one before"""
     min_network_share: float = 0.5
-    """Share of the median GPU's bandwidth to other nodes below which a node is used only if there is no other; 0: the
-    network is not measured before an attempt"""
+    """Share of the median GPU's bandwidth to other nodes below which a node is used only if there is no
+    other; 0: the network is not measured before an attempt
+    """
     max_network_latency: float = 5.0
     """Multiple of the median latency to other nodes above which a node is used only if there is no other"""
 
     def __post_init__(self) -> None:
-        self.skip_sequences = [(int(first), int(last)) for first, last in self.skip_sequences]  # TOML has lists
+        self.skip_sequences = [
+            (int(first), int(last)) for first, last in self.skip_sequences
+        ]  # TOML has lists
 
 
 @dataclass
@@ -191,7 +217,9 @@ class Metrics:
     enable_wandb: bool = False
     """Whether to log to Weights & Biases"""
     gpu_hour_price: float = 0.0
-    """Price of one GPU-hour, for the cost in log, metrics.jsonl, dashboard and tools.plan; 0: no cost is shown"""
+    """Price of one GPU-hour, for the cost in log, metrics.jsonl, dashboard and tools.plan; 0:
+    no cost is shown
+    """
     currency: str = ""
     """Written behind the cost, such as EUR"""
 
@@ -203,26 +231,33 @@ class Evals:
     every_steps: int = 0
     """Evaluate checkpoints of multiples of this step, and the last one; 0: none"""
     commands: list[str] = field(default_factory=list)
-    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --limit 8"; {step} in an option
-    becomes the step. The watcher adds the model folder, --out, --step, --tokens-total, --phase and --device"""
+    """Evaluation commands with their options, such as "bits_per_byte --data data/demo --limit 8";
+    {step} in an option becomes the step. The watcher adds the model folder, --out, --step,
+    --tokens-total, --phase and --device
+    """
     device: str = "auto"
-    """Device of the evaluations: cpu, cuda, or auto (a GPU where one is visible, in evaluations that go through
-    Transformers; the decode engine's own auto is the CPU)"""
+    """Device of the evaluations: cpu, cuda, or auto (a GPU where one is visible, in evaluations that go
+    through Transformers; the decode engine's own auto is the CPU)
+    """
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type that the weights are rounded to before evaluation"""
     in_loop: bool = False
-    """Whether the job itself runs the watcher after saving such a checkpoint and waits for it: for small runs. An
-    evaluation is ended after 0.9 times resilience.hang_timeout_s"""
+    """Whether the job itself runs the watcher after saving such a checkpoint and waits for it: for small
+    runs. An evaluation is ended after 0.9 times resilience.hang_timeout_s
+    """
     newest_first: bool = False
     """Whether a watcher that has fallen behind evaluates the newest checkpoint before older ones"""
 
 
 @dataclass
 class Alerts:
-    """Who is told when the supervisor gives up or restarts, a node is bad, a step is refused, or a save fails."""
+    """Who is told when the supervisor gives up or restarts, a node is bad, a step is refused,
+    or a save fails.
+    """
 
     webhook_env: str = ""
-    """Name of the environment variable that holds the URL of a webhook (Slack, Mattermost), which is a secret"""
+    """Name of the environment variable that holds the URL of a webhook (Slack, Mattermost), which is a secret
+    """
     command: str = ""
     """Shell command that gets the text on stdin, such as "mail -s laneformer me@example.org" """
     min_interval_s: float = 600.0
@@ -261,7 +296,8 @@ class JobSections:
 def read_job(arguments: list[str]) -> JobSections:
     """Read `--job.config_file X.toml [--section.key value ...]`; keys of other sections are ignored.
 
-    Raises ValueError for a missing or malformed file, a value of the wrong type, and for checkpoint.load_step.
+    Raises ValueError for a missing or malformed file, a value of the wrong
+    type, and for checkpoint.load_step.
     """
     values = read_sections(job_file(arguments))
     sections = {}
@@ -279,7 +315,9 @@ def read_job(arguments: list[str]) -> JobSections:
 
 
 def read_sections(path: Path) -> dict[str, dict[str, Any]]:
-    """A job file as it stands: {section: {key: value}}, other sections included. Raises ValueError if it is no TOML."""
+    """A job file as it stands: {section: {key: value}}, other sections included. Raises ValueError if
+    it is no TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,7 +1,9 @@
-"""The page kit: cards, tables and number formats of every HTML page; page.css is their style, page.js draws the charts.
+"""The page kit: cards, tables and number formats of every HTML page; page.css is their style,
+page.js draws the charts.
 
-A page is one file that loads nothing: the policy in its head makes the browser refuse the network. Text, grid and
-background take their colours from the style sheet, in a light and a dark theme; PALETTE is for colours with a meaning.
+A page is one file that loads nothing: the policy in its head makes the browser refuse the network. Text,
+grid and background take their colours from the style sheet, in a light and a dark theme; PALETTE is for
+colours with a meaning.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ PLOT = {  # the layout of a plotly figure on a page
 STYLE, SCRIPT = (Path(__file__).with_suffix(end).read_text(encoding="utf-8") for end in (".css", ".js"))
 
 
-def html_page(title: str, body: str, library: str, live: str = "", version: str = "", connect: str = "'none'") -> str:
+def html_page(
+    title: str, body: str, library: str, live: str = "", version: str = "", connect: str = "'none'"
+) -> str:
     """A whole page around the inner HTML of <main>.
 
     library: plotly.js. live: script that keeps the page up to date. connect: hosts that it may fetch from.
@@ -88,7 +92,9 @@ def _stroke(tint: str, dashes: str) -> str:
 
 
 def legend_entry(group: str, place: int | str, text: str = "", dashes: str = "solid") -> str:
-    """A button that hides and shows the traces whose legendgroup is `group`; place: in the palette, or a colour."""
+    """A button that hides and shows the traces whose legendgroup is `group`; place: in the
+    palette, or a colour.
+    """
     mark = _stroke(colour(place), dash(place)) if isinstance(place, int) else _stroke(place, dashes)
     name = escape(text or group)
     return f'<button class="chip" data-group="{escape(group)}" aria-pressed="true">{mark}{name}</button>'
@@ -100,7 +106,9 @@ def bar(share: float, tint: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """Cells are HTML. kind: "numbers" aligns all columns but the first to the right, "wrap" breaks lines in cells."""
+    """Cells are HTML. kind: "numbers" aligns all columns but the first to the right, "wrap"
+    breaks lines in cells.
+    """
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     top = "".join(f"<th>{escape(title)}</th>" for title in head)
     return f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -109,9 +117,9 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") ->
 def chart(figure: Any, name: str, legend: Iterable[str] = ()) -> str:
     """A plotly figure under its legend (HTML of `legend_entry`) and the buttons of its choices.
 
-    It is an empty element named `name`, and beside it the JSON that the page's script draws into it. layout.meta:
-    {"choices": {choice: {option: changes of the layout}}, "chosen": {choice: option}}; a trace's meta: {choice:
-    {option: changes of the trace}}.
+    It is an empty element named `name`, and beside it the JSON that the page's script draws into it.
+    layout.meta: {"choices": {choice: {option: changes of the layout}}, "chosen": {choice: option}}; a trace's
+    meta: {choice: {option: changes of the trace}}.
     """
     content = figure.to_json().replace("</", "<\\/")  # the text must not end the element that it stands in
     place = f'<div id="{escape(name)}"></div><script type="application/json">{content}</script>'
@@ -125,7 +133,9 @@ def chart(figure: Any, name: str, legend: Iterable[str] = ()) -> str:
     if not figure.layout.yaxis.fixedrange:
         acts = "".join(f'<button data-act="{act}" title="{why}">{act}</button>' for act, why in ACTS.items())
         controls += f'<span class="choice">{acts}</span>'
-    tools = f'<div class="tools"><p class="chips">{"".join(legend)}</p><p class="controls">{controls}</p></div>'
+    tools = (
+        f'<div class="tools"><p class="chips">{"".join(legend)}</p><p class="controls">{controls}</p></div>'
+    )
     drawing = f'<div class="chart" style="height:{figure.layout.height}px">{place}</div>'
     return f'<div class="figure">{tools if controls or legend else ""}{drawing}</div>'
 

@@ -1,11 +1,14 @@
-"""A run folder as one object: logged steps in the order in which they count, evaluations, events, configs, attempts.
+"""A run folder as one object: logged steps in the order in which they count,
+evaluations, events, configs, attempts.
 
-A run folder holds metrics.jsonl, evals.jsonl, config.toml and model.json itself, or in one subfolder per phase
-(phase1/, phase2/), or both. The files of a running job are read as they are: a half-written last line is skipped,
-missing values are None. Of a step that was logged again after a rollback or a resume, the last row counts.
+A run folder holds metrics.jsonl, evals.jsonl, config.toml and model.json itself, or in one subfolder per
+phase (phase1/, phase2/), or both. The files of a running job are read as they are: a half-written last
+line is skipped, missing values are None. Of a step that was logged again after a rollback or a resume,
+the last row counts.
 
-An attempt starts after the checkpoint it loaded, so it discards every earlier row beyond that step, even before it has
-logged the step again. If its start is not on record, each of its rows discards earlier rows at the same or later steps.
+An attempt starts after the checkpoint it loaded, so it discards every earlier row beyond that step, even
+before it has logged the step again. If its start is not on record, each of its rows discards earlier rows at
+the same or later steps.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Run:
     segments: list[Segment] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)  # with `phase`, and `x_step` and `x_tokens` or None
+    events: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # with `phase`, and `x_step` and `x_tokens` or None
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     lineages: dict[str, dict[str, Any]] = field(default_factory=dict)  # by phase
@@ -74,7 +79,9 @@ class Run:
 
 
 def number(value: Any) -> float | None:
-    """The value as a finite float, else None: NaN, infinity, null, text and missing values are all "not measured"."""
+    """The value as a finite float, else None: NaN, infinity, null, text and missing values
+    are all "not measured".
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -90,9 +97,17 @@ def numbers_in(path: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def name_wandb_run(run: Path) -> None:
-    """Set wandb's environment variables unless the user has, so that a restarted run continues its own wandb run."""
+    """Set wandb's environment variables unless the user has, so that a restarted run continues
+    its own wandb run.
+    """
     name, identity = run.resolve().name, hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-    variables = {"PROJECT": "laneformer", "RUN_NAME": name, "RUN_GROUP": name, "RUN_ID": identity, "RESUME": "allow"}
+    variables = {
+        "PROJECT": "laneformer",
+        "RUN_NAME": name,
+        "RUN_GROUP": name,
+        "RUN_ID": identity,
+        "RESUME": "allow",
+    }
     for key, value in variables.items():
         os.environ.setdefault(f"WANDB_{key}", value)
 
@@ -123,20 +138,30 @@ def places_of(folder: Path) -> list[Path]:
 
 def stamp(folders: Iterable[Path]) -> tuple[Any, ...]:
     """Names, sizes and modification times of everything that `read_run` reads: equal if nothing has changed."""
-    files = [place / name for folder in folders for place in places_of(folder) for name in (*LINES, *OBJECTS, NOTE)]
+    files = [
+        place / name for folder in folders for place in places_of(folder) for name in (*LINES, *OBJECTS, NOTE)
+    ]
     return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
 
 
 def read_run(folder: Path) -> Run:
     """Read a run folder and its phase subfolders. Raises ValueError for a folder without any file of a run."""
     places = places_of(folder)
-    if not any((place / name).is_file() for place in places for name in ("metrics.jsonl", "config.toml", "model.json")):
-        raise ValueError(f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json")
+    if not any(
+        (place / name).is_file()
+        for place in places
+        for name in ("metrics.jsonl", "config.toml", "model.json")
+    ):
+        raise ValueError(
+            f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json"
+        )
     note = folder / NOTE
     run = Run(folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else "")
     rows: list[dict[str, Any]] = []
     for place in places:
-        rows += _read_place(run, place, "training" if place == folder else place.name, {_key(row) for row in rows})
+        rows += _read_place(
+            run, place, "training" if place == folder else place.name, {_key(row) for row in rows}
+        )
     starts = {(a["phase"], int(n)): int(s) for a in run.attempts if (n := number(a.get("attempt"))) is not None
               and (s := number(a.get("step"))) is not None}  # fmt: skip
     run.segments = merge_attempts(rows, starts)
@@ -181,13 +206,21 @@ def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]
 
 
 def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Set `x_step` and `x_tokens` of an event from its step, or else from its time. rows: of its phase, by step."""
+    """Set `x_step` and `x_tokens` of an event from its step, or else from its time. rows: of
+    its phase, by step.
+    """
     event["x_step"] = event["x_tokens"] = None
     step, time = number(event.get("step")), number(event.get("time"))
     if step is not None:
-        near = rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)] if rows else None
+        near = (
+            rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)]
+            if rows
+            else None
+        )
     else:  # from outside the job: the supervisor, the launcher
-        earlier = [row for row in rows if time is not None and row["time"] is not None and row["time"] <= time]
+        earlier = [
+            row for row in rows if time is not None and row["time"] is not None and row["time"] <= time
+        ]
         near = max(earlier, key=lambda row: row["time"], default=None)
     if near is None:
         return
@@ -199,7 +232,9 @@ def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
     try:
-        content = read_sections(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
+        content = (
+            read_sections(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
+        )
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -208,7 +243,8 @@ def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-# --- attempts of one job -----------------------------------------------------------------------------------------
+# --- attempts of one job
+# -----------------------------------------------------------------------------------------
 
 
 def merge_attempts(
@@ -216,8 +252,9 @@ def merge_attempts(
 ) -> list[Segment]:
     """Segments of rows by phase, then attempt, then as written; no step is kept twice.
 
-    rows: with `phase`, `attempt`, `step`; `kept` is added. starts: {(phase, attempt): the step it started after}.
-    A row is kept unless a later attempt of its phase started before its step, or a later row is at its step or before.
+    rows: with `phase`, `attempt`, `step`; `kept` is added. starts: {(phase, attempt): the step it started
+    after}. A row is kept unless a later attempt of its phase started before its step, or a later row is at
+    its step or before.
     """
     by_phase: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -246,7 +283,9 @@ def _mark_kept(rows: list[dict[str, Any]], starts: Mapping[int, int]) -> None:
 
 
 def steps_before(lineage: Mapping[str, Any]) -> int:
-    """Steps before the start of a run: its parent checkpoint's, plus those before the parent as far as on disk."""
+    """Steps before the start of a run: its parent checkpoint's, plus those before the parent as
+    far as on disk.
+    """
     parent = Path(str(lineage.get("parent") or ""))
     named = re.fullmatch(r"step-(\d+)", parent.name)
     if not named:
@@ -262,8 +301,8 @@ def steps_before(lineage: Mapping[str, Any]) -> int:
 def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple]:
     """Set `x_step` and `x_tokens` (None if unknown) of every row, counted from the start of the first phase.
 
-    A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns {phase: (steps,
-    tokens) before it}.
+    A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns {phase:
+    (steps, tokens) before it}.
     """
     origins: dict[str, tuple[float, float]] = {}
     steps, tokens = 0.0, 0.0

@@ -1,8 +1,9 @@
 """Sequences excluded from training: the order stays a pure function of (lock, seed, skip list, position).
 
-The trainer counts positions 0, 1, 2, ...; the mixture numbers its sequences 0, 1, 2, ...; without a skip list they are
-the same. A skipped window [first, last) of numbers shifts everything after it: position p reads the p-th number that is
-in no window. RUN/skip_sequences.json holds the windows of the supervisor, the job file those of the user.
+The trainer counts positions 0, 1, 2, ...; the mixture numbers its sequences 0, 1, 2, ...; without a skip list
+they are the same. A skipped window [first, last) of numbers shifts everything after it: position p reads the
+p-th number that is in no window. RUN/skip_sequences.json holds the windows of the supervisor, the job file
+those of the user.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ def read_attempts(run: Path) -> list[Reading]:
     """What the attempts of a run read, in their order. ValueError where attempts.jsonl does not say it."""
     path, later = run / "attempts.jsonl", [entry["window"] for entry in _entries(run)]
     if not (attempts := [each for each in read_lines(path) if "data" in each]):
-        raise ValueError(f"{path} does not say what was read; give the phase's own run folder, or the lock file")
+        raise ValueError(
+            f"{path} does not say what was read; give the phase's own run folder, or the lock file"
+        )
     return [
         Reading(
             **{**each["data"], "lock": Path(each["data"]["lock"])},
@@ -120,8 +123,12 @@ def read_attempts(run: Path) -> list[Reading]:
 
 
 def attempt_of(attempts: Sequence[Reading], step: int) -> Reading:
-    """The attempt whose version of a step counts: the last that started before it. ValueError if none is on record."""
+    """The attempt whose version of a step counts: the last that started before it. ValueError if
+    none is on record.
+    """
     for each in reversed(attempts):
         if each.step < step:
             return each
-    raise ValueError(f"step {step} was read before attempts.jsonl said what was read; give the lock file instead")
+    raise ValueError(
+        f"step {step} was read before attempts.jsonl said what was read; give the lock file instead"
+    )

@@ -1,9 +1,10 @@
-"""GPU-hours, remaining time and cost of a run: the same sums for the log, metrics.jsonl, the dashboard and tools.plan.
+"""GPU-hours, remaining time and cost of a run: the same sums for the log, metrics.jsonl,
+the dashboard and tools.plan.
 
-An attempt holds its GPUs from its first record (the supervisor's event, else its line in attempts.jsonl) to its last in
-any file of the run. So imports, loading, hangs and steps that a restart repeated count; pauses between attempts and
-the time in a queue do not. What remains goes by the median speed of a device over the last rows, which a restart, a
-validation or a slow node does not move.
+An attempt holds its GPUs from its first record (the supervisor's event, else its line in attempts.jsonl) to
+its last in any file of the run. So imports, loading, hangs and steps that a restart repeated count; pauses
+between attempts and the time in a queue do not. What remains goes by the median speed of a device over the
+last rows, which a restart, a validation or a slow node does not move.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Usage:
 
 
 def spans_of(records: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """The spans of one job; records: the lines of its attempts.jsonl, events.jsonl and metrics.jsonl in any order.
+    """The spans of one job; records: the lines of its attempts.jsonl, events.jsonl and
+    metrics.jsonl in any order.
 
     An attempt that failed before its line in attempts.jsonl has a number that the next start has again.
     """
@@ -95,7 +97,11 @@ def money(hours: float | None, metrics: Mapping[str, Any]) -> str | None:
 
 def duration(seconds: float) -> str:
     """Two units: "3 d 4 h", "5 h 12 min", "48 s"."""
-    for unit_s, unit, below_s, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for unit_s, unit, below_s, below in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if seconds >= unit_s:
             return f"{int(seconds // unit_s)} {unit} {int(seconds % unit_s // below_s)} {below}"
     return f"{max(seconds, 0.0):.0f} s"
@@ -113,13 +119,21 @@ def usage_of(run: Run) -> dict[str, Usage]:
         gpus = next((n for row in reversed(kept) if (n := devices_of(row))), gpus)
         clock = kept[-1]["time"] if kept else clock
         training, last = run.configs.get(phase, {}).get("training", {}), kept[-1]["step"] if kept else 0
-        steps, batch, length = (number(training.get(key)) for key in ("steps", "global_batch_size", "seq_len"))
+        steps, batch, length = (
+            number(training.get(key)) for key in ("steps", "global_batch_size", "seq_len")
+        )
         left_s = (
-            seconds_left(rates, max(0.0, steps - last) * batch * length, gpus) if steps and batch and length else None
+            seconds_left(rates, max(0.0, steps - last) * batch * length, gpus)
+            if steps and batch and length
+            else None
         )
         clock = None if clock is None or left_s is None else clock + left_s
-        again = sum((row["seconds"] or 0.0) * (devices_of(row) or 0) for row in rows if not row["kept"]) / 3600
-        found[phase] = Usage(gpu_hours(spans), again, None if left_s is None else left_s * (gpus or 0) / 3600, clock)
+        again = (
+            sum((row["seconds"] or 0.0) * (devices_of(row) or 0) for row in rows if not row["kept"]) / 3600
+        )
+        found[phase] = Usage(
+            gpu_hours(spans), again, None if left_s is None else left_s * (gpus or 0) / 3600, clock
+        )
     return found
 
 

@@ -14,7 +14,8 @@ def usable_cpus() -> int:
 
 
 def end_with_parent() -> None:
-    """In a worker of `multiprocessing`: from now on SIGKILL ends it when its parent is gone, however that ended.
+    """In a worker of `multiprocessing`: from now on SIGKILL ends it when its parent is
+    gone, however that ended.
 
     Without it, workers of a process that was killed wait for work forever, and keep their memory and GPUs.
     """

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium"
+)
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking",
@@ -25,7 +27,12 @@ FLAGS = (
 
 def browse(address: str, profile: Path, width: int = 1440, wait_ms: int = 8000) -> tuple[str, list[str]]:
     """(the page's DOM after wait_ms of its own time, the lines on the browser's console)."""
-    flags = [*FLAGS, f"--window-size={width},1200", f"--virtual-time-budget={wait_ms}", f"--user-data-dir={profile}"]
+    flags = [
+        *FLAGS,
+        f"--window-size={width},1200",
+        f"--virtual-time-budget={wait_ms}",
+        f"--user-data-dir={profile}",
+    ]
     command = [str(CHROMIUM), *flags, "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return done.stdout, re.findall(r'CONSOLE.*?"(.*)", source', done.stderr)
@@ -34,16 +41,24 @@ def browse(address: str, profile: Path, width: int = 1440, wait_ms: int = 8000) 
 class Page:
     """A page that a test uses as a person does, over Chromium's debugging protocol on a pair of pipes.
 
-    console: what the page logged, uncaught exceptions, and what the browser complained about (a missing file, a
-    violated Content-Security-Policy), since the last `open`.
+    console: what the page logged, uncaught exceptions, and what the browser complained about (a missing file,
+    a violated Content-Security-Policy), since the last `open`.
     """
 
     def __init__(self, profile: Path):
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
         command = [str(CHROMIUM), *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        redirect = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command]  # it wants 3 and 4
-        self._process = subprocess.Popen(redirect, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
+        redirect = [
+            "bash",
+            "-c",
+            f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}',
+            "bash",
+            *command,
+        ]  # it wants 3 and 4
+        self._process = subprocess.Popen(
+            redirect, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL
+        )
         for theirs in (theirs_in, theirs_out):
             os.close(theirs)
         self._in, self._out, self._rest, self._calls = ours_in, ours_out, b"", 0
@@ -80,7 +95,9 @@ class Page:
     def _note(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.consoleAPICalled":
-            self.console.append(" ".join(str(arg.get("value", arg.get("description"))) for arg in params["args"]))
+            self.console.append(
+                " ".join(str(arg.get("value", arg.get("description"))) for arg in params["args"])
+            )
         elif method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.console.append(details.get("exception", {}).get("description", details["text"]))
@@ -90,8 +107,8 @@ class Page:
     def open(self, address: str) -> None:
         """Navigate there and wait until the page has loaded.
 
-        The browser answers the command before it replaces the document: without the mark, a slow machine goes on
-        with the old one, and what is typed into it is lost.
+        The browser answers the command before it replaces the document: without the mark, a slow machine goes
+        on with the old one, and what is typed into it is lost.
         """
         self.console.clear()
         self.run("void (document.isLeft = true)")
@@ -129,7 +146,11 @@ class Page:
     def size(self, width: int, height: int, dark: bool = False, scale: float = 1) -> None:
         phone = width < 500
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=phone,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])

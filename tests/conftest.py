@@ -16,7 +16,8 @@ from examples import corpus
 hypothesis.settings.register_profile("shared", deadline=None)
 hypothesis.settings.load_profile("shared")
 
-# a shell that starts the tests in the background has Ctrl-C ignored, in every process that the tests start as well
+# a shell that starts the tests in the background has Ctrl-C ignored, in every process that the tests
+# start as well
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +63,9 @@ web = 0
 
 @pytest.fixture(scope="session")
 def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data directory with three small sources, a 512-piece tokenizer and the locks of two phases, windows of 32."""
+    """A data directory with three small sources, a 512-piece tokenizer and the locks of two
+    phases, windows of 32.
+    """
     folder = tmp_path_factory.mktemp("data")
     recipe = folder / "recipe.toml"
     recipe.write_text(RECIPE)

@@ -1,4 +1,6 @@
-"""The arrows and circles of the source, and the counters of tools.check.structure tried on planted violations."""
+"""The arrows and circles of the source, and the counters of tools.check.structure
+tried on planted violations.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 INSIDE = {
     "config": set(),
     "tensors": set(),
-    "published": set(),
+    "old_spellings": set(),
     "model": {"config"},
     "llama": {"config", "tensors"},
-    "hf": {"config", "model", "llama", "published"},
+    "hf": {"config", "model", "llama", "old_spellings"},
     "titan": {"config", "model"},
     "chat": {"config"},
     "prompts": {"chat"},
-    "engine": {"config", "llama", "published", "tensors"},
+    "engine": {"config", "llama", "old_spellings", "tensors"},
     "engine/cuda": {"config", "model", "engine", "tensors"},
     "serve": {"chat", "config", "engine", "prompts"},
     "cli": {"chat", "config", "engine", "prompts", "serve", "tensors"},
@@ -59,7 +61,9 @@ def test_limits() -> None:
 
 def test_nobody_imports_a_second_copy_of_laneformer() -> None:
     for path in modules(ROOT).values():
-        assert not any(name.startswith("models.") for name, _ in imported(ast.parse(path.read_text()), [])), path
+        assert not any(name.startswith("models.") for name, _ in imported(ast.parse(path.read_text()), [])), (
+            path
+        )
 
 
 def test_arrows_inside_laneformer() -> None:
@@ -93,7 +97,10 @@ def test_arrows_inside_laneformer() -> None:
         ({"records/a.py": "run('--experimental.custom_import', 'evals.b')"}, "records.a names evals.b"),
         ({"records/a.py": "import evals"}, "records.a imports evals"),
         ({"models/laneformer/x/a.py": "from records import c"}, "laneformer.x.a imports records"),
-        ({"data_mixtures/a.toml": "resolver = 'x'\nreader = \"evals.b:read\"\n"}, "data_mixtures names evals.b"),
+        (
+            {"data_mixtures/a.toml": "resolver = 'x'\nreader = \"evals.b:read\"\n"},
+            "data_mixtures names evals.b",
+        ),
         ({"evals/a.py": "run(['-m', 'tools'])"}, "evals.a names tools.__main__"),
         ({"train/a.py": "run('-m', 'evals.watch')", "evals/watch.py": ""}, None),
         ({"train/a.py": "import evals.watch", "evals/watch.py": ""}, "train.a imports evals.watch"),
@@ -111,7 +118,9 @@ def test_planted_circles_are_found(tmp_path: Path) -> None:
     assert circles(plant(tmp_path, {"tools/c.py": "def f():\n    run('-m', 'tools.a')\n"})) == [
         ["tools.a", "tools.b", "tools.c"]
     ]
-    assert circles(plant(tmp_path, {"tools/c.py": "import tools.c"})) == []  # a process that starts itself again
+    assert (
+        circles(plant(tmp_path, {"tools/c.py": "import tools.c"})) == []
+    )  # a process that starts itself again
 
 
 def test_functions_of_both_languages() -> None:
@@ -134,7 +143,10 @@ def test_functions_of_both_languages() -> None:
     ("body", "counts"),
     [
         ("return [json.loads(line) for line in path.read_text().splitlines()]", True),
-        ("with open(path) as file:\n        for n, each in enumerate(file):\n            json.loads(each)", True),
+        (
+            "with open(path) as file:\n        for n, each in enumerate(file):\n            json.loads(each)",
+            True,
+        ),
         ("rows = path.read_text().splitlines()\n    return json.loads(rows[-1])", True),
         ("def row(line):\n        return json.loads(line)", True),
         ("return json.loads(path.read_text())", False),
@@ -150,9 +162,15 @@ def test_readers_of_json_lines_are_counted(body: str, counts: bool) -> None:
 def test_a_chain_of_calls_that_no_longer_holds_is_found(tmp_path: Path) -> None:
     plant(
         tmp_path,
-        {"a/b.py": "def main():\n    go()\n\ndef go():\n    model(1)\n\nclass M:\n    def forward(self): ...\n"},
+        {
+            "a/b.py": "def main():\n    go()\n\ndef go():\n    model(1)\n\nclass M:\n    def forward(self): ...\n"
+        },
     )
-    chain: structure.Chain = [("a/b.py", "main", "go"), ("a/b.py", "go", "model"), ("a/b.py", "M.forward", "")]
+    chain: structure.Chain = [
+        ("a/b.py", "main", "go"),
+        ("a/b.py", "go", "model"),
+        ("a/b.py", "M.forward", ""),
+    ]
     assert structure.hops(tmp_path, "", chain, 2).value == 2
     for place, bad in [
         (0, ("a/b.py", "main", "model")),

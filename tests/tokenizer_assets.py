@@ -17,7 +17,11 @@ PATTERN = (
 
 
 def byte_level(
-    texts: Iterable[str], special: Sequence[str], vocab_size: int = 600, pattern: str | None = PATTERN, unused: int = 0
+    texts: Iterable[str],
+    special: Sequence[str],
+    vocab_size: int = 600,
+    pattern: str | None = PATTERN,
+    unused: int = 0,
 ) -> Any:
     """A byte-level BPE; special: added tokens, the first of which its post-processor puts before a text.
 
@@ -36,7 +40,9 @@ def byte_level(
     made = Tokenizer.from_str(json.dumps(spec))
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     first = special[0]
-    made.post_processor = processors.TemplateProcessing([first, "$A"], None, [(first, made.token_to_id(first))])
+    made.post_processor = processors.TemplateProcessing(
+        [first, "$A"], None, [(first, made.token_to_id(first))]
+    )
     made.enable_truncation(8)  # a leftover of training that many published files have
     return made
 

@@ -1,11 +1,12 @@
-"""The mean of several checkpoints of a run, as a run folder with one checkpoint: weights alone, with their origin.
+"""The mean of several checkpoints of a run, as a run folder with one checkpoint: weights
+alone, with their origin.
 
-    python -m tools.average runs/phase1 --last 5 --out runs/phase1-average
-    python -m tools.average runs/phase1/checkpoint/step-480000 runs/phase1/checkpoint/step-500000 --out runs/mean
+    python -m tools.average runs/phase1 --last 5 --out runs/phase1-average python -m tools.average
+    runs/phase1/checkpoint/step-480000 runs/phase1/checkpoint/step-500000 --out runs/mean
 
-In the stable part of a WSD schedule the learning rate hides what a model has learned: every checkpoint is off the
-valley it moves along, each by another random step. Their mean is near it, much as after a decay, and costs no training.
-docs/averaging.md says which checkpoints to take and what to do with the result.
+In the stable part of a WSD schedule the learning rate hides what a model has learned: every checkpoint is off
+the valley it moves along, each by another random step. Their mean is near it, much as after a decay, and
+costs no training. docs/averaging.md says which checkpoints to take and what to do with the result.
 
 Tensors are averaged one by one, in float64, while the new checkpoint is written.
 """
@@ -79,15 +80,14 @@ def average(
     force: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write the run folder `out` with checkpoint/step-N, where N is the newest step of the averaged checkpoints.
+    """Write the run folder `out` with checkpoint/step-N, where N is the newest step
+    of the averaged checkpoints.
 
     Args:
-        checkpoints: checkpoint folders, runs/<name>/checkpoint/step-N; with --last one run folder
-        out: run folder to create
-        last: average this many of the run's newest complete checkpoints
-        weights: weight of each checkpoint in the given order; default: equal
-        force: average checkpoints of different runs, too, and of models that differ in more than their weights
-        overwrite: replace `out` if it is not empty
+        checkpoints: checkpoint folders, runs/<name>/checkpoint/step-N; with --last one run folder out: run
+        folder to create last: average this many of the run's newest complete checkpoints weights: weight of
+        each checkpoint in the given order; default: equal force: average checkpoints of different runs, too,
+        and of models that differ in more than their weights overwrite: replace `out` if it is not empty
     """
     started = time.monotonic()
     chosen = newest(checkpoints, last) if last is not None else list(checkpoints)
@@ -100,7 +100,9 @@ def average(
         for name, shape in config.tensor_shapes().items()
     }
     with staged_folder(out, overwrite) as folder:
-        describe(folder, path, step, dict(zip((str(each.resolve()) for each in chosen), weights, strict=True)))
+        describe(
+            folder, path, step, dict(zip((str(each.resolve()) for each in chosen), weights, strict=True))
+        )
         target = folder / f"checkpoint/step-{step}"
         dcp.save(empty, checkpoint_id=target, planner=MeanPlanner(chosen, weights), no_dist=True)
         write_checksums(target)
@@ -111,7 +113,9 @@ def average(
 def newest(runs: Sequence[Path], count: int) -> list[Path]:
     """The newest complete checkpoints of a run. Raises ValueError if there are not as many."""
     if len(runs) != 1:
-        raise ValueError(f"--last takes one run folder, not {len(runs)} paths; for example runs/phase1 --last 5")
+        raise ValueError(
+            f"--last takes one run folder, not {len(runs)} paths; for example runs/phase1 --last 5"
+        )
     found = []
     for folder in step_folders(runs[0] / "checkpoint").values():
         try:
@@ -138,7 +142,10 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
     if (model := read_architecture(first)) is None:
         raise ValueError(f"{first} has no model.json, nor has its run folder; give a checkpoint of `train`")
     for path in others:
-        theirs, (run, other) = read_architecture(path) or {}, (each.resolve().parent.parent for each in (first, path))
+        theirs, (run, other) = (
+            read_architecture(path) or {},
+            (each.resolve().parent.parent for each in (first, path)),
+        )
         differing = sorted(key for key in model | theirs if model.get(key) != theirs.get(key))
         if (run != other or differing) and not force:
             what = f"models that differ in {', '.join(differing)}" if differing else "two runs"
@@ -169,7 +176,11 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
         (folder / "config.toml").write_text(tomli_w.dumps(job))
     rows = [row for row in read_lines(run / "metrics.jsonl") if row.get("step") == step]
     for row in rows[-1:]:
-        kept = {key: row[key] for key in ("step", "phase", "attempt", "tokens", "tokens_total", "time") if key in row}
+        kept = {
+            key: row[key]
+            for key in ("step", "phase", "attempt", "tokens", "tokens_total", "time")
+            if key in row
+        }
         (folder / "metrics.jsonl").write_text(json.dumps({**kept, "averaged": len(averaged)}) + "\n")
 
 
@@ -177,5 +188,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the half-written folder is deleted
     try:
         print(json.dumps(tyro.cli(average, prog="python -m tools.average")))
-    except (ValueError, CheckpointException) as error:  # DCP's holds a traceback, the interruption or a full disk last
+    except (
+        ValueError,
+        CheckpointException,
+    ) as error:  # DCP's holds a traceback, the interruption or a full disk last
         raise SystemExit(f"average: {str(error).strip().splitlines()[-1]}; nothing was written") from None

@@ -1,7 +1,8 @@
-"""The whole way at toy size: text, mixture, three training phases, HF folder, decode engine, evaluation, dashboard.
+"""The whole way at toy size: text, mixture, three training phases, HF folder,
+decode engine, evaluation, dashboard.
 
-`make demo` runs this. Every stage is the command that the 2B run uses; only the configs differ. The last line of the
-output is one JSON object with the figures; runs/demo/ keeps everything.
+`make demo` runs this. Every stage is the command that the 2B run uses; only the configs differ. The last line
+of the output is one JSON object with the figures; runs/demo/ keeps everything.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def main(
     stage(f"2/8  phase 1: broad mixture, {ranks} FSDP ranks")
     train(out, "phase1", out / "data/phase1.lock.json", steps1, ranks)
     stage("3/8  phase 2: code and reasoning, from the last checkpoint of phase 1")
-    train(out, "phase2", out / "data/phase2.lock.json", steps2, ranks, out / f"phase1/checkpoint/step-{steps1}")
+    train(
+        out, "phase2", out / "data/phase2.lock.json", steps2, ranks, out / f"phase1/checkpoint/step-{steps1}"
+    )
     stage("4/8  fine-tuning on conversations of people, from the last checkpoint of phase 2")
     lock = prepare_conversations(out)
     train(out, "sft", lock, steps3, ranks, out / f"phase2/checkpoint/step-{steps2}", "--optimizer.lr", "3e-3")
@@ -66,9 +69,16 @@ def main(
     run("-m", "tools.dashboard", str(out), "--out", str(out / "dashboard.html"))
     size = sum(path.stat().st_size for path in final.glob("*.safetensors"))
     console.print(f"[bold]a sample exchange[/bold] with a model of {size:,} bytes:")
-    console.print(f"user:      {QUESTION}\nassistant: {reply(final, QUESTION)}", markup=False, highlight=False)
+    console.print(
+        f"user:      {QUESTION}\nassistant: {reply(final, QUESTION)}", markup=False, highlight=False
+    )
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
-    rest = {"hf_max_logit_diff": exported["hf_max_logit_diff"], "engine_matches_hf": matches, **chat, **measured}
+    rest = {
+        "hf_max_logit_diff": exported["hf_max_logit_diff"],
+        "engine_matches_hf": matches,
+        **chat,
+        **measured,
+    }
     rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
     print(json.dumps(training_figures(out) | rest))
 
@@ -82,7 +92,9 @@ def clear(out: Path) -> None:
 
 
 def prepare_conversations(out: Path) -> Path:
-    """Conversations of people and about the model itself, packed into windows; the lock file of their mixture."""
+    """Conversations of people and about the model itself, packed into windows; the lock
+    file of their mixture.
+    """
     folder = out / "conversations"
     files = {name: folder / f"{name}.jsonl" for name in ("chitchat", "identity")}
     run("-m", "examples.chitchat", "--out", str(files["chitchat"]))
@@ -93,11 +105,15 @@ def prepare_conversations(out: Path) -> Path:
 
 
 def export(checkpoint: Path, out: Path) -> dict[str, Any]:
-    return run("-m", "tools.export_hf", "--checkpoint", str(checkpoint), "--out", str(out), "--dtype", "float32")
+    return run(
+        "-m", "tools.export_hf", "--checkpoint", str(checkpoint), "--out", str(out), "--dtype", "float32"
+    )
 
 
 def evaluate(out: Path, base: Path, final: Path, steps2: int, steps3: int) -> dict[str, Any]:
-    """What pre-training reached and how fast the final model decodes, into evals.jsonl; figures of the last line."""
+    """What pre-training reached and how fast the final model decodes, into evals.jsonl; figures
+    of the last line.
+    """
     written = ("--out", str(out / "evals.jsonl"))
     seen = {row["phase"]: row["tokens_total"] for row in read_lines(out / "metrics.jsonl")}
 
@@ -106,7 +122,9 @@ def evaluate(out: Path, base: Path, final: Path, steps2: int, steps3: int) -> di
         return str(folder), *written, *known
 
     bpb = run("-m", "evals.bits_per_byte", *about(base, "phase2", steps2), "--data", str(out / "data"))
-    core = run("-m", "evals.core", *about(base, "phase2", steps2), "--bundle", BUNDLE, "--protocol", "nanochat")
+    core = run(
+        "-m", "evals.core", *about(base, "phase2", steps2), "--bundle", BUNDLE, "--protocol", "nanochat"
+    )
     run("-m", "evals.contamination", "--data", str(out / "data"), *written)
     bench = run("-m", "evals.decode_speed", *about(final, "sft", steps3))
     return {
@@ -168,12 +186,16 @@ def train(
         show_progress(progress, task, folder / "metrics.jsonl")
     if process.returncode:
         console.print("".join(log.read_text().splitlines(keepends=True)[-40:]), markup=False, highlight=False)
-        raise SystemExit(f"training {phase} failed with exit status {process.returncode}; the whole log is {log}")
+        raise SystemExit(
+            f"training {phase} failed with exit status {process.returncode}; the whole log is {log}"
+        )
 
 
 def progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[rate]}"), console=console)
+    return Progress(
+        *columns, TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[rate]}"), console=console
+    )
 
 
 def show_progress(progress: Progress, task: Any, metrics: Path) -> None:
@@ -202,15 +224,20 @@ def engine_matches_hf(folder: Path) -> bool:
     with Engine.from_pretrained(folder, device="cpu") as engine:
         for prompt in PROMPTS:
             ids = tokenizer(prompt, return_tensors="pt").input_ids
-            theirs = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
+            theirs = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[
+                0, ids.shape[1] :
+            ].tolist()
             equal.append(list(engine.generate(ids[0].tolist(), max_new_tokens=NEW_TOKENS)) == theirs)
-            console.print(f"{'same' if equal[-1] else 'DIFFERENT'}: {prompt!r}", markup=False, highlight=False)
+            console.print(
+                f"{'same' if equal[-1] else 'DIFFERENT'}: {prompt!r}", markup=False, highlight=False
+            )
     return all(equal)
 
 
 def held_out_conversations(data: Path, source: str = "chitchat") -> list[tuple[list[int], Any]]:
-    """The first held-out conversations of a packed source: token ids (n,), and bool (n,), which of them were said by
-    the assistant."""
+    """The first held-out conversations of a packed source: token ids (n,), and bool (n,), which of them were
+    said by the assistant.
+    """
     tokens, flags = (valid_windows(data, source, flags=each)[:, :-1].ravel() for each in (False, True))
     begins = np.flatnonzero(flags & BEGINS)
     pieces = zip(np.split(tokens, begins[1:]), np.split(flags & TRAINED > 0, begins[1:]), strict=True)
@@ -225,7 +252,9 @@ def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], A
         prompts = [ids[: int(said.argmax())] for ids, said in conversations]
         replies = [engine.generate(prompt, max_new_tokens=REPLY_TOKENS) for prompt in prompts]
     ended = sum(reply[-1] in engine.eos_ids for reply in replies)
-    console.print(f"held-out loss {before:.3f} -> {after:.3f}; {ended} of {len(replies)} replies end", highlight=False)
+    console.print(
+        f"held-out loss {before:.3f} -> {after:.3f}; {ended} of {len(replies)} replies end", highlight=False
+    )
     return {
         "chat_loss_before": round(before, 4),
         "chat_loss_after": round(after, 4),
@@ -254,7 +283,11 @@ def reply(folder: Path, question: str) -> str:
 def training_figures(out: Path) -> dict[str, Any]:
     rows = read_lines(out / "metrics.jsonl")
     losses = {phase: [row["loss"] for row in rows if row["phase"] == phase] for phase in PHASES}
-    ends = {f"{phase}_loss_{end}": of[i] for phase, of in losses.items() for end, i in (("first", 0), ("last", -1))}
+    ends = {
+        f"{phase}_loss_{end}": of[i]
+        for phase, of in losses.items()
+        for end, i in (("first", 0), ("last", -1))
+    }
     return {**ends, "tokens": rows[-1]["tokens_total"]}
 
 

@@ -29,12 +29,10 @@ def main(
     """Write the Hugging Face folder `out`; the last line of stdout is JSON.
 
     Args:
-        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`.
-        out: folder to create.
-        dtype: dtype of the weights in `out`.
-        config: path of `model.json`; default: the run folder's.
-        tokenizer: path of a SentencePiece `tokenizer.model` or of a `tokenizer.json`; default: the run folder's.
-        overwrite: replace `out` if it is not empty.
+        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`. out: folder to create. dtype: dtype of
+        the weights in `out`. config: path of `model.json`; default: the run folder's. tokenizer: path of a
+        SentencePiece `tokenizer.model` or of a `tokenizer.json`; default: the run folder's. overwrite:
+        replace `out` if it is not empty.
     """
     check_contents(checkpoint)
     progress = training_progress(checkpoint)
@@ -42,7 +40,9 @@ def main(
 
 
 def training_progress(checkpoint: Path) -> Progress:
-    """Phase, total tokens and loss in the last row of metrics.jsonl about the checkpoint's step; None where unknown."""
+    """Phase, total tokens and loss in the last row of metrics.jsonl about the checkpoint's
+    step; None where unknown.
+    """
     step = checkpoint_step(checkpoint)
     rows = read_lines(checkpoint.resolve().parent.parent / "metrics.jsonl") if step is not None else []
     known: dict[str, Any] = {}

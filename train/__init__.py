@@ -1,4 +1,5 @@
-"""The training job: TorchTitan's trainer with our data, checkpoints that cannot start wrong, and a run folder.
+"""The training job: TorchTitan's trainer with our data, checkpoints that cannot start wrong,
+and a run folder.
 
 The run folder is plain files with everything needed to understand, continue, export and plot a run:
 

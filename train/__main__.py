@@ -13,12 +13,14 @@ from .supervise.signals import WORKER
 
 WORKER.install()  # before the imports that take seconds
 
-# staging a checkpoint takes two descriptors for each of the 2B run's 552 tensors, above the usual soft limit of 1024
-most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+# staging a checkpoint takes two descriptors for each of the 2B run's 552 tensors, above the usual soft
+# limit of 1024
+max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
 
 if "PYTORCH_ALLOC_CONF" not in os.environ:  # read when torch is imported
-    # streams of close to a gigabyte come and go beside small tensors: segments that grow leave no holes between them
+    # streams of close to a gigabyte come and go beside small tensors: segments that grow leave no
+    # holes between them
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 from .job_config import load_job, patch_torch_for_cpu  # noqa: E402

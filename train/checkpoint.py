@@ -1,9 +1,9 @@
 """Where a job starts, and what it keeps: checkpoints that can be trusted while disks fill and processes die.
 
 Start: the run's own newest complete checkpoint, else the phase before, else (only if allowed) random weights.
-TorchTitan 0.2.2 decides this by whether the checkpoint folder exists, trusts the newest `.metadata`, and lets a second
-phase inherit the first one's optimizer settings. Saving: its writer is kept; a save that fails is taken back and tried
-again at the next interval, and old checkpoints go only when newer ones are complete.
+TorchTitan 0.2.2 decides this by whether the checkpoint folder exists, trusts the newest `.metadata`, and lets
+a second phase inherit the first one's optimizer settings. Saving: its writer is kept; a save that fails is
+taken back and tried again at the next interval, and old checkpoints go only when newer ones are complete.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class CheckpointTimes:
 
     @contextmanager
     def saving(self, manager: Any) -> Iterator[None]:
-        """Time one save of TorchTitan's manager, whose `save_future` is new afterwards when it goes on by itself."""
+        """Time one save of TorchTitan's manager, whose `save_future` is new afterwards when it
+        goes on by itself.
+        """
         started, before = time.perf_counter(), manager.save_future
         with self.blocking():
             yield
@@ -87,8 +89,9 @@ class PhaseCheckpointManager(CheckpointManager):
         after_save: Callable[[int], None],
         **titan: Any,
     ):
-        """architecture: the model's config; stopping: whether to save at this step boundary, whatever the interval;
-        after_save: called on every rank with each saved step; titan: what TorchTitan passes to its CheckpointManager.
+        """architecture: the model's config; stopping: whether to save at this step boundary, whatever
+        the interval; after_save: called on every rank with each saved step; titan: what TorchTitan
+        passes to its CheckpointManager.
         """
         super().__init__(**titan)
         atexit.register(end_background)  # runs before multiprocessing's own, which was registered earlier
@@ -111,7 +114,9 @@ class PhaseCheckpointManager(CheckpointManager):
             super().maybe_wait_for_staging()
 
     def load(self, step: int = -1) -> bool:
-        """Restore the job's state. Returns whether anything was loaded. Raises ValueError where that is not safe."""
+        """Restore the job's state. Returns whether anything was loaded. Raises ValueError where
+        that is not safe.
+        """
         if not self.enable:
             self._require_fresh_start("checkpoint.enable = false")
             return False
@@ -132,7 +137,9 @@ class PhaseCheckpointManager(CheckpointManager):
         elif self.initial_load_path:
             self._start_phase(Path(self.initial_load_path))
         else:
-            self._require_fresh_start(f"no complete checkpoint in {self.folder} and no checkpoint.initial_load_path")
+            self._require_fresh_start(
+                f"no complete checkpoint in {self.folder} and no checkpoint.initial_load_path"
+            )
             return False
         return True
 
@@ -147,7 +154,8 @@ class PhaseCheckpointManager(CheckpointManager):
             damaged.append(newest)
 
     def _contents_problem(self, checkpoint: Path) -> str | None:
-        """What is wrong with a checkpoint's files, equal on all ranks, each of which reads its share; None if nothing.
+        """What is wrong with a checkpoint's files, equal on all ranks, each of which reads its
+        share; None if nothing.
 
         Reads a checkpoint once, however often it is asked about it.
         """
@@ -179,7 +187,8 @@ class PhaseCheckpointManager(CheckpointManager):
             record_event(self.run, "checkpoint_removed", checkpoint=name, what=what)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save where TorchTitan would, or when a stop was asked for; a failure costs this checkpoint, not the job.
+        """Save where TorchTitan would, or when a stop was asked for; a failure costs this
+        checkpoint, not the job.
 
         Raises RuntimeError when the last checkpoint, or too many in a row, cannot be written.
         """
@@ -197,7 +206,9 @@ class PhaseCheckpointManager(CheckpointManager):
         if self.save_future is None or problem:
             self._judge(problem)
         if last_step and self.failed_saves:
-            raise RuntimeError(f"the last checkpoint, step {curr_step}, could not be written; see events.jsonl")
+            raise RuntimeError(
+                f"the last checkpoint, step {curr_step}, could not be written; see events.jsonl"
+            )
         if not self.stopping():
             self.after_save(curr_step)
 
@@ -219,7 +230,9 @@ class PhaseCheckpointManager(CheckpointManager):
         self._judge(problem)
 
     def _judge(self, problem: str | None) -> None:
-        """Settle the pending save: all ranks learn whether any of them failed; what is half written is deleted."""
+        """Settle the pending save: all ranks learn whether any of them failed; what is
+        half written is deleted.
+        """
         step, self.pending_step = self.pending_step, None
         enter(f"the verdict on the save of step {step}")  # a rank whose save never ends has not come here
         problems: list[str | None] = [None] * torch.distributed.get_world_size()
@@ -255,7 +268,9 @@ class PhaseCheckpointManager(CheckpointManager):
         """ValueError where the run's metrics tell that it has saved: a file system is away, or was purged."""
         steps = (row.get("step") for row in read_lines(self.run / "metrics.jsonl"))
         reached = max((step for step in steps if isinstance(step, int)), default=0)
-        if reached > self.interval * self.max_failed_saves:  # a run without a checkpoint does not come this far
+        if (
+            reached > self.interval * self.max_failed_saves
+        ):  # a run without a checkpoint does not come this far
             raise ValueError(
                 f"{self.run / 'metrics.jsonl'} ends at step {reached}, but {self.folder} holds no complete checkpoint: "
                 "the job would begin again; bring the checkpoints back, or move the run folder away"
@@ -287,11 +302,15 @@ class PhaseCheckpointManager(CheckpointManager):
         """Load these states; returns the names of everything that the checkpoint holds."""
         stored = checkpoints.read_metadata(folder).state_dict_metadata
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
-        check_tensors(folder, stored, self.states[MODEL].state_dict(), [name for name in self.states if name != MODEL])
+        check_tensors(
+            folder, stored, self.states[MODEL].state_dict(), [name for name in self.states if name != MODEL]
+        )
         logger.info(f"Loading {', '.join(names)} from {folder}")
         self.dcp_load(states, str(folder), from_hf=False, from_quantized=False)
         if OPTIMIZER in names:
-            apply_optimizer_settings(self.states[OPTIMIZER], self.states["lr_scheduler"], self.optimizer_config)
+            apply_optimizer_settings(
+                self.states[OPTIMIZER], self.states["lr_scheduler"], self.optimizer_config
+            )
         return set(stored)
 
     def dcp_save(
@@ -311,7 +330,10 @@ class PhaseCheckpointManager(CheckpointManager):
             return None
         background: dict[str, Any] = {}
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            background = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+            background = {
+                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+                "async_stager": self.stager,
+            }
         return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **background)
 
 
@@ -319,7 +341,9 @@ def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequ
     """Raise ValueError, with the fields that differ, for a checkpoint of another architecture than the job's."""
     stored = checkpoints.read_architecture(checkpoint)
     if stored is None:
-        logger.warning(f"{checkpoint} does not say its architecture (model.json): only tensor shapes are compared")
+        logger.warning(
+            f"{checkpoint} does not say its architecture (model.json): only tensor shapes are compared"
+        )
         return
     there, here = LaneformerConfig.from_dict(stored).to_dict(), config.to_dict()
     different = [name for name in here if there[name] != here[name] and name not in allowed]
@@ -332,15 +356,22 @@ def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequ
         )
 
 
-def check_tensors(checkpoint: Path, stored: dict[str, Any], model: dict[str, Any], states: Iterable[str]) -> None:
-    """Raise ValueError unless the checkpoint holds exactly the model's tensors. states: what else it may hold."""
+def check_tensors(
+    checkpoint: Path, stored: dict[str, Any], model: dict[str, Any], states: Iterable[str]
+) -> None:
+    """Raise ValueError unless the checkpoint holds exactly the model's tensors. states: what
+    else it may hold.
+    """
     others = tuple(f"{name}." for name in states)
     shapes = {name: list(entry.size) for name, entry in stored.items() if not name.startswith(others)}
     expected = {name: list(tensor.shape) for name, tensor in model.items()}
     for what, names in (
         ("lacks", expected.keys() - shapes.keys()),
         ("holds, beyond this model's,", shapes.keys() - expected.keys()),
-        ("has in another shape", {name for name in expected if expected[name] != shapes.get(name, expected[name])}),
+        (
+            "has in another shape",
+            {name for name in expected if expected[name] != shapes.get(name, expected[name])},
+        ),
     ):
         if names:
             raise ValueError(

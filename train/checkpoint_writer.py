@@ -1,10 +1,13 @@
-"""DCP's writer of a checkpoint, which also leaves the SHA-256 of every file, and the architecture, beside the data.
+"""DCP's writer of a checkpoint, which also leaves the SHA-256 of every file, and the
+architecture, beside the data.
 
-Every rank hashes what it writes while it writes it, in the thread or process that saves; the coordinator, which gets
-the results of all ranks, writes checksums.json before the rename of `.metadata` that makes the checkpoint complete.
+Every rank hashes what it writes while it writes it, in the thread or process that saves; the
+coordinator, which gets the results of all ranks, writes checksums.json before the rename of `.metadata`
+that makes the checkpoint complete.
 
-The process that saves in the background has to outlive a stop request, which asks for a checkpoint: Slurm signals all
-processes of a step, a terminal those of its group. So it ignores these signals, and its worker kills it at its own end.
+The process that saves in the background has to outlive a stop request, which asks for a checkpoint: Slurm
+signals all processes of a step, a terminal those of its group. So it ignores these signals, and its worker
+kills it at its own end.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ class HashingFileSystem(FileSystem):
         """Of `.metadata`, which makes the checkpoint complete: all checksums are known by now."""
         sums = {name: digest for name, digest in self.sums.items() if name != Path(path).name}
         sums[Path(new_path).name] = self.sums[Path(path).name]
-        write_atomically(Path(new_path).with_name(CHECKSUMS), json.dumps(sums, indent=0, sort_keys=True) + "\n")
+        write_atomically(
+            Path(new_path).with_name(CHECKSUMS), json.dumps(sums, indent=0, sort_keys=True) + "\n"
+        )
         super().rename(path, new_path)
 
 
@@ -90,7 +95,9 @@ class HashingWriter(_FileSystemWriter):  # FileSystemWriter is a stager as well,
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
-        future.set_result([HashedResult(**vars(r), sha256=self.fs.sums[r.storage_data.relative_path]) for r in results])
+        future.set_result(
+            [HashedResult(**vars(r), sha256=self.fs.sums[r.storage_data.relative_path]) for r in results]
+        )
         return future
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:

@@ -1,9 +1,9 @@
 """Batches for the trainer: a slice of the mixture's global order, read ahead by torchdata.
 
-Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. A rank takes its slice of every
-micro-batch, so ranks, accumulation and readers change who reads a sequence, never which sequences a step has. The state
-is one number, the same on every rank, so a checkpoint loads with any world size. Skipped windows shift everything
-after them (`records/skips.py`).
+Step N of the whole job takes the global sequences [N G, (N+1) G), G the global batch. A rank takes its slice
+of every micro-batch, so ranks, accumulation and readers change who reads a sequence, never which sequences a
+step has. The state is one number, the same on every rank, so a checkpoint loads with any world size. Skipped
+windows shift everything after them (`records/skips.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ class MixtureLoader(BaseDataLoader):
     """
 
     def __init__(
-        self, lock: Path, dp_rank: int, dp_world_size: int, local_batch_size: int, reader_threads: int, skips: SkipList
+        self,
+        lock: Path,
+        dp_rank: int,
+        dp_world_size: int,
+        local_batch_size: int,
+        reader_threads: int,
+        skips: SkipList,
     ):
         self.lock, self.skips = lock, skips
         self.mixture = Mixture.open(lock, shared_checks=True)
@@ -49,10 +55,16 @@ class MixtureLoader(BaseDataLoader):
 
     def _read(self, first: int, skips: SkipList) -> Batch:
         runs = windows_of(skips.numbers(first + self.local.start, len(self.local)))
-        parts, sources = zip(*(self.mixture.sequences(number, last - number) for number, last in runs), strict=True)
+        parts, sources = zip(
+            *(self.mixture.sequences(number, last - number) for number, last in runs), strict=True
+        )
         tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
         source = torch.from_numpy(np.concatenate(sources))
-        marks = [self.mixture.flags(number, last - number) for number, last in runs] if self.mixture.packed else []
+        marks = (
+            [self.mixture.flags(number, last - number) for number, last in runs]
+            if self.mixture.packed
+            else []
+        )
         flags = torch.from_numpy(np.concatenate(marks)) if marks else None
         if torch.cuda.is_available():  # in a context that the process has already, whatever device it is on
             tokens, source = tokens.pin_memory(), source.pin_memory()
@@ -69,7 +81,9 @@ class MixtureLoader(BaseDataLoader):
             yield batch
 
     def begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
-        """Start every source after the windows that earlier phases used; left_out: how many of these were skipped."""
+        """Start every source after the windows that earlier phases used; left_out: how many
+        of these were skipped.
+        """
         self.offsets, self.left_out = dict(offsets), dict(left_out)
         names = self.mixture.source_names
         self.mixture = self.mixture.starting_at({name: offsets[name] for name in names if name in offsets})
@@ -80,7 +94,9 @@ class MixtureLoader(BaseDataLoader):
         self.sequences -= sum(last - first for first, last in windows)
 
     def check_epochs(self, positions: int) -> None:
-        """ValueError if a job of this many sequences would repeat a source more often than its epoch cap allows."""
+        """ValueError if a job of this many sequences would repeat a source more often than
+        its epoch cap allows.
+        """
         self.mixture.check_epochs(self.skips.used(positions))
 
     def locate(self, first: int, count: int) -> list[dict[str, Any]]:
@@ -103,14 +119,18 @@ class MixtureLoader(BaseDataLoader):
     def tokens_per_source(self) -> dict[str, int]:
         """Tokens of every source that this phase and those before it were trained on."""
         left_out = self.left_out_per_source()
-        return {n: (w - left_out.get(n, 0)) * self.mixture.seq_len for n, w in self.windows_per_source().items()}
+        return {
+            n: (w - left_out.get(n, 0)) * self.mixture.seq_len for n, w in self.windows_per_source().items()
+        }
 
     def tokens_before(self) -> int:
         """Tokens that the phases before this one were trained on."""
         return (sum(self.offsets.values()) - sum(self.left_out.values())) * self.mixture.seq_len
 
     def state_dict(self) -> dict[str, Any]:
-        """One JSON string, equal on all ranks: position, mixture, and the windows of every source used so far."""
+        """One JSON string, equal on all ranks: position, mixture, and the windows of every
+        source used so far.
+        """
         state = {
             "sequences": self.sequences,
             "skip_sequences": self.skips.until(self.skips.used(self.sequences)),
@@ -142,37 +162,50 @@ class MixtureLoader(BaseDataLoader):
 
 
 def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None) -> Batch:
-    """Windows (b, S + 1) and their flags, if they are packed -> inputs (b, S) and labels, IGNORE_INDEX if untrained."""
+    """Windows (b, S + 1) and their flags, if they are packed -> inputs (b, S) and
+    labels, IGNORE_INDEX if untrained.
+    """
     if flags is None:
         return {"input": tokens[:, :-1]}, tokens[:, 1:]
     labels = torch.where((flags[:, 1:] & TRAINED).bool(), tokens[:, 1:], IGNORE_INDEX)
     documents = (flags[:, :-1] & BEGINS).bool().cumsum(1)
-    return {"input": tokens[:, :-1], "documents": documents, "trained": (labels != IGNORE_INDEX).sum()}, labels
+    return {
+        "input": tokens[:, :-1],
+        "documents": documents,
+        "trained": (labels != IGNORE_INDEX).sum(),
+    }, labels
 
 
 def of_packed(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
-    """What the model's forward gets besides ids and labels; "trained" stays on the CPU, so nothing waits for a GPU."""
+    """What the model's forward gets besides ids and labels; "trained" stays on the CPU, so nothing
+    waits for a GPU.
+    """
     if "documents" not in inputs:
         return {}
     return {"documents": inputs["documents"].to(device), "trained": int(inputs["trained"])}
 
 
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
-    """read(0), read(1), ... in this order, each done by a thread before it is asked for; raises what `read` raises.
+    """read(0), read(1), ... in this order, each done by a thread before it is asked for;
+    raises what `read` raises.
 
-    Thread t does every number with remainder t, so nothing has to be put back into order. The loader's state is its
-    position, so torchdata takes no snapshots. The threads end when the iterator is closed.
+    Thread t does every number with remainder t, so nothing has to be put back into order. The loader's state
+    is its position, so torchdata takes no snapshots. The threads end when the iterator is closed.
     """
 
     def attempt(number: int) -> tuple[T | None, BaseException | None]:
         try:
             return read(number), None
-        except BaseException as problem:  # torchdata rewords an Exception, and waits forever after anything else
+        except (
+            BaseException
+        ) as problem:  # torchdata rewords an Exception, and waits forever after anything else
             return None, problem
 
     # not ParallelMapper: it sets torch's thread count to 1 for every thread that starts later
     nodes = [
-        Prefetcher(Mapper(IterableWrapper(count(first, threads)), attempt), READ_AHEAD_BATCHES, snapshot_frequency=0)
+        Prefetcher(
+            Mapper(IterableWrapper(count(first, threads)), attempt), READ_AHEAD_BATCHES, snapshot_frequency=0
+        )
         for first in range(threads)
     ]
     for node in nodes:
@@ -185,13 +218,19 @@ def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:
 
 
 def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> MixtureLoader:
-    """TorchTitan's dataloader builder. Raises ValueError when mixture, sequence length or vocabulary do not fit."""
+    """TorchTitan's dataloader builder. Raises ValueError when mixture, sequence length or
+    vocabulary do not fit.
+    """
     section = job_config.mixture
     if not section.lock:
-        raise ValueError("mixture.lock is empty; give the lock file that `python -m data_mixtures.prepare` wrote")
+        raise ValueError(
+            "mixture.lock is empty; give the lock file that `python -m data_mixtures.prepare` wrote"
+        )
     lock = Path(section.lock)
     if not lock.is_file():
-        raise ValueError(f"mixture.lock = {section.lock} does not exist; `python -m data_mixtures.prepare` makes it")
+        raise ValueError(
+            f"mixture.lock = {section.lock} does not exist; `python -m data_mixtures.prepare` makes it"
+        )
     batch = job_config.training.local_batch_size
     skips = read_skip_list(Path(job_config.job.dump_folder), job_config.resilience.skip_sequences)
     loader = MixtureLoader(lock, dp_rank, dp_world_size, batch, section.reader_threads, skips)

@@ -1,6 +1,7 @@
 """What a logged step measures inside the model: its logits, and layer by layer its gradients and streams.
 
-Each rank fills one vector, and one all-gather a logged step brings them together; any other step pays one `if` a layer.
+Each rank fills one vector, and one all-gather a logged step brings them together; any other step pays
+one `if` a layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torchtitan.distributed import ParallelDims
 
 
 class Diagnostics:
-    """In this order at a logged step: `begin`, `see_logits` after each forward pass, `see_gradients`, `gather`."""
+    """In this order at a logged step: `begin`, `see_logits` after each forward
+    pass, `see_gradients`, `gather`.
+    """
 
     def __init__(self, model: Any, parallel_dims: ParallelDims):
         self.model = model
@@ -52,15 +55,18 @@ class Diagnostics:
         """The whole step's gradients, before they are clipped; this rank's shards of them."""
         norms = []
         for layer in self.model.layers:
-            shards = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in layer.parameters()]
+            shards = [
+                p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in layer.parameters()
+            ]
             norms.append(torch.stack(torch._foreach_norm(shards)).double().square().sum())
         self.squared_norms = torch.stack(norms) / self.replicas
 
     def gather(self) -> dict[str, Any]:
         """The values of the row, equal on all ranks.
 
-        z_loss: mean squared log-denominator of the softmax, without its weight; max_logit; layer_grad_norm: L2 norms
-        before clipping; layer_stream_rms: root mean square of the streams after each layer, first micro-batch.
+        z_loss: mean squared log-denominator of the softmax, without its weight; max_logit;
+        layer_grad_norm: L2 norms before clipping; layer_stream_rms: root mean square of the streams after
+        each layer, first micro-batch.
         """
         ranks, layers = torch.distributed.get_world_size(), len(self.squared_norms)
         logits = torch.stack(self.logits)

@@ -1,9 +1,10 @@
-"""Decides, before the optimizer moves, whether a step may count: finite, and no spike against the steps before it.
+"""Decides, before the optimizer moves, whether a step may count: finite, and no spike against
+the steps before it.
 
-One non-finite gradient ruins the weights, and checkpoints of ruined weights push out the good ones. So the check comes
-first; a step that is refused leaves weights, moments and statistics as they were.
-Spikes are measured in median absolute deviations from the median of a window, which, unlike mean and standard
-deviation, the spike itself barely moves.
+One non-finite gradient ruins the weights, and checkpoints of ruined weights push out the good ones. So the
+check comes first; a step that is refused leaves weights, moments and statistics as they were. Spikes are
+measured in median absolute deviations from the median of a window, which, unlike mean and standard deviation,
+the spike itself barely moves.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections import deque
 from typing import Any
 
 NORMAL_SCALE = 1.4826  # standard deviations in a median absolute deviation of a normal distribution
-# significant digits of a logged float: in a window of nearly equal values, rounding must not look like an outlier
-LEAST_RELATIVE_DEVIATION = 1e-6
+# significant digits of a logged float: in a window of nearly equal values, rounding must not look
+# like an outlier
+MIN_RELATIVE_DEVIATION = 1e-6
 
 
 class RunningZ:
@@ -39,7 +41,7 @@ class RunningZ:
             return math.inf
         centre = statistics.median(self.values)
         spread = NORMAL_SCALE * statistics.median(abs(v - centre) for v in self.values)
-        spread = max(spread, LEAST_RELATIVE_DEVIATION * abs(centre), math.ulp(0.0))
+        spread = max(spread, MIN_RELATIVE_DEVIATION * abs(centre), math.ulp(0.0))
         return (value - centre) / spread
 
     def add(self, value: float) -> None:
@@ -69,7 +71,9 @@ class Guard:
                 raise BadStep(f"the {name} is {value}")
             z = running.score(value)
             if limit and z > limit:
-                raise BadStep(f"the {name} is {value:.6g}, {z:.1f} deviations above the last steps (limit {limit})")
+                raise BadStep(
+                    f"the {name} is {value:.6g}, {z:.1f} deviations above the last steps (limit {limit})"
+                )
         self.loss.add(loss)
         self.grad_norm.add(grad_norm)
 

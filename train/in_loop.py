@@ -1,8 +1,9 @@
-"""`evals.in_loop`: the job evaluates its own checkpoints, for a small run without a core or GPU to spare for a watcher.
+"""`evals.in_loop`: the job evaluates its own checkpoints, for a small run without a core or GPU to
+spare for a watcher.
 
-Rank 0 starts `python -m evals.watch --run RUN --once` and all ranks wait for it in a process group of their own: the
-other groups time out after comm.train_timeout_seconds, which is meant for a step. A failed evaluation does not end the
-job; like everything without a record it is retried at the next evaluation.
+Rank 0 starts `python -m evals.watch --run RUN --once` and all ranks wait for it in a process group of their
+own: the other groups time out after comm.train_timeout_seconds, which is meant for a step. A failed
+evaluation does not end the job; like everything without a record it is retried at the next evaluation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from .supervise import signals
 POLL_S = 0.2
 END_S = 30.0  # from SIGTERM to SIGKILL
 # set by torchrun and wandb for this worker; an evaluation is not one, and may use all cores
-OF_A_WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+OF_A_WORKER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "WANDB_SERVICE")
 
 
@@ -46,13 +55,17 @@ class InLoop:
         self.last_step = job_config.training.steps
         hang_timeout_s = job_config.resilience.hang_timeout_s
         self.limit_s = 0.9 * hang_timeout_s  # after more the supervisor assumes a hang
-        self.group = torch.distributed.new_group(timeout=timedelta(seconds=hang_timeout_s + END_S), backend="gloo")
+        self.group = torch.distributed.new_group(
+            timeout=timedelta(seconds=hang_timeout_s + END_S), backend="gloo"
+        )
 
     def wanted(self, step: int) -> bool:
         return step % self.every_steps == 0 or step == self.last_step
 
     def evaluate(self, step: int) -> float:
-        """Evaluate all checkpoints without a record, that of `step` included; called on every rank. Returns seconds."""
+        """Evaluate all checkpoints without a record, that of `step` included; called on
+        every rank. Returns seconds.
+        """
         started = time.perf_counter()
         if torch.distributed.get_rank() == 0:
             problem = self._watch_once()
@@ -80,5 +93,7 @@ class InLoop:
                     process.kill()
                     process.wait()
                 # after a stop the next start catches up
-                return None if stopping else f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"
+                return (
+                    None if stopping else f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"
+                )
         return f"exit status {process.returncode}, see {self.run}/logs/evals" if process.returncode else None

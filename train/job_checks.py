@@ -1,7 +1,7 @@
 """Whether a job can run as it is set: choices, bounds and contradictions, each refused with one sentence.
 
-TorchTitan's parser checks types and choices of the command line only: a wrong word in a job file would be found where
-it is first used, which for `lr_scheduler.decay_type` is the first step of the decay.
+TorchTitan's parser checks types and choices of the command line only: a wrong word in a job file would be
+found where it is first used, which for `lr_scheduler.decay_type` is the first step of the decay.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def check_job(job: Any, world_size: int | None = None) -> None:
-    """Raise ValueError, one sentence, for the first setting that cannot work. world_size: of the workers, if known."""
+    """Raise ValueError, one sentence, for the first setting that cannot work. world_size: of
+    the workers, if known.
+    """
     problems = (wrong_types(job), wrong_values(job), contradictions(job), misfits(job, world_size))
     for problem in (p for each in problems for p in each):
         raise ValueError(problem)
@@ -116,7 +118,11 @@ def fits(value: Any, hint: Any) -> bool:
 def literals(hint: Any) -> set[str]:
     """The words that a declared type consists of."""
     inside = typing.get_args(hint)
-    return set(inside) if typing.get_origin(hint) is typing.Literal else {w for each in inside for w in literals(each)}
+    return (
+        set(inside)
+        if typing.get_origin(hint) is typing.Literal
+        else {w for each in inside for w in literals(each)}
+    )
 
 
 def words(hint: Any) -> str:
@@ -158,13 +164,17 @@ def contradictions(job: Any) -> Iterator[str]:
     """Settings that are possible each, but not together."""
     steps, schedule, section = job.training.steps, job.lr_scheduler, job.checkpoint
     total = schedule.total_steps
-    if total is not None and steps > total + 1:  # step total + 1 has exactly the minimum, which a decay branch uses
+    if (
+        total is not None and steps > total + 1
+    ):  # step total + 1 has exactly the minimum, which a decay branch uses
         yield (
             f"training.steps = {steps} goes on after the learning rate's schedule has ended, lr_scheduler.total_steps "
             f"= {total}; raise total_steps (the decay moves with it), or train at most {total + 1} steps"
         )
     if total is not None and schedule.warmup_steps > total:
-        yield refusal("lr_scheduler.warmup_steps", schedule.warmup_steps, f"total_steps is {total}; it must be less")
+        yield refusal(
+            "lr_scheduler.warmup_steps", schedule.warmup_steps, f"total_steps is {total}; it must be less"
+        )
     if section.initial_load_all_states and not section.initial_load_path:
         yield "checkpoint.initial_load_all_states = True needs checkpoint.initial_load_path, where to go on from"
     if job.validation.enable and job.validation.freq % job.metrics.log_freq:

@@ -1,11 +1,13 @@
 """The job config of a training job: TorchTitan's own, our sections of records.job, and [architecture].
 
-TorchTitan merges the class JobConfig below into its own (`job.custom_config_module = "train.job_config"`): new sections
-appear, fields of known sections replace its defaults, unknown keys are refused, and every field has its flag.
+TorchTitan merges the class JobConfig below into its own (`job.custom_config_module = "train.job_config"`):
+new sections appear, fields of known sections replace its defaults, unknown keys are refused, and every
+field has its flag.
 
     python -m train.job_config --job.config_file X.toml [--section.key value ...]
 
-prints the resolved job as TOML, defaults included: what a run would use. That output is a job file of the same job.
+prints the resolved job as TOML, defaults included: what a run would use. That output is a job file
+of the same job.
 """
 
 import copy
@@ -44,10 +46,11 @@ class JobConfig(JobSections):
 
 
 def load_job(arguments: list[str]) -> Any:
-    """TorchTitan's JobConfig for `--job.config_file X.toml [--section.key value ...]`; imports the model's module.
+    """TorchTitan's JobConfig for `--job.config_file X.toml [--section.key value ...]`;
+    imports the model's module.
 
-    Raises ValueError for a missing file, an unknown key, or what `train.job_checks` refuses; a flag that cannot be
-    parsed ends the process.
+    Raises ValueError for a missing file, an unknown key, or what `train.job_checks` refuses; a flag that
+    cannot be parsed ends the process.
     """
     job_file(arguments)
     patch_torch_for_cpu()
@@ -66,7 +69,8 @@ def load_job(arguments: list[str]) -> Any:
 
 
 def patch_torch_for_cpu() -> None:
-    """Without an accelerator, answer "cpu" in the few places where TorchTitan 0.2.2 asks for one; changes no result.
+    """Without an accelerator, answer "cpu" in the few places where TorchTitan 0.2.2 asks for
+    one; changes no result.
 
     Call it before torchtitan is imported.
     """
@@ -87,8 +91,10 @@ def patch_torch_for_cpu() -> None:
     cpu.empty_cache = lambda: None
     profiler: Any = torch.profiler
     profile = profiler.profile
-    profiler.profile = lambda activities=(), **options: profile(  # it names the GPU's activity, which is None here
-        activities=[activity for activity in activities if activity is not None], **options
+    profiler.profile = lambda activities=(), **options: (
+        profile(  # it names the GPU's activity, which is None here
+            activities=[activity for activity in activities if activity is not None], **options
+        )
     )
     cpu.current_device = lambda: 0  # torch.cpu's own returns "cpu", which barrier(device_ids=...) refuses
 

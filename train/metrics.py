@@ -1,8 +1,8 @@
 """metrics.jsonl: TorchTitan's metrics processor, which also writes every logged step as one JSON line.
 
 Console, TensorBoard and wandb get TorchTitan's own metrics and the contents of the line: loss by source,
-z-scores, tokens by source, checkpoint time, validation loss. One row per logged step; a validation extends its row.
-Every sequence comes from one source, so the loss by source needs the sums of whole sequences only.
+z-scores, tokens by source, checkpoint time, validation loss. One row per logged step; a validation extends
+its row. Every sequence comes from one source, so the loss by source needs the sums of whole sequences only.
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ LINES = ("metrics.jsonl", "events.jsonl", "attempts.jsonl")
 
 
 def sequence_losses(losses: torch.Tensor) -> torch.Tensor:
-    """Losses (B, S) in nats, 0 where the label is ignored -> the sum of each sequence, float64 (B,), no gradient."""
+    """Losses (B, S) in nats, 0 where the label is ignored -> the sum of each sequence,
+    float64 (B,), no gradient.
+    """
     return losses.detach().double().sum(1)
 
 
-def loss_sums_by_source(losses: torch.Tensor, labels: torch.Tensor, source: torch.Tensor, sources: int) -> torch.Tensor:
+def loss_sums_by_source(
+    losses: torch.Tensor, labels: torch.Tensor, source: torch.Tensor, sources: int
+) -> torch.Tensor:
     """Losses and labels (B, S), source int64 (B,) -> sums of loss and of tokens, float64 (2, sources)."""
     sums = torch.zeros(2, sources, dtype=torch.float64, device=losses.device)
     sums[0].index_add_(0, source, sequence_losses(losses))
@@ -52,7 +56,9 @@ def loss_sums_by_source(losses: torch.Tensor, labels: torch.Tensor, source: torc
 
 
 def mean_by_source(sums: torch.Tensor, names: tuple[str, ...], mesh: DeviceMesh | None) -> dict[str, float]:
-    """Mean loss of each source over all ranks of the mesh; without the sources that have no token in the step."""
+    """Mean loss of each source over all ranks of the mesh; without the sources that have no
+    token in the step.
+    """
     if mesh is not None:
         torch.distributed.all_reduce(sums, group=mesh.get_group())
     losses, tokens = sums.tolist()
@@ -62,7 +68,9 @@ def mean_by_source(sums: torch.Tensor, names: tuple[str, ...], mesh: DeviceMesh 
 class RunMetrics(MetricsProcessor):
     """TorchTitan's console, TensorBoard and wandb loggers, and the run's own metrics.jsonl (rank 0)."""
 
-    def __init__(self, job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None):
+    def __init__(
+        self, job_config: Any, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
+    ):
         """TorchTitan's arguments. A restarted run continues its own wandb run, offline or online."""
         name_wandb_run(Path(job_config.job.dump_folder))
         super().__init__(job_config, parallel_dims, tag)
@@ -111,7 +119,8 @@ class RunMetrics(MetricsProcessor):
         checkpoint_times: CheckpointTimes,
         diagnostics: dict[str, Any],
     ) -> None:
-        """Log one step; called on every rank, since `loss_sums` (of `loss_sums_by_source`) is summed over them.
+        """Log one step; called on every rank, since `loss_sums` (of `loss_sums_by_source`)
+        is summed over them.
 
         diagnostics: of `Diagnostics.gather`, joins the row.
         """
@@ -146,7 +155,9 @@ class RunMetrics(MetricsProcessor):
         self.grad_norm_z.add(grad_norm)
         plain = utils.NoColor() if self.job_config.metrics.disable_color_printing else utils.Color()
         # the end of TorchTitan's line on the console
-        self.color = type("", (type(plain),), {"reset": f"{plain.reset}  {self._progress_text(row)}".rstrip()})()
+        self.color = type(
+            "", (type(plain),), {"reset": f"{plain.reset}  {self._progress_text(row)}".rstrip()}
+        )()
         extra = {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)}
         first = torch.distributed.get_rank() == 0
         with nullcontext() if first else _quiet():
@@ -170,7 +181,9 @@ class RunMetrics(MetricsProcessor):
             log()
 
     def _progress(self, step: int, tokens_per_s_per_device: float | None) -> dict[str, float | None]:
-        """GPU-hours of this job so far, its restarts included, what is left of them, and when it ends; on rank 0."""
+        """GPU-hours of this job so far, its restarts included, what is left of them, and when it
+        ends; on rank 0.
+        """
         if torch.distributed.get_rank() != 0:
             return {}
         self.rates.append(tokens_per_s_per_device or 0.0)
@@ -201,7 +214,11 @@ class RunMetrics(MetricsProcessor):
         tokens_per_s = (loader.sequences * loader.mixture.seq_len - self.last_logged_tokens) / seconds
         # an unknown device has no peak to compare with: null, not TorchTitan's guess of an A100
         known_peak = utils.device_type != "cpu"
-        mfu = 100 * self.num_flops_per_token * tokens_per_s / (devices * self.gpu_peak_flops) if known_peak else None
+        mfu = (
+            100 * self.num_flops_per_token * tokens_per_s / (devices * self.gpu_peak_flops)
+            if known_peak
+            else None
+        )
         return {
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_device": tokens_per_s / devices,
@@ -214,18 +231,25 @@ class RunMetrics(MetricsProcessor):
         """Add a validation to the row of its step; its time is excluded from the throughput."""
         self.time_last_log += seconds
         row = {**self.row, "valid_loss": loss, "valid_loss_by_source": by_source, "valid_s": seconds}
-        scalars = {"valid_loss": loss, **{f"valid_loss_by_source/{name}": value for name, value in by_source.items()}}
+        scalars = {
+            "valid_loss": loss,
+            **{f"valid_loss_by_source/{name}": value for name, value in by_source.items()},
+        }
         self._survive(lambda: self.logger.log(scalars, step))
         logger.info(f"validation  step: {step}  loss: {loss:.4f}  {seconds:.1f} s")
         if torch.distributed.get_rank() == 0:
-            assert self.row.get("step") == step, f"validation at step {step}, the last row is {self.row.get('step')}"
+            assert self.row.get("step") == step, (
+                f"validation at step {step}, the last row is {self.row.get('step')}"
+            )
             replace_last_line(self.path, _json_line(self.row), _json_line(row))
             self.row = row
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without lines of information: of TorchTitan's line about a step, one on the console is enough, not one a rank."""
+    """Without lines of information: of TorchTitan's line about a step, one on the console is enough,
+    not one a rank.
+    """
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -235,7 +259,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by source are named group/source."""
+    """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by
+    source are named group/source.
+    """
     keys = ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s", "gpu_hours",
             "gpu_hours_left", "cost", "z_loss", "max_logit")  # fmt: skip
     scalars = {key: row[key] for key in keys if row.get(key) is not None}

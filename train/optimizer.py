@@ -1,4 +1,6 @@
-"""AdamW with weight decay on matrices only, and the job file's settings restored after a checkpoint was loaded."""
+"""AdamW with weight decay on matrices only, and the job file's settings restored after
+a checkpoint was loaded.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def apply_optimizer_settings(
 ) -> None:
     """Put lr, betas, eps and weight decay of this job in place of those that a checkpoint brought along.
 
-    DCP restores them with the moments, so that an edited job file, or a second phase, would keep the first one's.
+    DCP restores them with the moments, so that an edited job file, or a second phase, would
+    keep the first one's.
     """
     lr = optimizer_config.lr
     for optimizer, scheduler in zip(optimizers.optimizers, schedulers.schedulers, strict=True):

@@ -1,7 +1,8 @@
 """TorchTitan's trainer with our own step, a run folder, a validated start and a recorded end.
 
-Before the optimizer moves, one all-gather tells every rank the losses of all ranks and whether any of them was asked to
-stop. So the guard refuses a step on every rank or on none, and all ranks stop at the same step boundary.
+Before the optimizer moves, one all-gather tells every rank the losses of all ranks and whether any of
+them was asked to stop. So the guard refuses a step on every rank or on none, and all ranks stop at
+the same step boundary.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         check_job(job_config, int(os.environ["WORLD_SIZE"]))
         section, rank = job_config.resilience, int(os.environ.get("RANK", "0"))
         self.lock = hold_rank(self.run, rank)
-        self.heartbeat = Heartbeat(self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s)
+        self.heartbeat = Heartbeat(
+            self.run / "heartbeats", rank, section.hang_timeout_s, section.start_timeout_s
+        )
         signals.WORKER.deadline_s = section.stop_deadline_s
         self.stopping = False
         # the one component that a TrainSpec cannot name
@@ -90,7 +93,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self._check_vocabulary()
 
     def _evaluate(self, step: int) -> None:
-        """With evals.in_loop: evaluate the checkpoint just saved, once it is on disk; no throughput counts the time."""
+        """With evals.in_loop: evaluate the checkpoint just saved, once it is on disk; no
+        throughput counts the time.
+        """
         if self.in_loop is not None and self.in_loop.wanted(step):
             self.checkpointer.finish()
             self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
@@ -126,7 +131,10 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         if not (self.run / "lineage.json").is_file():
             # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
             other = source is not None and self.run.resolve() not in source.resolve().parents
-            lineage = {"parent": str(source.resolve()) if source and other else None, "tokens_before": tokens_before}
+            lineage = {
+                "parent": str(source.resolve()) if source and other else None,
+                "tokens_before": tokens_before,
+            }
             with survive_full_disk(self.run):
                 write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
         loader = self.dataloader
@@ -157,12 +165,16 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         if config.is_file() and config.read_text(encoding="utf-8") != resolved:
             shutil.copy(config, self.run / f"config.attempt-{self.attempt - 1}.toml")
         write_atomically(config, resolved)
-        write_atomically(self.run / "model.json", json.dumps(self.model_args.config.to_dict(), indent=2) + "\n")
+        write_atomically(
+            self.run / "model.json", json.dumps(self.model_args.config.to_dict(), indent=2) + "\n"
+        )
         for path in tokenizer_files(self.dataloader.lock.parent):
             write_atomically(self.run / path.name, path.read_bytes())
 
     def train(self) -> None:
-        """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where `records.events` has a code."""
+        """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where
+        `records.events` has a code.
+        """
         with crash_on_record(self.run, self.attempt, lambda: self.step, lambda: self.starting):
             try:
                 super().train()
@@ -179,7 +191,10 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.heartbeat.close()
         self.checkpointer.finish()  # a save under way is of an earlier, clean step
         if code == STOPPED and (self.checkpointer.failed_saves or not self.checkpointer.enable):
-            code, reason = STOPPED_UNSAVED, f"{reason}, but step {self.step} could not be saved; see events.jsonl"
+            code, reason = (
+                STOPPED_UNSAVED,
+                f"{reason}, but step {self.step} could not be saved; see events.jsonl",
+            )
         self._leave_outcome(code, reason)
         self.close()
         torch.distributed.destroy_process_group()
@@ -198,7 +213,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Read, forward and backward, exchange, judge; only then move the weights and log.
 
-        A refused batch has moved nothing: where it is to be skipped, the step is done with the batch after it.
+        A refused batch has moved nothing: where it is to be skipped, the step is done with
+        the batch after it.
         """
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         logged = self.metrics_processor.should_log(self.step)
@@ -210,16 +226,22 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             self.diagnostics.begin()
         self.heartbeat.enter(f"forward and backward of step {self.step}")
         for left, (inputs, labels) in zip(reversed(range(len(batches))), batches, strict=True):
-            model.set_requires_all_reduce(left == 0)  # replicas exchange a step's gradients once, not per micro-batch
+            model.set_requires_all_reduce(
+                left == 0
+            )  # replicas exchange a step's gradients once, not per micro-batch
             labels = labels.to(self.device)
             with self.train_context():
-                losses = model(inputs["input"].to(self.device), labels, **of_packed(inputs, self.device))  # (B, S)
+                losses = model(
+                    inputs["input"].to(self.device), labels, **of_packed(inputs, self.device)
+                )  # (B, S)
                 part = losses.sum() / all_tokens
                 part.backward()
             parts.append(part.detach())
             if logged:
                 source = inputs["source"].to(self.device)
-                by_source.append(loss_sums_by_source(losses, labels, source, len(self.dataloader.mixture.source_names)))
+                by_source.append(
+                    loss_sums_by_source(losses, labels, source, len(self.dataloader.mixture.source_names))
+                )
                 self.diagnostics.see_logits(labels)
             del losses
         if logged:
@@ -227,7 +249,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.heartbeat.enter(f"the gradient norm of step {self.step}")
         max_norm = self.job_config.training.max_norm
         grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
-        loss, max_loss, norm = self._exchange(torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm)
+        loss, max_loss, norm = self._exchange(
+            torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm
+        )
         try:
             self.guard.check(loss, norm)
         except BadStep as problem:
@@ -252,10 +276,14 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
         return batches, tokens, dist_utils.dist_sum(tokens, mesh)
 
-    def _exchange(self, loss: torch.Tensor, share: torch.Tensor, grad_norm: torch.Tensor) -> tuple[float, float, float]:
-        """One exchange of four numbers a rank: (mean loss, highest loss of a rank, gradient norm) of the whole step.
+    def _exchange(
+        self, loss: torch.Tensor, share: torch.Tensor, grad_norm: torch.Tensor
+    ) -> tuple[float, float, float]:
+        """One exchange of four numbers a rank: (mean loss, highest loss of a rank, gradient norm)
+        of the whole step.
 
-        loss: this rank's part of the mean; share: all tokens / this rank's. Sets `stopping` when any rank wants it.
+        loss: this rank's part of the mean; share: all tokens / this rank's. Sets `stopping` when
+        any rank wants it.
         """
         stop = signals.WORKER.asked is not None
         if torch.distributed.get_rank() == 0:
@@ -265,14 +293,18 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         gathered = mine.new_zeros(torch.distributed.get_world_size() * len(mine))
         torch.distributed.all_gather_into_tensor(gathered, mine)
         everyone = gathered.view(-1, len(mine))
-        total, _, highest, norm, stops = torch.cat([everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]).tolist()
+        total, _, highest, norm, stops = torch.cat(
+            [everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]
+        ).tolist()
         self.stopping = stops > 0
         return total, highest, norm
 
     def _refuse(self, problem: BadStep, loss: float, grad_norm: float) -> None:
-        """Record the batch, and leave it out where the policy is to skip; raises `problem` where it is not, or no more.
+        """Record the batch, and leave it out where the policy is to skip; raises `problem` where it is
+        not, or no more.
 
-        Called on every rank. The window is on disk before the step goes on, so that a restart reads the same data.
+        Called on every rank. The window is on disk before the step goes on, so that a restart
+        reads the same data.
         """
         section, loader = self.job_config.resilience, self.dataloader
         size = self.job_config.training.global_batch_size
@@ -284,23 +316,32 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 path.parent.mkdir(exist_ok=True)
                 batch = loader.locate(loader.sequences - size, size)
                 write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
-            facts = {"loss": repr(loss), "grad_norm": repr(grad_norm), "reason": str(problem), "batch": str(path)}
+            facts = {
+                "loss": repr(loss),
+                "grad_norm": repr(grad_norm),
+                "reason": str(problem),
+                "batch": str(path),
+            }
             facts["show"] = f"python -m data_mixtures show {self.run} --bad-step {self.step}"
             record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
-        self.refused = [step for step in self.refused if step > self.step - section.spike_window] + [self.step]
-        if section.unclean_policy != "skip" or len(self.refused) > section.max_skips:
+        self.refused = [step for step in self.refused if step > self.step - section.spike_window] + [
+            self.step
+        ]
+        if section.on_bad_step != "skip" or len(self.refused) > section.max_skips:
             raise problem
         reason = f"step {self.step}: {problem}"
         if not on_rank_zero(lambda: leave_out(self.run, windows, reason)):
             raise BadStep(f"{problem}; {self.run} has no room to record that its batch is skipped")
         loader.leave_out(windows)
-        logger.warning(f"{reason}; sequences {windows} are skipped, {len(self.refused)} of {section.max_skips}")
+        logger.warning(
+            f"{reason}; sequences {windows} are skipped, {len(self.refused)} of {section.max_skips}"
+        )
         self.heartbeat.beat(self.step - 1)
 
     def _leave_out_refused(self, problem: BadStep) -> None:
         """The data that a roll-back skips: the last skip_steps steps, but none that a checkpoint has seen."""
         section, loader = self.job_config.resilience, self.dataloader
-        if torch.distributed.get_rank() == 0 and section.unclean_policy in ("skip", "rollback_and_skip"):
+        if torch.distributed.get_rank() == 0 and section.on_bad_step in ("skip", "rollback_and_skip"):
             saved = max(self.started_at, newest_saved_step(Path(self.checkpointer.folder)))
             count = min(section.skip_steps, self.step - saved) * self.job_config.training.global_batch_size
             windows = windows_of(loader.skips.numbers(loader.sequences - count, count))
@@ -318,6 +359,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         return {**super().state_dict(), "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the step; what was seen by then is the dataloader's to know, as the batch may have changed since."""
+        """Restore the step; what was seen by then is the dataloader's to know, as the batch
+        may have changed since.
+        """
         self.step = state_dict["step"]
         self.guard.load_state_dict(state_dict["guard"])

@@ -1,8 +1,10 @@
-"""Validation loss on fixed held-out windows, by source: the same windows at every step, on any number of ranks.
+"""Validation loss on fixed held-out windows, by source: the same windows at every step, on
+any number of ranks.
 
-All windows form one list, cut into micro-batches for all ranks. The list is padded to a whole number of them, since
-every rank must run the same number of forward passes (FSDP gathers weights in each); the padding is summed into a bin
-of its own that is not read. The total weighs sources as the mixture does, so that it is comparable with the loss.
+All windows form one list, cut into micro-batches for all ranks. The list is padded to a whole number of them,
+since every rank must run the same number of forward passes (FSDP gathers weights in each); the padding is
+summed into a bin of its own that is not read. The total weighs sources as the mixture does, so that it is
+comparable with the loss.
 """
 
 from __future__ import annotations
@@ -46,8 +48,11 @@ def held_out(lock_path: Path, windows_per_source: int, flags: bool = False) -> d
     return {name: found for name, found in windows.items() if name not in without}
 
 
-def deal_out(tokens: np.ndarray, source: np.ndarray, ranks: int, batch: int, unread: int) -> tuple[np.ndarray, ...]:
-    """Cut N windows into the micro-batches of all ranks: (N, S + 1) -> (steps, ranks, batch, S + 1), and sources.
+def deal_out(
+    tokens: np.ndarray, source: np.ndarray, ranks: int, batch: int, unread: int
+) -> tuple[np.ndarray, ...]:
+    """Cut N windows into the micro-batches of all ranks: (N, S + 1) -> (steps, ranks, batch, S
+    + 1), and sources.
 
     The last ones are filled up with the first window, whose source there is `unread`.
     """
@@ -83,12 +88,17 @@ class HeldOutValidator(BaseValidator):
         self.names, self.metrics = list(windows), metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
         self.weights = [weights[name] for name in self.names]
-        counted = {name: (flags[name] & TRAINED)[:, 1:] if packed else w[:, 1:] >= 0 for name, w in windows.items()}
+        counted = {
+            name: (flags[name] & TRAINED)[:, 1:] if packed else w[:, 1:] >= 0 for name, w in windows.items()
+        }
         self.tokens_per_source = [int(np.count_nonzero(each)) for each in counted.values()]
         source = np.repeat(np.arange(len(windows)), [len(w) for w in windows.values()])
         everything = np.concatenate(list(windows.values()))
         tokens, sources = deal_out(everything, source, dp_world_size, section.local_batch_size, len(windows))
-        self.tokens, self.sources = torch.from_numpy(tokens[:, dp_rank]), torch.from_numpy(sources[:, dp_rank])
+        self.tokens, self.sources = (
+            torch.from_numpy(tokens[:, dp_rank]),
+            torch.from_numpy(sources[:, dp_rank]),
+        )
         self.flags: Any = [None] * len(tokens)
         if packed:
             dealt, _ = deal_out(
@@ -108,7 +118,9 @@ class HeldOutValidator(BaseValidator):
         (model,) = model_parts
         model.eval()
         sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=utils.device_type)
-        for tokens, flags, source in zip(self.tokens, self.flags, self.sources, strict=True):  # a few: signals wait
+        for tokens, flags, source in zip(
+            self.tokens, self.flags, self.sources, strict=True
+        ):  # a few: signals wait
             batch = tokens.to(utils.device_type, torch.int64)
             marks = None if flags is None else flags.to(utils.device_type, torch.int64)
             inputs, labels = inputs_and_labels(batch, marks)

@@ -1,11 +1,14 @@
-"""Contents by their sha1, from a bucket as Software Heritage's: text for a Parquet file that only says which ones.
+"""Contents by their sha1, from a bucket as Software Heritage's: text for a Parquet file that
+only says which ones.
 
-The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row (`stage.ORIGIN_FIELDS`). The rows
-of one unit are asked for once for each sha1, many at a time, through fsspec, so that the URL may be of https or of s3.
-An object may be gzip-compressed, as Software Heritage's are; a content counts only if it has its sha1.
+The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row
+(`stage.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
+fsspec, so that the URL may be of https or of s3. An object may be gzip-compressed, as Software Heritage's
+are; a content counts only if it has its sha1.
 
-What has come is saved as it comes, in parts beside the unit's folder: after a kill, or when too much was missing, only
-the rest is asked for. Parts are named by nothing but what they hold, so no change of plan makes them wrong.
+What has come is saved as it comes, in parts beside the unit's folder: after a kill, or when too much
+was missing, only the rest is asked for. Parts are named by nothing but what they hold, so no change of
+plan makes them wrong.
 """
 
 from __future__ import annotations
@@ -39,15 +42,19 @@ TIMEOUT_S = 60.0
 ATTEMPTS = 6
 FIRST_WAIT_S = 1.0  # doubled with every attempt, with random jitter
 PART = pa.schema([pa.field("sha1", pa.binary(20)), pa.field("content", pa.binary())])
-RAW = pa.schema([pa.field("text", pa.binary()), pa.field("origin", pa.string())])  # bytes: `filter` tells UTF-8
+RAW = pa.schema(
+    [pa.field("text", pa.binary()), pa.field("origin", pa.string())]
+)  # bytes: `filter` tells UTF-8
 _BATCH = 512
 
 
-def fetch(path: str, name: str, groups: Sequence[int], settings: Input, target: Path, parts: Path) -> dict[str, Any]:
+def fetch(
+    path: str, name: str, groups: Sequence[int], settings: Input, target: Path, parts: Path
+) -> dict[str, Any]:
     """Write the contents of some row groups of a Parquet file; returns the counts of a receipt.
 
-    name: of the file, in origins. ValueError when more than `max_missing_share` of the contents are missing, or when
-    nothing answers; `parts` stay then.
+    name: of the file, in origins. ValueError when more than `max_missing_share` of the contents are missing,
+    or when nothing answers; `parts` stay then.
     """
     origins, left_out = _wanted(path, name, groups)
     saved = {sha1 for part in _parts(parts) for sha1 in part.read(["sha1"])["sha1"].to_pylist()}
@@ -61,12 +68,16 @@ def fetch(path: str, name: str, groups: Sequence[int], settings: Input, target: 
             f"{settings.max_missing_share}; what came is kept: start again to ask for the missing ones alone"
         )
     counts = _write(target, parts, origins)
-    assert counts["documents"] + missing.total() == len(origins), "contents must be written or counted as missing"
+    assert counts["documents"] + missing.total() == len(origins), (
+        "contents must be written or counted as missing"
+    )
     return {**counts, "dropped": dict(left_out + missing)}
 
 
 def take_over(raw: Path, parts: Path) -> None:
-    """Make parts of what an older plan has fetched: where it lay in which file has changed, its contents have not."""
+    """Make parts of what an older plan has fetched: where it lay in which file has changed,
+    its contents have not.
+    """
     if not raw.is_file() or parts.is_dir():
         return
     with pq.ParquetFile(raw) as old:
@@ -78,7 +89,9 @@ def take_over(raw: Path, parts: Path) -> None:
 def _opened(path: str) -> Iterator[pq.ParquetFile]:
     with local.opened(path) as file, pq.ParquetFile(file) as parquet:
         if "sha1" not in (names := parquet.schema_arrow.names):
-            raise ValueError(f"{path} has no column sha1 (hex digits or bytes); its columns: {', '.join(names)}")
+            raise ValueError(
+                f"{path} has no column sha1 (hex digits or bytes); its columns: {', '.join(names)}"
+            )
         yield parquet
 
 
@@ -116,7 +129,9 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
 
 
 async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
-    """Save every content that comes; returns why the others did not. ValueError when nothing answers any more."""
+    """Save every content that comes; returns why the others did not. ValueError when
+    nothing answers any more.
+    """
     # an instance of its own, since it belongs to this event loop
     system, pattern = fsspec.url_to_fs(url, asynchronous=True, skip_instance_cache=True)
     session = await system.set_session()
@@ -126,12 +141,20 @@ async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
         for start in range(0, len(ask), PART_CONTENTS):
             names = ask[start : start + PART_CONTENTS]
             answers = await asyncio.gather(*map(bucket.content, names))
-            came = [(sha1, answer) for sha1, answer in zip(names, answers, strict=True) if isinstance(answer, bytes)]
+            came = [
+                (sha1, answer)
+                for sha1, answer in zip(names, answers, strict=True)
+                if isinstance(answer, bytes)
+            ]
             _save_part(folder, came)
             missing.update(answer for answer in answers if isinstance(answer, str))
             if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
                 done = f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
-                print(f"fetch {folder.parent.name}/{folder.stem.lstrip('.')}: {done}", file=sys.stderr, flush=True)
+                print(
+                    f"fetch {folder.parent.name}/{folder.stem.lstrip('.')}: {done}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if bucket.is_silent():
                 raise ValueError(
                     f"{url} does not answer ({dict(missing)}; {bucket.unanswered} contents in a row, {ATTEMPTS} "
@@ -179,7 +202,10 @@ class _Bucket:
                     answer = "not_found"
                 except PermissionError:
                     answer = "http_403"
-                except (OSError, aiohttp.ClientError) as error:  # OSError: time-outs, damage, and what s3fs raises
+                except (
+                    OSError,
+                    aiohttp.ClientError,
+                ) as error:  # OSError: time-outs, damage, and what s3fs raises
                     status = getattr(error, "status", None)
                     answer = f"http_{status}" if status else type(error).__name__
                     if not status or status >= 500 or status in (408, 429):  # which may pass

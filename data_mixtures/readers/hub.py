@@ -1,7 +1,8 @@
 """Parquet files of a dataset on the hub, or in a mirror of it.
 
-A mirror is any URL that fsspec supports, or a folder, laid out as <repo>/<config folder>/*.parquet. Both have the same
-methods: check the access to a repository, list the files of a folder, open a file to read parts of it, copy a file.
+A mirror is any URL that fsspec supports, or a folder, laid out as <repo>/<config folder>/*.parquet. Both have
+the same methods: check the access to a repository, list the files of a folder, open a file to read parts of
+it, copy a file.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class Hub:
     def revision(self, repo: str, revision: str) -> str:
         """The full revision of a repository. ValueError says what to do if it cannot be read."""
         page = f"{self.api.endpoint}/datasets/{repo}"
-        token = "the token that HF_TOKEN holds is not of an account that did" if get_token() else "HF_TOKEN is not set"
+        token = (
+            "the token that HF_TOKEN holds is not of an account that did"
+            if get_token()
+            else "HF_TOKEN is not set"
+        )
         try:
             self.api.auth_check(repo, repo_type="dataset")
             found = self.api.dataset_info(repo, revision=revision).sha
@@ -53,20 +58,28 @@ class Hub:
             raise ValueError(f"has no revision {revision!r}; see {page}/commits/main") from error
         except hub_errors.RepositoryNotFoundError as error:
             raise ValueError(f"not found at {page}, or private and {token}") from error
-        except Exception as error:  # no network, a proxy, a server error: in any case the other sources are checked
+        except (
+            Exception
+        ) as error:  # no network, a proxy, a server error: in any case the other sources are checked
             raise ValueError(f"{NOT_REACHABLE} at {page}: {type(error).__name__}: {error}") from error
         if found is None or len(found) != 40:
-            raise ValueError(f"revision {revision!r} has the commit {found!r} at {page}, which is not 40 hex digits")
+            raise ValueError(
+                f"revision {revision!r} has the commit {found!r} at {page}, which is not 40 hex digits"
+            )
         return found
 
     def files(self, repo: str, revision: str, folder: str) -> list[File]:
         """All Parquet files below exactly this folder, by path; none when there is no such folder."""
         try:
-            tree = list(self.api.list_repo_tree(repo, folder, recursive=True, revision=revision, repo_type="dataset"))
+            tree = list(
+                self.api.list_repo_tree(repo, folder, recursive=True, revision=revision, repo_type="dataset")
+            )
         except hub_errors.EntryNotFoundError:
             return []
         found = [entry for entry in tree if isinstance(entry, RepoFile) and entry.path.endswith(".parquet")]
-        return sorted(File(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None) for entry in found)
+        return sorted(
+            File(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None) for entry in found
+        )
 
     def folders(self, repo: str, revision: str) -> list[str]:
         tree = self.api.list_repo_tree(repo, revision=revision, repo_type="dataset")

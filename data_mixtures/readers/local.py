@@ -1,10 +1,11 @@
 """Files of one's own, here or behind a URL: which there are, and the documents of those that are not Parquet.
 
-Order and amount depend on the files alone: files of an input are read in the order of a hash of their names, so that a
-cap takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a file or line that
-cannot be read gives a named reason, which is counted in the manifest.
+Order and amount depend on the files alone: files of an input are read in the order of a hash of their names,
+so that a cap takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a
+file or line that cannot be read gives a named reason, which is counted in the manifest.
 
-pyarrow unpacks: it knows several members in a row, and finds what is truncated, unlike `zstandard` (decisions/0028).
+pyarrow unpacks: it knows several members in a row, and finds what is truncated,
+unlike `zstandard` (decisions/0028).
 """
 
 from __future__ import annotations
@@ -29,16 +30,33 @@ from records.files import json_lines
 
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-UNREADABLE = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xz", ".7z", ".zip", ".tar", ".tgz", ".pdf")
+UNREADABLE = (
+    ".csv",
+    ".tsv",
+    ".arrow",
+    ".feather",
+    ".orc",
+    ".avro",
+    ".xz",
+    ".7z",
+    ".zip",
+    ".tar",
+    ".tgz",
+    ".pdf",
+)
 # reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
 DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
 LARGEST_BYTES = 1 << 30  # of a text file: it is one document, and Arrow takes no text of 2 GiB
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
-Listed = list[Any]  # name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
+Listed = list[
+    Any
+]  # name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
 
 
 def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
-    """What {recipe}, {stdlib}... stand for in the paths of an input; the data folder and the recipe's are given."""
+    """What {recipe}, {stdlib}... stand for in the paths of an input; the data folder and
+    the recipe's are given.
+    """
     python = sysconfig.get_paths()
     here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
@@ -54,7 +72,9 @@ def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) 
         kept = {
             name: file
             for name, file in listed.items()
-            if not any(fnmatch.fnmatch(each, out) for each in (name, portable(name, roots)) for out in excluded)
+            if not any(
+                fnmatch.fnmatch(each, out) for each in (name, portable(name, roots)) for out in excluded
+            )
         }
         if not kept:
             without.append(_in_place(pattern, roots) + (" (all excluded)" if listed else ""))
@@ -65,7 +85,9 @@ def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) 
         if name.encode(errors="ignore").decode() != name:  # the plan is JSON
             raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it")
     names = {name: portable(name, roots) for name in found}
-    ordered = sorted(found, key=lambda name: (xxhash.xxh3_64_intdigest(os.fsencode(names[name])), names[name]))
+    ordered = sorted(
+        found, key=lambda name: (xxhash.xxh3_64_intdigest(os.fsencode(names[name])), names[name])
+    )
     return [found[name] for name in ordered[: source_input.files]]
 
 
@@ -96,7 +118,9 @@ def _glob(pattern: str) -> Iterator[Listed]:
         system, name = fsspec.url_to_fs(pattern)
         for path, info in system.glob(name, detail=True).items():
             if info["type"] == "file":
-                found = info if info["size"] is not None else system.info(path)  # listings of web servers lack it
+                found = (
+                    info if info["size"] is not None else system.info(path)
+                )  # listings of web servers lack it
                 yield _described(system.unstrip_protocol(path), found)
 
 
@@ -154,7 +178,9 @@ def check_kind(source_input: Input, files: Iterable[Listed]) -> None:
             )
         if SUFFIXES.get(suffix, wanted) != wanted:
             kind = SUFFIXES[suffix]
-            raise ValueError(f"{name} is {kind}, its input has kind = {source_input.kind!r}; correct it, or exclude it")
+            raise ValueError(
+                f"{name} is {kind}, its input has kind = {source_input.kind!r}; correct it, or exclude it"
+            )
 
 
 def _unpacked_name(name: str) -> tuple[str, str | None]:
@@ -283,11 +309,17 @@ def lacks(value: Any, field: str) -> str | None:
         return f"is a {type(value).__name__}, not an object"
     if field not in value:
         return f"has no {field!r}; its fields: {', '.join(value)}. Set `field` of the input"
-    return None if isinstance(value[field], str | None) else f"has {field!r} of {type(value[field]).__name__}, not text"
+    return (
+        None
+        if isinstance(value[field], str | None)
+        else f"has {field!r} of {type(value[field]).__name__}, not text"
+    )
 
 
 def json_objects(name: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """(number from 1, value) of every line that is not blank. ValueError: a line that is not JSON, or a broken .gz."""
+    """(number from 1, value) of every line that is not blank. ValueError: a line that is not JSON,
+    or a broken .gz.
+    """
     try:
         with opened(os.fspath(name)) as file:
             yield from json_lines(file, name)

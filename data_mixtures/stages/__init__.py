@@ -1,1 +1,1 @@
-"""The restartable stages from a recipe to token shards; table.py lists them in order."""
+"""The restartable stages from a recipe to token shards; pipeline.py lists them in order."""

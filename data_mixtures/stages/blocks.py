@@ -1,8 +1,8 @@
 """Files that later stages read in slices: every block is compared with its hash when it is read.
 
-`seal` writes the hashes of a finished file beside it, as uint64 in FILE.xxh3. They are read in slices as well: the
-hashes of a whole source would be too large for receipts, which every worker parses. `gather` copies documents from
-where they lie in many such files into one order, in constant memory.
+`seal` writes the hashes of a finished file beside it, as uint64 in FILE.xxh3. They are read in slices as
+well: the hashes of a whole source would be too large for receipts, which every worker parses. `gather` copies
+documents from where they lie in many such files into one order, in constant memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import xxhash
 from data_mixtures.stages import stage
 from data_mixtures.stages.stage import Unit
 
-BLOCK_BYTES = 1 << 14  # held-out documents lie apart, and each reads a block; smaller ones cost more time to hash
+BLOCK_BYTES = (
+    1 << 14
+)  # held-out documents lie apart, and each reads a block; smaller ones cost more time to hash
 HASHES = ".xxh3"
 _SEALED_BYTES = 1 << 24  # read at a time
 READ_BYTES = 1 << 28  # put in order at a time: the more, the longer are the slices that are read of each file
@@ -59,12 +61,15 @@ class CheckedFile:
         return data[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
     def read_blocks(self, first: int, last: int, into: memoryview) -> None:
-        """Blocks first <= i < last, into a buffer with room for whole blocks; that of the file's end may be shorter.
+        """Blocks first <= i < last, into a buffer with room for whole blocks; that of the file's
+        end may be shorter.
 
         ValueError when they are not what was written: then the unit counts as not done, and is made again.
         """
         size = 0
-        while size < len(into) and (count := os.preadv(self.descriptors[0], [into[size:]], first * BLOCK_BYTES + size)):
+        while size < len(into) and (
+            count := os.preadv(self.descriptors[0], [into[size:]], first * BLOCK_BYTES + size)
+        ):
             size += count
         expected = np.frombuffer(os.pread(self.descriptors[1], 8 * (last - first), 8 * first), "<u8")
         found = _hashes(into[:size])
@@ -85,7 +90,9 @@ def opened(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterato
         for unit in units:
             folder = stage.unit_folder(out, made_by, unit)
             try:
-                data, hashes = (stack.enter_context((folder / each).open("rb")) for each in (name, name + HASHES))
+                data, hashes = (
+                    stack.enter_context((folder / each).open("rb")) for each in (name, name + HASHES)
+                )
             except FileNotFoundError:
                 stage.result(out, made_by, unit)  # says so if it was not made yet, or was freed
                 raise
@@ -98,7 +105,8 @@ def gather(
 ) -> Iterator[np.ndarray]:
     """Documents one after the other, in pieces of dtype.
 
-    Document i is lengths[i] items of files[units[i]] from starts[i] on; those of one file must lie in ascending order.
+    Document i is lengths[i] items of files[units[i]] from starts[i] on; those of one file must
+    lie in ascending order.
     """
     begins = starts.astype(np.int64) * dtype.itemsize
     ends = begins + lengths.astype(np.int64) * dtype.itemsize

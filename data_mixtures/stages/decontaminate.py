@@ -1,14 +1,16 @@
-"""Decontamination: which benchmark items a document holds, by runs of words, from an index that holds hashes only.
+"""Decontamination: which benchmark items a document holds, by runs of words, from an index
+that holds hashes only.
 
-A word is a run of letters, digits and combining marks, in lower case; everything else separates. A string of an item
-(question, choice, solution, test) is a passage. A document holds a passage of at least 13 words when it has half of
-the passage's distinct 13-grams, and a shorter one of at least 8 when it has all of its words in a row; fewer words
-say nothing. Grams of numbers and single letters are left out. Why these: docs/decisions/0017.
+A word is a run of letters, digits and combining marks, in lower case; everything else separates. A
+string of an item (question, choice, solution, test) is a passage. A document holds a passage of at
+least 13 words when it has half of the passage's distinct 13-grams, and a shorter one of at least 8 when
+it has all of its words in a row; fewer words say nothing. Grams of numbers and single letters are left
+out. Why these: docs/decisions/0017.
 
-The first 8 words of a gram are its head. A table of bits by the highest bits of a head's hash keeps almost all text
-away from the search in the sorted index. A word's hash is a polynomial mod 2**64 over its characters, mixed; a gram's
-is a polynomial over its words' hashes. The sum over a word is the difference of two running sums, so a character costs
-one multiplication and one addition.
+The first 8 words of a gram are its head. A table of bits by the highest bits of a head's hash keeps almost
+all text away from the search in the sorted index. A word's hash is a polynomial mod 2**64 over its
+characters, mixed; a gram's is a polynomial over its words' hashes. The sum over a word is the difference of
+two running sums, so a character costs one multiplication and one addition.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ INDEX = "benchmarks.npz"
 CODE = ("stages/decontaminate.py", "readers/local.py")  # decides what is found
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
-_TELLING_WORDS = 3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers
+_TELLING_WORDS = (
+    3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers
+)
 _TABLE_BITS_PER_HEAD = 16
-WINDOW_CHARS = 1 << 16  # arrays of one window stay in the cache; a word of more characters than this counts as several
+WINDOW_CHARS = (
+    1 << 16
+)  # arrays of one window stay in the cache; a word of more characters than this counts as several
 _CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
 _CHARACTER, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
 _SPACES = "\n "  # between which a text of more than one window is cut
@@ -91,12 +97,16 @@ class Index:
         return np.concatenate(texts), np.concatenate(places)
 
     def _held(self, text: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(text, number of the item) of the items with a passage of which a text has enough grams; both sorted."""
+        """(text, number of the item) of the items with a passage of which a text has
+        enough grams; both sorted.
+        """
         text, place = _distinct_pairs(text, place)[:2]
         first = self.arrays["first"]
         counts = first[place + 1] - first[place]
         at = np.arange(counts.sum()) + np.repeat(first[place] - np.cumsum(counts) + counts, counts)
-        text, passage, grams = _distinct_pairs(np.repeat(text, counts), self.arrays["passages"][at].astype(np.int64))
+        text, passage, grams = _distinct_pairs(
+            np.repeat(text, counts), self.arrays["passages"][at].astype(np.int64)
+        )
         enough = grams >= self.arrays["needed"][passage]
         return _distinct_pairs(text[enough], self.arrays["items"][passage[enough]].astype(np.int64))[:2]
 
@@ -109,7 +119,8 @@ class Index:
 
 
 def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
-    """Write DIR/benchmarks.npz from files of JSON lines(.gz) or Parquet (name -> path or glob), unless it is there.
+    """Write DIR/benchmarks.npz from files of JSON lines(.gz) or Parquet (name -> path or glob),
+    unless it is there.
 
     Without benchmarks there is no index. ValueError names the files that are missing or unreadable.
     """
@@ -118,7 +129,9 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         path.unlink(missing_ok=True)
         return
     files = {name: _files(name, pattern) for name, pattern in benchmarks.items()}
-    hashes = {name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in benchmarks}
+    hashes = {
+        name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in benchmarks
+    }
     code = stage.key_of(CODE)
     header = _header(path)
     if header and header["code"] == code and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes:
@@ -144,7 +157,9 @@ def known_benchmarks(out: Path) -> tuple[Benchmark, ...]:
 
 
 def load(out: Path, names: Iterable[str]) -> Index | None:
-    """The index of a data folder, None for no names. ValueError when it is not of the benchmarks of these names."""
+    """The index of a data folder, None for no names. ValueError when it is not of the
+    benchmarks of these names.
+    """
     return _load(out, (out / INDEX).stat().st_mtime_ns) if identity(out, names) else None
 
 
@@ -156,11 +171,15 @@ def _load(out: Path, mtime_ns: int) -> Index:
 
 
 def identity(out: Path, names: Iterable[str]) -> Any:
-    """What the keys of filtered units say about the index: the code that made it, names, item counts, file hashes."""
+    """What the keys of filtered units say about the index: the code that made it, names,
+    item counts, file hashes.
+    """
     header = _header(out / INDEX)
     held = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
     if held != set(names):
-        raise ValueError(f"{out / INDEX} holds {sorted(held)}, the recipe names {sorted(names)}; make the index first")
+        raise ValueError(
+            f"{out / INDEX} holds {sorted(held)}, the recipe names {sorted(names)}; make the index first"
+        )
     return header
 
 
@@ -174,8 +193,8 @@ def _header(path: Path) -> dict[str, Any] | None:
 def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
     """The arrays of an index: for each item its passages; items are numbered in this order.
 
-    heads (H,) uint64: the first words of all grams. grams (G,) uint64, sorted; passages[first[i]:first[i + 1]] have
-    grams[i]. needed, items: per passage, how many of its grams make a text hold it, and whose it is.
+    heads (H,) uint64: the first words of all grams. grams (G,) uint64, sorted; passages[first[i]:first[i +
+    1]] have grams[i]. needed, items: per passage, how many of its grams make a text hold it, and whose it is.
     """
     numbered = [(number, text) for number, texts in enumerate(items) for text in texts]
     found = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))]
@@ -201,7 +220,9 @@ def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
 
 
 def _passage_grams(texts: list[str]) -> tuple[np.ndarray, ...]:
-    """(head, gram, passage) of the grams that stand for passages: all 13-grams, or the whole of a short passage."""
+    """(head, gram, passage) of the grams that stand for passages: all 13-grams, or the whole
+    of a short passage.
+    """
     words, bounds = word_hashes(texts)
     telling = np.concatenate([[0], np.cumsum(say_something(texts))])
     found = []
@@ -210,9 +231,13 @@ def _passage_grams(texts: list[str]) -> tuple[np.ndarray, ...]:
         passage = np.searchsorted(bounds, at, side="right") - 1
         size = np.diff(bounds)[passage]
         wanted = (size >= length) if length == GRAM_WORDS else (size == length)
-        wanted &= (at + length <= bounds[passage + 1]) & (telling[at + length] - telling[at] >= _TELLING_WORDS)
+        wanted &= (at + length <= bounds[passage + 1]) & (
+            telling[at + length] - telling[at] >= _TELLING_WORDS
+        )
         at = at[wanted]
-        found.append((gram_hashes(words, at, SHORTEST_WORDS), gram_hashes(words, at, length), passage[wanted]))
+        found.append(
+            (gram_hashes(words, at, SHORTEST_WORDS), gram_hashes(words, at, length), passage[wanted])
+        )
     return tuple(np.concatenate(column) for column in zip(*found, strict=True))
 
 
@@ -259,7 +284,8 @@ def _strings(value: Any, inside_list: bool = False) -> Iterator[str]:
             yield from _strings(inner, inside_list or isinstance(value, list))
 
 
-# --- text as hashes of words: all characters of a window at once ---------------------------------------------------
+# --- text as hashes of words: all characters of a window at once
+# ---------------------------------------------------
 
 
 def groups(texts: list[str]) -> Iterator[list[str]]:
@@ -287,7 +313,9 @@ def word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cut(text: str, max_chars: int, behind: str = "\n") -> Iterator[str]:
-    """The text in pieces of at most max_chars, cut behind one of these characters, or anywhere where there is none."""
+    """The text in pieces of at most max_chars, cut behind one of these characters, or anywhere
+    where there is none.
+    """
     start = 0
     while len(text) - start > max_chars:
         last = max(text.rfind(character, start, start + max_chars) for character in behind)
@@ -308,9 +336,13 @@ def _window(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _folded(text: str) -> np.ndarray:
-    """The text's characters as numbers: the lower case of a word's characters, 0 for all others; uint8 or uint32."""
+    """The text's characters as numbers: the lower case of a word's characters, 0 for all
+    others; uint8 or uint32.
+    """
     if text.isascii():
-        return np.frombuffer(text.encode("ascii").translate(_characters()[:256].astype(np.uint8).tobytes()), np.uint8)
+        return np.frombuffer(
+            text.encode("ascii").translate(_characters()[:256].astype(np.uint8).tobytes()), np.uint8
+        )
     return _characters()[np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")]
 
 
@@ -329,7 +361,9 @@ def gram_hashes(words: np.ndarray, at: np.ndarray | slice, length: int) -> np.nd
 
 
 def say_something(texts: list[str]) -> np.ndarray:
-    """For every word of `word_hashes(texts)` whether it has two letters or more: the words that say something."""
+    """For every word of `word_hashes(texts)` whether it has two letters or more: the
+    words that say something.
+    """
     flags = []
     for piece in cut(texts[0], WINDOW_CHARS, _SPACES) if len(texts) == 1 else ["\n".join(texts)]:
         starts, ends = _runs(_folded(piece))

@@ -1,12 +1,14 @@
-"""Near copies: documents.parquet of all sources -> DIR/dedup/all/unit-00000/dropped.npy, what tokenize leaves out.
+"""Near copies: documents.parquet of all sources -> DIR/dedup/all/unit-00000/dropped.npy,
+what tokenize leaves out.
 
 MinHash with datatrove's normalisation of text, shingles and hash functions, and its rule: two documents are near copies
 when all hashes of a bucket are equal, and near copies of near copies are one cluster. Of a cluster one document stays:
 one that is held out, so that a run trains on no near copy of what it is validated on; else the first in the order of
 the recipe's sources and of the documents in a source. Why not datatrove's own steps: docs/decisions/0029.
 
-Three stages. `signatures`, by unit: a 64-bit hash of each bucket. `links`, by bucket: which documents have equal ones.
-`dedup`, once: the clusters. A document's number is its place in all units of all sources, in the recipe's order.
+Three stages. `signatures`, by unit: a 64-bit hash of each bucket. `links`, by bucket: which documents
+have equal ones. `dedup`, once: the clusters. A document's number is its place in all units of all
+sources, in the recipe's order.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ Documents = tuple[list[bytes], list[bytes], list[bytes]]  # ids, texts as UTF-8,
 
 @dataclass(frozen=True)
 class Signatures(Stage):
-    """signatures.npy: uint64 (1 + buckets, documents), flat: the low halves of the ids, then hashes of every bucket."""
+    """signatures.npy: uint64 (1 + buckets, documents), flat: the low halves of the ids, then
+    hashes of every bucket.
+    """
 
     name = SIGNATURES
 
@@ -58,12 +62,16 @@ class Signatures(Stage):
 
 
 def signer(settings: recipe.Dedup) -> Callable[[str, int], list[int]]:
-    """(text, low half of its id) -> a hash for every bucket; a text without shingles has no copies but itself."""
+    """(text, low half of its id) -> a hash for every bucket; a text without shingles has
+    no copies but itself.
+    """
     from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     class Words(WordTokenizer):
-        """What stands between spaces, after the punctuation is gone: ten times as fast as spaCy, to the same end."""
+        """What stands between spaces, after the punctuation is gone: ten times as fast as spaCy,
+        to the same end.
+        """
 
         def word_tokenize(self, text: str) -> list[str]:
             return text.split()
@@ -73,7 +81,9 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], list[int]]:
     config = MinhashConfig(settings.n_grams, settings.buckets, settings.hashes_per_bucket)
     config.norm_config.norm_numbers = not settings.numbers
     step = MinhashDedupSignature("unused", config, settings.language or Words())
-    step._hash_func = lambda text: xxhash.xxh64_intdigest(text.encode())  # xxhash 4 takes bytes, datatrove gives text
+    step._hash_func = lambda text: xxhash.xxh64_intdigest(
+        text.encode()
+    )  # xxhash 4 takes bytes, datatrove gives text
 
     def sign(text: str, low: int) -> list[int]:
         shingles = step.get_shingles(text)
@@ -100,7 +110,9 @@ def signatures(work: Stage, unit: Unit) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Links(Stage):
-    """links.npy: int64 (2, links), flat: the first document with a hash, each other one. A unit: a part of a bucket."""
+    """links.npy: int64 (2, links), flat: the first document with a hash, each other one. A unit: a
+    part of a bucket.
+    """
 
     name = LINKS
 
@@ -138,7 +150,9 @@ def linked(hashes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Clusters(Stage):
-    """dropped.npy: int64, numbers of near copies, ascending. numbers.json: of each unit's documents, [first, end)."""
+    """dropped.npy: int64, numbers of near copies, ascending. numbers.json: of each
+    unit's documents, [first, end).
+    """
 
     name = DEDUP
 
@@ -151,7 +165,9 @@ class Clusters(Stage):
         return stage.key_of(_MODULES, held_out, signed, [receipt["files"] for receipt in self._links()])
 
     def _links(self) -> tuple[dict[str, Any], ...]:
-        return stage.receipts(self.out, LINKS, ALL.source, len(Links(self.recipe, self.out, self.sources).units()))
+        return stage.receipts(
+            self.out, LINKS, ALL.source, len(Links(self.recipe, self.out, self.sources).units())
+        )
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         units = [Unit(ALL.source, number) for number in range(len(self._links()))]

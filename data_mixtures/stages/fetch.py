@@ -1,8 +1,8 @@
 """fetch: DIR/plan.json -> DIR/fetch/<source>/unit-NNNNN/raw.parquet, checked against what was planned.
 
-Parquet files keep their bytes: size and sha256 must be the planned ones, the Parquet must open, its text must be in the
-planned column. Text and JSON lines go through `readers` into two columns, text and where it came from; what these leave
-out is counted.
+Parquet files keep their bytes: size and sha256 must be the planned ones, the Parquet must open, its text must
+be in the planned column. Text and JSON lines go through `readers` into two columns, text and where it came
+from; what these leave out is counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from records.files import file_sha256
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string()), ("origin", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
-FIRST_WAIT_S = 2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
+FIRST_WAIT_S = (
+    2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
+)
 _READERS = ("stages/fetch.py", "readers/local.py")
 
 
@@ -94,13 +96,17 @@ class Fetch(Stage):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def check_room(self, budget_bytes: int | None) -> None:
-        """Refuse before anything is read what would pass the budget (of all that DIR/fetch holds) or the disk."""
+        """Refuse before anything is read what would pass the budget (of all that DIR/fetch
+        holds) or the disk.
+        """
         todo: Counter[str] = Counter()
         held, links, linked = 0, 0, self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
             if is_done(self, unit):
                 receipt = stage.receipt_of(self.out, self.name, unit)
-                held += 0 if receipt.get("freed") else sum(entry["bytes"] for entry in receipt["files"].values())
+                held += (
+                    0 if receipt.get("freed") else sum(entry["bytes"] for entry in receipt["files"].values())
+                )
             else:
                 entry = stage.planned_unit(self.out, unit)
                 todo[unit.source] += entry.get("bytes", 0)
@@ -143,20 +149,26 @@ def check(path: Path, entry: Entry, where: str) -> dict[str, Any]:
     """A fetched file against its plan; returns its counts. Damaged says what differs."""
     size = path.stat().st_size
     if size != entry["bytes"]:
-        raise Damaged(f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file")
+        raise Damaged(
+            f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file"
+        )
     if entry["sha256"] is not None and (found := file_sha256(path)) != entry["sha256"]:
         raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
     try:
         with pyarrow.parquet.ParquetFile(path) as parquet:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
     except pyarrow.ArrowInvalid as error:
-        raise Damaged(f"{where} is not a complete Parquet file ({error}): truncated, or another file") from error
+        raise Damaged(
+            f"{where} is not a complete Parquet file ({error}): truncated, or another file"
+        ) from error
     plan.text_column(schema, (entry["text_column"],), where)
     return {"documents": rows, "bytes": size}
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether another attempt may succeed: after network errors and damaged transfers, not a refusal or a full disk."""
+    """Whether another attempt may succeed: after network errors and damaged transfers, not a refusal
+    or a full disk.
+    """
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
     if isinstance(error, FileNotFoundError | PermissionError | hub_errors.EntryNotFoundError | local.Damaged):
@@ -182,7 +194,9 @@ def _input(entry: Entry) -> Input:
 
 
 def _read_local(entry: Entry, target: Path, names: Mapping[str, str]) -> dict[str, Any]:
-    """All documents of a group of files; none of a file of JSON lines that turns out to be damaged behind some."""
+    """All documents of a group of files; none of a file of JSON lines that turns out to
+    be damaged behind some.
+    """
     damaged: dict[str, int] = {}
     while True:
         dropped = local.Dropped()
@@ -197,11 +211,21 @@ def _read_local(entry: Entry, target: Path, names: Mapping[str, str]) -> dict[st
             damaged.update([error.args])
             continue
         sizes = {name: size for name, size, _ in entry["files"]}
-        files = {"file_bytes": sum(sizes.values()), "lost_file_bytes": sum(sizes[name] for name in dropped.files)}
-        return {**counts, **files, "dropped": dict(sorted(dropped.items())), "examples": list(dropped.examples.items())}
+        files = {
+            "file_bytes": sum(sizes.values()),
+            "lost_file_bytes": sum(sizes[name] for name in dropped.files),
+        }
+        return {
+            **counts,
+            **files,
+            "dropped": dict(sorted(dropped.items())),
+            "examples": list(dropped.examples.items()),
+        }
 
 
-def _write(entry: Entry, files: list[str], target: Path, dropped: local.Dropped, names: Mapping[str, str]) -> Entry:
+def _write(
+    entry: Entry, files: list[str], target: Path, dropped: local.Dropped, names: Mapping[str, str]
+) -> Entry:
     documents, size, found = 0, 0, local.documents(_input(entry), files, dropped)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
         for group in stage.grouped(found, lambda document: len(document[0]), ROW_GROUP_BYTES):
@@ -219,18 +243,26 @@ def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: t
         fetched = [receipt["counts"] for receipt in stage.receipts(out, "fetch", source)]
         lost, examples = Counter[str](), dict[str, str]()
         for name in stages:
-            for unit, receipt in zip(stage.planned_units(out, source), stage.receipts(out, name, source), strict=True):
+            for unit, receipt in zip(
+                stage.planned_units(out, source), stage.receipts(out, name, source), strict=True
+            ):
                 counts, path = receipt["counts"], stage.planned_unit(out, unit).get("path")
                 for reason in local.DAMAGE:
                     if count := counts.get("dropped", {}).get(reason):
                         lost[reason] += count
-                        examples.setdefault(reason, dict(counts.get("examples", ())).get(reason, path) or str(unit))
+                        examples.setdefault(
+                            reason, dict(counts.get("examples", ())).get(reason, path) or str(unit)
+                        )
         read = sum(counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched)
         # a file that is lost is one document at least, and nobody knows how many more
-        gone, size = (sum(counts.get(name, 0) for counts in fetched) for name in ("lost_file_bytes", "file_bytes"))
+        gone, size = (
+            sum(counts.get(name, 0) for counts in fetched) for name in ("lost_file_bytes", "file_bytes")
+        )
         share = max(lost.total() / max(read, 1), gone / max(size, 1))
         if share > recipe.max_dropped_share:
-            why = "; ".join(f"{lost[reason]:,} {reason}, such as {example}" for reason, example in examples.items())
+            why = "; ".join(
+                f"{lost[reason]:,} {reason}, such as {example}" for reason, example in examples.items()
+            )
             raise ValueError(
                 f"source {source!r}: {share:.1%} could not be read ({lost.total():,} of {read:,} documents, "
                 f"{gone:,} of {size:,} bytes of files): {why}. Repair or exclude them, or raise max_dropped_share = "
@@ -249,4 +281,6 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
                 "paths with such text to its inputs, or lower min_bytes"
             )
         if isinstance(each, HubSource) and not sum(count["documents"] for count in counts):
-            raise ValueError(f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row in them")
+            raise ValueError(
+                f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row in them"
+            )

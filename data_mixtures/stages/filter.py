@@ -1,11 +1,13 @@
-"""filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts worth training on with their ids.
+"""filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts worth training
+on with their ids.
 
-Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A document that is longer than
-max_document_chars is cut at newlines; from there on each piece is a document. A dropped one is counted under the first
-reason that holds: not_utf8, empty, too_short, too_long (before it is cut), not_kept (`keep`), contaminated
-(`decontaminate`), or what a step says (`quality`); steps up to the last that changes text come before not_kept, which
-is judged by the final text. The order is kept. The bytes written depend on the input and the versions of packages
-alone: no dictionaries, no statistics, row groups cut by size. Memory is bounded by a row group, whatever the file.
+Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A document that is longer
+than max_document_chars is cut at newlines; from there on each piece is a document. A dropped one is counted
+under the first reason that holds: not_utf8, empty, too_short, too_long (before it is cut), not_kept (`keep`),
+contaminated (`decontaminate`), or what a step says (`quality`); steps up to the last that changes text come
+before not_kept, which is judged by the final text. The order is kept. The bytes written depend on the input
+and the versions of packages alone: no dictionaries, no statistics, row groups cut by size. Memory is bounded
+by a row group, whatever the file.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _MODULES = ("stages/filter.py", "stages/quality.py", *decontaminate.CODE)
 
 @dataclass(frozen=True)
 class Filter(Stage):
-    """One unit: the documents of one raw Parquet file. The benchmark index must have been built (`make_index`)."""
+    """One unit: the documents of one raw Parquet file. The benchmark index must
+    have been built (`make_index`).
+    """
 
     name = "filter"
 
@@ -55,13 +59,16 @@ class Filter(Stage):
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self.recipe.source(unit.source).keep, steps)
-        batches = read_raw(raw, stage.text_column(self.out, unit), stage.planned_unit(self.out, unit).get("path"))
+        batches = read_raw(
+            raw, stage.text_column(self.out, unit), stage.planned_unit(self.out, unit).get("path")
+        )
         write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
         return chosen.counts()
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of a raw file: their texts as the bytes that stand in it, and all that is known of their origin.
+    """Consecutive rows of a raw file: their texts as the bytes that stand in it, and all that is
+    known of their origin.
 
     file: the planned path, None where `fields` has the column "origin". first: the number of the first row.
     """
@@ -91,9 +98,17 @@ class DocumentFilter:
     """Keeps texts, and counts those that it drops. index: None to keep texts that hold items of benchmarks."""
 
     def __init__(
-        self, recipe: Recipe, index: decontaminate.Index | None = None, keep: float = 1.0, steps: Sequence[Step] = ()
+        self,
+        recipe: Recipe,
+        index: decontaminate.Index | None = None,
+        keep: float = 1.0,
+        steps: Sequence[Step] = (),
     ) -> None:
-        self.limits, self.max_document_chars, self.seed = recipe.filter, recipe.max_document_chars, recipe.seed
+        self.limits, self.max_document_chars, self.seed = (
+            recipe.filter,
+            recipe.max_document_chars,
+            recipe.seed,
+        )
         self.index, self.below = index, keep * 2**64
         changing = max((place + 1 for place, step in enumerate(steps) if step.changes), default=0)
         self.before, self.after = steps[:changing], steps[changing:]
@@ -167,10 +182,12 @@ class DocumentFilter:
         return [each for each, items in zip(documents, held, strict=True) if not items]
 
     def counts(self) -> dict[str, Any]:
-        """For the receipt, which outlives the files: {"read", "cut", "kept", "bytes", "dropped", "contamination"}.
+        """For the receipt, which outlives the files: {"read", "cut", "kept",
+        "bytes", "dropped", "contamination"}.
 
-        read: documents, cut ones by their pieces. cut: pieces among them beyond the first of a document. dropped: by
-        reason. contamination: {benchmark: {"documents": dropped for it, "items": {item: documents that hold it}}}
+        read: documents, cut ones by their pieces. cut: pieces among them beyond the first of a document.
+        dropped: by reason. contamination: {benchmark: {"documents": dropped for it, "items": {item:
+        documents that hold it}}}
         """
         read = self._read + self._cut
         assert read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
@@ -183,13 +200,19 @@ class DocumentFilter:
 
 
 def read_raw(path: Path, column: str, file: str | None = None) -> Iterator[Rows]:
-    """A raw file in batches of about 4 MiB of text; file: the planned path, where its rows are those of the input."""
+    """A raw file in batches of about 4 MiB of text; file: the planned path, where its rows are
+    those of the input.
+    """
     try:
         with pq.ParquetFile(path, memory_map=True) as parquet:
             names = parquet.schema_arrow.names
             if column not in names:
                 raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(names)}")
-            more = [name for name in ((ORIGIN,) if file is None else ORIGIN_FIELDS) if name in names and name != column]
+            more = [
+                name
+                for name in ((ORIGIN,) if file is None else ORIGIN_FIELDS)
+                if name in names and name != column
+            ]
             first = 0
             for number in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(number)
@@ -208,15 +231,26 @@ def read_raw(path: Path, column: str, file: str | None = None) -> Iterator[Rows]
 def _values(column: pa.Array) -> list[Any]:
     """What a column holds; the strings of a Parquet file need not be UTF-8."""
     raw = column.cast(pa.large_binary()) if column.type in (pa.string(), pa.large_string()) else column
-    return [value.decode(errors="replace") if isinstance(value, bytes) else value for value in raw.to_pylist()]
+    return [
+        value.decode(errors="replace") if isinstance(value, bytes) else value for value in raw.to_pylist()
+    ]
 
 
 def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None:
-    """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, `text` and `origin`; the text must be UTF-8."""
-    options = {"compression": "zstd", "compression_level": 3, "use_dictionary": False, "write_statistics": False}
+    """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, `text` and `origin`; the
+    text must be UTF-8.
+    """
+    options = {
+        "compression": "zstd",
+        "compression_level": 3,
+        "use_dictionary": False,
+        "write_statistics": False,
+    }
     kept = (batch for batch in batches if batch)
     with pq.ParquetWriter(path, SCHEMA, **options) as writer:
-        for group in stage.grouped(kept, lambda batch: sum(len(text) for _, text, _ in batch), _ROW_GROUP_BYTES):
+        for group in stage.grouped(
+            kept, lambda batch: sum(len(text) for _, text, _ in batch), _ROW_GROUP_BYTES
+        ):
             ids, texts, origins = zip(*(document for batch in group for document in batch), strict=True)
             strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8
             columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]

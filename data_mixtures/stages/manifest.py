@@ -1,9 +1,11 @@
-"""The manifest of a source: its finished shards under DIR/<source>/, with source.json that says what they are.
+"""The manifest of a source: its finished shards under DIR/<source>/, with source.json that
+says what they are.
 
-Files are hard links to those of `shuffle` (copies where the file system cannot link), and the folder appears by one
-rename. Every document that was read is in source.json: read == kept + sum(dropped). It is a pure function of the texts,
-the plan, the tokenizer, the recipe's numbers and the code: no time, no host. Its identity, which locks pin, is
-`shards.content_sha256`; the code's version and the plan's hash stand beside it and pin nothing.
+Files are hard links to those of `shuffle` (copies where the file system cannot link), and the folder
+appears by one rename. Every document that was read is in source.json: read == kept + sum(dropped). It is a
+pure function of the texts, the plan, the tokenizer, the recipe's numbers and the code: no time, no host.
+Its identity, which locks pin, is `shards.content_sha256`; the code's version and the plan's hash stand
+beside it and pin nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit, receipts
 from records.files import code_version, file_sha256
 
-# what decides the data of a source beside its plan; kept in source.json, so that a change is seen before it is made
+# what decides the data of a source beside its plan; kept in source.json, so that a change is seen before
+# it is made
 _DECIDES = ("seed", "seq_len", "windows_per_shard", "max_document_chars", "filter", "dedup", "steps", "keep")
 
 
@@ -35,8 +38,8 @@ def write(
 ) -> dict[str, str]:
     """Publish every source and pin every phase of the recipe; returns "built" or "reused" by source.
 
-    ValueError when a stage before is not finished, counts do not add up, or a lock pins other data of a source and
-    `replace` is not given.
+    ValueError when a stage before is not finished, counts do not add up, or a lock pins other data of a
+    source and `replace` is not given.
     """
     made = {}
     for source in sources:
@@ -80,7 +83,9 @@ def _decides(recipe: Recipe, out: Path, source: str) -> dict[str, Any]:
     every = {**asdict(recipe), **asdict(recipe.source(source))}
     said = {key: value for key, value in every.items() if key in _DECIDES}
     said["valid_per_10000"] = recipe.held_out_of(source)
-    said["filter"] = {key: value for key, value in said["filter"].items() if key != "benchmarks"}  # paths, may move
+    said["filter"] = {
+        key: value for key, value in said["filter"].items() if key != "benchmarks"
+    }  # paths, may move
     if isinstance(recipe.tokenizer, TokenizerTraining):
         said["tokenizer"] = [asdict(recipe.tokenizer), [each.name for each in recipe.sources]]
     else:
@@ -128,7 +133,11 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     }
     final = out / source
     if (published := _published(final, description, files)) is not None:
-        described = {**published, **description, "code_version": published["code_version"]}  # which made the shards
+        described = {
+            **published,
+            **description,
+            "code_version": published["code_version"],
+        }  # which made the shards
         if described != published:  # the same data with other counts, or of another plan
             shards.write_manifest(final, described)
         return "reused"
@@ -158,7 +167,8 @@ def _published(final: Path, description: dict[str, Any], files: dict[str, Path])
     except ValueError:
         return None
     same = manifest.get("content_sha256") == shards.content_sha256(description) and all(
-        (final / name).is_file() and (not path.exists() or _same(path, final / name)) for name, path in files.items()
+        (final / name).is_file() and (not path.exists() or _same(path, final / name))
+        for name, path in files.items()
     )
     return manifest if same else None
 
@@ -166,19 +176,26 @@ def _published(final: Path, description: dict[str, Any], files: dict[str, Path])
 def _same(path: Path, published: Path) -> bool:
     """The same file, or a copy that was not changed since."""
     one, other = path.stat(), published.stat()
-    return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+    return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (
+        other.st_size,
+        other.st_mtime_ns,
+    )
 
 
 def _link(path: Path, link: Path) -> None:
     if not path.is_file():
-        raise ValueError(f"{path} is missing and {link.name} is not published; run the stage {shuffle.SHUFFLE!r} again")
+        raise ValueError(
+            f"{path} is missing and {link.name} is not published; run the stage {shuffle.SHUFFLE!r} again"
+        )
     try:
         os.link(path, link)
     except OSError:  # another file system, or one without hard links
         shutil.copy2(path, link)
 
 
-def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _description(
+    recipe: Recipe, out: Path, source: str, written: tuple[dict[str, Any], ...]
+) -> dict[str, Any]:
     *train, valid = (receipt["counts"] for receipt in written)
     return {
         "source": source,
@@ -199,8 +216,12 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[dict[str
 def _token_facts(out: Path, source: str, entries: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """What the tokenizer of the folder decides. ValueError when the shards are not of its width."""
     facts = tokenizer.facts(shards.tokenizer_path(out))
-    if any(shards.token_dtype(entry).itemsize != facts["token_bytes"] for entry in entries if entry["tokens"]):
-        raise ValueError(f"{out / shuffle.SHUFFLE / source} was made with another tokenizer; run 'tokenize' again")
+    if any(
+        shards.token_dtype(entry).itemsize != facts["token_bytes"] for entry in entries if entry["tokens"]
+    ):
+        raise ValueError(
+            f"{out / shuffle.SHUFFLE / source} was made with another tokenizer; run 'tokenize' again"
+        )
     return facts
 
 
@@ -219,14 +240,22 @@ def _counts(out: Path, source: str) -> dict[str, Any]:
         dropped.update(counts["dropped"])
     known = sum(counts["documents"] + sum(counts["dropped"].values()) for counts in tokenized)
     if known != sum(counts["kept"] for counts in filtered):
-        raise ValueError(f"source {source!r} was filtered again after it was tokenized; run the stages from there on")
+        raise ValueError(
+            f"source {source!r} was filtered again after it was tokenized; run the stages from there on"
+        )
     if read != kept["documents"] + dropped.total():
         raise ValueError(
             f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "
             f"counted as dropped ({dict(dropped)}); receipts of different runs are mixed, run the stages again"
         )
     cut = sum(counts["cut"] for counts in filtered)
-    return {**kept, "read": read, "cut": cut, "kept": kept["documents"], "dropped": dict(sorted(dropped.items()))}
+    return {
+        **kept,
+        "read": read,
+        "cut": cut,
+        "kept": kept["documents"],
+        "dropped": dict(sorted(dropped.items())),
+    }
 
 
 def _all_counts(out: Path, name: str, source: str, units: int | None = None) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """plan: a recipe -> DIR/plan.json, every file that will be read, before any is.
 
-First the access to all repositories is checked, and all that refuse are named at once. Then every source gets its units
-in a stable order: one Parquet file each, with its size and hash, or a group of local files. The columns are read from
-the footer of each folder's first file, never assumed. The plan of a hub source is kept, as a revision does not change;
-local files are listed again at every start, after the recipe's `corpus` program has written its own.
+First the access to all repositories is checked, and all that refuse are named at once. Then every source gets
+its units in a stable order: one Parquet file each, with its size and hash, or a group of local files. The
+columns are read from the footer of each folder's first file, never assumed. The plan of a hub source is kept,
+as a revision does not change; local files are listed again at every start, after the recipe's `corpus`
+program has written its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ S = TypeVar("S", bound=Source)
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> dict[str, Any]:
-    """Plan the named sources (others in plan.json stay) and write plan.json. ValueError names all that is refused."""
+    """Plan the named sources (others in plan.json stay) and write plan.json. ValueError names
+    all that is refused.
+    """
     before = read_plan(out)["sources"] if (out / PLAN).is_file() else {}
     chosen = [each for each in recipe.sources if each.name in set(names)]
     check_known("source", names, [each.name for each in recipe.sources])
@@ -53,9 +56,13 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
 
 
 def _write_corpus(module: str, folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--out", str(folder)], stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--out", str(folder)], stderr=subprocess.PIPE, text=True
+    )
     if done.returncode:
-        raise ValueError(f"corpus = {module!r} ended with exit status {done.returncode}:\n{done.stderr.strip()}")
+        raise ValueError(
+            f"corpus = {module!r} ended with exit status {done.returncode}:\n{done.stderr.strip()}"
+        )
 
 
 def _spec(each: HubSource) -> Entry:
@@ -96,13 +103,16 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Entry:
                 facts = {"bytes": group[0][1], "sha256": None, "text_column": source_input.field}
                 entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
             entries.append({**number, **entry})
-            # a file may get another time or folder without other content: it is read again, but the data is the same
+            # a file may get another time or folder without other content: it is read again, but the data
+            # is the same
             decides.append([settings, names])
     return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
 
 
 def _check_field(source_input: Input, name: str) -> None:
-    """ValueError when the first file lacks the field or column of text; a damaged one is counted when it is read."""
+    """ValueError when the first file lacks the field or column of text; a damaged one is counted
+    when it is read.
+    """
     if source_input.kind == "parquet":
         with local.opened(name) as file:
             _column_of(file, (source_input.field,), name)
@@ -126,7 +136,9 @@ def shared(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
-    """Access first, for all; then files and columns, for all. One error names every source that fails, and why."""
+    """Access first, for all; then files and columns, for all. One error names every source
+    that fails, and why.
+    """
     revisions: dict[tuple[str, str], str] = {}
     refused: dict[str, list[str]] = {}
     for each in wanted:
@@ -137,7 +149,11 @@ def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
             refused.setdefault(f"{each.repo} @ {each.revision}: {error}", []).append(each.name)
     away = sum(hub.NOT_REACHABLE in why for why in refused)
     counts = {"are not reachable": away, "refuse to be read": len(refused) - away}
-    hint = "estimate without a network what will be read and stored: python -m tools.plan JOB.toml" if away else ""
+    hint = (
+        "estimate without a network what will be read and stored: python -m tools.plan JOB.toml"
+        if away
+        else ""
+    )
     _stop_at(refused, " and ".join(f"{n} repositories {how}" for how, n in counts.items() if n), hint)
     return _asked(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
 
@@ -190,7 +206,9 @@ def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
 
 
 def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> str:
-    """Which of these columns of a file holds the text. ValueError names the columns of a layout that is not known."""
+    """Which of these columns of a file holds the text. ValueError names the columns of a layout
+    that is not known.
+    """
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
     texts = {field.name for field in schema if field.type in _TEXT}
     found = [name for name in names if name in texts]

@@ -1,8 +1,8 @@
 """The steps of [filter]: filters and formatters of datatrove by name.
 
-A step is a name, or a table { name = ..., argument = ... } with the arguments of datatrove's class. Of datatrove 0.10
-those are offered that need nothing but the text; not offered: what downloads word lists (C4 bad words, unigrams), looks
-at the URL, or draws at random. It has no filters for code.
+A step is a name, or a table { name = ..., argument = ... } with the arguments of datatrove's class. Of
+datatrove 0.10 those are offered that need nothing but the text; not offered: what downloads word lists (C4
+bad words, unigrams), looks at the URL, or draws at random. It has no filters for code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ MODELS = {
     "language": "lid.176.bin, from the page 'Language identification' of fasttext.cc",
     "fasttext": "a classifier trained with fastText",
 }
-PACKAGES = ("datatrove", "spacy", "fasttext-numpy2-wheel", "ftfy")  # whose versions may change what a step does
+PACKAGES = (
+    "datatrove",
+    "spacy",
+    "fasttext-numpy2-wheel",
+    "ftfy",
+)  # whose versions may change what a step does
 _NOT_OFFERED = ("self", "exclusion_writer", "backend", "model_url", "label_only", "save_labels_in_metadata")
 _TRIAL = "A text to try the step with, so that what it needs is missed before the first document and not after hours."
 
@@ -63,7 +68,9 @@ def steps_of(recipe: Recipe, source: str) -> list[dict[str, Any]]:
     own = recipe.source(source).steps
     given = recipe.filter.steps if own is None else own
     tables = [{"name": each} if isinstance(each, str) else dict(each) for each in given]
-    return [{**each, "model": str(recipe.folder / each["model"])} if "model" in each else each for each in tables]
+    return [
+        {**each, "model": str(recipe.folder / each["model"])} if "model" in each else each for each in tables
+    ]
 
 
 def load(steps: Iterable[Mapping[str, Any]]) -> tuple[Step, ...]:
@@ -107,7 +114,9 @@ def _runner(name: str, made: Any, arguments: dict[str, Any]) -> Callable[[str], 
 
 
 def _with_model(name: str, made: Any, arguments: dict[str, Any]) -> Any:
-    """A filter around a fastText model from a file here: datatrove would download it, and keep it by its name alone."""
+    """A filter around a fastText model from a file here: datatrove would download it, and keep it
+    by its name alone.
+    """
     path = arguments.get("model")
     if path is None or not Path(path).is_file():
         raise ValueError(f"model = {path!r} must be the path of a file: {MODELS[name]}")
@@ -125,9 +134,13 @@ def _with_model(name: str, made: Any, arguments: dict[str, Any]) -> Any:
 
 
 def identity(steps: list[dict[str, Any]]) -> Any:
-    """What the keys of filtered units say about the steps: names, arguments, hashes of models, package versions."""
+    """What the keys of filtered units say about the steps: names, arguments, hashes
+    of models, package versions.
+    """
     models = [Path(each["model"]) for each in steps if "model" in each]
-    hashes = [_sha256(path, path.stat().st_mtime_ns, path.stat().st_size) for path in models if path.is_file()]
+    hashes = [
+        _sha256(path, path.stat().st_mtime_ns, path.stat().st_size) for path in models if path.is_file()
+    ]
     return [steps, hashes, versions(PACKAGES)] if steps else []
 
 

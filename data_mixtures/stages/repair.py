@@ -1,8 +1,8 @@
 """repair: a damaged block of a shard or of valid.bin, from its parity and the other blocks of the file.
 
-One block of each file can be restored, whatever happened to it; a parity that is damaged is made again. A file is
-mended where it is: the block is lost anyway, so a kill meanwhile loses nothing, and the stage `shuffle`, whose file it
-is by another link, is mended with it.
+One block of each file can be restored, whatever happened to it; a parity that is damaged is made again. A
+file is mended where it is: the block is lost anyway, so a kill meanwhile loses nothing, and the stage
+`shuffle`, whose file it is by another link, is mended with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from records.files import file_sha256
 
 
 def repair(damage: Sequence[Damage], console: Console) -> list[Damage]:
-    """Restore what parity can restore; returns the damage that is left. ValueError for an unreadable manifest."""
+    """Restore what parity can restore; returns the damage that is left. ValueError
+    for an unreadable manifest.
+    """
     done: dict[Path, str] = {}  # why it could not be, "" if it was
     for folder in {each.path.parent for each in damage if (each.path.parent / shards.MANIFEST).is_file()}:
         manifest = shards.read_manifest(folder)

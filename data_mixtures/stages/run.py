@@ -1,7 +1,7 @@
 """Run the units of a stage that are not done: one after another, on processes of this machine, or on Slurm.
 
-A worker that is killed is an error that names its unit; workers end with the main process, however that ends. What they
-print is in DIR/.logs/<stage>/workers.log, and what each is at in DIR/.logs/<stage>/workers/.
+A worker that is killed is an error that names its unit; workers end with the main process, however that ends.
+What they print is in DIR/.logs/<stage>/workers.log, and what each is at in DIR/.logs/<stage>/workers/.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from data_mixtures.stages import slurm
@@ -148,7 +155,9 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, di
 
         _run(stage, todo, options, tell)
     for unit in todo:
-        assert is_done(stage, unit), f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"
+        assert is_done(stage, unit), (
+            f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"
+        )
     _remove_others(stage, units)
     took = f"{time.monotonic() - started:.1f} s"
     console.print(

@@ -1,11 +1,13 @@
-"""From sorted runs to shards: one order for a whole source, then every shard gathered from where its tokens lie.
+"""From sorted runs to shards: one order for a whole source, then every shard gathered from
+where its tokens lie.
 
-Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and (high, low) are the
-halves of the 128-bit hash of the text. So a range of keys is a contiguous slice of every run, and the source's order is
-the merge of such slices. Stage `order` merges the indexes of one range of keys (no tokens), drops exact duplicates and
-sets held-out documents apart. Stage `shuffle` makes one shard: it reads the slices that hold its tokens, in large
-pieces, and puts the documents in their order. Tokens are read once and written once. Memory does not grow with the
-source or the number of its runs; the bytes depend on neither units, runs nor workers.
+Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and (high, low)
+are the halves of the 128-bit hash of the text. So a range of keys is a contiguous slice of every run, and
+the source's order is the merge of such slices. Stage `order` merges the indexes of one range of keys (no
+tokens), drops exact duplicates and sets held-out documents apart. Stage `shuffle` makes one shard: it reads
+the slices that hold its tokens, in large pieces, and puts the documents in their order. Tokens are read once
+and written once. Memory does not grow with the source or the number of its runs; the bytes depend on neither
+units, runs nor workers.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ import numpy as np
 
 from data_mixtures import shards
 from data_mixtures.recipe import Recipe
-from data_mixtures.stages import blocks, runs, stage
-from data_mixtures.stages.runs import key_ranges, with_columns
+from data_mixtures.stages import blocks, sorted_runs, stage
+from data_mixtures.stages.sorted_runs import key_ranges, with_columns
 from data_mixtures.stages.stage import Stage, Unit, receipts
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS
 
 ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
-# what `order` writes for a document, in the final order: `unit` is its run, `start` its first token in tokens.bin of it
-_PLACED = np.dtype([*((n, DOCUMENT[n]) for n in ("low", "start", "origin", "length", "origin_bytes")), ("unit", "<u2")])
+# what `order` writes for a document, in the final order: `unit` is its run, `start` its first token in
+# tokens.bin of it
+_PLACED = np.dtype(
+    [*((n, DOCUMENT[n]) for n in ("low", "start", "origin", "length", "origin_bytes")), ("unit", "<u2")]
+)
 # a document of a shard: `at` is its first token in the source's stream
 _LOCATED = np.dtype([*_PLACED.descr, ("at", "<i8")])
 
@@ -41,16 +46,19 @@ class OrderDocuments(Stage):
         return [Unit(source, n) for source in self.sources for n in range(key_ranges(self.out, source))]
 
     def key(self, unit: Unit) -> str:
-        indexes = [receipt["files"][INDEX] for receipt in runs.receipts(self.out, unit.source)]
+        indexes = [receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)]
         return stage.key_of(
-            ("stages/shuffle.py", "stages/runs.py"), unit.number, self.recipe.held_out_of(unit.source), indexes
+            ("stages/shuffle.py", "stages/sorted_runs.py"),
+            unit.number,
+            self.recipe.held_out_of(unit.source),
+            indexes,
         )
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        bounds = runs.range_bounds(unit.number, key_ranges(self.out, unit.source))
-        with blocks.opened(self.out, *runs.made_by(self.out, unit.source), INDEX) as files:
-            parts = runs.read_slices(files, *bounds)
-        documents, read = runs.merge(parts), sum(map(len, parts))
+        bounds = sorted_runs.range_bounds(unit.number, key_ranges(self.out, unit.source))
+        with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), INDEX) as files:
+            parts = sorted_runs.read_slices(files, *bounds)
+        documents, read = sorted_runs.merge(parts), sum(map(len, parts))
         held_out = documents["low"] < np.uint64(shards.held_out_below(self.recipe.held_out_of(unit.source)))
         counts: dict[str, Any] = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
@@ -96,7 +104,10 @@ class WriteShards(Stage):
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
-        read = [[receipt["files"][name] for name in SLICED] for receipt in runs.receipts(self.out, unit.source)]
+        read = [
+            [receipt["files"][name] for name in SLICED]
+            for receipt in sorted_runs.receipts(self.out, unit.source)
+        ]
         code = ("stages/shuffle.py", "stages/blocks.py", "shards.py")
         return stage.key_of(code, unit.number, layout(self.recipe, unit.source), order, read)
 
@@ -109,23 +120,32 @@ class WriteShards(Stage):
             return {**shards.write_pieces(folder / shards.VALID, pieces, seq_len), "documents": documents}
         before = unit.number * self.recipe.windows_per_shard
         windows = min(windows - before, self.recipe.windows_per_shard)
-        first, last = before * seq_len, (before + windows) * seq_len  # the last token is the next shard's first as well
+        first, last = (
+            before * seq_len,
+            (before + windows) * seq_len,
+        )  # the last token is the next shard's first as well
         begins: list[np.ndarray] = []
         pieces = self._tokens(unit.source, part, first, last + 1, begins)
         name = f"shard-{unit.number:05d}"
         entry = shards.write_pieces(folder / f"{name}.bin", pieces, seq_len)
         index = np.concatenate(begins)
         index = index[index["at"] < last]
-        with blocks.opened(self.out, *runs.made_by(self.out, unit.source), ORIGINS) as files:
-            origins = blocks.gather(files, index["unit"], index["origin"], index["origin_bytes"], np.dtype("u1"))
+        with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
+            origins = blocks.gather(
+                files, index["unit"], index["origin"], index["origin_bytes"], np.dtype("u1")
+            )
             columns = [index[column] for column in ("low", "length", "origin_bytes")]
             docs = shards.write_documents(folder / f"{name}.docs.zst", columns, origins)
         return {**entry, "docs": docs}
 
-    def _tokens(self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]) -> Iterator[np.ndarray]:
-        """Tokens first <= i < last of the source's stream in pieces; `begins` gets the documents that begin there."""
-        at, dtype = 0, runs.token_dtype(runs.receipts(self.out, source))
-        with blocks.opened(self.out, *runs.made_by(self.out, source), TOKENS) as files:
+    def _tokens(
+        self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]
+    ) -> Iterator[np.ndarray]:
+        """Tokens first <= i < last of the source's stream in pieces; `begins` gets the
+        documents that begin there.
+        """
+        at, dtype = 0, sorted_runs.token_dtype(sorted_runs.receipts(self.out, source))
+        with blocks.opened(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
             for number, receipt in enumerate(self._orders(source)):
                 if at >= last:
                     return
@@ -142,7 +162,9 @@ class WriteShards(Stage):
 
 
 def _placed(rows: np.ndarray, at: int, first: int, last: int) -> np.ndarray:
-    """Documents (_LOCATED) of a range that have tokens in first <= i < last; the range's first token is token `at`."""
+    """Documents (_LOCATED) of a range that have tokens in first <= i < last; the range's first
+    token is token `at`.
+    """
     ends = at + np.cumsum(rows["length"], dtype=np.int64)
     begin = int(np.searchsorted(ends, first, side="right"))
     end = int(np.searchsorted(ends, last, side="left")) + 1

@@ -1,8 +1,9 @@
-"""Units as array jobs of Slurm: the watcher, and `python -m data_mixtures.stages.slurm FOLDER RANK`, which is a task.
+"""Units as array jobs of Slurm: the watcher, and `python -m data_mixtures.stages.slurm FOLDER RANK`,
+which is a task.
 
-The queue knows what is where: a job's name says stage, data folder and number of the array, whose units are listed in
-DIR/.logs/<stage>/<number>/. So the watcher may be killed: the next start adopts what is queued and submits the rest.
-Nothing here cancels jobs.
+The queue knows what is where: a job's name says stage, data folder and number of the array, whose units are
+listed in DIR/.logs/<stage>/<number>/. So the watcher may be killed: the next start adopts what is queued and
+submits the rest. Nothing here cancels jobs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ RETRY_S = 600.0  # a controller that is busy, or restarts, is asked again for so
 POLL_S = (1.0, 10.0)  # between two looks at the queue, at first and later: every look loads the controller
 SETTLE_S = 60.0  # a shared file system may show results, and a cached squeue jobs, that late
 TASKS_PER_WORKER = 4  # starting Python takes seconds, but the last task should be short
-BUSY = re.compile("timed out|contact|connect|temporar|zero bytes", re.IGNORECASE)  # what sbatch says of a controller
+BUSY = re.compile(
+    "timed out|contact|connect|temporar|zero bytes", re.IGNORECASE
+)  # what sbatch says of a controller
 
 
 class Tell(Protocol):
@@ -120,7 +123,9 @@ class Watch:
 
     def _submit(self, units: list[Unit], workers: int, options: Mapping[str, str]) -> None:
         """One array, not larger than Slurm takes, with as many tasks at a time as are free."""
-        limits = re.findall(r"(?:MaxArraySize\s*=\s*|max_array_tasks=)(\d+)", self._ask("scontrol", "show", "config"))
+        limits = re.findall(
+            r"(?:MaxArraySize\s*=\s*|max_array_tasks=)(\d+)", self._ask("scontrol", "show", "config")
+        )
         tasks = max(1, min(len(units), TASKS_PER_WORKER * workers, *map(int, limits)))
         parts = [{unit: self.stage.key(unit) for unit in units[rank::tasks]} for rank in range(tasks)]
         number = time.time_ns() // 1_000_000
@@ -133,14 +138,19 @@ class Watch:
                  "output": f"{folder}/%a.log", "open-mode": "append",
                  "wrap": f"PYTHONPATH={root}:$PYTHONPATH {python} -m {__name__} {place} $SLURM_ARRAY_TASK_ID",
                  }  # fmt: skip
-        command = ["sbatch", *(f"--{name}={value}" if value else f"--{name}" for name, value in given.items())]
+        command = [
+            "sbatch",
+            *(f"--{name}={value}" if value else f"--{name}" for name, value in given.items()),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         said = (done.stderr or done.stdout).strip()
         if done.returncode and not BUSY.search(said):
             raise ValueError(f"{self.stage.name}: sbatch ended with status {done.returncode}: {said}")
         self.tell(news=f"{said}: {tasks} tasks, logs in {folder}")
         if not done.returncode:  # otherwise the queue will say whether it was submitted
-            self.submitted |= {unit: folder / f"{rank}.log" for rank, part in enumerate(parts) for unit in part}
+            self.submitted |= {
+                unit: folder / f"{rank}.log" for rank, part in enumerate(parts) for unit in part
+            }
 
     def _raise_lost(self, lost: list[Unit]) -> None:
         """Name the tasks that are gone by the first unit that each did not finish, and the end of its log."""

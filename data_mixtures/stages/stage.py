@@ -1,13 +1,15 @@
-"""What all stages share: units of work, each with a receipt, each restartable after any kill; and the plan they follow.
+"""What all stages share: units of work, each with a receipt, each restartable after any kill; and
+the plan they follow.
 
-A unit's result is a folder, DIR/<stage>/<source>/unit-NNNNN/, that appears by one rename with its receipt.json inside:
-either it is complete or it does not exist. The receipt holds the key (a hash of everything that the result depends on,
-including the receipts of the previous stage), the size and hash of every file, and the counts. A unit whose receipt has
-the right key and whose files have their sizes is not done again; so a change cascades, and a restart repeats only what
-was lost. Results do not depend on the number of workers: a unit reads its own inputs only. `run` does the units that
-are missing.
+A unit's result is a folder, DIR/<stage>/<source>/unit-NNNNN/, that appears by one rename with its
+receipt.json inside: either it is complete or it does not exist. The receipt holds the key (a hash of
+everything that the result depends on, including the receipts of the previous stage), the size and hash of
+every file, and the counts. A unit whose receipt has the right key and whose files have their sizes is not
+done again; so a change cascades, and a restart repeats only what was lost. Results do not depend on the
+number of workers: a unit reads its own inputs only. `run` does the units that are missing.
 
-The files of a unit can be deleted (`free`) once the next stage is finished; the receipt stays and records that.
+The files of a unit can be deleted (`free`) once the next stage is finished; the receipt
+stays and records that.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
 # what a document's origin says of it besides its file and row, where the input has such columns or fields
 ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
-FOR_USERS = (ValueError, OSError)  # their message alone tells what to do: wrong input, or a disk or network that fails
+FOR_USERS = (
+    ValueError,
+    OSError,
+)  # their message alone tells what to do: wrong input, or a disk or network that fails
 Entry = dict[str, Any]
 T = TypeVar("T")
 
@@ -68,18 +73,26 @@ class Stage:
         return [unit for source in self.sources for unit in planned_units(self.out, source)]
 
     def key(self, unit: Unit) -> str:
-        """A hash of everything that the result depends on: `key_of(modules, parameters, files of the stage before)`."""
+        """A hash of everything that the result depends on: `key_of(modules, parameters, files
+        of the stage before)`.
+        """
         raise NotImplementedError
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        """Write the unit's files into `folder` (empty, renamed afterwards); returns the counts for its receipt."""
+        """Write the unit's files into `folder` (empty, renamed afterwards); returns the
+        counts for its receipt.
+        """
         raise NotImplementedError
 
 
 def read_plan(out: Path) -> dict[str, Any]:
-    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError when there is none."""
+    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError
+    when there is none.
+    """
     if not (path := out / PLAN).is_file():
-        raise ValueError(f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first")
+        raise ValueError(
+            f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first"
+        )
     return _read_plan(path, path.stat().st_mtime_ns, path.stat().st_size)
 
 
@@ -87,14 +100,18 @@ def read_plan(out: Path) -> dict[str, Any]:
 def _read_plan(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     plan = shards.read_json(path, "delete it and plan again")
     if (found := plan.get("format")) != PLAN_FORMAT:
-        raise ValueError(f"{path} has format {found!r}, this code reads {PLAN_FORMAT}; delete it and plan again")
+        raise ValueError(
+            f"{path} has format {found!r}, this code reads {PLAN_FORMAT}; delete it and plan again"
+        )
     return plan
 
 
 def planned(out: Path, source: str) -> Entry:
     """What is planned for a source. ValueError when the plan lacks it."""
     if source not in (sources := read_plan(out)["sources"]):
-        raise ValueError(f"{out / PLAN} lacks source {source!r}; plan it first (python -m data_mixtures plan)")
+        raise ValueError(
+            f"{out / PLAN} lacks source {source!r}; plan it first (python -m data_mixtures plan)"
+        )
     return sources[source]
 
 
@@ -113,9 +130,13 @@ def text_column(out: Path, unit: Unit) -> str:
 
 
 def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
-    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines and Parquet), and its fields."""
+    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines and
+    Parquet), and its fields.
+    """
     known = {name: fields[name] for name in ORIGIN_FIELDS if fields.get(name) is not None}
-    said = json.dumps({"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str)
+    said = json.dumps(
+        {"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str
+    )
     return said.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
 
 
@@ -126,8 +147,8 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 def key_of(modules: Iterable[str], *parts: Any) -> str:
     """sha256 (hex) over the code of modules (paths in this package, which must exist) and parts, as JSON.
 
-    Comments, docstrings and formatting do not count. Nor does Python's version, as long as its syntax tree of the code
-    is the same: where that of a later one differs, units are made again, with the same bytes.
+    Comments, docstrings and formatting do not count. Nor does Python's version, as long as its syntax tree of
+    the code is the same: where that of a later one differs, units are made again, with the same bytes.
     """
     code = [_code(name) for name in modules]
     return hashlib.sha256(json.dumps([code, *parts], sort_keys=True, default=str).encode()).hexdigest()
@@ -140,10 +161,14 @@ def _code(module: str) -> str:
 
 
 def _meaning(tree: Any) -> Any:
-    """A syntax tree as lists, without positions, docstrings, and fields that are empty (newer Pythons add some)."""
+    """A syntax tree as lists, without positions, docstrings, and fields that are empty
+    (newer Pythons add some).
+    """
     if isinstance(tree, list):
         docstring = (ast.Expr, ast.Constant)
-        return [_meaning(each) for each in tree if (type(each), type(getattr(each, "value", None))) != docstring]
+        return [
+            _meaning(each) for each in tree if (type(each), type(getattr(each, "value", None))) != docstring
+        ]
     if isinstance(tree, ast.AST):
         fields = [[name, _meaning(value)] for name, value in ast.iter_fields(tree) if value not in (None, [])]
         return [type(tree).__name__, *fields]
@@ -151,7 +176,9 @@ def _meaning(tree: Any) -> Any:
 
 
 def read_receipt(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
-    """{"key", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a finished unit, None when there is none."""
+    """{"key", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a finished unit, None
+    when there is none.
+    """
     try:
         return json.loads((unit_folder(out, stage, unit) / RECEIPT).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -171,11 +198,15 @@ def receipt_of(out: Path, stage: str, unit: Unit) -> dict[str, Any]:
 
 
 def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[dict[str, Any], ...]:
-    """Receipts of a source's first `count` units, by default of all in the plan. ValueError when one is missing."""
+    """Receipts of a source's first `count` units, by default of all in the plan. ValueError
+    when one is missing.
+    """
     folder = out / stage / source
     # a unit appears by a rename in this folder, so its time tells when receipts must be read again
     changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
-    return _receipts(out, stage, source, len(planned_units(out, source)) if count is None else count, changed_ns)
+    return _receipts(
+        out, stage, source, len(planned_units(out, source)) if count is None else count, changed_ns
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,7 +215,9 @@ def _receipts(out: Path, stage: str, source: str, count: int, changed_ns: int) -
 
 
 def result(out: Path, stage: str, unit: Unit) -> tuple[Path, dict[str, Any]]:
-    """The folder and the receipt of a finished unit. ValueError when that stage has not done it, or was freed."""
+    """The folder and the receipt of a finished unit. ValueError when that stage has not done
+    it, or was freed.
+    """
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     if receipt.get("freed"):
         raise ValueError(
@@ -197,8 +230,8 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, dict[str, Any]]:
 def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
     """A file of a finished unit that holds the bytes that were written.
 
-    ValueError when it does not: then the unit counts as not done, and the next start makes it again. A file that is
-    a link of a mirror's stays, as the next start would take over what that file holds now.
+    ValueError when it does not: then the unit counts as not done, and the next start makes it again. A file
+    that is a link of a mirror's stays, as the next start would take over what that file holds now.
     """
     folder, receipt = result(out, stage, unit)
     path, expected = folder / name, receipt["files"][name]
@@ -231,16 +264,22 @@ def is_done(stage: Stage, unit: Unit) -> bool:
         return False
     if receipt.get("freed"):
         return True
-    paths = {unit_folder(stage.out, stage.name, unit) / name: of["bytes"] for name, of in receipt["files"].items()}
+    paths = {
+        unit_folder(stage.out, stage.name, unit) / name: of["bytes"] for name, of in receipt["files"].items()
+    }
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
-    """Delete the files of a finished unit, not its receipt and small JSON; returns the bytes that became free."""
+    """Delete the files of a finished unit, not its receipt and small JSON; returns the
+    bytes that became free.
+    """
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
-    there = [folder / name for name in receipt["files"] if (folder / name).is_file() and not name.endswith(".json")]
+    there = [
+        folder / name for name in receipt["files"] if (folder / name).is_file() and not name.endswith(".json")
+    ]
     freed = sum(path.stat().st_size for path in there)
     for path in there:
         path.unlink()
@@ -248,8 +287,12 @@ def free(out: Path, stage: str, unit: Unit) -> int:
 
 
 def exclusive(out: Path) -> TextIO:
-    """One preparation per folder in this context. ValueError when there is another, with its process and host."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # workers inherit it: all runs of a source are open at a time
+    """One preparation per folder in this context. ValueError when there is another, with
+    its process and host.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[
+        1
+    ]  # workers inherit it: all runs of a source are open at a time
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return hold_lock(out / ".lock", f"another process is preparing {out}; wait for it, or use another --out")
 
@@ -289,7 +332,9 @@ def do(stage: Stage, unit: Unit) -> None:
 
 
 def attempt(stage: Stage, unit: Unit) -> dict[str, Any] | None:
-    """Do one unit; what went wrong, as plain data, since not every exception can be pickled. None when nothing did."""
+    """Do one unit; what went wrong, as plain data, since not every exception can be pickled.
+    None when nothing did.
+    """
     try:
         do(stage, unit)
     except FOR_USERS as error:

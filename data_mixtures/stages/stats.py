@@ -1,8 +1,9 @@
 """stats: what prepared data holds, as tables on the terminal and in DIR/stats.json; `show` has the documents.
 
-Tokens by source and category against the mixtures, how often a run of given length reads each source, lengths of
-documents, what was dropped and why, and which sources share documents. These are counted exactly: all tokenized units
-are sorted by the same key, so one merge over ranges of keys brings equal ids together, whatever source they come from.
+Tokens by source and category against the mixtures, how often a run of given length reads each source, lengths
+of documents, what was dropped and why, and which sources share documents. These are counted exactly: all
+tokenized units are sorted by the same key, so one merge over ranges of keys brings equal ids together,
+whatever source they come from.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.console import Console
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
-from data_mixtures.stages import blocks, runs, stage
+from data_mixtures.stages import blocks, sorted_runs, stage
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
 from records import page
@@ -33,18 +34,28 @@ _FACTS = ("category", "read", "kept", "dropped", "contamination", "documents", "
 
 
 def write(
-    out: Path, sources: tuple[str, ...], console: Console, sequences: Mapping[str, int] | None = None, workers: int = 0
+    out: Path,
+    sources: tuple[str, ...],
+    console: Console,
+    sequences: Mapping[str, int] | None = None,
+    workers: int = 0,
 ) -> dict[str, Any]:
     """Print, and write stats.json; returns what it holds.
 
-    sequences: phase -> how many sequences of it a run would read, for the epochs of each source. ValueError for a phase
-    without a lock, or a source without a manifest.
+    sequences: phase -> how many sequences of it a run would read, for the epochs of each source. ValueError
+    for a phase without a lock, or a source without a manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
     with ThreadPoolExecutor(workers or usable_cpus()) as pool:
         facts = {
-            source: {**{name: manifest[name] for name in _FACTS}, "valid_windows": manifest["valid"]["windows"]}
-            | {"quarantined": len(manifest.get("quarantined", ())), "lengths": _lengths(out / source, manifest, pool)}
+            source: {
+                **{name: manifest[name] for name in _FACTS},
+                "valid_windows": manifest["valid"]["windows"],
+            }
+            | {
+                "quarantined": len(manifest.get("quarantined", ())),
+                "lengths": _lengths(out / source, manifest, pool),
+            }
             for source, manifest in manifests.items()
         }
         result = {
@@ -70,8 +81,15 @@ def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list
         names = [name for name, each in sources.items() if each["category"] == category]
         shares = [sum(phase["shares"].get(name, 0) for name in names) for phase in phases.values()]
         have = sum(sources[name]["tokens"] for name in names)
-        rows.append([category, page.short(have), *(page.percent(each, ".2f") for each in (have / tokens, *shares))])
-    yield "Categories", ["category", "tokens", "share", *phases], rows, "What there is, and what each phase draws."
+        rows.append(
+            [category, page.short(have), *(page.percent(each, ".2f") for each in (have / tokens, *shares))]
+        )
+    yield (
+        "Categories",
+        ["category", "tokens", "share", *phases],
+        rows,
+        "What there is, and what each phase draws.",
+    )
     epochs = {name: phase["epochs_at_end"] for name, phase in phases.items() if "sequences" in phase}
     head = ["source", "tokens", *phases, *(f"epochs after {name}" for name in epochs)]
     rows = [
@@ -81,7 +99,12 @@ def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list
          *map(page.short, (each["windows"], each["valid_windows"], each["quarantined"]))]
         for name, each in sources.items()
     ]  # fmt: skip
-    yield "Sources", [*head, "windows", "held out", "quarantined"], rows, f"Windows of {stats['seq_len']:,} tokens."
+    yield (
+        "Sources",
+        [*head, "windows", "held out", "quarantined"],
+        rows,
+        f"Windows of {stats['seq_len']:,} tokens.",
+    )
     bins = max(each["lengths"]["longest"] for each in sources.values()).bit_length()
     rows = [
         [name, page.short(each["documents"]), f"{each['bytes'] / max(each['tokens'], 1):.2f}", f"{found['mean']:,.0f}",
@@ -89,21 +112,40 @@ def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list
         for name, each, found in ((name, each, each["lengths"]) for name, each in sources.items())
     ]  # fmt: skip
     head = ["source", "documents", "bytes per token", "mean length", "longest", "by length"]
-    yield "Lengths of documents", head, rows, "In tokens; by length: documents of 1, 2 to 3, 4 to 7, 8 to 15... tokens."
-    reasons = sorted({reason for each in sources.values() for reason, count in each["dropped"].items() if count})
+    yield (
+        "Lengths of documents",
+        head,
+        rows,
+        "In tokens; by length: documents of 1, 2 to 3, 4 to 7, 8 to 15... tokens.",
+    )
+    reasons = sorted(
+        {reason for each in sources.values() for reason, count in each["dropped"].items() if count}
+    )
     rows = [
         [name, page.short(each["read"]), *(page.short(each["dropped"].get(reason, 0)) for reason in reasons),
          page.percent(each["kept"] / max(each["read"], 1), ".2f")]
         for name, each in sources.items()
     ]  # fmt: skip
-    yield "Dropped", ["source", "read", *reasons, "kept"], rows, "Every document that was read is kept or counted here."
+    yield (
+        "Dropped",
+        ["source", "read", *reasons, "kept"],
+        rows,
+        "Every document that was read is kept or counted here.",
+    )
     shared = stats["shared_documents"]
     rows = []
     for pair in shared.get("pairs", ())[:PAIRS]:
         of = [page.percent(pair["documents"] / sources[name]["documents"], ".2f") for name in pair["sources"]]
         rows.append([", ".join(pair["sources"]), f"{pair['documents']:,}", *of])
-    caption = f"Not counted: {shared['unknown']}" if "unknown" in shared else "The same text in both, by its hash."
-    yield "Documents that sources share", ["sources", "documents", "of the first", "of the second"], rows, caption
+    caption = (
+        f"Not counted: {shared['unknown']}" if "unknown" in shared else "The same text in both, by its hash."
+    )
+    yield (
+        "Documents that sources share",
+        ["sources", "documents", "of the first", "of the second"],
+        rows,
+        caption,
+    )
 
 
 def _bars(histogram: list[int]) -> str:
@@ -116,13 +158,21 @@ def _lengths(folder: Path, manifest: dict[str, Any], pool: Executor) -> dict[str
     histogram = np.sum([each[0] for each in found], axis=0)
     documents = int(histogram.sum())
     mean = sum(each[1] for each in found) / documents if documents else 0.0
-    return {"histogram": histogram.tolist(), "mean": round(mean, 2), "longest": max(each[2] for each in found)}
+    return {
+        "histogram": histogram.tolist(),
+        "mean": round(mean, 2),
+        "longest": max(each[2] for each in found),
+    }
 
 
 def _lengths_of(path: Path) -> tuple[np.ndarray, int, int]:
     lengths = shards.read_documents(path)[1]
     bins = np.frexp(lengths.astype(np.float64))[1] - 1  # exact: the exponent of a power of two
-    return np.bincount(bins, minlength=LENGTH_BINS), int(lengths.sum(dtype=np.int64)), int(lengths.max(initial=0))
+    return (
+        np.bincount(bins, minlength=LENGTH_BINS),
+        int(lengths.sum(dtype=np.int64)),
+        int(lengths.max(initial=0)),
+    )
 
 
 def _phases(out: Path, sequences: dict[str, int]) -> dict[str, Any]:
@@ -135,7 +185,11 @@ def _phases(out: Path, sequences: dict[str, int]) -> dict[str, Any]:
         mixture = Mixture.open(path, consumed)
         total = sum(mixture.weights)
         shares = {s: weight / total for s, weight in zip(mixture.source_names, mixture.weights, strict=True)}
-        phases[phase] = {"fingerprint": mixture.fingerprint, "shares": shares, "categories": mixture.categories}
+        phases[phase] = {
+            "fingerprint": mixture.fingerprint,
+            "shares": shares,
+            "categories": mixture.categories,
+        }
         if phase in sequences:
             check_integer(f"sequences of {phase}", sequences[phase], low=0)
             consumed = mixture.windows_per_source(sequences[phase])
@@ -150,18 +204,22 @@ def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> dic
     {"pairs": [{"sources", "documents"}]}, or {"unknown": why} when tokenized units were deleted.
     """
     for source in sources:
-        name, units = runs.made_by(out, source)
+        name, units = sorted_runs.made_by(out, source)
         for unit in units:
             receipt = stage.read_receipt(out, name, unit)
             if receipt is None or receipt.get("freed"):
                 return {"unknown": f"{stage.unit_folder(out, name, unit)} is not there any more"}
-    documents = sum(receipt["counts"]["documents"] for source in sources for receipt in runs.receipts(out, source))
-    ranges = -(-documents // runs.DOCUMENTS_PER_RANGE)
-    bounds = [runs.range_bounds(number, ranges) for number in range(ranges)]
+    documents = sum(
+        receipt["counts"]["documents"] for source in sources for receipt in sorted_runs.receipts(out, source)
+    )
+    ranges = -(-documents // sorted_runs.DOCUMENTS_PER_RANGE)
+    bounds = [sorted_runs.range_bounds(number, ranges) for number in range(ranges)]
     shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
     for found in pool.map(lambda keys: _shared_in_range(out, sources, *keys), bounds):
         shared += found
-    pairs = sorted((-int(shared[a, b]), a, b) for a, b in combinations(range(len(sources)), 2) if shared[a, b])
+    pairs = sorted(
+        (-int(shared[a, b]), a, b) for a, b in combinations(range(len(sources)), 2) if shared[a, b]
+    )
     return {"pairs": [{"sources": [sources[a], sources[b]], "documents": -count} for count, a, b in pairs]}
 
 
@@ -169,14 +227,14 @@ def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -
     """int64 (sources, sources), upper triangle: common documents with low <= key < high."""
     parts = []
     for index, source in enumerate(sources):
-        with blocks.opened(out, *runs.made_by(out, source), INDEX) as files:
-            part = runs.merge(runs.read_slices(files, low, high))  # each id once
+        with blocks.opened(out, *sorted_runs.made_by(out, source), INDEX) as files:
+            part = sorted_runs.merge(sorted_runs.read_slices(files, low, high))  # each id once
         part["unit"] = index
         parts.append(part)
-    documents, shared = runs.in_order(parts), np.zeros((len(sources), len(sources)), dtype=np.int64)
+    documents, shared = sorted_runs.in_order(parts), np.zeros((len(sources), len(sources)), dtype=np.int64)
     for apart in range(1, len(sources)):  # equal ids lie in a row, in the order of the sources
         left, right = documents[:-apart], documents[apart:]
-        equal = runs.same_id(left, right)
+        equal = sorted_runs.same_id(left, right)
         if not equal.any():
             break
         np.add.at(shared, (left["unit"][equal], right["unit"][equal]), 1)

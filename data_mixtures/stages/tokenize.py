@@ -1,8 +1,10 @@
-"""tokenize: documents.parquet -> DIR/tokenize/<source>/unit-NNNNN/{documents.npy, tokens.bin, origins.bin}, shuffled.
+"""tokenize: documents.parquet -> DIR/tokenize/<source>/unit-NNNNN/{documents.npy,
+tokens.bin, origins.bin}, shuffled.
 
-All list the unit's documents by (key, high, low): the halves of the 128-bit id, and key = xxh3_64(low, seed). So any
-range of keys is one slice of every unit, and the order of a whole source is a merge. Before that, the tokenizer is
-copied, or trained on the documents with the smallest keys: a sample that does not depend on units or workers.
+All list the unit's documents by (key, high, low): the halves of the 128-bit id, and key = xxh3_64(low,
+seed). So any range of keys is one slice of every unit, and the order of a whole source is a merge. Before
+that, the tokenizer is copied, or trained on the documents with the smallest keys: a sample that does not
+depend on units or workers.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
 INDEX, TOKENS, ORIGINS = SLICED = "documents.npy", "tokens.bin", "origins.bin"
-# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that tells where it came from
+# start and length are of its tokens, in tokens; origin and origin_bytes of the JSON that tells where
+# it came from
 _COLUMNS = ("key", "high", "low", "start", "origin"), ("length", "bytes", "origin_bytes")
-DOCUMENT = np.dtype([(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names])
+DOCUMENT = np.dtype(
+    [(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names]
+)
 COMPARED_OF, _COMPARED_CHARS = 1000, 100_000
 _MODULES = ("stages/tokenize.py", "stages/dedup.py", "stages/blocks.py", "tokenizer.py")
 _SLACK_BYTES = 1 << 24
@@ -73,18 +78,27 @@ class Tokenize(Stage):
         total = {name: int(ordered[name].sum(dtype=np.int64)) for name in ("length", "bytes")}
         copies = len(dedup.dropped_rows(self.recipe, self.out, unit))
         dropped = {"near_duplicate": copies, "repeated_ngrams": len(documents) - len(ordered)}
-        return {"documents": len(ordered), "tokens": total["length"], "bytes": total["bytes"], "dropped": dropped}
+        return {
+            "documents": len(ordered),
+            "tokens": total["length"],
+            "bytes": total["bytes"],
+            "dropped": dropped,
+        }
 
 
 def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
-    """Tokens and origins: the file, the columns of DOCUMENT that say where one begins and how long it is, its dtype."""
+    """Tokens and origins: the file, the columns of DOCUMENT that say where one begins and how long
+    it is, its dtype.
+    """
     return (TOKENS, "start", "length", tokens), (ORIGINS, "origin", "origin_bytes", np.dtype("u1"))
 
 
 def compare(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[str]) -> None:
     """Encode one of 1,000 documents, by its id, in the slow way, too. ValueError names the one that differs."""
     for identity, text in zip(ids, texts, strict=True):
-        if int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0 and not made.is_exact(text[:_COMPARED_CHARS]):
+        if int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0 and not made.is_exact(
+            text[:_COMPARED_CHARS]
+        ):
             raise ValueError(
                 f"document {identity.hex()} has other tokens than sentencepiece gives it; that is an error of "
                 f"data_mixtures/tokenizer.py, please report it with this text: {text[:200]!r}"
@@ -106,13 +120,19 @@ def _loaded(path: Path, hashes: tuple[str, ...]) -> tokenizer.Tokenizer:
     return tokenizer.load(path)
 
 
-def describe(ids: list[bytes], seed: int, lengths: np.ndarray, texts: list[bytes], origins: list[bytes]) -> np.ndarray:
+def describe(
+    ids: list[bytes], seed: int, lengths: np.ndarray, texts: list[bytes], origins: list[bytes]
+) -> np.ndarray:
     """The rows of documents.npy, before they are in order: key and halves of the ids, and lengths."""
     rows = np.zeros(len(ids), DOCUMENT)
     halves = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2)
     rows["high"], rows["low"] = halves[:, 0], halves[:, 1]
     rows["key"] = [key_of_id(identity, seed) for identity in ids]
-    rows["length"], rows["bytes"], rows["origin_bytes"] = lengths, list(map(len, texts)), list(map(len, origins))
+    rows["length"], rows["bytes"], rows["origin_bytes"] = (
+        lengths,
+        list(map(len, texts)),
+        list(map(len, origins)),
+    )
     return rows
 
 
@@ -126,11 +146,14 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
     offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     with path.open("wb") as file:
         if offsets[-1]:
-            file.writelines(piece.data for piece in blocks.taken(offsets, np.memmap(unsorted, mode="r"), order))
+            file.writelines(
+                piece.data for piece in blocks.taken(offsets, np.memmap(unsorted, mode="r"), order)
+            )
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's file, or trained on what the filter kept.
+    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's file, or trained on
+    what the filter kept.
 
     tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
     """
@@ -142,10 +165,14 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
     if isinstance(given, TokenizerFile) and (names := tokenizer.load_given(given).names):
         model, beside = Path(given.path).read_bytes(), Path(given.path).with_name(shards.TOKENIZER_CONFIG)
         config = shards.read_json(beside, "mend it") if beside.is_file() else {}
-        shards.write_json(out / shards.TOKENIZER_CONFIG, {**config, "bos_token": names[0], "eos_token": names[1]})
+        shards.write_json(
+            out / shards.TOKENIZER_CONFIG, {**config, "bos_token": names[0], "eos_token": names[1]}
+        )
         write_atomically(out / shards.TOKENIZER_JSON, model)
     elif (out / shards.TOKENIZER_JSON).exists():
-        raise ValueError(f"{out / shards.TOKENIZER_JSON} is not this recipe's tokenizer, and would be used; remove it")
+        raise ValueError(
+            f"{out / shards.TOKENIZER_JSON} is not this recipe's tokenizer, and would be used; remove it"
+        )
     elif isinstance(given, TokenizerTraining):
         model = tokenizer.train(training_sample(recipe, out, given.train_bytes), given)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
@@ -157,7 +184,9 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
 def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     given = recipe.tokenizer
     if isinstance(given, TokenizerFile):
-        return stage.key_of(("tokenizer.py",), file_sha256(Path(given.path)), tokenizer.load_given(given).names)
+        return stage.key_of(
+            ("tokenizer.py",), file_sha256(Path(given.path)), tokenizer.load_given(given).names
+        )
     receipts = [stage.receipts(out, "filter", source.name) for source in recipe.sources]
     files = [[receipt["files"][DOCUMENTS] for receipt in source] for source in receipts]
     left_out = stage.made_files(out, dedup.DEDUP, dedup.ALL) if recipe.dedup.minhash else None
@@ -172,7 +201,9 @@ def _held_out(recipe: Recipe) -> int:
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     """Training documents of every source in shuffled order, up to the source's share of train_bytes by size."""
     names = [each.name for each in recipe.sources]
-    sizes = {name: sum(each["counts"]["bytes"] for each in stage.receipts(out, "filter", name)) for name in names}
+    sizes = {
+        name: sum(each["counts"]["bytes"] for each in stage.receipts(out, "filter", name)) for name in names
+    }
     sample = []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)

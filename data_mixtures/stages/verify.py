@@ -1,13 +1,13 @@
 """verify: every byte of every source compared with its manifest, damage named by file and block.
 
-One pass over a file gives its sha256, the hash of each 16 MiB block (which locates damage) and the positions of
-`bos_id`, which must be where the document index says that documents begin. Locks are checked against manifests. Threads
-suffice: hashing and searching release the interpreter lock.
+One pass over a file gives its sha256, the hash of each 16 MiB block (which locates damage) and the positions
+of `bos_id`, which must be where the document index says that documents begin. Locks are checked against
+manifests. Threads suffice: hashing and searching release the interpreter lock.
 
-`repair` restores single blocks. `quarantine` removes damaged shards from their manifest, with the reason, and every
-lock that pins it gets a new fingerprint. No shard file is deleted. The shuffle receipt of such a shard is deleted, so
-that the next preparation writes it again from the tokenized units, with the same bytes: then manifest, locks and
-fingerprints are what they were before the damage.
+`repair` restores single blocks. `quarantine` removes damaged shards from their manifest, with the reason, and
+every lock that pins it gets a new fingerprint. No shard file is deleted. The shuffle receipt of such a shard
+is deleted, so that the next preparation writes it again from the tokenized units, with the same bytes: then
+manifest, locks and fingerprints are what they were before the damage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ import numpy as np
 import pyarrow
 import xxhash
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from data_mixtures import mixture, shards
 from data_mixtures.stages import shuffle, stage
@@ -37,24 +44,32 @@ AFTER_A_CHANGE = (
     "prepare the data again, which writes the shard again and restores the old fingerprint, and resume; or start a new "
     "run from its weights with the new lock"
 )
-# of a whole shard: its number, where its first document begins, and where the one after its last would, in tokens
+# of a whole shard: its number, where its first document begins, and where the one after its last
+# would, in tokens
 Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not what it should be. block: number of the 16 MiB block, None for the file as a whole."""
+    """Something that is not what it should be. block: number of the 16 MiB block, None for the
+    file as a whole.
+    """
 
     path: Path
     reason: str
     block: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}" if self.block is None else f"{self.path}: block {self.block} {self.reason}"
+        return (
+            f"{self.path}: {self.reason}"
+            if self.block is None
+            else f"{self.path}: block {self.block} {self.reason}"
+        )
 
 
 def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int | None = None) -> list[Damage]:
-    """Check all files of these sources and the locks beside them, and print what is wrong; nothing is changed.
+    """Check all files of these sources and the locks beside them, and print what is
+    wrong; nothing is changed.
 
     ValueError when a source has no readable manifest.
     """
@@ -83,7 +98,9 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
     return found
 
 
-def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -> tuple[list[Damage], Span | None]:
+def _check_file(
+    folder: Path, manifest: dict[str, Any], entry: dict[str, Any]
+) -> tuple[list[Damage], Span | None]:
     """The tokens of a file, its document index, and both against each other."""
     damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
     path = folder / entry["parity"]["name"]
@@ -98,11 +115,15 @@ def _check_file(folder: Path, manifest: dict[str, Any], entry: dict[str, Any]) -
     ids, lengths, _ = documents
     if (ids < np.uint64(shards.held_out_below(manifest["valid_per_10000"]))).any():
         wrong.append(Damage(path, "lists documents that are held out"))
-    begins = begins[begins < entry["windows"] * manifest["seq_len"]]  # the last token is the next shard's first as well
+    begins = begins[
+        begins < entry["windows"] * manifest["seq_len"]
+    ]  # the last token is the next shard's first as well
     first = int(begins[0]) if len(begins) else 0
     ends = first + np.cumsum(lengths, dtype=np.int64)
     if not np.array_equal(begins, ends - lengths):
-        wrong.append(Damage(path, f"its documents do not begin at the token {manifest['bos_id']} in {entry['name']}"))
+        wrong.append(
+            Damage(path, f"its documents do not begin at the token {manifest['bos_id']} in {entry['name']}")
+        )
     number = shards.shard_number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
     span = (number, at + first, at + int(ends[-1])) if len(ends) and not wrong else None
@@ -142,7 +163,9 @@ def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], t
         return [Damage(path, f"cannot be unpacked ({error})")], None
     found = hashlib.sha256(data).hexdigest()
     if found != entry["sha256_uncompressed"]:
-        return [Damage(path, f"unpacked sha256 {found}, {entry['sha256_uncompressed']} in the manifest")], None
+        return [
+            Damage(path, f"unpacked sha256 {found}, {entry['sha256_uncompressed']} in the manifest")
+        ], None
     documents = shards.unpack_documents(data)
     if (count := len(documents[0])) != entry["documents"]:
         return [Damage(path, f"{count} documents, {entry['documents']} in the manifest")], None
@@ -156,7 +179,10 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
     for left, right in pairwise(span for span in spans if span):
         if right[0] == left[0] + 1 and right[1] != left[2]:
             damage.append(
-                Damage(path, f"shard {left[0]} lists documents up to token {left[2]}, shard {right[0]} from {right[1]}")
+                Damage(
+                    path,
+                    f"shard {left[0]} lists documents up to token {left[2]}, shard {right[0]} from {right[1]}",
+                )
             )
     windows = sum(entry["windows"] for entry in manifest["shards"])
     if windows != manifest["windows"]:
@@ -165,7 +191,9 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
         damage.append(Damage(path, f"{manifest['read']} documents read are not those kept and dropped"))
     listed = [*shards.token_files(manifest), *manifest.get("quarantined", [])]
     known = {shards.MANIFEST, *(name for entry in listed for name in shards.files_of(entry))}
-    return damage + [Damage(each, "not in the manifest") for each in sorted(folder.iterdir()) if each.name not in known]
+    return damage + [
+        Damage(each, "not in the manifest") for each in sorted(folder.iterdir()) if each.name not in known
+    ]
 
 
 def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage]:
@@ -191,9 +219,12 @@ def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage
 def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
     """Remove damaged shards (as `verify` reports them) from their manifests, and pin the changed manifests.
 
-    ValueError, and nothing is changed, when other files than shards are damaged, or a source would be left without any.
+    ValueError, and nothing is changed, when other files than shards are damaged, or a source would
+    be left without any.
     """
-    manifests = {path.parent.name: shards.read_manifest(path.parent) for path in out.glob(f"*/{shards.MANIFEST}")}
+    manifests = {
+        path.parent.name: shards.read_manifest(path.parent) for path in out.glob(f"*/{shards.MANIFEST}")
+    }
     reasons: dict[Path, list[str]] = {}
     for each in damage:
         reasons.setdefault(each.path, []).append(str(each).removeprefix(f"{each.path.parent}/"))
@@ -202,13 +233,22 @@ def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
         kept: list[dict[str, Any]] = []
         gone: list[dict[str, Any]] = []
         for entry in manifest["shards"]:
-            why = [reason for name in shards.files_of(entry) for reason in reasons.pop(out / source / name, [])]
+            why = [
+                reason for name in shards.files_of(entry) for reason in reasons.pop(out / source / name, [])
+            ]
             (gone if why else kept).append({**entry, "reason": "; ".join(why)} if why else entry)
         if gone and not kept:
-            raise ValueError(f"all shards of {out / source} are damaged: nothing would be left. Prepare the data again")
+            raise ValueError(
+                f"all shards of {out / source} are damaged: nothing would be left. Prepare the data again"
+            )
         if gone:
             windows, before = sum(entry["windows"] for entry in kept), manifest.get("quarantined", [])
-            changed[source] = {**manifest, "windows": windows, "shards": kept, "quarantined": [*before, *gone]}
+            changed[source] = {
+                **manifest,
+                "windows": windows,
+                "shards": kept,
+                "quarantined": [*before, *gone],
+            }
     manifests |= changed
     _refuse_others(out, list(reasons), manifests)
     locks = {path: mixture.read_lock(path) for path in sorted(out.glob("*.lock.json"))}
@@ -238,8 +278,12 @@ def _refuse_others(out: Path, damaged: list[Path], manifests: dict[str, dict[str
         )
 
 
-def _pin(out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[str, Any]], console: Console) -> bool:
-    """Rewrite the lock when one of its sources has quarantined shards; returns whether its fingerprint changed."""
+def _pin(
+    out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[str, Any]], console: Console
+) -> bool:
+    """Rewrite the lock when one of its sources has quarantined shards; returns
+    whether its fingerprint changed.
+    """
     for entry in lock["sources"]:
         manifest = manifests.get(entry["name"], {})
         if "quarantined" in manifest:

@@ -1,13 +1,14 @@
-"""HumanEval+ and MBPP+ with EvalPlus: generate answers, select the function in each, test it in a sandbox, pass@k.
+"""HumanEval+ and MBPP+ with EvalPlus: generate answers, select the function in each, test it
+in a sandbox, pass@k.
 
-    python -m evals.code --setup  # installs EvalPlus into its own environment, once
-    python -m evals.code runs/x/hf --dataset HumanEvalPlus.jsonl.gz --results runs/x/humaneval --out runs/x/evals.jsonl
-    python -m evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
+    python -m evals.code --setup  # installs EvalPlus into its own environment, once python -m evals.code
+    runs/x/hf --dataset HumanEvalPlus.jsonl.gz --results runs/x/humaneval --out runs/x/evals.jsonl python -m
+    evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
 
-The results folder (--results; default: one beside --out for each checkpoint) keeps answers.jsonl (verbatim; an
-interrupted run resumes there), samples.jsonl (what was selected from each answer and what was scored), EvalPlus's own
-result files and its log. Every run also scores the data set's reference solutions: where they fail, the figures mean
-little. Measurements are in decision 0021.
+The results folder (--results; default: one beside --out for each checkpoint) keeps answers.jsonl (verbatim;
+an interrupted run resumes there), samples.jsonl (what was selected from each answer and what was scored),
+EvalPlus's own result files and its log. Every run also scores the data set's reference solutions: where they
+fail, the figures mean little. Measurements are in decision 0021.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ Prompting = Literal["auto", "chat", "completion"]
 
 
 def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
-    """Whether the prompts are user messages of a chat; auto: at a server, and for a folder with a chat template."""
-    template = hf_dir is None or ((hf_dir / "tokenizer.json").is_file() and fast_tokenizer(hf_dir).chat_template)
+    """Whether the prompts are user messages of a chat; auto: at a server, and for a folder
+    with a chat template.
+    """
+    template = hf_dir is None or (
+        (hf_dir / "tokenizer.json").is_file() and fast_tokenizer(hf_dir).chat_template
+    )
     return prompt == "chat" or (prompt == "auto" and bool(template))
 
 
@@ -63,18 +68,24 @@ class Scoring:
     """install EvalPlus into its own environment and exit"""
 
 
-Scored = dict[str, list[tuple[bool, bool]]]  # by problem, of each sample: whether (base, base and plus) tests pass
+Scored = dict[
+    str, list[tuple[bool, bool]]
+]  # by problem, of each sample: whether (base, base and plus) tests pass
 
 
 def evaluate(
     dataset: Dataset, model: Model, sampling: Sampling, chat: bool, evalplus: EvalPlus
 ) -> tuple[dict[str, Any], Scored]:
-    """Score the reference solutions, collect the model's answers and score them: the figures, and each answer's."""
+    """Score the reference solutions, collect the model's answers and score them: the
+    figures, and each answer's.
+    """
     console = Console(stderr=True)
     control = evalplus.control()
     console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
     if control["unexpected_failures"]:
-        console.print(f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?")
+        console.print(
+            f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?"
+        )
     answers = collect(dataset, model, sampling, chat, evalplus.folder)
     rows = solutions(dataset, answers, chat, evalplus)
     rules, scored = [row["rule"] for row in rows], evalplus.evaluate(rows, "samples")
@@ -98,8 +109,11 @@ def evaluate(
     return figures, scored
 
 
-def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus) -> list[dict[str, Any]]:
-    """An EvalPlus row per answer: the code selected from it, by which rule, and that code after EvalPlus's sanitize.
+def solutions(
+    dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus
+) -> list[dict[str, Any]]:
+    """An EvalPlus row per answer: the code selected from it, by which rule, and that
+    code after EvalPlus's sanitize.
 
     What sanitize does not finish, or robs of something it needs, is scored as it was selected.
     """
@@ -131,7 +145,8 @@ def solutions(dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalp
 def figures_of(scored: Scored, n: int) -> dict[str, Any]:
     """pass@1 and pass@k (k up to n) on the base tests, and on the base and plus tests together.
 
-    The intervals of pass@1 are Wilson's of 95 %, with the problems as sample: several answers to each make them wide.
+    The intervals of pass@1 are Wilson's of 95 %, with the problems as sample: several answers to
+    each make them wide.
     """
     figures: dict[str, Any] = {"pass@k": {str(k): {} for k in KS if k <= n}}
     for tests, name in enumerate(("base", "plus")):
@@ -145,9 +160,11 @@ def figures_of(scored: Scored, n: int) -> dict[str, Any]:
 
 
 def pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> float:
-    """Mean over problems of the probability that k of n samples include a passing one: 1 - C(n - c, k) / C(n, k).
+    """Mean over problems of the probability that k of n samples include a passing one: 1 - C(n - c,
+    k) / C(n, k).
 
-    counts: (n, c) per problem, c of n samples pass. The estimator of Chen et al., arXiv 2107.03374, in exact integers.
+    counts: (n, c) per problem, c of n samples pass. The estimator of Chen et al., arXiv
+    2107.03374, in exact integers.
     """
     chances = [1 - comb(n - c, k) / comb(n, k) for n, c in counts]
     return fsum(chances) / len(chances)
@@ -157,29 +174,37 @@ GREEDY = Sampling()
 
 
 def main(
-    hf_dir: Annotated[Path | None, tyro.conf.Positional, optional("HF_DIR", "the server of --base-url")] = None,
+    hf_dir: Annotated[
+        Path | None, tyro.conf.Positional, optional("HF_DIR", "the server of --base-url")
+    ] = None,
     dataset: Annotated[Path | None, optional("FILE", "required, but for --setup")] = None,
     results: Annotated[Path | None, optional("DIR", "a folder of its own in items/ beside --out")] = None,
     prompt: Prompting = "auto",
     source: SourceFlags = LOCAL,
-    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes, tyro.conf.arg(help="how answers are generated")] = GREEDY,
-    scoring: Annotated[Scoring, tyro.conf.OmitArgPrefixes, tyro.conf.arg(help="how answers are tested")] = Scoring(),
+    sampling: Annotated[
+        Sampling, tyro.conf.OmitArgPrefixes, tyro.conf.arg(help="how answers are generated")
+    ] = GREEDY,
+    scoring: Annotated[
+        Scoring, tyro.conf.OmitArgPrefixes, tyro.conf.arg(help="how answers are tested")
+    ] = Scoring(),
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any] | None:
     """HumanEval+ or MBPP+ of a model. The last line on stdout is the record, JSON.
 
     Args:
-        hf_dir: Hugging Face model folder, such as runs/demo/hf
-        dataset: HumanEvalPlus.jsonl or MbppPlus.jsonl, optionally gzipped, or a subset of one
-        results: folder for answers and results, where an interrupted run resumes
-        prompt: a user message (chat), or a function's beginning (completion); auto is chat where there is a template
+        hf_dir: Hugging Face model folder, such as runs/demo/hf dataset: HumanEvalPlus.jsonl or
+        MbppPlus.jsonl, optionally gzipped, or a subset of one results: folder for answers and results, where
+        an interrupted run resumes prompt: a user message (chat), or a function's beginning (completion); auto
+        is chat where there is a template
     """
     if scoring.setup:
         set_up(evalplus_environment())
         print(evalplus_environment())
         return None
     if dataset is None or (results or about.out) is None or (hf_dir is None) == (source.base_url is None):
-        raise ValueError("--dataset, --results or --out, and either a model folder or --base-url are required")
+        raise ValueError(
+            "--dataset, --results or --out, and either a model folder or --base-url are required"
+        )
     started = time.perf_counter()
     data = open_dataset(dataset)
     sandbox = find_sandbox(scoring.unsafe_no_sandbox)
@@ -187,11 +212,15 @@ def main(
     model = Model(hf_dir, source, chat, sampling)
     folder = results or results_of(about, settings_of(data, model, sampling, chat))
     folder.mkdir(parents=True, exist_ok=True)
-    evalplus = EvalPlus(data, evalplus_environment(), sandbox, folder.resolve(), scoring.cache, scoring.parallel)
+    evalplus = EvalPlus(
+        data, evalplus_environment(), sandbox, folder.resolve(), scoring.cache, scoring.parallel
+    )
     figures, scored = evaluate(data, model, sampling, chat, evalplus)
     model.scorer.close()
     who = model.origin | {"data_sha256": file_sha256(dataset)}
-    protocol = {name: figures[name] for name in ("dataset", "protocol", "prompt", "n", "temperature", "top_p")}
+    protocol = {
+        name: figures[name] for name in ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
+    }
     head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
     figures["items"] = write_items(about.out, head, answers_of(data, scored))
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
@@ -199,10 +228,17 @@ def main(
 
 
 def answers_of(dataset: Dataset, scored: Scored) -> list[dict[str, Any]]:
-    """Lines of evals.items: of each problem the share of samples that pass the base tests, and the plus tests too."""
+    """Lines of evals.items: of each problem the share of samples that pass the base tests, and
+    the plus tests too.
+    """
     tasks = (dataset.name, f"{dataset.name}+")  # base tests alone; and plus tests
     return [
-        {"task": task, "item": i, "right": sum(passed[tests] for passed in samples) / len(samples), "losses": []}
+        {
+            "task": task,
+            "item": i,
+            "right": sum(passed[tests] for passed in samples) / len(samples),
+            "losses": [],
+        }
         for tests, task in enumerate(tasks)
         for i, samples in enumerate(scored[problem["task_id"]] for problem in dataset.problems)
     ]
@@ -219,7 +255,9 @@ def check_here(options: Sequence[str]) -> None:
     """Raise ValueError if this machine cannot test solutions: no sandbox, or no EvalPlus."""
     find_sandbox("--unsafe-no-sandbox" in options)
     if not evalplus_environment().exists():
-        raise ValueError(f"{evalplus_environment()} does not exist: python -m evals.code --setup installs EvalPlus")
+        raise ValueError(
+            f"{evalplus_environment()} does not exist: python -m evals.code --setup installs EvalPlus"
+        )
 
 
 COMMAND = EvalCommand(

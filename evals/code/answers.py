@@ -1,7 +1,7 @@
 """A model's answers to the problems of a code benchmark.
 
-Answers come from any scorer (evals/scorer). They are stored verbatim, one line each, so that an interrupted run resumes
-and later scoring starts from the same text.
+Answers come from any scorer (evals/scorer). They are stored verbatim, one line each, so that an interrupted
+run resumes and later scoring starts from the same text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```python\n{prompt}\n```"
 )
-# a completion has left the requested function at one of these; endpoints accept four, so the likeliest come first
+# a completion has left the requested function at one of these; endpoints accept four, so the
+# likeliest come first
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(", "\nassert ")
 STOPS_OF = {"humaneval": ("\ndef ", "\nclass ", "\nimport ", "\nfrom "), "mbpp": ('\n"""',)}
 
@@ -49,7 +50,9 @@ class Sampling:
         if self.n < 1 or self.max_new_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ValueError(f"{self}: n and max_new_tokens must be >= 1, temperature >= 0, top_p in (0, 1]")
         if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n = {self.n} greedy answers would be identical; set --temperature, such as 0.8")
+            raise ValueError(
+                f"n = {self.n} greedy answers would be identical; set --temperature, such as 0.8"
+            )
 
     def seed_of(self, task_id: str, sample: int) -> int:
         """A distinct 31-bit seed for every answer, independent of the order in which they are generated."""
@@ -58,10 +61,17 @@ class Sampling:
 
 
 class Model:
-    """What answers problems: a scorer; chat: the prompt is a user message in the folder's (or server's) template."""
+    """What answers problems: a scorer; chat: the prompt is a user message in the
+    folder's (or server's) template.
+    """
 
     def __init__(self, folder: Path | None, source: Source, chat: bool, sampling: Sampling):
-        if folder is not None and source.base_url is None and chat and not fast_tokenizer(folder).chat_template:
+        if (
+            folder is not None
+            and source.base_url is None
+            and chat
+            and not fast_tokenizer(folder).chat_template
+        ):
             raise ValueError(f"{folder} has no chat template; use --prompt completion")
         self.scorer = open_scorer(folder, source)
         self.chat, self.sampling, self.parallel = chat, sampling, self.scorer.parallel
@@ -91,7 +101,9 @@ def settings_of(dataset: Dataset, model: Model, sampling: Sampling, chat: bool) 
     return {**model.identity, "data_md5": dataset.md5, "prompt": prompt, **asdict(sampling)}
 
 
-def collect(dataset: Dataset, model: Model, sampling: Sampling, chat: bool, folder: Path) -> list[dict[str, Any]]:
+def collect(
+    dataset: Dataset, model: Model, sampling: Sampling, chat: bool, folder: Path
+) -> list[dict[str, Any]]:
     """All answers, ordered by problem and sample; those already in `folder`/answers.jsonl are reused.
 
     ValueError if that file comes from another model, data set or sampling.

@@ -1,9 +1,10 @@
 """EvalPlus's evaluation, with EvalPlus's own Python, of solutions that each run in a sandbox of their own.
 
-EvalPlus executes a solution in the process that holds the expected outputs and counts what is right. Here that process
-calls a stand-in, which receives what the solution in its sandbox returns (evals/code/runner.py). EvalPlus's own code
-then compares and keeps the time, on values of exact builtin types, where no solution has run. The expected outputs come
-from the reference solutions in the same way. This file imports nothing of ours: `python judge.py REQUEST.json`.
+EvalPlus executes a solution in the process that holds the expected outputs and counts what is right. Here
+that process calls a stand-in, which receives what the solution in its sandbox returns (evals/code/runner.py).
+EvalPlus's own code then compares and keeps the time, on values of exact builtin types, where no solution has
+run. The expected outputs come from the reference solutions in the same way. This file imports nothing of
+ours: `python judge.py REQUEST.json`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ def probe():
     except PermissionError:
         return os.getpid()
 """
-# values that compare as their builtin type does but are not of it, as EvalPlus accepts NumPy's and collections'
+# values that compare as their builtin type does but are not of it, as EvalPlus accepts
+# NumPy's and collections'
 BUILTIN = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 KINDS = {kind.__name__: type(kind.__name__, (kind,), {}) for kind in BUILTIN}
-KINDS["items"] = type("items", (list,), {"__eq__": lambda *_: False})  # of other iterables: a set can be made of them
+KINDS["items"] = type(
+    "items", (list,), {"__eq__": lambda *_: False}
+)  # of other iterables: a set can be made of them
 
 
 def like(kind: str, value: Any) -> Any:
@@ -65,7 +69,9 @@ class Answers(pickle.Unpickler):
 class Solution:
     """A solution in its sandbox, which ends with the process that made it."""
 
-    def __init__(self, request: dict[str, Any], code: str, entry_point: str, inputs: list[Any], reading: Any = like):
+    def __init__(
+        self, request: dict[str, Any], code: str, entry_point: str, inputs: list[Any], reading: Any = like
+    ):
         self.entry_point, self.reading = entry_point, reading
         with open(request["filter"], "rb") as rules:
             options = [*request["sandbox"], "--seccomp", str(rules.fileno())] if request["sandbox"] else []
@@ -114,7 +120,9 @@ def judged(execute: Callable[..., None], request: dict[str, Any]) -> Callable[..
         solution = Solution(request, code, entry_point, inputs)
         signal.signal(signal.SIGTERM, end)
         address_space_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit_bytes = address_space_bytes + request["limits"]["memory_bytes"]  # the expected outputs are inherited
+        limit_bytes = (
+            address_space_bytes + request["limits"]["memory_bytes"]
+        )  # the expected outputs are inherited
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
         execute(dataset, entry_point, STAND_IN, inputs, *rest)
         end()
@@ -126,7 +134,11 @@ def outputs_of(request: dict[str, Any]) -> Callable[..., Any]:
     """EvalPlus's `trusted_exec`: what a reference solution returns, and the seconds for each input."""
 
     def run(
-        code: str, inputs: list[Any], entry_point: str, record_time: bool = False, output_not_none: bool = False
+        code: str,
+        inputs: list[Any],
+        entry_point: str,
+        record_time: bool = False,
+        output_not_none: bool = False,
     ) -> Any:
         reference = Solution(request, code, entry_point, inputs, plain)
         function, outputs, seconds = reference.function(), [], []
@@ -148,7 +160,9 @@ def main() -> None:
 
     request = json.loads(Path(sys.argv[1]).read_text())
     if request["sandbox"] and (seen := Solution(request, PROBE, "probe", [[]]).function()()) != 2:
-        raise RuntimeError(f"the sandbox of a solution does not hold: it forks, or its process {seen} is not 2")
+        raise RuntimeError(
+            f"the sandbox of a solution does not hold: it forks, or its process {seen} is not 2"
+        )
     multiprocessing.set_start_method("fork")  # what is replaced here is to hold in EvalPlus's workers
     evalplus.eval.query_maximum_memory_bytes = lambda: None
     evalplus.eval.unsafe_execute = judged(evalplus.eval.unsafe_execute, request)

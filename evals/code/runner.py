@@ -1,8 +1,9 @@
 """What runs in the sandbox with EvalPlus's own Python: a solution on its inputs, or EvalPlus's sanitize.
 
-A solution is given its inputs and never the outputs that are expected of it. What it returns leaves as plain data, and
-is compared elsewhere (evals/code/judge.py), so it can neither read nor decide what is right. This file imports nothing
-of ours: its text is the command. `python -c TEXT solve|sanitize`, the request on stdin, the reply on stdout.
+A solution is given its inputs and never the outputs that are expected of it. What it returns leaves as plain
+data, and is compared elsewhere (evals/code/judge.py), so it can neither read nor decide what is right. This
+file imports nothing of ours: its text is the command. `python -c TEXT solve|sanitize`, the request on stdin,
+the reply on stdout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def like(kind: str, value: Any) -> Any:
 
 
 class Plain(pickle.Pickler):
-    """Writes builtin values as they are; of all others the builtin type that they extend, or the items they hold."""
+    """Writes builtin values as they are; of all others the builtin type that they extend, or
+    the items they hold.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if value is like or isinstance(value, type) or type(value).__name__ in EXACT:
@@ -52,7 +55,9 @@ def limit_process(limits: dict[str, int]) -> None:
 
 
 def solve() -> None:
-    """Send None at the start, None once the solution defines its function, then what that returns for each input."""
+    """Send None at the start, None once the solution defines its function, then what that
+    returns for each input.
+    """
     request = pickle.load(sys.stdin.buffer)
     reply = os.fdopen(os.dup(1), "wb")
 

@@ -1,8 +1,10 @@
-"""A sandbox around each piece of code that a model writes: one bubblewrap, in which nothing can be written or shared.
+"""A sandbox around each piece of code that a model writes: one bubblewrap, in which nothing can
+be written or shared.
 
-It exposes the system's libraries and the given folders read-only, and no network, no process but its own, and no
-writable file; root becomes nobody. A filter of system calls refuses new processes, new namespaces, and memory that
-belongs to no address space, so limits on one process (evals/code/runner.py) are limits on the whole sandbox.
+It exposes the system's libraries and the given folders read-only, and no network, no process but its
+own, and no writable file; root becomes nobody. A filter of system calls refuses new processes, new
+namespaces, and memory that belongs to no address space, so limits on one process (evals/code/runner.py)
+are limits on the whole sandbox.
 """
 
 from __future__ import annotations
@@ -38,16 +40,23 @@ REFUSED_EVERYWHERE = (425, 430, 447)  # io_uring_setup, fsopen, memfd_secret
 def system_call_filter(machine: str) -> bytes:
     """The filter as a BPF program (linux/seccomp.h) for "x86_64" or "aarch64".
 
-    Threads are allowed. clone3, whose flags a filter cannot read, does not exist, so the C library uses clone.
+    Threads are allowed. clone3, whose flags a filter cannot read, does not exist, so the
+    C library uses clone.
     """
     if machine not in ARCHITECTURES:
-        raise ValueError(f"no sandbox on {machine}: its system calls are known on {', '.join(ARCHITECTURES)}; {HOW}")
+        raise ValueError(
+            f"no sandbox on {machine}: its system calls are known on {', '.join(ARCHITECTURES)}; {HOW}"
+        )
     load, equal, at_least, any_bit, ret = 0x20, 0x15, 0x35, 0x45, 0x06
     number, architecture, first_argument = 0, 4, 16
     allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
     # (operation, instructions to skip if true, if false, operand)
     program = [(load, 0, 0, architecture), (equal, 1, 0, ARCHITECTURES[machine]), (ret, 0, 0, refuse)]
-    program += [(load, 0, 0, number), (at_least, 0, 1, 0x40000000), (ret, 0, 0, refuse)]  # the x32 numbers of x86_64
+    program += [
+        (load, 0, 0, number),
+        (at_least, 0, 1, 0x40000000),
+        (ret, 0, 0, refuse),
+    ]  # the x32 numbers of x86_64
     program += [(equal, 0, 1, CLONE3), (ret, 0, 0, 0x00050000 | errno.ENOSYS)]
     for refused in (*REFUSED[machine], *REFUSED_EVERYWHERE):
         program += [(equal, 0, 1, refused), (ret, 0, 0, refuse)]
@@ -57,7 +66,9 @@ def system_call_filter(machine: str) -> bytes:
 
 
 def sandbox_options(readable: Sequence[Path]) -> list[str]:
-    """The command line of a bubblewrap in which `readable` and the system can be read; `as_nobody` goes inside."""
+    """The command line of a bubblewrap in which `readable` and the system can be
+    read; `as_nobody` goes inside.
+    """
     command = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-pid",
@@ -66,7 +77,9 @@ def sandbox_options(readable: Sequence[Path]) -> list[str]:
         "--unshare-uts",
         "--die-with-parent",
     ]
-    command += ["--new-session"]  # not --as-pid-1: a change of user cancels --die-with-parent in the process itself
+    command += [
+        "--new-session"
+    ]  # not --as-pid-1: a change of user cancels --die-with-parent in the process itself
     shown = [Path(path) for path in (*SYSTEM, *DEVICES)] + list(readable)
     for parent in sorted({parent for path in shown for parent in path.parents} - {Path("/")}):
         command += ["--perms", "0755", "--dir", str(parent)]  # else only root may pass
@@ -86,8 +99,12 @@ def sandbox_options(readable: Sequence[Path]) -> list[str]:
 
 
 def as_nobody(command: Sequence[str]) -> list[str]:
-    """A command for the inside of a sandbox: root becomes nobody, as limits on a user's threads do not hold for it."""
-    change = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"] if os.geteuid() == 0 else []
+    """A command for the inside of a sandbox: root becomes nobody, as limits on a user's threads do
+    not hold for it.
+    """
+    change = (
+        ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"] if os.geteuid() == 0 else []
+    )
     return [*change, *command]
 
 

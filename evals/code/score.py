@@ -1,8 +1,8 @@
 """EvalPlus in its own virtual environment, every solution in a sandbox: data sets, sanitize, test results.
 
-EvalPlus needs library versions that conflict with ours, so it has its own environment, with only the packages that
-sanitize and evaluate import. The expected outputs of a data set are computed once, in the run of the reference
-solutions, and cached.
+EvalPlus needs library versions that conflict with ours, so it has its own environment, with only the packages
+that sanitize and evaluate import. The expected outputs of a data set are computed once, in the run of the
+reference solutions, and cached.
 """
 
 from __future__ import annotations
@@ -44,8 +44,19 @@ VERSIONS = {
 }
 PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
 OVERRIDES = {"humaneval": "HUMANEVAL_OVERRIDE_PATH", "mbpp": "MBPP_OVERRIDE_PATH"}
-FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "contract", "atol")
-KNOWN_FAILURES = {"HumanEval/32": "EvalPlus 0.3.1 checks find_zero without counting its tests, so no solution can pass"}
+FIELDS = (
+    "task_id",
+    "prompt",
+    "entry_point",
+    "canonical_solution",
+    "base_input",
+    "plus_input",
+    "contract",
+    "atol",
+)
+KNOWN_FAILURES = {
+    "HumanEval/32": "EvalPlus 0.3.1 checks find_zero without counting its tests, so no solution can pass"
+}
 LIMITS = {"memory_bytes": 4 * 2**30, "threads": 64, "cpu_s": 300}  # of one solution
 SANITIZE_S = 20.0
 LONGEST_CHECK_S = 65.0  # of one solution on one list of inputs: EvalPlus's limit of 60 s and its overhead
@@ -67,14 +78,18 @@ class Dataset:
 
 
 def open_dataset(path: Path) -> Dataset:
-    """Read a .jsonl or .jsonl.gz file, whose md5 gives the version. ValueError if it is missing or not a data set."""
+    """Read a .jsonl or .jsonl.gz file, whose md5 gives the version. ValueError if it is missing or
+    not a data set.
+    """
     if not path.is_file():
         raise ValueError(f"no data set at {path}; {DOWNLOADS}: download it and pass its path as --dataset")
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         problems = [problem for _, problem in json_lines(content.splitlines(), path)]
         lacking = sorted({field for problem in problems for field in FIELDS if field not in problem})
-        names = {name for prefix, name in PREFIXES.items() for p in problems if p["task_id"].startswith(prefix)}
+        names = {
+            name for prefix, name in PREFIXES.items() for p in problems if p["task_id"].startswith(prefix)
+        }
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a data set in EvalPlus's format ({error!r}); {DOWNLOADS}") from None
     if lacking or len(names) != 1 or len({p["task_id"] for p in problems}) != len(problems):
@@ -99,11 +114,22 @@ def set_up(environment: Path) -> None:
     part = environment.with_name(f"{environment.name}.{os.getpid()}")
     try:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(part)], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", str(part), "install", "-q", "--disable-pip-version-check"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(part),
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+        ]
         subprocess.run([*pip, "--no-deps", "--only-binary", ":all:", *REQUIREMENTS], check=True)
         (packages,) = part.glob("lib/python*/site-packages")
         for module in UNUSED:
-            (packages / f"{module}.py").write_text("load_dataset = None  # EvalPlus imports it for downloads only\n")
+            (packages / f"{module}.py").write_text(
+                "load_dataset = None  # EvalPlus imports it for downloads only\n"
+            )
         subprocess.run([part / "bin/python", "-c", "import evalplus.evaluate, evalplus.sanitize"], check=True)
         part.rename(environment)
     finally:
@@ -124,10 +150,14 @@ class EvalPlus:
 
     def __post_init__(self) -> None:
         if not (self.environment / "bin/python").exists():
-            raise ValueError(f"EvalPlus is not at {self.environment}; install it with: python -m evals.code --setup")
+            raise ValueError(
+                f"EvalPlus is not at {self.environment}; install it with: python -m evals.code --setup"
+            )
 
     def control(self) -> dict[str, Any]:
-        """Score the reference solutions: passed, total, known_failures {task: reason}, unexpected_failures [task]."""
+        """Score the reference solutions: passed, total, known_failures {task:
+        reason}, unexpected_failures [task].
+        """
         rows = [{"task_id": p["task_id"], "solution": reference(p)} for p in self.dataset.problems]
         scored = self.evaluate(rows, "control")
         failed = [task for task, samples in scored.items() if samples[0] != (True, True)]
@@ -142,10 +172,13 @@ class EvalPlus:
         """EvalPlus's sanitize of each {"text", "entry_point"}; None if it exceeds SANITIZE_S."""
         request = json.dumps({"selected": selected, "sanitize_s": SANITIZE_S})
         options, command = self._sandboxed("sanitize")
-        return json.loads(self._run([*options, *command], ENVIRONMENT, request, 60 + SANITIZE_S * len(selected)))
+        return json.loads(
+            self._run([*options, *command], ENVIRONMENT, request, 60 + SANITIZE_S * len(selected))
+        )
 
     def evaluate(self, rows: Iterable[dict[str, Any]], name: str) -> dict[str, list[tuple[bool, bool]]]:
-        """Score {"task_id", "solution"} rows; by task, for each sample, whether (base, base and plus) tests pass.
+        """Score {"task_id", "solution"} rows; by task, for each sample, whether (base, base
+        and plus) tests pass.
 
         Writes `name`.jsonl, `name`_eval_results.json and evalplus.log to the folder.
         """
@@ -180,7 +213,9 @@ class EvalPlus:
         write_atomically(self.folder / f"{name}.jsonl", text)
         write_atomically(self.folder / f"{name}_eval_results.json", results)
         return {
-            task: [(s["base_status"] == "pass", s["base_status"] == s["plus_status"] == "pass") for s in samples]
+            task: [
+                (s["base_status"] == "pass", s["base_status"] == s["plus_status"] == "pass") for s in samples
+            ]
             for task, samples in json.loads(results)["eval"].items()
         }
 
@@ -189,11 +224,16 @@ class EvalPlus:
         command = [str(self.environment / "bin/python"), "-I", "-c", RUNNER.read_text(), verb]
         if self.sandbox == "none":  # all the same a solution ends with its judge
             return [], ["setpriv", "--pdeathsig", "KILL", *command]
-        readable = [self.environment, Path(sys.base_prefix).resolve()]  # the standard library is in the latter
+        readable = [
+            self.environment,
+            Path(sys.base_prefix).resolve(),
+        ]  # the standard library is in the latter
         return sandbox_options(readable), as_nobody(command)
 
     def _run(self, command: list[str], env: dict[str, str], text: str, timeout_s: float) -> str:
-        """Run a command; its stdout, and stderr to evalplus.log. ValueError if it fails or outlives timeout_s."""
+        """Run a command; its stdout, and stderr to evalplus.log. ValueError if it
+        fails or outlives timeout_s.
+        """
         log = self.folder / "evalplus.log"
         with open(log, "a") as errors:
             process = subprocess.Popen(

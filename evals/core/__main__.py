@@ -1,10 +1,11 @@
-"""CORE, 22 tasks that separate models early in training, from a local bundle, on the engine or in Transformers.
+"""CORE, 22 tasks that separate models early in training, from a local bundle, on the
+engine or in Transformers.
 
     python -m evals.core runs/demo/hf --bundle eval_bundle --limit 500 --out runs/demo/evals.jsonl --step 200
     python -m evals.core runs/demo/hf --bundle eval_bundle --limit 500 --plan --tokens-per-s 50000
 
-Finished tasks are kept next to --out until the record is written, so that an interrupted evaluation resumes. The answer
-to every item stays in items/ there; `python -m evals.compare` compares two such files.
+Finished tasks are kept next to --out until the record is written, so that an interrupted evaluation resumes.
+The answer to every item stays in items/ there; `python -m evals.compare` compares two such files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder,
 
 ALL_ITEMS = Settings()
 SettingsFlags = Annotated[
-    Settings, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="task", help="which items are scored, and their prompts")
+    Settings,
+    tyro.conf.OmitArgPrefixes,
+    tyro.conf.arg(name="task", help="which items are scored, and their prompts"),
 ]
 
 
@@ -62,7 +65,9 @@ def main(
     show(figures, tasks)
     head = {"kind": "core", "step": about.step, "protocol": settings.protocol, "limit": settings.limit, **who}
     answers = {label: partial.tasks[label] for label in figures["tasks"]}
-    lines = ({"task": label, "item": i, **each} for label, found in answers.items() for i, each in enumerate(found))
+    lines = (
+        {"task": label, "item": i, **each} for label, found in answers.items() for i, each in enumerate(found)
+    )
     figures["items"] = write_items(about.out, head, lines)
     record = about.append("core", figures, seconds=time.perf_counter() - started, **who)
     partial.remove()

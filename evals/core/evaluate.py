@@ -1,7 +1,9 @@
-"""CORE on a model: score every task of a bundle and print the table; or count the tokens that this would read.
+"""CORE on a model: score every task of a bundle and print the table; or count the tokens
+that this would read.
 
-In a multiple-choice or schema task the option with the lowest mean loss per token is chosen; a continuation is right if
-each of its tokens is the argmax. CORE is the mean of the centered accuracies of all 22 tasks, else null.
+In a multiple-choice or schema task the option with the lowest mean loss per token is chosen; a
+continuation is right if each of its tokens is the argmax. CORE is the mean of the centered accuracies of
+all 22 tasks, else null.
 
     centered = (accuracy - baseline) / (1 - baseline)
 """
@@ -19,7 +21,14 @@ from typing import Annotated, Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from evals.core.prompts import FEWSHOT_SEED, Item, Protocol, Unscorable, items
@@ -33,7 +42,9 @@ from records.files import write_atomically
 VERSIONS = ("v1", "v2")
 console = Console(stderr=True)
 Tasks = dict[str, dict[str, Any]]
-Answered = dict[str, Any]  # one item: group, right, losses (nats per token of each option), gold, its nats and bytes
+Answered = dict[
+    str, Any
+]  # one item: group, right, losses (nats per token of each option), gold, its nats and bytes
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,9 @@ class Settings:
 def answered(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> Answered:
     """What the model answers to an item, and what the right answer costs it.
 
-    The loss of an option is in nats per token; NaN, as in nanochat, if it has no token of its own ("hot" before "hot
-    air"). Comparisons with NaN are false, so such an option is chosen if it is the first, and never otherwise.
+    The loss of an option is in nats per token; NaN, as in nanochat, if it has no token of its own
+    ("hot" before "hot air"). Comparisons with NaN are false, so such an option is chosen if it is the
+    first, and never otherwise.
     """
     losses = [-float(s.logprobs.mean()) if len(s.logprobs) else math.nan for s in scores]
     if len(losses) == 1:
@@ -94,7 +106,9 @@ def score_task(
     """The answers to the items of one task. Raises Unscorable if one does not fit into the model's context."""
     rows = bundle.rows(task)
     total = len(rows) if most is None else min(most, len(rows))
-    asked, told = itertools.tee(items(task, rows, protocol, scorer, min(scorer.max_length, scorer.scoring_room), most))
+    asked, told = itertools.tee(
+        items(task, rows, protocol, scorer, min(scorer.max_length, scorer.scoring_room), most)
+    )
     found = []
     for item, scores in zip(told, scorer.score(item.prompts for item in asked), strict=True):
         found.append(answered(scorer, item, scores))
@@ -150,8 +164,12 @@ def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {**means(tasks, TASKS, "core"), "categories": categories}
 
 
-def means(tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], name: str) -> dict[str, float | None]:
-    """Mean centered accuracies of `members`, `name`_v1 and _v2, and their standard errors; None if one is missing."""
+def means(
+    tasks: Mapping[str, Mapping[str, Any]], members: Sequence[Task], name: str
+) -> dict[str, float | None]:
+    """Mean centered accuracies of `members`, `name`_v1 and _v2, and their standard errors; None
+    if one is missing.
+    """
     found: dict[str, float | None] = {}
     for version in VERSIONS:
         mean = error = None
@@ -234,7 +252,9 @@ def show(figures: dict[str, Any], bundle: Bundle) -> None:
 
 
 def remarks(figures: dict[str, Any], bundle: Bundle) -> list[str]:
-    """Lines under the table: why CORE is not computed, tasks that could not be scored, settings that are not CORE's."""
+    """Lines under the table: why CORE is not computed, tasks that could not be scored, settings
+    that are not CORE's.
+    """
     absent = [task.label for task in bundle.tasks if bundle.missing(task)]
     failed = {label: why for label, why in figures["missing"].items() if label not in absent}
     skipped = [label for label, why in failed.items() if why == NOT_CHOSEN]
@@ -246,14 +266,18 @@ def remarks(figures: dict[str, Any], bundle: Bundle) -> list[str]:
     if skipped:
         lines.append(f"{len(skipped)} tasks were not chosen by --tasks: CORE is not computed.")
     lines += [f"{label} could not be scored: {why}" for label, why in failed.items() if why != NOT_CHOSEN]
-    return lines + [f"{label}: core.yaml sets {values}, unlike CORE" for label, values in figures["differs"].items()]
+    return lines + [
+        f"{label}: core.yaml sets {values}, unlike CORE" for label, values in figures["differs"].items()
+    ]
 
 
 def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) -> dict[str, Any]:
-    """What a model must read, per task and in total: by the engine (`tokens_shared`), in Transformers on a GPU.
+    """What a model must read, per task and in total: by the engine (`tokens_shared`), in
+    Transformers on a GPU.
 
-    tokens: of all prompts one by one. tokens_shared: with the prefix of the last prompt kept, as the engine does.
-    passes, tokens_packed: forward passes and their tokens, padding included, as evals.scorer.hf packs them for CUDA.
+    tokens: of all prompts one by one. tokens_shared: with the prefix of the last prompt kept, as the
+    engine does. passes, tokens_packed: forward passes and their tokens, padding included, as
+    evals.scorer.hf packs them for CUDA.
     """
     chosen, missing = bundle.chosen(settings.labels())
     counts: dict[str, dict[str, int]] = {}
@@ -296,7 +320,9 @@ def show_plan(counts: dict[str, Any], tokens_per_s: float | None) -> None:
     for label, row in (*counts["tasks"].items(), ("all", counts)):
         table.add_row(label, *(f"{row[name]:,}" for name in PLANNED))
     if tokens_per_s is not None:
-        minutes = {name: f"{counts[name] / tokens_per_s / 60:.1f} min" for name in PLANNED if "tokens" in name}
+        minutes = {
+            name: f"{counts[name] / tokens_per_s / 60:.1f} min" for name in PLANNED if "tokens" in name
+        }
         table.add_row(f"at {tokens_per_s:,.0f} tokens/s", *(minutes.get(name, "") for name in PLANNED))
     console.print(table)
     if counts["missing"]:

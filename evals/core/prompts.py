@@ -1,11 +1,13 @@
 """The token sequences of an item, in one of two protocols that give different scores.
 
-`nanochat`: rows are shuffled with seed 1337, the first n are asked; each row draws its few-shot examples with its own
-    seed; examples end in a blank line; whole prompts are encoded, and the answer is where the prompts of an item
-    differ; one BOS.
-`dclm` (llm-foundry): rows in file order; one generator draws the examples of all rows in turn; examples are lines;
-    examples, context and answer are encoded separately; special tokens as the tokenizer adds them; jeopardy category
-    by category. A subset is every k-th row, with the same prompts as in a full run.
+`nanochat`: rows are shuffled with seed 1337, the first n are asked; each row draws its few-shot
+examples with its own
+    seed; examples end in a blank line; whole prompts are encoded, and the answer is where the prompts of an
+    item differ; one BOS.
+`dclm` (llm-foundry): rows in file order; one generator draws the examples of all rows in
+turn; examples are lines;
+    examples, context and answer are encoded separately; special tokens as the tokenizer adds them; jeopardy
+    category by category. A subset is every k-th row, with the same prompts as in a full run.
 
 In both, a prompt that is too long is truncated from the left.
 """
@@ -39,7 +41,12 @@ class Item:
 
 
 def items(
-    task: Task, rows: Sequence[Row], protocol: Protocol, encoder: Encoder, max_length: int, most: int | None = None
+    task: Task,
+    rows: Sequence[Row],
+    protocol: Protocol,
+    encoder: Encoder,
+    max_length: int,
+    most: int | None = None,
 ) -> Iterator[Item]:
     """The items of a task, at most `most`. max_length: the context in tokens. Raises Unscorable."""
     if protocol == "nanochat":
@@ -48,7 +55,9 @@ def items(
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
-    needs_space = len(encoder.encode(" a")) == 1  # GPT-2's tokens include the leading space; SentencePiece adds it
+    needs_space = (
+        len(encoder.encode(" a")) == 1
+    )  # GPT-2's tokens include the leading space; SentencePiece adds it
     for number, (group, members) in enumerate(groups.items()):
         share = None if most is None else (most + number) // len(groups)
         chosen = spaced(len(members), share)
@@ -89,7 +98,9 @@ def _nanochat_items(
     task: Task, rows: Sequence[Row], encoder: Encoder, max_length: int, most: int | None
 ) -> Iterator[Item]:
     if encoder.bos_id is None:
-        raise ValueError("protocol nanochat begins each prompt with BOS or EOS, but the tokenizer has neither")
+        raise ValueError(
+            "protocol nanochat begins each prompt with BOS or EOS, but the tokenizer has neither"
+        )
     asked = [rows[i] for i in nanochat_order(len(rows), most)]
     for index, row in enumerate(asked):
         examples = [asked[i] for i in nanochat_examples(index, len(asked), task.shots)]
@@ -124,9 +135,11 @@ def _answered(row: Row, type_: TaskType) -> tuple[str, str]:
 
 
 def answer_spans(sequences: list[list[int]], type_: TaskType) -> list[Prompt]:
-    """Locate the answer: the differing end (choices), the common end (schema), or the added text (language_modeling).
+    """Locate the answer: the differing end (choices), the common end (schema), or
+    the added text (language_modeling).
 
-    If the added text changes the tokens before it, which nanochat refuses, the answer begins at the first change.
+    If the added text changes the tokens before it, which nanochat refuses, the answer begins
+    at the first change.
     """
     if type_ == "language_modeling":
         without, whole = sequences
@@ -142,7 +155,9 @@ def cropped(prompt: Prompt, max_length: int) -> Prompt:
     """The last `max_length` ids of a prompt; Unscorable if its answer does not fit."""
     cut = max(0, len(prompt.ids) - max_length)
     if prompt.start - cut < 1:
-        raise Unscorable(f"an answer of {len(prompt.ids) - prompt.start} tokens does not fit into {max_length}")
+        raise Unscorable(
+            f"an answer of {len(prompt.ids) - prompt.start} tokens does not fit into {max_length}"
+        )
     return Prompt(prompt.ids[cut:], prompt.start - cut)
 
 

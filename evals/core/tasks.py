@@ -1,7 +1,7 @@
 """The 22 tasks of CORE (DCLM, https://arxiv.org/abs/2406.11794) as data, and the bundle they are read from.
 
-A baseline is the accuracy of guessing, in percent. DCLM corrected three of them in September 2025, so CORE has two
-versions: v1, which older figures (and nanochat's) use, and v2.
+A baseline is the accuracy of guessing, in percent. DCLM corrected three of them in September 2025, so CORE
+has two versions: v1, which older figures (and nanochat's) use, and v2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ TEXT: TaskType = "language_modeling"
 
 @dataclass(frozen=True)
 class Task:
-    """One task. delimiter: text between query and answer. by_category: average over the rows' categories (dclm)."""
+    """One task. delimiter: text between query and answer. by_category: average over
+    the rows' categories (dclm).
+    """
 
     label: str
     category: str
@@ -50,7 +52,14 @@ CATEGORIES = tuple(FOLDERS)
 
 
 def _task(
-    label: str, category: str, type_: TaskType, shots: int, v1: float, v2: float, file: str = "", **settings: Any
+    label: str,
+    category: str,
+    type_: TaskType,
+    shots: int,
+    v1: float,
+    v2: float,
+    file: str = "",
+    **settings: Any,
 ) -> Task:
     path = f"{FOLDERS[category]}/{file or label}.jsonl"
     return Task(label, category, type_, shots, v1, v2, path, **settings)
@@ -92,10 +101,10 @@ FIELDS: dict[TaskType, dict[str, type]] = {
 class Bundle:
     """A local folder with the rows of the tasks, in the layout of llm-foundry or nanochat.
 
-    `eval_data/<topic>/<file>.jsonl`, `local_data/...` or `<topic>/...`. If the folder has a core.yaml, its paths, shots
-    and delimiters apply; `differs` lists those that are not CORE's. Baselines are always CORE's, and an
-    eval_meta_data.csv with other baselines is refused. A folder with other rows in this layout is marked by a file
-    NOT_CORE, whose text goes into the record (`not_core`).
+    `eval_data/<topic>/<file>.jsonl`, `local_data/...` or `<topic>/...`. If the folder has a core.yaml, its
+    paths, shots and delimiters apply; `differs` lists those that are not CORE's. Baselines are always CORE's,
+    and an eval_meta_data.csv with other baselines is refused. A folder with other rows in this layout is
+    marked by a file NOT_CORE, whose text goes into the record (`not_core`).
     """
 
     def __init__(self, folder: Path):
@@ -104,13 +113,17 @@ class Bundle:
         inner = [folder / name for name in ("eval_data", "local_data") if (folder / name).is_dir()]
         self.root = inner[0] if inner else folder
         marked = folder / "NOT_CORE"
-        self.not_core = marked.read_text(encoding="utf-8").strip() or marked.name if marked.is_file() else None
+        self.not_core = (
+            marked.read_text(encoding="utf-8").strip() or marked.name if marked.is_file() else None
+        )
         self.differs: dict[str, dict[str, Any]] = {}
         self.tasks = TASKS
         if (folder / "core.yaml").is_file():
             entries = read_core_yaml(folder / "core.yaml")
             # a task that core.yaml does not list may have its file nevertheless
-            self.tasks = tuple(self._as_configured(t, entries[t.label]) if t.label in entries else t for t in TASKS)
+            self.tasks = tuple(
+                self._as_configured(t, entries[t.label]) if t.label in entries else t for t in TASKS
+            )
         if (folder / "eval_meta_data.csv").is_file():
             check_baselines(folder / "eval_meta_data.csv")
         if not any(self.file(task).is_file() for task in self.tasks):
@@ -134,7 +147,9 @@ class Bundle:
         return digest.hexdigest()
 
     def rows(self, task: Task) -> list[Row]:
-        """The rows of a task in file order; ValueError names the first line that is not a row of the task's type."""
+        """The rows of a task in file order; ValueError names the first line that is not a row
+        of the task's type.
+        """
         path = self.file(task)
         with open(path, encoding="utf-8") as file:
             rows = [checked_row(row, task.type, f"{path}:{number}") for number, row in json_lines(file, path)]
@@ -159,7 +174,9 @@ class Bundle:
             "delimiter": found.get("continuation_delimiter", " "),
         }
         if values["type"] not in FIELDS:
-            raise ValueError(f"core.yaml: {task.label}: icl_task_type = {values['type']!r}; choose from {list(FIELDS)}")
+            raise ValueError(
+                f"core.yaml: {task.label}: icl_task_type = {values['type']!r}; choose from {list(FIELDS)}"
+            )
         changed = {name: value for name, value in values.items() if value != getattr(task, name)}
         if changed:
             self.differs[task.label] = changed
@@ -199,7 +216,9 @@ def checked_row(row: Any, type_: TaskType, where: str) -> Row:
         if len(options) < 2 or not all(isinstance(option, str) for option in options):
             raise ValueError(f"{where}: at least two options are needed, each a text, not {options!r}")
         if not 0 <= row["gold"] < len(options):
-            raise ValueError(f"{where}: gold = {row['gold']} is not the index of one of {len(options)} options")
+            raise ValueError(
+                f"{where}: gold = {row['gold']} is not the index of one of {len(options)} options"
+            )
     elif not row["continuation"]:
         raise ValueError(f"{where}: the continuation is empty, so there is nothing to predict")
     return row

@@ -1,11 +1,13 @@
 """lm-eval's stock tasks, or a task file of your own, on a model.
 
-`ruler` stands for its eleven synthetic tasks, scored at each of `--lengths` tokens (the two that download QA sets are
-chosen by name). `--limit N` takes the first N documents of a task, and of each length of a RULER task.
+`ruler` stands for its eleven synthetic tasks, scored at each of `--lengths` tokens (the two that
+download QA sets are chosen by name). `--limit N` takes the first N documents of a task, and of each
+length of a RULER task.
 
-    python -m evals.lm_eval runs/demo/hf --tasks arc_easy,arc_challenge --num-fewshot 0 --data eval_data --limit 100
-    python -m evals.lm_eval HF_DIR --tasks ruler --lengths 2048,4096 --max-length 4224 --out runs/NAME/evals.jsonl
-    python -m evals.lm_eval HF_DIR --tasks arc_easy,my_task.yaml --base-url http://127.0.0.1:8000/v1
+    python -m evals.lm_eval runs/demo/hf --tasks arc_easy,arc_challenge --num-fewshot 0
+    --data eval_data --limit 100 python -m evals.lm_eval HF_DIR --tasks ruler --lengths
+    2048,4096 --max-length 4224 --out runs/NAME/evals.jsonl python -m evals.lm_eval HF_DIR
+    --tasks arc_easy,my_task.yaml --base-url http://127.0.0.1:8000/v1
 
 An endpoint also needs the folder: its tokenizer encodes the prompts and determines the lengths of RULER's.
 """
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
     from evals.lm_eval.models import ScorerLM
 
 DEFAULT_LENGTHS = (2048, 4096)
-RULER_CONTEXT = "which documents are scored; RULER needs a --max-length up to 100 tokens above its longest length"
+RULER_CONTEXT = (
+    "which documents are scored; RULER needs a --max-length up to 100 tokens above its longest length"
+)
 RIGHT = ("acc", "exact_match")  # metrics of an item that are 0 or 1
 
 
@@ -47,7 +51,9 @@ class Questions:
     """What is asked, and how."""
 
     tasks: str
-    """comma-separated lm-eval task names or paths of task files (.yaml); `ruler` is RULER's eleven synthetic tasks"""
+    """comma-separated lm-eval task names or paths of task files (.yaml); `ruler` is
+    RULER's eleven synthetic tasks
+    """
     lengths: str = ",".join(map(str, DEFAULT_LENGTHS))
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
     limit: Annotated[int | None, optional("INT", "all")] = None
@@ -70,7 +76,9 @@ def lengths_of(text: str) -> list[int]:
     """The ascending token counts of a comma-separated list."""
     lengths = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(lengths) < 512 or lengths != sorted(set(lengths)):
-        raise ValueError(f"--lengths {text} must be ascending token counts of at least 512, such as 2048,4096")
+        raise ValueError(
+            f"--lengths {text} must be ascending token counts of at least 512, such as 2048,4096"
+        )
     return lengths
 
 
@@ -101,7 +109,9 @@ def evaluate(
         torch_random_seed=SEEDS["torch"],
         fewshot_random_seed=SEEDS["fewshot"],
     )
-    for name, samples in result["samples"].items():  # a task with several filters lists each document once a filter
+    for name, samples in result[
+        "samples"
+    ].items():  # a task with several filters lists each document once a filter
         result["samples"][name] = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     return result
 
@@ -117,12 +127,16 @@ def settings_figures(asked: Questions, names: Sequence[str]) -> dict[str, Any]:
         "num_fewshot": asked.num_fewshot,
         "add_bos": asked.add_bos,
         "chat_template": asked.chat_template,
-        "haystack": ("upstream" if asked.data is None else "offline") if set(names) & set(RULER_TASKS) else None,
+        "haystack": ("upstream" if asked.data is None else "offline")
+        if set(names) & set(RULER_TASKS)
+        else None,
     }
 
 
 def figures_of(result: dict[str, Any], model: ScorerLM, lengths: Sequence[int]) -> dict[str, Any]:
-    """The scores of a result, RULER's by length, and counts, lengths in tokens and truncations of the prompts."""
+    """The scores of a result, RULER's by length, and counts, lengths in tokens and
+    truncations of the prompts.
+    """
     tasks = {name: numbers(values) for name, values in result["results"].items()}
     ruler = {
         str(length): {name: tasks[name][str(length)] for name in tasks if str(length) in tasks[name]}
@@ -140,8 +154,12 @@ def figures_of(result: dict[str, Any], model: ScorerLM, lengths: Sequence[int]) 
 
 
 def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The numeric metrics: m or, of a filter, "m,filter", and its error with _stderr; -1: RULER has no documents."""
-    found = {key.removesuffix(",none"): float(value) for key, value in values.items() if isinstance(value, float)}
+    """The numeric metrics: m or, of a filter, "m,filter", and its error with _stderr; -1:
+    RULER has no documents.
+    """
+    found = {
+        key.removesuffix(",none"): float(value) for key, value in values.items() if isinstance(value, float)
+    }
     kept = {re.sub("(_stderr)(,.+)", r"\2\1", key): value for key, value in found.items()}
     return {key: value for key, value in kept.items() if math.isfinite(value) and value != -1}
 
@@ -163,11 +181,17 @@ def prompt_figures(model: ScorerLM, samples: list[dict[str, Any]]) -> dict[str, 
 
 
 def answers_of(samples: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The lines of the file of items: right where the task scores it, losses in nats (not per token) of the choices."""
+    """The lines of the file of items: right where the task scores it, losses in nats (not per
+    token) of the choices.
+    """
     for name, of_task in samples.items():
         for sample in of_task:
             right = next((sample[metric] for metric in RIGHT if metric in sample), None)
-            scored = [r[0] for r in sample["filtered_resps"] if isinstance(r, list | tuple) and isinstance(r[0], float)]
+            scored = [
+                r[0]
+                for r in sample["filtered_resps"]
+                if isinstance(r, list | tuple) and isinstance(r[0], float)
+            ]
             item = {"task": name, "item": sample["doc_id"], "right": None if right is None else bool(right)}
             yield item | {"losses": [-score for score in scored]}
 
@@ -189,7 +213,9 @@ def show(figures: dict[str, Any]) -> None:
     for name, metrics in figures["tasks"].items():
         for metric in [m for m in metrics if not m.endswith("_stderr") and name not in RULER_TASKS]:
             error = f"{metrics[f'{metric}_stderr']:.4f}" if f"{metric}_stderr" in metrics else ""
-            table.add_row(name, metric, f"{metrics[metric]:.4f}", error, f"{figures['prompts'][name]['documents']:,}")
+            table.add_row(
+                name, metric, f"{metrics[metric]:.4f}", error, f"{figures['prompts'][name]['documents']:,}"
+            )
     if table.row_count:
         console.print(table)
     if figures["ruler"]:
@@ -199,7 +225,9 @@ def show(figures: dict[str, Any]) -> None:
             ruler.add_row(name, *("-" if score is None else f"{score:.3f}" for score in scores))
         console.print(ruler)
     if figures["cut_prompts"]:
-        console.print(f"[bold red]{figures['cut_prompts']} prompts lost their head: give a longer --max-length")
+        console.print(
+            f"[bold red]{figures['cut_prompts']} prompts lost their head: give a longer --max-length"
+        )
 
 
 def main(
@@ -208,7 +236,9 @@ def main(
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
 ) -> dict[str, Any]:
-    """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout is the record, JSON."""
+    """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout
+    is the record, JSON.
+    """
     started = time.perf_counter()
     names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
     about = replace(about, out=about.out and about.out.resolve())  # data_folder changes the working directory

@@ -1,10 +1,11 @@
 """Any scorer as a model of lm-eval.
 
-Requests are sorted by their ids, so that those with a common prefix (the choices of one question, the shots of one
-task) follow each other. Nothing is truncated silently: a prompt longer than the context is truncated from the left, as
-in lm-eval's own models, but is counted in `cut_prompts` and reported.
+Requests are sorted by their ids, so that those with a common prefix (the choices of one question, the shots
+of one task) follow each other. Nothing is truncated silently: a prompt longer than the context is truncated
+from the left, as in lm-eval's own models, but is counted in `cut_prompts` and reported.
 
-Importing this file registers `laneformer`: `lm_eval.simple_evaluate(model="laneformer", model_args="pretrained=DIR")`.
+Importing this file registers `laneformer`:
+`lm_eval.simple_evaluate(model="laneformer", model_args="pretrained=DIR")`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ log = logging.getLogger(__name__)
 class ScorerLM(TemplateLM):
     """A model folder as an lm-eval model, answered by `source`.
 
-    add_bos: prepend BOS to every prompt, as in training. ValueError for a folder without a tokenizer. A context longer
-    than config.json's (`source.max_length`) extrapolates beyond the trained positions.
+    add_bos: prepend BOS to every prompt, as in training. ValueError for a folder without a tokenizer. A
+    context longer than config.json's (`source.max_length`) extrapolates beyond the trained positions.
     """
 
     def __init__(self, pretrained: str | Path, source: Source = LOCAL, add_bos: bool = True):
@@ -60,13 +61,17 @@ class ScorerLM(TemplateLM):
         return str(self.folder).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text; None: add BOS if the model was opened with add_bos and the text does not begin with it."""
+        """Ids of a text; None: add BOS if the model was opened with add_bos and the text does
+        not begin with it.
+        """
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = self.add_bos and not (bos and string.startswith(bos))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -77,7 +82,9 @@ class ScorerLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(sum of log p of the continuation in nats, whether greedy decoding would have written it) of each request."""
+        """(sum of log p of the continuation in nats, whether greedy decoding would have written
+        it) of each request.
+        """
         answers = [(0.0, False)] * len(requests)
         order = in_prefix_order([c + n for _, c, n in requests])
         # requests of one context, the choices of a question, are one item
@@ -108,7 +115,9 @@ class ScorerLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text after each prompt, up to EOS, the task's first stop string (not included) or its token limit."""
+        """The text after each prompt, up to EOS, the task's first stop string (not included)
+        or its token limit.
+        """
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         answers = [""] * len(requests)
         for i in tqdm(in_prefix_order(prompts), "generating", disable=disable_tqdm):
@@ -123,7 +132,9 @@ class ScorerLM(TemplateLM):
         if not options.pop("do_sample"):
             options["temperature"] = 0.0
         if limit >= self.max_length:
-            raise ValueError(f"max_gen_toks = {limit} leaves no room for a prompt in {self.max_length} tokens")
+            raise ValueError(
+                f"max_gen_toks = {limit} leaves no room for a prompt in {self.max_length} tokens"
+            )
         ids = self._fitting(prompt, self.max_length - limit)
         return self.scorer.generate(ids, limit, [stop for stop in stops if stop], **options).text
 
@@ -134,7 +145,9 @@ class ScorerLM(TemplateLM):
 
     def _report_cuts(self) -> None:
         if self.cut_prompts:
-            log.warning("%d prompts so far lost their head: the context is %d", self.cut_prompts, self.max_length)
+            log.warning(
+                "%d prompts so far lost their head: the context is %d", self.cut_prompts, self.max_length
+            )
 
 
 def in_prefix_order(prompts: Sequence[list[int]]) -> list[int]:

@@ -6,13 +6,14 @@ A local folder replaces the hub, so that tasks run without a network:
     DIR/baber/paul_graham_essays/train.jsonl    {"text": ...}: the haystack of five RULER tasks
     DIR/nltk_data/tokenizers/punkt_tab/english/ RULER's sentence splitter; trained on the essays if it is missing
 
-`hf download --repo-type dataset allenai/ai2_arc --local-dir DIR/allenai/ai2_arc` fetches one. lm-eval opens data sets
-by name, and `datasets` prefers a folder of that name in the working directory. Sentence tables trained here are not
-NLTK's, so RULER's haystacks differ slightly: such scores are marked "offline".
+`hf download --repo-type dataset allenai/ai2_arc --local-dir DIR/allenai/ai2_arc` fetches one. lm-eval opens
+data sets by name, and `datasets` prefers a folder of that name in the working directory. Sentence tables
+trained here are not NLTK's, so RULER's haystacks differ slightly: such scores are marked "offline".
 
-RULER shortens a text until it fits. If even the shortest does not, its needle tasks raise an error, but `ruler_vt`
-loops forever (a bare `except` swallows Ctrl-C as well) and `ruler_cwe` samples from an empty list. So the shortest
-prompts of these two are generated here, by lm-eval's own functions, and measured first; they depend on the tokenizer.
+RULER shortens a text until it fits. If even the shortest does not, its needle tasks raise an error, but
+`ruler_vt` loops forever (a bare `except` swallows Ctrl-C as well) and `ruler_cwe` samples from an empty list.
+So the shortest prompts of these two are generated here, by lm-eval's own functions, and measured first; they
+depend on the tokenizer.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ TABLES = Path("tokenizers") / "punkt_tab" / "english"
 # lm-eval's defaults; the first two determine RULER's texts
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 DRAWS = 20  # prompt lengths vary by a few tokens with the words drawn
-# hard-coded in lm-eval's ruler/vt_utils.py and ruler/cwe_utils.py: tokens of vt's worked example and of the answers,
-# and the smallest number of units (sentences, words) that is tried
+# hard-coded in lm-eval's ruler/vt_utils.py and ruler/cwe_utils.py: tokens of vt's worked example and of the
+# answers, and the smallest number of units (sentences, words) that is tried
 VT_EXAMPLE_TOKENS, VT_EXAMPLE_UNITS, VT_UNITS, VT_ANSWER_TOKENS = 500, 5, 10, 30
 CWE_UNITS, CWE_ANSWER_TOKENS = 10, 120
 
@@ -66,7 +67,9 @@ def expand_tasks(names: str) -> list[str]:
     return found
 
 
-def load_tasks(names: Sequence[str], lengths: Sequence[int], tokenizer: Path) -> tuple[TaskManager, list[Task]]:
+def load_tasks(
+    names: Sequence[str], lengths: Sequence[int], tokenizer: Path
+) -> tuple[TaskManager, list[Task]]:
     """The stock tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
     import lm_eval.tasks
 
@@ -76,13 +79,17 @@ def load_tasks(names: Sequence[str], lengths: Sequence[int], tokenizer: Path) ->
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
     own = {name for name in names if Path(name).is_file()}
     if set(names) - own <= {*ARC_TASKS, *RULER_TASKS}:  # indexing all of lm-eval's tasks takes half a minute
-        paths: list[str | Path] = [Path(lm_eval.tasks.__file__).parent / folder for folder in ("arc", "ruler")]
+        paths: list[str | Path] = [
+            Path(lm_eval.tasks.__file__).parent / folder for folder in ("arc", "ruler")
+        ]
         manager = lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     else:
         manager = lm_eval.tasks.TaskManager(metadata=metadata)
     known = {*manager.all_tasks}
     if unknown := [name for name in names if name not in known and not Path(name).is_file()]:
-        raise ValueError(f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], sorted(known), most=5)}")
+        raise ValueError(
+            f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], sorted(known), most=5)}"
+        )
     return manager, list(manager.load(list(names))["tasks"].values())
 
 
@@ -219,6 +226,10 @@ def shortest_cwe(tokenizer: Any, length: int) -> int:
     drawn = [cwe_utils.generate_input_output(CWE_UNITS, length) for _ in range(DRAWS)]
     cwe_utils.RNG.setstate(state)
     return CWE_ANSWER_TOKENS + max(
-        len(tokenizer(f"{example}\n{text} {' '.join(f'{i}. {word}' for i, word in enumerate(answer, 1))}").input_ids)
+        len(
+            tokenizer(
+                f"{example}\n{text} {' '.join(f'{i}. {word}' for i, word in enumerate(answer, 1))}"
+            ).input_ids
+        )
         for example, text, answer in drawn
     )

@@ -32,9 +32,13 @@ class Source:
     """What answers: the model folder in this process, or an OpenAI-compatible server if --base-url is given."""
 
     backend: Kind = "auto"
-    """library that runs the model: auto is Transformers where a GPU is visible, else the engine for a Laneformer"""
+    """library that runs the model: auto is Transformers where a GPU is visible, else the
+    engine for a Laneformer
+    """
     device: str = "auto"
-    """device that runs the model: auto, cpu, cuda (all visible GPUs share the items), or a list: cuda:0,cuda:1"""
+    """device that runs the model: auto, cpu, cuda (all visible GPUs share the items),
+    or a list: cuda:0,cuda:1
+    """
     dtype: str = "auto"
     """type of the engine's weights: auto (that of the folder), fp32, bf16, fp16, int8, int4"""
     max_length: Annotated[int | None, optional("INT", "that of its config.json")] = None
@@ -75,7 +79,9 @@ def devices_of(device: str) -> list[str]:
     names = device.split(",")
     known = {"cpu", *(f"cuda:{i}" for i in range(gpus))}
     if not set(names) <= known:
-        raise ValueError(f"device = {device!r} is unknown; choose auto, or a list of {', '.join(sorted(known))}")
+        raise ValueError(
+            f"device = {device!r} is unknown; choose auto, or a list of {', '.join(sorted(known))}"
+        )
     return names
 
 
@@ -90,8 +96,12 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, list[str], str]:
             f"laneformer, {', '.join(FAMILIES)}"
         )
     if source.backend not in ("auto", "engine", "transformers"):
-        raise ValueError(f"backend = {source.backend!r} is unknown; choose 'auto', 'engine' or 'transformers'")
-    if source.backend == "engine":  # one engine; its auto is the CPU, and a list of GPUs shares the model's lanes
+        raise ValueError(
+            f"backend = {source.backend!r} is unknown; choose 'auto', 'engine' or 'transformers'"
+        )
+    if (
+        source.backend == "engine"
+    ):  # one engine; its auto is the CPU, and a list of GPUs shares the model's lanes
         return "engine", [source.device], "--backend engine"
     devices = devices_of(source.device)
     if source.backend == "transformers":
@@ -99,24 +109,36 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, list[str], str]:
     if devices[0].startswith("cuda"):
         return "transformers", devices, "a GPU is visible, on which the engine is not measured yet"
     if model_type == "laneformer":
-        return "engine", devices, f"a Laneformer, {'no GPU is visible' if source.device == 'auto' else '--device'}"
+        return (
+            "engine",
+            devices,
+            f"a Laneformer, {'no GPU is visible' if source.device == 'auto' else '--device'}",
+        )
     return "transformers", devices, f"its model_type is {model_type}"
 
 
 def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
-    """Open a model to ask it; ValueError if it cannot be. None: no folder, only a server. Call `close` when done."""
+    """Open a model to ask it; ValueError if it cannot be. None: no folder, only a server.
+    Call `close` when done.
+    """
     if source.base_url is not None:
         from evals.scorer.endpoint import EndpointScorer
 
         if source.dtype != "auto":
-            raise ValueError(f"dtype = {source.dtype!r}: a server has its own; leave --dtype or --base-url out")
+            raise ValueError(
+                f"dtype = {source.dtype!r}: a server has its own; leave --dtype or --base-url out"
+            )
         name = source.model or (folder.resolve().name if folder else "laneformer")
-        return EndpointScorer(source.base_url, folder, name, source.concurrency, source.timeout_s, source.max_length)
+        return EndpointScorer(
+            source.base_url, folder, name, source.concurrency, source.timeout_s, source.max_length
+        )
     if folder is None:
         raise ValueError("nothing to ask: give a model folder, or the --base-url of a server")
     backend, devices, why = choose(folder, source)
     if backend != "engine" and source.dtype != "auto":
-        raise ValueError(f"dtype = {source.dtype!r} is for the engine, not {backend} ({why}); use --backend engine")
+        raise ValueError(
+            f"dtype = {source.dtype!r} is for the engine, not {backend} ({why}); use --backend engine"
+        )
     openers = [functools.partial(open_local, backend, folder, device, source) for device in devices]
     if len(devices) > 1:
         from evals.scorer.several import SeveralScorers
@@ -124,7 +146,9 @@ def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
         scorer: Scorer = SeveralScorers(folder, openers)
     else:
         scorer = openers[0]()
-    Console(stderr=True).print(f"{scorer.backend} on {scorer.device} in {scorer.dtype} ({why})", highlight=False)
+    Console(stderr=True).print(
+        f"{scorer.backend} on {scorer.device} in {scorer.dtype} ({why})", highlight=False
+    )
     return scorer
 
 

@@ -23,7 +23,9 @@ class Prompt(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores of ids[start:]: logprobs float64 (n,) in nats; greedy bool (n,), True where the id is the argmax."""
+    """Scores of ids[start:]: logprobs float64 (n,) in nats; greedy bool (n,), True where the
+    id is the argmax.
+    """
 
     logprobs: np.ndarray
     greedy: np.ndarray
@@ -50,7 +52,9 @@ class Encoder:
 
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"{path} is missing; evaluations of text need the tokenizer: export the model with it")
+            raise ValueError(
+                f"{path} is missing; evaluations of text need the tokenizer: export the model with it"
+            )
         self.folder, self._tokenizer = folder, Tokenizer.from_file(str(path))
         config = read_config(folder)
         eos, bos_id = config.get("eos_token_id"), config.get("bos_token_id")
@@ -63,19 +67,25 @@ class Encoder:
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, on several cores."""
-        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids))
 
     def prompt_ids(self, prompt: AnyPrompt) -> list[int]:
-        """The ids of a prompt: a text with the tokenizer's special tokens, messages in the folder's chat template."""
+        """The ids of a prompt: a text with the tokenizer's special tokens, messages in
+        the folder's chat template.
+        """
         if isinstance(prompt, str):
             return self.encode(prompt, special_tokens=True)
         if not prompt or not isinstance(prompt[0], dict):
             return list(cast(Sequence[int], prompt))
         if not (tokenizer := fast_tokenizer(self.folder)).chat_template:
-            raise ValueError(f"{self.folder} has no chat template; ask with a text (evals.code: --prompt completion)")
+            raise ValueError(
+                f"{self.folder} has no chat template; ask with a text (evals.code: --prompt completion)"
+            )
         return self.encode(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
     def text_after(self, before: Sequence[int], new: Sequence[int]) -> str:
@@ -89,7 +99,8 @@ class Encoder:
 class Scorer(Encoder):
     """A model that can be asked. backend, device, dtype: of the record. max_length: context in tokens.
 
-    scoring_room: ids of the longest prompt with what is scored. parallel: requests that are answered at a time.
+    scoring_room: ids of the longest prompt with what is scored. parallel: requests that are
+    answered at a time.
     """
 
     backend: str
@@ -100,10 +111,14 @@ class Scorer(Encoder):
     parallel: int
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
-        """Scores of every prompt, item by item. Prompts of one item (the options of a question) share what they can."""
+        """Scores of every prompt, item by item. Prompts of one item (the options of a question)
+        share what they can.
+        """
         raise NotImplementedError
 
-    def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
+    def generate(
+        self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
+    ) -> Answer:
         """The text after a prompt. sampling: temperature (0, the default, is greedy), top_p, top_k, seed."""
         raise NotImplementedError
 
@@ -116,16 +131,22 @@ class Scorer(Encoder):
         return scores
 
     def rolling(self, ids: Sequence[int]) -> float:
-        """log p of a whole text in nats: every id once, after BOS, in disjoint windows with all context that fits."""
+        """log p of a whole text in nats: every id once, after BOS, in disjoint windows with
+        all context that fits.
+        """
         if self.bos_id is None:
-            raise ValueError(f"{self.folder} has neither BOS nor EOS, which a text without context begins with")
+            raise ValueError(
+                f"{self.folder} has neither BOS nor EOS, which a text without context begins with"
+            )
         whole, room = [self.bos_id, *ids], self.scoring_room - 1
         windows = []
         for begin in range(1, len(whole), room):
             end = min(begin + room, len(whole))
             first = max(0, end - room - 1)
             windows.append(Prompt(whole[first:end], begin - first))
-        return math.fsum(float(s.logprobs.sum()) for scores in self.score([w] for w in windows) for s in scores)
+        return math.fsum(
+            float(s.logprobs.sum()) for scores in self.score([w] for w in windows) for s in scores
+        )
 
     def checked(self, prompt: Prompt) -> Prompt:
         if not 1 <= prompt.start <= len(prompt.ids) <= self.scoring_room:

@@ -1,6 +1,7 @@
 """An OpenAI-compatible server as a scorer; its API key, if any, comes from OPENAI_API_KEY.
 
-Scoring needs `echo` and `logprobs` of /completions, and a folder whose tokenizer makes the ids of the prompts.
+Scoring needs `echo` and `logprobs` of /completions, and a folder whose tokenizer makes the
+ids of the prompts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ class EndpointScorer(Scorer):
     backend, dtype = "endpoint", None
 
     def __init__(
-        self, base_url: str, folder: Path | None, model: str, concurrency: int, timeout_s: float, max_length: int | None
+        self,
+        base_url: str,
+        folder: Path | None,
+        model: str,
+        concurrency: int,
+        timeout_s: float,
+        max_length: int | None,
     ):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(
@@ -63,7 +70,9 @@ class EndpointScorer(Scorer):
             found[i] = scores_of(choice, prompts[i])
         return found
 
-    def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
+    def generate(
+        self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
+    ) -> Answer:
         chat = bool(prompt) and isinstance(prompt[0], dict)
         body: dict[str, Any] = {"n": 1, "max_tokens": max_new_tokens, "temperature": 0.0, **sampling}
         body |= {"messages": prompt} if chat else {"prompt": prompt if isinstance(prompt, str) else [prompt]}
@@ -100,7 +109,11 @@ class EndpointScorer(Scorer):
                 reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
                 if error.code not in TRY_AGAIN:
                     raise ValueError(f"{url} refused the request, {reason}") from None
-            except (OSError, ValueError, HTTPException) as error:  # no connection, a timeout, not JSON, half a reply
+            except (
+                OSError,
+                ValueError,
+                HTTPException,
+            ) as error:  # no connection, a timeout, not JSON, half a reply
                 reason = repr(error)
         raise ValueError(f"{url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
 

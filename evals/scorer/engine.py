@@ -43,7 +43,9 @@ class EngineScorer(Scorer):
         found = self.engine.logprobs(prompt.ids, top=1, start=prompt.start)
         return Scores(found.logprobs.astype(np.float64), found.is_greedy)
 
-    def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
+    def generate(
+        self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
+    ) -> Answer:
         from laneformer.engine.text import StopStrings, TextStream, text_of
 
         ids = self.prompt_ids(prompt)

@@ -1,8 +1,8 @@
 """Any causal language model of Transformers as a scorer: few passes, of many prompts each.
 
-Prompts of a pass are padded on the right, which no earlier position sees, so neither a mask nor positions are needed.
-Options of an item whose common prefix is long are read behind one copy of it: the prefix once, then all options in one
-pass on its keys and values. Everything else is packed into passes of similar lengths.
+Prompts of a pass are padded on the right, which no earlier position sees, so neither a mask nor positions are
+needed. Options of an item whose common prefix is long are read behind one copy of it: the prefix once, then
+all options in one pass on its keys and values. Everything else is packed into passes of similar lengths.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ WORTH_A_PASS = {"cuda": 1536, "cpu": 512}  # tokens; reading fewer of them again
 
 
 class Pass(NamedTuple):
-    """Prompts that are read together. offset: ids of their common prefix, which a pass of its own reads before."""
+    """Prompts that are read together. offset: ids of their common prefix, which a pass of
+    its own reads before.
+    """
 
     places: list[tuple[int, int]]  # (item, option)
     offset: int
@@ -80,7 +82,9 @@ class TransformersScorer(Scorer):
         from transformers import AutoModelForCausalLM
 
         model_class: Any = AutoModelForCausalLM
-        if read_config(folder).get("model_type") == "laneformer":  # the installed class: the folder's code does not run
+        if (
+            read_config(folder).get("model_type") == "laneformer"
+        ):  # the installed class: the folder's code does not run
             from laneformer.hf.modeling_laneformer import LaneformerForCausalLM as model_class
         self._device = torch.device(device)
         model = model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
@@ -126,31 +130,46 @@ class TransformersScorer(Scorer):
             logprobs = wanted.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu().numpy()
             greedy = (wanted.argmax(-1) == targets).cpu().numpy()
         ends = list(itertools.accumulate(len(each) for each in own))
-        return [Scores(logprobs[e - len(o) : e], greedy[e - len(o) : e]) for o, e in zip(own, ends, strict=True)]
+        return [
+            Scores(logprobs[e - len(o) : e], greedy[e - len(o) : e]) for o, e in zip(own, ends, strict=True)
+        ]
 
     def _logits(self, rows: list[list[int]], kept: int, **options: Any) -> Any:
         """Logits (B, kept, V) of the last positions of a pass."""
         import torch
 
         few = {"logits_to_keep": kept} if self._few_logits else {}
-        return self._model(input_ids=torch.tensor(rows, device=self._device), **few, **options).logits[:, -kept:]
+        return self._model(input_ids=torch.tensor(rows, device=self._device), **few, **options).logits[
+            :, -kept:
+        ]
 
-    def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
+    def generate(
+        self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
+    ) -> Answer:
         import torch
         from transformers import set_seed
 
         ids = self.prompt_ids(prompt)
         if unknown := set(sampling) - {"temperature", "top_p", "top_k", "seed"}:
-            raise ValueError(f"Transformers is asked for {sorted(unknown)}; known: temperature, top_p, top_k, seed")
+            raise ValueError(
+                f"Transformers is asked for {sorted(unknown)}; known: temperature, top_p, top_k, seed"
+            )
         set_seed(sampling.pop("seed", 0))
-        options: dict[str, Any] = {"do_sample": sampling.get("temperature", 0.0) > 0, "pad_token_id": self.eos_id}
-        if options["do_sample"]:  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
+        options: dict[str, Any] = {
+            "do_sample": sampling.get("temperature", 0.0) > 0,
+            "pad_token_id": self.eos_id,
+        }
+        if options[
+            "do_sample"
+        ]:  # from the whole distribution, as the engine: its defaults are no top-k and no top-p
             options |= {"top_k": 0, "top_p": 1.0, **sampling}
         if stops:
             options |= {"stop_strings": list(stops), "tokenizer": fast_tokenizer(self.folder)}
         given, room = torch.tensor([ids], device=self._device), self.room(ids, max_new_tokens)
         with torch.inference_mode():
-            out = self._model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=room, **options)
+            out = self._model.generate(
+                given, attention_mask=torch.ones_like(given), max_new_tokens=room, **options
+            )
         new = out[0, len(ids) :].tolist()
         whole = self.text_after(ids, new)
         text, eos = cut(whole, stops), self._model.generation_config.eos_token_id

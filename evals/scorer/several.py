@@ -60,7 +60,9 @@ class SeveralScorers(Scorer):
         for future in waiting:
             yield from future.result()
 
-    def generate(self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any) -> Answer:
+    def generate(
+        self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
+    ) -> Answer:
         worker = self._workers[next(self._turn) % len(self._workers)]
         return worker.submit(_generate, prompt, max_new_tokens, stops, **sampling).result()
 

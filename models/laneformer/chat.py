@@ -1,10 +1,11 @@
-"""Conversations in a model's chat template: any model's own, as text, and a Laneformer's for training, as token ids.
+"""Conversations in a model's chat template: any model's own, as text, and a Laneformer's for
+training, as token ids.
 
-`ChatTemplate` renders the Jinja template that a model brings, as Transformers does. A Laneformer's own is also known to
-`render`, which training needs: every message is a role header, its content without surrounding white space, and the
-token that ends a text. Its ids are made segment by segment and put in a row, so no merge crosses a boundary and each id
-is either trained or not. The exported chat_template.jinja gives the same ids, with one exception: there a message that
-spells "</s>" ends its turn, in `render` text stays text.
+`ChatTemplate` renders the Jinja template that a model brings, as Transformers does. A Laneformer's own is
+also known to `render`, which training needs: every message is a role header, its content without surrounding
+white space, and the token that ends a text. Its ids are made segment by segment and put in a row, so no merge
+crosses a boundary and each id is either trained or not. The exported chat_template.jinja gives the same ids,
+with one exception: there a message that spells "</s>" ends its turn, in `render` text stays text.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ChatTokenizer:
     """A folder's tokenizer for which text is only text: what spells a control token becomes ordinary pieces."""
 
     def __init__(self, tokenizer: Tokenizer, eos_id: int):
-        """ValueError for a tokenizer with pieces across a line break, where ids of segments depend on neighbours.
+        """ValueError for a tokenizer with pieces across a line break, where ids of
+        segments depend on neighbours.
 
         eos_id: what ends a message.
         """
@@ -49,7 +51,9 @@ class ChatTokenizer:
                 f"the tokenizer has {len(crossing)} pieces that join a line break and text, such as {crossing[0]!r}; "
                 "a message could not be told from its header. Use a tokenizer trained line by line, as Llama-2's"
             )
-        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: the mode is for all threads of an object
+        self._tokenizer = Tokenizer.from_str(
+            tokenizer.to_str()
+        )  # a copy: the mode is for all threads of an object
         self.eos_id = eos_id
         # the parts of a header are single tokens where the vocabulary has such (Llama 3)
         self.headers = {role: self._encode(_HEADER.format(role)) for role in (USER, ASSISTANT)}
@@ -75,10 +79,12 @@ class ChatTokenizer:
 def render(
     messages: Sequence[Mapping[str, Any]], tokenizer: ChatTokenizer, add_generation_prompt: bool = False
 ) -> list[Segment]:
-    """The segments of a conversation, [{"role": ..., "content": ...}, ...]; assistants' contents and </s> are trained.
+    """The segments of a conversation, [{"role": ..., "content": ...}, ...]; assistants' contents
+    and </s> are trained.
 
-    add_generation_prompt: end with the header of the reply. Raises ChatError unless user and assistant take turns, the
-    user first, and every message has text; system messages are ignored, as in the published template.
+    add_generation_prompt: end with the header of the reply. Raises ChatError unless user and
+    assistant take turns, the user first, and every message has text; system messages are ignored, as
+    in the published template.
     """
     segments: list[Segment] = []
     expected = USER
@@ -93,7 +99,9 @@ def render(
         raise ChatError("empty", "the conversation has no message of a user")
     if add_generation_prompt:
         if expected == USER:
-            raise ChatError("order", f"the last of {len(messages)} messages is the assistant's: nothing to reply to")
+            raise ChatError(
+                "order", f"the last of {len(messages)} messages is the assistant's: nothing to reply to"
+            )
         segments.append(Segment(tokenizer.headers[ASSISTANT], False))
     return segments
 
@@ -105,16 +113,26 @@ def token_ids(segments: Sequence[Segment]) -> list[int]:
 def _checked(message: Mapping[str, Any], number: int, expected: str) -> tuple[str, str]:
     """Role and stripped text of a message. ChatError where the template has no form for it."""
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-        raise ChatError("fields", f"message {number} is {message!r:.80}; it needs the fields 'role' and 'content'")
+        raise ChatError(
+            "fields", f"message {number} is {message!r:.80}; it needs the fields 'role' and 'content'"
+        )
     role, text = message["role"], message["content"]
     if role not in (SYSTEM, USER, ASSISTANT):
-        raise ChatError("role", f"message {number} has the role {role!r}; allowed are system, user and assistant")
-    if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:  # JSON can hold lone surrogates
-        raise ChatError("content", f"message {number} has content of type {type(text).__name__}; it needs valid text")
+        raise ChatError(
+            "role", f"message {number} has the role {role!r}; allowed are system, user and assistant"
+        )
+    if (
+        not isinstance(text, str) or text.encode(errors="ignore").decode() != text
+    ):  # JSON can hold lone surrogates
+        raise ChatError(
+            "content", f"message {number} has content of type {type(text).__name__}; it needs valid text"
+        )
     if role == SYSTEM:
         return role, text
     if role != expected:
-        raise ChatError("order", f"message {number} is the {role}'s, but it is the {expected}'s turn; user comes first")
+        raise ChatError(
+            "order", f"message {number} is the {role}'s, but it is the {expected}'s turn; user comes first"
+        )
     if not (text := text.strip()):
         raise ChatError("empty", f"message {number}, the {role}'s, is empty")
     return role, text
@@ -133,7 +151,9 @@ class ChatTemplate:
             found = {entry["name"]: entry["template"] for entry in found}
         named = found if isinstance(found, dict) else {"default": found} if found else {}
         if "default" not in named:
-            raise ValueError(f"the model has no default chat template (named ones: {sorted(named)}); give plain text")
+            raise ValueError(
+                f"the model has no default chat template (named ones: {sorted(named)}); give plain text"
+            )
         environment, self._error = _environment()
         try:
             self._templates = {name: environment.from_string(source) for name, source in named.items()}
@@ -150,7 +170,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text, special tokens spelled out; tools (JSON schemas) choose a template "tool_use".
+        """The conversation as text, special tokens spelled out; tools (JSON schemas)
+        choose a template "tool_use".
 
         Encode it without adding special tokens. ChatError where the template refuses the messages.
         """
@@ -160,11 +181,15 @@ class ChatTemplate:
         try:
             return self._templates[name].render(**self._tokens, **values)
         except (self._error, TypeError) as error:
-            raise ChatError("template", f"the model's chat template refuses the conversation: {error}") from None
+            raise ChatError(
+                "template", f"the model's chat template refuses the conversation: {error}"
+            ) from None
 
 
 def _environment() -> tuple[Any, type[Exception]]:
-    """Jinja as Transformers sets it up: sandboxed, with what templates of the Hub use; and its class of errors."""
+    """Jinja as Transformers sets it up: sandboxed, with what templates of the Hub use; and
+    its class of errors.
+    """
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols

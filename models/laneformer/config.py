@@ -1,6 +1,8 @@
-"""The architecture as data: every tensor's name and shape, and how each partial output joins the residual stream.
+"""The architecture as data: every tensor's name and shape, and how each partial output
+joins the residual stream.
 
-Field names are those of the Hugging Face config, so that `config.json` and this class are the same dictionary.
+Field names are those of the Hugging Face config, so that `config.json` and this class
+are the same dictionary.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
             "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")  # fmt: skip
 NORMS = ("attention_norm", "ffn_norm")  # of a layer, in the order of MODULES
 BIASED = ("attention.wq", "attention.wk", "attention.wv")  # by `attention_bias`
-HEAD_NORMS = ("attention.q_norm", "attention.k_norm")  # by `qk_norm`: of every head's queries and keys, before RoPE
+HEAD_NORMS = (
+    "attention.q_norm",
+    "attention.k_norm",
+)  # by `qk_norm`: of every head's queries and keys, before RoPE
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
@@ -44,8 +49,9 @@ class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported
 class LaneformerConfig:
     """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction.
 
-    The last four fields are there for checkpoints of other families (llama/): head_dim None is hidden_size over
-    num_attention_heads; attention_bias adds to queries, keys and values; nope_layers are those without RoPE.
+    The last four fields are there for checkpoints of other families (llama/): head_dim None is
+    hidden_size over num_attention_heads; attention_bias adds to queries, keys and values; nope_layers
+    are those without RoPE.
     """
 
     hidden_size: int = 3072
@@ -95,7 +101,9 @@ class LaneformerConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} = {value!r} must be a positive integer")
         if not isinstance(self.broadcast_delay, int) or self.broadcast_delay < 0:
-            raise ValueError(f"broadcast_delay = {self.broadcast_delay!r} must be an integer >= 0 (counted in layers)")
+            raise ValueError(
+                f"broadcast_delay = {self.broadcast_delay!r} must be an integer >= 0 (counted in layers)"
+            )
         for name in ("rope_theta", "norm_eps", "initializer_range"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be greater than 0")
@@ -107,7 +115,9 @@ class LaneformerConfig:
             if value % self.num_lanes:
                 below, above = value - value % self.num_lanes, value + -value % self.num_lanes
                 near = f"{below} or {above}" if below else f"{above}"
-                raise ValueError(f"{name} = {value} is not divisible by num_lanes = {self.num_lanes}; use {near}")
+                raise ValueError(
+                    f"{name} = {value} is not divisible by num_lanes = {self.num_lanes}; use {near}"
+                )
 
     def _check_heads(self) -> None:
         if self.head_dim is None:
@@ -129,17 +139,23 @@ class LaneformerConfig:
         for name in ("swa_layers", "nope_layers"):
             outside = [i for i in getattr(self, name) if i not in range(self.num_hidden_layers)]
             if outside:
-                raise ValueError(f"{name} holds {outside}, but the layers are 0 to {self.num_hidden_layers - 1}")
+                raise ValueError(
+                    f"{name} holds {outside}, but the layers are 0 to {self.num_hidden_layers - 1}"
+                )
         if self.lm_head_type not in LM_HEAD_TYPES:
             raise ValueError(f"lm_head_type = {self.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
         if self.pre_norm_lane_agg and self.lm_head_type != "replicate":
             raise ValueError(f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {self.lm_head_type!r}")
         if self.tie_word_embeddings and self.lm_head_type == "lane":
-            raise ValueError("tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'")
+            raise ValueError(
+                "tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'"
+            )
         if self.rope_scaling is not None:
             missing = [k for k in ROPE_SCALING_KEYS if k not in self.rope_scaling]
             if missing:
-                raise ValueError(f"rope_scaling lacks {missing}; it needs {list(ROPE_SCALING_KEYS)} (Llama-3 style)")
+                raise ValueError(
+                    f"rope_scaling lacks {missing}; it needs {list(ROPE_SCALING_KEYS)} (Llama-3 style)"
+                )
 
     @property
     def query_size(self) -> int:
@@ -160,12 +176,14 @@ class LaneformerConfig:
         plain |= {"attention_bias": False, "qk_norm": False}
         return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
 
-    def refuse_borrowed(self, who: str) -> None:
+    def refuse_unsupported(self, who: str) -> None:
         """ValueError, with their names, for what other families' models have and `who` has not."""
         found = self.borrowed() | ({"tie_word_embeddings": True} if self.tie_word_embeddings else {})
         if found:
             listing = ", ".join(f"{name} = {value}" for name, value in found.items())
-            raise ValueError(f"{who} does not support {listing}; the decode engine and the plain PyTorch model do")
+            raise ValueError(
+                f"{who} does not support {listing}; the decode engine and the plain PyTorch model do"
+            )
 
     def join(self, layer: int, module: str) -> Join:
         """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""
@@ -186,7 +204,9 @@ class LaneformerConfig:
         return self.rebroadcast_early or self.join(layer, module) is not Join.PRESENT
 
     def adds_delayed(self, layer: int, module: str) -> bool:
-        """Whether the other lanes' partial outputs of `broadcast_delay` layers ago join the stream in this layer."""
+        """Whether the other lanes' partial outputs of `broadcast_delay` layers ago join the
+        stream in this layer.
+        """
         return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -204,7 +224,9 @@ class LaneformerConfig:
             shapes |= {f"layers.{i}.{name}.weight": norm for name in NORMS}
             for name in MATRICES:
                 part = name.split(".")[1]
-                shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+                shape = (
+                    (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+                )
                 shapes[f"layers.{i}.{name}.weight"] = shape
                 if self.attention_bias and name in BIASED:
                     shapes[f"layers.{i}.{name}.bias"] = shape[:2]
@@ -216,7 +238,11 @@ class LaneformerConfig:
     def head_shape(self) -> tuple[int, ...]:
         """Of the head's weight, which is the embedding's in another shape where they are tied."""
         lanes, d, v = self.num_lanes, self.hidden_size, self.vocab_size
-        shapes = {"vocab_parallel": (lanes, v // lanes, d), "replicate": (v, d), "lane": (lanes, v, d // lanes)}
+        shapes = {
+            "vocab_parallel": (lanes, v // lanes, d),
+            "replicate": (v, d),
+            "lane": (lanes, v, d // lanes),
+        }
         return shapes[self.lm_head_type]
 
     def parameter_count(self) -> dict[str, int]:
@@ -233,7 +259,9 @@ class LaneformerConfig:
     def cached_bytes(self, positions: float, element_bytes: int) -> float:
         """Bytes of keys and values that decoding reads for one token after this many positions."""
         per_position = 2 * element_bytes * self.head_dim * self.num_key_value_heads
-        return per_position * sum(min(positions, self.window(i) or positions) for i in range(self.num_hidden_layers))
+        return per_position * sum(
+            min(positions, self.window(i) or positions) for i in range(self.num_hidden_layers)
+        )
 
     @classmethod
     def from_flavor(cls, name: str, **overrides: Any) -> LaneformerConfig:
@@ -249,7 +277,9 @@ class LaneformerConfig:
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                raise ValueError(f"unknown config key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+                raise ValueError(
+                    f"unknown config key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+                )
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -272,7 +302,12 @@ def plain_name(name: str) -> str:
 
 FLAVORS: dict[str, dict[str, Any]] = {
     "2b": {},
-    "300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "300m": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 512,
@@ -289,7 +324,8 @@ FLAVORS: dict[str, dict[str, Any]] = {
 
 
 def flops_per_token(config: LaneformerConfig, seq_len: int) -> int:
-    """Training FLOPs per token: 6 for every weight that multiplies, 12 d for every head and key that a query sees.
+    """Training FLOPs per token: 6 for every weight that multiplies, 12 d for every head and key
+    that a query sees.
 
     Keys outside the causal triangle or the sliding window are not counted, and neither is recomputation.
     """

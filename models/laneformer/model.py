@@ -1,14 +1,17 @@
-"""The Laneformer's mathematics, once: a Transformer whose weights, heads and residual streams belong to lanes.
+"""The Laneformer's mathematics, once: a Transformer whose weights, heads and residual
+streams belong to lanes.
 
-Every lane keeps a full-width residual stream and owns a slice of every matrix. A module (attention or MLP) yields one
-full-width partial output per lane. With Delayed Tensor Parallelism a lane adds its own partial at once and the other
-lanes' partials `broadcast_delay` layers later, so that their exchange never blocks (see `Join` in config.py).
+Every lane keeps a full-width residual stream and owns a slice of every matrix. A module (attention or MLP)
+yields one full-width partial output per lane. With Delayed Tensor Parallelism a lane adds its own partial
+at once and the other lanes' partials `broadcast_delay` layers later, so that their exchange never blocks
+(see `Join` in config.py).
 
     B batch   S query positions   T key positions   L lanes   D hidden   F intermediate   V vocabulary
     H query heads   K KV heads   d head dimension
 
-The lanes are an axis of ordinary tensors here, so one device computes all of them; the decode engine gives each lane to
-its own thread or group of SMs. The Hugging Face export carries this file as it is: it needs torch and config.py only.
+The lanes are an axis of ordinary tensors here, so one device computes all of them; the decode engine gives
+each lane to its own thread or group of SMs. The Hugging Face export carries this file as it is: it needs
+torch and config.py only.
 """
 
 from __future__ import annotations
@@ -29,15 +32,19 @@ from .config import Join, LaneformerConfig
 class LaneLinear(nn.Module):
     """One matrix per lane: y[b,s,l,o] = sum_i x[b,s,l,i] W[l,o,i].
 
-    fan "out" (wq, wk, wv, w1, w3, head): the lane owns rows, weight (L, out/L, in), x (B,S,L,in) -> (B,S,L,out/L).
-    fan "in" (wo, w2): the lane owns columns, weight (L, out, in/L), x (B,S,L,in/L) -> a partial sum (B,S,L,out).
-    With `bias` (L, out/L), for fan "out" only.
+    fan "out" (wq, wk, wv, w1, w3, head): the lane owns rows, weight (L, out/L, in), x (B,S,L,in) ->
+    (B,S,L,out/L). fan "in" (wo, w2): the lane owns columns, weight (L, out, in/L), x (B,S,L,in/L) -> a
+    partial sum (B,S,L,out). With `bias` (L, out/L), for fan "out" only.
     """
 
     def __init__(self, num_lanes: int, in_features: int, out_features: int, fan: str, bias: bool = False):
         super().__init__()
         assert fan in ("out", "in"), f"fan is 'out' or 'in', not {fan!r}"
-        shape = (out_features // num_lanes, in_features) if fan == "out" else (out_features, in_features // num_lanes)
+        shape = (
+            (out_features // num_lanes, in_features)
+            if fan == "out"
+            else (out_features, in_features // num_lanes)
+        )
         self.weight = nn.Parameter(torch.empty(num_lanes, *shape))
         self.bias = nn.Parameter(torch.empty(num_lanes, shape[0])) if bias else None
 
@@ -47,7 +54,8 @@ class LaneLinear(nn.Module):
 
 
 class LaneRMSNorm(nn.Module):
-    """RMSNorm of every lane's own stream, (..., L, D) -> (..., L, D); the scale is shared (D,) or per lane (L, D).
+    """RMSNorm of every lane's own stream, (..., L, D) -> (..., L, D); the scale is shared (D,) or
+    per lane (L, D).
 
     With `size`, of the last axis of that size.
     """
@@ -83,7 +91,9 @@ class KVCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         held = self.entries[layer_idx]
-        entry = (key, value) if held is None else (torch.cat((held[0], key), 2), torch.cat((held[1], value), 2))
+        entry = (
+            (key, value) if held is None else (torch.cat((held[0], key), 2), torch.cat((held[1], value), 2))
+        )
         self.entries[layer_idx] = entry
         return entry
 
@@ -109,20 +119,26 @@ def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Ten
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate neighbouring pairs (2j, 2j+1) of x (B, S, heads, d): the complex-number convention, not rotate-half."""
+    """Rotate neighbouring pairs (2j, 2j+1) of x (B, S, heads, d): the
+    complex-number convention, not rotate-half.
+    """
     cos, sin = rope
     even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 
 
 def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Which keys a query sees, bool (S, T): none after it; with a window only the last `window`, itself included."""
+    """Which keys a query sees, bool (S, T): none after it; with a window only the
+    last `window`, itself included.
+    """
     distance = query_positions[:, None] - key_positions[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 class LaneAttention(nn.Module):
-    """Grouped-query attention; head h belongs to lane h // (H/L). Returns a partial output per lane, (B, S, L, D)."""
+    """Grouped-query attention; head h belongs to lane h // (H/L). Returns a partial output per lane,
+    (B, S, L, D).
+    """
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__()
@@ -138,9 +154,13 @@ class LaneAttention(nn.Module):
         self.k_norm = LaneRMSNorm(config, config.head_dim) if config.qk_norm else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no mask means plain causality."""
+        """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no
+        mask means plain causality.
+        """
         causal = mask is None and query.shape[2] > 1
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
+        )
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of every lane, (B, S, L, its heads times d)."""
@@ -149,7 +169,9 @@ class LaneAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.flatten(2).unflatten(-1, (-1, self.head_dim))  # (B, S, L, n) -> (B, S, heads, d)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
         query, key, value = map(self._heads, self.project(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -182,10 +204,11 @@ class LaneFeedForward(nn.Module):
 
 
 def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None) -> Tensor:
-    """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D), or (B, S, 1, D) while all are equal.
+    """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D), or (B, S, 1, D)
+    while all are equal.
 
-    `delayed` holds the same module's partials of `broadcast_delay` layers ago; of those a lane adds all but its own,
-    which it added at once. None where they are known to every lane already.
+    `delayed` holds the same module's partials of `broadcast_delay` layers ago; of those a lane adds all but
+    its own, which it added at once. None where they are known to every lane already.
     """
     if how == Join.PRESENT:
         return h + partial.sum(2, keepdim=True)
@@ -215,7 +238,9 @@ class LaneformerLayer(nn.Module):
         mask: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-        """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are to be broadcast, else None."""
+        """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are to
+        be broadcast, else None.
+        """
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
         h, x = self.join_and_norm(h, attention, self.joins[0], delayed[0], self.ffn_norm)
         mlp = self.feed_forward(x)
@@ -234,14 +259,18 @@ class LMHead(nn.Module):
     """Streams after the last layer -> logits (B, S, V).
 
     vocab_parallel: lane l scores its slice of the vocabulary from its own normed stream; weight (L, V/L, D).
-    replicate: one ordinary head on the lanes' mean, weight (V, D); `pre_norm_lane_agg`: on the normed sum instead.
-    lane: every lane scores the whole vocabulary from its slice of the hidden axis, summed; weight (L, V, D/L).
-    Tied, it has no weight of its own: the embedding (V, D) comes with the streams.
+    replicate: one ordinary head on the lanes' mean, weight (V, D); `pre_norm_lane_agg`: on the normed sum
+    instead. lane: every lane scores the whole vocabulary from its slice of the hidden axis, summed; weight
+    (L, V, D/L). Tied, it has no weight of its own: the embedding (V, D) comes with the streams.
     """
 
     def __init__(self, config: LaneformerConfig):
         super().__init__()
-        self.kind, self.sum_before_norm, self.shape = config.lm_head_type, config.pre_norm_lane_agg, config.head_shape
+        self.kind, self.sum_before_norm, self.shape = (
+            config.lm_head_type,
+            config.pre_norm_lane_agg,
+            config.head_shape,
+        )
         self.weight = None if config.tie_word_embeddings else nn.Parameter(torch.empty(self.shape))
 
     def forward(self, h: Tensor, norm: LaneRMSNorm, embedding: Tensor | None = None) -> Tensor:
@@ -266,16 +295,19 @@ def run_layers(
     cache: Cache | None = None,
     share_equal_streams: bool = False,
 ) -> Tensor:
-    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds one entry per layer.
+    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds
+    one entry per layer.
 
-    share_equal_streams: one stream (B, S, 1, D) stands for all lanes until a join tells them apart; if none does, one
-    is what comes back. The same mathematics, rounded otherwise: products of equal streams become larger ones.
+    share_equal_streams: one stream (B, S, 1, D) stands for all lanes until a join tells them apart; if
+    none does, one is what comes back. The same mathematics, rounded otherwise: products of equal
+    streams become larger ones.
     """
     h = embedding[:, :, None]
     if not share_equal_streams:
         h = h.expand(-1, -1, config.num_lanes, -1)
     nothing: tuple[Tensor | None, Tensor | None] = (None, None)
-    # partials of at most `broadcast_delay` layers are in flight: each is L streams wide and freed once it has arrived
+    # partials of at most `broadcast_delay` layers are in flight: each is L streams wide and freed once
+    # it has arrived
     in_flight = deque([nothing] * max(config.broadcast_delay, 1))
     for layer, mask in zip(layers, masks, strict=True):
         h, partials = layer(h, in_flight.popleft(), rope, mask, cache)
@@ -310,7 +342,9 @@ class Laneformer(nn.Module):
             plain = new in (1, total) and (window is None or total <= window)
             return None if plain else causal_mask(query_positions, key_positions, window)
 
-        by_window = {window: mask(window) for window in {self.config.window(i) for i in range(len(self.layers))}}
+        by_window = {
+            window: mask(window) for window in {self.config.window(i) for i in range(len(self.layers))}
+        }
         return [by_window[self.config.window(i)] for i in range(len(self.layers))]
 
     def init_weights(self, seed: int = 0) -> None:
@@ -323,9 +357,10 @@ class Laneformer(nn.Module):
 def init_parameter(config: LaneformerConfig, name: str, parameter: Tensor, seed: int = 0) -> None:
     """The initialisation, in one place; `name` as in Laneformer's state dict.
 
-    Matrices and embeddings: normal, std `initializer_range`, cut at three sigma; the matrices that write to the
-    residual stream (wo, w2) are smaller by sqrt(2 N), as in GPT-2; norm scales: one; biases: zero. Each tensor is drawn
-    whole from a generator of its own, keyed by seed and name: any sharding of the parameters holds the same numbers.
+    Matrices and embeddings: normal, std `initializer_range`, cut at three sigma; the matrices that write to
+    the residual stream (wo, w2) are smaller by sqrt(2 N), as in GPT-2; norm scales: one; biases: zero. Each
+    tensor is drawn whole from a generator of its own, keyed by seed and name: any sharding of the parameters
+    holds the same numbers.
     """
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
@@ -339,7 +374,9 @@ def init_parameter(config: LaneformerConfig, name: str, parameter: Tensor, seed:
 
 
 def fill_from_generator(parameter: Tensor, std: float, key: str) -> None:
-    """Fill a parameter, plain or a DTensor shard of it, from the normal distribution that `key` alone decides."""
+    """Fill a parameter, plain or a DTensor shard of it, from the normal distribution
+    that `key` alone decides.
+    """
     generator = torch.Generator(parameter.device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)
     full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)

@@ -1,8 +1,10 @@
-"""Prompts as token ids: what people and programs send is text, and only a chat template writes control tokens.
+"""Prompts as token ids: what people and programs send is text, and only a chat
+template writes control tokens.
 
-The encoder's control tokens have secret names. A template sees its data with the first character of every spelled
-control token replaced by digits; so what spells one in the rendered text was written by the template, gets its secret
-name, and the data is restored. Everything is then encoded at once, as Transformers encodes a rendered conversation.
+The encoder's control tokens have secret names. A template sees its data with the first character of every
+spelled control token replaced by digits; so what spells one in the rendered text was written by the
+template, gets its secret name, and the data is restored. Everything is then encoded at once, as Transformers
+encodes a rendered conversation.
 """
 
 from __future__ import annotations
@@ -97,7 +99,11 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
             return names.get(value, value)
         if isinstance(value, list):
             return [walked(entry) for entry in value]
-        return {names.get(n, n): walked(entry) for n, entry in value.items()} if isinstance(value, dict) else value
+        return (
+            {names.get(n, n): walked(entry) for n, entry in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
 
     described = json.loads(tokenizer.to_str())
     merges = described["model"].pop("merges", None)

@@ -1,4 +1,6 @@
-"""Tiny data folders: one prepared from text in the test, one made of counting tokens whose every window is known."""
+"""Tiny data folders: one prepared from text in the test, one made of counting tokens whose
+every window is known.
+"""
 
 import json
 import random
@@ -43,7 +45,21 @@ sums = 5
 def write_notes(folder: Path) -> None:
     """60 files of random words, every fifth one a copy, some with text that looks like control tokens."""
     draw = random.Random(3)
-    words = ["sun", "moon", "rain", "</s>", "<s>", "<unk>", "<0x0A>", "über", "東京", "return", "def", "12", "345\n"]
+    words = [
+        "sun",
+        "moon",
+        "rain",
+        "</s>",
+        "<s>",
+        "<unk>",
+        "<0x0A>",
+        "über",
+        "東京",
+        "return",
+        "def",
+        "12",
+        "345\n",
+    ]
     folder.mkdir()
     for i in range(60):
         text = " ".join(draw.choice(words) for _ in range(draw.randint(60, 200)))
@@ -62,8 +78,15 @@ def write_sums(path: Path, count: int) -> None:
     )
     texts = []
     for _ in range(count):
-        name, thing, numbers = draw.choice(names), draw.choice(things), [draw.randint(1, 99) for _ in range(8)]
-        steps = [f"Then {name} buys {n} more {thing}, which makes {sum(numbers[:i])}." for i, n in enumerate(numbers)]
+        name, thing, numbers = (
+            draw.choice(names),
+            draw.choice(things),
+            [draw.randint(1, 99) for _ in range(8)],
+        )
+        steps = [
+            f"Then {name} buys {n} more {thing}, which makes {sum(numbers[:i])}."
+            for i, n in enumerate(numbers)
+        ]
         texts.append("\n".join([f"How many {thing} does {name} have?", *steps]))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 

@@ -1,4 +1,6 @@
-"""A disk that is full at some stage: one line, nothing half-written, and the same data when there is room again."""
+"""A disk that is full at some stage: one line, nothing half-written, and the same data when
+there is room again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The commands, one stage at a time: sources in turn, freeing what is used up, verifying, options that do not fit."""
+"""The commands, one stage at a time: sources in turn, freeing what is used up, verifying, options
+that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from rich.console import Console
 from data_mixtures import __main__ as stages_command
 from data_mixtures import prepare
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import runs, table
+from data_mixtures.stages import pipeline, sorted_runs
 from data_mixtures.stages.run import Options
 from tests.data_mixtures.stages.hub_assets import REPO, recipe, write_mirror, write_parquet
 
 SOURCES = ({"name": "plus"}, {"name": "mind", "configs": '["4plus_MIND"]'})
-IN_A_ROW = (*table.TO_SHARDS, "manifest")
+IN_A_ROW = (*pipeline.TO_SHARDS, "manifest")
 
 
 @pytest.fixture
@@ -41,7 +43,11 @@ def run(recipe_path: Path, tmp_path: Path):
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_stage_by_stage_is_what_prepare_does(run, recipe_path, tmp_path):
@@ -60,7 +66,9 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, tmp_path):
         run("fetch", "--sources", "plus,mind,mid")
     for name in ("plus", "mind"):
         run("fetch", "--sources", name)
-        with pytest.raises(ValueError, match=rf"fetch of '{name}' is still needed: \d units are not through filter"):
+        with pytest.raises(
+            ValueError, match=rf"fetch of '{name}' is still needed: \d units are not through filter"
+        ):
             run("free", "--stage", "fetch", "--sources", name)
         run("filter", "--sources", name)
         assert f"{name}: " in run("free", "--stage", "fetch", "--sources", name)
@@ -73,7 +81,11 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, tmp_path):
     run("manifest")
     for name in IN_A_ROW:
         run(name, out="whole")
-    kept = {name: data for name, data in files_of(tmp_path / "out").items() if name.split("/")[0] in ("plus", "mind")}
+    kept = {
+        name: data
+        for name, data in files_of(tmp_path / "out").items()
+        if name.split("/")[0] in ("plus", "mind")
+    }
     assert kept
     assert kept.items() <= files_of(tmp_path / "whole").items()
     assert Mixture.open(tmp_path / "out/phase1.lock.json").sequences(0, 4)[0].shape == (4, 33)
@@ -82,8 +94,10 @@ def test_sources_can_go_through_one_after_the_other_and_be_freed(run, tmp_path):
 
 
 def test_tokenized_units_are_freed_after_their_runs(run, tmp_path, monkeypatch):
-    """Source plus has three units, and so two runs; mind has one, which is needed until its shards are written."""
-    monkeypatch.setattr(runs, "RUNS", 2)
+    """Source plus has three units, and so two runs; mind has one, which is needed until
+    its shards are written.
+    """
+    monkeypatch.setattr(sorted_runs, "RUNS", 2)
     for name in ("plan", "fetch", "filter", "tokenize"):
         run(name)
     with pytest.raises(ValueError, match="tokenize of 'plus' is still needed: 2 units are not through runs"):
@@ -97,7 +111,7 @@ def test_tokenized_units_are_freed_after_their_runs(run, tmp_path, monkeypatch):
     assert not list((tmp_path / "out/runs").rglob("*.bin"))
     for name in IN_A_ROW:  # nothing of what was freed is made again
         assert name == "manifest" or "done, 0 as before" not in run(name)
-    monkeypatch.setattr(runs, "RUNS", 64)
+    monkeypatch.setattr(sorted_runs, "RUNS", 64)
     for name in IN_A_ROW:
         run(name, out="whole")
     shards = {out: files_of(tmp_path / out / "shuffle") for out in ("out", "whole")}
@@ -134,7 +148,9 @@ def test_verify_finds_damage_and_quarantine_takes_it_out(run, tmp_path):
     shard = tmp_path / "out/mind/shard-00001.bin"
     whole, before = files_of(tmp_path / "out"), Mixture.open(tmp_path / "out/phase1.lock.json").fingerprint
     flip(shard)
-    with pytest.raises(ValueError, match=r"1 damaged, named above; --repair restores single blocks of 16 MiB"):
+    with pytest.raises(
+        ValueError, match=r"1 damaged, named above; --repair restores single blocks of 16 MiB"
+    ):
         run("verify")
     assert f"repaired: {shard}" in run("verify", "--repair").replace("\n", "")
     assert files_of(tmp_path / "out") == whole
@@ -174,7 +190,9 @@ def test_a_bit_flipped_between_two_stages_is_named_and_mended(run, tmp_path, dam
     shutil.copy(path, tmp_path / "copy")
     (tmp_path / "copy").replace(path)  # not a link of the mirror's
     flip(path)
-    with pytest.raises(ValueError, match=rf"{damaged} is not what '\w+' wrote: \d+ bytes.*made again") as said:
+    with pytest.raises(
+        ValueError, match=rf"{damaged} is not what '\w+' wrote: \d+ bytes.*made again"
+    ) as said:
         run(reader)
     assert "\n" not in str(said.value)
     for name in IN_A_ROW:
@@ -194,7 +212,9 @@ def test_a_bit_flipped_between_two_stages_is_named_and_mended(run, tmp_path, dam
     ],
 )
 def test_every_file_between_stages_is_compared_with_what_was_written(run, tmp_path, made_by, readers):
-    """Each file of a unit in turn gets a flipped bit, and its readers run again: named, mended, the same bytes."""
+    """Each file of a unit in turn gets a flipped bit, and its readers run again: named,
+    mended, the same bytes.
+    """
     for name in IN_A_ROW:
         run(name)
     out = tmp_path / "out"
@@ -230,7 +250,9 @@ def test_a_file_of_the_mirror_that_changed_in_place_is_named(run, tmp_path):
     original = tmp_path / "mirror" / REPO / "4plus/part_000001.parquet"
     flip(original)
     for _ in range(2):  # it is not taken for what was fetched, however often one starts
-        with pytest.raises(ValueError, match=r"fetch/plus/unit-00001/raw.parquet .* It is a link of a mirror's file"):
+        with pytest.raises(
+            ValueError, match=r"fetch/plus/unit-00001/raw.parquet .* It is a link of a mirror's file"
+        ):
             run("filter")
         run("fetch")
     flip(original)
@@ -247,10 +269,32 @@ def test_options_that_do_not_fit_are_refused(run):
             run("plan", *more)
     with pytest.raises(ValueError, match="free needs --stage, one of fetch, filter, tokenize"):
         run("free")
-    line = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--partition", "cpu", "--cpus-per-task", "2"]
+    line = [
+        "plan",
+        "x.toml",
+        "--out",
+        "o",
+        "--executor",
+        "slurm",
+        "--partition",
+        "cpu",
+        "--cpus-per-task",
+        "2",
+    ]
     options = prepare.options(stages_command.parser().parse_args([*line, "--workers", "9"]))
     assert options == Options(9, "slurm", {"partition": "cpu", "cpus-per-task": "2"})
-    more = ["plan", "x.toml", "--out", "o", "--executor", "slurm", "--sbatch", "qos=a=b", "--sbatch", "exclusive"]
+    more = [
+        "plan",
+        "x.toml",
+        "--out",
+        "o",
+        "--executor",
+        "slurm",
+        "--sbatch",
+        "qos=a=b",
+        "--sbatch",
+        "exclusive",
+    ]
     options = prepare.options(stages_command.parser().parse_args(more))
     assert options == Options(64, "slurm", {"qos": "a=b", "exclusive": ""})
     cpus = os.sched_getaffinity(0)

@@ -31,7 +31,9 @@ def reference(mix, g, weights, windows, offsets, seed=5, per_shard=8):
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (13, 40, 9)])
 def test_sequences_follow_the_definition(counting_data, offsets):
     windows, weights = (50, 23, 9), (6, 3, 1)
-    mix = Mixture.open(counting_data() / "phase1.lock.json", dict(zip(("s0", "s1", "s2"), offsets, strict=True)))
+    mix = Mixture.open(
+        counting_data() / "phase1.lock.json", dict(zip(("s0", "s1", "s2"), offsets, strict=True))
+    )
     tokens, sources = mix.sequences(0, 60)
     assert tokens.shape == (60, 5)
     assert tokens.dtype == np.int64
@@ -41,7 +43,8 @@ def test_sequences_follow_the_definition(counting_data, offsets):
     starts = [source * 1000 + window * 4 for source, window in expected]
     assert np.array_equal(tokens, np.array(starts)[:, None] + np.arange(5))
     assert any(offsets) == (
-        starts != [s * 1000 + w * 4 for s, w in (reference(mix, g, weights, windows, (0, 0, 0)) for g in range(60))]
+        starts
+        != [s * 1000 + w * 4 for s, w in (reference(mix, g, weights, windows, (0, 0, 0)) for g in range(60))]
     )
 
 
@@ -160,7 +163,9 @@ def test_wrong_data_is_a_clear_error(counting_data, damage, message):
         Mixture.open(data / "phase1.lock.json")
 
 
-def test_the_first_rank_of_a_node_checks_sizes_for_all_and_no_rank_reads_wrong_data(counting_data, monkeypatch):
+def test_the_first_rank_of_a_node_checks_sizes_for_all_and_no_rank_reads_wrong_data(
+    counting_data, monkeypatch
+):
     data = counting_data()
     truncate_shard(data)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -186,16 +191,23 @@ def test_valid_windows(counting_data):
 
 
 def test_a_full_size_batch_is_quick_and_needs_no_state(counting_data):
-    data = counting_data(windows=(3000, 900), weights=(7, 3), phase2=(1, 1), seq_len=4096, cap=10**9, per_shard=2000)
+    data = counting_data(
+        windows=(3000, 900), weights=(7, 3), phase2=(1, 1), seq_len=4096, cap=10**9, per_shard=2000
+    )
     mix = Mixture.open(data / "phase1.lock.json")
     seconds = []
-    for first in (0, 1536, 10**11):  # the last one is in epoch 23,333,333: no list of anything could be that long
+    for first in (
+        0,
+        1536,
+        10**11,
+    ):  # the last one is in epoch 23,333,333: no list of anything could be that long
         start = time.perf_counter()
         tokens, _ = mix.sequences(first, 1536)
         seconds.append(time.perf_counter() - start)
         assert tokens.shape == (1536, 4097)
         assert (np.diff(tokens[:5]) % 65_536 == 1).all()
-    # 6.3 M tokens take about 0.03 s on an idle core; a per-token or per-sequence Python loop would take many seconds
+    # 6.3 M tokens take about 0.03 s on an idle core; a per-token or per-sequence Python loop would
+    # take many seconds
     assert min(seconds) < 1.0, seconds
 
 
@@ -213,5 +225,7 @@ def test_sources_of_two_tokenizers_are_not_mixed(counting_data, name):
     data = counting_data()
     manifest = shards.read_manifest(data / "s1")
     shards.write_manifest(data / "s1", {**manifest, name: 4})
-    with pytest.raises(ValueError, match=r"s1 was tokenized with another tokenizer than .*s0: .*bos_id, eos_id differ"):
+    with pytest.raises(
+        ValueError, match=r"s1 was tokenized with another tokenizer than .*s0: .*bos_id, eos_id differ"
+    ):
         pin(data, "phase1", {"s0": 1, "s1": 1}, seed=5, seq_len=4, epoch_cap=1)

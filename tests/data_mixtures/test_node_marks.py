@@ -60,13 +60,17 @@ def start(shared: Path, files: list, restarts: int = 0) -> subprocess.Popen:
 
 
 def blocks_read(processes: list[subprocess.Popen]) -> list[list]:
-    """What each process reads for checks while all of them read every window, in the same order: they often meet."""
+    """What each process reads for checks while all of them read every window, in the same
+    order: they often meet.
+    """
     for process in processes:
         print(file=process.stdin, flush=True)
     return [json.loads(next(iter(process.stdout or ()))) for process in processes]
 
 
-def test_two_processes_read_each_block_once_and_another_attempt_reads_it_again(shared: Path, files: list) -> None:
+def test_two_processes_read_each_block_once_and_another_attempt_reads_it_again(
+    shared: Path, files: list
+) -> None:
     every = sorted([path, begin, min(begin + BLOCK, entry["bytes"])] for path, entry in files
                    for begin in range(0, entry["bytes"], BLOCK))  # fmt: skip
     first, second, restarted = start(shared, files), start(shared, files), start(shared, files, restarts=1)

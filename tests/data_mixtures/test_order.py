@@ -42,7 +42,8 @@ def test_any_weights_deviate_by_less_than_a_sequence(weights):
 
 
 def test_the_check_sees_the_usual_greedy_rule_fail():
-    # the planted error: "largest deficit first" looks right, and is late by more than a sequence for these weights
+    # the planted error: "largest deficit first" looks right, and is late by more than a sequence
+    # for these weights
     weights = [1] * 40 + [400] + [23] * 17
     lead, greedy = np.zeros(len(weights), dtype=np.int64), []
     for _ in range(sum(weights)):
@@ -71,7 +72,9 @@ def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(window
 
 
 def test_a_document_of_ten_megabytes_is_spread_over_its_shard():
-    """In a row, 2,416 windows were seven batches of one document; now each batch of a source's 322 windows has 6."""
+    """In a row, 2,416 windows were seven batches of one document; now each batch of a source's
+    322 windows has 6.
+    """
     read = strided(131_072, 77_777)
     held = (read >= 50_000) & (read < 50_000 + 2416)
     batches = np.add.reduceat(held, np.arange(0, 131_072, 1536 * 21 // 100))
@@ -115,7 +118,9 @@ def test_permutation_is_a_bijection_for_any_key(size, seed, epoch):
 
 
 def test_the_permutation_never_changes():
-    """A run that goes on with newer code must go on with the same order: values written down when it was made."""
+    """A run that goes on with newer code must go on with the same order: values written down
+    when it was made.
+    """
     keys = order.round_keys(7, "web", 1)
     assert [order.permute(item, 10_007, keys) for item in range(5)] == [672, 6279, 1272, 4068, 1600]
     assert order.permute(10**12, 3 * 10**12, keys) == 385_436_415_090

@@ -104,7 +104,9 @@ def test_the_shortest_recipe_makes_a_mixture(folder: Path) -> None:
     manifest = shards.read_manifest(folder / "out/mine")
     assert (manifest["read"], manifest["kept"], manifest["category"]) == (80, 80, "other")
     assert manifest["valid"]["windows"] == 0  # of 80 documents
-    assert os.path.samefile(folder / "out/fetch/yours/unit-00000/raw.parquet", next(iter(planned(folder, "yours"))))
+    assert os.path.samefile(
+        folder / "out/fetch/yours/unit-00000/raw.parquet", next(iter(planned(folder, "yours")))
+    )
     kept = pq.read_table(folder / "out/filter/yours/unit-00001/documents.parquet")["origin"].to_pylist()
     number = json.loads(kept[0])["file"][-9]
     assert json.loads(kept[7]) == {
@@ -159,7 +161,9 @@ def test_a_missing_field_or_column_is_named_before_anything_is_read(folder: Path
     with pytest.raises(ValueError, match="2 sources are not as the recipe says; nothing was read") as caught:
         run(folder, own(*wrong, JSONL))
     assert ".jsonl.gz:1 has no 'body'; its fields: id, content. Set `field` of the input" in str(caught.value)
-    assert "exactly one column of text or bytes named body; its columns: content (string), url (" in str(caught.value)
+    assert "exactly one column of text or bytes named body; its columns: content (string), url (" in str(
+        caught.value
+    )
     with pytest.raises(ValueError, match=r"s0: .*corpus/\d.jsonl.gz is jsonl, its input has kind = 'text'"):
         run(folder, own('{ kind = "text", paths = ["corpus/*"] }'))
     with pytest.raises(ValueError, match=r"s0: no file matches .*/none/\*, .*/corpus/nobody"):
@@ -181,7 +185,8 @@ def test_too_much_that_cannot_be_read_stops_the_run(folder: Path) -> None:
     run(folder, text.replace("seq_len", "max_dropped_share = 0.6\nseq_len"))
     assert shards.read_manifest(folder / "out/s0")["dropped"]["not_utf8"] == 10
     raw = [
-        text.encode("latin-1") + (b"\xfc" if number % 3 == 0 else b"") for number, text in enumerate(write_text(1, 30))
+        text.encode("latin-1") + (b"\xfc" if number % 3 == 0 else b"")
+        for number, text in enumerate(write_text(1, 30))
     ]
     pq.write_table(pa.table({"content": pa.array(raw, pa.binary())}), folder / "b/0.parquet")
     (folder / "b/1.parquet").unlink()
@@ -209,7 +214,8 @@ def test_a_truncated_file_counts_whole(folder: Path) -> None:
 def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
     printed = run(folder, own(JSONL, JSONL.replace("*", "1"), PARQUET))
     assert (
-        f"note: 1 files are in s0 and s1, whose shares then hold the same text: {folder}/corpus/1.jsonl.gz" in printed
+        f"note: 1 files are in s0 and s1, whose shares then hold the same text: {folder}/corpus/1.jsonl.gz"
+        in printed
     )
 
 
@@ -222,7 +228,9 @@ def test_a_file_that_changes_after_the_plan_is_found_and_mends_itself(folder: Pa
     source = "s0" if "json" in name else "s1"
     work = plan_work(loaded, folder)
     unit = next(
-        unit for unit in work.units() if unit.source == source and name in str(stage.planned_unit(folder / "out", unit))
+        unit
+        for unit in work.units()
+        if unit.source == source and name in str(stage.planned_unit(folder / "out", unit))
     )
     stage.do(work, unit)
     status = (folder / name).stat()
@@ -275,7 +283,9 @@ def command(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_recipe_with_a_bucket_and_what_a_bucket_may_refuse(folder: Path, bucket: str, monkeypatch) -> None:
+def test_the_recipe_with_a_bucket_and_what_a_bucket_may_refuse(
+    folder: Path, bucket: str, monkeypatch
+) -> None:
     (folder / "own.toml").write_text(RECIPE)
     done = command(folder, "--workers", "2")
     assert done.returncode == 0, done.stderr
@@ -293,7 +303,10 @@ def test_the_recipe_with_a_bucket_and_what_a_bucket_may_refuse(folder: Path, buc
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     done = command(folder)
     assert (done.returncode, done.stderr.count("\n")) == (1, 2)
-    assert "s3://bucket/b/*.parquet cannot be read: NoCredentialsError: Unable to locate credentials" in done.stderr
+    assert (
+        "s3://bucket/b/*.parquet cannot be read: NoCredentialsError: Unable to locate credentials"
+        in done.stderr
+    )
 
 
 PAGE = ROOT / "docs/own-data.md"
@@ -332,7 +345,9 @@ def test_the_page_from_files_to_steps_of_two_ranks(folder: Path, bucket: str) ->
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def shell(command: str) -> str:
-        done = subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + done.stderr
 

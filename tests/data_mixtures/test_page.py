@@ -13,7 +13,7 @@ import pytest
 
 from data_mixtures import recipe
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import table
+from data_mixtures.stages import pipeline
 from tests.data_mixtures.stages import fake_hub
 from tests.data_mixtures.stages.hub_assets import write_parquet
 from tests.data_mixtures.stages.shuffle_assets import tokenizer_model
@@ -39,20 +39,25 @@ cc2-mhq = 1
 
 def commands() -> str:
     """The block of the page that defines `stage`."""
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^ *```\w*\n(.*?)^ *```$", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     (found,) = (block for block in blocks if "stage()" in block)
     return found
 
 
 def test_the_loop_has_all_sources_and_all_stages():
     (names,) = re.findall(r'sources="(.*?)"', commands(), re.S)
-    assert sorted(names.split()) == sorted(source.name for source in recipe.load(FOLDER / "nemotron.toml").sources)
+    assert sorted(names.split()) == sorted(
+        source.name for source in recipe.load(FOLDER / "nemotron.toml").sources
+    )
     stages = re.findall(r"^ *stage (\w+)(?:.*--stage (\w+))?", commands(), re.M)
-    # near copies are sought over all sources at once, so `dedup` does not fit a loop over sources; the recipe has none
-    done = [name for name in table.TO_SHARDS if name != "dedup"]
+    # near copies are sought over all sources at once, so `dedup` does not fit a loop over sources; the
+    # recipe has none
+    done = [name for name in pipeline.TO_SHARDS if name != "dedup"]
     assert [name for name, _ in stages if name != "free"] == [*done, "manifest", "verify"]
     freed = [freed for name, freed in stages if name == "free"]
-    assert freed == list(table.READERS)
+    assert freed == list(pipeline.READERS)
 
 
 @pytest.mark.slow
@@ -60,7 +65,9 @@ def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkey
     hub = tmp_path / "hub"
     for folder, first in (("Medium-Quality", 0), ("Medium-High-Quality", 5000)):
         for number in range(2):
-            write_parquet(hub / f"nvidia/Nemotron-CC-v2/{folder}/part_{number}.parquet", first + 300 * number, 300)
+            write_parquet(
+                hub / f"nvidia/Nemotron-CC-v2/{folder}/part_{number}.parquet", first + 300 * number, 300
+            )
     monkeypatch.setattr(fake_hub, "COMMIT", "229a2e7" + "1" * 33)
     there = tmp_path / "data_mixtures"
     there.mkdir()
@@ -70,7 +77,13 @@ def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkey
     script = re.sub(r'sources=".*?"', 'sources="cc2-mq cc2-mhq"', commands(), flags=re.S)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with fake_hub.FakeHub(hub) as server:
-        env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}
+        env = {
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "HF_ENDPOINT": server.url,
+            "HF_HOME": str(tmp_path),
+        }
         done = subprocess.run(
             ["bash", "-euc", script.replace("--workers 16", "--workers 1")],
             cwd=tmp_path, env=env, capture_output=True, text=True,

@@ -1,4 +1,6 @@
-"""Preparation, end to end on tiny text: the bytes on disk, their independence of the machine, reuse and failure."""
+"""Preparation, end to end on tiny text: the bytes on disk, their independence of the
+machine, reuse and failure.
+"""
 
 import fcntl
 import hashlib
@@ -34,7 +36,9 @@ def documents(data: Path, source: str):
         lengths += doc_lengths.tolist()
     stream = np.concatenate(pieces)
     starts = np.cumsum([0, *lengths])
-    return [(ids[i], stream[starts[i] : starts[i + 1]]) for i in range(len(ids)) if starts[i + 1] <= len(stream)]
+    return [
+        (ids[i], stream[starts[i] : starts[i + 1]]) for i in range(len(ids)) if starts[i + 1] <= len(stream)
+    ]
 
 
 def test_documents_come_back_in_order_with_their_ids(recipe_path, run_prepare, tmp_path):
@@ -61,7 +65,10 @@ def test_manifest_counts_and_hashes(recipe_path, run_prepare, tmp_path):
     run_prepare(recipe_path, data)
     manifest = shards.read_manifest(data / "notes")
     assert manifest["documents"] == 48
-    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"duplicate": 12, "not_utf8": 1}
+    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {
+        "duplicate": 12,
+        "not_utf8": 1,
+    }
     assert manifest["read"] == 61 == manifest["kept"] + sum(manifest["dropped"].values())
     assert len(manifest["shards"]) > 1
     for entry in (*manifest["shards"], manifest["valid"]):
@@ -90,7 +97,11 @@ def test_a_source_can_hold_nothing_out(recipe_path, run_prepare, tmp_path, monke
     recipe_path.write_text(recipe_path.read_text().replace('category = "web"', "valid_per_10000 = 0", 1))
     run_prepare(recipe_path, data)
     manifest = shards.read_manifest(data / "notes")
-    assert (manifest["valid_per_10000"], manifest["category"], manifest["valid"]["windows"]) == (0, "other", 0)
+    assert (manifest["valid_per_10000"], manifest["category"], manifest["valid"]["windows"]) == (
+        0,
+        "other",
+        0,
+    )
     assert shards.read_manifest(data / "sums")["valid_per_10000"] == 1000
     assert any(identity < HELD_OUT for identity, _ in documents(data, "notes"))
     assert valid_windows(data, "notes").shape == (0, 33)
@@ -99,11 +110,15 @@ def test_a_source_can_hold_nothing_out(recipe_path, run_prepare, tmp_path, monke
     windows, _ = load_windows(data, 2)
     assert list(windows) == list(held_out(data / "phase1.lock.json", 2)) == ["sums"]
 
-    recipe_path.write_text(recipe_path.read_text().replace("valid_per_10000 = 1000", "valid_per_10000 = 0", 1))
+    recipe_path.write_text(
+        recipe_path.read_text().replace("valid_per_10000 = 1000", "valid_per_10000 = 0", 1)
+    )
     run_prepare(recipe_path, data, replace=True)
     with pytest.raises(ValueError, match=r"no source of .*out holds text out; raise valid_per_10000"):
         load_windows(data, 2)
-    with pytest.raises(ValueError, match=r"notes, sums of .* have no held-out windows .*validation.enable = false"):
+    with pytest.raises(
+        ValueError, match=r"notes, sums of .* have no held-out windows .*validation.enable = false"
+    ):
         held_out(data / "phase1.lock.json", 2)
 
 
@@ -157,7 +172,9 @@ def test_a_failure_leaves_the_old_data_and_no_debris(recipe_path, run_prepare, t
         patch.setattr(shards, "write_documents", full_disk)
         with pytest.raises(ValueError, match="shuffle notes/unit-00000: no space left"):
             run_prepare(recipe_path, data)
-    without = {name: content for name, content in before.items() if name != "shuffle/notes/unit-00000/receipt.json"}
+    without = {
+        name: content for name, content in before.items() if name != "shuffle/notes/unit-00000/receipt.json"
+    }
     assert files_of(data) == without
     (data / "shuffle/notes/.unit-00000.0.partial").mkdir()  # what a killed process leaves
     (data / ".notes.partial").mkdir()
@@ -190,7 +207,10 @@ def test_other_data_does_not_replace_what_a_lock_pins_unasked(recipe_path, run_p
     run_prepare(recipe_path, data)
     recipe_path.write_text(text + "[phase3]\nnotes = 1\nsums = 1\n")
     run_prepare(recipe_path, data)  # one phase more is no other data
-    before, refused = files_of(data), r"is pinned by phase1.lock.json, .*was made with .*{}.*or give --replace"
+    before, refused = (
+        files_of(data),
+        r"is pinned by phase1.lock.json, .*was made with .*{}.*or give --replace",
+    )
     for old, new, differ in OTHER_DATA:
         recipe_path.write_text(text.replace(old, new))
         with pytest.raises(ValueError, match=refused.format(differ)):
@@ -227,7 +247,9 @@ def test_a_given_tokenizer_is_copied_not_trained(recipe_path, run_prepare, tmp_p
     run_prepare(recipe_path, tmp_path / "first")
     text = recipe_path.read_text()
     line = next(line for line in text.splitlines() if line.startswith("tokenizer"))
-    recipe_path.write_text(text.replace(line, 'tokenizer = "first/tokenizer.model"'))  # relative to the recipe
+    recipe_path.write_text(
+        text.replace(line, 'tokenizer = "first/tokenizer.model"')
+    )  # relative to the recipe
     run_prepare(recipe_path, tmp_path / "second")
     first, second = files_of(tmp_path / "first"), files_of(tmp_path / "second")
     assert first["tokenizer.model"] == second["tokenizer.model"]
@@ -271,7 +293,9 @@ def test_the_recipes_of_the_2b_run_are_planned_and_all_refusals_named(name, tmp_
     with pytest.raises(ValueError, match=r"9 repositories refuse to be read") as caught:
         plan.make(read, tmp_path / "out", [source.name for source in read.sources], str(tmp_path / "mirror"))
     on_hub = [source.name for source in read.sources if isinstance(source, recipe.HubSource)]
-    named = [name for line in str(caught.value).splitlines()[1:] for name in line.split(":")[0].strip().split(", ")]
+    named = [
+        name for line in str(caught.value).splitlines()[1:] for name in line.split(":")[0].strip().split(", ")
+    ]
     assert sorted(named) == sorted(on_hub)
 
 
@@ -283,7 +307,9 @@ def test_lock_pins_what_it_should(recipe_path, run_prepare, tmp_path):
         ("sums", "math", 5, 3),
     ]
     manifest = shards.read_manifest(tmp_path / "out/sums")
-    assert lock["sources"][1]["content_sha256"] == manifest["content_sha256"] == shards.content_sha256(manifest)
+    assert (
+        lock["sources"][1]["content_sha256"] == manifest["content_sha256"] == shards.content_sha256(manifest)
+    )
     assert (lock["seed"], lock["seq_len"], lock["packing"]) == (11, 32, "concat")
     tokens, sources = Mixture.open(tmp_path / "out/phase2.lock.json").sequences(0, 12)
     assert tokens.shape == (12, 33)

@@ -44,7 +44,9 @@ def test_shipped_recipes_have_the_published_shares(name, phase):
 def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap(profile):
     loaded = recipe.load(FOLDER / f"nemotron{profile}.toml")
     for source in loaded.sources:
-        shares = {phase: weights[source.name] / sum(weights.values()) for phase, weights in loaded.phases.items()}
+        shares = {
+            phase: weights[source.name] / sum(weights.values()) for phase, weights in loaded.phases.items()
+        }
         tokens_b = sum(PHASE_TOKENS_B[phase] * share for phase, share in shares.items())
         assert tokens_b / source.expected_tokens_b < loaded.epoch_cap, source.name
 
@@ -171,22 +173,46 @@ def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
     ("old", "new", "message"),
     [
         ('repo = "owner/name"', "", r"source 'theirs' needs either inputs = .* or repo = 'owner/name'"),
-        ('repo = "owner/name"', 'repo = "a/b"\nconfigs = "x"', r"configs = 'x' must be of type list of strings"),
-        ('repo = "owner/name"', 'repo = "a/b"\nfiles = 0', r"source 'theirs': files = 0 must be an integer from 1"),
+        (
+            'repo = "owner/name"',
+            'repo = "a/b"\nconfigs = "x"',
+            r"configs = 'x' must be of type list of strings",
+        ),
+        (
+            'repo = "owner/name"',
+            'repo = "a/b"\nfiles = 0',
+            r"source 'theirs': files = 0 must be an integer from 1",
+        ),
         ("files = 9", "files = true", r"source 'mine': input: files = True must be of type integer"),
-        ("files = 9", 'content_url = "s3://b/{sha1}"', r"content_url = 's3://b/{sha1}' of kind 'jsonl': resolved, and"),
+        (
+            "files = 9",
+            'content_url = "s3://b/{sha1}"',
+            r"content_url = 's3://b/{sha1}' of kind 'jsonl': resolved, and",
+        ),
         (
             '"jsonl"',
             '"resolved"',
             r"content_url = '' of kind 'resolved': resolved, and it alone, needs a URL with {sha1}",
         ),
-        ("[phase1]", "[keep]\nmien = 0.5\n[phase1]", r"unknown source in \[keep\]: 'mien'; did you mean 'mine'"),
+        (
+            "[phase1]",
+            "[keep]\nmien = 0.5\n[phase1]",
+            r"unknown source in \[keep\]: 'mien'; did you mean 'mine'",
+        ),
         ("[phase1]", "[keep]\nmine = 0\n[phase1]", r"source 'mine': keep = 0 must be a share above 0"),
         ("[phase1]", "[files]\nmine = 3\n[phase1]", r"unknown source 'mine' key 'files'"),
         ("files = 9", "max_missing_share = 2", r"max_missing_share = 2 must be a share from 0"),
         ("files = 9", "field = 3", r"source 'mine': input: field = 3 must be of type string"),
-        ("valid_per_10000 = 0", "valid_per_10000 = -1", r"source 'theirs': valid_per_10000 = -1 must be .* from 0"),
-        ("[phase1]", "[filter]\nmin_chars = 1.5\n[phase1]", r"filter: min_chars = 1.5 must be of type integer"),
+        (
+            "valid_per_10000 = 0",
+            "valid_per_10000 = -1",
+            r"source 'theirs': valid_per_10000 = -1 must be .* from 0",
+        ),
+        (
+            "[phase1]",
+            "[filter]\nmin_chars = 1.5\n[phase1]",
+            r"filter: min_chars = 1.5 must be of type integer",
+        ),
         ('tokenizer = "tokenizer.json"', "seed = 1", r"recipe lacks \['tokenizer'\]"),
         ('tokenizer = "tokenizer.json"', "tokenizer = 3", r"tokenizer: 3 must be a table of keys"),
     ],

@@ -1,4 +1,6 @@
-"""kill -9 over the whole chain, of main process and workers: the next start goes on, and the bytes are the same."""
+"""kill -9 over the whole chain, of main process and workers: the next start goes on, and the
+bytes are the same.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,14 @@ PUBLISHED = ("tokenizer.model", "phase1.lock.json", "numbers/*", "notes/*", "fet
 
 @pytest.fixture
 def recipe_path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Eight Parquet files of a mirror and two inputs of local text: 10 units from fetch to tokenize, 2 and 25 after."""
+    """Eight Parquet files of a mirror and two inputs of local text: 10 units from fetch to tokenize,
+    2 and 25 after.
+    """
     files = getattr(request, "param", 8)
     for number in range(files):
-        write_parquet(tmp_path / "mirror" / REPO / f"4plus/part_{number:06d}.parquet", 50 * number, 480 // files)
+        write_parquet(
+            tmp_path / "mirror" / REPO / f"4plus/part_{number:06d}.parquet", 50 * number, 480 // files
+        )
     write_notes(tmp_path / "notes")
     write_sums(tmp_path / "sums.jsonl", 100)
     local = f"""
@@ -45,7 +51,9 @@ inputs = [
     hub = SOURCE.format(name="numbers", repo=REPO, revision="abcdef0", configs='["4plus"]', more="")
     path = tmp_path / "both.toml"
     header = HEADER.replace("windows_per_shard = 40", "windows_per_shard = 100")
-    path.write_text("\n".join([header, "[dedup]\nminhash = true", hub, local, "[phase1]\nnumbers = 3\nnotes = 1\n"]))
+    path.write_text(
+        "\n".join([header, "[dedup]\nminhash = true", hub, local, "[phase1]\nnumbers = 3\nnotes = 1\n"])
+    )
     return path
 
 
@@ -57,7 +65,9 @@ def start(path: Path, out: Path) -> subprocess.Popen:
 
 def receipts(out: Path) -> int:
     # os.walk, since folders come and go meanwhile, which glob does not survive
-    return sum("receipt.json" in files for folder, _, files in os.walk(out) if Path(folder).name.startswith("unit-"))
+    return sum(
+        "receipt.json" in files for folder, _, files in os.walk(out) if Path(folder).name.startswith("unit-")
+    )
 
 
 def workers_at_work(out: Path) -> list[int]:
@@ -86,7 +96,9 @@ def test_a_comment_in_every_module_changes_nothing(recipe_path, tmp_path):
     recipe_path.write_text(recipe_path.read_text() + "[phase2]\nnumbers = 1\nnotes = 1\n")
     command = [sys.executable, "-m", "data_mixtures.prepare", recipe_path, "--out", out, "--mirror", mirror]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path / "code", env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=tmp_path / "code", env=environment, capture_output=True, text=True, check=True
+    )
     assert [int(line.split()[1]) for line in done.stdout.splitlines() if " units done, " in line] == [0] * 8
     assert published(out) == before
     assert mixture.read_lock(out / "phase1.lock.json")["fingerprint"] == lock["fingerprint"]

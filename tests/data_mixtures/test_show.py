@@ -35,23 +35,32 @@ def lock(prepared_data: Path) -> Path:
 
 
 def documents_of(folder: Path) -> list[tuple[int, int, str]]:
-    """(first token in the source, tokens, id) of all documents, with nothing but numpy and the index of each shard."""
+    """(first token in the source, tokens, id) of all documents, with nothing but numpy and the
+    index of each shard.
+    """
     manifest, found, shard_begins = shards.read_manifest(folder), [], 0
     for entry in manifest["shards"]:
         ids, lengths, *_ = shards.read_documents(folder / entry["docs"]["name"])
         tokens = np.fromfile(folder / entry["name"], f"<u{manifest['token_bytes']}")
-        begins = np.flatnonzero(tokens[: entry["windows"] * manifest["seq_len"]] == manifest["bos_id"]) + shard_begins
+        begins = (
+            np.flatnonzero(tokens[: entry["windows"] * manifest["seq_len"]] == manifest["bos_id"])
+            + shard_begins
+        )
         found += zip(begins.tolist(), lengths.tolist(), [f"{i:016x}" for i in ids], strict=True)
         shard_begins += entry["windows"] * manifest["seq_len"]
     return found
 
 
 def test_every_document_of_a_window_is_named(run, lock: Path, prepared_data: Path) -> None:
-    """Windows of all shards; documents longer than a window, that begin in another shard, at a window's first token."""
+    """Windows of all shards; documents longer than a window, that begin in another shard, at
+    a window's first token.
+    """
     opened, pieces = Mixture.open(lock), tokenizer.load(shards.tokenizer_path(prepared_data))
     stride = 64 * opened.seq_len
     of_sources = {name: documents_of(prepared_data / name) for name in ("web", "code")}
-    shown = [each for step in range(1, 80) for each in run(lock, "--step", step, "--global-batch", 4, "--json")]
+    shown = [
+        each for step in range(1, 80) for each in run(lock, "--step", step, "--global-batch", 4, "--json")
+    ]
     assert [each["sequence"] for each in shown] == list(range(79 * 4))
     kinds = set()
     for each in shown:
@@ -126,7 +135,9 @@ def test_a_document_whose_shard_was_taken_out_has_no_name(run, prepared_data: Pa
     shown = run(lock, "--step", 1, "--global-batch", 200, "--json")
     behind = [each for each in shown if each["shard"] == "shard-00002.bin" and each["token_offset"] == 0]
     assert behind, "the first window behind the gap"
-    crossing = [first for first, length, _ in documents_of(prepared_data / "code") if first < 4096 < first + length]
+    crossing = [
+        first for first, length, _ in documents_of(prepared_data / "code") if first < 4096 < first + length
+    ]
     assert 2048 <= crossing[0] < 4096, "it began in the shard that is gone"
     assert "id" not in behind[0]["documents"][0]
     assert behind[0]["documents"][0]["text"]

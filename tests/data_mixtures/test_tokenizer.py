@@ -15,7 +15,10 @@ from data_mixtures import tokenizer
 from data_mixtures.recipe import TokenizerTraining
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-TEXTS = [(STDLIB / name).read_text(encoding="utf-8") for name in ("pydoc_data/topics.py", "argparse.py", "difflib.py")]
+TEXTS = [
+    (STDLIB / name).read_text(encoding="utf-8")
+    for name in ("pydoc_data/topics.py", "argparse.py", "difflib.py")
+]
 
 
 def load(model: bytes) -> sentencepiece.SentencePieceProcessor:
@@ -102,7 +105,12 @@ OTHER_MODELS = {
     "a piece of letters and signs": {"user_defined_symbols": ["<|end|>"]},
     "pieces of digits": {"split_digits": False},
 }
-PATTERN = {"no dummy prefix": 0, "newline as a symbol": 0, "a piece of letters and signs": 1, "pieces of digits": 1}
+PATTERN = {
+    "no dummy prefix": 0,
+    "newline as a symbol": 0,
+    "a piece of letters and signs": 1,
+    "pieces of digits": 1,
+}
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
@@ -118,7 +126,12 @@ def test_other_models_encode_by_segments_only_where_it_is_exact(name):
     model = io.BytesIO()
     lines = iter(TEXTS[1].split("\n"))
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=model, vocab_size=1000, hard_vocab_limit=False, minloglevel=2, **options
+        sentence_iterator=lines,
+        model_writer=model,
+        vocab_size=1000,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
     )
     processor = load(model.getvalue())
     assert made_of(processor).pattern is (tokenizer._PATTERNS[PATTERN[name]] if name in PATTERN else None)

@@ -1,4 +1,6 @@
-"""Hugging Face tokenizer.json: special ids by name, text that stays text, 4 bytes a token where they are needed."""
+"""Hugging Face tokenizer.json: special ids by name, text that stays text, 4 bytes a token
+where they are needed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,21 @@ from tests.tokenizer_assets import byte_level, save
 
 TEXT = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
 LLAMA_3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
-PARTS = ["<|endoftext|>", "<|begin_of_text|>", "<s>", " ", "\n\n", "\r\n", "a", "self", "東京", "😀", "\0", "ﬁ", "123"]
+PARTS = [
+    "<|endoftext|>",
+    "<|begin_of_text|>",
+    "<s>",
+    " ",
+    "\n\n",
+    "\r\n",
+    "a",
+    "self",
+    "東京",
+    "😀",
+    "\0",
+    "ﬁ",
+    "123",
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +53,11 @@ def test_text_is_text_and_comes_back(llama_3: Path, text: str) -> None:
     assert (tokens < 600).sum() == len(tokens) - 6, "two control ids a document, and none of its text"
     assert [tokens[begin] for begin in begins] == [600] * 3
     assert [tokens[begin + n - 1] for begin, n in zip(begins, lengths, strict=True)] == [601] * 3
-    assert [made.decode(tokens[b : b + n]) for b, n in zip(begins, lengths, strict=True)] == [text, "", text[1:]]
+    assert [made.decode(tokens[b : b + n]) for b, n in zip(begins, lengths, strict=True)] == [
+        text,
+        "",
+        text[1:],
+    ]
 
 
 def test_a_document_is_whole_and_as_the_library_encodes_it(llama_3: Path) -> None:
@@ -69,14 +89,20 @@ def test_what_begins_and_ends_a_document(tmp_path: Path, name: str) -> None:
     tokens, lengths = made.encode(["a b", "b"])
     again = len(set(expected)) == 1
     assert np.flatnonzero(tokens == made.bos_id).tolist() == [0, lengths[0]]
-    assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != again, "one separator, in front of a document"
+    assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != again, (
+        "one separator, in front of a document"
+    )
 
 
 @pytest.mark.parametrize(
     ("special", "names", "message"),
     [
         (["<begin>"], {}, r"bos = None, eos = None; name them in the recipe, tokenizer = .* \['<begin>'\]"),
-        (["<s>", "</s>"], {"bos": "<S>", "eos": "</s>"}, r"bos = '<S>', eos = '</s>'; .* of \['<s>', '</s>'\]"),
+        (
+            ["<s>", "</s>"],
+            {"bos": "<S>", "eos": "</s>"},
+            r"bos = '<S>', eos = '</s>'; .* of \['<s>', '</s>'\]",
+        ),
         (
             ["<s>", "</s>"],
             {"bos": "a", "eos": "</s>"},
@@ -114,7 +140,12 @@ def large(folder: Path) -> Path:
 def test_a_large_vocabulary_takes_4_bytes_and_is_read_back(tmp_path: Path, run_prepare) -> None:
     """From a recipe to windows: what is in the shards is what the tokenizer gives, beyond id 65,535 too."""
     paths = [Path(sysconfig.get_path("stdlib")) / name for name in ("argparse.py", "difflib.py", "random.py")]
-    rows = [part for path in paths for part in path.read_text(encoding="utf-8").split("\n    def ") if len(part) > 64]
+    rows = [
+        part
+        for path in paths
+        for part in path.read_text(encoding="utf-8").split("\n    def ")
+        if len(part) > 64
+    ]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     (tmp_path / "recipe.toml").write_text(
         f'tokenizer = {{ path = "{large(tmp_path / "given")}", bos = "<|begin_of_text|>", eos = "<|eot_id|>" }}\n'
@@ -127,10 +158,15 @@ def test_a_large_vocabulary_takes_4_bytes_and_is_read_back(tmp_path: Path, run_p
     facts = {name: manifest[name] for name in shards.TOKENIZER_FACTS[1:]}
     assert facts == {"vocab_size": 70_000, "token_bytes": 4, "bos_id": 69_995, "eos_id": 69_997}
     assert (mixture.vocab_size, mixture.bos_id) == (70_000, 69_995)
-    assert sorted(path.name for path in shards.tokenizer_files(out)) == ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in shards.tokenizer_files(out)) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     first = manifest["shards"][0]
     assert (out / "mine" / first["name"]).stat().st_size == 4 * first["tokens"]
-    stream = np.concatenate([np.fromfile(out / "mine" / entry["name"], "<u4")[:-1] for entry in manifest["shards"]])
+    stream = np.concatenate(
+        [np.fromfile(out / "mine" / entry["name"], "<u4")[:-1] for entry in manifest["shards"]]
+    )
     windows = mixture.sequences(0, len(stream) // 64)[0]
     assert sorted(map(tuple, windows[:, :-1])) == sorted(map(tuple, stream.reshape(-1, 64)))
     made = tokenizer.load(out / "tokenizer.json")
@@ -143,7 +179,12 @@ def test_a_large_vocabulary_takes_4_bytes_and_is_read_back(tmp_path: Path, run_p
 
 def test_one_document_in_a_thousand_is_compared_with_sentencepiece(tmp_path: Path, monkeypatch) -> None:
     texts = {
-        "a": [[f"some words that are long enough to be kept by the filter, {n} of them or so" for n in range(300)]]
+        "a": [
+            [
+                f"some words that are long enough to be kept by the filter, {n} of them or so"
+                for n in range(300)
+            ]
+        ]
     }
     wanted = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
     filtered(tmp_path, texts, wanted)
@@ -152,22 +193,30 @@ def test_one_document_in_a_thousand_is_compared_with_sentencepiece(tmp_path: Pat
     compared = []
     exact = tokenizer.SentencepieceTokenizer.is_exact
     monkeypatch.setattr(
-        tokenizer.SentencepieceTokenizer, "is_exact", lambda made, text: compared.append(text) or exact(made, text)
+        tokenizer.SentencepieceTokenizer,
+        "is_exact",
+        lambda made, text: compared.append(text) or exact(made, text),
     )
     assert do_all(tokenize.Tokenize(wanted, tmp_path, ("a",))) == 1
     assert 1 <= len(compared) < 30
     broken = tokenizer.SentencepieceTokenizer.encode_text
     monkeypatch.setattr(
-        tokenizer.SentencepieceTokenizer, "encode_text", lambda made, text: broken(made, text.replace("words", "word"))
+        tokenizer.SentencepieceTokenizer,
+        "encode_text",
+        lambda made, text: broken(made, text.replace("words", "word")),
     )
     wanted = make_recipe(texts, wanted.tokenizer)
-    with pytest.raises(ValueError, match=r"document [0-9a-f]{32} has other tokens than sentencepiece gives it"):
+    with pytest.raises(
+        ValueError, match=r"document [0-9a-f]{32} has other tokens than sentencepiece gives it"
+    ):
         tokenize.Tokenize(wanted, tmp_path, ("a",)).work(tokenize.Unit("a", 0), tmp_path)
 
 
 def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path: Path) -> None:
     out, texts = tmp_path / "out", {"a": [[TEXT[:3000]]]}
-    path = save(byte_level([TEXT], LLAMA_3), tmp_path / "given", bos_token=LLAMA_3[0], eos_token=LLAMA_3[1], more=1)
+    path = save(
+        byte_level([TEXT], LLAMA_3), tmp_path / "given", bos_token=LLAMA_3[0], eos_token=LLAMA_3[1], more=1
+    )
     brought = make_recipe(texts, recipe.TokenizerFile(str(path), eos="<|eot_id|>"))
     filtered(out, texts, brought)
     tokenize.make_tokenizer(brought, out)

@@ -42,10 +42,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_windows_of_any_number_of_files(small_blocks: None, tmp_path: Path) -> None:
-    files = WindowFiles([write(tmp_path / "a"), write(tmp_path / "b", windows=1), write(tmp_path / "c")], SEQ_LEN)
+    files = WindowFiles(
+        [write(tmp_path / "a"), write(tmp_path / "b", windows=1), write(tmp_path / "c")], SEQ_LEN
+    )
     for file, count in enumerate((WINDOWS, 1, WINDOWS)):
         for window in reversed(range(count)):
-            assert read(files, window, file).tolist() == list(range(window * SEQ_LEN, (window + 1) * SEQ_LEN + 1))
+            assert read(files, window, file).tolist() == list(
+                range(window * SEQ_LEN, (window + 1) * SEQ_LEN + 1)
+            )
 
 
 @pytest.mark.parametrize("byte", [0, 63, 64, 127, 128, 135, 184, 185])
@@ -58,7 +62,9 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
     for window in range(WINDOWS):
         first, last = 2 * window * SEQ_LEN // BLOCK, (2 * (window + 1) * SEQ_LEN + 1) // BLOCK
         if first <= bad <= last:
-            with pytest.raises(ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*quarantine"):
+            with pytest.raises(
+                ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*quarantine"
+            ):
                 read(files, window)
         else:
             assert read(files, window)[0] == window * SEQ_LEN
@@ -101,7 +107,9 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None,
         read(files, 0, file=1)
 
 
-def test_a_broken_disk_names_the_block(small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_disk_names_the_block(
+    small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = WindowFiles([write(tmp_path / "a")], SEQ_LEN)
 
     def broken(*_: object) -> bytes:

@@ -52,7 +52,8 @@ def windows_of(seed: int, count: int = 5, length: int = 17) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, VOCAB, (count, length)).astype(np.uint16)
 
 
-# the scorer's float32 log-probabilities are off by at most half a unit of 2**-24 each, relative; a mean keeps that
+# the scorer's float32 log-probabilities are off by at most half a unit of 2**-24 each, relative; a
+# mean keeps that
 TOLERANCE = 2**-24
 
 
@@ -85,7 +86,9 @@ def test_a_uniform_model_over_bytes_needs_8_bits() -> None:
             return Scores(np.full(len(prompt.ids) - prompt.start, -math.log(256)), np.zeros(0))
 
     windows = np.random.default_rng(0).integers(0, 256, (4, 33))
-    assert score_windows(Uniform(), windows, np.ones(256, dtype=int))["bits_per_byte"] == pytest.approx(8, rel=1e-12)
+    assert score_windows(Uniform(), windows, np.ones(256, dtype=int))["bits_per_byte"] == pytest.approx(
+        8, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])

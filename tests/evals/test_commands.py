@@ -1,4 +1,6 @@
-"""What `[evals]` may ask for: every evaluation with its own options, and nothing that cannot run on a checkpoint."""
+"""What `[evals]` may ask for: every evaluation with its own options, and nothing that cannot
+run on a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_checking_needs_neither_torch_nor_the_engine() -> None:
         "import sys, evals.watch; from evals.commands import *; [read_command(name) for name in command_modules()];"
         "print(*sorted({*sys.modules} & {'torch', 'transformers', 'lm_eval', 'laneformer', 'train', 'tools'}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "\n"
 
 
@@ -62,7 +66,15 @@ def test_help_is_whole_sentences_of_the_same_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared = {"--out", "--step", "--tokens-total", "--phase"}
-    of_models = {"--backend", "--device", "--max-length", "--base-url", "--model", "--concurrency", "--timeout-s"}
+    of_models = {
+        "--backend",
+        "--device",
+        "--max-length",
+        "--base-url",
+        "--model",
+        "--concurrency",
+        "--timeout-s",
+    }
     for name in command_modules():
         kind = read_command(name)[1]
         monkeypatch.setattr(sys, "argv", ["x", "--help"])
@@ -71,7 +83,9 @@ def test_help_is_whole_sentences_of_the_same_flags(
         said = capsys.readouterr().out
         assert "None" not in said, f"{name}: no default and no placeholder that a reader has to guess"
         titles = {"task options", "model options", "record options", "sampling options", "scoring options"}
-        assert {*re.findall(r"\b\w+ options\b", said)} <= titles, "what a group is about, not a parameter's name"
+        assert {*re.findall(r"\b\w+ options\b", said)} <= titles, (
+            "what a group is about, not a parameter's name"
+        )
         flags = {*re.findall(r"^\W*?(--[a-z-]+)", said, re.MULTILINE)}
         if name not in ("contamination", "decode_speed"):
             assert flags >= of_models | shared
@@ -84,7 +98,19 @@ def test_arguments_of_a_checkpoint() -> None:
     module, kind, options = read_command("code --dataset d --results 'r s/{step}'")
     words = kind.arguments(Path("hf"), options, About(Path("o"), 20, None, "phase1"), "auto")
     assert module == "evals.code"
-    assert words == ["hf", "--dataset", "d", "--results", "r s/20", "--out", "o", "--step", "20", "--phase", "phase1"]
+    assert words == [
+        "hf",
+        "--dataset",
+        "d",
+        "--results",
+        "r s/20",
+        "--out",
+        "o",
+        "--step",
+        "20",
+        "--phase",
+        "phase1",
+    ]
     assert kind.arguments(Path("hf"), [], About(), "cuda") == ["hf", "--device", "cuda"]
 
 
@@ -93,7 +119,10 @@ def test_arguments_of_a_checkpoint() -> None:
     [
         ({"every_steps": 0}, "selects no checkpoint"),
         ({"commands": []}, "is empty"),
-        ({"commands": ["bits_per_bite"]}, "'bits_per_bite' begins with no evaluation, .*nearest: bits_per_byte"),
+        (
+            {"commands": ["bits_per_bite"]},
+            "'bits_per_bite' begins with no evaluation, .*nearest: bits_per_byte",
+        ),
         (
             {"commands": ["scorer"]},
             "'scorer' begins with no evaluation, choose from bits_per_byte, code, contamination",
@@ -112,13 +141,24 @@ def test_arguments_of_a_checkpoint() -> None:
         ({"commands": ["core --bundle b --plan"]}, "--plan is not an option"),
         ({"commands": ["decode_speed", "decode_speed --step 3"]}, "--step is set by the watcher"),
         ({"commands": ["core --bundle b --limit all"]}, "a value is of the wrong type"),
-        ({"commands": ["core --bundle b --max-per-task 5"]}, "--max-per-task is now --limit, as in every evaluation"),
-        ({"commands": ["lm_eval --tasks arc_easy --model m"]}, "--model is not an option of it on a checkpoint"),
-        ({"commands": ["core --bundle b --tasks mmlu"]}, "a value is of the wrong type, not among the choices"),
+        (
+            {"commands": ["core --bundle b --max-per-task 5"]},
+            "--max-per-task is now --limit, as in every evaluation",
+        ),
+        (
+            {"commands": ["lm_eval --tasks arc_easy --model m"]},
+            "--model is not an option of it on a checkpoint",
+        ),
+        (
+            {"commands": ["core --bundle b --tasks mmlu"]},
+            "a value is of the wrong type, not among the choices",
+        ),
         ({"commands": ["bits_per_byte runs/demo/hf --data d"]}, "one too many"),
     ],
 )
-def test_sections_that_ask_for_nothing_are_refused(tmp_path: Path, section: dict[str, Any], said: str) -> None:
+def test_sections_that_ask_for_nothing_are_refused(
+    tmp_path: Path, section: dict[str, Any], said: str
+) -> None:
     check(job_of(tmp_path))
     with pytest.raises(ValueError, match=said):
         check(job_of(tmp_path, **section))

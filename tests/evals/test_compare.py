@@ -42,7 +42,9 @@ def test_a_paired_difference_by_hand(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_both_find_hard_cancels() -> None:
-    """The error is the spread of the difference of imagined pairs, well below that of two scores on their own."""
+    """The error is the spread of the difference of imagined pairs, well below that of two
+    scores on their own.
+    """
     draw = random.Random(0)
 
     def pair() -> tuple[list[float], list[float]]:

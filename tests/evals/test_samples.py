@@ -1,4 +1,6 @@
-"""Samples of text: the model's own greedy tokens, a seed that repeats, prompts from a file, and the record of it."""
+"""Samples of text: the model's own greedy tokens, a seed that repeats, prompts from a file, and
+the record of it.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,16 @@ def greedy(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
 
 
 def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> None:
-    record = main(folder, max_new_tokens=6, about=About(tmp_path / "evals.jsonl", 20, 4096, "phase1"), source=CPU)
+    record = main(
+        folder, max_new_tokens=6, about=About(tmp_path / "evals.jsonl", 20, 4096, "phase1"), source=CPU
+    )
     assert json.loads((tmp_path / "evals.jsonl").read_text()) == record
-    assert [record[key] for key in ("kind", "step", "tokens_total", "phase")] == ["samples", 20, 4096, "phase1"]
+    assert [record[key] for key in ("kind", "step", "tokens_total", "phase")] == [
+        "samples",
+        20,
+        4096,
+        "phase1",
+    ]
     assert [each["name"] for each in record["samples"]] == ["prose", "fact", "code", "chat"]
     with Engine.from_pretrained(folder, device="cpu") as engine:
         for prompt, sample in zip(PROMPTS[:3], record["samples"], strict=False):
@@ -72,7 +81,9 @@ def test_both_backends_generate_the_models_own_tokens(folder: Path, tmp_path: Pa
 
 
 def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
-    """A folder that is no Laneformer and has no chat template: Transformers, and no chat among the built-in prompts."""
+    """A folder that is no Laneformer and has no chat template: Transformers, and no chat
+    among the built-in prompts.
+    """
     write_llama(tmp_path / "hf")
     (tmp_path / "hf/chat_template.jinja").unlink()
     assert [s["name"] for s in main(tmp_path / "hf", max_new_tokens=2, source=CPU)["samples"]] == [
@@ -81,9 +92,15 @@ def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
         "code",
     ]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"name": "a", "text": "The cat"}\n\n{"name": "b", "text": "1 and 2"}\n{"name": "", "text": ""}')
+    prompts.write_text(
+        '{"name": "a", "text": "The cat"}\n\n{"name": "b", "text": "1 and 2"}\n{"name": "", "text": ""}'
+    )
     record = main(tmp_path / "hf", prompts, max_new_tokens=3, source=CPU)
-    assert [(s["name"], s["prompt"]) for s in record["samples"]] == [("a", "The cat"), ("b", "1 and 2"), ("", "")]
+    assert [(s["name"], s["prompt"]) for s in record["samples"]] == [
+        ("a", "The cat"),
+        ("b", "1 and 2"),
+        ("", ""),
+    ]
     assert (record["backend"], record["dtype"]) == ("transformers", "float32")
 
 

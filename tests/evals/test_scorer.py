@@ -25,8 +25,12 @@ SEQUENCES = [
 
 
 @torch.no_grad()
-def reference(model: torch.nn.Module, ids: list[int], start: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Plain log-softmax of one pass over all ids: log-probabilities of ids[start:], and whether each is the argmax."""
+def reference(
+    model: torch.nn.Module, ids: list[int], start: int, dtype: torch.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Plain log-softmax of one pass over all ids: log-probabilities of ids[start:], and whether
+    each is the argmax.
+    """
     found = model.to(dtype)(torch.tensor([ids]))
     logits = getattr(found, "logits", found)[0, start - 1 : -1].double().numpy()
     logp = logits - logits.max(1, keepdims=True)
@@ -43,7 +47,8 @@ def check(scorer: Scorer, model: torch.nn.Module) -> None:
     for (ids, start), batched in zip(SEQUENCES, together, strict=True):
         exact, greedy = reference(model, ids, start, torch.float64)
         single, _ = reference(model, ids, start, torch.float32)
-        # what float32 itself gets wrong on this model, times 8 as sums are taken in another order; 1e-6 for tiny ones
+        # what float32 itself gets wrong on this model, times 8 as sums are taken in another order; 1e-6
+        # for tiny ones
         allowed = 8 * np.abs(single - exact).max() + 1e-6
         for got in (scorer.score_one(ids, start), batched):
             assert got.logprobs.dtype == np.float64
@@ -71,7 +76,12 @@ def test_transformers(tmp_path: Path, config: dict[str, int]) -> None:
     model = write_llama(tmp_path, **config)
     scorer = open_scorer(tmp_path, CPU)
     assert isinstance(scorer, TransformersScorer)
-    assert (scorer.backend, scorer.device, scorer.dtype, scorer.max_length) == ("transformers", "cpu", "float32", 128)
+    assert (scorer.backend, scorer.device, scorer.dtype, scorer.max_length) == (
+        "transformers",
+        "cpu",
+        "float32",
+        128,
+    )
     assert (scorer.bos_id, scorer.eos_id) == (1, 2)
     check(scorer, model)
 
@@ -102,16 +112,22 @@ def read_by(scorer: TransformersScorer) -> list[tuple[int, int]]:
 def test_options_behind_a_long_prefix_are_read_in_two_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
 ) -> None:
-    """The prefix once, then all options; equal to one by one, up to float32's rounding, and to float64's own answer."""
+    """The prefix once, then all options; equal to one by one, up to float32's rounding, and
+    to float64's own answer.
+    """
     model = write(tmp_path)
     scorer = TransformersScorer(tmp_path, "cpu")
     prefix = [1, *range(40, 90)]
-    item = [Prompt([*prefix, *option], len(prefix)) for option in ([7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14])]
+    item = [
+        Prompt([*prefix, *option], len(prefix)) for option in ([7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14])
+    ]
     alone = [scorer.score_one(*prompt) for prompt in item]
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 100)
     read = read_by(scorer)
     (found,) = scorer.score([item])
-    assert read == [(1, 50), (5, 4)], "50 tokens of the prefix; five options behind it, the longest of 1 + 3 tokens"
+    assert read == [(1, 50), (5, 4)], (
+        "50 tokens of the prefix; five options behind it, the longest of 1 + 3 tokens"
+    )
     for prompt, batched, single in zip(item, found, alone, strict=True):
         exact, greedy = reference(model, prompt.ids, prompt.start, torch.float64)
         rounded, _ = reference(model, prompt.ids, prompt.start, torch.float32)
@@ -129,11 +145,15 @@ def test_short_items_share_passes_of_similar_lengths(tmp_path: Path, monkeypatch
     read = read_by(scorer)
     lengths = [5, 30, 6, 9, 6]
     found = list(scorer.score([[Prompt([1, *range(10, 9 + n)], 1)] for n in lengths]))
-    assert [len(scores.logprobs) for (scores,) in found] == [n - 1 for n in lengths], "in the order of the items"
+    assert [len(scores.logprobs) for (scores,) in found] == [n - 1 for n in lengths], (
+        "in the order of the items"
+    )
     assert read == [(4, 8), (1, 29)]
 
 
-def test_a_model_whose_state_cannot_be_copied_reads_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_state_cannot_be_copied_reads_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_llama(tmp_path)
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 1)
     scorer = TransformersScorer(tmp_path, "cpu")
@@ -142,7 +162,9 @@ def test_a_model_whose_state_cannot_be_copied_reads_everything(tmp_path: Path, m
 
 
 def test_several_devices_share_the_items_and_change_nothing(tmp_path: Path) -> None:
-    """Two processes on the CPU, as two GPUs would: the same scores in the same order, bit for bit by the engine."""
+    """Two processes on the CPU, as two GPUs would: the same scores in the same order, bit for
+    bit by the engine.
+    """
     write_laneformer(tmp_path)
     items = [[Prompt([1, 5, 6, 7 + i, 8], 3), Prompt([1, 5, 6, 9 + i], 3)] for i in range(40)]
     with_one, with_two = open_scorer(tmp_path, CPU), open_scorer(tmp_path, Source(device="cpu,cpu"))
@@ -194,7 +216,9 @@ def test_texts_become_the_same_ids_in_both(tmp_path: Path) -> None:
 
 
 def test_auto_is_the_gpu_where_one_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watcher beside the run on a GPU of its own uses it; asking for one that is not there is refused in words."""
+    """A watcher beside the run on a GPU of its own uses it; asking for one that is not there
+    is refused in words.
+    """
     write_laneformer(tmp_path)
     for driver, gpu in [(False, False), (True, False), (True, True)]:
         monkeypatch.setattr("laneformer.engine.device.has_driver", lambda driver=driver: driver)
@@ -212,12 +236,16 @@ def test_auto_is_the_gpu_where_one_is_visible(tmp_path: Path, monkeypatch: pytes
             with pytest.raises(ValueError, match="choose auto, or a list of cpu, cuda:0, cuda:1"):
                 devices_of("cuda:0,cuda:2")
         else:
-            with pytest.raises(ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"):
+            with pytest.raises(
+                ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"
+            ):
                 open_scorer(tmp_path, Source(device="cuda"))
 
 
 def test_common_prefix() -> None:
-    assert [common_prefix(a, b) for a, b in [([], [1]), ([1, 2], [1, 2, 3]), ([1, 2], [1, 3]), ([4], [5])]] == [
+    assert [
+        common_prefix(a, b) for a, b in [([], [1]), ([1, 2], [1, 2, 3]), ([1, 2], [1, 3]), ([4], [5])]
+    ] == [
         0,
         2,
         1,
@@ -229,12 +257,17 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
-    opened = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))  # a Llama, which the engine reads too
+    opened = open_scorer(
+        tmp_path, Source("engine", "cpu", dtype="int8")
+    )  # a Llama, which the engine reads too
     assert opened.dtype == "int8"
     opened.close()
     with pytest.raises(ValueError, match="backend = 'onnx' is unknown"):
         open_scorer(tmp_path, Source("onnx"))  # type: ignore[arg-type]
-    for source in (Source("transformers", "cpu", dtype="int8"), Source(dtype="int8", base_url="http://127.0.0.1:9")):
+    for source in (
+        Source("transformers", "cpu", dtype="int8"),
+        Source(dtype="int8", base_url="http://127.0.0.1:9"),
+    ):
         with pytest.raises(ValueError, match="dtype = 'int8'"):
             open_scorer(tmp_path, source)
     scorer = open_scorer(tmp_path, CPU)

@@ -54,7 +54,9 @@ def wandb_records(path: Path) -> Iterator[Record]:
         if room < 7:
             at += room
             continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)  # checksum, bytes, 1 whole 2 first 3 middle 4 last
+        _, length, kind = struct.unpack_from(
+            "<IHB", data, at
+        )  # checksum, bytes, 1 whole 2 first 3 middle 4 last
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
@@ -63,7 +65,9 @@ def wandb_records(path: Path) -> Iterator[Record]:
 
 
 def in_wandb(run: Path) -> Logged:
-    newest = max((run / "tb/evals/wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    newest = max(
+        (run / "tb/evals/wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime
+    )
     records, logged = list(wandb_records(newest)), []
     (about,) = [r.run for r in records if r.HasField("run")]
     assert (about.display_name, about.run_group, about.job_type) == (f"{run.name}-evals", run.name, "evals")
@@ -103,7 +107,9 @@ def test_samples_of_text_are_a_table_in_wandb(tmp_path: Path) -> None:
     run = tmp_path / "tracked"
     run.mkdir()
     (run / "config.toml").write_text(CONFIG)
-    texts = [{"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")]
+    texts = [
+        {"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")
+    ]
     write(run, [{"kind": "samples", "step": 40, "tokens_total": 9, "samples": texts}])
     forward(run)
     (table,) = (run / "tb/evals/wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
@@ -115,8 +121,13 @@ def test_names_tell_what_cannot_be_compared() -> None:
     record = made_up_run.core_record(random.Random(0), 0.5, missing=("squad",))
     named = scalars(record)
     assert named["core/nanochat/limit-500/tasks/copa/accuracy"] == record["tasks"]["copa"]["accuracy"]
-    assert named["core/nanochat/limit-500/tasks/copa/standard_error"] == record["tasks"]["copa"]["standard_error"]
-    assert not any("core_v" in name or "squad" in name or name.endswith("/n") for name in named), "no CORE, no figure"
+    assert (
+        named["core/nanochat/limit-500/tasks/copa/standard_error"]
+        == record["tasks"]["copa"]["standard_error"]
+    )
+    assert not any("core_v" in name or "squad" in name or name.endswith("/n") for name in named), (
+        "no CORE, no figure"
+    )
     assert set(scalars({**record, "protocol": "dclm"})).isdisjoint(named)
     whole = scalars(made_up_run.core_record(random.Random(0), 0.5))
     assert {f"core/nanochat/limit-500/core_{v}{se}" for v in ("v1", "v2") for se in ("", "_se")} <= set(whole)
@@ -133,13 +144,19 @@ def test_names_tell_what_cannot_be_compared() -> None:
     changes = {"chat_template": True, "add_bos": False, "haystack": "offline", "num_fewshot": 5, "limit": 5}
     told = [next(iter(scalars({**asked, key: value}))) for key, value in changes.items()]
     assert [*scalars(asked)] == ["lm_eval/tasks/arc_easy/acc"]
-    assert told == [f"lm_eval/{w}/tasks/arc_easy/acc" for w in ("chat", "no-bos", "offline", "5-shot", "limit-5")]
-    old, new = ({"kind": "core", "protocol": "dclm", name: 9, "core_v1": 0.2} for name in ("max_per_task", "limit"))
+    assert told == [
+        f"lm_eval/{w}/tasks/arc_easy/acc" for w in ("chat", "no-bos", "offline", "5-shot", "limit-5")
+    ]
+    old, new = (
+        {"kind": "core", "protocol": "dclm", name: 9, "core_v1": 0.2} for name in ("max_per_task", "limit")
+    )
     assert scalars(old) == scalars(new) == {"core/dclm/limit-9/core_v1": 0.2}
     assert scalars({"kind": "unheard of", "loss": 1.0}) == scalars({}) == {}
 
 
-def test_a_tracker_that_fails_is_told_and_gets_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_told_and_gets_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = JobSections(Job(str(tmp_path)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
     records, said = [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}], []
     trackers = Trackers(job, said.append)

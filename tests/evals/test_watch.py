@@ -1,4 +1,6 @@
-"""The watcher on a real run: from within the job; killed, started again, no record twice; and its choices, played."""
+"""The watcher on a real run: from within the job; killed, started again, no record twice;
+and its choices, played.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps on two ranks, with complete checkpoints at 2 and 4, of which it evaluated the second."""
+    """A run of four steps on two ranks, with complete checkpoints at 2 and 4, of which
+    it evaluated the second.
+    """
     run = tmp_path_factory.mktemp("watched") / "run"
     job = arguments(run, prepared_data / "phase1.lock.json", STEPS, 2)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "train"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "train",
+    ]
     evals = ["--evals.every_steps", "4", "--evals.dtype", "float32", "--evals.in_loop", "--evals.commands"]
     commands = f"{command(prepared_data)},decode_speed --device nowhere"  # TorchTitan's way of a list
     done = subprocess.run(
@@ -82,7 +94,9 @@ def test_a_killed_watcher_goes_on_and_repeats_nothing(trained: Path, prepared_da
     second = watcher(trained, "--cpus", "0", *wanted)
     assert second.wait(120) == 0, second.communicate()[1]  # the run is done: it ends by itself
     found = records(trained)
-    assert [(r["kind"], r["step"], r["phase"]) for r in found] == [("bits_per_byte", s, "phase1") for s in (2, 4)]
+    assert [(r["kind"], r["step"], r["phase"]) for r in found] == [
+        ("bits_per_byte", s, "phase1") for s in (2, 4)
+    ]
     rows = {r["step"]: r for r in map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())}
     assert [r["tokens_total"] for r in found] == [rows[s]["tokens_total"] for s in (2, 4)]
     assert found[0]["bits_per_byte"] != found[1]["bits_per_byte"], "two checkpoints, two models"
@@ -106,7 +120,9 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path: Path) -> None:
     assert process.wait(30) == STOPPED
 
 
-def test_a_command_that_a_killed_watcher_left_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_a_killed_watcher_left_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It still writes its records to the same file, so the next watcher must not start the command beside it."""
     run = tmp_path / "run"
     save(run, 10)
@@ -231,7 +247,10 @@ def test_a_checkpoint_deleted_meanwhile_is_skipped_and_said(tmp_path: Path) -> N
     assert Deleting(job_of(tmp_path, commands=COMMANDS[:1])).watch(once=True, every_s=0) == 0
     assert evaluated(tmp_path) == [("decode_speed", 35)]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(e["kind"], e["step"]) for e in events] == [("evaluation_skipped", 10), ("evaluation_skipped", 20)]
+    assert [(e["kind"], e["step"]) for e in events] == [
+        ("evaluation_skipped", 10),
+        ("evaluation_skipped", 20),
+    ]
 
 
 def test_half_a_record_left_by_a_crash_counts_as_none(tmp_path: Path) -> None:

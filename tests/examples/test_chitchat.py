@@ -22,7 +22,9 @@ def contents(pairs: list[tuple[dict[str, str], dict[str, str]]]) -> list[tuple[s
 
 
 def test_exchanges() -> None:
-    assert contents(chitchat.exchanges(turns(["Hi ", "there"], "hello", "How are you?", ["fine", "you?"], "bye"))) == [
+    assert contents(
+        chitchat.exchanges(turns(["Hi ", "there"], "hello", "How are you?", ["fine", "you?"], "bye"))
+    ) == [
         ("Hi there", "hello"),
         ("How are you?", "fine you?"),
     ]
@@ -44,10 +46,14 @@ def test_split() -> None:
 
 def test_the_package(tmp_path: Path) -> None:
     chitchat.main(tmp_path / "deep" / "chat.jsonl")
-    lines = [json.loads(line)["messages"] for line in (tmp_path / "deep" / "chat.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["messages"] for line in (tmp_path / "deep" / "chat.jsonl").read_text().splitlines()
+    ]
     assert len(lines) > 20_000
     for messages in lines:
-        assert [message["role"] for message in messages] == ["user", "assistant"] * (1 if len(messages) == 2 else 2)
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (
+            1 if len(messages) == 2 else 2
+        )
         assert all(message["content"].strip() for message in messages)
         assert sum(len(message["content"]) for message in messages) <= 340
         assert not any("@gmail.com" in message["content"] for message in messages)

@@ -80,7 +80,10 @@ def test_man_page_becomes_prose(tmp_path):
 def test_metadata_and_topics(tmp_path):
     path = written(tmp_path / "METADATA", "Name: x\nVersion: 1\n\n# Title\n\nBody.\n")
     assert corpus.metadata(path) == ["# Title\n\nBody."]
-    assert corpus.topics(written(tmp_path / "topics.py", "topics = {'b': 'two', 'a': 'one'}\n")) == ["one", "two"]
+    assert corpus.topics(written(tmp_path / "topics.py", "topics = {'b': 'two', 'a': 'one'}\n")) == [
+        "one",
+        "two",
+    ]
 
 
 def test_parts_up_to_their_caps_and_no_second_writing(tmp_path):

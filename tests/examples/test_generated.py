@@ -15,7 +15,9 @@ def false_equations(text: str) -> list[str]:
     """Equations between numbers in a text whose two sides differ, computed exactly."""
     wrong = []
     for sides in EQUATION.findall(text):
-        left, right = (eval(re.sub(r"\d+", r"Fraction(\g<0>)", side), {"Fraction": Fraction}) for side in sides)
+        left, right = (
+            eval(re.sub(r"\d+", r"Fraction(\g<0>)", side), {"Fraction": Fraction}) for side in sides
+        )
         if left != right:
             wrong.append(" = ".join(sides))
     return wrong

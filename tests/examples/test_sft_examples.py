@@ -1,4 +1,6 @@
-"""The fine-tuning examples, run as a user runs them on an exported folder, and what their folders hold afterwards."""
+"""The fine-tuning examples, run as a user runs them on an exported folder, and what
+their folders hold afterwards.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,20 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fine_tuned(example: str, folder: Path, conversations: Path, out: Path, lr: float) -> list[float]:
-    """Run an example; the loss of each step, the first one before any update. Every batch is all conversations."""
-    command = [sys.executable, "-m", f"examples.{example}", folder, conversations, "--out", out, "--steps", STEPS]
+    """Run an example; the loss of each step, the first one before any update. Every
+    batch is all conversations.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        f"examples.{example}",
+        folder,
+        conversations,
+        "--out",
+        out,
+        "--steps",
+        STEPS,
+    ]
     command += ["--batch", BATCH, "--lr", lr]
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -76,7 +90,9 @@ def loss(folder: Path) -> float:
         segments = render(one, chat)
         ids = torch.tensor(token_ids(segments))
         trained = torch.tensor([segment.trained for segment in segments for _ in segment.ids])
-        losses.append(F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")[trained[1:]])
+        losses.append(
+            F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")[trained[1:]]
+        )
     return float(torch.cat(losses).mean())
 
 
@@ -86,7 +102,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def check_folder(out: Path, base: Path, tmp_path: Path) -> None:
-    """The folder works in the engine as in Transformers, and goes back into training; its tokenizer is unchanged."""
+    """The folder works in the engine as in Transformers, and goes back into training;
+    its tokenizer is unchanged.
+    """
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
     with Engine.from_pretrained(out, device="cpu") as engine:
         off = torch.from_numpy(engine.logits(list(range(3, 43)))) - logits(model)[0]
@@ -126,7 +144,9 @@ def test_lora(folder: Path, conversations: Path, tmp_path: Path) -> None:
 
 
 def check_changes(folder: Path, out: Path) -> None:
-    """Every lane of every matrix has changed, by its own matrix of the rank; the other tensors are as they were."""
+    """Every lane of every matrix has changed, by its own matrix of the rank; the other tensors
+    are as they were.
+    """
     config = small_config(initializer_range=0.1)
     before, after = read_weights(folder, config), read_weights(out, config)
     for name, weight in before.items():

@@ -18,7 +18,10 @@ from tests.examples.test_corpus import MODULE
 def wheel(folder: Path, name: str, files: dict[str, str]) -> str:
     """A wheel with these files; its line of a requirements file, pinned by hash."""
     path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
-    about = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", "WHEEL": "Wheel-Version: 1.0\n"}
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\n",
+    }
     with zipfile.ZipFile(path, "w") as archive:
         for file, text in files.items():
             archive.writestr(f"{name}/{file}", text)
@@ -67,7 +70,9 @@ def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(tmp_path
 
 
 def test_every_pin_has_a_hash_and_every_package_a_pin():
-    lines = [line.split() for line in wheels_corpus.PINNED.read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line.split() for line in wheels_corpus.PINNED.read_text().splitlines() if not line.startswith("#")
+    ]
     assert all(flag.startswith("--hash=sha256:") for _, flag in lines)
     assert {pin.partition("==")[0] for pin, _ in lines} == {*wheels_corpus.PROSE, *wheels_corpus.CODE}
     assert recipe.load(Path("data_mixtures/ablation.toml")).corpus == "examples.wheels_corpus"
@@ -83,7 +88,14 @@ def test_as_a_command(tmp_path: Path):
 @pytest.mark.slow
 def test_this_machine_prepares_the_data_of_the_published_runs(tmp_path: Path):
     published = sorted(Path("docs/benchmarks").glob("*-ablation.jsonl"))[-1].read_text().splitlines()
-    command = [sys.executable, "-m", "data_mixtures.prepare", "data_mixtures/ablation.toml", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "data_mixtures.prepare",
+        "data_mixtures/ablation.toml",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if "could not be downloaded" in done.stderr + done.stdout:
         pytest.skip("no package index")

@@ -1,7 +1,8 @@
-"""The update table of LANEFORMER.md, written down literally: one token, one lane and one head at a time, in float64.
+"""The update table of LANEFORMER.md, written down literally: one token, one lane and one head at
+a time, in float64.
 
-Slow and plain on purpose, and without a line of model.py: what two independent writings agree on is the architecture.
-`plant` puts one known error in, so that a comparison can show that it would notice.
+Slow and plain on purpose, and without a line of model.py: what two independent writings agree on is the
+architecture. `plant` puts one known error in, so that a comparison can show that it would notice.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def lane_attention(
 ) -> list[np.ndarray]:
     """One lane's attention over its normed stream x, a list over tokens; its partial output for every token."""
     wq, wk, wv, wo = (w[f"layers.{layer}.attention.{name}.weight"][lane] for name in ("wq", "wk", "wv", "wo"))
-    d, heads, kv_heads = c.head_dim, c.num_attention_heads // c.num_lanes, c.num_key_value_heads // c.num_lanes
+    d, heads, kv_heads = (
+        c.head_dim,
+        c.num_attention_heads // c.num_lanes,
+        c.num_key_value_heads // c.num_lanes,
+    )
     own = [slice(h * d, (h + 1) * d) for h in range(heads)]  # the rows of one head
     keys = [[rotate((wk @ row)[own[k]], t, c.rope_theta) for t, row in enumerate(x)] for k in range(kv_heads)]
     values = [[(wv @ row)[own[k]] for row in x] for k in range(kv_heads)]
@@ -60,11 +65,17 @@ def lane_mlp(w: Weights, layer: int, lane: int, x: list[np.ndarray]) -> list[np.
     return [w2 @ ((w1 @ row) / (1 + np.exp(-(w1 @ row))) * (w3 @ row)) for row in x]
 
 
-def update(c: LaneformerConfig, h: np.ndarray, outputs: list[np.ndarray], layer: int, comm: bool, plant: str) -> None:
-    """Add one module's partials to the streams h (S, L, D); `outputs` holds this module's partials, layer by layer."""
+def update(
+    c: LaneformerConfig, h: np.ndarray, outputs: list[np.ndarray], layer: int, comm: bool, plant: str
+) -> None:
+    """Add one module's partials to the streams h (S, L, D); `outputs` holds this module's
+    partials, layer by layer.
+    """
     p, lanes = outputs[layer], c.num_lanes
     delay = c.broadcast_delay
-    early = [i < delay and c.use_early_comm for i in range(c.num_hidden_layers)]  # PRESENT layers, if the module talks
+    early = [
+        i < delay and c.use_early_comm for i in range(c.num_hidden_layers)
+    ]  # PRESENT layers, if the module talks
     source = layer - delay + (1 if plant == "delay" and delay > 1 else 0)
     for t in range(h.shape[0]):
         for lane in range(lanes):
@@ -77,7 +88,12 @@ def update(c: LaneformerConfig, h: np.ndarray, outputs: list[np.ndarray], layer:
                 if early[source] and not c.rebroadcast_early:
                     continue
                 for other in range(lanes):
-                    dropped = plant == "remote" and (layer, t, lane, other) == (c.num_hidden_layers - 1, 3, 0, 1)
+                    dropped = plant == "remote" and (layer, t, lane, other) == (
+                        c.num_hidden_layers - 1,
+                        3,
+                        0,
+                        1,
+                    )
                     if other != lane and not dropped:
                         h[t, lane] += outputs[source][t, other]
 
@@ -109,7 +125,11 @@ def reference_logits(c: LaneformerConfig, w: Weights, ids: list[int], plant: str
             partial = np.empty_like(h)
             for lane in range(c.num_lanes):
                 x = [rms_norm(row[lane], scale, lane, c.norm_eps) for row in h]
-                own = lane_attention(c, w, i, lane, x, window) if module == "attention" else lane_mlp(w, i, lane, x)
+                own = (
+                    lane_attention(c, w, i, lane, x, window)
+                    if module == "attention"
+                    else lane_mlp(w, i, lane, x)
+                )
                 partial[:, lane] = own
             outputs.append(partial)
             update(c, h, outputs, i, c.use_attention_comm if module == "attention" else c.use_mlp_comm, plant)

@@ -16,9 +16,9 @@ from laneformer.hf.tokenizer import write_tokenizer
 from tests.laneformer.hf.hf_assets import sentencepiece_model
 
 BOS, EOS = 1, 2
-TEXTS = st.text(alphabet=st.sampled_from("ab \n\t.<|>/3é🙂def_start_header_id"), min_size=1, max_size=30).filter(
-    lambda text: text.strip() and "</s>" not in text and "<s>" not in text and "<unk>" not in text
-)
+TEXTS = st.text(
+    alphabet=st.sampled_from("ab \n\t.<|>/3é🙂def_start_header_id"), min_size=1, max_size=30
+).filter(lambda text: text.strip() and "</s>" not in text and "<s>" not in text and "<unk>" not in text)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["dummy_prefix", "no_prefix"])
@@ -50,7 +50,9 @@ def test_ids_are_those_of_the_exported_template(
 ) -> None:
     messages = [{"role": "system", "content": "Be kind."}] * system + turns(*texts)
     for prompt in (False, True) if len(texts) % 2 else (False,):
-        theirs = exported.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True)["input_ids"]
+        theirs = exported.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True)[
+            "input_ids"
+        ]
         assert token_ids(render(messages, chat, add_generation_prompt=prompt)) == theirs
 
 
@@ -90,11 +92,17 @@ def test_the_tokenizer_given_keeps_its_mode(folder: Path) -> None:
         ([{"role": "user", "content": ["x"]}], "content", "content of type list"),
         (turns("x", "half \ud83d"), "content", "message 1 has content of type str; it needs valid text"),
         (turns("x", " \n"), "empty", "message 1, the assistant's, is empty"),
-        ([{"role": "assistant", "content": "x"}], "order", "message 0 is the assistant's, but it is the user's turn"),
+        (
+            [{"role": "assistant", "content": "x"}],
+            "order",
+            "message 0 is the assistant's, but it is the user's turn",
+        ),
         ([*turns("x"), *turns("x")], "order", "message 1 is the user's"),
     ],
 )
-def test_conversations_without_a_form_are_refused(chat: ChatTokenizer, messages: list, reason: str, says: str) -> None:
+def test_conversations_without_a_form_are_refused(
+    chat: ChatTokenizer, messages: list, reason: str, says: str
+) -> None:
     with pytest.raises(ChatError, match=says) as refused:
         render(messages, chat)
     assert refused.value.reason == reason
@@ -106,7 +114,9 @@ def test_a_reply_needs_a_question(chat: ChatTokenizer) -> None:
 
 
 def test_pieces_across_line_breaks_are_refused() -> None:
-    crossing = Tokenizer(models.BPE({"<unk>": 0, "\n": 1, "a": 2, "\na": 3}, [("\n", "a")], unk_token="<unk>"))
+    crossing = Tokenizer(
+        models.BPE({"<unk>": 0, "\n": 1, "a": 2, "\na": 3}, [("\n", "a")], unk_token="<unk>")
+    )
     crossing.add_special_tokens([AddedToken("<unk>", special=True)])
     with pytest.raises(ValueError, match=r"pieces that join a line break and text, such as '\\na'"):
         ChatTokenizer(crossing, EOS)

@@ -16,7 +16,12 @@ from laneformer.chat import ChatError, ChatTemplate
 
 TEMPLATES = Path(str(files("trl") / "chat_templates"))  # of many models, as published
 OURS = ("llama3", "llama3_1", "qwen2_5", "qwen3")  # of models that the engine reads
-SEES_PICTURES = ("llava_next", "llava_next_training", "idefics3", "idefics3_training")  # content is a list there
+SEES_PICTURES = (
+    "llava_next",
+    "llava_next_training",
+    "idefics3",
+    "idefics3_training",
+)  # content is a list there
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
@@ -41,7 +46,11 @@ TURNS = [
     {"role": "user", "content": "<|im_end|> "},
 ]
 SYSTEM = [{"role": "system", "content": "Be brief."}]
-FUNCTION = {"name": "weather", "description": "of a place", "parameters": {"type": "object", "properties": {}}}
+FUNCTION = {
+    "name": "weather",
+    "description": "of a place",
+    "parameters": {"type": "object", "properties": {}},
+}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": FUNCTION}]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
@@ -55,7 +64,9 @@ def theirs(template: Any, messages: list, **options: Any) -> str:
 
 @functools.cache
 def template_of(template: str) -> ChatTemplate:
-    return ChatTemplate({"chat_template": template, **TOKENS, "eos_token": {"content": "</s>", "special": True}})
+    return ChatTemplate(
+        {"chat_template": template, **TOKENS, "eos_token": {"content": "</s>", "special": True}}
+    )
 
 
 def same(template: str, messages: list, **options: Any) -> bool:

@@ -51,20 +51,32 @@ def test_dictionary_round_trip(flavor: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"num_attention_heads": 30}, r"num_attention_heads = 30 is not divisible by num_lanes = 8; use 24 or 32"),
+        (
+            {"num_attention_heads": 30},
+            r"num_attention_heads = 30 is not divisible by num_lanes = 8; use 24 or 32",
+        ),
         ({"num_key_value_heads": 4}, r"num_key_value_heads = 4 is not divisible by num_lanes = 8; use 8"),
-        ({"intermediate_size": 12290}, r"intermediate_size = 12290 is not divisible by num_lanes = 8; use 12288 or"),
+        (
+            {"intermediate_size": 12290},
+            r"intermediate_size = 12290 is not divisible by num_lanes = 8; use 12288 or",
+        ),
         ({"vocab_size": 32001}, r"vocab_size = 32001 is not divisible by num_lanes = 8; use 32000 or 32008"),
         ({"hidden_size": 3080}, r"hidden_size = 3080 is not divisible by num_attention_heads = 32"),
         ({"hidden_size": 3104}, r"head dimension 97 is odd"),
-        ({"num_key_value_heads": 24}, r"num_attention_heads = 32 is not a multiple of num_key_value_heads = 24"),
+        (
+            {"num_key_value_heads": 24},
+            r"num_attention_heads = 32 is not a multiple of num_key_value_heads = 24",
+        ),
         ({"num_lanes": 0}, r"num_lanes = 0 must be a positive integer"),
         ({"hidden_size": 3072.0}, r"hidden_size = 3072.0 must be a positive integer"),
         ({"broadcast_delay": -1}, r"broadcast_delay = -1 must be an integer >= 0"),
         ({"norm_eps": 0.0}, r"norm_eps = 0.0 must be greater than 0"),
         ({"swa_layers": (0, 15)}, r"swa_layers holds \[15\], but the layers are 0 to 14"),
         ({"lm_head_type": "tied"}, r"lm_head_type = 'tied' is unknown; choose from"),
-        ({"pre_norm_lane_agg": True}, r"pre_norm_lane_agg needs lm_head_type = 'replicate', not 'vocab_parallel'"),
+        (
+            {"pre_norm_lane_agg": True},
+            r"pre_norm_lane_agg needs lm_head_type = 'replicate', not 'vocab_parallel'",
+        ),
         ({"tie_word_embeddings": True, "lm_head_type": "lane"}, r"tie_word_embeddings needs lm_head_type"),
         ({"head_dim": 0}, r"head_dim = 0 must be a positive integer"),
         ({"head_dim": 33}, r"head dimension 33 is odd"),
@@ -77,7 +89,13 @@ def test_bad_values_are_named(overrides: dict, message: str) -> None:
         LaneformerConfig(**overrides)
 
 
-BORROWED = {"head_dim": 24, "attention_bias": True, "qk_norm": True, "nope_layers": (1,), "tie_word_embeddings": True}
+BORROWED = {
+    "head_dim": 24,
+    "attention_bias": True,
+    "qk_norm": True,
+    "nope_layers": (1,),
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate"])
@@ -86,16 +104,20 @@ def test_what_other_families_have(head: str) -> None:
     config = LaneformerConfig.from_flavor("tiny", lm_head_type=head, **BORROWED)
     with torch.device("meta"):
         model = Laneformer(config)
-    assert config.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert config.tensor_shapes() == {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+    }
     assert config.parameter_count()["total"] == sum(p.numel() for p in model.parameters())
     assert LaneformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ValueError, match=r"training does not support head_dim = 24, nope.*, attention_bias.*qk.*, tie"):
-        config.refuse_borrowed("training")
+    with pytest.raises(
+        ValueError, match=r"training does not support head_dim = 24, nope.*, attention_bias.*qk.*, tie"
+    ):
+        config.refuse_unsupported("training")
 
 
 def test_a_laneformer_has_none_of_it() -> None:
     config = LaneformerConfig.from_flavor("tiny")
-    config.refuse_borrowed("training")
+    config.refuse_unsupported("training")
     assert not BORROWED.keys() - {"tie_word_embeddings"} & config.to_dict().keys()
 
 

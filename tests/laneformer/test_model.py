@@ -27,8 +27,9 @@ HEADS = [
     {"lm_head_type": "replicate", "pre_norm_lane_agg": True},
 ]
 UNIT_F32 = 2.0**-24  # half a unit in the last place of float32
-# Float64 sums of a few hundred terms, six layers deep, on logits of order one: every operation is off by at most 2^-53
-# of its result, and even if 10^4 of them pulled one way 10^4 * 2^-53 is 1.1e-12. A wrong term is off by 1e-6 or more.
+# Float64 sums of a few hundred terms, six layers deep, on logits of order one: every operation is off by at
+# most 2^-53 of its result, and even if 10^4 of them pulled one way 10^4 * 2^-53 is 1.1e-12. A wrong term is
+# off by 1e-6 or more.
 FLOAT64_TOLERANCE = 1e4 * 2.0**-53
 
 
@@ -46,7 +47,9 @@ def build(seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: object
 def exact_rope(config: LaneformerConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The float64 table, so that the comparison in float64 does not wait on the float32 one of the model."""
     j = torch.arange(config.head_dim // 2, dtype=torch.float64)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * config.rope_theta ** (-2 * j / config.head_dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * config.rope_theta ** (
+        -2 * j / config.head_dim
+    )
     return angle.cos()[None, :, None], angle.sin()[None, :, None]
 
 
@@ -55,7 +58,9 @@ def lane_batched_logits(model: Laneformer, ids: list[int]) -> np.ndarray:
     embedding = model.tok_embeddings(torch.tensor([ids]))
     rope, masks = exact_rope(model.config, len(ids)), model.masks(positions, positions)
     with torch.no_grad():
-        return model.lm_head(run_layers(model.layers, model.config, embedding, rope, masks), model.norm)[0].numpy()
+        return model.lm_head(run_layers(model.layers, model.config, embedding, rope, masks), model.norm)[
+            0
+        ].numpy()
 
 
 def transcribed(model: Laneformer, ids: list[int], plant: str = "") -> np.ndarray:
@@ -84,7 +89,9 @@ def test_heads_norm_scales_and_lanes(head: dict, replicated: bool, lanes: int) -
     assert np.abs(lane_batched_logits(model, IDS) - transcribed(model, IDS)).max() < FLOAT64_TOLERANCE
 
 
-@pytest.mark.parametrize("switch", ["use_early_comm", "use_attention_comm", "use_mlp_comm", "rebroadcast_early"])
+@pytest.mark.parametrize(
+    "switch", ["use_early_comm", "use_attention_comm", "use_mlp_comm", "rebroadcast_early"]
+)
 def test_every_switch_changes_the_logits(switch: str) -> None:
     default = getattr(LaneformerConfig(**SMALL), switch)
     one, other = build(), build(**{switch: not default})
@@ -100,20 +107,30 @@ def test_planted_errors_are_noticed(plant: str, early: bool) -> None:
 
 
 def test_rope_table_is_exact_to_its_float32_angle() -> None:
-    """The angle is a product of roundings: frequency (power and reciprocal, some units) times position, then cos."""
+    """The angle is a product of roundings: frequency (power and reciprocal, some units)
+    times position, then cos.
+    """
     config = LaneformerConfig.from_flavor("2b")
     cos, sin = rope_table(config, torch.arange(config.max_position_embeddings))
     exact_cos, exact_sin = exact_rope(config, config.max_position_embeddings)
     position = torch.arange(config.max_position_embeddings)[None, :, None, None]
-    frequency = config.rope_theta ** (-2 * torch.arange(config.head_dim // 2, dtype=torch.float64) / config.head_dim)
-    # exponent off by one unit times ln(theta) in the result, power 2, reciprocal 1, product 1; cos and sin 2 themselves
+    frequency = config.rope_theta ** (
+        -2 * torch.arange(config.head_dim // 2, dtype=torch.float64) / config.head_dim
+    )
+    # exponent off by one unit times ln(theta) in the result, power 2, reciprocal 1, product 1; cos and
+    # sin 2 themselves
     bound = (math.log(config.rope_theta) + 4) * UNIT_F32 * position * frequency + 2 * UNIT_F32
     assert ((cos - exact_cos).abs() <= bound).all()
     assert ((sin - exact_sin).abs() <= bound).all()
 
 
 def test_rope_scaling_stretches_long_wavelengths_only() -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     config = LaneformerConfig(**{**SMALL, "hidden_size": 64, "rope_scaling": scaling})
     llama = LlamaConfig(
         hidden_size=64, num_attention_heads=4, max_position_embeddings=64,
@@ -131,7 +148,9 @@ def test_rope_scaling_stretches_long_wavelengths_only() -> None:
 
 
 def llama_weights(model: Laneformer) -> dict[str, torch.Tensor]:
-    """The same weights in Llama's layout: lanes joined, and pairs (2j, 2j+1) of wq and wk moved to (j, j + d/2)."""
+    """The same weights in Llama's layout: lanes joined, and pairs (2j, 2j+1) of wq and wk moved to
+    (j, j + d/2).
+    """
     c, own = model.config, model.state_dict()
     rows = lambda w: w.flatten(0, 1)  # noqa: E731  (L, out/L, in) -> (out, in)
     columns = lambda w: w.permute(1, 0, 2).flatten(1)  # noqa: E731  (L, out, in/L) -> (out, in)
@@ -175,10 +194,11 @@ def llama_of(model: Laneformer) -> LlamaForCausalLM:
 def float32_norm_bound(model: Laneformer, ids: torch.Tensor) -> float:
     """How far apart logits can be when the norms are computed in float32, worst case, to first order.
 
-    A float32 RMSNorm of D elements is off by at most (D / 2 + 6) units, relative, in each element: D / 2 from the sum
-    of D squares under the root, the rest from the casts, squares, the root and the product. The logits move by at most
-    the sum over all elements of |d logit / d element| * |element| * that; the derivatives are taken in float64, and
-    summed over the lanes, which all hold the same stream and so the same error.
+    A float32 RMSNorm of D elements is off by at most (D / 2 + 6) units, relative, in each element: D /
+    2 from the sum of D squares under the root, the rest from the casts, squares, the root and the
+    product. The logits move by at most the sum over all elements of |d logit / d element| * |element| *
+    that; the derivatives are taken in float64, and summed over the lanes, which all hold the same
+    stream and so the same error.
     """
     outputs: list[torch.Tensor] = []
     norms = [module for module in model.modules() if isinstance(module, LaneRMSNorm)]
@@ -190,7 +210,9 @@ def float32_norm_bound(model: Laneformer, ids: torch.Tensor) -> float:
     worst = 0.0
     for logit in logits[0, -1]:  # the last position: the most sums behind it
         gradients = torch.autograd.grad(logit, outputs, retain_graph=True)
-        moved = sum(float((g * x).sum(2).abs().sum().detach()) for g, x in zip(gradients, outputs, strict=True))
+        moved = sum(
+            float((g * x).sum(2).abs().sum().detach()) for g, x in zip(gradients, outputs, strict=True)
+        )
         worst = max(worst, unit * moved)
     return worst
 
@@ -202,8 +224,11 @@ def test_delay_zero_is_llama(head: dict, lanes: int) -> None:
     llama, ids = llama_of(model), torch.tensor([IDS])
     theirs = llama.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(len(IDS))[None])[0]
     half = model.config.head_dim // 2
-    # the float32 RoPE tables are the same numbers, so only Llama's float32 norms can differ from our float64 ones
-    assert torch.equal(rope_table(model.config, torch.arange(len(IDS)))[0][:, :, 0], theirs[..., :half].float())
+    # the float32 RoPE tables are the same numbers, so only Llama's float32 norms can differ from
+    # our float64 ones
+    assert torch.equal(
+        rope_table(model.config, torch.arange(len(IDS)))[0][:, :, 0], theirs[..., :half].float()
+    )
     with torch.no_grad():
         expected = llama(ids).logits[0, -1]
         difference = float((model(ids)[0, -1] - expected).abs().max())
@@ -251,7 +276,9 @@ def test_gradients_reach_every_lane_of_every_parameter(head: dict, replicated: b
 def test_norm_is_that_of_the_definition() -> None:
     norm = LaneRMSNorm(LaneformerConfig(**SMALL, replicated_rmsn_scale=False)).double()
     x = torch.randn(2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    expected = np.array([rms_norm(x[lane].numpy(), norm.weight.detach().numpy(), lane, norm.eps) for lane in range(2)])
+    expected = np.array(
+        [rms_norm(x[lane].numpy(), norm.weight.detach().numpy(), lane, norm.eps) for lane in range(2)]
+    )
     assert np.abs(norm(x).detach().numpy() - expected).max() < FLOAT64_TOLERANCE
 
 

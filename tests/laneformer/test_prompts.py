@@ -58,7 +58,9 @@ def theirs(kind: str, template: str, conversation: list[dict[str, str]], **optio
     made = Tokenizer.from_str(TOKENIZERS[kind].to_str())
     made.no_truncation()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATES[template], **TOKENS)
-    text = tokenizer.apply_chat_template(conversation, tokenize=False, **{**options, "tools": options["tools"] or None})
+    text = tokenizer.apply_chat_template(
+        conversation, tokenize=False, **{**options, "tools": options["tools"] or None}
+    )
     return made.encode(text, add_special_tokens=False).ids
 
 
@@ -79,8 +81,13 @@ def test_ids_are_those_of_transformers(kind: str, template: str) -> None:
     ours = encoder(kind, template)
     for conversation in conversations(PLAIN):
         for prompt in (True, False):
-            options = {"add_generation_prompt": prompt, "tools": [{"name": "f"}] if template == "json" else []}
-            assert ours.conversation(conversation, **options) == theirs(kind, template, conversation, **options)
+            options = {
+                "add_generation_prompt": prompt,
+                "tools": [{"name": "f"}] if template == "json" else [],
+            }
+            assert ours.conversation(conversation, **options) == theirs(
+                kind, template, conversation, **options
+            )
 
 
 @cases

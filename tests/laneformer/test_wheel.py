@@ -1,4 +1,6 @@
-"""The wheel, installed in a fresh environment elsewhere with its few dependencies, decodes a model without torch."""
+"""The wheel, installed in a fresh environment elsewhere with its few dependencies, decodes
+a model without torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,16 @@ def run(*command: object, cwd: Path) -> str:
 @pytest.mark.slow
 def test_the_wheel_decodes_elsewhere(tmp_path):
     # in the build folder of the set-up, so that only what has changed since is compiled
-    build = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", tmp_path / "dist"]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        tmp_path / "dist",
+    ]
     run(*build, ROOT, cwd=tmp_path)
     (wheel,) = (tmp_path / "dist").glob("laneformer-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -57,7 +68,9 @@ def test_the_wheel_decodes_elsewhere(tmp_path):
     model = random_model(small_config(), dtype="bf16")
     prompt = random_ids(model.config, 25)
     folder = write_folder(tmp_path / "hf", model)
-    printed = json.loads(run(environment / "bin/python", "-c", DECODE, folder, json.dumps(prompt), cwd=tmp_path))
+    printed = json.loads(
+        run(environment / "bin/python", "-c", DECODE, folder, json.dumps(prompt), cwd=tmp_path)
+    )
     with engine_of(model) as engine:
         assert printed["tokens"] == engine.generate(prompt, max_new_tokens=20)
     assert str(environment) in printed["file"]

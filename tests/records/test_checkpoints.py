@@ -26,7 +26,9 @@ from records.checkpoints import (
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for step in (10, 20, 25, 30, 35):
-        dcp.save({"w": torch.arange(1000)}, checkpoint_id=tmp_path / "checkpoint" / f"step-{step}", no_dist=True)
+        dcp.save(
+            {"w": torch.arange(1000)}, checkpoint_id=tmp_path / "checkpoint" / f"step-{step}", no_dist=True
+        )
     return tmp_path / "checkpoint"
 
 

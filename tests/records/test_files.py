@@ -95,7 +95,9 @@ def test_the_hash_of_a_model_is_of_what_decides_its_answers(tmp_path: Path) -> N
 
 
 def test_lines_wait_in_memory_until_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The kernel writes ten bytes and no more, as on a full disk: no half line, nothing lost, the order is kept."""
+    """The kernel writes ten bytes and no more, as on a full disk: no half line, nothing lost,
+    the order is kept.
+    """
     path = tmp_path / "rows.jsonl"
     assert append_or_keep(path, "first")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -110,4 +112,9 @@ def test_lines_wait_in_memory_until_there_is_room(tmp_path: Path, caplog: pytest
     assert "rows.jsonl cannot be written" in caplog.text
     assert "GB free)" in caplog.text
     assert append_or_keep(path, "fourth")
-    assert path.read_text().splitlines() == ["first", "second, which is longer", "third, with its validation", "fourth"]
+    assert path.read_text().splitlines() == [
+        "first",
+        "second, which is longer",
+        "third, with its validation",
+        "fourth",
+    ]

@@ -39,7 +39,9 @@ def parsed(*configs: str) -> list[dict[str, Any]]:
 def test_it_agrees_with_torchtitan_in_every_value(tmp_path: Path) -> None:
     """On the shipped job files, and on one that leaves everything to the defaults."""
     bare = tmp_path / "bare.toml"
-    bare.write_text('[job]\ncustom_config_module = "train.job_config"\n[experimental]\ncustom_import = "train.spec"\n')
+    bare.write_text(
+        '[job]\ncustom_config_module = "train.job_config"\n[experimental]\ncustom_import = "train.spec"\n'
+    )
     paths = [*CONFIGS, str(bare)]
     assert len(paths) >= 5
     for path, heavy in zip(paths, parsed(*paths), strict=True):
@@ -51,7 +53,9 @@ def test_it_agrees_with_torchtitan_in_every_value(tmp_path: Path) -> None:
 
 def test_it_needs_neither_torch_nor_any_package_of_ours() -> None:
     program = "import sys, records.job; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not {"torch", "torchtitan", "laneformer", "train", "data_mixtures"} & set(done.stdout.split())
 
 

@@ -65,7 +65,11 @@ def test_rows_kept_both_together_and_by_phase_count_once(tmp_path: Path) -> None
 
 def test_half_lines_nan_and_unknown_keys(tmp_path: Path) -> None:
     lines = ['{"step": 1, "loss": NaN, "colour": "red"}', "not json", '{"step": 2, "loss": null}', "[1]"]
-    lines += ['{"step": 3, "loss": 2.5, "lr": "high", "grad_norm": Infinity}', '{"loss": 1.0}', '{"step": 4, "lo']
+    lines += [
+        '{"step": 3, "loss": 2.5, "lr": "high", "grad_norm": Infinity}',
+        '{"loss": 1.0}',
+        '{"step": 4, "lo',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     run = read_run(tmp_path)
     assert [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in run.kept_rows] == [
@@ -82,7 +86,10 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_in_a_record_have_paths() -> None:
-    assert dict(numbers_in("a", {"b": 1, "c": {"d": 2.5, "e": None}, "f": "x", "g": True})) == {"a/b": 1, "a/c/d": 2.5}
+    assert dict(numbers_in("a", {"b": 1, "c": {"d": 2.5, "e": None}, "f": "x", "g": True})) == {
+        "a/b": 1,
+        "a/c/d": 2.5,
+    }
 
 
 # merged attempts against a plain history of what happened: whatever the restarts, no step counts twice
@@ -91,11 +98,13 @@ TOKENS_A_STEP = 100
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[tuple[str, int], int], list[tuple[int, int]]]:
+def histories(
+    draw: st.DrawFn,
+) -> tuple[list[dict[str, Any]], dict[tuple[str, int], int], list[tuple[int, int]]]:
     """(rows in the order of writing, starts, (step, attempt) of the rows that count), made by playing a job.
 
-    Each attempt begins behind a checkpoint that some attempt has reached, and logs every so many steps until it dies;
-    what a roll-back leaves behind it is cut off from the history.
+    Each attempt begins behind a checkpoint that some attempt has reached, and logs every so many steps until
+    it dies; what a roll-back leaves behind it is cut off from the history.
     """
     log_freq = draw(st.sampled_from((1, 2, 5)))
     rows: list[dict[str, Any]] = []
@@ -117,7 +126,9 @@ def histories(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[tuple[str, in
 
 def kept_of(rows: list[dict[str, Any]], starts: dict[tuple[str, int], int] | None) -> list[tuple[int, int]]:
     merged = merge_attempts([dict(row) for row in rows], starts)
-    assert sum(len(s.rows) for s in merged) == len(rows), "nothing is lost, what does not count is only marked"
+    assert sum(len(s.rows) for s in merged) == len(rows), (
+        "nothing is lost, what does not count is only marked"
+    )
     return [(row["step"], row["attempt"]) for s in merged if s.kept for row in s.rows]
 
 
@@ -184,7 +195,9 @@ def test_a_run_begins_where_its_parent_checkpoint_stands(tmp_path: Path) -> None
     assert [(row["x_step"], row["x_tokens"]) for row in run.kept_rows] == [(15, 1500), (16, 1600), (17, 1700)]
     (one / "lineage.json").unlink()
     (two / "lineage.json").unlink()
-    assert read_run(decay).origins == {"decay": (4, 1400)}, "steps as far as the parents are there, tokens as recorded"
+    assert read_run(decay).origins == {"decay": (4, 1400)}, (
+        "steps as far as the parents are there, tokens as recorded"
+    )
 
 
 def test_events_stand_at_their_step_on_both_axes(tmp_path: Path) -> None:

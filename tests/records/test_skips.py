@@ -1,4 +1,6 @@
-"""Left-out sequences: the mapping against a list, the loader against the mixture, what contradicts a checkpoint."""
+"""Left-out sequences: the mapping against a list, the loader against the mixture,
+what contradicts a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 
 from records.skips import SkipList, add_windows, read_skip_list, windows_of
 
-WINDOWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda w: (w[0], w[0] + w[1])), max_size=6)
+WINDOWS = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda w: (w[0], w[0] + w[1])), max_size=6
+)
 
 
 @given(WINDOWS, st.integers(0, 40), st.integers(1, 30))
@@ -40,7 +44,10 @@ def test_the_run_folder_remembers(tmp_path: Path) -> None:
     add_windows(tmp_path, [[8, 12]], "step 3: the loss is nan")
     add_windows(tmp_path, [[20, 24]], "step 6: the loss is nan")
     assert read_skip_list(tmp_path, [(0, 2)]).windows == [(0, 2), (8, 12), (20, 24)]
-    assert [e["reason"][:6] for e in json.loads((tmp_path / "skip_sequences.json").read_text())] == ["step 3", "step 6"]
+    assert [e["reason"][:6] for e in json.loads((tmp_path / "skip_sequences.json").read_text())] == [
+        "step 3",
+        "step 6",
+    ]
 
 
 def test_the_loader_reads_past_a_window_and_refuses_a_contradiction(prepared_data: Path) -> None:

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from records.run import read_run
-from records.usage import Span, Usage, cost, duration, gpu_hours, money, seconds_left, spans_of, usage_of, whole
+from records.usage import (
+    Span,
+    Usage,
+    cost,
+    duration,
+    gpu_hours,
+    money,
+    seconds_left,
+    spans_of,
+    usage_of,
+    whole,
+)
 
 HOUR = 3600.0
 
@@ -38,7 +49,11 @@ def test_an_attempt_lasts_from_its_announcement_to_its_last_record() -> None:
 
 
 def test_starts_that_fail_before_their_first_line_share_a_number_and_not_the_time_between_them() -> None:
-    failed = [told("start", 1, 1.0), {"kind": "crash", "attempt": 1, "time": 1.1 * HOUR}, told("end", 1, 1.25)]
+    failed = [
+        told("start", 1, 1.0),
+        {"kind": "crash", "attempt": 1, "time": 1.1 * HOUR},
+        told("end", 1, 1.25),
+    ]
     later = [told("start", 1, 100.0), began(1, 100.25), row(1, 101.0)]
     assert held([*failed, *later]) == [(1.0, 1.25, None), (100.0, 101.0, 8)]
     assert gpu_hours(spans_of([*failed, *later])) == 8 * 0.25 + 8 * 1.0, "with the GPUs of the next start"
@@ -46,7 +61,10 @@ def test_starts_that_fail_before_their_first_line_share_a_number_and_not_the_tim
 
 
 def test_jobs_without_a_supervisor_begin_with_their_line_or_their_first_row() -> None:
-    assert held([began(1, 1.0), row(1, 2.0), began(2, 50.0), row(2, 51.0)]) == [(1.0, 2.0, 8), (50.0, 51.0, 8)]
+    assert held([began(1, 1.0), row(1, 2.0), began(2, 50.0), row(2, 51.0)]) == [
+        (1.0, 2.0, 8),
+        (50.0, 51.0, 8),
+    ]
     rows = [row(1, 2.0, tokens_per_s=400.0, tokens_per_s_per_device=100.0), row(1, 3.0), row(2, 9.0)]
     assert held(rows) == [(2 - 1 / 60, 3.0, 4), (9 - 1 / 60, 9.0, None)]
     assert spans_of([{"kind": "evaluation_failed", "time": 5.0}, {"attempt": 1}]) == []
@@ -57,7 +75,12 @@ def test_what_is_left_goes_by_the_median_of_a_device() -> None:
     slow_start_and_a_hang = [3.0, *[100.0] * 20, 1.0]
     assert seconds_left(slow_start_and_a_hang, 8000.0, 8) == 10.0
     assert seconds_left([1.0] * 1000 + [100.0] * 128, 8000.0, 8) == 10.0, "only the last rows count"
-    assert seconds_left([], 8000.0, 8) is seconds_left([0.0], 8000.0, 8) is seconds_left([9.0], 8000.0, None) is None
+    assert (
+        seconds_left([], 8000.0, 8)
+        is seconds_left([0.0], 8000.0, 8)
+        is seconds_left([9.0], 8000.0, None)
+        is None
+    )
 
 
 def test_a_price_gives_a_cost() -> None:
@@ -65,7 +88,9 @@ def test_a_price_gives_a_cost() -> None:
     assert money(12_345.0, {"gpu_hour_price": 2.0, "currency": "EUR"}) == "24,690 EUR"
     assert money(12_345.0, {"gpu_hour_price": 2.0, "currency": ""}) == "24,690"
     assert money(0.103, {"gpu_hour_price": 2.5, "currency": "EUR"}) == "0.26 EUR"
-    assert cost(12.5, {"gpu_hour_price": 0.0}) is money(12.5, {}) is cost(None, {"gpu_hour_price": 2.0}) is None
+    assert (
+        cost(12.5, {"gpu_hour_price": 0.0}) is money(12.5, {}) is cost(None, {"gpu_hour_price": 2.0}) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +124,9 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
     usage = usage_of(read_run(tmp_path))
     assert usage["phase1"].gpu_hours == pytest.approx(8 * 3.0 + 4 * 4.0), "the repeated steps are paid twice"
     assert usage["phase1"].repeated == pytest.approx(8 * 10 / 60), "ten rows of a minute"
-    assert usage["phase1"].gpu_hours_left == pytest.approx(60 * 3600 / 1.0 / 3600)  # tokens / tokens per s and device
+    assert usage["phase1"].gpu_hours_left == pytest.approx(
+        60 * 3600 / 1.0 / 3600
+    )  # tokens / tokens per s and device
     assert usage["phase1"].finish_time == pytest.approx((10.0 + 60 / 4) * HOUR)
     assert usage["phase2"] == Usage(0.0, 0.0, pytest.approx(50.0), pytest.approx((25.0 + 50 / 4) * HOUR))
     everything = whole(usage)

@@ -46,10 +46,14 @@ def gone(pid: int) -> bool:
 def test_workers_of_a_killed_process_end(tmp_path: Path, what: str) -> None:
     write_laneformer(tmp_path / "model")
     script = tmp_path / "parent.py"
-    script.write_text(SCORERS.format(folder=tmp_path / "model") if what == "scorers" else POOL.format(context=what))
+    script.write_text(
+        SCORERS.format(folder=tmp_path / "model") if what == "scorers" else POOL.format(context=what)
+    )
     command = [sys.executable, str(script)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+    ) as parent:
         assert parent.stdout is not None
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2

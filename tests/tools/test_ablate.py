@@ -1,4 +1,6 @@
-"""The ablation: what its variants compute, that runs are paired and resume, and that the report finds what is there."""
+"""The ablation: what its variants compute, that runs are paired and resume, and that the report
+finds what is there.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ IDS = torch.arange(12).reshape(1, 12) % 52
 
 
 def reference(model: Laneformer, order: str) -> torch.Tensor:
-    """Logits by the definitions, one stream, float64: every module's summed output P_n, and what module n reads."""
+    """Logits by the definitions, one stream, float64: every module's summed output P_n, and
+    what module n reads.
+    """
     h0 = model.tok_embeddings(IDS)[:, :, None].expand(-1, -1, 4, -1)
     sums: list[torch.Tensor] = []
     positions = torch.arange(IDS.shape[1])
@@ -65,8 +69,12 @@ def test_a_neighbour_is_what_its_definition_says(kind: str):
 def test_desync_by_one_reduces_everywhere_and_is_tensor_parallelism():
     plain, desync = build(CONFIG, None, 1).double(), build(CONFIG, "desync_1", 1).double()
     assert torch.allclose(plain(IDS), desync(IDS), rtol=0, atol=1e-12)
-    never = build(LaneformerConfig(**SMALL | {"use_attention_comm": False, "use_mlp_comm": False}), None, 1).double()
-    assert torch.allclose(never(IDS), build(CONFIG, "desync_7", 1).double()(IDS), rtol=0, atol=1e-12)  # of 6 modules
+    never = build(
+        LaneformerConfig(**SMALL | {"use_attention_comm": False, "use_mlp_comm": False}), None, 1
+    ).double()
+    assert torch.allclose(
+        never(IDS), build(CONFIG, "desync_7", 1).double()(IDS), rtol=0, atol=1e-12
+    )  # of 6 modules
     assert not torch.allclose(plain(IDS), build(CONFIG, "desync_2", 1).double()(IDS), rtol=0, atol=1e-6)
 
 
@@ -100,14 +108,18 @@ def test_differences_are_paired_by_seed_at_each_variants_best_rate():
     rows = {row["variant"]: row for row in paired(results, "base")}
     assert rows["late"]["learning_rate"] == 2.0
     assert rows["late"]["difference"] == pytest.approx(0.2)
-    assert rows["late"]["half_width_95"] == pytest.approx(4.303 * 0.1 / 3**0.5, rel=1e-3)  # not the spread of the seeds
+    assert rows["late"]["half_width_95"] == pytest.approx(
+        4.303 * 0.1 / 3**0.5, rel=1e-3
+    )  # not the spread of the seeds
     assert rows["base"]["difference"] == rows["base"]["half_width_95"] == 0.0
     assert interval([1.0])[0] == 1.0
 
 
 def test_the_best_rate_is_that_of_the_mean_over_seeds_and_not_of_one_lucky_seed():
     results = [result("base", seed, 4.0 if seed else 3.0, rate=2.0) for seed in (0, 1, 2)]
-    results += [result("base", seed, 3.5, rate=1.0) for seed in (0, 1, 2)] + [result("base", 0, 1.0, rate=4.0)]
+    results += [result("base", seed, 3.5, rate=1.0) for seed in (0, 1, 2)] + [
+        result("base", 0, 1.0, rate=4.0)
+    ]
     (row,) = paired(results, "base")
     assert (row["learning_rate"], row["seeds"], row["edge_of_sweep"]) == (1.0, 3, True)
 
@@ -123,30 +135,49 @@ def test_the_interval_divides_by_n_minus_1_and_the_power_is_what_experiments_fin
 def test_all_variants_in_one_analysis_of_variance():
     """Two variants: the paired t test. Three: as computed by hand."""
     losses = {"base": (4.0, 5.0, 6.0), "late": (4.1, 5.2, 6.3), "other": (4.2, 5.0, 6.1)}
-    results = [result(variant, seed, loss) for variant, own in losses.items() for seed, loss in enumerate(own)]
+    results = [
+        result(variant, seed, loss) for variant, own in losses.items() for seed, loss in enumerate(own)
+    ]
     two = together([*results[:6], result("base", 0, 4.0, 9.0)], "base")
     assert two["half_width_95"] == pytest.approx(interval([0.1, 0.2, 0.3])[1])
     assert two["half_width_95_of_all"] == two["half_width_95"]
     assert two["differences"] == {"late": pytest.approx(0.2)}
     three = together([*results, result("short", 0, 9.0)], "base")
     assert (three["degrees"], three["deviation"] ** 2) == (4, pytest.approx(1 / 30 / 4))
-    assert student_t.sf(three["half_width_95_of_all"] / (2 / 30 / 4 / 3) ** 0.5, 4) == pytest.approx(0.025 / 2)
+    assert student_t.sf(three["half_width_95_of_all"] / (2 / 30 / 4 / 3) ** 0.5, 4) == pytest.approx(
+        0.025 / 2
+    )
     assert together(results[:1], "base") is None
 
 
 def test_a_variant_and_the_baseline_are_compared_at_their_best_of_the_rates_that_both_tried():
     """`one` was tried at rate 2 alone, where the baseline is not at its best; `both` at every rate."""
-    losses = {("base", 1.0): 4.0, ("base", 2.0): 4.5, ("one", 2.0): 4.4, ("both", 1.0): 4.3, ("both", 2.0): 4.2}
-    results = [result(variant, seed, loss, rate) for (variant, rate), loss in losses.items() for seed in range(2)]
-    results += [result("one", 0, 1.0, 1.0), result("alone", 0, 4.0, 3.0)]  # not on all seeds; where the baseline is not
+    losses = {
+        ("base", 1.0): 4.0,
+        ("base", 2.0): 4.5,
+        ("one", 2.0): 4.4,
+        ("both", 1.0): 4.3,
+        ("both", 2.0): 4.2,
+    }
+    results = [
+        result(variant, seed, loss, rate) for (variant, rate), loss in losses.items() for seed in range(2)
+    ]
+    results += [
+        result("one", 0, 1.0, 1.0),
+        result("alone", 0, 4.0, 3.0),
+    ]  # not on all seeds; where the baseline is not
     rows = {row["variant"]: row for row in paired(results, "base")}
-    said = {name: (row["learning_rate"], row["rates"], round(row["difference"], 6)) for name, row in rows.items()}
+    said = {
+        name: (row["learning_rate"], row["rates"], round(row["difference"], 6)) for name, row in rows.items()
+    }
     assert said == {"base": (1.0, 2, 0.0), "one": (2.0, 1, -0.1), "both": (2.0, 2, 0.2)}
 
 
 def test_controls_and_edges_are_marked():
     results = [
-        result(v, 0, 4.0 + i / 10 + r, r) for i, v in enumerate(("base", "again", "lost", "late")) for r in (1, 2, 3)
+        result(v, 0, 4.0 + i / 10 + r, r)
+        for i, v in enumerate(("base", "again", "lost", "late"))
+        for r in (1, 2, 3)
     ]
     for one in results:
         one |= {"seed_offset": 1000 * (one["variant"] == "again")}
@@ -176,13 +207,22 @@ def test_the_plan_of_the_h100_runs_is_a_calculation_with_its_price():
     plan = Plan.read(options)
     assert (plan.training.bf16, plan.training.compile, plan.training.device) == (True, "inductor", "cuda")
     text = price_section(plan, mfu_percent=10, gpu_hour_price=3)
-    flops = 2 * 9 * 3000 * 32 * 1024 * flops_per_token(LaneformerConfig(**plan.job("30m", "delay_2", 0, 0).model), 1024)
+    flops = (
+        2
+        * 9
+        * 3000
+        * 32
+        * 1024
+        * flops_per_token(LaneformerConfig(**plan.job("30m", "delay_2", 0, 0).model), 1024)
+    )
     assert f"| {flops / 98.9e12 / 3600:.2f} | {flops / 98.9e12 / 1200:.2f} |" in text
     assert "Calculated, not measured" in text
 
 
 @pytest.mark.slow
-def test_the_gpus_path_at_toy_size_on_a_cpu(prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_gpus_path_at_toy_size_on_a_cpu(
+    prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)  # of graphs: no run may add to another's
     lock, model = next(prepared_data.glob("**/phase1.lock.json")), {**SMALL, "broadcast_delay": 1}
     del model["vocab_size"], model["max_position_embeddings"]
@@ -229,7 +269,10 @@ def test_one_command_at_a_time_trains_into_a_folder(tmp_path: Path):
     with hold_lock(tmp_path / ".lock", "held"):
         second = run(SHIPPED, tmp_path)
     assert second.returncode == 1
-    assert f"tools.ablate: another tools.ablate trains into {tmp_path}; choose another --out (held by" in second.stderr
+    assert (
+        f"tools.ablate: another tools.ablate trains into {tmp_path}; choose another --out (held by"
+        in second.stderr
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The diagnosis of a checkpoint: what it says of lanes follows from the streams by definition, and of delays too."""
+"""The diagnosis of a checkpoint: what it says of lanes follows from the streams by definition,
+and of delays too.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_a_stream_and_its_stale_part_are_what_every_lane_would_have_without_dela
     for i, row in enumerate(watch.rows()):
         whole = whole + sum(partials[2 * i + m].sum(2, keepdim=True) for m in range(len(MODULES)))
         assert torch.allclose(streams[i] + stale[i], whole.expand_as(streams[i]), rtol=0, atol=1e-12)
-        cosines = torch.nn.functional.cosine_similarity(streams[i][:, :, :, None], streams[i][:, :, None], dim=-1)
+        cosines = torch.nn.functional.cosine_similarity(
+            streams[i][:, :, :, None], streams[i][:, :, None], dim=-1
+        )
         pairs = cosines[:, :, ~torch.eye(4, dtype=torch.bool)]
         assert row["cosine"] == pytest.approx(pairs.mean().item(), abs=1e-12)
         assert row["stale"] == pytest.approx((stale[i].norm(dim=-1) / streams[i].norm(dim=-1)).mean().item())
@@ -67,13 +71,22 @@ def test_losses_at_another_delay_are_those_of_a_model_of_that_delay():
         own = build(config, None, 1)
         ids = torch.from_numpy(windows)
         each = torch.log_softmax(own(ids[:, :-1]), -1).gather(2, ids[:, 1:, None])
-        assert losses(model_of(config, weights), windows) == pytest.approx((-each.mean((1, 2))).tolist(), rel=1e-5)
+        assert losses(model_of(config, weights), windows) == pytest.approx(
+            (-each.mean((1, 2))).tolist(), rel=1e-5
+        )
 
 
 @pytest.mark.slow
 def test_the_command_reads_a_run_of_the_ablation(prepared_data: Path, tmp_path: Path):
     save(build(CONFIG, None, 1), tmp_path / "run")
-    command = [sys.executable, "-m", "tools.ablate.diagnose", str(tmp_path / "run"), "--data", str(prepared_data)]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.ablate.diagnose",
+        str(tmp_path / "run"),
+        "--data",
+        str(prepared_data),
+    ]
     command += ["--windows", "2", "--out", str(tmp_path / "it.json"), "--page", str(tmp_path / "page.md")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

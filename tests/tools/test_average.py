@@ -1,4 +1,6 @@
-"""Averaged checkpoints: the mean in float64, one tensor at a time, whole or not at all; what may not be averaged."""
+"""Averaged checkpoints: the mean in float64, one tensor at a time, whole or not at all; what
+may not be averaged.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
              "time": 1.0} for s in STEPS]  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "lineage.json").write_text('{"parent": "/x/runs/before/checkpoint/step-7", "tokens_before": 100}')
-    (run / "config.toml").write_text('[phase]\nname = "phase1"\n[training]\nsteps = 40\n[evals]\nevery_steps = 7\n')
+    (run / "config.toml").write_text(
+        '[phase]\nname = "phase1"\n[training]\nsteps = 40\n[evals]\nevery_steps = 7\n'
+    )
     return run
 
 
@@ -53,7 +57,9 @@ def checkpoints(run: Path, steps: tuple[int, ...] = STEPS) -> tuple[Path, ...]:
 
 def mean(run: Path, weights: tuple[float, ...]) -> dict[str, torch.Tensor]:
     states = [load_weights(path, small_config()) for path in checkpoints(run)]
-    total = {name: sum(w * s[name].double() for w, s in zip(weights, states, strict=True)) for name in states[0]}
+    total = {
+        name: sum(w * s[name].double() for w, s in zip(weights, states, strict=True)) for name in states[0]
+    }
     return {name: (value / sum(weights)).float() for name, value in total.items()}
 
 
@@ -75,7 +81,9 @@ def test_the_run_folder_says_where_it_is_from(trained: Path, tmp_path: Path) -> 
     average((trained,), tmp_path / "mean", last=2)
     lineage = json.loads((tmp_path / "mean/lineage.json").read_text())
     assert lineage["averaged"] == {str(trained / f"checkpoint/step-{step}"): 1.0 for step in (30, 20)}
-    assert (lineage["tokens_before"], steps_before(lineage)) == (100, 7), "the axis of the run that it is from"
+    assert (lineage["tokens_before"], steps_before(lineage)) == (100, 7), (
+        "the axis of the run that it is from"
+    )
     assert (tmp_path / "mean/model.json").read_text() == (trained / "model.json").read_text()
     assert (tmp_path / "mean/tokenizer.model").read_bytes() == (trained / "tokenizer.model").read_bytes()
     run = read_run(tmp_path / "mean")
@@ -155,5 +163,8 @@ def test_interrupted_it_leaves_nothing(trained: Path, tmp_path: Path) -> None:
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=30)[1]
-    assert (process.returncode, said.splitlines()[-1]) == (1, "average: SystemExit: 143; nothing was written"), said
+    assert (process.returncode, said.splitlines()[-1]) == (
+        1,
+        "average: SystemExit: 143; nothing was written",
+    ), said
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""A dense model cut into lanes is the same model; late shares move outputs and lose none; training resumes exactly."""
+"""A dense model cut into lanes is the same model; late shares move outputs and lose
+none; training resumes exactly.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,7 @@ ROOT = Path(__file__).parents[2]
 DEPTH = 4
 CASE = Case("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "vocab_size": 300,
                       "num_hidden_layers": DEPTH, "tie_word_embeddings": True})  # fmt: skip
-WORDS = (
-    "the lanes of a model are late and its outputs arrive two layers later while nothing is ever lost or added twice"
-)
+WORDS = "the lanes of a model are late and its outputs arrive two layers later while nothing is ever lost or added twice"  # noqa: E501
 SETTINGS = Recovery(
     delay=1, first_late_layer=1, end="dropped", steps=5, anneal_steps=1, layers_at_once=1, learning_rate=1e-3,
     checkpoint_steps=2, warmup_steps=1,
@@ -66,7 +66,9 @@ def ids() -> Tensor:
 def texts_of(folder: Path, checkpoint: Checkpoint) -> tuple[Text, Text]:
     """Held out, and to train on."""
     assert checkpoint.tokenizer is not None
-    held_out, train = (Text([str(folder / f"{name}.txt")], checkpoint.tokenizer) for name in ("held_out", "train"))
+    held_out, train = (
+        Text([str(folder / f"{name}.txt")], checkpoint.tokenizer) for name in ("held_out", "train")
+    )
     return held_out, train
 
 
@@ -94,19 +96,25 @@ def test_the_cut_loses_nothing(folder: Path, model: Laneformer, ids: Tensor) -> 
     assert distance(model(ids), dense(ids)) < 1e-13  # float64, sums in another order
     one_stream = dense_layers(model, model.tok_embeddings(ids)[:, :, None], 0, DEPTH)
     assert one_stream.shape[2] == 1
-    assert distance(logits_of(model, (one_stream, None), "dropped").double(), dense(ids)) < 1e-6  # logits in float32
+    assert (
+        distance(logits_of(model, (one_stream, None), "dropped").double(), dense(ids)) < 1e-6
+    )  # logits in float32
     theirs = reference(folder)(ids).logits.detach().numpy()
     assert relative_error(cut(folder, 3)[0](ids).numpy(), theirs) < 1e-5  # float32
 
 
 def test_impossible_lanes_name_the_possible_ones(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"lanes = 2 must divide 6 heads, 3 KV heads .* choose from \[1, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"lanes = 2 must divide 6 heads, 3 KV heads .* choose from \[1, 3\]"
+    ):
         cut(folder, 2)
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
 def test_ends_of_the_share(model: Laneformer, ids: Tensor, delay: int) -> None:
-    """All late from layer `delay` on is a Laneformer with that delay; none late is delay 0, in any mixture of lanes."""
+    """All late from layer `delay` on is a Laneformer with that delay; none late is delay 0, in
+    any mixture of lanes.
+    """
     published = Laneformer(replace(model.config, broadcast_delay=delay)).double()
     published.load_state_dict(model.state_dict())
     late = [0.0] * delay + [1.0] * (DEPTH - delay)
@@ -132,7 +140,9 @@ def test_every_output_is_counted_once(delay: int) -> None:
 
     same = torch.nn.Identity()
     layers: Any = [
-        SimpleNamespace(attention_norm=same, ffn_norm=same, attention=module(2 * i), feed_forward=module(2 * i + 1))
+        SimpleNamespace(
+            attention_norm=same, ffn_norm=same, attention=module(2 * i), feed_forward=module(2 * i + 1)
+        )
         for i in range(depth)
     ]
     model: Any = SimpleNamespace(config=SimpleNamespace(head_dim=2, rope_theta=1e4, rope_scaling=None),
@@ -170,7 +180,9 @@ def test_shares_grow_from_the_top_down() -> None:
 
 
 def test_the_map_is_that_of_whole_runs(folder: Path, tmp_path: Path) -> None:
-    """Prefixes that are computed once give what a run through all layers gives; a second call computes nothing."""
+    """Prefixes that are computed once give what a run through all layers gives; a
+    second call computes nothing.
+    """
     model, checkpoint = cut(folder, 3)
     windows = texts_of(folder, checkpoint)[0].spread(4, 16)
     path = tmp_path / "damage.jsonl"
@@ -208,7 +220,9 @@ def test_a_resumed_recovery_is_bit_equal(folder: Path, tmp_path: Path, bfloat16:
         for stop in stops:  # each with a student of its own, as in a process of its own
             student = Student(model, settings, held_out.spread(4, 16))
             rows = recover(student, train, out, {}, stop, math.inf)
-        written.append((student.step, {name: p.clone() for name, p in student.layers.named_parameters()}, rows[-1]))
+        written.append(
+            (student.step, {name: p.clone() for name, p in student.layers.named_parameters()}, rows[-1])
+        )
         assert [row["step"] for row in rows] == sorted({0, 2, 4, 5, *stops})
         assert rows[0]["late_layers"] == 0
         assert rows[-1]["late_layers"] == 3
@@ -220,7 +234,9 @@ def test_a_resumed_recovery_is_bit_equal(folder: Path, tmp_path: Path, bfloat16:
         weights["0.attention.wq.weight"], model.state_dict()["layers.1.attention.wq.weight"]
     )  # it has learned
     with pytest.raises(ValueError, match="another recover"):
-        recover(Student(model, replace(settings, seed=1), held_out.spread(4, 16)), train, out, {}, 5, math.inf)
+        recover(
+            Student(model, replace(settings, seed=1), held_out.spread(4, 16)), train, out, {}, 5, math.inf
+        )
     same_run([rows[0]], {"recover": asdict(settings)}, out)
 
 
@@ -280,7 +296,16 @@ def test_results_of_another_model_are_not_taken(folder: Path, tmp_path: Path) ->
 @pytest.mark.slow
 def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: Path) -> None:
     config, out = write_config(folder, tmp_path), tmp_path / "out"
-    command = [sys.executable, "-m", "tools.delay_a_model", str(folder), "--config", str(config), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.delay_a_model",
+        str(folder),
+        "--config",
+        str(config),
+        "--out",
+        str(out),
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while not (out / "damage.jsonl").exists() and process.poll() is None:
             time.sleep(0.02)
@@ -293,7 +318,13 @@ def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len((out / "damage.jsonl").read_text().splitlines()) == 2 * DEPTH
-    assert [json.loads(line)["step"] for line in (out / "recovery.jsonl").read_text().splitlines()] == [0, 2, 3, 4, 5]
+    assert [json.loads(line)["step"] for line in (out / "recovery.jsonl").read_text().splitlines()] == [
+        0,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert f"checkpoint {out}/run/checkpoint/step-5" in done.stdout
     export = [sys.executable, "-m", "tools.export_hf", "--checkpoint", str(out / "run/checkpoint/step-5"),
               "--out", str(tmp_path / "hf"), "--dtype", "float32"]  # fmt: skip

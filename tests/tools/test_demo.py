@@ -1,4 +1,6 @@
-"""What the demo says about its conversations, against the plain PyTorch model and the conversations themselves."""
+"""What the demo says about its conversations, against the plain PyTorch model
+and the conversations themselves.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def greedy(plain: Laneformer, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def test_figures(conversations: Conversations, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures(
+    conversations: Conversations, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, asked = model(), conversations[:8]
     losses = []
     for ids, said in asked:

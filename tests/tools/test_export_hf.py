@@ -20,7 +20,9 @@ def test_progress_survives_a_cut_line(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     assert training_progress(checkpoint) == Progress(step=30)
     row = {"step": 30, "phase": "phase2", "tokens_total": 5, "loss": 4.25}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({**row, "loss": 9.0}) + "\n" + json.dumps(row) + '\n{"step": 3')
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({**row, "loss": 9.0}) + "\n" + json.dumps(row) + '\n{"step": 3'
+    )
     assert training_progress(checkpoint) == Progress(step=30, phase="phase2", tokens_total=5, loss=4.25)
     assert training_progress(tmp_path) == Progress()
 
@@ -40,7 +42,15 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.export_hf", "--checkpoint", str(tmp_path / "step-1"), "--out", "hf"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.export_hf",
+        "--checkpoint",
+        str(tmp_path / "step-1"),
+        "--out",
+        "hf",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("tools.export_hf: ")

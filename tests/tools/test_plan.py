@@ -34,7 +34,8 @@ COMMANDS = {
     "dry run": ["configs/phase2.toml", "--dry-run", "--json", "--training.local_batch_size", "1",
                 *(a for k, v in NARROW.items() for a in (f"--architecture.{k}", str(v)))],
 }  # fmt: skip
-# all commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
+# all commands in one process, since TorchTitan is slow to import; not in this one, since it
+# keeps global state
 RUN = """
 import contextlib, io, json, sys
 from tools.plan.__main__ import main
@@ -89,12 +90,16 @@ def test_shipped_jobs_fit_their_gpus_and_their_data(published: dict) -> None:
     code = sum(s["tokens"] for s in published["phases"][1]["data"] if s["category"] == "code")
     assert code / published["phases"][1]["compute"]["tokens"] == pytest.approx(0.5901 / 1.0002)
     first, second = ({s["name"]: s["tokens_so_far"] for s in phase["data"]} for phase in published["phases"])
-    assert all(second[name] >= tokens for name, tokens in first.items()), "phase 2 goes on where phase 1 stopped"
+    assert all(second[name] >= tokens for name, tokens in first.items()), (
+        "phase 2 goes on where phase 1 stopped"
+    )
 
 
 @pytest.mark.parametrize(("name", "command"), [("nemotron", "published"), ("nemotron-code", "with code")])
 def test_recipes_keep_what_their_runs_read_and_a_margin(runs, name: str, command: str) -> None:
-    """The shipped `keep` is what the shipped jobs give, and no source is read more often for it than it would be."""
+    """The shipped `keep` is what the shipped jobs give, and no source is read more often for it
+    than it would be.
+    """
     code, said, error = runs[command]
     assert code == 0, error
     found = json.loads(said.splitlines()[-1])["preparation"]
@@ -106,7 +111,9 @@ def test_recipes_keep_what_their_runs_read_and_a_margin(runs, name: str, command
     total = found["total"]
     assert total["need_tokens"] == pytest.approx(5_851_054_080_000)
     assert total["stored_tokens"] < 1.01 * total["need_tokens"], "not twice as much"
-    assert total["shard_bytes"] <= total["peak_bytes"] < 1.05 * total["shard_bytes"], "the largest sources come first"
+    assert total["shard_bytes"] <= total["peak_bytes"] < 1.05 * total["shard_bytes"], (
+        "the largest sources come first"
+    )
     page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
     tokens = (f"{total[key] / 1e12:.2f}" for key in ("need_tokens", "stored_tokens"))
     sizes = (f"{total[key] / 1e12:.1f} TB" for key in ("fetched_bytes", "shard_bytes", "peak_bytes"))
@@ -117,7 +124,9 @@ def test_recipes_keep_what_their_runs_read_and_a_margin(runs, name: str, command
 def test_a_listing_is_the_plan_of_a_data_folder(tmp_path: Path) -> None:
     hub = {"kind": "hub", "units": [{"bytes": 5}, {"bytes": 7}]}
     local = {"kind": "local", "units": [{"files": []}]}
-    write_json(tmp_path / "plan.json", {"format": stage.PLAN_FORMAT, "sources": {"theirs": hub, "mine": local}})
+    write_json(
+        tmp_path / "plan.json", {"format": stage.PLAN_FORMAT, "sources": {"theirs": hub, "mine": local}}
+    )
     assert preparation.listed_files(tmp_path) == {"theirs": [5, 7]}
     assert preparation.listed_files(None) == {}
     with pytest.raises(ValueError, match=r"plan.json does not exist; run"):
@@ -127,7 +136,13 @@ def test_a_listing_is_the_plan_of_a_data_folder(tmp_path: Path) -> None:
 def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None:
     def part(share: float, expected: float = 1e12, files: int | None = None, listed: int = 1000) -> dict:
         need = share * preparation.TOKENS_AS_COUNTED * expected / (1 + preparation.MARGIN)
-        source = {"name": "s", "tokens_so_far": need, "expected_tokens": expected, "files": files, "prepared": False}
+        source = {
+            "name": "s",
+            "tokens_so_far": need,
+            "expected_tokens": expected,
+            "files": files,
+            "prepared": False,
+        }
         return preparation.parts([source], {"s": [10**9] * listed})[0]
 
     few = part(0.1)
@@ -146,10 +161,14 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None
 
 
 def test_model_of_speed(runs: dict[str, tuple[int, str, str]], published: dict) -> None:
-    """The rows of all phases are the same model; what it assumes is held by tests/tools/bench/test_train_traffic.py."""
+    """The rows of all phases are the same model; what it assumes is held by
+    tests/tools/bench/test_train_traffic.py.
+    """
     phase = published["phases"][0]
     rates = phase["model_tokens_per_s"]
-    assert rates["pessimistic"] < rates["middle"] < rates["optimistic"] < CLUSTER.gpu.peak_flops / (6 * 2.12e9)
+    assert (
+        rates["pessimistic"] < rates["middle"] < rates["optimistic"] < CLUSTER.gpu.peak_flops / (6 * 2.12e9)
+    )
     days = phase["compute"]["tokens"] / (192 * rates["middle"]) / 86_400
     said = runs["published"][1]
     assert f"{rates['middle']:,.0f} tokens/s/GPU" in said
@@ -169,7 +188,9 @@ def test_memory_parts() -> None:
     assert memory["total"] <= sums.memory(dataclasses.replace(JOB, checkpointing="none"))["total"]
     assert memory["total"] > sums.USABLE * CLUSTER.gpu.memory_bytes, "eight sequences do not fit 80 GB"
     batch = sums.largest_local_batch(JOB, CLUSTER.gpu)
-    fits = [sums.memory(dataclasses.replace(JOB, local_batch=n))["total"] <= 73.6e9 for n in (batch, 2 * batch)]
+    fits = [
+        sums.memory(dataclasses.replace(JOB, local_batch=n))["total"] <= 73.6e9 for n in (batch, 2 * batch)
+    ]
     assert fits == [True, False]
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from laneformer import LaneformerConfig
-from tools.roofline.projection import Inputs, by_link, ceilings, large_models, launch_limit, layer_cost_s, scaling
+from tools.roofline.projection import (
+    Inputs,
+    by_link,
+    ceilings,
+    large_models,
+    launch_limit,
+    layer_cost_s,
+    scaling,
+)
 from tools.roofline.timeline import laneformer_joins, token_s
 
 INPUTS = Inputs.read()
@@ -28,7 +36,9 @@ def test_the_published_ceilings_launch_example_and_speed_come_out():
     assert rows["8 x mi300x"]["published_bytes"] == pytest.approx(8_400, rel=0.003)
     assert rows["8 x h200"]["config_bytes"] < rows["8 x h200"]["published_bytes"]  # 4.44 GB, not 4
     assert launch_limit(INPUTS) == pytest.approx(890, rel=0.003)
-    fitted = [row["delay_2"] for row in scaling(INPUTS, "h200") if (row["gpus"], row["link"]) == (8, "custom")]
+    fitted = [
+        row["delay_2"] for row in scaling(INPUTS, "h200") if (row["gpus"], row["link"]) == (8, "custom")
+    ]
     assert fitted == pytest.approx([2_100])
 
 
@@ -60,7 +70,8 @@ def test_early_exchanges_are_on_the_path_where_the_config_has_them():
 
 
 def test_ladder_hides_a_link_as_slow_as_the_module_beside_it():
-    # attention's outputs travel while the MLP runs, the MLP's while attention runs; the last one has nothing to hide it
+    # attention's outputs travel while the MLP runs, the MLP's while attention runs; the last one has nothing
+    # to hide it
     assert clock(4e-6, late=1, broadcast_delay=0) == pytest.approx(LAYERS * 20e-6 + 4e-6)
     slow = clock(10e-6, late=1, broadcast_delay=0)
     assert slow == pytest.approx(LAYERS * 20e-6 + (LAYERS - 1) * 6e-6 + 10e-6)

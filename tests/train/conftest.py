@@ -14,7 +14,9 @@ from tests.train.supervised import INTERVAL, STEPS, undisturbed
 @pytest.fixture(scope="session")
 def reference(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folder of STEPS undisturbed steps on two ranks."""
-    return undisturbed(tmp_path_factory.mktemp("reference"), prepared_data / "phase1.lock.json", STEPS, INTERVAL)
+    return undisturbed(
+        tmp_path_factory.mktemp("reference"), prepared_data / "phase1.lock.json", STEPS, INTERVAL
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
-"""Breaks a job from the inside, on schedule. Named as `experimental.custom_import` by tests; no part of the product.
+"""Breaks a job from the inside, on schedule. Named as `experimental.custom_import` by tests; no
+part of the product.
 
-LANEFORMER_FAULTS names a JSON file: a list of {"kind", "step", "rank"}. Each happens once in the life of a run, however
-often the job starts: whoever does it first leaves a mark beside the plan.
+LANEFORMER_FAULTS names a JSON file: a list of {"kind", "step", "rank"}. Each happens once in the life of a
+run, however often the job starts: whoever does it first leaves a mark beside the plan.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ def commit(self: LaneformerTrainer) -> None:
     )
     if kind in ("kill", "stop"):
         if self.checkpointer.save_future is not None:
-            wait([self.checkpointer.save_future])  # tests count on it; a save cut short is kill_all_before_metadata
+            wait(
+                [self.checkpointer.save_future]
+            )  # tests count on it; a save cut short is kill_all_before_metadata
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     elif kind in ("usr1", "sigterm_step"):
         if kind == "sigterm_step":  # as Slurm signals all processes of a step
@@ -144,7 +147,9 @@ def commit(self: LaneformerTrainer) -> None:
 
 def broken_finish(self: HashingWriter, metadata: Any, results: Any) -> None:
     """Rank 0 writes .metadata here, when all data files are written."""
-    kind = due(int(self.path.name.removeprefix("step-")), "kill_all_before_metadata", "kill_all_after_metadata")
+    kind = due(
+        int(self.path.name.removeprefix("step-")), "kill_all_before_metadata", "kill_all_after_metadata"
+    )
     if kind == "kill_all_before_metadata":
         kill_all()
     finish(self, metadata, results)

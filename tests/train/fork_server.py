@@ -1,10 +1,12 @@
-"""Forks training workers from a process that has imported TorchTitan once: a job then starts in a fraction of a second.
+"""Forks training workers from a process that has imported TorchTitan once: a job then starts in a
+fraction of a second.
 
     python -m tests.train.fork_server
 
-Each line of stdin is a job, {"arguments", "ranks", "environment", "port", "log"}; the answer is the list of exit
-statuses. The workers are processes that run `train.__main__.main` with the environment that torchrun would set, and as
-with torchrun, the first failure ends the others. What depends on torchrun itself is tested with torchrun.
+Each line of stdin is a job, {"arguments", "ranks", "environment", "port", "log"}; the answer is the list
+of exit statuses. The workers are processes that run `train.__main__.main` with the environment that
+torchrun would set, and as with torchrun, the first failure ends the others. What depends on torchrun
+itself is tested with torchrun.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python -m tests.train.golden_run          (from the checkout; writes tests/train/golden/DEVICE.json)
 
-The losses of 20 steps of the real trainer depend on the model, the initialisation, the data order, the optimizer, the
-schedule and the loss. On another machine they agree to rounding only: other vector widths and libraries sum in another
-order, and each step builds on the one before. How much that is, is measured when they are renewed: the same job on two
-ranks, with a compiled loss and layers, and with the narrowest vector instructions that PyTorch and MKL have.
+The losses of 20 steps of the real trainer depend on the model, the initialisation, the data order, the
+optimizer, the schedule and the loss. On another machine they agree to rounding only: other vector widths and
+libraries sum in another order, and each step builds on the one before. How much that is, is measured when
+they are renewed: the same job on two ranks, with a compiled loss and layers, and with the narrowest vector
+instructions that PyTorch and MKL have.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ ARCHITECTURE = {
     "num_key_value_heads": 4, "sliding_window": 8, "max_position_embeddings": SEQ_LEN, "vocab_size": VOCAB_SIZE,
 }  # fmt: skip
 PLANTED = ("--optimizer.lr", "3.003e-3")  # one part in a thousand off, which the test must see
-NARROW_VECTORS = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+NARROW_VECTORS = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+}
 
 
 def device_kind() -> str:

@@ -38,7 +38,9 @@ def checkpoint_model(run: Path, step: int) -> Laneformer:
     target = run / f"step-{step}.pt"
     dcp_to_torch_save(run / f"checkpoint/step-{step}", target)
     model = Laneformer(SMALL)
-    model.load_state_dict({k: v for k, v in torch.load(target, weights_only=False).items() if k in model.state_dict()})
+    model.load_state_dict(
+        {k: v for k, v in torch.load(target, weights_only=False).items() if k in model.state_dict()}
+    )
     return model
 
 

@@ -1,4 +1,6 @@
-"""The shipped 2B job files with shapes, lengths and places changed, and nothing else: what the production tests run."""
+"""The shipped 2B job files with shapes, lengths and places changed, and nothing else: what
+the production tests run.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ HYBRID = {  # four ranks: two replicas of two shards, as the 2B run has 24 of 8
 }
 
 
-def train(launcher: list[str], config: str, folder: Path, lock: Path, changes: dict[str, Any], **env: str) -> Path:
+def train(
+    launcher: list[str], config: str, folder: Path, lock: Path, changes: dict[str, Any], **env: str
+) -> Path:
     """Run configs/`config`.toml with the settings above and `changes` to its end; returns the run folder."""
     settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
@@ -93,7 +97,9 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
     model = json.loads((folder / "model.json").read_text())
     flavor = LaneformerConfig.from_flavor("2b").to_dict()
     changed = {key for key in flavor if model[key] != flavor[key]}
-    assert changed == {name.removeprefix("architecture.") for name in SHAPES if name.startswith("architecture.")}
+    assert changed == {
+        name.removeprefix("architecture.") for name in SHAPES if name.startswith("architecture.")
+    }
 
 
 def assert_prepared_as_the_job_file_says(folder: Path) -> None:
@@ -109,8 +115,12 @@ def assert_prepared_as_the_job_file_says(folder: Path) -> None:
     assert seen["weights"] == ["torch.float32"]
     assert seen["async_mode"] == "ASYNC_WITH_PINNED_MEM"
     assert seen["order"] == ["staging is over", "optimizer"] * (len(seen["order"]) // 2) != []
-    replicas = tomllib.loads((folder / "config.toml").read_text())["parallelism"]["data_parallel_replicate_degree"]
+    replicas = tomllib.loads((folder / "config.toml").read_text())["parallelism"][
+        "data_parallel_replicate_degree"
+    ]
     units = layers + 2 if replicas > 1 else 0  # the embedding, each layer, norm with head
-    assert seen["reductions"] == [units] * len(seen["reductions"]) != [], "one a step, though it has two micro-batches"
+    assert seen["reductions"] == [units] * len(seen["reductions"]) != [], (
+        "one a step, though it has two micro-batches"
+    )
     assert seen["allocator"] == "expandable_segments:True"
     assert seen["timeouts_s"] == [300.0], "comm.train_timeout_seconds, once, also where no step is the first"

@@ -1,7 +1,8 @@
 """Records how the trainer prepared its model; named as `experimental.custom_import` by test_production.py.
 
-Rank 0 writes RUN/facts.json when training ends: what is compiled, checkpointed and cast, the timeouts that are set and
-what a step waits for, which no metric shows. With LANEFORMER_FAULTS the faults of `tests.train.faults` happen, too.
+Rank 0 writes RUN/facts.json when training ends: what is compiled, checkpointed and cast, the
+timeouts that are set and what a step waits for, which no metric shows. With LANEFORMER_FAULTS the
+faults of `tests.train.faults` happen, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ if "LANEFORMER_FAULTS" in os.environ:
 train_loop, set_pg_timeouts = LaneformerTrainer.train, dist_utils.set_pg_timeouts
 timeouts_s: list[float] = []
 all_reduce = torch.distributed.all_reduce
-reductions = [0]  # exchanges of gradients between replicas in each step; the last entry is of the one under way
+reductions = [
+    0
+]  # exchanges of gradients between replicas in each step; the last entry is of the one under way
 
 
 def counted_all_reduce(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -77,7 +80,9 @@ def recorded_train(self: LaneformerTrainer) -> None:
     def look(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         computed.update(str(t.dtype) for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point())
 
-    weights = sorted({str(p.dtype) for p in model.parameters()})  # now: some stay gathered after the last step
+    weights = sorted(
+        {str(p.dtype) for p in model.parameters()}
+    )  # now: some stay gathered after the last step
     model.lm_head.register_forward_pre_hook(look)
     order = record_order(self)
     train_loop(self)

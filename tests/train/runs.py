@@ -21,7 +21,8 @@ from train.supervise.attempt import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, STEPS = 32, 4, 4
-# small enough that a launch costs its imports; a window shorter than the sequence, and partials that are broadcast
+# small enough that a launch costs its imports; a window shorter than the sequence, and partials
+# that are broadcast
 ARCHITECTURE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 4, "sliding_window": 8, "max_position_embeddings": SEQ_LEN, "vocab_size": 512,
@@ -35,7 +36,13 @@ def fork_server() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.train.fork_server"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     atexit.register(server.kill)
     return server

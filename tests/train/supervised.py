@@ -31,7 +31,7 @@ def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
         "training.seq_len": SEQ_LEN, "training.global_batch_size": GLOBAL_BATCH, "training.local_batch_size": 2,
         "training.steps": steps, "lr_scheduler.warmup_steps": 2, "checkpoint.interval": interval,
         "checkpoint.keep_latest_k": 2, "resilience.keep_every_steps": 10, "resilience.backoff_s": 0.1,
-        "resilience.hang_timeout_s": 12, "resilience.unclean_policy": "rollback", "resilience.max_same_reason": 0,
+        "resilience.hang_timeout_s": 12, "resilience.on_bad_step": "rollback", "resilience.max_same_reason": 0,
         **{f"architecture.{name}": value for name, value in SMALL.items()},
     }  # fmt: skip
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
@@ -54,7 +54,11 @@ def faulty(
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "faults.json"
     plan.write_text(json.dumps([{"rank": None, **fault} for fault in faults]))
-    command = [*arguments(folder / "run", lock, steps, interval), "--experimental.custom_import", "tests.train.faults"]
+    command = [
+        *arguments(folder / "run", lock, steps, interval),
+        "--experimental.custom_import",
+        "tests.train.faults",
+    ]
     return run_job(folder / "run", [*command, *more], RANKS, LANEFORMER_FAULTS=str(plan))
 
 

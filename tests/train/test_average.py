@@ -42,7 +42,12 @@ def test_a_phase_starts_from_it(averaged: Path, prepared_data: Path, tmp_path: P
 @pytest.mark.slow
 def test_the_watcher_evaluates_it(averaged: Path, prepared_data: Path, whole_run: Path) -> None:
     options = ["--job.config_file", str(averaged / "config.toml"), "--job.dump_folder", str(averaged)]
-    options += ["--evals.every_steps", "100", "--evals.commands", f"bits_per_byte --data {prepared_data} --limit 2"]
+    options += [
+        "--evals.every_steps",
+        "100",
+        "--evals.commands",
+        f"bits_per_byte --data {prepared_data} --limit 2",
+    ]
     assert Watcher(read_job(options)).watch(once=True, every_s=0) == 0
     (record,) = map(json.loads, (averaged / "evals.jsonl").read_text().splitlines())
     last = metrics(whole_run)[-1]

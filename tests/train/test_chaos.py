@@ -53,7 +53,10 @@ def test_a_killed_rank_changes_nothing(prepared_data: Path, tmp_path: Path) -> N
 @pytest.mark.timeout(1800)
 def test_chaos(reference: Path, prepared_data: Path, tmp_path: Path) -> None:
     steps = int(os.environ.get("CHAOS_STEPS", STEPS))
-    lock, faults = prepared_data / "phase1.lock.json", draw(steps, seed=int(os.environ.get("CHAOS_SEED", "4")))
+    lock, faults = (
+        prepared_data / "phase1.lock.json",
+        draw(steps, seed=int(os.environ.get("CHAOS_SEED", "4"))),
+    )
     print(faults)
     if steps != STEPS:
         reference = undisturbed(tmp_path / "reference", lock, steps, INTERVAL)
@@ -62,4 +65,6 @@ def test_chaos(reference: Path, prepared_data: Path, tmp_path: Path) -> None:
         run, status, said = supervise(tmp_path / "chaos", lock, steps, INTERVAL, faults)
     assert status == 0, said
     assert_same(run, reference, steps)
-    assert len({path.name.split(".")[1] for path in (tmp_path / "chaos").glob("faults.*.done")}) == len(faults)
+    assert len({path.name.split(".")[1] for path in (tmp_path / "chaos").glob("faults.*.done")}) == len(
+        faults
+    )

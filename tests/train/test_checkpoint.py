@@ -1,4 +1,6 @@
-"""Real jobs: bit-exact resume, other rank counts, the phase switch, damaged checkpoints, starts that must fail."""
+"""Real jobs: bit-exact resume, other rank counts, the phase switch, damaged checkpoints,
+starts that must fail.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,15 @@ def test_resume_is_bit_exact(whole_run: Path, prepared_data: Path, tmp_path: Pat
     assert attempts[1]["started_from"].endswith("checkpoint/step-2")
 
 
-def test_resume_on_one_rank_and_without_accumulation(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_resume_on_one_rank_and_without_accumulation(
+    whole_run: Path, prepared_data: Path, tmp_path: Path
+) -> None:
     """One rank takes two micro-batches where two ranks took one each: the same step, to rounding."""
     run = tmp_path / "one"
     copy_stopped_at(2, whole_run, run)
     rows = succeed(run, prepared_data / "phase1.lock.json", ranks=1)
-    # AdamW divides by the root of the second moment: an element with a tiny gradient may move by up to lr either way,
-    # so losses are compared to rounding, weights to a fraction of the two steps' learning rates
+    # AdamW divides by the root of the second moment: an element with a tiny gradient may move by up to lr
+    # either way, so losses are compared to rounding, weights to a fraction of the two steps' learning rates
     for resumed, whole in zip(rows[-2:], rows[2:4], strict=True):
         assert abs(resumed["loss"] - whole["loss"]) < 1e-5
     moved = largest_difference(weights(whole_run), weights(whole_run, step=2))
@@ -115,15 +119,26 @@ def test_another_architecture_is_refused(whole_run: Path, prepared_data: Path, t
 @pytest.mark.slow
 def test_a_phase_may_change_what_it_names(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     lock, parent = prepared_data / "phase2.lock.json", str(whole_run / "checkpoint/step-4")
-    longer = ("--checkpoint.initial_load_path", parent, "--architecture.rope_theta", "5e5", "--training.steps", "1")
-    assert "rope_theta = 10000.0 (this job: 500000.0)" in fail(tmp_path / "a", lock, *longer, config="debug_phase2")
+    longer = (
+        "--checkpoint.initial_load_path",
+        parent,
+        "--architecture.rope_theta",
+        "5e5",
+        "--training.steps",
+        "1",
+    )
+    assert "rope_theta = 10000.0 (this job: 500000.0)" in fail(
+        tmp_path / "a", lock, *longer, config="debug_phase2"
+    )
     run = tmp_path / "b"
     succeed(run, lock, *longer, "--checkpoint.allow_changes", "rope_theta", config="debug_phase2")
     assert json.loads((run / "checkpoint/step-1/model.json").read_text())["rope_theta"] == 5e5
 
 
 def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """The first loss of phase 2 is the loss of phase 1's last weights on that batch; the schedule starts again."""
+    """The first loss of phase 2 is the loss of phase 1's last weights on that batch;
+    the schedule starts again.
+    """
     parent = whole_run / "checkpoint/step-4"
     run, lock = tmp_path / "phase2", prepared_data / "phase2.lock.json"
     arguments = ("--checkpoint.initial_load_path", str(parent), "--optimizer.weight_decay", "0.05")
@@ -140,7 +155,8 @@ def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_
     assert rows[0]["tokens_total"] == (STEPS + 1) * GLOBAL_BATCH * SEQ_LEN
     assert json.loads((run / "lineage.json").read_text())["parent"] == str(parent)
     weights(run)  # as a plain file, step-4.pt
-    # DCP brings the old settings along with the moments; the checkpoint must hold this job's, and the moments too
+    # DCP brings the old settings along with the moments; the checkpoint must hold this job's, and
+    # the moments too
     optimizer = torch.load(run / "step-4.pt", weights_only=False)["optimizer"]
     assert optimizer["param_groups.tok_embeddings.weight.weight_decay"] == 0.05
     assert optimizer["param_groups.norm.weight.weight_decay"] == 0.0
@@ -172,8 +188,12 @@ def test_never_random_weights_by_accident(whole_run: Path, prepared_data: Path, 
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_other_code_was_checked_out(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """The data is pinned again, as for the next phase, by a checkout that differs in comments; then a node fails."""
+def test_a_run_goes_on_after_other_code_was_checked_out(
+    whole_run: Path, prepared_data: Path, tmp_path: Path
+) -> None:
+    """The data is pinned again, as for the next phase, by a checkout that differs in comments;
+    then a node fails.
+    """
     data, run = tmp_path / "data/out", tmp_path / "run"
     shutil.copytree(prepared_data.parent, data.parent)
     code = shutil.copytree(ROOT / "data_mixtures", tmp_path / "code/data_mixtures")

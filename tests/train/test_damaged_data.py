@@ -38,10 +38,14 @@ def test_a_damaged_block_ends_the_job_with_its_name(prepared_data: Path, tmp_pat
     clean = max(n for n in range(STEPS) if mixture.windows_per_source(n * GLOBAL_BATCH)["web"] <= 64)
     assert 0 < clean < STEPS - 1
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, clean + 1)), "trained up to the damage, and not on it"
+    assert [row["step"] for row in rows] == list(range(1, clean + 1)), (
+        "trained up to the damage, and not on it"
+    )
     outcome = json.loads((run / "outcome.json").read_text())
     crashes = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "crash"]
-    named = [event for event in crashes if f"{shard}: block 0 of 1 (bytes 0 to 4098) is damaged" in event["reason"]]
+    named = [
+        event for event in crashes if f"{shard}: block 0 of 1 (bytes 0 to 4098) is damaged" in event["reason"]
+    ]
     assert named, crashes
     assert all("verify" in event["reason"] and "--quarantine" in event["reason"] for event in named)
     assert named[0]["step"] == clean + 1

@@ -42,7 +42,9 @@ def wrap(lock: Path) -> int:
     raise AssertionError("no source is read twice")
 
 
-def loader(lock: Path, rank: int = 0, ranks: int = 1, batch: int = GLOBAL_BATCH, threads: int = 1, windows=()):
+def loader(
+    lock: Path, rank: int = 0, ranks: int = 1, batch: int = GLOBAL_BATCH, threads: int = 1, windows=()
+):
     return MixtureLoader(lock, rank, ranks, batch, threads, SkipList(windows))
 
 
@@ -52,7 +54,9 @@ def job(lock: Path, ranks: int, accumulation: int, threads: int = 2, windows=())
 
 
 def train(loaders: list[MixtureLoader], steps: int) -> tuple[np.ndarray, np.ndarray, str]:
-    """Some steps of all ranks: (windows (steps, G, S + 1), sources (steps, G), the state that all ranks save)."""
+    """Some steps of all ranks: (windows (steps, G, S + 1), sources (steps, G), the state
+    that all ranks save).
+    """
     micro_batches = steps * GLOBAL_BATCH // loaders[0].micro_batch
     read = [list(islice(each, micro_batches)) for each in loaders]
     batches = [batch for of_all_ranks in zip(*read, strict=True) for batch in of_all_ranks]
@@ -65,7 +69,9 @@ def train(loaders: list[MixtureLoader], steps: int) -> tuple[np.ndarray, np.ndar
 
 def expected(lock: Path, numbers: list[int]) -> np.ndarray:
     mixture = Mixture.open(lock)
-    return np.concatenate([mixture.sequences(number, 1)[0] for number in numbers]).reshape(-1, GLOBAL_BATCH, 33)
+    return np.concatenate([mixture.sequences(number, 1)[0] for number in numbers]).reshape(
+        -1, GLOBAL_BATCH, 33
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -85,7 +91,9 @@ def test_any_cut_gives_the_same_global_batches(
     unshifted = expected(lock, list(range(first, first + 3 * GLOBAL_BATCH)))
     assert not np.array_equal(tokens, unshifted), "a loader that forgets the window would be seen"
     mixture = loaders[0].mixture
-    assert np.array_equal(sources, np.array([mixture.sequences(n, 1)[1][0] for n in numbers]).reshape(sources.shape))
+    assert np.array_equal(
+        sources, np.array([mixture.sequences(n, 1)[1][0] for n in numbers]).reshape(sources.shape)
+    )
 
 
 def test_resume_again_and_again_with_other_world_sizes(lock: Path, wrap: int) -> None:
@@ -136,7 +144,10 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
 
     (again,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
     again.load_state_dict(two.state_dict())
-    assert (again.tokens_per_source(), again.tokens_before()) == (two.tokens_per_source(), two.tokens_before())
+    assert (again.tokens_per_source(), again.tokens_before()) == (
+        two.tokens_per_source(),
+        two.tokens_before(),
+    )
 
 
 SAVE_AND_LOAD = """
@@ -211,7 +222,9 @@ def test_damage_ends_the_batches_at_its_own(prepared_data: Path, tmp_path: Path)
     (data / "web/shard-00001.bin").write_bytes(content)
     good = []
     each = loader(data / "phase1.lock.json", batch=8, threads=4)
-    with pytest.raises(ValueError, match=r"^\S*web/shard-00001\.bin: block 0 of 1 \(bytes 0 to 4098\) is damaged"):
+    with pytest.raises(
+        ValueError, match=r"^\S*web/shard-00001\.bin: block 0 of 1 \(bytes 0 to 4098\) is damaged"
+    ):
         good.extend(each)
     before = each.mixture.windows_per_source(len(good) * 8)["web"]
     after = each.mixture.windows_per_source(len(good) * 8 + 8)["web"]
@@ -234,7 +247,9 @@ def test_reading_ahead_keeps_the_order_and_its_bound(threads: int) -> None:
     assert max(started) < 50 + threads * READ_AHEAD_BATCHES
 
 
-@pytest.mark.parametrize("problem", [TypeError("no batch 3"), CheckpointException("no batch 3", {}), SystemExit(3)])
+@pytest.mark.parametrize(
+    "problem", [TypeError("no batch 3"), CheckpointException("no batch 3", {}), SystemExit(3)]
+)
 def test_what_a_reader_raises_reaches_the_training_thread(problem: BaseException) -> None:
     """The very object, so that the run folder's reason is the reader's; also what is no Exception."""
 

@@ -1,7 +1,7 @@
 """Real faults on real processes; the job goes on by itself and ends as if nothing had happened, bit for bit.
 
-One run meets them all, one after the other, because a start costs its imports. The full disk is the kernel's own
-refusal to write more (RLIMIT_FSIZE, EFBIG); nothing is simulated but the moment.
+One run meets them all, one after the other, because a start costs its imports. The full disk is the kernel's
+own refusal to write more (RLIMIT_FSIZE, EFBIG); nothing is simulated but the moment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def disturbed(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [e for line in (run / "events.jsonl").read_text().splitlines() if (e := json.loads(line))["kind"] == kind]
+    return [
+        e
+        for line in (run / "events.jsonl").read_text().splitlines()
+        if (e := json.loads(line))["kind"] == kind
+    ]
 
 
 def test_nothing_is_different_in_the_end(disturbed: tuple[Path, str], reference: Path) -> None:
@@ -81,13 +85,17 @@ def test_checkpoints_that_remain(disturbed: tuple[Path, str]) -> None:
     (failed,) = events(run, "save_failed")
     assert failed["step"] == 20
     removed = {(e["checkpoint"], e["what"].split()[0]) for e in events(run, "checkpoint_removed")}
-    assert removed == {("step-10", "deleted:"), ("step-25", "set")}, "cut before .metadata; truncated after it"
+    assert removed == {("step-10", "deleted:"), ("step-25", "set")}, (
+        "cut before .metadata; truncated after it"
+    )
     assert len(list((run / "checkpoint-aside").glob("step-25.*"))) == 1
 
 
-def test_a_window_that_is_left_out_equals_one_left_out_from_the_start(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_window_that_is_left_out_equals_one_left_out_from_the_start(
+    prepared_data: Path, tmp_path: Path
+) -> None:
     lock, steps = prepared_data / "phase1.lock.json", 9
-    skip = ("--resilience.unclean_policy", "rollback_and_skip", "--resilience.skip_steps", "2")
+    skip = ("--resilience.on_bad_step", "rollback_and_skip", "--resilience.skip_steps", "2")
     run, status, said = supervise(tmp_path / "a", lock, steps, INTERVAL, [{"kind": "nan", "step": 8}], *skip)
     assert status == 0, said
     (entry,) = json.loads((run / "skip_sequences.json").read_text())

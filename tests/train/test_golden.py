@@ -19,11 +19,13 @@ Reference = tuple[list[float], list[float]]  # losses, tolerances
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Absolute tolerance, step by step: what another order of summation changed when the losses were kept, times 8.
+    """Absolute tolerance, step by step: what another order of summation changed when the losses
+    were kept, times 8.
 
-    `rounding` is a sample of a random walk: another machine rounds as differently as narrower vectors, two ranks or the
-    compiler do here, but may fall on another side. Eight such differences, each at least one rounding of the loss
-    itself, leave room for that; eight times more where the rounding is not this device's own.
+    `rounding` is a sample of a random walk: another machine rounds as differently as narrower vectors,
+    two ranks or the compiler do here, but may fall on another side. Eight such differences, each at
+    least one rounding of the loss itself, leave room for that; eight times more where the rounding is
+    not this device's own.
     """
     kept = golden_path().is_file()
     known = json.loads(golden_path().read_text()) if kept else CPU

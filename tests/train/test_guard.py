@@ -51,7 +51,9 @@ def test_its_memory_survives_a_restart() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=8, max_size=40), st.floats(0.5, 8), st.floats(-100, 100))
-def test_z_scores_do_not_depend_on_unit_and_a_spike_does_not_hide_itself(values, scale: float, shift: float) -> None:
+def test_z_scores_do_not_depend_on_unit_and_a_spike_does_not_hide_itself(
+    values, scale: float, shift: float
+) -> None:
     plain, again = RunningZ(32), RunningZ(32)
     for value in values:
         plain.add(value)
@@ -59,7 +61,11 @@ def test_z_scores_do_not_depend_on_unit_and_a_spike_does_not_hide_itself(values,
     again.add(math.nan)
     assert list(plain.values) == list(again.values) == values[-32:]
     spread = max(values[-32:]) - min(values[-32:])
-    assert plain.score(max(values[-32:]) + 10 * spread + 1) >= 0 >= plain.score(min(values[-32:]) - 10 * spread - 1)
+    assert (
+        plain.score(max(values[-32:]) + 10 * spread + 1)
+        >= 0
+        >= plain.score(min(values[-32:]) - 10 * spread - 1)
+    )
     assert plain.score(math.inf) == math.inf
 
 
@@ -71,7 +77,8 @@ def test_z_scores_find_a_spike_after_a_spike() -> None:
         scores.append(z.score(value))
         z.add(value)
     assert scores[:32] == [0.0] * 32
-    # sqrt(pi / 2 / n) and 1.17 / sqrt(n) are the relative errors of median and deviation: about 15% at 64 values
+    # sqrt(pi / 2 / n) and 1.17 / sqrt(n) are the relative errors of median and deviation: about 15%
+    # at 64 values
     assert abs(z.score(3.0) - 10) < 3
     z.add(1e9)
     assert abs(z.score(3.0) - 10) < 3, "one spike moves neither the centre nor the scale"

@@ -1,4 +1,6 @@
-"""What does not end an attempt: refused batches that are skipped at once, a disk without room, another batch size."""
+"""What does not end an attempt: refused batches that are skipped at once, a disk without
+room, another batch size.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.train.supervised import (
     undisturbed,
 )
 
-SKIP = ("--resilience.unclean_policy", "skip", "--resilience.max_skips", "2")
+SKIP = ("--resilience.on_bad_step", "skip", "--resilience.max_skips", "2")
 NAN = {"kind": "nan"}
 
 
@@ -57,7 +59,12 @@ def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp
 def test_too_many_refused_steps_go_back(prepared_data: Path, tmp_path: Path) -> None:
     """Two are skipped; the third ends the attempt for a roll-back, which leaves out that batch as well."""
     job = faulty(
-        tmp_path, prepared_data / "phase1.lock.json", 8, 2, [{**NAN, "step": step} for step in (4, 4, 5)], *SKIP
+        tmp_path,
+        prepared_data / "phase1.lock.json",
+        8,
+        2,
+        [{**NAN, "step": step} for step in (4, 4, 5)],
+        *SKIP,
     )
     assert job.returncode == 86
     run, size = tmp_path / "run", GLOBAL_BATCH
@@ -70,7 +77,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MB: room for a run of seven steps, full in a moment."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
     yield disk

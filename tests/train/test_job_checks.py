@@ -1,4 +1,6 @@
-"""Every bad setting is refused at launch with one sentence: its name, its value, what is allowed or how to mend it."""
+"""Every bad setting is refused at launch with one sentence: its name, its value, what is allowed or
+how to mend it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # setting of a job file -> what the refusal has to say; the value itself is looked for, too
 BAD: dict[tuple[str, str], str] = {
     ("lr_scheduler.decay_type", '"lin"'): "did you mean 'linear'",
-    ("resilience.unclean_policy", '"rolback"'): "did you mean 'rollback'",
+    ("resilience.on_bad_step", '"rolback"'): "did you mean 'rollback'",
     ("compile.components", '["modle"]'): "did you mean 'model'",
     ("compile.backend", '"inductr"'): "did you mean 'inductor'",
     ("model.flavor", '"2B"'): "did you mean '2b'",
@@ -47,7 +49,10 @@ BAD: dict[tuple[str, str], str] = {
     ("training.seq_len", "1000"): "use at most 512",
     ("validation.freq", "0"): "at least 1",
     ("architecture.num_lanes", "3"): "num_lanes",
-    ("checkpoint.allow_changes", '["num_lanes"]'): "choose from max_position_embeddings, rope_theta, sliding_window",
+    (
+        "checkpoint.allow_changes",
+        '["num_lanes"]',
+    ): "choose from max_position_embeddings, rope_theta, sliding_window",
     ("mixture.lok", '"x"'): "lok",
     ("mixtur.lock", '"x"'): "mixtur",
 }
@@ -97,7 +102,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     """{name of the job file: its refusal, None if it was accepted}, from one process for all of them."""
     folder = tmp_path_factory.mktemp("jobs")
     paths = [job_file(folder / f"{at}.toml", {name: value}) for at, (name, value) in enumerate(BAD)]
-    paths += [job_file(folder / f"{n}.toml", {k: v for (k, _), v in s.items()}) for n, (s, _) in TOGETHER.items()]
+    paths += [
+        job_file(folder / f"{n}.toml", {k: v for (k, _), v in s.items()}) for n, (s, _) in TOGETHER.items()
+    ]
     paths += [job_file(folder / "good.toml", {"lr_scheduler.total_steps": "299"})]
     command = [sys.executable, "-c", LOAD, *paths]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -128,7 +135,9 @@ def test_the_step_after_the_schedule_is_allowed(answers: dict[str, str | None]) 
 
 
 def test_the_supervisor_starts_nothing_that_the_workers_would_refuse(tmp_path: Path) -> None:
-    path = job_file(tmp_path / "job.toml", {"lr_scheduler.decay_type": '"lin"', "job.dump_folder": f'"{tmp_path}/run"'})
+    path = job_file(
+        tmp_path / "job.toml", {"lr_scheduler.decay_type": '"lin"', "job.dump_folder": f'"{tmp_path}/run"'}
+    )
     command = [sys.executable, "-m", "train.supervise", "--job.config_file", path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -14,7 +14,9 @@ import pytest
 from laneformer import LaneformerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.toml") if "[job]" in path.read_text())  # not the ablation
+CONFIGS = sorted(
+    path for path in (ROOT / "configs").glob("*.toml") if "[job]" in path.read_text()
+)  # not the ablation
 # in a process of its own: TorchTitan is taught about CPUs before it is imported, and keeps global state
 LOAD = """
 import json, sys, torch
@@ -38,7 +40,9 @@ print(json.dumps(facts))
 
 def test_without_torchrun_a_missing_job_file_is_named() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    done = subprocess.run([sys.executable, "-m", "train"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "train"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert "--job.config_file is missing" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -67,7 +71,10 @@ def test_phases_agree_where_they_must() -> None:
     assert one["checkpoint"]["allow_fresh_start"]
     assert not two["checkpoint"]["allow_fresh_start"]
     for job in (one, two):
-        gpus = job["parallelism"]["data_parallel_replicate_degree"] * job["parallelism"]["data_parallel_shard_degree"]
+        gpus = (
+            job["parallelism"]["data_parallel_replicate_degree"]
+            * job["parallelism"]["data_parallel_shard_degree"]
+        )
         assert job["training"]["global_batch_size"] % (gpus * job["training"]["local_batch_size"]) == 0
 
 

@@ -38,8 +38,8 @@ def test_loss_by_source_averages_to_the_loss(logged_run: Path, prepared_data: Pa
         share = {name: float((source == i).mean()) for i, name in enumerate(mixture.source_names)}
         assert set(row["loss_by_source"]) == {name for name in share if share[name]}
         mean = sum(share[name] * loss for name, loss in row["loss_by_source"].items())
-        # both sum the same losses in float32, whole micro-batches here and sequences there: at most one rounding for
-        # each of the GLOBAL_BATCH * SEQ_LEN additions
+        # both sum the same losses in float32, whole micro-batches here and sequences there: at most one
+        # rounding for each of the GLOBAL_BATCH * SEQ_LEN additions
         assert abs(mean - row["loss"]) < GLOBAL_BATCH * SEQ_LEN * EPSILON * row["loss"]
         assert math.log(512) * 0.5 < min(row["loss_by_source"].values())
 
@@ -55,7 +55,9 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared
             expected = plain_loss(model, tokens[source == index])
             assert abs(logged[name] - expected) < SEQ_LEN * EPSILON * expected
             another = plain_loss(model, tokens[source != index])
-            assert abs(logged[name] - another) > SEQ_LEN * EPSILON * expected, "sources would not be told apart"
+            assert abs(logged[name] - another) > SEQ_LEN * EPSILON * expected, (
+                "sources would not be told apart"
+            )
 
 
 def test_tokens_by_source_are_the_mixtures_closed_form(logged_run: Path, prepared_data: Path) -> None:
@@ -75,7 +77,9 @@ def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
         assert 0 <= row["data_s"] < row["seconds"]
     assert [r["checkpoint_s"] > 0 for r in rows] == [False, False, True, False, True, False]
     finished = {r["step"]: r["checkpoint_total_s"] for r in rows if r["checkpoint_total_s"] is not None}
-    assert finished, "the save of step 4 waited for that of step 2, so a row up to step 5 says how long it took"
+    assert finished, (
+        "the save of step 4 waited for that of step 2, so a row up to step 5 says how long it took"
+    )
     assert min(finished) <= 5
     assert all(0 < total < 60 for total in finished.values())
 
@@ -83,7 +87,9 @@ def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
 def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> None:
     rows, (start,) = rows_of(logged_run), read_lines(logged_run / "attempts.jsonl")
     for row in rows:
-        hours = 2 * (row["time"] - start["time"]) / 3600  # two ranks; the line is written when the model is built
+        hours = (
+            2 * (row["time"] - start["time"]) / 3600
+        )  # two ranks; the line is written when the model is built
         assert hours < row["gpu_hours"] < hours + 2 * 60 / 3600
         assert row["cost"] == 3600 * row["gpu_hours"]
         rate = 2 * statistics.median(r["tokens_per_s_per_device"] for r in rows[: row["step"]])
@@ -105,8 +111,12 @@ def test_gpu_hours_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.Mon
     metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     append_line(tmp_path / "attempts.jsonl", json.dumps({"attempt": 1, "time": 1000.0, "world_size": 4}))
-    append_line(metrics.path, json.dumps({"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0}))
-    append_line(tmp_path / "events.jsonl", json.dumps({"kind": "supervisor_start", "attempt": 2, "time": 9000.0}))
+    append_line(
+        metrics.path, json.dumps({"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0})
+    )
+    append_line(
+        tmp_path / "events.jsonl", json.dumps({"kind": "supervisor_start", "attempt": 2, "time": 9000.0})
+    )
     metrics.begin_attempt(attempt=2, step=5, tokens=50, tokens_before=0)
     assert (metrics.gpu_hours_before, metrics.began, list(metrics.rates)) == (4.0, 9000.0, [])
     metrics.begin_attempt(attempt=2, step=7, tokens=70, tokens_before=0)
@@ -139,13 +149,17 @@ def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
     for name in ("web", "code"):
         for key in ("loss_by_source", "tokens_by_source", "valid_loss_by_source"):
             assert logged(f"{key}/{name}") == kept(key, name)
-    assert list((logged_run / "tb").rglob("offline-run-*/*.wandb")), "wandb was asked for, and WANDB_MODE is offline"
+    assert list((logged_run / "tb").rglob("offline-run-*/*.wandb")), (
+        "wandb was asked for, and WANDB_MODE is offline"
+    )
 
 
 def test_sequence_losses_add_up_to_the_loss() -> None:
     logits, labels = torch.randn(3, 7, 11, dtype=torch.float64).float(), torch.randint(0, 11, (3, 7))
     labels[1, 2:5] = -100  # left out of the loss
-    expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        logits.double().flatten(0, 1), labels.flatten(), reduction="sum"
+    )
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     by_sequence = sequence_losses(losses)
     assert by_sequence.shape == (3,)
@@ -171,7 +185,9 @@ def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_layers_and_logits_are_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
-    """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all: two ranks as one."""
+    """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
+    two ranks as one.
+    """
     (row, *_) = rows_of(logged_run)
     model = Laneformer(SMALL)
     model.init_weights(seed=1)

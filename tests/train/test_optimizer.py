@@ -42,7 +42,9 @@ def test_the_rate_stays_at_its_minimum(kind: str) -> None:
     section = Section(warmup_steps=5, total_steps=30, decay_ratio=0.5, decay_type=kind, min_lr_factor=0.1)
     schedule = build_clamped_lr_schedulers(container, section, 30).schedulers[0]
     (factor, _) = schedule.lr_lambdas
-    assert [round(factor(step), 9) for step in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0], "the warmup starts below it"
+    assert [round(factor(step), 9) for step in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0], (
+        "the warmup starts below it"
+    )
     assert factor(15) == 1.0 > factor(16) > factor(29) > 0.1
     assert abs(factor(30) - 0.1) < 1e-12, "the step after the last"
     assert min(factor(step) for step in range(5, 200)) >= 0.1

@@ -1,9 +1,10 @@
-"""configs/phase1.toml and phase2.toml as shipped, on CPU ranks: only shapes, lengths and places differ from the 2B run.
+"""configs/phase1.toml and phase2.toml as shipped, on CPU ranks: only shapes, lengths and places differ
+from the 2B run.
 
 The 2B flavor's 15 layers, 8 lanes, windows and delay, compiled layers and loss, bfloat16 compute, selective
-checkpointing, validation and asynchronous checkpoints all meet here and nowhere else. The short form is two ranks of
-phase 1. The long form is what a cluster runs: two replicas of two shards under the supervisor, a rank that dies, and
-the switch to phase 2.
+checkpointing, validation and asynchronous checkpoints all meet here and nowhere else. The short form is two
+ranks of phase 1. The long form is what a cluster runs: two replicas of two shards under the supervisor, a
+rank that dies, and the switch to phase 2.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def test_supervised_replicas_survive_a_killed_rank(first: Path) -> None:
     assert {row["step"] for row in production.rows(first)} == set(range(1, STEPS + 1))
     assert {row["step"] for row in production.rows(first) if row.get("valid_loss")} == {EVERY, STEPS}
     assert_checkpoints(first)
-    production.assert_prepared_as_the_job_file_says(first)  # of the second attempt, which did not begin at step 1
+    production.assert_prepared_as_the_job_file_says(
+        first
+    )  # of the second attempt, which did not begin at step 1
     production.assert_nothing_else_deviates("phase1", first, "resilience.backoff_s")
 
 

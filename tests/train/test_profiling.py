@@ -12,7 +12,13 @@ from tests.train.runs import succeed
 
 @pytest.mark.slow
 def test_every_rank_leaves_a_trace(prepared_data: Path, tmp_path: Path) -> None:
-    flags = ["--profiling.enable_profiling", "--profiling.profile_freq", "4", "--profiling.profiler_warmup", "1"]
+    flags = [
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq",
+        "4",
+        "--profiling.profiler_warmup",
+        "1",
+    ]
     off = ["--checkpoint.no-enable", "--validation.no-enable"]
     succeed(tmp_path / "run", prepared_data / "phase1.lock.json", *flags, *off)
     found = sorted((tmp_path / "run/profile_traces").rglob("*.json"))
@@ -21,4 +27,8 @@ def test_every_rank_leaves_a_trace(prepared_data: Path, tmp_path: Path) -> None:
     ]
     for path in found:
         names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-        assert {"gloo:all_gather", "FSDP::all_gather (layers.0)", "FSDP::post_backward_reduce (layers.3)"} <= names
+        assert {
+            "gloo:all_gather",
+            "FSDP::all_gather (layers.0)",
+            "FSDP::post_backward_reduce (layers.3)",
+        } <= names

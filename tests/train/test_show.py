@@ -26,7 +26,9 @@ def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(prepared_data: Path, tmp_path: Path, capsys):
+def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(
+    prepared_data: Path, tmp_path: Path, capsys
+):
     """Attempts as the trainer records them; the batches are those of its loader."""
     lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}
@@ -40,7 +42,12 @@ def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(prepare
     attempts = [
         {"attempt": 1, "step": 0, "data": data, "skip_sequences": []},
         {"attempt": 2, "step": 3, "data": {**data, "position": 12}, "skip_sequences": []},
-        {"attempt": 3, "step": 6, "data": {**data, "position": 24, "global_batch_size": 2}, "skip_sequences": []},
+        {
+            "attempt": 3,
+            "step": 6,
+            "data": {**data, "position": 24, "global_batch_size": 2},
+            "skip_sequences": [],
+        },
     ]
     (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts))
     add_windows(tmp_path, skips, "step 2: the loss is nan")
@@ -60,7 +67,8 @@ def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(prepare
 def read_at(run: Path, step: int) -> list[list[list[int]]]:
     """The batches that all ranks together read at a step, in the order in which they read them."""
     of_ranks = [
-        [row["batch"] for row in read_lines(run / f"read-{rank}.jsonl") if row["step"] == step] for rank in range(RANKS)
+        [row["batch"] for row in read_lines(run / f"read-{rank}.jsonl") if row["step"] == step]
+        for rank in range(RANKS)
     ]
     return [[*chain(*micro_batch)] for micro_batch in zip(*of_ranks, strict=True)]
 
@@ -71,11 +79,17 @@ def test_every_step_of_a_real_run_with_a_refused_batch_and_a_second_phase(
 ) -> None:
     plan, one, two = tmp_path / "faults.json", tmp_path / "one", tmp_path / "two"
     plan.write_text(json.dumps([{"rank": None, "kind": "nan", "step": 3}]))
-    more = ("--resilience.unclean_policy", "skip", "--experimental.custom_import", "tests.train.recorder")
+    more = ("--resilience.on_bad_step", "skip", "--experimental.custom_import", "tests.train.recorder")
     job = run_job(one, [*arguments(one, prepared_data / "phase1.lock.json", 6, 2), *more], RANKS,
                   LANEFORMER_FAULTS=str(plan))  # fmt: skip
     assert job.returncode == 0, job.stdout[-4000:]
-    start = ("--checkpoint.initial_load_path", str(one / "checkpoint/step-6"), "--resilience.skip_sequences", "6", "9")
+    start = (
+        "--checkpoint.initial_load_path",
+        str(one / "checkpoint/step-6"),
+        "--resilience.skip_sequences",
+        "6",
+        "9",
+    )
     job = run_job(two, [*arguments(two, prepared_data / "phase2.lock.json", 4, 2), *more, *start], RANKS,
                   LANEFORMER_FAULTS=str(plan))  # fmt: skip
     assert job.returncode == 0, job.stdout[-4000:]

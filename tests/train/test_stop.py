@@ -1,4 +1,6 @@
-"""A stop request: exit status 85 only if the checkpoint of its step is on disk; and what ranks mark on their way."""
+"""A stop request: exit status 85 only if the checkpoint of its step is on disk; and what ranks
+mark on their way.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.train.supervised import arguments, environment
 
 
 @pytest.mark.parametrize(("full_disk", "code"), [(False, STOPPED), (True, STOPPED_UNSAVED)])
-def test_a_stop_whose_save_fails_is_no_85(prepared_data: Path, tmp_path: Path, full_disk: bool, code: int) -> None:
+def test_a_stop_whose_save_fails_is_no_85(
+    prepared_data: Path, tmp_path: Path, full_disk: bool, code: int
+) -> None:
     """Signalled in step 3; the disk is full from step 2 on."""
     faults: list[dict[str, Any]] = [{"kind": "usr1", "step": 3, "rank": 1}]
     faults += [{"kind": "full_disk", "step": 2, "rank": None}] if full_disk else []
@@ -48,7 +52,11 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data: Path, tmp_p
     assert done.returncode == 0, done.stdout[-3000:]
     failed = [e["step"] for e in read_lines(tmp_path / "run/events.jsonl") if e["kind"] == "save_failed"]
     assert failed == [4]
-    assert sorted(path.name for path in (tmp_path / "run/checkpoint").glob("step-*")) == ["step-2", "step-6", "step-8"]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoint").glob("step-*")) == [
+        "step-2",
+        "step-6",
+        "step-8",
+    ]
     check_complete(tmp_path / "run/checkpoint/step-6")
 
 
@@ -72,7 +80,18 @@ def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout[-3000:]
     first, second = (json.loads((tmp_path / f"marks.{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    step = ("reading the data", "counting the tokens", "forward and backward", "the gradient norm", "the exchange")
+    step = (
+        "reading the data",
+        "counting the tokens",
+        "forward and backward",
+        "the gradient norm",
+        "the exchange",
+    )
     places = [f"{what} of step 2" for what in step]
-    places += ["the end of step 2", "saving step 2", "the verdict on the save of step 2", "the validation after step 2"]
+    places += [
+        "the end of step 2",
+        "saving step 2",
+        "the verdict on the save of step 2",
+        "the validation after step 2",
+    ]
     assert first[first.index(places[0]) :] == places

@@ -1,4 +1,6 @@
-"""From a recipe with a tokenizer.json to a model that others load: the same ids in training, engine and elsewhere."""
+"""From a recipe with a tokenizer.json to a model that others load: the same ids in
+training, engine and elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     tokens, lengths = made.encode(TEXTS)
     documents = [each.tolist() for each in np.split(tokens, np.cumsum(lengths)[:-1])]
-    assert found["ids"] == [each[:-1] for each in documents[:2]], "as in training, up to the end of the document"
+    assert found["ids"] == [each[:-1] for each in documents[:2]], (
+        "as in training, up to the end of the document"
+    )
     assert found["decoded"] == TEXTS[:2]
     assert found["special"] == [66136, 66137, 66138, 66137]
     with Engine.from_pretrained(folder, device="cpu") as engine:
@@ -89,13 +93,19 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
     assert abs(record["loss"] - np.log(66144)) < 0.2
     valid = shards.read_manifest(data / "mine")["valid"]
     stream = np.fromfile(data / "mine" / valid["name"], "<u4")[1 : 4 * 32 + 1]
-    assert record["sources"]["mine"]["bytes"] == len(made.decode(stream[stream < 66136]).encode("utf-8", "ignore"))
+    assert record["sources"]["mine"]["bytes"] == len(
+        made.decode(stream[stream < 66136]).encode("utf-8", "ignore")
+    )
 
     turns = [{"role": "user", "content": "Hi, (you)"}, {"role": "assistant", "content": "1 or 2?\n\nYes"}]
     (tmp_path / "chat.jsonl").write_text(
-        "".join(json.dumps({"messages": [{**turns[0], "content": f"Hi {n}"}, turns[1]]}) + "\n" for n in range(60))
+        "".join(
+            json.dumps({"messages": [{**turns[0], "content": f"Hi {n}"}, turns[1]]}) + "\n" for n in range(60)
+        )
     )
-    chats = Arguments((str(tmp_path / "chat.jsonl"),), data / "tokenizer.json", tmp_path / "sft", 256, holdout=0.2)
+    chats = Arguments(
+        (str(tmp_path / "chat.jsonl"),), data / "tokenizer.json", tmp_path / "sft", 256, holdout=0.2
+    )
     (tmp_path / "sft").mkdir()
     chats.workers = 1
     prepare_conversations(chats)

@@ -37,7 +37,9 @@ def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
         assert (whole_run / name).is_file(), name
     assert LaneformerConfig.from_dict(json.loads((whole_run / "model.json").read_text())) == SMALL
     assert list((whole_run / "tb").rglob("events*")), "TensorBoard is on in the debug config"
-    assert list((whole_run / "tb").rglob("offline-run-*/*.wandb")), "wandb was asked for, and WANDB_MODE is offline"
+    assert list((whole_run / "tb").rglob("offline-run-*/*.wandb")), (
+        "wandb was asked for, and WANDB_MODE is offline"
+    )
 
 
 def test_first_loss_is_the_plain_models(whole_run: Path, prepared_data: Path) -> None:
@@ -58,7 +60,9 @@ def test_masked_documents_are_seen_one_by_one(prepared_data: Path, tmp_path: Pat
     inside = (tokens[:, 1:SEQ_LEN] == BOS).sum(1)
     first = int(inside.unfold(0, GLOBAL_BATCH, 1).sum(1).argmax())  # the batch in which most documents begin
     skip = ("--resilience.skip_sequences", "0", str(first)) if first else ()
-    (row,) = succeed(tmp_path / "masked", lock, "--model.mask_documents", "--training.steps", "1", *skip, ranks=1)
+    (row,) = succeed(
+        tmp_path / "masked", lock, "--model.mask_documents", "--training.steps", "1", *skip, ranks=1
+    )
     tokens = tokens[first : first + GLOBAL_BATCH]
     begins = [[0, *(at for at in range(1, SEQ_LEN) if window[at] == BOS)] for window in tokens]
     assert any(len(each) > 1 for each in begins), "a document begins inside a window"
@@ -70,7 +74,9 @@ def test_masked_documents_are_seen_one_by_one(prepared_data: Path, tmp_path: Pat
         for first, end in zip(starts, [*starts[1:], SEQ_LEN], strict=True):
             alone += loss_sum(model, window[None, first : end + 1])
     expected = alone / (GLOBAL_BATCH * SEQ_LEN)
-    rounding = 8 * torch.finfo(torch.float32).eps * expected  # as above; rotations by other positions among them
+    rounding = (
+        8 * torch.finfo(torch.float32).eps * expected
+    )  # as above; rotations by other positions among them
     assert abs(row["loss"] - expected) < rounding
     unmasked = sum(loss_sum(model, window[None]) for window in tokens) / (GLOBAL_BATCH * SEQ_LEN)
     assert abs(unmasked - expected) > rounding, "without the mask it would be another loss"
@@ -84,17 +90,29 @@ def loss_sum(model: Laneformer, tokens: torch.Tensor) -> float:
     ).item()
 
 
-def test_checkpointed_layers_start_from_the_same_numbers(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+def test_checkpointed_layers_start_from_the_same_numbers(
+    whole_run: Path, prepared_data: Path, tmp_path: Path
+) -> None:
     """Recomputing activations changes neither the initialisation nor the gradients."""
-    selective = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+    selective = (
+        "--activation_checkpoint.mode",
+        "selective",
+        "--activation_checkpoint.selective_ac_option",
+        "op",
+    )
     rows = succeed(tmp_path / "ac", prepared_data / "phase1.lock.json", *selective, "--training.steps", "2")
     assert [r["loss"] for r in rows] == [r["loss"] for r in metrics(whole_run)[:2]]
     assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
 
 
 def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) -> None:
-    """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
-    lock, size = prepared_data / "phase1.lock.json", ("--training.global_batch_size", "8", "--training.steps", "2")
+    """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of
+    plain FSDP, to rounding.
+    """
+    lock, size = (
+        prepared_data / "phase1.lock.json",
+        ("--training.global_batch_size", "8", "--training.steps", "2"),
+    )
     hybrid = (
         "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
         "--training.local_batch_size", "1", "--experimental.custom_import", "tests.train.production_facts",
@@ -105,4 +123,6 @@ def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) ->
         assert abs(row["loss"] - whole["loss"]) < 1e-5
         assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
     exchanges = json.loads((tmp_path / "hsdp/facts.json").read_text())["reductions"]
-    assert exchanges == [SMALL.num_hidden_layers + 2] * 2, "of embedding, each layer, norm with head: once a step"
+    assert exchanges == [SMALL.num_hidden_layers + 2] * 2, (
+        "of embedding, each layer, norm with head: once a step"
+    )

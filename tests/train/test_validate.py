@@ -39,8 +39,12 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, pre
     assert abs(rows[2]["valid_loss"] - total) > rounding, "step 3 has other weights"
 
 
-def test_one_rank_validates_and_resumes_the_same(logged_run: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """From the checkpoint of step 4 on one rank: tokens, losses by source and validation of step 6, to rounding."""
+def test_one_rank_validates_and_resumes_the_same(
+    logged_run: Path, prepared_data: Path, tmp_path: Path
+) -> None:
+    """From the checkpoint of step 4 on one rank: tokens, losses by source and validation of
+    step 6, to rounding.
+    """
     alone = tmp_path / "alone"
     shutil.copytree(logged_run, alone)
     shutil.rmtree(alone / "checkpoint/step-6")

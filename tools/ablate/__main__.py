@@ -1,9 +1,9 @@
 """`python -m tools.ablate configs/ablation.toml --out DIR`: what the delay and other joins cost in quality.
 
-Trains every variant of the config on the same tokens, paired by seed, at every learning rate: all seeds of the first
-rate, then of the next. Results are lines of DIR/results.jsonl; a run that was interrupted goes on where it stopped.
-Then DIR/report.json, table and figure: paired differences in validation loss with 95% t intervals. --report makes only
-these, --plan only says what the runs would cost on a GPU.
+Trains every variant of the config on the same tokens, paired by seed, at every learning rate: all seeds of
+the first rate, then of the next. Results are lines of DIR/results.jsonl; a run that was interrupted goes on
+where it stopped. Then DIR/report.json, table and figure: paired differences in validation loss with 95% t
+intervals. --report makes only these, --plan only says what the runs would cost on a GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, weights
     others = (dataclasses.asdict(Training.of_result(r["training"])) for r in there)
     if other := next((other for other in others if other != shared), None):
         differing = [name for name in shared if other[name] != shared[name]]
-        raise ValueError(f"{path} holds results of another training ({', '.join(differing)}); choose another --out")
+        raise ValueError(
+            f"{path} holds results of another training ({', '.join(differing)}); choose another --out"
+        )
     data = Mixture.open(training.lock).fingerprint
     if any(r.get("data", data) != data for r in there):
         raise ValueError(f"{path} holds results of other data than {training.lock} has; choose another --out")
@@ -105,7 +107,10 @@ def finish(options: Options, plan: Plan, path: Path) -> None:
     if options.page:
         put_section(options.page, section)
         write_atomically(options.page.with_suffix(".jsonl"), path.read_text(encoding="utf-8"))
-    print(f"written: {options.out}/report.json, {figure}" + (f", {options.page} and .jsonl" if options.page else ""))
+    print(
+        f"written: {options.out}/report.json, {figure}"
+        + (f", {options.page} and .jsonl" if options.page else "")
+    )
 
 
 if __name__ == "__main__":

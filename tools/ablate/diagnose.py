@@ -1,7 +1,8 @@
 """`python -m tools.ablate.diagnose FOLDER --data data/demo`: what the delay does inside a checkpoint.
 
-Of every layer: how alike the lanes' streams are, how much a lane has not yet heard of the others, and the size of its
-own output. Then the loss when the delay is changed at inference alone. Watched by hooks; the model runs as it is.
+Of every layer: how alike the lanes' streams are, how much a lane has not yet heard of the others, and the
+size of its own output. Then the loss when the delay is changed at inference alone. Watched by hooks; the
+model runs as it is.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ class LaneWatch:
 
     def measurer(self, layer: int) -> Any:
         def measure(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> None:
-            h, own = outputs[0].double(), torch.stack([self.partials[layer, name] for name in MODULES]).double().sum(0)
+            h, own = (
+                outputs[0].double(),
+                torch.stack([self.partials[layer, name] for name in MODULES]).double().sum(0),
+            )
             lanes, length = h.shape[2], h.norm(dim=-1)
             # |sum of unit vectors|^2 = L + all pairs' cosines
             towards = (h / length[..., None]).sum(2).square().sum(-1)
@@ -93,7 +97,8 @@ class LaneWatch:
         return measure
 
     def stale(self, layer: int) -> Tensor:
-        """What each lane lacks after a layer, (B, S, L, D): the others' outputs that are on their way or never come.
+        """What each lane lacks after a layer, (B, S, L, D): the others' outputs that are on their
+        way or never come.
 
         A lane's own outputs have joined. Outputs of layers that do not reduce at all are not late.
         """
@@ -149,7 +154,9 @@ def diagnose(options: Options) -> dict[str, Any]:
         matching_token_bytes(options.folder, options.data)
     windows = np.concatenate(list(by_source.values()))[:, : config.max_position_embeddings + 1]
     if windows.max() >= config.vocab_size:
-        raise ValueError(f"{options.data} has token {windows.max()}, {options.folder} only {config.vocab_size} of them")
+        raise ValueError(
+            f"{options.data} has token {windows.max()}, {options.folder} only {config.vocab_size} of them"
+        )
     model = model_of(config, weights)
     watch = LaneWatch(model)
     losses(model, windows)
@@ -160,15 +167,30 @@ def diagnose(options: Options) -> dict[str, Any]:
         found = losses(model_of(other, weights), windows)
         own = own or found
         mean, half, _ = interval([a - b for a, b in zip(found, own, strict=True)])
-        trained = (other.broadcast_delay, other.use_early_comm) == (config.broadcast_delay, config.use_early_comm)
+        trained = (other.broadcast_delay, other.use_early_comm) == (
+            config.broadcast_delay,
+            config.use_early_comm,
+        )
         row = {"delay": other.broadcast_delay, "early_joins": other.use_early_comm, "as_trained": trained}
         rows.append({**row, "loss": float(np.mean(found)), "difference": mean, "half_width_95": half})
-    about = {"lanes": config.num_lanes, "windows": len(windows), "tokens": len(windows) * (windows.shape[1] - 1)}
-    return {"folder": options.folder.name, **about, "layers": watch.rows(), "losses": rows[1:], "own": rows[0]}
+    about = {
+        "lanes": config.num_lanes,
+        "windows": len(windows),
+        "tokens": len(windows) * (windows.shape[1] - 1),
+    }
+    return {
+        "folder": options.folder.name,
+        **about,
+        "layers": watch.rows(),
+        "losses": rows[1:],
+        "own": rows[0],
+    }
 
 
 def section_of(result: dict[str, Any], figure: Path | None, page: Path | None) -> str:
-    layers = [(r["layer"], *(f"{r[key]:.4f}" for key in ("cosine", "stale", "own_share"))) for r in result["layers"]]
+    layers = [
+        (r["layer"], *(f"{r[key]:.4f}" for key in ("cosine", "stale", "own_share"))) for r in result["layers"]
+    ]
     changed = [
         (r["delay"], "yes" if r["early_joins"] else "no", f"{r['loss']:.4f}", f"{r['difference']:+.4f}",
          f"{r['half_width_95']:.4f}", "as trained" if r["as_trained"] else "")
@@ -188,16 +210,24 @@ def section_of(result: dict[str, Any], figure: Path | None, page: Path | None) -
         "a model that is trained with it.",
         table(("delay", "early joins", "loss", "difference", "±", ""), changed),
     ]
-    return "\n\n".join([*blocks, *([image(figure, page, "Lanes by layer, and loss by delay")] if figure else [])])
+    return "\n\n".join(
+        [*blocks, *([image(figure, page, "Lanes by layer, and loss by delay")] if figure else [])]
+    )
 
 
 def draw_diagnosis(result: dict[str, Any], path: Path) -> None:
     """Left: the layers; right: the loss against the delay at inference."""
     pyplot = figure_style()
     figure, (by_layer, by_delay) = pyplot.subplots(1, 2, figsize=(7.6, 3), layout="constrained")
-    names = {"cosine": "cosine of two lanes' streams", "stale": "stale part / stream", "own_share": "own output / sum"}
+    names = {
+        "cosine": "cosine of two lanes' streams",
+        "stale": "stale part / stream",
+        "own_share": "own output / sum",
+    }
     for key, name in names.items():
-        by_layer.plot([r["layer"] for r in result["layers"]], [r[key] for r in result["layers"]], "o-", label=name)
+        by_layer.plot(
+            [r["layer"] for r in result["layers"]], [r[key] for r in result["layers"]], "o-", label=name
+        )
     for early, name in ((True, "early joins"), (False, "no early joins")):
         own: Sequence[dict[str, Any]] = [r for r in result["losses"] if r["early_joins"] == early]
         half = [r["half_width_95"] for r in own]
@@ -216,7 +246,9 @@ def draw_diagnosis(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     options = tyro.cli(Options, prog="python -m tools.ablate.diagnose", description=__doc__)
     try:
-        for path in filter(None, (options.out, options.figure, options.page)):  # before the work, which takes minutes
+        for path in filter(
+            None, (options.out, options.figure, options.page)
+        ):  # before the work, which takes minutes
             path.parent.mkdir(parents=True, exist_ok=True)
         result = diagnose(options)
     except (ValueError, OSError) as error:

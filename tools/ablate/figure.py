@@ -1,4 +1,6 @@
-"""The ablation's figure: differences to the baseline against delay, lanes and size, and the neighbours as points."""
+"""The ablation's figure: differences to the baseline against delay, lanes and size, and
+the neighbours as points.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ NAMES = {
     "lost_lane": "planted fault: 1 of 8 lanes lost",
     "lost_lanes": "planted fault: 7 of 8 lanes lost",
 }
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # Okabe and Ito's, which all readers can tell apart
+COLORS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+)  # Okabe and Ito's, which all readers can tell apart
 
 
 def words(variant: str) -> str:
@@ -48,7 +56,9 @@ def figure_style() -> Any:
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "laneformer", "font.size": 8, "axes.titlesize": 9})
-    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+    matplotlib.rcParams.update(
+        {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    )
     from matplotlib import pyplot
 
     return pyplot
@@ -63,7 +73,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     rows = [row for row in rows if math.isfinite(row["difference"])]
     colors = dict(zip(dict.fromkeys(row["size"] for row in rows), COLORS, strict=False))
     below = ["size" if len(colors) > 1 else "neighbours", "neighbours"]
-    figure, panels = pyplot.subplot_mosaic([["delay", "lanes"], below], figsize=(7.6, 6), layout="constrained")
+    figure, panels = pyplot.subplot_mosaic(
+        [["delay", "lanes"], below], figsize=(7.6, 6), layout="constrained"
+    )
     by_delay, by_lanes, neighbours = panels["delay"], panels["lanes"], panels["neighbours"]
     lanes = next((row["model"]["num_lanes"] for row in rows if row["role"] == "baseline"), None)
     plain = [row for row in rows if is_plain(row)]
@@ -78,7 +90,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             panel.axhspan(-floor, floor, color=color, alpha=0.1, linewidth=0)
         neighbours.axvspan(-floor, floor, color=color, alpha=0.1, linewidth=0)
         label = f"{own[0]['parameters'] / 1e6:.3g}M parameters"
-        points(by_delay, [r for r in curve if r in own], of_model("broadcast_delay", shift), "o-", color, label)
+        points(
+            by_delay, [r for r in curve if r in own], of_model("broadcast_delay", shift), "o-", color, label
+        )
         points(by_delay, no_early, of_model("broadcast_delay", shift + 0.25), "x", color, "no early joins")
         delayed = [r for r in here if r["model"]["broadcast_delay"] == 2]
         points(by_lanes, delayed, of_model("num_lanes", shift), "o-", color, "delay 2")
@@ -94,7 +108,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             if len(own) > 1:
                 points(by_size, own, lambda r: r["parameters"], "o-", color, words(name))
         ticks = sorted({row["parameters"] for row in rows})
-        by_size.set(xlabel="parameters", xscale="log", xticks=ticks, xticklabels=[f"{t / 1e6:.2g}M" for t in ticks])
+        by_size.set(
+            xlabel="parameters", xscale="log", xticks=ticks, xticklabels=[f"{t / 1e6:.2g}M" for t in ticks]
+        )
         by_size.minorticks_off()
     by_delay.set(xlabel=f"delay, layers ({lanes} lanes)", xticks=range(5))
     by_lanes.set(xlabel="lanes", xscale="log", xticks=[1, 2, 4, 8], xticklabels=["1", "2", "4", "8"])
@@ -121,7 +137,9 @@ def points(axes: Any, rows: list[Row], x: Callable[[Row], float], fmt: str, colo
     rows = sorted(rows, key=x)
     if rows:
         y, half = [row["difference"] for row in rows], [half_width(row) for row in rows]
-        axes.errorbar([x(row) for row in rows], y, half, fmt=fmt, color=color, label=label, capsize=2, markersize=4)
+        axes.errorbar(
+            [x(row) for row in rows], y, half, fmt=fmt, color=color, label=label, capsize=2, markersize=4
+        )
 
 
 def draw_neighbours(axes: Any, rows: Sequence[Row], color: str, shift: float, order: dict[str, int]) -> None:

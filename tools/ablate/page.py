@@ -63,7 +63,10 @@ def ablation_section(results: Sequence[Result], baseline: str, figure: Path, pag
         runs = [r for r in results if r["size"] == size]
         blocks += [f"### {own[0]['parameters'] / 1e6:.3g}M parameters (`{size}`)", rows_table(own)]
         blocks += ["\n".join([*conclusions(own), *in_one_analysis(runs, baseline)])]
-    blocks += [image(figure, page, "Paired differences against delay, lanes, size, and the neighbours"), limits(rows)]
+    blocks += [
+        image(figure, page, "Paired differences against delay, lanes, size, and the neighbours"),
+        limits(rows),
+    ]
     return "\n\n".join(blocks)
 
 
@@ -99,7 +102,9 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
     """What one size says, in sentences that its rows decide."""
     compared = [row for row in rows if row["role"] is None]
     by_verdict = {name: [row for row in compared if verdict(row) == name] for name in map(verdict, compared)}
-    lines = [f"- {name}: {'; '.join(worded(row) for row in found)}." for name, found in sorted(by_verdict.items())]
+    lines = [
+        f"- {name}: {'; '.join(worded(row) for row in found)}." for name, found in sorted(by_verdict.items())
+    ]
     floor = noise_floor(rows)
     for row in (row for row in rows if row["role"] == "noise floor"):
         lines.append(
@@ -121,7 +126,8 @@ def in_one_analysis(results: Sequence[Result], baseline: str) -> list[str]:
         return []
     halves = [joint["half_width_95"], joint["half_width_95_of_all"]]
     apart = [
-        ", ".join(f"{words(name)} {by:+.4f}" for name, by in joint["differences"].items() if abs(by) > half) or "none"
+        ", ".join(f"{words(name)} {by:+.4f}" for name, by in joint["differences"].items() if abs(by) > half)
+        or "none"
         for half in halves
     ]
     return [

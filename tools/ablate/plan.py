@@ -39,7 +39,8 @@ class Options:
     report: bool = False
     """Train nothing; report what there is."""
     page: Path | None = None
-    """Markdown page whose section about these results is to be written, and docs/images/ablation.svg with it."""
+    """Markdown page whose section about these results is to be written, and docs/images/ablation.svg with it.
+    """
     figure: Path | None = None
     """Where the figure goes; default: OUT/ablation.svg."""
     plan: bool = False
@@ -66,19 +67,27 @@ class Plan:
         """ValueError for what the file or the options get wrong."""
         values = tomli.loads(options.config.read_text(encoding="utf-8"))
         if unknown := [key for key in values if key not in KEYS] + [key for key in KEYS if key not in values]:
-            raise ValueError(f"{options.config}: {unknown[0]!r} is unknown or missing; the keys are {', '.join(KEYS)}")
+            raise ValueError(
+                f"{options.config}: {unknown[0]!r} is unknown or missing; the keys are {', '.join(KEYS)}"
+            )
         on_cuda = values["training"].pop("cuda", {})
         known = {field.name for field in dataclasses.fields(Training)}
         if unknown := [key for key in (*values["training"], *on_cuda) if key not in known]:
-            raise ValueError(f"{options.config}: [training] has no {unknown[0]!r}; choose from {sorted(known)}")
+            raise ValueError(
+                f"{options.config}: [training] has no {unknown[0]!r}; choose from {sorted(known)}"
+            )
         shared = values["training"] | (on_cuda if options.device == "cuda" else {})
         given = {"device": options.device, "lock": options.lock, "steps": options.steps}
         shared |= {key: value for key, value in given.items() if value is not None}
         sizes = chosen("size", options.sizes, values["sizes"])
         variants = chosen("variant", options.variants or tuple(values["variants"]), values["variants"])
         if values["baseline"] not in variants:
-            raise ValueError(f"the baseline {values['baseline']!r} is not among the variants {', '.join(variants)}")
-        return cls(values["baseline"], values["seeds"], values["learning_rates"], Training(**shared), sizes, variants)
+            raise ValueError(
+                f"the baseline {values['baseline']!r} is not among the variants {', '.join(variants)}"
+            )
+        return cls(
+            values["baseline"], values["seeds"], values["learning_rates"], Training(**shared), sizes, variants
+        )
 
     def job(self, size: str, variant: str, seed: int, rate: float) -> Job:
         own = dict(self.variants[variant])

@@ -1,4 +1,6 @@
-"""What the runs of a plan would take on one H100: a calculation from FLOPs and an assumed utilisation, not a timing."""
+"""What the runs of a plan would take on one H100: a calculation from FLOPs and an assumed
+utilisation, not a timing.
+"""
 
 from __future__ import annotations
 
@@ -31,5 +33,6 @@ def price_section(plan: Plan, mfu_percent: float, gpu_hour_price: float) -> str:
         f"Together {hours_in_all:.1f} hours, {hours_in_all * gpu_hour_price:.0f} USD. Calculated, not measured: each "
         f"run trains on {training.tokens / 1e6:.4g}M tokens of windows of {training.seq_len}, at an assumed "
         f"{mfu_percent:g}% of {GPUS['h100'].peak_flops / 1e12:.0f} TFLOP/s and {gpu_hour_price:g} USD an hour. "
-        f"The vocabulary has {vocabulary} entries" + ("." if lock.exists() else f", since {lock} does not exist yet.")
+        f"The vocabulary has {vocabulary} entries"
+        + ("." if lock.exists() else f", since {lock} does not exist yet.")
     )

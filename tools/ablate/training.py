@@ -1,8 +1,8 @@
 """One training run of the ablation: a function of its job alone, on one thread.
 
-Paired by design: a seed gives every variant of a size the same batches, since batch N of a mixture is a function, and
-the same initial weights, since a tensor's numbers depend on its name and the seed (where the number of lanes differs,
-the same numbers in another arrangement). What differs is the joins.
+Paired by design: a seed gives every variant of a size the same batches, since batch N of a mixture is a
+function, and the same initial weights, since a tensor's numbers depend on its name and the seed (where the
+number of lanes differs, the same numbers in another arrangement). What differs is the joins.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Training:
 
     @classmethod
     def of_result(cls, values: Mapping[str, Any]) -> Training:
-        """As a line of results.jsonl has it; lines older than a field have the default, which changes nothing."""
+        """As a line of results.jsonl has it; lines older than a field have the
+        default, which changes nothing.
+        """
         return cls(**{**values, "betas": tuple(values["betas"])})
 
     @property
@@ -77,7 +79,8 @@ class Job:
 
 
 def run_job(job: Job, training: Training, weights: Path | None = None) -> dict[str, Any]:
-    """Train and validate; the result as JSON values. ValueError for a job that the mixture or the config refuses.
+    """Train and validate; the result as JSON values. ValueError for a job that the mixture
+    or the config refuses.
 
     weights: folder that receives a model folder of every run whose joins a config describes.
     """
@@ -85,19 +88,28 @@ def run_job(job: Job, training: Training, weights: Path | None = None) -> dict[s
     began, mixture = time.perf_counter(), Mixture.open(training.lock)
     if training.seq_len > mixture.seq_len:
         raise ValueError(f"seq_len = {training.seq_len} exceeds the mixture's {mixture.seq_len}")
-    config = LaneformerConfig(vocab_size=mixture.vocab_size, max_position_embeddings=training.seq_len, **job.model)
+    config = LaneformerConfig(
+        vocab_size=mixture.vocab_size, max_position_embeddings=training.seq_len, **job.model
+    )
     model = build(config, job.joins, job.seed + job.seed_offset).to(training.device)
     run = compiled(model, training)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=job.learning_rate, betas=training.betas, fused=training.device == "cuda")
+    groups = [
+        {"params": decayed, "weight_decay": training.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=job.learning_rate, betas=training.betas, fused=training.device == "cuda"
+    )
     first_sequence = job.seed * training.steps * training.batch_sequences  # a seed has batches of its own
     loss = torch.tensor(math.nan)
     for step in range(training.steps):
         for group in optimizer.param_groups:
             group["lr"] = job.learning_rate * schedule(step, training)
-        tokens, _ = mixture.sequences(first_sequence + step * training.batch_sequences, training.batch_sequences)
+        tokens, _ = mixture.sequences(
+            first_sequence + step * training.batch_sequences, training.batch_sequences
+        )
         loss = loss_of(run, tokens[:, : training.seq_len + 1], training)
         optimizer.zero_grad()
         loss.backward()
@@ -113,7 +125,9 @@ def run_job(job: Job, training: Training, weights: Path | None = None) -> dict[s
 
 
 def compiled(model: Laneformer, training: Training) -> Model:
-    """The model as `training.compile` asks; a graph break, or a graph too many, is an error and not a slow run."""
+    """The model as `training.compile` asks; a graph break, or a graph too many, is an error and
+    not a slow run.
+    """
     if training.compile is None:
         return model
     torch.compiler.reset()  # this worker's earlier runs: their graphs would count against the limit
@@ -121,10 +135,17 @@ def compiled(model: Laneformer, training: Training) -> Model:
 
 
 def save(model: Laneformer, folder: Path) -> None:
-    """config.json and model.safetensors, which the engine and tools.ablate.diagnose read; without a tokenizer."""
+    """config.json and model.safetensors, which the engine and tools.ablate.diagnose
+    read; without a tokenizer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({hf_name(name): w.detach().cpu() for name, w in model.state_dict().items()}, folder / "model.safetensors")
-    write_atomically(folder / "config.json", json.dumps({"model_type": "laneformer", **model.config.to_dict()}) + "\n")
+    save_file(
+        {hf_name(name): w.detach().cpu() for name, w in model.state_dict().items()},
+        folder / "model.safetensors",
+    )
+    write_atomically(
+        folder / "config.json", json.dumps({"model_type": "laneformer", **model.config.to_dict()}) + "\n"
+    )
 
 
 def schedule(step: int, training: Training) -> float:
@@ -144,10 +165,14 @@ def loss_of(model: Model, tokens: np.ndarray, training: Training) -> torch.Tenso
 
 @torch.no_grad()
 def validate(model: Model, mixture: Mixture, training: Training) -> float:
-    """Mean loss over the first held-out windows of every source; a loss that is not finite counts as infinite."""
+    """Mean loss over the first held-out windows of every source; a loss that is not
+    finite counts as infinite.
+    """
     losses = []
     for source in mixture.source_names:
-        windows = valid_windows(Path(training.lock).parent, source, training.valid_windows)[:, : training.seq_len + 1]
+        windows = valid_windows(Path(training.lock).parent, source, training.valid_windows)[
+            :, : training.seq_len + 1
+        ]
         for first in range(0, len(windows), training.batch_sequences):
             part = windows[first : first + training.batch_sequences]
             losses += [loss_of(model, part, training).item()] * len(part)

@@ -1,8 +1,8 @@
 """The models that are compared: joins of one update table, on the same modules with the same initial weights.
 
-Most variants are switches of `LaneformerConfig`. The neighbours below need another order of joining; their modules are
-those of a Laneformer with delay 0, so a seed gives all of them the same parameters. p_l is lane l's partial output of
-a module, P the sum over lanes, h_l lane l's stream.
+Most variants are switches of `LaneformerConfig`. The neighbours below need another order of joining; their
+modules are those of a Laneformer with delay 0, so a seed gives all of them the same parameters. p_l is lane
+l's partial output of a module, P the sum over lanes, h_l lane l's stream.
 
   ladder       every module reads the stream without the output of the module before it (Ladder Residual,
                arXiv 2501.06589): h += P one module late

@@ -1,12 +1,13 @@
-"""Everything to measure of the CUDA engine, in one call: correctness first, then speeds beside the read bandwidth.
+"""Everything to measure of the CUDA engine, in one call: correctness first, then speeds
+beside the read bandwidth.
 
     PYTHONPATH=models:. python3 -m tools.bench cuda --out docs/benchmarks/DATE-gpu-decode.md
 
-Needs Python with torch (CUDA), transformers, cuda-bindings and NVRTC, and this checkout; nothing is installed or
-built. The steps run in a process of their own (tools.bench.cuda_steps), each within its own time limit, the most
-important ones first: a crash or a hang costs only its step, and a step that no time is left for is reported as not
-measured. The report is written after every step. Speeds stand below the verdict of the correctness check. The last
-line of stdout is JSON.
+Needs Python with torch (CUDA), transformers, cuda-bindings and NVRTC, and this checkout; nothing is installed
+or built. The steps run in a process of their own (tools.bench.cuda_steps), each within its own time limit,
+the most important ones first: a crash or a hang costs only its step, and a step that no time is left for is
+reported as not measured. The report is written after every step. Speeds stand below the verdict of the
+correctness check. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Step:
     """
 
     name: str
-    least_s: float
-    most_s: float
+    min_s: float
+    max_s: float
     first_of: str | None = None
 
 
@@ -61,14 +62,17 @@ STEPS = (  # the limits and RESERVE_S are nine minutes together
     Step("fp16", 10, 20), Step("int8", 10, 20), Step("fp8", 10, 20), Step("lane_alone", 10, 15),
     Step("compiled", 10, 15), Step("passes", 10, 30),
 )  # fmt: skip
-MOST_SHARES = 3  # of its limit that a step may take of what those before it have left over; the rest is for the others
+MAX_SHARES = (
+    3  # of its limit that a step may take of what those before it have left over; the rest is for the others
+)
 
 
 def measure(
     steps: Sequence[Step], worker: Any, total_s: float, save: Callable[[Result], None],
     clock: Callable[[], float] = time.monotonic, kept: Result | None = None,
 ) -> Result:  # fmt: skip
-    """{step: {"result"}, {"error"} or {"not_measured"}}, saved after each; none takes the time of those after it.
+    """{step: {"result"}, {"error"} or {"not_measured"}}, saved after each; none takes the time
+    of those after it.
 
     `kept`: of a run before; what has a result there is not measured again.
     """
@@ -78,12 +82,12 @@ def measure(
     for index, step in enumerate(to_do):
         start = clock()
         left = end - start
-        if left < step.least_s:
-            done[step.name] = {"not_measured": f"{max(0, left):.0f} s were left, it needs {step.least_s:.0f}"}
+        if left < step.min_s:
+            done[step.name] = {"not_measured": f"{max(0, left):.0f} s were left, it needs {step.min_s:.0f}"}
         else:
             print(f"{step.name}, {left:.0f} s left", file=sys.stderr, flush=True)
-            spare = left - sum(later.most_s for later in to_do[index + 1 :])
-            limit = min(left, max(step.most_s, min(spare, MOST_SHARES * step.most_s)))
+            spare = left - sum(later.max_s for later in to_do[index + 1 :])
+            limit = min(left, max(step.max_s, min(spare, MAX_SHARES * step.max_s)))
             try:
                 done[step.name] = {"result": worker.ask(step.name, timeout_s=limit, seconds=limit)}
             except RuntimeError as error:
@@ -160,7 +164,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     def save(done: Result) -> None:
         report["steps"], report["finished"] = done, all(step.name in done for step in steps)
-        for path, text in ((options.out, markdown(report)), (options.json, json.dumps(report, indent=1) + "\n")):
+        for path, text in (
+            (options.out, markdown(report)),
+            (options.json, json.dumps(report, indent=1) + "\n"),
+        ):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, text)
@@ -243,20 +250,32 @@ def probe_section(result: Result, steps: Result) -> str:
 
 
 def correctness_section(result: Result, steps: Result) -> str:
-    rows: list[Sequence[Any]] = [("HF bf16", *(result["hf_bf16"][k] for k in ("relative_error", "kl")), None, None)]
+    rows: list[Sequence[Any]] = [
+        ("HF bf16", *(result["hf_bf16"][k] for k in ("relative_error", "kl")), None, None)
+    ]
     ties = []
     for version in ("persistent", "graph"):
         found = result.get(version, {})
         greedy = found.get("greedy", {})
         same = f"{greedy['same']} of {greedy['prompts']}" if greedy else None
-        rows.append((version, found.get("relative_error"), found.get("kl"), same, found.get("differing_runs")))
+        rows.append(
+            (version, found.get("relative_error"), found.get("kl"), same, found.get("differing_runs"))
+        )
         ties += [
             f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
             f"(a tie below {p['tie']:.2e})."
             for p in greedy.get("diverged", ())
         ]
-    columns = ["against HF float32", "largest relative error", "KL, nats", "prompts alike", "runs that differ"]
-    faults = [(name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()]
+    columns = [
+        "against HF float32",
+        "largest relative error",
+        "KL, nats",
+        "prompts alike",
+        "runs that differ",
+    ]
+    faults = [
+        (name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()
+    ]
     return "\n\n".join([
         table(columns, rows), *ties,
         table(["planted fault", "relative error", "KL, nats", "passes the gate"], faults),
@@ -287,21 +306,28 @@ def baselines_section(result: Result, steps: Result) -> str:
         median = statistics.median(speeds)
         part = shares(median, size, probe, stated, 1, layers) if size and probe else {}
         ratio = statistics.median(a / b for a, b in zip(ours, speeds, strict=False)) if ours else None
-        percents = (part.get(key) for key in ("percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer"))
+        percents = (
+            part.get(key) for key in ("percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer")
+        )
         rows.append((name, median, min(speeds), max(speeds), *percents, ratio))
     columns = [f"trials of {result['tokens']} tokens", "tokens/s", "min", "max", "% of probe", "% of datasheet",
                "c, us/layer", "ours over it"]  # fmt: skip
-    failed = "".join(f"\n\n{name}: not measured, {one_line(reason)}" for name, reason in result["failed"].items())
+    failed = "".join(
+        f"\n\n{name}: not measured, {one_line(reason)}" for name, reason in result["failed"].items()
+    )
     mode = f"torch.compile mode {result['mode']}.\n\n" if "mode" in result else ""
     return mode + table(columns, rows) + failed
 
 
 def projection(result: Result, probe: float | None, hop_us: float = HOP_US) -> Result:
-    """{"tokens_per_s", "exposed_us_per_layer"} of one lane per GPU: the lane's own time, and a round trip between GPUs
-    wherever all lanes wait for each other; delayed outputs are assumed to arrive in time."""
+    """{"tokens_per_s", "exposed_us_per_layer"} of one lane per GPU: the lane's own time, and a round trip
+    between GPUs wherever all lanes wait for each other; delayed outputs are assumed to arrive in time.
+    """
     alone_s = 1 / max(row["tokens_per_s"] for row in result["rows"])
     whole_s = alone_s + result["blocking_exchanges"] * hop_us * 1e-6
-    exposed = None if probe is None else 1e6 * (alone_s - result["bytes_per_token"] / probe) / result["layers"]
+    exposed = (
+        None if probe is None else 1e6 * (alone_s - result["bytes_per_token"] / probe) / result["layers"]
+    )
     return {"tokens_per_s": 1 / whole_s, "exposed_us_per_layer": exposed}
 
 

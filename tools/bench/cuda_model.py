@@ -1,12 +1,14 @@
-"""How fast the persistent CUDA kernel should be: a model of its rings and stalls, not a measurement; needs no GPU.
+"""How fast the persistent CUDA kernel should be: a model of its rings and stalls, not a
+measurement; needs no GPU.
 
     python -m tools.bench cuda-model --out docs/benchmarks/DATE-cuda-model.md
 
-A fluid model. Each block (one a multiprocessor) consumes weights out of its rings at the rate C of its arithmetic, and
-the memory fills them at F, its share of the bandwidth. While an exchange holds a block up, its rings fill; when they
-are full, the memory stands idle. Afterwards they drain at C - F until they are empty, and the block runs at F. Blocks
-of a lane are alike, and lanes wait for each other where their joins do (config.Join): one whose rings are full leaves
-its share to the others. Every input stands in cuda_model.toml with its source, to be replaced by measurements.
+A fluid model. Each block (one a multiprocessor) consumes weights out of its rings at the rate C of its
+arithmetic, and the memory fills them at F, its share of the bandwidth. While an exchange holds a block up,
+its rings fill; when they are full, the memory stands idle. Afterwards they drain at C - F until they are
+empty, and the block runs at F. Blocks of a lane are alike, and lanes wait for each other where their joins do
+(config.Join): one whose rings are full leaves its share to the others. Every input stands in cuda_model.toml
+with its source, to be replaced by measurements.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ in the stream's way, weights that stay in an L2) is missing from c."""
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes that a block consumes at no more than `rate` (bytes/us), and how long an exchange then holds it up.
+    """Bytes that a block consumes at no more than `rate` (bytes/us), and how long an exchange
+    then holds it up.
 
-    behind: the exchange waits until all lanes have done this step but so many before it; None: for no other lane.
+    behind: the exchange waits until all lanes have done this step but so many before it; None:
+    for no other lane.
     """
 
     bytes: float
@@ -73,7 +77,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes/us: of all lanes' blocks together, one of each lane; into one block. And bytes of a block's rings."""
+    """Bytes/us: of all lanes' blocks together, one of each lane; into one block. And bytes
+    of a block's rings.
+    """
 
     rate: float
     port: float
@@ -90,10 +96,14 @@ def token_us(steps: Sequence[Step], lanes: int, memory: Memory, jitter: float, t
             if not state[0].waiting and state[0].done == len(steps) * (len(ends) + 1):
                 ends.append(clock)
         rates = [steps[lane.done % len(steps)].rate if working(lane) else 0.0 for lane in state]
-        wanted = [memory.port if lane.ring < memory.ring else rate for lane, rate in zip(state, rates, strict=True)]
+        wanted = [
+            memory.port if lane.ring < memory.ring else rate for lane, rate in zip(state, rates, strict=True)
+        ]
         filled = shared_out(wanted, memory.rate)
         used = [min(r, f) if lane.ring <= 0 else r for lane, r, f in zip(state, rates, filled, strict=True)]
-        step_us = min(us for each in zip(state, used, filled, strict=True) for us in next_events(*each, memory.ring))
+        step_us = min(
+            us for each in zip(state, used, filled, strict=True) for us in next_events(*each, memory.ring)
+        )
         clock += step_us
         for lane, use, fill in zip(state, used, filled, strict=True):
             lane.left -= use * step_us
@@ -106,12 +116,16 @@ def working(lane: Lane) -> bool:
     return not lane.waiting and lane.stall_us <= 0
 
 
-def go_on(lane: Lane, state: Sequence[Lane], steps: Sequence[Step], jitter: float, draw: random.Random) -> bool:
+def go_on(
+    lane: Lane, state: Sequence[Lane], steps: Sequence[Step], jitter: float, draw: random.Random
+) -> bool:
     """From the end of a step into its stall, when no lane is awaited; true if something has changed."""
     if working(lane) and lane.left <= 1e-3:
         lane.waiting, lane.done = True, lane.done + 1
     ended = steps[(lane.done - 1) % len(steps)]
-    if not lane.waiting or any(other.done < lane.done - ended.behind for other in state if ended.behind is not None):
+    if not lane.waiting or any(
+        other.done < lane.done - ended.behind for other in state if ended.behind is not None
+    ):
         return False
     lane.waiting, lane.left = False, steps[lane.done % len(steps)].bytes
     lane.stall_us = ended.stall_us * (1 + jitter * (2 * draw.random() - 1))
@@ -128,7 +142,9 @@ def shared_out(demands: Sequence[float], rate: float) -> list[float]:
 
 
 def next_events(lane: Lane, used: float, filled: float, ring: float) -> Iterator[float]:
-    """Microseconds until its step or stall ends, its rings are full or empty; at least a thousandth of a nanosecond."""
+    """Microseconds until its step or stall ends, its rings are full or empty; at least a
+    thousandth of a nanosecond.
+    """
     if used > 0:
         yield max(lane.left / used, 1e-6)
     if lane.stall_us > 0:
@@ -172,7 +188,9 @@ def rounds_of_keys(geometry: Geometry, positions: int) -> int:
     return max(1, -(-keys // (geometry.warps * 32 // threads)))
 
 
-def steps_of(geometry: Geometry, inputs: dict[str, float], clock_ghz: float, depth: int, wide: bool) -> list[Step]:
+def steps_of(
+    geometry: Geometry, inputs: dict[str, float], clock_ghz: float, depth: int, wide: bool
+) -> list[Step]:
     """A token, as one block sees it. Keys and values are prefetched while the first matrix is read."""
     config, slower = geometry.config, inputs["stall_clock_ghz"] / clock_ghz
     rate = 1e3 * inputs["issue_bytes_per_clock"] * inputs["issue_share"] * clock_ghz
@@ -182,7 +200,10 @@ def steps_of(geometry: Geometry, inputs: dict[str, float], clock_ghz: float, dep
         even = matrix.rows / geometry.warps_per_lane  # the busiest warp's rows, and so its block's time
         size = 2 * matrix.rows * matrix.columns / geometry.blocks_per_lane + more_bytes
         return Step(
-            size, rate * even / geometry.most_rows(op), slower * (inputs[stall] + more_us), 0 if wide else behind
+            size,
+            rate * even / geometry.max_rows(op),
+            slower * (inputs[stall] + more_us),
+            0 if wide else behind,
         )
 
     def awaited(layer: int, module: str) -> int | None:
@@ -222,7 +243,10 @@ def modelled(
     tokens_per_s = 1e6 / token_us(steps, geometry.lanes_per_device, memory, inputs["stall_jitter"])
     size = weight_bytes(geometry) + geometry.config.cached_bytes(depth, 2)
     part = shares(tokens_per_s, size, reach, stated, 1, geometry.config.num_hidden_layers)
-    return {"tokens_per_s": tokens_per_s, **{name: round(value or 0.0, 6) + 0.0 for name, value in part.items()}}
+    return {
+        "tokens_per_s": tokens_per_s,
+        **{name: round(value or 0.0, 6) + 0.0 for name, value in part.items()},
+    }
 
 
 # ---- the report ----
@@ -279,7 +303,10 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     parts = ["**The output of a model, not a measurement.**"]
     for title, rows in result["tables"].items():
         columns = {name: COLUMNS.get(name, name) for name in rows[0] if name != "percent_of_probe"}
-        parts += [f"### {title}", harness.table(list(columns.values()), [[*map(r.get, columns)] for r in rows])]
+        parts += [
+            f"### {title}",
+            harness.table(list(columns.values()), [[*map(r.get, columns)] for r in rows]),
+        ]
     about = ("kind", "source")
     lines = [
         (name, *map(r.get, about), "yes" if r["measured"] else "no",

@@ -48,14 +48,20 @@ class Session(Protocol):
 def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
     """(version, geometry) of all kernels that the steps launch, the first ones first."""
 
-    def of(version: str, config: LaneformerConfig, dtype: str = session.dtype, **shape: Any) -> tuple[str, Geometry]:
+    def of(
+        version: str, config: LaneformerConfig, dtype: str = session.dtype, **shape: Any
+    ) -> tuple[str, Geometry]:
         return version, geometry_for(config, dtype, [torch.device(device)], version, **shape)
 
     own = session.config
-    nothing: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2, 1))  # only the shapes count here
+    nothing: defaultdict[str, torch.Tensor] = defaultdict(
+        lambda: torch.zeros(2, 1)
+    )  # only the shapes count here
     for config in (*(session.smaller(flavor).config for flavor in ("tiny", "300m")), own):
         yield from (of(version, config) for version in VERSIONS)
-    yield from (of(version, smoke_config(session.smaller("tiny").config), **SMOKE_SHAPE) for version in VERSIONS)
+    yield from (
+        of(version, smoke_config(session.smaller("tiny").config), **SMOKE_SHAPE) for version in VERSIONS
+    )
     yield "probe", of(session.version, own)[1]
     yield from (of("persistent", own, **cut) for cut in CUTS.values())
     yield "passes", plan_columns(own, session.dtype, describe(torch.device(device)))
@@ -70,7 +76,9 @@ def prepare(session: Session, device: str) -> dict[str, Any]:
     options = architecture_name(torch.device(device)), None, driver_version()
     different = {source_of(*unit): unit for unit in units(session, device)}
     start, fork, running = time.monotonic(), multiprocessing.get_context("fork"), {}
-    for number, unit in enumerate(different.values(), 1):  # a process each: one that crashes takes no other with it
+    for number, unit in enumerate(
+        different.values(), 1
+    ):  # a process each: one that crashes takes no other with it
         process = running[f"{unit[0]} {number}"] = fork.Process(
             target=compile_cubin, args=(*unit, *options), daemon=True
         )
@@ -98,7 +106,11 @@ def alone_blocks(device: str) -> list[int]:
 
 
 def one_lane(config: LaneformerConfig) -> LaneformerConfig:
-    """A model that is one lane of `config`: its share of everything, the whole stream, the same head dimension."""
+    """A model that is one lane of `config`: its share of everything, the whole stream,
+    the same head dimension.
+    """
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     shares = {name: getattr(config, name) // config.num_lanes for name in names}
-    return LaneformerConfig.from_dict({**config.to_dict(), "head_dim": config.head_dim, "num_lanes": 1, **shares})
+    return LaneformerConfig.from_dict(
+        {**config.to_dict(), "head_dim": config.head_dim, "num_lanes": 1, **shares}
+    )

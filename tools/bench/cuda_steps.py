@@ -1,4 +1,5 @@
-"""The measurements of `tools.bench cuda`, one function each (session -> figures), and the process that runs them.
+"""The measurements of `tools.bench cuda`, one function each (session -> figures), and the
+process that runs them.
 
 A step that corrupts the GPU's context, or hangs, ends this process and no more: the next step gets a new one.
 Percentages and tables are made by the report.
@@ -32,7 +33,15 @@ from laneformer.engine.cuda.sequence import SequenceDecoder
 from laneformer.engine.decoder import Request
 from laneformer.tensors import Tensor
 from tools.bench import harness
-from tools.bench.cuda_prepare import CUTS, FAULTS_FLAVOR, SMOKE_SHAPE, alone_blocks, one_lane, prepare, smoke_config
+from tools.bench.cuda_prepare import (
+    CUTS,
+    FAULTS_FLAVOR,
+    SMOKE_SHAPE,
+    alone_blocks,
+    one_lane,
+    prepare,
+    smoke_config,
+)
 from tools.bench.harness import Trial, paired, serve
 from tools.check import cuda as check
 from tools.check.reference import TORCH_DTYPES, Weights, dequantised, hf_model, random_weights, tensors_of
@@ -77,7 +86,9 @@ class Session:
         self, version: str | None = None, config: LaneformerConfig | None = None,
         tensors: dict[str, Tensor] | None = None, limit_s: float = LIMIT_S, dtype: str | None = None, **shape: Any,
     ) -> SequenceDecoder:  # fmt: skip
-        """The better version of this model, unless told otherwise; RuntimeError for a version that is known to fail."""
+        """The better version of this model, unless told otherwise; RuntimeError for a version that
+        is known to fail.
+        """
         version, tensors = version or self.version, tensors or self.tensors
         if version in self.without:
             raise RuntimeError(f"the {version} version failed at its first tokens")
@@ -190,7 +201,12 @@ def smaller(session: Session, flavor: str) -> Report:
     torch.cuda.empty_cache()
     failed = [name for name, held in report["passed"].items() if not held]
     errors = {version: report[version].get("relative_error") for version in VERSIONS}
-    return {"holds": not failed, "failed": "; ".join(failed), "hf_bf16": report["hf_bf16"]["relative_error"], **errors}
+    return {
+        "holds": not failed,
+        "failed": "; ".join(failed),
+        "hf_bf16": report["hf_bf16"]["relative_error"],
+        **errors,
+    }
 
 
 def correctness(session: Session) -> Report:
@@ -216,7 +232,10 @@ def sanitizer(session: Session) -> Report:
     for tool in ("memcheck", "racecheck"):
         if session.time_left() < 10:
             break
-        command, seconds = [program, "--tool", tool, "--error-exitcode", "9", *smoke_test], session.time_left() - 5
+        command, seconds = (
+            [program, "--tool", tool, "--error-exitcode", "9", *smoke_test],
+            session.time_left() - 5,
+        )
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
             report[tool] = {"status": done.returncode, "tail": (done.stdout + done.stderr)[-800:]}
@@ -228,7 +247,9 @@ def sanitizer(session: Session) -> Report:
 def smoke(session: Session) -> None:
     """Greedy tokens by both versions of a small model; RuntimeError unless the tokens are equal."""
     config = smoke_config(session.config)
-    tensors = {name: t for name, t in session.tensors.items() if not name.startswith(("layers.4.", "layers.5."))}
+    tensors = {
+        name: t for name, t in session.tensors.items() if not name.startswith(("layers.4.", "layers.5."))
+    }
     shape: dict[str, Any] = {"limit_s": SANITIZER_LIMIT_S, **SMOKE_SHAPE}
     decoders = [session.make(version, config, tensors, **shape) for version in ("persistent", "graph")]
     made = [check.greedy(decoder, [5, 6, 7], 4) for decoder in decoders]
@@ -240,7 +261,9 @@ def decode(session: Session) -> Report:
     """Speed of decoding and of reading the prompt, at several depths of the context."""
     context, bandwidth = session.config.max_position_embeddings, max(session.bandwidth.values())
     depths = sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS})
-    return {"depths": {str(depth): bench.benchmark(session.decoder(), depth, say, bandwidth) for depth in depths}}
+    return {
+        "depths": {str(depth): bench.benchmark(session.decoder(), depth, say, bandwidth) for depth in depths}
+    }
 
 
 def trials_of(decoder: SequenceDecoder) -> Trial:
@@ -296,8 +319,14 @@ def compiled(session: Session) -> Report:
 
 
 def other_type(session: Session, dtype: str) -> Report:
-    """Distances and speed of the same model with other weights; those of 8 bits are held to what they stand for."""
-    weights = {name: weight.half() for name, weight in session.weights.items()} if dtype == "fp16" else session.weights
+    """Distances and speed of the same model with other weights; those of 8 bits are held to
+    what they stand for.
+    """
+    weights = (
+        {name: weight.half() for name, weight in session.weights.items()}
+        if dtype == "fp16"
+        else session.weights
+    )
     decoder = session.make(tensors=tensors_of(weights), dtype=dtype)
     meant = weights if dtype == "fp16" else dequantised(weights, dtype)
     truth = check.reference(session.config, meant, check.SHORT_LENGTH)
@@ -322,7 +351,9 @@ def lane_alone(session: Session) -> Report:
 
 
 def passes(session: Session) -> Report:
-    """Tokens/s of batches, and of draft tokens behind a text that repeats itself; each sequence as it is alone."""
+    """Tokens/s of batches, and of draft tokens behind a text that repeats itself; each sequence
+    as it is alone.
+    """
     decoder = PassDecoder(session.config, session.tensors, session.dtype, (DEVICE,), LIMIT_S)
     columns, report = decoder.geometry.mma_columns, dict[str, Any]()
 
@@ -340,12 +371,18 @@ def passes(session: Session) -> Report:
     for count in (n for n in (1, 2, 4, 8) if n <= columns):
         trials = [run(*prompts[:count]) for _ in range(3)]
         report[f"batch of {count}, tokens/s"] = statistics.median(speed for _, speed in trials)
-        report[f"batch of {count}, as alone"] = all([s.tokens for s in made] == alone[:count] for made, _ in trials)
+        report[f"batch of {count}, as alone"] = all(
+            [s.tokens for s in made] == alone[:count] for made, _ in trials
+        )
     trials = [run(repeated, speculate=columns - 1) for _ in range(3)]
     drafting = trials[-1][0][0]
     report["drafts, tokens/s"] = statistics.median(speed for _, speed in trials)
     report["drafts, as alone"] = drafting.tokens == alone[-1]
-    return {**report, "drafts": f"{drafting.accepted} of {drafting.proposed}", "drafts, passes": drafting.passes}
+    return {
+        **report,
+        "drafts": f"{drafting.accepted} of {drafting.proposed}",
+        "drafts, passes": drafting.passes,
+    }
 
 
 def first_lane(name: str, tensor: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""Decode, prefill and batches on the CPU, alternating with llama.cpp and Transformers, with read probes in between.
+"""Decode, prefill and batches on the CPU, alternating with llama.cpp and Transformers, with
+read probes in between.
 
     python -m tools.bench decode --against llamacpp,transformers --out docs/benchmarks/DATE-cpu-decode.md
-    python -m tools.bench decode --model MODEL.gguf --dtype int4 --depth 0 2000 4000 --prefill 128 512 4000 --batch 2 8
+    python -m tools.bench decode --model MODEL.gguf --dtype int4 --depth 0 2000 4000 --prefill 128 512
+    4000 --batch 2 8
 
-The read bandwidth of a shared machine changes within seconds, so a speed is never reported alone: FILE_START says how
-trials, probes and ratios are taken.
+The read bandwidth of a shared machine changes within seconds, so a speed is never reported alone: FILE_START
+says how trials, probes and ratios are taken.
 """
 
 from __future__ import annotations
@@ -38,13 +40,17 @@ or not, kinds of cache) takes the fastest one for each workload, found by trials
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed: tokens after `size` cached positions, a prompt of `size` ids, or `size` sequences at once."""
+    """What is timed: tokens after `size` cached positions, a prompt of `size` ids, or
+    `size` sequences at once.
+    """
 
     kind: Literal["decode", "prefill", "batch"]
     size: int
 
     def __str__(self) -> str:
-        return {"decode": "decode at depth", "prefill": "prompt of", "batch": "batch of"}[self.kind] + f" {self.size}"
+        return {"decode": "decode at depth", "prefill": "prompt of", "batch": "batch of"}[
+            self.kind
+        ] + f" {self.size}"
 
 
 @dataclass(kw_only=True)
@@ -56,7 +62,9 @@ class Options(harness.Options):
     flavor: Literal["2b", "300m", "tiny"] = "300m"
     """Shape of the model, with random weights."""
     model: Path | None = None
-    """A GGUF file of a Llama-family model instead; others than 16-bit ones are converted to bf16 for everyone first."""
+    """A GGUF file of a Llama-family model instead; others than 16-bit ones are converted to
+    bf16 for everyone first.
+    """
     dtype: Dtype = "bf16"
     """Weights of every candidate; llama.cpp has Q8_0 for int8, and both Q4_0 and Q4_K_M for int4."""
     math: tuple[Math, ...] = ("auto",)
@@ -64,7 +72,8 @@ class Options(harness.Options):
     threads: int = 2
     """Threads of every candidate and of the probe."""
     pairs: int = 8
-    """Rounds of each workload; in each, every candidate runs once. Prompts beyond 1,024 ids get half of them."""
+    """Rounds of each workload; in each, every candidate runs once. Prompts beyond 1,024 ids get half of them.
+    """
     new_tokens: int = 64
     """Tokens timed in a decoding trial."""
     depth: tuple[int, ...] = (0,)
@@ -84,7 +93,9 @@ class Options(harness.Options):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if not self.workloads() or not self.math:
-            raise ValueError("nothing to measure: give at least one of depth, prefill and batch, and one math")
+            raise ValueError(
+                "nothing to measure: give at least one of depth, prefill and batch, and one math"
+            )
         if self.model is not None and not self.model.is_file():
             raise ValueError(f"model = {self.model} is not a file; give a GGUF file")
         baselines = [name.strip() for name in self.against.split(",") if name.strip()]
@@ -92,7 +103,10 @@ class Options(harness.Options):
             if name not in CANDIDATES or name == OURS:
                 raise ValueError(f"unknown baseline {name!r}; choose from {sorted(set(CANDIDATES) - {OURS})}")
         ours = [OURS, *(f"{OURS} math={math}" for math in self.math[1:])]
-        return [*ours, *itertools.chain.from_iterable(names_of(name, self.dtype) for name in dict.fromkeys(baselines))]
+        return [
+            *ours,
+            *itertools.chain.from_iterable(names_of(name, self.dtype) for name in dict.fromkeys(baselines)),
+        ]
 
     def check_room(self, context: int) -> None:
         """ValueError where a workload does not fit the model's context."""
@@ -100,7 +114,9 @@ class Options(harness.Options):
             most = {"decode": context - self.new_tokens - 1, "prefill": context, "batch": 8}[load.kind]
             least = {"decode": 0, "prefill": 1, "batch": 2}[load.kind]
             if not least <= load.size <= most:
-                raise ValueError(f"{load.kind}: {load.size} is outside {least} to {most} (the context is {context})")
+                raise ValueError(
+                    f"{load.kind}: {load.size} is outside {least} to {most} (the context is {context})"
+                )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -130,7 +146,10 @@ def compare(options: Options, console: Any) -> Result:
             raise RuntimeError(f"our own engine did not start: {missing[OURS]}")
         options.check_room(facts[OURS]["context_tokens"])
         present = {name: candidates[name] for name in names if name not in missing}
-        found = [measured(load, options, present, facts[OURS]["vocab_size"], console) for load in options.workloads()]
+        found = [
+            measured(load, options, present, facts[OURS]["vocab_size"], console)
+            for load in options.workloads()
+        ]
         settings = {name: each.ask("settings") for name, each in present.items()}
         bench = present[OURS].ask("bench")
     finally:
@@ -143,10 +162,14 @@ def compare(options: Options, console: Any) -> Result:
     }  # fmt: skip
 
 
-def measured(load: Workload, options: Options, candidates: dict[str, Any], vocab_size: int, console: Any) -> Result:
+def measured(
+    load: Workload, options: Options, candidates: dict[str, Any], vocab_size: int, console: Any
+) -> Result:
     """One workload: its rounds, every candidate's speed, and our speed over each baseline's within a round."""
     rng = np.random.default_rng(load.size)
-    kept = rng.integers(3, vocab_size, max(load.size, 1)).tolist()  # the positions before timed tokens stay cached
+    kept = rng.integers(
+        3, vocab_size, max(load.size, 1)
+    ).tolist()  # the positions before timed tokens stay cached
     count = options.pairs if load.kind != "prefill" or load.size <= LONG_PROMPT else -(-options.pairs // 2)
     rounds: list[Result] = []
     for each in candidates.values():  # pages, clocks, the choice between ways to run
@@ -158,14 +181,24 @@ def measured(load: Workload, options: Options, candidates: dict[str, Any], vocab
         for name in order:
             before = candidates[name].cpu_clocks()
             speed[name], bytes_per_token = trial(candidates[name], load, options, prompt)
-            wall_s, own_s, busy_s = (b - a for a, b in zip(before, candidates[name].cpu_clocks(), strict=True))
+            wall_s, own_s, busy_s = (
+                b - a for a, b in zip(before, candidates[name].cpu_clocks(), strict=True)
+            )
             others[name] = max(0.0, busy_s - own_s) / wall_s
             probes.append(candidates[OURS].ask("probe"))
             percent[name] = 100 * speed[name] * bytes_per_token / (sum(probes[-2:]) / 2)
         rounds.append(
-            {"order": order, "tokens_per_s": speed, "percent_of_probe": percent, "other_cpus": others, "probes": probes}
+            {
+                "order": order,
+                "tokens_per_s": speed,
+                "percent_of_probe": percent,
+                "other_cpus": others,
+                "probes": probes,
+            }
         )
-        console.print(f"{load}, round {len(rounds)} of {count}: " + ", ".join(f"{n} {s:.1f}" for n, s in speed.items()))
+        console.print(
+            f"{load}, round {len(rounds)} of {count}: " + ", ".join(f"{n} {s:.1f}" for n, s in speed.items())
+        )
     figures = ("tokens_per_s", "percent_of_probe", "other_cpus")
     baselines = [name for name in candidates if not name.startswith(OURS)]
     return {
@@ -192,7 +225,8 @@ def ratio(rounds: list[Result], ours: str, baseline: str) -> Result:
             "ahead": ahead, "pairs": len(ratios)}  # fmt: skip
 
 
-# --- the report ---------------------------------------------------------------------------------------------------
+# --- the report
+# ---------------------------------------------------------------------------------------------------
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
@@ -220,12 +254,25 @@ def section(options: Options, result: Result) -> tuple[str, str]:
 
 def speeds(workloads: list[Result]) -> str:
     """A row for each workload and candidate; decoding also in percent of the probe, a prompt in seconds."""
-    columns = ["workload", "", "tokens/s", "p10", "p90", "% of probe", "p10", "p90", "first token, s", "other CPUs"]
+    columns = [
+        "workload",
+        "",
+        "tokens/s",
+        "p10",
+        "p90",
+        "% of probe",
+        "p10",
+        "p90",
+        "first token, s",
+        "other CPUs",
+    ]
     rows = []
     for load in workloads:
         for name, c in load["candidates"].items():
             speed = [f"{value:.1f}" for value in c["tokens_per_s"].values()]
-            percent = [f"{value:.0f}" if load["kind"] == "decode" else "" for value in c["percent_of_probe"].values()]
+            percent = [
+                f"{value:.0f}" if load["kind"] == "decode" else "" for value in c["percent_of_probe"].values()
+            ]
             first = f"{load['size'] / c['tokens_per_s']['median']:.3g}" if load["kind"] == "prefill" else ""
             others = f"{c['other_cpus']['median']:.2f}"
             rows.append([str(Workload(load["kind"], load["size"])), name, *speed, *percent, first, others])

@@ -17,7 +17,9 @@ LONG_PROMPT = 1024  # one trial says enough
 
 
 class Baseline(ABC):
-    """Another engine. It may have several ways to run; each workload takes the one that was fastest in trials of it."""
+    """Another engine. It may have several ways to run; each workload takes the one that was fastest
+    in trials of it.
+    """
 
     facts: Result
     weight_bytes: int
@@ -84,13 +86,17 @@ class Baseline(ABC):
                 ids = self.evaluate_each(way, ids, position)
             return sequences * tokens / (time.perf_counter() - start)
 
-        name, way = self.fastest(f"batch {sequences}", sequences, lambda name, way: run(name, way, CHOICE_TOKENS))
+        name, way = self.fastest(
+            f"batch {sequences}", sequences, lambda name, way: run(name, way, CHOICE_TOKENS)
+        )
         return {"tokens_per_s": run(name, way, new_tokens), "bytes_per_token": self.weight_bytes / sequences}
 
     def fastest(
         self, workload: str, sequences: int, run: Callable[[str, Any], float], trials: int = CHOICE_TRIALS
     ) -> tuple[str, Any]:
-        """Name and way that ran this workload fastest; alternating trials the first time, the best of each counts."""
+        """Name and way that ran this workload fastest; alternating trials the first time, the
+        best of each counts.
+        """
         ways = self.ways(sequences)
         if workload not in self.chosen:
             speeds = dict.fromkeys(ways, 0.0)
@@ -125,12 +131,16 @@ class TransformersLlama(Baseline):
             assert config is not None, "either a config or a model"
             names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "vocab_size", "max_position_embeddings")  # fmt: skip
-            shape = transformers.LlamaConfig(**{n: getattr(config, n) for n in names}, tie_word_embeddings=False)
+            shape = transformers.LlamaConfig(
+                **{n: getattr(config, n) for n in names}, tie_word_embeddings=False
+            )
             self.model = transformers.LlamaForCausalLM(shape)
         self.model.eval()
         parameters = sum(p.numel() for p in self.model.parameters())
         tied = self.model.config.tie_word_embeddings
-        self.weight_bytes = 2 * (parameters - (0 if tied else self.model.get_input_embeddings().weight.numel()))
+        self.weight_bytes = 2 * (
+            parameters - (0 if tied else self.model.get_input_embeddings().weight.numel())
+        )
         self.facts = {
             "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
             "attention": self.model.config._attn_implementation,
@@ -163,7 +173,9 @@ class TransformersLlama(Baseline):
 
     def _next(self, way: str, ids: list[list[int]]) -> list[int]:
         inputs = self.torch.tensor(ids)
-        logits = self.model(input_ids=inputs, past_key_values=self.caches[way], use_cache=True, logits_to_keep=1).logits
+        logits = self.model(
+            input_ids=inputs, past_key_values=self.caches[way], use_cache=True, logits_to_keep=1
+        ).logits
         return logits[:, -1].argmax(-1).tolist()
 
     def cached_bytes(self, positions: int) -> int:

@@ -1,6 +1,8 @@
-"""The candidates of `tools.bench decode`: our engine, llama.cpp and Transformers, each in a process of its own.
+"""The candidates of `tools.bench decode`: our engine, llama.cpp and Transformers, each in a
+process of its own.
 
-All hold the same weights, or random ones of the same shape, so a token costs each the same bytes; none tokenizes.
+All hold the same weights, or random ones of the same shape, so a token costs each the
+same bytes; none tokenizes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ CANDIDATES = tuple(INSTALL)
 
 
 def names_of(baseline: str, dtype: Dtype) -> list[str]:
-    """A candidate for each way in which the baseline stores weights of about this size; none where it has no way."""
+    """A candidate for each way in which the baseline stores weights of about this size; none where
+    it has no way.
+    """
     if baseline == "llamacpp":
         return [f"{baseline} {kind}" for kind in QUANTISED[dtype]] if dtype in QUANTISED else [baseline]
     return [] if dtype in QUANTISED else [baseline]
@@ -70,10 +74,14 @@ def main(
 class OurEngine:
     """Our engine through its public interface: the stream a user would read."""
 
-    def __init__(self, config: LaneformerConfig | None, model: Path | None, dtype: Dtype, math: str, threads: int):
+    def __init__(
+        self, config: LaneformerConfig | None, model: Path | None, dtype: Dtype, math: str, threads: int
+    ):
         from laneformer import Engine
 
-        options: dict[str, Any] = {"device": "cpu", "threads": threads} | ({} if math == "auto" else {"math": math})
+        options: dict[str, Any] = {"device": "cpu", "threads": threads} | (
+            {} if math == "auto" else {"math": math}
+        )
         if model is not None:
             path = as_gguf(model, dtype if dtype == "fp16" else "bf16")
             self.engine = Engine.from_pretrained(path, dtype=dtype, cache=False, **options)

@@ -1,4 +1,5 @@
-"""How long lanes take to give each other one module's outputs, beside gloo's and MPI's all-reduce of those bytes.
+"""How long lanes take to give each other one module's outputs, beside gloo's and MPI's
+all-reduce of those bytes.
 
 Between two threads and between two processes, through the engine's own exchange (csrc/exchange.h).
 """
@@ -61,7 +62,9 @@ def ours(place: str, floats: int, rounds: int, to_and_fro: bool) -> np.ndarray:
         if place == "processes":
             return in_two_processes(rank_of_ours, file.name, floats, rounds, to_and_fro) / (1 + to_and_fro)
         with ThreadPoolExecutor(2) as pool:
-            job = functools.partial(rank_of_ours, path=file.name, floats=floats, rounds=rounds, to_and_fro=to_and_fro)
+            job = functools.partial(
+                rank_of_ours, path=file.name, floats=floats, rounds=rounds, to_and_fro=to_and_fro
+            )
             return np.array(list(pool.map(job, (0, 1))))[0] / (1 + to_and_fro)
 
 

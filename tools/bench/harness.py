@@ -1,9 +1,11 @@
-"""What all benchmarks share: candidate processes, alternating trials, spread, machine facts, and the Markdown file.
+"""What all benchmarks share: candidate processes, alternating trials, spread, machine facts,
+and the Markdown file.
 
-A shared machine changes within seconds, so two figures are only comparable if their trials alternate, and ratios are
-taken within a round. A candidate is a process of its own that sleeps while others are measured.
+A shared machine changes within seconds, so two figures are only comparable if their trials alternate, and
+ratios are taken within a round. A candidate is a process of its own that sleeps while others are measured.
 
-The module needs nothing beyond NumPy when imported, so it also serves machines without the packages of `make setup`.
+The module needs nothing beyond NumPy when imported, so it also serves machines without the
+packages of `make setup`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Candidate:
         self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, settle_s: float = 0.0,
         quiet: bool = True,
     ):  # fmt: skip
-        """`command` follows `python`. `settle_s`: pause before each command. `quiet`: show stderr in errors alone."""
+        """`command` follows `python`. `settle_s`: pause before each command. `quiet`: show
+        stderr in errors alone.
+        """
         self.name, self.command, self.env, self.settle_s = name, list(command), env or {}, settle_s
         self.log = tempfile.TemporaryFile("w+") if quiet else None  # noqa: SIM115  (open as long as the candidate)
         self.process: subprocess.Popen[str] | None = None
@@ -86,7 +90,9 @@ class Candidate:
         return self.process
 
     def cpu_clocks(self) -> tuple[float, float, float]:
-        """Seconds: wall clock, CPU time of this process, and CPU time in use on the machine (stolen time included)."""
+        """Seconds: wall clock, CPU time of this process, and CPU time in use on the
+        machine (stolen time included).
+        """
         own = Path(f"/proc/{self._started().pid}/stat").read_text().rsplit(")", 1)[1].split()
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
         hertz, busy = os.sysconf("SC_CLK_TCK"), user + nice + system + irq + softirq + steal
@@ -101,7 +107,8 @@ class Candidate:
 
 
 def serve(answer: Callable[..., Any], alive: Callable[[], bool] = lambda: True) -> None:
-    """Answer each line {"do": ..., **arguments} of stdin by `answer(**line)`, until stdin ends or `alive` is false.
+    """Answer each line {"do": ..., **arguments} of stdin by `answer(**line)`, until stdin ends
+    or `alive` is false.
 
     An error is an answer as well. What libraries print goes to stderr.
     """
@@ -129,10 +136,14 @@ def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
     return (forward[:: -1 if index % 2 else 1] for index in range(rounds))
 
 
-def paired(makers: dict[str, Callable[[], Trial]], tokens: int, rounds: int, time_left: Callable[[], float]) -> Result:
-    """Tokens/s of every candidate in every round, after a warm-up; one that fails is left out with the reason.
+def paired(
+    makers: dict[str, Callable[[], Trial]], tokens: int, rounds: int, time_left: Callable[[], float]
+) -> Result:
+    """Tokens/s of every candidate in every round, after a warm-up; one that fails is left
+    out with the reason.
 
-    A candidate is made for its warm-up, so that it can fail alone. Rounds end when the next one may exceed the time.
+    A candidate is made for its warm-up, so that it can fail alone. Rounds end when the next one
+    may exceed the time.
     """
     made: dict[str, Trial] = {}
     speeds: dict[str, list[float]] = {name: [] for name in makers}
@@ -168,7 +179,9 @@ def machine_facts() -> dict[str, str]:
     return {
         "cpu": said.get("Model name", platform.processor()),
         "cpus": said.get("CPU(s)", str(os.cpu_count())),
-        "caches": ", ".join(f"{level} {said[f'{level} cache']}" for level in ("L2", "L3") if f"{level} cache" in said),
+        "caches": ", ".join(
+            f"{level} {said[f'{level} cache']}" for level in ("L2", "L3") if f"{level} cache" in said
+        ),
         "instructions": " ".join(flag for flag in INSTRUCTIONS if flag in flags),
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
@@ -235,15 +248,19 @@ def run(
 ) -> None:  # fmt: skip
     """The command `python -m tools.bench NAME`: measure, report, and end with one JSON line of every figure.
 
-    `options`: subclass of Options whose docstring is the help text; `measure(options, console)` raises ValueError for
-    options that cannot be measured; `section(options, result)`: title and body. `file_start` opens a new file.
+    `options`: subclass of Options whose docstring is the help text; `measure(options, console)` raises
+    ValueError for options that cannot be measured; `section(options, result)`: title and body. `file_start`
+    opens a new file.
     """
     import tyro  # here: a GPU machine may have neither
     from rich.console import Console
     from rich.markdown import Markdown
 
     chosen = tyro.cli(
-        options, args=arguments, prog=f"python -m tools.bench {name}", description=inspect.cleandoc(options.__doc__)
+        options,
+        args=arguments,
+        prog=f"python -m tools.bench {name}",
+        description=inspect.cleandoc(options.__doc__),
     )
     console = Console(stderr=True, quiet=chosen.json, width=None if sys.stderr.isatty() else 160)
     started, load = datetime.datetime.now(datetime.UTC), os.getloadavg()[0]

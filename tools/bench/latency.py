@@ -1,9 +1,11 @@
-"""Tokens/s against the latency of the link between lanes: what a delay hides, beside the model that predicts it.
+"""Tokens/s against the latency of the link between lanes: what a delay hides, beside the
+model that predicts it.
 
     QUIET python -m tools.bench latency --out docs/benchmarks/DATE-latency.md --plot docs/images/latency.svg
 
-The latency is injected: a thread sees what a thread of another lane gives it only so long after it was given
-(csrc/exchange.h). The prediction is that of tools/roofline/timeline.py, with the time of a layer measured here.
+The latency is injected: a thread sees what a thread of another lane gives it only so long after it
+was given (csrc/exchange.h). The prediction is that of tools/roofline/timeline.py, with the time of
+a layer measured here.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a flavor, and what differs 
     }),
     "tiny": ("tiny", {}),
 }  # fmt: skip
-LEAST_TOKENS = 6  # of a trial
+MIN_TOKENS = 6  # of a trial
 FILE_START = """# What the delay hides: tokens/s against the latency of the link
 
 Each section is one run of its command. Two lanes on two threads, as on two devices; one request, greedy, bf16 weights.
@@ -56,7 +58,9 @@ class Variant:
 
     def config(self, shape: str, **overrides: Any) -> LaneformerConfig:
         flavor, own = SHAPES[shape]
-        return LaneformerConfig.from_flavor(flavor, **{"num_lanes": LANES, **own, **self.overrides, **overrides})
+        return LaneformerConfig.from_flavor(
+            flavor, **{"num_lanes": LANES, **own, **self.overrides, **overrides}
+        )
 
     def token_s(self, config: LaneformerConfig, module_s: tuple[float, float], link_s: float) -> float:
         joins = laneformer_joins(config)
@@ -80,7 +84,9 @@ HALF = "delay 2 with half the layers"
 
 @dataclass(kw_only=True)
 class Options(harness.Options):
-    """Tokens/s against an injected latency for every order of joins, and times of one exchange; ends with JSON."""
+    """Tokens/s against an injected latency for every order of joins, and times of one
+    exchange; ends with JSON.
+    """
 
     model: tuple[str, ...] = ("300m", "small")
     """Shapes with random weights: 300m, small (a layer takes about 20 us, as on a GPU), tiny (for tests)."""
@@ -107,7 +113,9 @@ class Options(harness.Options):
         if 0 not in self.link_us or min(self.link_us) < 0 or max(self.link_us) > 1e6:
             raise ValueError(f"link_us = {self.link_us} must hold 0, and values up to 1,000,000")
         if self.rounds < 1 or self.exchanges < 10 or any(size < 128 or size % 128 for size in self.payload):
-            raise ValueError("rounds must be 1, exchanges 10, and payload a multiple of 128 bytes, each at least")
+            raise ValueError(
+                "rounds must be 1, exchanges 10, and payload a multiple of 128 bytes, each at least"
+            )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,9 +155,18 @@ def measured(shape: str, options: Options, console: Any) -> Result:
     rows: list[Result] = []
     for (name, link_us), seconds in times.items():
         if name != HALF:
-            speed = {"tokens_per_s": 1 / float(np.median(seconds)), "low": 1 / max(seconds), "high": 1 / min(seconds)}
+            speed = {
+                "tokens_per_s": 1 / float(np.median(seconds)),
+                "low": 1 / max(seconds),
+                "high": 1 / min(seconds),
+            }
             rows.append({"variant": name, "link_us": link_us, **speed})
-    found: Result = {"model": shape, "layers": layers, "hidden": configs[HALF].hidden_size, "rounds": options.rounds}
+    found: Result = {
+        "model": shape,
+        "layers": layers,
+        "hidden": configs[HALF].hidden_size,
+        "rounds": options.rounds,
+    }
     found |= {"module_s": modules, "rows": rows}
     for row in rows:
         base = of_variant(found, row["variant"])[0]["tokens_per_s"]
@@ -169,13 +186,19 @@ def engine_of(name: str, config: LaneformerConfig) -> Engine:
 
 def module_s(config: LaneformerConfig, layer_s: float) -> tuple[float, float]:
     """The time of attention and MLP: that of a layer, by their weights."""
-    attention = config.hidden_size * (config.query_size + config.head_dim * config.num_key_value_heads)  # half of them
+    attention = config.hidden_size * (
+        config.query_size + config.head_dim * config.num_key_value_heads
+    )  # half of them
     part = 2 * attention / (2 * attention + 3 * config.hidden_size * config.intermediate_size)
     return part * layer_s, (1 - part) * layer_s
 
 
-def sweep(engines: Mapping[str, Engine], options: Options, console: Any) -> dict[tuple[str, float], list[float]]:
-    """Median seconds a token of each trial, by variant and latency. RuntimeError where a latency changes a token."""
+def sweep(
+    engines: Mapping[str, Engine], options: Options, console: Any
+) -> dict[tuple[str, float], list[float]]:
+    """Median seconds a token of each trial, by variant and latency. RuntimeError where a
+    latency changes a token.
+    """
     times: dict[tuple[str, float], list[float]] = {}
     tokens: dict[str, list[int]] = {}
     for engine in engines.values():  # pages, clocks
@@ -187,8 +210,12 @@ def sweep(engines: Mapping[str, Engine], options: Options, console: Any) -> dict
                 if name == HALF and link_us:
                     continue
                 known_s = min((min(t) for (n, _), t in times.items() if n == name), default=1e-3)
-                least_s = VARIANTS[name].token_s(engines[name].config, (0.0, 0.0), link_us / 1e6) if link_us else 0.0
-                seconds, ids = trial(engines[name], link_us / 1e6, options.trial_s, known_s + least_s)
+                min_s = (
+                    VARIANTS[name].token_s(engines[name].config, (0.0, 0.0), link_us / 1e6)
+                    if link_us
+                    else 0.0
+                )
+                seconds, ids = trial(engines[name], link_us / 1e6, options.trial_s, known_s + min_s)
                 times.setdefault((name, link_us), []).append(seconds)
                 known = tokens.setdefault(name, ids)
                 if any(a != b for a, b in zip(ids, known, strict=False)):
@@ -202,7 +229,7 @@ def trial(engine: Any, link_s: float, trial_s: float, token_s: float) -> tuple[f
 
     most = engine.config.max_position_embeddings // 2
     engine._decoder.set_latency(link_s)
-    decoder = after(engine, [5], 1 + min(most, max(LEAST_TOKENS, round(trial_s / token_s))), reuse_prefix=False)
+    decoder = after(engine, [5], 1 + min(most, max(MIN_TOKENS, round(trial_s / token_s))), reuse_prefix=False)
     return float(np.median(decoder.token_s())), decoder.outputs()[0]
 
 
@@ -263,14 +290,18 @@ def exchanges(rows: list[Result]) -> str:
 
 
 def plot(models: list[Result], path: Path) -> None:
-    """Speed over that without latency against latency, a panel for each model; thin lines: predicted; dots: knees."""
+    """Speed over that without latency against latency, a panel for each model; thin
+    lines: predicted; dots: knees.
+    """
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "laneformer", "font.size": 9})  # the same file each time
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(models), figsize=(4.6 * len(models), 3.4), sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(models), figsize=(4.6 * len(models), 3.4), sharey=True, squeeze=False
+    )
     for axes, model in zip(panels[0], models, strict=True):
         longest = max(row["link_us"] for row in model["rows"])
         fine = np.geomspace(1, max(longest, 10), 200)
@@ -282,7 +313,9 @@ def plot(models: list[Result], path: Path) -> None:
                       label=name)  # fmt: skip
             knee_us = 1e6 * variant.knee_s(model["module_s"])
             if 1 <= knee_us <= longest:
-                axes.plot([knee_us], [predicted_share(model, name, knee_us)], "|", ms=16, mew=1.5, color=color)
+                axes.plot(
+                    [knee_us], [predicted_share(model, name, knee_us)], "|", ms=16, mew=1.5, color=color
+                )
         layer_us = 1e6 * sum(model["module_s"])
         axes.set(xscale="log", xlabel="latency of the link, us", ylim=(0, 1.12))
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -291,7 +324,9 @@ def plot(models: list[Result], path: Path) -> None:
     panels[0][0].set_ylabel("tokens/s over those without latency")
     handles, labels = panels[0][0].get_legend_handles_labels()
     title = "dots: measured; lines: predicted; bars: up to where the delay hides the link"
-    figure.legend(handles, labels, frameon=False, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.01), title=title)
+    figure.legend(
+        handles, labels, frameon=False, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.01), title=title
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     pyplot.close(figure)

@@ -1,10 +1,11 @@
 """TorchTitan's own Llama, trained by TorchTitan's own trainer: the baseline of `tools.bench train`.
 
-    torchrun ... -m tools.bench.llama --job.config_file X.toml --model.name bench_llama3 [--section.key value ...]
+    torchrun ... -m tools.bench.llama --job.config_file X.toml --model.name
+    bench_llama3 [--section.key value ...]
 
-Trainer, model, attention, activation checkpointing, compile, FSDP and loss are TorchTitan's, untouched. Shape and
-parameter count are the Laneformer's; optimizer and data are the same for both. On one device the model is wrapped in
-FSDP, as the Laneformer is, for the same mixed precision.
+Trainer, model, attention, activation checkpointing, compile, FSDP and loss are TorchTitan's, untouched. Shape
+and parameter count are the Laneformer's; optimizer and data are the same for both. On one device the model is
+wrapped in FSDP, as the Laneformer is, for the same mixed precision.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ class LlamaArgs(TransformerModelArgs):
         ours.update_from_config(job_config)
         self.config = c = ours.config
         self.dim, self.n_layers, self.vocab_size = c.hidden_size, c.num_hidden_layers, c.vocab_size
-        self.n_heads, self.n_kv_heads, self.rope_theta = c.num_attention_heads, c.num_key_value_heads, c.rope_theta
+        self.n_heads, self.n_kv_heads, self.rope_theta = (
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.rope_theta,
+        )
         # TorchTitan's MLP is floor(8/3 D), times this factor, rounded down again
         self.ffn_dim_multiplier, self.multiple_of = c.intermediate_size / int(8 * c.hidden_size / 3) + 1e-9, 1
         super().update_from_config(job_config, **kwargs)
@@ -69,7 +74,9 @@ class LlamaArgs(TransformerModelArgs):
 
 
 class StepMetrics(MetricsProcessor):
-    """TorchTitan's metrics; each step also goes to RUN/metrics.jsonl, under the names that our own trainer uses."""
+    """TorchTitan's metrics; each step also goes to RUN/metrics.jsonl, under the names that
+    our own trainer uses.
+    """
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None):
         super().__init__(job_config, parallel_dims)
@@ -99,7 +106,9 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
     model = parallelize_llama(model, parallel_dims, job_config)
     if not parallel_dims.fsdp_enabled:
         training = job_config.training
-        dtypes = (TORCH_DTYPE_MAP[d] for d in (training.mixed_precision_param, training.mixed_precision_reduce))
+        dtypes = (
+            TORCH_DTYPE_MAP[d] for d in (training.mixed_precision_param, training.mixed_precision_reduce)
+        )
         apply_fsdp(model, parallel_dims.world_mesh, *dtypes, pp_enabled=False)
     return model
 

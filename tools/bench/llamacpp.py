@@ -1,4 +1,6 @@
-"""llama.cpp through its C interface, and the GGUF files that it reads: random weights, and other types of a model's."""
+"""llama.cpp through its C interface, and the GGUF files that it reads: random weights, and other
+types of a model's.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,17 @@ from tools.bench.harness import version
 
 FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
-FILE_TYPES = {"bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0", "iq4_nl": "IQ4_NL", "q4_k_m": "Q4_K_M"}
+FILE_TYPES = {
+    "bf16": "BF16",
+    "fp16": "F16",
+    "q8_0": "Q8_0",
+    "q4_0": "Q4_0",
+    "iq4_nl": "IQ4_NL",
+    "q4_k_m": "Q4_K_M",
+}
 BATCH_POSITIONS = 512  # of each sequence
-MOST_SEQUENCES = 8
-MOST_CONTEXT = 8192  # its keys and values are allocated at once
+MAX_SEQUENCES = 8
+MAX_CONTEXT = 8192  # its keys and values are allocated at once
 
 
 @functools.cache
@@ -50,7 +59,7 @@ class LlamaCpp(Baseline):
             model = random_gguf(config, kind if kind == "fp16" else "bf16")
         path = as_gguf(model, kind)
         self.vocab_size, self.cache_width, self.weight_bytes, trained = sizes_of(path)
-        self.context_tokens = min(trained, MOST_CONTEXT)
+        self.context_tokens = min(trained, MAX_CONTEXT)
         self.contexts: dict[bool, dict[str, Any]] = {}
         mode = self.load(path)
         self.facts = {
@@ -59,7 +68,9 @@ class LlamaCpp(Baseline):
         }
 
     def load(self, path: Path) -> str:
-        """Open the file in the faster load mode: a mapped file has small pages, memory of its own may get huge ones."""
+        """Open the file in the faster load mode: a mapped file has small pages, memory of its own
+        may get huge ones.
+        """
         modes = {"mmap": self.api.LLAMA_LOAD_MODE_MMAP, "none": self.api.LLAMA_LOAD_MODE_NONE}
         opened, speeds = dict[str, Any](), dict[str, float]()
         for name, mode in modes.items():
@@ -95,8 +106,8 @@ class LlamaCpp(Baseline):
 
     def context(self, flash_attention: int, several: bool) -> Any:
         options = self.api.llama_context_default_params()
-        options.n_ctx = MOST_SEQUENCES * BATCH_POSITIONS if several else self.context_tokens
-        options.n_seq_max = MOST_SEQUENCES if several else 1
+        options.n_ctx = MAX_SEQUENCES * BATCH_POSITIONS if several else self.context_tokens
+        options.n_seq_max = MAX_SEQUENCES if several else 1
         options.n_threads = options.n_threads_batch = self.threads
         options.flash_attn_type = flash_attention
         return self.api.llama_init_from_model(self.model, options)
@@ -140,7 +151,13 @@ class LlamaCpp(Baseline):
         batch = self.api.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i], batch.seq_id[i][0] = token, i, 1, 1, 0
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i], batch.seq_id[i][0] = (
+                token,
+                i,
+                1,
+                1,
+                0,
+            )
         self.check(self.api.llama_decode(way, batch))
         found = np.stack([self._logits(way, i).copy() for i in range(len(ids))])
         self.api.llama_batch_free(batch)
@@ -155,18 +172,23 @@ class LlamaCpp(Baseline):
         return 2 * self.cache_width * positions
 
 
-# --- files --------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------------
 
 
 def sizes_of(path: Path) -> tuple[int, int, int, int]:
-    """Vocabulary, elements of keys and values a position (all layers), bytes of weights a token reads, and context."""
+    """Vocabulary, elements of keys and values a position (all layers), bytes of weights a
+    token reads, and context.
+    """
     import gguf
 
     reader = gguf.GGUFReader(path)
     tensors = {t.name: t for t in reader.tensors}
     tied = "output.weight" not in tensors
     read = sum(int(t.n_bytes) for name, t in tensors.items() if tied or name != "token_embd.weight")
-    width = sum(int(t.shape[1]) for name, t in tensors.items() if name.endswith(("attn_k.weight", "attn_v.weight")))
+    width = sum(
+        int(t.shape[1]) for name, t in tensors.items() if name.endswith(("attn_k.weight", "attn_v.weight"))
+    )
     context = next(f.contents() for name, f in reader.fields.items() if name.endswith(".context_length"))
     return int(tensors["token_embd.weight"].shape[1]), width, read, int(context)
 
@@ -226,7 +248,9 @@ def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_gguf(config: LaneformerConfig, dtype: str, folder: Path = CACHE_FOLDER) -> Path:
-    """A GGUF file, written once and kept: random matrices in 16 bits, norms of one, a vocabulary of dummy pieces."""
+    """A GGUF file, written once and kept: random matrices in 16 bits, norms of one, a
+    vocabulary of dummy pieces.
+    """
     c = config
     layout = f"{c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size}-{c.num_attention_heads}"
     path = folder / f"llama-{layout}-{c.num_key_value_heads}-{c.vocab_size}-{dtype}.gguf"
@@ -256,7 +280,12 @@ def write_random_gguf(c: LaneformerConfig, dtype: str, path: Path) -> None:
         else:  # the upper half of a float32; truncation instead of rounding does not matter here
             upper = np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
             writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+    for step in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
         step()
 
 

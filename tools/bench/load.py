@@ -24,8 +24,9 @@ PROMPT_LENGTH = 8
 class LoadOptions(harness.Options):
     """Time from a packed model folder to the first token, beside reading the same bytes from the page cache.
 
-    A packed model is mapped, not read, so its weights are first touched by the first pass. The limit is a plain read of
-    the packed file through a small buffer, which alternates with the starts. The last line of stdout is JSON.
+    A packed model is mapped, not read, so its weights are first touched by the first pass. The limit is a
+    plain read of the packed file through a small buffer, which alternates with the starts. The last line
+    of stdout is JSON.
     """
 
     hf_dir: Annotated[Path, tyro.conf.Positional]
@@ -37,7 +38,9 @@ class LoadOptions(harness.Options):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    harness.run("load", LoadOptions, compare_starts, section, "# From packed weights to the first token", arguments)
+    harness.run(
+        "load", LoadOptions, compare_starts, section, "# From packed weights to the first token", arguments
+    )
 
 
 def compare_starts(options: LoadOptions, console: Any) -> Result:

@@ -1,9 +1,11 @@
-"""Training data loaders on the same windows, each in a process of its own: speed, mixture error, resume, stalls.
+"""Training data loaders on the same windows, each in a process of its own: speed,
+mixture error, resume, stalls.
 
     python -m tools.bench loader --out docs/benchmarks/2026-11-21-loader.md
 
-The data are random tokens in five sources with the published phase-1 weights, in the page cache. CPU time is counted,
-so that other work on the machine has little effect; every round also times a NumPy copy of the same bytes.
+The data are random tokens in five sources with the published phase-1 weights, in the page cache. CPU
+time is counted, so that other work on the machine has little effect; every round also times a NumPy copy
+of the same bytes.
 """
 
 from __future__ import annotations
@@ -75,11 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare(options: Options, console: Any) -> Result:
-    """Speed and stalls in every round, what needs no repetition in the first; a new process per loader and round."""
+    """Speed and stalls in every round, what needs no repetition in the first; a new process
+    per loader and round.
+    """
     names = [name for name in options.only if install(name) is None]
     measured: dict[str, Result] = {name: {} for name in names}
     probes: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="bench-loader-") as folder, console.status("writing data") as status:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-loader-") as folder,
+        console.status("writing data") as status,
+    ):
         data = Path(folder)
         write_data(data, options)
         for order in alternate(names, options.rounds):
@@ -93,7 +100,9 @@ def compare(options: Options, console: Any) -> Result:
                 commands |= {"speed": options.seconds} | ({} if name == BARE else {"stalls": options.steps})
                 commands |= once if first and name != BARE else {}
                 if "start" in commands:
-                    figures_of(name, data, {"prepare": 0})  # in a process of its own: no import is warm in `start`
+                    figures_of(
+                        name, data, {"prepare": 0}
+                    )  # in a process of its own: no import is warm in `start`
                 for key, value in figures_of(name, data, commands).items():
                     measured[name].setdefault(key, []).append(value)
     missing = {name: install(name) for name in options.only if name not in names}
@@ -102,7 +111,9 @@ def compare(options: Options, console: Any) -> Result:
 
 
 def write_data(data: Path, options: Options) -> None:
-    """Shards with manifests and a lock; a Parquet file per source; one of all in the mixture's order for torchtitan."""
+    """Shards with manifests and a lock; a Parquet file per source; one of all in the
+    mixture's order for torchtitan.
+    """
     generator, tokens = np.random.default_rng(1), {}
     for index, (name, weight) in enumerate(WEIGHTS.items()):
         windows = -(-options.windows * weight // sum(WEIGHTS.values())) + 1
@@ -117,7 +128,10 @@ def write_data(data: Path, options: Options) -> None:
 def write_rows(path: Path, tokens: np.ndarray, sources: np.ndarray) -> None:
     """Windows (n, S + 1) as rows of fixed-size lists of uint16, with the source of each."""
     values = pa.array(tokens.astype(np.uint16).ravel())
-    columns = {"tokens": pa.FixedSizeListArray.from_arrays(values, tokens.shape[1]), "source": sources.astype(np.int64)}
+    columns = {
+        "tokens": pa.FixedSizeListArray.from_arrays(values, tokens.shape[1]),
+        "source": sources.astype(np.int64),
+    }
     pq.write_table(pa.table(columns), path, row_group_size=ROWS_PER_GROUP)
 
 
@@ -131,7 +145,9 @@ def figures_of(name: str, data: Path, commands: dict[str, Any]) -> Result:
 
 
 def probe(data: Path, options: Options) -> Result:
-    """Upper limits of this machine now, tokens per second of CPU time: the same bytes copied, and cast to int64."""
+    """Upper limits of this machine now, tokens per second of CPU time: the same bytes copied,
+    and cast to int64.
+    """
     tokens = np.fromfile(data / "web" / "shard-00000.bin", dtype=np.uint16)
     step = BATCH * options.seq_len
     parts = tokens[: len(tokens) // step * step].reshape(-1, BATCH, options.seq_len)
@@ -142,7 +158,9 @@ def probe(data: Path, options: Options) -> Result:
         return parts.size
 
     dtypes = {"copy": np.uint16, "cast": np.int64}
-    rates = {name: cpu_rate(functools.partial(write, dtype), options.seconds / 2) for name, dtype in dtypes.items()}
+    rates = {
+        name: cpu_rate(functools.partial(write, dtype), options.seconds / 2) for name, dtype in dtypes.items()
+    }
     return {f"{name}_tokens_per_s": rate for name, rate in rates.items()}
 
 
@@ -155,7 +173,9 @@ def random_draws(sequences: int, seeds: int = 20) -> dict[str, float]:
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
-    copy, cast = (statistics.median(p[f"{k}_tokens_per_s"] for p in result["probes"]) / 1e6 for k in ("copy", "cast"))
+    copy, cast = (
+        statistics.median(p[f"{k}_tokens_per_s"] for p in result["probes"]) / 1e6 for k in ("copy", "cast")
+    )
     columns = ["loader", "M tokens/s/core", "% of a copy", "mixture error (sequences)", "to start", "to resume",
                "other ranks", "memory (MB)", "stall p50 / p99 (ms)"]  # fmt: skip
     first = result["loaders"].get(BARE, {}).get("first_pass_tokens_per_s", [])
@@ -185,7 +205,9 @@ def row(name: str, figures: Result, copied: float) -> list[str]:
     reasons = [reason for reason in resumed.values() if isinstance(reason, str)]
     times = [f"{float(at):.0e}: {value:.2f} s" for at, value in resumed.items() if not isinstance(value, str)]
     (started,), (memory,) = figures.get("start_s", [None]), figures.get("memory_bytes", [None])
-    stalls = [1e3 * statistics.median(figures[key]) for key in ("stall_p50_s", "stall_p99_s") if key in figures]
+    stalls = [
+        1e3 * statistics.median(figures[key]) for key in ("stall_p50_s", "stall_p99_s") if key in figures
+    ]
     resume = "; ".join([*times, *dict.fromkeys(reasons)]) or "-"
     return [
         name, f"{rate:.1f}", f"{100 * rate / copied:.1f}", error, f"{started:.1f} s" if started else "-", resume,

@@ -1,7 +1,9 @@
-"""The candidates of `tools.bench loader`, each in a process of its own: the same windows, batches of BATCH, int64.
+"""The candidates of `tools.bench loader`, each in a process of its own: the same windows,
+batches of BATCH, int64.
 
-A loader yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None). The baselines are
-unmodified; each reads already tokenized data in the form that its documentation asks for, in the faster of its ways.
+A loader yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None). The
+baselines are unmodified; each reads already tokenized data in the form that its documentation asks for, in
+the faster of its ways.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Loader:
         lock = read_lock(data / "phase1.lock.json")
         self.seq_len: int = lock["seq_len"]
         self.names = [source["name"] for source in lock["sources"]]
-        self.shares = [source["weight"] / sum(s["weight"] for s in lock["sources"]) for source in lock["sources"]]
+        self.shares = [
+            source["weight"] / sum(s["weight"] for s in lock["sources"]) for source in lock["sources"]
+        ]
 
     def state_at(self, sequence: int) -> Any:
         """The state from which `batches` continues there; LookupError where that is impossible."""
@@ -77,7 +81,9 @@ class OurLoader(Loader):
 
 
 class BareQueues(OurLoader):
-    """Ours with a pair of C queues for each thread in place of torchdata: the difference is torchdata's price."""
+    """Ours with a pair of C queues for each thread in place of torchdata: the
+    difference is torchdata's price.
+    """
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         import train.data

@@ -48,7 +48,9 @@ def first_pass(loader: Loader, sequences: int) -> Result:
 
 
 def stalls(loader: Loader, steps: int) -> Result:
-    """How long a training step of 20 ms, which leaves the interpreter idle, waits for its batch; on all cores."""
+    """How long a training step of 20 ms, which leaves the interpreter idle, waits for its
+    batch; on all cores.
+    """
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     batches, waits = loader.batches(workers=1), []
     for _ in range(steps + 10):
@@ -61,7 +63,9 @@ def stalls(loader: Loader, steps: int) -> Result:
 
 
 def deviation(loader: Loader, sequences: int) -> Result:
-    """Largest |sequences of a source - share * sequences| over all prefixes up to 1,000 and up to `sequences`."""
+    """Largest |sequences of a source - share * sequences| over all prefixes up to 1,000
+    and up to `sequences`.
+    """
     batches = islice(loader.batches(), -(-sequences // BATCH))
     read = [sources for _, sources in batches if sources is not None]
     return {"deviation": worst_deviation(np.concatenate(read)[:sequences], loader.shares) if read else None}
@@ -69,7 +73,9 @@ def deviation(loader: Loader, sequences: int) -> Result:
 
 def worst_deviation(sources: np.ndarray, shares: list[float]) -> dict[str, float]:
     prefixes = np.arange(1, len(sources) + 1)
-    apart = np.array([np.abs(np.cumsum(sources == i) - share * prefixes) for i, share in enumerate(shares)]).max(0)
+    apart = np.array(
+        [np.abs(np.cumsum(sources == i) - share * prefixes) for i, share in enumerate(shares)]
+    ).max(0)
     return {str(limit): float(apart[:limit].max()) for limit in (1000, 10_000) if limit <= len(sources)}
 
 
@@ -95,7 +101,9 @@ def prepare(loader: Loader, _: Any) -> Result:
 
 
 def start(loader: Loader, _: Any) -> Result:
-    """Seconds from the start of this process to the first batch, imports of all loaders included; then memory."""
+    """Seconds from the start of this process to the first batch, imports of all
+    loaders included; then memory.
+    """
     batches = loader.batches()
     next(batches)
     taken = time.time() - psutil.Process().create_time()

@@ -1,7 +1,7 @@
 """Loaders of the loader benchmark that have to be installed, each in a folder beside the environment.
 
-Without their dependencies: clouds, images and GPU kernels, which reading tokens does not touch. What is not there is
-reported with the line that installs it.
+Without their dependencies: clouds, images and GPU kernels, which reading tokens does not touch. What is not
+there is reported with the line that installs it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Ordered(Rival):
 
     def state_at(self, sequence: int) -> Any:
         if sequence > LARGEST_ORDER:
-            raise LookupError(f"not tried beyond {LARGEST_ORDER:,}: an order of that many samples would be built first")
+            raise LookupError(
+                f"not tried beyond {LARGEST_ORDER:,}: an order of that many samples would be built first"
+            )
         next(self.batches(sequence))
         return sequence
 
@@ -114,7 +116,11 @@ class OlmoCore(Ordered):
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         from olmo_core.data import DataCollator, NumpyFSLDataLoader, NumpyFSLDatasetConfig, TokenizerConfig
-        from olmo_core.data.source_mixture import SourceMixtureConfig, SourceMixtureDatasetConfig, SourceMixtureList
+        from olmo_core.data.source_mixture import (
+            SourceMixtureConfig,
+            SourceMixtureDatasetConfig,
+            SourceMixtureList,
+        )
 
         sources = [
             SourceMixtureConfig(name, share, [str(self.data / f"olmo/{name}.npy")], max_repetition_ratio=1e4)
@@ -164,7 +170,9 @@ class Megatron(Ordered):
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            torch.distributed.init_process_group(
+                "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+            )
         (data / "megatron").mkdir(exist_ok=True)
         for name in self.names:
             path = data / "megatron" / name

@@ -1,4 +1,5 @@
-"""What 8- and 4-bit weights lose, ours beside llama.cpp's types of about the same size, on one model and one text.
+"""What 8- and 4-bit weights lose, ours beside llama.cpp's types of about the same size, on one
+model and one text.
 
     python -m tools.bench quality MODEL.gguf --text FILE --out docs/benchmarks/DATE-quality.md
 
@@ -88,7 +89,9 @@ def measure(options: Options, console: Any) -> Result:
 
 
 def fp8_engine(path: Path, threads: int) -> Any:
-    """An fp32 engine with the matrices that fp8 stands for; the embedding stays as it is, also of a tied head."""
+    """An fp32 engine with the matrices that fp8 stands for; the embedding stays as it is, also
+    of a tied head.
+    """
     from laneformer import Engine
     from laneformer.engine.folder import read_checkpoint
     from tools.check.reference import dequantised, tensors_of, weights_of

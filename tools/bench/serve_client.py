@@ -1,4 +1,6 @@
-"""What `tools.bench serve` measures with: a client that notes when each event comes, and the servers that it asks."""
+"""What `tools.bench serve` measures with: a client that notes when each event comes, and the
+servers that it asks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tools.bench.llamacpp import FOLDER
 
 START_S, TIMEOUT_S = 120.0, 300.0
 EVENT = re.compile(rb"data: (\{.*?\})\r?\n\r?\n", re.DOTALL)
-LLAMA_CPP = f"import sys; sys.path.append({str(FOLDER)!r}); from llama_cpp.server.__main__ import main; main()"
+LLAMA_CPP = (
+    f"import sys; sys.path.append({str(FOLDER)!r}); from llama_cpp.server.__main__ import main; main()"
+)
 
 
 class Answer(NamedTuple):
@@ -76,13 +80,20 @@ class Server:
     def ask(self, path: str, over: threading.Event | None = None, **body: Any) -> Answer:
         """Stream one greedy answer, or until `over` is set. What came is parsed after the last byte."""
         payload = json.dumps({"model": "model", "stream": True, "temperature": 0, **body})
-        pieces, times, finish_reason, sent_s = list[tuple[float, bytes]](), list[float](), None, time.perf_counter()
+        pieces, times, finish_reason, sent_s = (
+            list[tuple[float, bytes]](),
+            list[float](),
+            None,
+            time.perf_counter(),
+        )
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
         with contextlib.closing(connection):
             connection.request("POST", path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
-                raise RuntimeError(f"{self.name}: status {response.status} of {path}: {response.read()[:500]!r}")
+                raise RuntimeError(
+                    f"{self.name}: status {response.status} of {path}: {response.read()[:500]!r}"
+                )
             while not (over and over.is_set()) and (piece := response.read1(65536)):
                 pieces.append((time.perf_counter() - sent_s, piece))
         ends = np.cumsum([len(piece) for _, piece in pieces])
@@ -94,7 +105,9 @@ class Server:
         if not times:
             raise RuntimeError(f"{self.name}: an answer without text: {pieces[-3:]}")
         tokens = body["max_tokens"] if finish_reason == "length" else len(times)
-        return Answer(sent_s, np.array(times), tokens, times[0], (tokens - 1) / max(times[-1] - times[0], 1e-9))
+        return Answer(
+            sent_s, np.array(times), tokens, times[0], (tokens - 1) / max(times[-1] - times[0], 1e-9)
+        )
 
 
 def ours(model: Path, dtype: str, threads: int) -> Server:
@@ -107,10 +120,14 @@ def llama_servers(model: Path, threads: int, streams: int, context: int) -> list
     found = shutil.which("llama-server", path=f"{FOLDER}/bin") or shutil.which("llama-server")
     flags = ["-m", str(model), "-t", str(threads), "-np", str(streams), "-c", str(streams * context), "-kvu"]
     how = f"put it on the PATH or into {FOLDER}/bin; llama-cpp-python's sdist has its source"
-    own = Server("llama-server", [str(found), *flags], f"{streams} slots, {model.name}", True, "" if found else how)
+    own = Server(
+        "llama-server", [str(found), *flags], f"{streams} slots, {model.name}", True, "" if found else how
+    )
     flags = ["--model", str(model), "--n_threads", str(threads), "--n_threads_batch", str(threads)]
     flags += ["--n_ctx", str(context), "--interrupt_requests", "False"]  # True: a further one ends the first
-    there = all((FOLDER / name).exists() for name in ("llama_cpp/server", "sse_starlette", "starlette_context"))
+    there = all(
+        (FOLDER / name).exists() for name in ("llama_cpp/server", "sse_starlette", "starlette_context")
+    )
     how = "" if there else f"{sys.executable} -m pip install --target {FOLDER} 'llama-cpp-python[server]'"
     command = [sys.executable, "-c", LLAMA_CPP, *flags]
     return [own, Server("llama_cpp.server", command, f"one request at a time, {model.name}", False, how)]
@@ -129,7 +146,13 @@ class Null(BaseHTTPRequestHandler):
         tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["max_tokens"]
         self.do_GET()
         choice = {"index": 0, "text": " word", "logprobs": None, "finish_reason": "length"}
-        chunk = {"id": "x" * 32, "object": "text_completion", "created": 0, "model": "null", "choices": [choice]}
+        chunk = {
+            "id": "x" * 32,
+            "object": "text_completion",
+            "created": 0,
+            "model": "null",
+            "choices": [choice],
+        }
         event = b"data: %b\n\n" % json.dumps(chunk).encode()
         for part in [*[event] * tokens, b""]:
             self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))

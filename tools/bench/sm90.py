@@ -1,12 +1,14 @@
-"""What torch.compile would run on an H100, seen without one: Inductor's kernels for sm_90, and the bytes of each.
+"""What torch.compile would run on an H100, seen without one: Inductor's kernels for sm_90, and
+the bytes of each.
 
-A model's own forward and backward pass runs on fake tensors, which have shapes and no data, through Dynamo, AOTAutograd
-and its partitioner as in training. These tensors are on the CPU, since autograd of a build without CUDA has no CUDA
-device. Each graph moves to a fake CUDA device before it enters Inductor, which fuses and writes Triton code for an
-H100's properties. Nothing is compiled further, and nothing is executed.
+A model's own forward and backward pass runs on fake tensors, which have shapes and no data, through Dynamo,
+AOTAutograd and its partitioner as in training. These tensors are on the CPU, since autograd of a build
+without CUDA has no CUDA device. Each graph moves to a fake CUDA device before it enters Inductor, which fuses
+and writes Triton code for an H100's properties. Nothing is compiled further, and nothing is executed.
 
-The bytes of a kernel are the scheduler's: of every buffer that it reads or writes, what it touches, once. A kernel that
-reads a buffer twice is taken to find it in the cache; values that stay in registers are not buffers.
+The bytes of a kernel are the scheduler's: of every buffer that it reads or writes, what it touches,
+once. A kernel that reads a buffer twice is taken to find it in the cache; values that stay in
+registers are not buffers.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Graph:
 
     backward: bool
     kernels: list[Kernel] = field(default_factory=list)
-    peak_bytes: int = 0  # held at once of what it allocates, outputs included, less what it has freed of its inputs
+    peak_bytes: int = (
+        0  # held at once of what it allocates, outputs included, less what it has freed of its inputs
+    )
     incoming_bytes: int = 0  # gradients that enter a backward pass
     kept_bytes: int = 0  # what a backward pass needs from the forward pass, parameters excluded
     code: str = ""
@@ -66,7 +70,9 @@ class Graph:
 
 
 class Recorder:
-    """A backend of torch.compile that lowers every graph and records each of its calls under the label of that time."""
+    """A backend of torch.compile that lowers every graph and records each of its calls under the
+    label of that time.
+    """
 
     def __init__(self) -> None:
         self.label = ""
@@ -86,7 +92,9 @@ class Recorder:
         module._compiled_call_impl = call
 
     def backend(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Give this to torch.compile; the compiled function returns tensors of the right shapes, without data."""
+        """Give this to torch.compile; the compiled function returns tensors of the
+        right shapes, without data.
+        """
         from torch._inductor.compile_fx import compile_fx
 
         weights = {f"primals_{i + 1}" for i, t in enumerate(inputs) if isinstance(t, torch.nn.Parameter)}
@@ -95,7 +103,12 @@ class Recorder:
         return compiled
 
     def _lower(
-        self, weights: set[str], labels: list[str], module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+        self,
+        weights: set[str],
+        labels: list[str],
+        module: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        **options: Any,
     ) -> Callable[[list[Any]], list[Any]]:
         graph = lower(module, inputs, weights, **options)
         outputs = next(iter(module.graph.find_nodes(op="output"))).args[0]
@@ -160,7 +173,8 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-# --- what the scheduler knows of a kernel -------------------------------------------------------------------------
+# --- what the scheduler knows of a kernel
+# -------------------------------------------------------------------------
 
 
 def _kernel(node: Any) -> Kernel | None:
@@ -194,13 +208,18 @@ def _kind(call: Any) -> str:
 
 
 def _touched(node: Any) -> int:
-    """Bytes that a Triton kernel touches in device memory; what it consumes of its own results does not count."""
+    """Bytes that a Triton kernel touches in device memory; what it consumes of its own
+    results does not count.
+    """
     from torch._inductor.virtualized import V
 
     gone = V.graph.removed_buffers | V.graph.inplaced_to_remove
     written = {dep.name for dep in node.read_writes.writes}
     touched: dict[str, int] = {}
-    for dep in {*node.read_writes.writes, *(dep for dep in node.read_writes.reads if dep.name not in written)}:
+    for dep in {
+        *node.read_writes.writes,
+        *(dep for dep in node.read_writes.reads if dep.name not in written),
+    }:
         if dep.name not in gone and V.graph.try_get_buffer(dep.name) is not None:
             touched[dep.name] = touched.get(dep.name, 0) + dep.numbytes_hint()
     return sum(min(size, _bytes(V.graph.try_get_buffer(name))) for name, size in touched.items())
@@ -242,7 +261,8 @@ def _peak_bytes(graph: Any, code: str, inputs: dict[str, int]) -> int:
     return peak - sum(inputs.values())
 
 
-# --- the fake device ----------------------------------------------------------------------------------------------
+# --- the fake device
+# ----------------------------------------------------------------------------------------------
 
 
 class _Driver:
@@ -267,7 +287,9 @@ def _fake_h100() -> Iterator[None]:
     from torch._inductor import config, scheduler
     from triton.runtime.driver import driver
 
-    flex: Any = importlib.import_module("torch._higher_order_ops.flex_attention")  # its package hides the module
+    flex: Any = importlib.import_module(
+        "torch._higher_order_ops.flex_attention"
+    )  # its package hides the module
     permute, state = flex._permute_strides, torch.zeros(16, dtype=torch.uint8)
 
     def properties(device: Any = None) -> Any:

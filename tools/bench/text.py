@@ -1,9 +1,10 @@
-"""Filtering, decontaminating and tokenizing real text on one core, alternating with other tools on the same text.
+"""Filtering, decontaminating and tokenizing real text on one core, alternating with other tools
+on the same text.
 
     python -m tools.bench text [--out FILE.md] [--megabytes 8] [--rounds 3] [--tokenizer tokenizer.model]
 
-The text is what the machine has: Python's library as code; manual pages and package descriptions as prose. CPU seconds
-are counted, so that other work on the machine has little effect.
+The text is what the machine has: Python's library as code; manual pages and package descriptions as prose.
+CPU seconds are counted, so that other work on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for every candidate; read when tokenizers is imported
+os.environ["TOKENIZERS_PARALLELISM"] = (
+    "false"  # one core for every candidate; read when tokenizers is imported
+)
 
 import numpy as np
 import pyarrow as pa
@@ -65,7 +68,9 @@ class Options(harness.Options):
     rounds: int = 3
     """Rounds; in each, every candidate is timed once."""
     passages: int = 30_000
-    """Benchmark passages of 60 words in the index, cut from text of the other kind, so that few documents hold one."""
+    """Benchmark passages of 60 words in the index, cut from text of the other kind, so that
+    few documents hold one.
+    """
     tokenizer: Path | None = None
     """A sentencepiece model; default: 32,000 pieces trained on code."""
 
@@ -78,7 +83,9 @@ def compare(options: Options, console: Any) -> Result:
     """Bytes, MB/s of filtering and M tokens/s of tokenizing, for each kind of text."""
     stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
     code = [path for path in glob.glob(f"{stdlib}/**/*.py", recursive=True) if "site-packages" not in path]
-    prose = [path for end in ("METADATA", "*.md") for path in glob.glob(f"{packages}/**/{end}", recursive=True)]
+    prose = [
+        path for end in ("METADATA", "*.md") for path in glob.glob(f"{packages}/**/{end}", recursive=True)
+    ]
     paths = {"code": code, "prose": prose + glob.glob("/usr/share/man/man[1-8]/*")}
     result: Result = {}
     with tempfile.TemporaryDirectory() as name, console.status("reading text") as status:
@@ -146,14 +153,18 @@ def filtering(timed: list[str], passages: list[str], folder: Path) -> dict[str, 
         "filter stage": lambda: functools.partial(stage_with, index),
         "filter stage without benchmarks": lambda: functools.partial(stage_with, None),
         "decontamination alone": lambda: functools.partial(index.find, timed),
-        "a set of 13-grams in plain Python": lambda: lambda: [grams.isdisjoint(plain_grams(text)) for text in timed],
+        "a set of 13-grams in plain Python": lambda: (
+            lambda: [grams.isdisjoint(plain_grams(text)) for text in timed]
+        ),
     }
 
 
 def cut_passages(texts: list[str], count: int) -> list[str]:
     words = " ".join(texts).split()
     step = max(len(words) // count, 1)
-    return [" ".join(words[i : i + PASSAGE_WORDS]) for i in range(0, len(words) - PASSAGE_WORDS, step)][:count]
+    return [" ".join(words[i : i + PASSAGE_WORDS]) for i in range(0, len(words) - PASSAGE_WORDS, step)][
+        :count
+    ]
 
 
 def plain_grams(text: str) -> Iterator[tuple[str, ...]]:
@@ -161,15 +172,21 @@ def plain_grams(text: str) -> Iterator[tuple[str, ...]]:
     return zip(*(words[i:] for i in range(decontaminate.GRAM_WORDS)), strict=False)
 
 
-def tokenizing(timed: list[str], before: list[str], model: Path, folder: Path) -> tuple[dict[str, Candidate], int]:
-    """Encoders in memory, stages from Parquet to files of tokens; the number of tokens, after comparing the ids."""
+def tokenizing(
+    timed: list[str], before: list[str], model: Path, folder: Path
+) -> tuple[dict[str, Candidate], int]:
+    """Encoders in memory, stages from Parquet to files of tokens; the number of tokens,
+    after comparing the ids.
+    """
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     spec = json.loads(tokenizer_from_sentencepiece(model).to_str())  # text is never parsed for control tokens
     plain = tokenizers.Tokenizer.from_str(json.dumps({**spec, "added_tokens": [], "post_processor": None}))
     tokens, _ = (made := tokenizer.load(model)).encode(timed)
     for batch in (processor.encode(timed, num_threads=1), [e.ids for e in plain.encode_batch_fast(timed)]):
         expected = (i for document in batch for i in (made.bos_id, *document, made.eos_id))
-        assert np.array_equal(tokens, np.fromiter(expected, np.int64)), "all candidates must give the same ids"
+        assert np.array_equal(tokens, np.fromiter(expected, np.int64)), (
+            "all candidates must give the same ids"
+        )
 
     def encoder(texts_before: list[str]) -> Callable[[], Any]:
         ours = tokenizer.SentencepieceTokenizer(processor)
@@ -232,10 +249,16 @@ def datatrove(folder: Path, plain: tokenizers.Tokenizer) -> Callable[[], Any]:
 def section(options: Options, result: Result) -> tuple[str, str]:
     parts = [
         f"Medians of {options.rounds} alternating rounds; {', '.join(f'{name} {version(name)}' for name in PACKAGES)}; "
-        + (f"vocabulary {options.tokenizer.name}" if options.tokenizer else "32,000 pieces trained on the code")
+        + (
+            f"vocabulary {options.tokenizer.name}"
+            if options.tokenizer
+            else "32,000 pieces trained on the code"
+        )
         + f"; an index of {options.passages:,} passages of {PASSAGE_WORDS} words.",
     ]
     for what, unit in (("filtering", "MB/s per core"), ("tokenizing", "M tokens/s per core")):
-        rows = [[name, *(f"{result[kind][what][name]:.2f}" for kind in KINDS)] for name in result[KINDS[0]][what]]
+        rows = [
+            [name, *(f"{result[kind][what][name]:.2f}" for kind in KINDS)] for name in result[KINDS[0]][what]
+        ]
         parts.append(table([unit, *KINDS], rows))
     return f"{options.megabytes:g} MB of code and of prose", "\n\n".join(parts)

@@ -1,12 +1,13 @@
-"""Training speed of the real trainer and of TorchTitan's own Llama of the same parameter count, in alternating runs.
+"""Training speed of the real trainer and of TorchTitan's own Llama of the same parameter
+count, in alternating runs.
 
     python -m tools.bench train --flavor 2b --out docs/benchmarks/DATE-train-h200.md          one GPU
     python -m tools.bench train --flavor tiny --seq-len 128 --local-batch 2 --steps 6 --warmup 2     a laptop's CPU
 
-Each trial is a job of its own (`torchrun -m train`, or `-m tools.bench.llama` on TorchTitan's trainer) on synthetic
-tokens: loader, FSDP, compile, optimizer and metrics are those of a real run, checkpoints are off. The first steps of a
-trial, which compile, are not counted. Speeds are medians over the steps of all trials; the ratio is taken within a
-round, whose order alternates.
+Each trial is a job of its own (`torchrun -m train`, or `-m tools.bench.llama` on TorchTitan's trainer) on
+synthetic tokens: loader, FSDP, compile, optimizer and metrics are those of a real run, checkpoints are off.
+The first steps of a trial, which compile, are not counted. Speeds are medians over the steps of all trials;
+the ratio is taken within a round, whose order alternates.
 """
 
 from __future__ import annotations
@@ -95,13 +96,17 @@ def measure(options: Options, console: Any) -> Result:
         config = LaneformerConfig.from_flavor(options.flavor)
         windows = (options.steps + options.warmup) * batch * options.gpus
         # few tokens, read repeatedly: generating them is slow, and their number does not change the speed
-        lock = write_synthetic_lock(Path(folder) / "data", min(windows, 64), options.seq_len, config.vocab_size)
+        lock = write_synthetic_lock(
+            Path(folder) / "data", min(windows, 64), options.seq_len, config.vocab_size
+        )
         for index, order in enumerate(harness.alternate(PROGRAMS, options.rounds)):
             trials = {}
             for name in order:
                 with console.status(f"round {index + 1} of {options.rounds}: {name}"):
                     trials[name] = trial(name, options, batch, lock, Path(folder) / f"{name}-{index}")
-                console.print(f"round {index + 1}: {name} {trials[name]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU")
+                console.print(
+                    f"round {index + 1}: {name} {trials[name]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+                )
             rounds.append(trials)
     ratios = [r["laneformer"]["tokens_per_s_per_gpu"] / r["llama"]["tokens_per_s_per_gpu"] for r in rounds]
     names = ("flavor", "gpus", "seq_len", "steps", "warmup", "dtype", "checkpointing", "compile")
@@ -125,7 +130,9 @@ def choose_local_batch(options: Options, device: str) -> int:
     )  # fmt: skip
     batch = plan_sums.largest_local_batch(job, plan_sums.GPUS[gpu])
     if batch == 0:
-        raise ValueError(f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu}")
+        raise ValueError(
+            f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu}"
+        )
     return batch
 
 
@@ -146,7 +153,9 @@ def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Res
         "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb",
     ]  # fmt: skip
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, cwd=harness.ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, cwd=harness.ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {(done.stdout + done.stderr)[-3000:]}")
     rows = read_lines(run / "metrics.jsonl")[options.warmup :]
@@ -168,7 +177,9 @@ def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Res
 
 
 def summary(trials: list[Result]) -> Result:
-    """Medians over trials, of the steps of all trials together, the highest peak; None where nothing was measured."""
+    """Medians over trials, of the steps of all trials together, the highest peak; None
+    where nothing was measured.
+    """
     p50, p90 = np.percentile([s for t in trials for s in t["step_s"]], (50, 90)).tolist()
     rates, mfus = ([t[key] for t in trials] for key in ("tokens_per_s_per_gpu", "mfu"))
     return {
@@ -188,7 +199,9 @@ def section(options: Options, result: Result) -> tuple[str, str]:
          "-" if m["peak_memory_gib"] is None else f"{m['peak_memory_gib']:.1f} GiB"]
         for name, m in result["models"].items()
     ]  # fmt: skip
-    shape = f"{result['gpus']} x {result['device']}, local batch {result['local_batch']} x {result['seq_len']}"
+    shape = (
+        f"{result['gpus']} x {result['device']}, local batch {result['local_batch']} x {result['seq_len']}"
+    )
     how = f"{result['dtype']}, checkpointing {result['checkpointing']}, compile {'on' if result['compile'] else 'off'}"
     how += f", joins and norms {result['models']['laneformer']['join_norm']}"
     body = (
@@ -199,13 +212,15 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     return f"`{result['flavor']}`, {shape}", body
 
 
-# --- token shards made of a rule instead of text, the same on every machine: golden runs train on them, too ---------
+# --- token shards made of a rule instead of text, the same on every machine: golden runs train on
+# them, too ---------
 
 
 def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
     """uint16 or uint32 (count,): x -> 5 x + 1 among the vocabulary's ordinary tokens, one in four drawn.
 
-    So a model has something to learn. Only PCG64's raw stream is used, which NumPy keeps the same in every version.
+    So a model has something to learn. Only PCG64's raw stream is used, which NumPy keeps the
+    same in every version.
     """
     raw = np.random.PCG64(SEED).random_raw(count)
     ordinary = vocab_size - FIRST_TOKEN
@@ -219,7 +234,9 @@ def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
 
 
 def write_synthetic_lock(folder: Path, windows: int, seq_len: int, vocab_size: int) -> Path:
-    """A source of `windows` windows with its manifest, and the lock of one phase that reads it; returns the lock."""
+    """A source of `windows` windows with its manifest, and the lock of one phase that reads
+    it; returns the lock.
+    """
     tokens = {SOURCE: synthetic_tokens((windows + 1) * seq_len + 1, vocab_size)}
     return write_lock(folder, tokens, {SOURCE: 1}, seq_len, vocab_size, windows_per_shard=windows)
 
@@ -230,7 +247,8 @@ def write_lock(
 ) -> Path:  # fmt: skip
     """Shards and manifest of every source, and the lock of one phase that reads them; returns the lock.
 
-    tokens[name]: uint16 or uint32, whole windows and one token more; the last window is held out for validation.
+    tokens[name]: uint16 or uint32, whole windows and one token more; the last window is
+    held out for validation.
     """
     values = ("", vocab_size, next(iter(tokens.values())).itemsize, *range(1, FIRST_TOKEN))
     of_tokens = dict(zip(shards.TOKENIZER_FACTS, values, strict=True))

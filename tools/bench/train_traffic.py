@@ -3,10 +3,11 @@
     python -m tools.bench train-traffic --out docs/benchmarks/DATE-train-traffic.md
     python -m tools.bench train-traffic --flavor tiny --batch 2 --seq-len 128
 
-One micro-batch of the job's model, prepared as `train` prepares it (compiled layers and loss, selective checkpointing,
-bf16 parameters, FlexAttention where a layer has a window), is lowered forward and backward by Inductor for sm_90; so is
-a dense Llama of the same shape, which is the same model with one lane. `tools/bench/sm90.py` says how. Bytes and FLOPs
-are counted. Times are a model: they follow from the rates of `tools/plan/speed.py`, which are assumptions.
+One micro-batch of the job's model, prepared as `train` prepares it (compiled layers and loss, selective
+checkpointing, bf16 parameters, FlexAttention where a layer has a window), is lowered forward and backward by
+Inductor for sm_90; so is a dense Llama of the same shape, which is the same model with one lane.
+`tools/bench/sm90.py` says how. Bytes and FLOPs are counted. Times are a model: they follow from the rates of
+`tools/plan/speed.py`, which are assumptions.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ DENSE = ("--architecture.num_lanes", "1", "--architecture.broadcast_delay", "0")
 
 @dataclass(kw_only=True)
 class Options(harness.Options):
-    """Count what a training step moves and computes on an H100, and model its tokens/s, beside a dense Llama's."""
+    """Count what a training step moves and computes on an H100, and model its tokens/s,
+    beside a dense Llama's.
+    """
 
     flavor: Literal["2b", "300m", "tiny"] = "2b"
     """Model shape."""
@@ -53,7 +56,9 @@ class Options(harness.Options):
         """ValueError for a shape that cannot be lowered."""
         longest = LaneformerConfig.from_flavor(self.flavor).max_position_embeddings
         if self.batch < 1 or not 2 <= self.seq_len <= longest:
-            raise ValueError(f"batch = {self.batch} must be at least 1, seq_len = {self.seq_len} in 2 to {longest}")
+            raise ValueError(
+                f"batch = {self.batch} must be at least 1, seq_len = {self.seq_len} in 2 to {longest}"
+            )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -87,7 +92,9 @@ def layers_of(recorder: sm90.Recorder) -> list[Passes]:
         if label.startswith("layer"):
             graphs.setdefault(label, []).append(graph)
     trained = [each[:2] for each in graphs.values()]  # a validation comes after them
-    assert all([graph.backward for graph in each] == [False, True] for each in trained), "one graph in each direction"
+    assert all([graph.backward for graph in each] == [False, True] for each in trained), (
+        "one graph in each direction"
+    )
     return [(forward, backward) for forward, backward in trained]
 
 
@@ -138,7 +145,8 @@ def kinds(layers: list[Passes]) -> list[Result]:
     return rows
 
 
-# --- counting -----------------------------------------------------------------------------------------------------
+# --- counting
+# -----------------------------------------------------------------------------------------------------
 
 
 def count(options: Options, *more: str, validate: bool = False) -> sm90.Recorder:
@@ -180,10 +188,14 @@ def count(options: Options, *more: str, validate: bool = False) -> sm90.Recorder
 
 @contextlib.contextmanager
 def attention_of_a_gpu() -> Iterator[None]:
-    """Fake tensors are on the CPU, whose SDPA is another kernel, and for which FlexAttention has no backward pass."""
+    """Fake tensors are on the CPU, whose SDPA is another kernel, and for which FlexAttention
+    has no backward pass.
+    """
     from torch.nn.attention import flex_attention
 
-    def flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, **options: Any) -> Tensor:
+    def flash(
+        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, **options: Any
+    ) -> Tensor:
         assert is_causal
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
 
@@ -197,14 +209,16 @@ def attention_of_a_gpu() -> Iterator[None]:
         yield
 
 
-# --- the report ---------------------------------------------------------------------------------------------------
+# --- the report
+# ---------------------------------------------------------------------------------------------------
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
     """Title and body of one section of a benchmark file."""
     parts = [model_table(name, model, result["wide_bytes"]) for name, model in result["models"].items()]
     rates = [
-        [field.name, *(str(result["rates"][name][field.name]) for name in RATES)] for field in dataclasses.fields(Rates)
+        [field.name, *(str(result["rates"][name][field.name]) for name in RATES)]
+        for field in dataclasses.fields(Rates)
     ]
     speeds = [
         *([f"{name}, tokens/s", *(f"{model['tokens_per_s'][n]:,.0f}" for n in RATES)]

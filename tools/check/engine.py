@@ -1,11 +1,13 @@
-"""Is the decode engine right? Modules, logits, greedy tokens and bits against PyTorch; planted faults must fail.
+"""Is the decode engine right? Modules, logits, greedy tokens and bits against PyTorch;
+planted faults must fail.
 
     python -m tools.check.engine runs/demo/hf        python -m tools.check.engine tiny
 
-The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32 forward on
-the same weights shows it, and the engine, which sums in another order, gets four times its largest error. The same gate
-must refuse an engine with one fault in it, else it proves nothing; and the modules' own outputs (modules.py) must
-name the module where the fault sits. A flavor gets random weights of unit gain, so that every module matters.
+The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32
+forward on the same weights shows it, and the engine, which sums in another order, gets four times its largest
+error. The same gate must refuse an engine with one fault in it, else it proves nothing; and the modules' own
+outputs (modules.py) must name the module where the fault sits. A flavor gets random weights of unit gain, so
+that every module matters.
 
     S positions   V vocabulary
 """
@@ -55,7 +57,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 FAULT_POSITIONS = 48
 REPEATED_POSITIONS = 24
-BF16_POSITIONS = 256  # PyTorch's bf16 is very slow on a CPU without such instructions; this many give the mean
+BF16_POSITIONS = (
+    256  # PyTorch's bf16 is very slow on a CPU without such instructions; this many give the mean
+)
 
 
 @dataclass
@@ -63,7 +67,8 @@ class Options:
     """Check the engine; a table, and the last line of stdout is JSON. Exit status 1 when a check fails."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """A Hugging Face folder (the Llama family's, too), or a flavor (2b, 300m, tiny) with random bf16 weights."""
+    """A Hugging Face folder (the Llama family's, too), or a flavor (2b, 300m, tiny) with random bf16 weights.
+    """
     prompts: int = 8
     """Prompts whose greedy continuation is compared token for token."""
     new_tokens: int = 32
@@ -96,7 +101,9 @@ def run(
     name: str, options_type: Any, about: str | None, measure: Callable[[Any, Console], dict[str, Any]],
     tables: Callable[[dict[str, Any]], list[Table]], arguments: list[str] | None,
 ) -> NoReturn:  # fmt: skip
-    """A check as a command: tables on stderr, one JSON line on stdout; `measure` returns what `passed` and figures."""
+    """A check as a command: tables on stderr, one JSON line on stdout; `measure` returns
+    what `passed` and figures.
+    """
     prog, started = f"python -m tools.check {name.removeprefix('check_')}", time.monotonic()
     options = tyro.cli(options_type, args=arguments, prog=prog, description=about)
     console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
@@ -108,7 +115,9 @@ def run(
     report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
     for shown in tables(report):
         console.print(shown)
-    console.print("[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]")
+    console.print(
+        "[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]"
+    )
     print(json.dumps(report))
     raise SystemExit(not report["ok"])
 
@@ -125,14 +134,18 @@ def load(name: str) -> tuple[LaneformerConfig, Weights]:
         return config, random_weights(config)
     folder = Path(name)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{name!r} is neither a folder with config.json nor a flavor; flavors: {sorted(FLAVORS)}")
+        raise ValueError(
+            f"{name!r} is neither a folder with config.json nor a flavor; flavors: {sorted(FLAVORS)}"
+        )
     checkpoint = read_checkpoint(folder)
     return checkpoint.config, weights_of(checkpoint.tensors)
 
 
 @dataclass
 class Reference:
-    """PyTorch's results on the ids: float64 logits and module outputs, Transformers' model, and the allowed errors."""
+    """PyTorch's results on the ids: float64 logits and module outputs, Transformers' model,
+    and the allowed errors.
+    """
 
     ids: list[int]
     positions: list[int]
@@ -161,7 +174,10 @@ def reference_of(config: LaneformerConfig, weights: Weights, options: Options, c
     errors, worst = {}, {}
     for name, logits_of in (("hf_fp32", single), ("hf_bf16", half)):
         expected = logits[: len(logits_of)]
-        errors[name], worst[name] = relative_errors(logits_of, expected), float(np.abs(logits_of - expected).max())
+        errors[name], worst[name] = (
+            relative_errors(logits_of, expected),
+            float(np.abs(logits_of - expected).max()),
+        )
     factor, yardstick = (MARGIN, "hf_fp32") if options.math == "exact" else (1.0, "hf_bf16")
     tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])
     allowed, half_kl = float(factor * errors[yardstick].max()), mean_kl(single[: len(half)], half)
@@ -169,7 +185,9 @@ def reference_of(config: LaneformerConfig, weights: Weights, options: Options, c
 
 
 def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
-    """Every check on one model; returns the report that main prints, with `ok` and the names of what `failed`."""
+    """Every check on one model; returns the report that main prints, with `ok` and the
+    names of what `failed`.
+    """
     truth = reference_of(config, weights, options, console)
     console.print("the engine", style="dim")
     with engine_of(config, weights, options) as engine:
@@ -192,7 +210,9 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         **{f"locates: {name}": where["planted_in"] == where["first_wrong"] for name, where in found.items()},
     }
     length = len(truth.ids)
-    by_depth = {d: {who: float(e[d - 1]) for who, e in errors.items() if d <= len(e)} for d in depths(config, length)}
+    by_depth = {
+        d: {who: float(e[d - 1]) for who, e in errors.items() if d <= len(e)} for d in depths(config, length)
+    }
     return {
         "model": options.model, "math": options.math, "isa": isa,
         "positions": length, "allowed": truth.allowed, "relative_error": by_depth,
@@ -208,7 +228,10 @@ def measure_faults(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """By planted fault: the engine's largest relative error, and where the fault is and was first seen."""
     faults, found = {}, {}
-    ids, near = truth.ids[:FAULT_POSITIONS], [position for position in truth.positions if position < FAULT_POSITIONS]
+    ids, near = (
+        truth.ids[:FAULT_POSITIONS],
+        [position for position in truth.positions if position < FAULT_POSITIONS],
+    )
     for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
         console.print(f"planted: {name}", style="dim")
         with engine_of(wrong_config, wrong_weights, options) as engine:
@@ -219,7 +242,9 @@ def measure_faults(
     return faults, found
 
 
-def engine_of(config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None) -> Engine:
+def engine_of(
+    config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None
+) -> Engine:
     return Engine(config, tensors_of(weights), threads=threads, math=options.math, kv_dtype="fp32")
 
 
@@ -230,8 +255,12 @@ def depths(config: LaneformerConfig, length: int) -> list[int]:
     return sorted(d for d in wanted if 1 <= d <= length)
 
 
-def compare_greedy(engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float) -> dict[str, Any]:
-    """Continuations of random prompts, short ones and some beyond the window; where they part, and by what lead."""
+def compare_greedy(
+    engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float
+) -> dict[str, Any]:
+    """Continuations of random prompts, short ones and some beyond the window; where they part,
+    and by what lead.
+    """
     config, parted, leads = engine.config, [], []
     lengths = (1, 5, 11, min(config.sliding_window + 3, 200))
     for index, prompt in enumerate(random_prompts(config, options.prompts, lengths, options.new_tokens)):
@@ -248,7 +277,9 @@ def compare_greedy(engine: Engine, model: LaneformerForCausalLM, options: Option
 
 
 def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], options: Options) -> int:
-    """How many repeated runs, over all numbers of threads, differ in a bit from the first: logits, sampled tokens."""
+    """How many repeated runs, over all numbers of threads, differ in a bit from the
+    first: logits, sampled tokens.
+    """
     first: tuple[bytes, list[int]] | None = None
     differing = 0
     for threads in options.threads:
@@ -278,15 +309,21 @@ def table(report: dict[str, Any]) -> Table:
     shown.add_row("greedy continuations alike", same, "", "", "", mark(passed["greedy tokens"]))
     for p in greedy["parted"]:
         lead = f"lead {p['lead']:.2e}"
-        shown.add_row(f"  prompt {p['prompt']} parts at {p['token']}", lead, "", "", f"{greedy['tie']:.2e}", "")
+        shown.add_row(
+            f"  prompt {p['prompt']} parts at {p['token']}", lead, "", "", f"{greedy['tie']:.2e}", ""
+        )
     runs = f"{report['differing_runs']} of {report['runs'] * len(report['threads'])}"
-    shown.add_row(f"runs that differ, threads {report['threads']}", runs, "", "", "0", mark(passed["repeated runs"]))
+    shown.add_row(
+        f"runs that differ, threads {report['threads']}", runs, "", "", "0", mark(passed["repeated runs"])
+    )
     shown.add_section()
     for name, error in report["faults"].items():
         refused = mark(passed[f"refuses: {name}"])
         shown.add_row(f"planted: {name}", f"{error:.2e}", "", "", f"> {report['allowed']:.2e}", refused)
         where = report["located"][name]
-        shown.add_row(f"  first wrong module {where['first_wrong']}", "", "", "", "", mark(passed[f"locates: {name}"]))
+        shown.add_row(
+            f"  first wrong module {where['first_wrong']}", "", "", "", "", mark(passed[f"locates: {name}"])
+        )
     return shown
 
 

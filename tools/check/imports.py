@@ -1,7 +1,8 @@
 """Which module of ours uses which: arrows between packages and circles between modules.
 
-An edge goes from a module to each module of ours that it imports (lazily and for typing, too) or names in a string: a
-process (`-m evals.watch`), a plugin (`custom_import`) or a dotted name. Messages and docstrings are prose: no edge.
+An edge goes from a module to each module of ours that it imports (lazily and for typing, too) or names in a
+string: a process (`-m evals.watch`), a plugin (`custom_import`) or a dotted name. Messages and docstrings
+are prose: no edge.
 """
 
 from __future__ import annotations
@@ -72,9 +73,13 @@ def imported(tree: ast.Module, package: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def named(tree: ast.Module) -> Iterator[str]:
-    """Strings that may name a module: after `-m` or a plugin option, a dotted name alone, the start of an f-string."""
+    """Strings that may name a module: after `-m` or a plugin option, a dotted name alone, the
+    start of an f-string.
+    """
     for node in ast.walk(tree):
-        values: list[ast.expr] = getattr(node, "elts", []) or (node.args if isinstance(node, ast.Call) else [])
+        values: list[ast.expr] = getattr(node, "elts", []) or (
+            node.args if isinstance(node, ast.Call) else []
+        )
         for before, value in itertools.pairwise(values):
             if isinstance(before, ast.Constant) and before.value in AFTER and isinstance(value, ast.Constant):
                 yield str(value.value)
@@ -96,7 +101,9 @@ def edges(root: Path) -> set[Edge]:
             found.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
         for name in named(tree):
             if name in ours:
-                found.add(Edge(module, f"{name}.__main__" if f"{name}.__main__" in ours else name, process=True))
+                found.add(
+                    Edge(module, f"{name}.__main__" if f"{name}.__main__" in ours else name, process=True)
+                )
     for owner, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.toml")):
             values = re.findall(rf'"{DOTTED}"', re.sub(r"(?m)#.*$", "", path.read_text(encoding="utf-8")))

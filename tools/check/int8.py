@@ -1,4 +1,5 @@
-"""What int8 weights cost, in nats and in bits per byte against bf16; and does the engine compute what int8 means?
+"""What int8 weights cost, in nats and in bits per byte against bf16; and does the engine
+compute what int8 means?
 
     python -m tools.check.int8 runs/demo/hf --data runs/demo/data
 
@@ -60,7 +61,9 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
 
 
 def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[str, Any]:
-    """The gate on the logits after `ids`: relative errors of the engines, what is allowed, and the planted fault's."""
+    """The gate on the logits after `ids`: relative errors of the engines, what is allowed,
+    and the planted fault's.
+    """
     meant = dequantised(weights)
     reference = plain_model(config, meant)(torch.tensor([ids]))[0].detach().numpy()
 
@@ -73,7 +76,9 @@ def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[st
         error = error_of(engine)
         decoder = engine._open()
         assert isinstance(decoder, CpuDecoder)
-        first = 64 * -(-config.hidden_size // 2)  # of the scales: that of a query row of the first lane and layer
+        first = 64 * -(
+            -config.hidden_size // 2
+        )  # of the scales: that of a query row of the first lane and layer
         decoder.part(0)[first : first + 4].view(np.float32)[:] *= 2
         planted = error_of(engine)
     passed = {"relative error": error <= allowed, "refuses: one scale doubled": planted > allowed}
@@ -84,7 +89,9 @@ def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[st
 def cost(
     folder: Path, windows: dict[str, np.ndarray], categories: dict[str, str], token_bytes: np.ndarray
 ) -> dict[str, Any]:
-    """KL(bf16 || int8) in nats and equal best ids, means over positions; bits per byte of both; on windows (n, S+1)."""
+    """KL(bf16 || int8) in nats and equal best ids, means over positions; bits per byte of both;
+    on windows (n, S+1).
+    """
     scorers = {name: EngineScorer(folder, device="cpu", dtype=name, cache=False) for name in ("bf16", "int8")}
     half, small = (scorer.engine for scorer in scorers.values())
     kl, same = [], []
@@ -92,7 +99,9 @@ def cost(
         theirs, ours = (engine.logits(row[:-1].tolist()) for engine in (half, small))
         kl.append(mean_kl(theirs, ours))
         same.append((theirs.argmax(-1) == ours.argmax(-1)).mean())
-    scored = {name: bits_per_byte(scorer, windows, categories, token_bytes) for name, scorer in scorers.items()}
+    scored = {
+        name: bits_per_byte(scorer, windows, categories, token_bytes) for name, scorer in scorers.items()
+    }
     weight_bytes = {name: scorer.engine.weight_bytes for name, scorer in scorers.items()}
     for scorer in scorers.values():
         scorer.close()

@@ -1,4 +1,5 @@
-"""Does a model compute the same in the engine, in our modeling code, and in the code that it was published with?
+"""Does a model compute the same in the engine, in our modeling code, and in the code that
+it was published with?
 
     python -m tools.check parity FOLDER --trust-remote-code        python -m tools.check parity model.gguf
 
@@ -26,12 +27,21 @@ from rich.table import Table
 from laneformer import Engine
 from laneformer.engine.folder import read_checkpoint, read_json
 from tools.check.engine import MARGIN, compare_greedy, run, verdict
-from tools.check.reference import TORCH_DTYPES, hf_model, model_outputs, module_report, plain_model, relative_errors
+from tools.check.reference import (
+    TORCH_DTYPES,
+    hf_model,
+    model_outputs,
+    module_report,
+    plain_model,
+    relative_errors,
+)
 
 
 @dataclass
 class Options:
-    """Compare engine, our code and published code; the last line of stdout is JSON. Exit status 1 if they differ."""
+    """Compare engine, our code and published code; the last line of stdout is JSON. Exit status
+    1 if they differ.
+    """
 
     model: Annotated[Path, tyro.conf.Positional]
     """A Hugging Face folder of a Laneformer or of the Llama family, or a GGUF file."""
@@ -61,7 +71,11 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     console.print(f"model.py in float64 on {length} positions", style="dim")
     truth = plain_model(config, weights)
     logits, streams = outputs(truth, ids)
-    single = plain_model(config, weights).float() if config.borrowed() else hf_model(config, weights, torch.float32)
+    single = (
+        plain_model(config, weights).float()
+        if config.borrowed()
+        else hf_model(config, weights, torch.float32)
+    )
     logits_of, streams_of = {}, {}
     logits_of["modeling code"], streams_of["modeling code"] = outputs(single, ids)
     tie = 2 * (MARGIN + 1) * float(np.abs(logits_of["modeling code"] - logits).max())
@@ -72,14 +86,19 @@ def check(options: Options, console: Console) -> dict[str, Any]:
         logits_of["engine"] = engine.logits(ids)
         positions = list(range(0, length, max(1, length // 16)))
         reference = model_outputs(truth, ids, positions)[1]
-        modules = module_report(engine.config, engine._partials(ids, positions), reference, positions, "exact")
+        modules = module_report(
+            engine.config, engine._partials(ids, positions), reference, positions, "exact"
+        )
         if (published := published_model(options)) is not None:
             console.print(f"the published code: {type(published).__name__}", style="dim")
             logits_of["published code"], streams_of["published code"] = outputs(published, ids)
             greedy = compare_greedy(engine, published, options, tie)  # type: ignore[arg-type]
     errors = {who: float(relative_errors(found, logits).max()) for who, found in logits_of.items()}
     layers = {who: stream_errors(found, streams) for who, found in streams_of.items()}
-    allowed, allowed_stream = MARGIN * errors["modeling code"], MARGIN * np.maximum.accumulate(layers["modeling code"])
+    allowed, allowed_stream = (
+        MARGIN * errors["modeling code"],
+        MARGIN * np.maximum.accumulate(layers["modeling code"]),
+    )
     beyond = [i for i, error in enumerate(layers.get("published code", [])) if not error <= allowed_stream[i]]
     first = {"engine": modules["first_wrong"], "published code": beyond[0] if beyond else None}
     passed = {f"logits: {who}": error <= allowed for who, error in errors.items()}
@@ -92,7 +111,9 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     }  # fmt: skip
     if beyond:  # the one point on which public readings of the architecture differ
         other = dataclasses.replace(config, rebroadcast_early=not config.rebroadcast_early)
-        rest = relative_errors(logits_of["published code"], outputs(plain_model(other, weights), ids)[0]).max()
+        rest = relative_errors(
+            logits_of["published code"], outputs(plain_model(other, weights), ids)[0]
+        ).max()
         report["agrees_with"] = {"rebroadcast_early": other.rebroadcast_early} if rest <= allowed else None
     return report
 
@@ -114,7 +135,9 @@ def published_model(options: Options) -> Any:
 
 @torch.no_grad()
 def outputs(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits (S, V) and the streams after each layer (N, S, L, D), L = 1 where lanes have no streams of their own."""
+    """Logits (S, V) and the streams after each layer (N, S, L, D), L = 1 where lanes have no
+    streams of their own.
+    """
     kept: list[torch.Tensor] = []
     layers = getattr(model, "model", model).layers.children()
     keep = lambda module, given, out: kept.append((out[0] if isinstance(out, tuple) else out)[0])  # noqa: E731
@@ -139,7 +162,9 @@ def table(report: dict[str, Any]) -> Table:
     for who, error in report["relative_error"].items():
         first = report["first_wrong"].get(who)
         shown.add_row(who, f"{error:.2g}", "none" if first is None else f"layer {first}")
-    shown.caption = f"the published code agrees with {report['agrees_with']}" if report.get("agrees_with") else None
+    shown.caption = (
+        f"the published code agrees with {report['agrees_with']}" if report.get("agrees_with") else None
+    )
     return shown
 
 

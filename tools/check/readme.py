@@ -2,8 +2,8 @@
 
     python -m tools.check.readme    (rewrites README.md and docs/images/lanes.svg)
 
-The figures are read from the tables of the newest pages in docs/benchmarks and from the fault tests, so that README
-repeats no number that it could get wrong. tests/tools/check/test_readme.py holds both.
+The figures are read from the tables of the newest pages in docs/benchmarks and from the fault tests, so that
+README repeats no number that it could get wrong. tests/tools/check/test_readme.py holds both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ FAULT_TESTS = Path("tests/train/test_faults.py")
 
 Row = dict[str, str]  # cells by the header of their column; the first column's header may be empty
 
-# --- figures ------------------------------------------------------------------------------------------------------
+# --- figures
+# ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -61,7 +62,9 @@ def sections(page: Path) -> list[Section]:
 
 def table(block: str) -> list[Row]:
     """The rows of a Markdown table; of columns with the same header the first one counts."""
-    lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().split("\n")]
+    lines = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().split("\n")
+    ]
     header, _, *body = lines
     named = [(i, name) for i, name in enumerate(header) if name not in header[:i]]
     return [{name: cells[i] for i, name in named} for cells in body]
@@ -96,7 +99,10 @@ def figures(root: Path = ROOT) -> str:
     alone = "decode at depth 0"
     of_300m = [section for section in sections(decode) if "`300m` in bf16" in section.heading]
     paired = newest_with(of_300m, f"| {alone} | laneformer | llamacpp |")
-    ours, ratio = paired.row("% of probe", alone, "laneformer"), paired.row("median", alone, "laneformer", "llamacpp")
+    ours, ratio = (
+        paired.row("% of probe", alone, "laneformer"),
+        paired.row("median", alone, "laneformer", "llamacpp"),
+    )
     large = newest_with(sections(decode), "`2b` in bf16").row("% of probe", alone, "laneformer")
     loading = sections(loader)[-1]
     speeds = {row["loader"]: float(row["M tokens/s/core"]) for row in loading.tables[0]}
@@ -111,7 +117,11 @@ def figures(root: Path = ROOT) -> str:
             f"({first(r'^(.+?, [0-9]+ CPUs)', paired.text)}; {rounds} rounds). `2b`: {large['% of probe']}%",
             decode,
         ),
-        (f"{ratio['median']}x", f"llama.cpp's tokens/s in the same rounds, ahead in {ratio['ahead in']}", decode),
+        (
+            f"{ratio['median']}x",
+            f"llama.cpp's tokens/s in the same rounds, ahead in {ratio['ahead in']}",
+            decode,
+        ),
         (
             f"{speeds['MixtureLoader']:.0f} M",
             f"tokens/s per core from the data loader, windows of {windows} tokens in the page cache; "
@@ -125,11 +135,14 @@ def figures(root: Path = ROOT) -> str:
             root / FAULT_TESTS,
         ),
     ]
-    lines = [f"| **{number}** | {what} | [{page.name}]({page.relative_to(root)}) |" for number, what, page in rows]
+    lines = [
+        f"| **{number}** | {what} | [{page.name}]({page.relative_to(root)}) |" for number, what, page in rows
+    ]
     return "\n".join(["| measured | what, and where | source |", "|---:|---|---|", *lines])
 
 
-# --- the picture --------------------------------------------------------------------------------------------------
+# --- the picture
+# --------------------------------------------------------------------------------------------------
 
 LANES, LAYERS, DELAY = 4, 7, 2
 WIDTH, LANE_HEIGHT, GAP, LEFT, TOP = 960, 22, 6, 62, 46
@@ -158,7 +171,9 @@ Schedule = list[list[tuple[float, float]]]  # (start, end) of layer n on lane l:
 
 
 def schedule(durations: list[list[float]], delay: int) -> Schedule:
-    """When each lane computes each layer, if it needs the others' outputs `delay` layers later (0: a barrier)."""
+    """When each lane computes each layer, if it needs the others' outputs `delay` layers
+    later (0: a barrier).
+    """
     done: Schedule = [[] for _ in durations]
     for layer in range(len(durations[0])):
         needed = layer - 1 - delay
@@ -190,7 +205,9 @@ def draw(plan: Schedule, top: float, scale: float, title: str) -> list[str]:
 
 
 def arrows(plan: Schedule, top: float, scale: float) -> list[str]:
-    """From the end of one layer of one lane: its own next layer at once, the others' `DELAY` layers after that."""
+    """From the end of one layer of one lane: its own next layer at once, the others'
+    `DELAY` layers after that.
+    """
     sender, layer, pitch = 1, 1, LANE_HEIGHT + GAP
     x, y = LEFT + plan[sender][layer][1] * scale, top + sender * pitch + LANE_HEIGHT / 2
     parts = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{INK}"/>']
@@ -212,9 +229,17 @@ def picture() -> str:
     second = TOP + panel + 44
     height = second + panel + 34
     body = [
-        *draw(blocking, TOP, scale, "Tensor parallelism: all lanes wait (gray) for the slowest one in every layer"),
         *draw(
-            delayed, second, scale, f"Laneformer: a lane's own output joins at once, the others' {DELAY} layers later"
+            blocking,
+            TOP,
+            scale,
+            "Tensor parallelism: all lanes wait (gray) for the slowest one in every layer",
+        ),
+        *draw(
+            delayed,
+            second,
+            scale,
+            f"Laneformer: a lane's own output joins at once, the others' {DELAY} layers later",
         ),
         *arrows(delayed, second, scale),
         f'<text x="{LEFT}" y="{height - 12}">Time runs to the right; both panels have the same computations, whose '
@@ -223,11 +248,14 @@ def picture() -> str:
     return "\n".join([HEAD.format(width=WIDTH, height=height, ink=INK, gray=GRAY), *body, "</svg>\n"])
 
 
-# --- the files ----------------------------------------------------------------------------------------------------
+# --- the files
+# ----------------------------------------------------------------------------------------------------
 
 
 def generated(root: Path = ROOT) -> dict[Path, str]:
-    """README.md and the picture as they should be. Raises ValueError when README lacks the marks of its table."""
+    """README.md and the picture as they should be. Raises ValueError when README lacks the
+    marks of its table.
+    """
     text = (root / "README.md").read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"README.md must hold {BEGIN!r} and {END!r} once each")

@@ -62,7 +62,11 @@ def help_texts(cls: Any) -> dict[str, str]:
     assert isinstance(definition, ast.ClassDef)
     texts = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
             assert isinstance(field.target, ast.Name)
             texts[field.target.id] = " ".join(str(below.value.value).split()).replace("|", "\\|")
     return texts

@@ -1,8 +1,9 @@
-"""What an engine is checked against: random weights, PyTorch and Transformers models, distances, planted faults.
+"""What an engine is checked against: random weights, PyTorch and Transformers
+models, distances, planted faults.
 
-Logits say that something is wrong, the modules' outputs say where: the first module in order of execution whose error
-is beyond what rounding explains. How much that is follows from the arithmetic alone (`allowed_error`).
-Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
+Logits say that something is wrong, the modules' outputs say where: the first module in order of execution
+whose error is beyond what rounding explains. How much that is follows from the arithmetic alone
+(`allowed_error`). Needs torch and Transformers alone, so that it also runs where the CPU engine is not built.
 
     S positions   P chosen positions   V vocabulary   N layers   L lanes   D hidden
 """
@@ -25,16 +26,24 @@ from laneformer.tensors import STORED_TYPES, Tensor
 TORCH_DTYPES = {name: getattr(torch, stored.torch) for name, stored in STORED_TYPES.items()}
 FP32, BF16 = 2.0**-24, 2.0**-9  # unit roundoff: the largest relative error of one rounding to nearest
 BLOCK = 128  # positions of a prompt that the engine reads at a time
-ROUNDED_INPUTS = 2  # of a module's matrices in a row: the normed stream, then the mixed values or the gated ones
-AMPLIFICATION = 4.0  # by a product of two inexact factors (gate and up, scores and values), in both modules of a layer
+ROUNDED_INPUTS = (
+    2  # of a module's matrices in a row: the normed stream, then the mixed values or the gated ones
+)
+AMPLIFICATION = (
+    4.0  # by a product of two inexact factors (gate and up, scores and values), in both modules of a layer
+)
 Weights = dict[str, torch.Tensor]
-Fault = tuple[str, list[Any] | None, LaneformerConfig, Weights]  # name; first module that is wrong, None: only the head
+Fault = tuple[
+    str, list[Any] | None, LaneformerConfig, Weights
+]  # name; first module that is wrong, None: only the head
 
 
 def random_weights(
     config: LaneformerConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> Weights:
-    """Matrices that keep the size of what goes through them, norm scales around one; each device draws its own."""
+    """Matrices that keep the size of what goes through them, norm scales around one; each
+    device draws its own.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Laneformer(config).state_dict().items()}
@@ -56,7 +65,9 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
 
 def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
     """The inverse of `tensors_of`, in memory of its own."""
-    return {name: torch.from_numpy(np.array(t.values)).view(TORCH_DTYPES[t.dtype]) for name, t in tensors.items()}
+    return {
+        name: torch.from_numpy(np.array(t.values)).view(TORCH_DTYPES[t.dtype]) for name, t in tensors.items()
+    }
 
 
 def dequantised(weights: Weights, dtype: str = "int8") -> Weights:
@@ -95,7 +106,13 @@ def hf_model(config: LaneformerConfig, weights: Weights, dtype: torch.dtype) -> 
 @torch.no_grad()
 def hf_logits(model: LaneformerForCausalLM, ids: list[int]) -> np.ndarray:
     """(S, V) in the model's dtype, handed out as float32."""
-    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float().cpu().numpy()
+    return (
+        model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+        .logits[0]
+        .float()
+        .cpu()
+        .numpy()
+    )
 
 
 def relative_errors(logits: np.ndarray, reference: np.ndarray) -> np.ndarray:
@@ -111,7 +128,9 @@ def mean_kl(logits: np.ndarray, others: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def hf_greedy(model: LaneformerForCausalLM, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+def hf_greedy(
+    model: LaneformerForCausalLM, prompt: list[int], new_tokens: int
+) -> tuple[list[int], list[float]]:
     """Greedy tokens of Transformers with its cache, and how far each one's logit was ahead of the second."""
     tokens: list[int] = []
     leads: list[float] = []
@@ -125,7 +144,9 @@ def hf_greedy(model: LaneformerForCausalLM, prompt: list[int], new_tokens: int) 
     return tokens, leads
 
 
-def random_prompts(config: LaneformerConfig, count: int, lengths: Sequence[int], new_tokens: int) -> list[list[int]]:
+def random_prompts(
+    config: LaneformerConfig, count: int, lengths: Sequence[int], new_tokens: int
+) -> list[list[int]]:
     """Of the given lengths in turn, or shorter where a model has no room for that and `new_tokens`."""
     rng, longest = np.random.default_rng(1), config.max_position_embeddings - new_tokens
     sizes = [max(1, min(longest, lengths[i % len(lengths)])) for i in range(count)]
@@ -136,15 +157,25 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
 
 
-# --- every module's partial output, per layer, module and lane ----------------------------------------------------
+# --- every module's partial output, per layer, module and lane
+# ----------------------------------------------------
 
 
 @torch.no_grad()
-def model_outputs(model: Laneformer, ids: Sequence[int], positions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def model_outputs(
+    model: Laneformer, ids: Sequence[int], positions: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Logits (S, V) and the modules' partial outputs (P, N, 2, L, D), both in the model's dtype."""
     kept: list[torch.Tensor] = []
-    modules = [layer.get_submodule(name) for layer in model.layers.children() for name in ("attention", "feed_forward")]
-    hooks = [module.register_forward_hook(lambda m, i, out: kept.append(out[0, list(positions)])) for module in modules]
+    modules = [
+        layer.get_submodule(name)
+        for layer in model.layers.children()
+        for name in ("attention", "feed_forward")
+    ]
+    hooks = [
+        module.register_forward_hook(lambda m, i, out: kept.append(out[0, list(positions)]))
+        for module in modules
+    ]
     try:
         logits = model(torch.tensor([list(ids)]))[0]
     finally:
@@ -171,12 +202,13 @@ def output_errors(partials: np.ndarray, reference: np.ndarray) -> np.ndarray:
 def allowed_error(config: LaneformerConfig, depth: int, math: str) -> np.ndarray:
     """The relative error that rounding explains at a position with `depth` before it, (N, 2).
 
-    A sum of K products in float32 errs by about sqrt(K) roundings, as their signs are independent (the worst case, K,
-    has never been seen). A module's longest chain sums over D inputs of the norm and of the first matrix, then over
-    head dimensions and positions or over a lane's intermediate size. With math "bf16" the inputs of its matrices are
-    rounded to bf16 before; such errors are independent as well, and do not grow with K. A stream is a sum of modules'
-    outputs, so what the n-th module receives is wrong by no more than n such errors; that they partly cancel, and that
-    the norm divides by the whole stream, is left as reserve. Weights are widened exactly: their dtype plays no part.
+    A sum of K products in float32 errs by about sqrt(K) roundings, as their signs are independent (the worst
+    case, K, has never been seen). A module's longest chain sums over D inputs of the norm and of the first
+    matrix, then over head dimensions and positions or over a lane's intermediate size. With math "bf16" the
+    inputs of its matrices are rounded to bf16 before; such errors are independent as well, and do not grow
+    with K. A stream is a sum of modules' outputs, so what the n-th module receives is wrong by no more than n
+    such errors; that they partly cancel, and that the norm divides by the whole stream, is left as reserve.
+    Weights are widened exactly: their dtype plays no part.
     """
     sums = (2 * config.hidden_size, config.head_dim, depth + 1, config.intermediate_size // config.num_lanes)
     one_module = FP32 * sum(np.sqrt(k) for k in sums) + (ROUNDED_INPUTS * BF16 if math == "bf16" else 0.0)
@@ -187,7 +219,9 @@ def allowed_error(config: LaneformerConfig, depth: int, math: str) -> np.ndarray
 def module_report(
     config: LaneformerConfig, partials: np.ndarray, reference: np.ndarray, positions: Sequence[int], math: str
 ) -> dict[str, Any]:
-    """Errors by depth and module, worst over lanes; `first_wrong` names the first module beyond its allowance."""
+    """Errors by depth and module, worst over lanes; `first_wrong` names the first
+    module beyond its allowance.
+    """
     errors = output_errors(partials, reference).max(-1)
     wide = partials.astype(np.float64)
     lengths = np.linalg.norm(wide, axis=-1) * np.linalg.norm(reference, axis=-1)
@@ -205,7 +239,11 @@ def module_report(
         for p, position in enumerate(positions)
         for m, module in enumerate(MODULES)
     ]  # fmt: skip
-    return {"by_depth": by_depth, "first_wrong": first_module(wrong), "of_allowed": float((errors / allowed).max())}
+    return {
+        "by_depth": by_depth,
+        "first_wrong": first_module(wrong),
+        "of_allowed": float((errors / allowed).max()),
+    }
 
 
 def first_module(wrong: np.ndarray) -> list[Any] | None:
@@ -228,11 +266,14 @@ def first_affected(config: LaneformerConfig, other: LaneformerConfig) -> list[An
     return first_module(np.array([False, *changed[:-1]]).reshape(-1, len(MODULES)))
 
 
-# --- planted faults ----------------------------------------------------------------------------------------------
+# --- planted faults
+# ----------------------------------------------------------------------------------------------
 
 
 def planted_faults(config: LaneformerConfig, weights: Weights) -> Iterator[Fault]:
-    """One fault at a time, each as small as such a fault can be; those that this architecture has not are left out."""
+    """One fault at a time, each as small as such a fault can be; those that this architecture has
+    not are left out.
+    """
     if config.num_lanes < 2:
         return
     layer = config.num_hidden_layers // 2

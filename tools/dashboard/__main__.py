@@ -4,9 +4,10 @@
     python -m tools.dashboard runs/phase1 runs/phase2 --watch             (rewritten whenever the runs change)
     python -m tools.dashboard runs/phase1 --serve --port 8765             (served locally, charts updated in place)
 
-The page is one file with plotly.js inside; its policy makes the browser refuse the network. What has no figure says
-"not measured". records.run reads a run, figures.py, panels.py and core.py draw, cards.py and scores.py write the cards.
-The server listens on this machine alone; from elsewhere, forward its port through ssh.
+The page is one file with plotly.js inside; its policy makes the browser refuse the network. What has
+no figure says "not measured". records.run reads a run, figures.py, panels.py and core.py draw,
+cards.py and scores.py write the cards. The server listens on this machine alone; from elsewhere,
+forward its port through ssh.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def page_body(runs: Sequence[Run], now: float) -> str:
     """The inner HTML of <main>: a comparison when there are several runs, a section for each run."""
     for run in runs:
         prepare(run)
-    sections = [comparison(runs) if len(runs) > 1 else "", *(run_section(run, i, now) for i, run in enumerate(runs))]
+    sections = [
+        comparison(runs) if len(runs) > 1 else "",
+        *(run_section(run, i, now) for i, run in enumerate(runs)),
+    ]
     return f"{''.join(sections)}<footer>Drawn {utc(now)} UTC from the files of the run.</footer>"
 
 
@@ -102,7 +106,8 @@ def write_page(
     return runs
 
 
-# --- while a job runs --------------------------------------------------------------------------------------------
+# --- while a job runs
+# --------------------------------------------------------------------------------------------
 
 
 def version_of(folders: Sequence[Path]) -> str:
@@ -184,18 +189,24 @@ def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
     try:
         server = ThreadingHTTPServer((HOST, port), type("LiveHandler", (Handler,), {"live": live}))
     except OSError as problem:
-        raise ValueError(f"port {port} of {HOST} cannot be used ({problem}); give another --port, or 0") from problem
+        raise ValueError(
+            f"port {port} of {HOST} cannot be used ({problem}); give another --port, or 0"
+        ) from problem
     with server:
         ready(f"http://{HOST}:{server.server_address[1]}/")
         server.serve_forever()
 
 
 def serve_pages(folders: Sequence[Path], port: int, every_s: float) -> None:
-    """Serve the page of these run folders on this machine until interrupted; it polls for changes every `every_s`."""
+    """Serve the page of these run folders on this machine until interrupted; it polls
+    for changes every `every_s`.
+    """
     title = " · ".join(run.name for run in read_runs(folders))
 
     def whole(body: str, version: str) -> str:
-        return html_page(title, body, get_plotlyjs(), f"poll({1000 * every_s:.0f});", version, connect="'self'")
+        return html_page(
+            title, body, get_plotlyjs(), f"poll({1000 * every_s:.0f});", version, connect="'self'"
+        )
 
     live = Live(folders, lambda: page_body(read_runs(folders), time.time()), whole)
     serve(live, port, lambda address: print(f"{address}  (Ctrl-C to stop)", flush=True))
@@ -220,9 +231,13 @@ def main(
         every_s: seconds between two checks for changes of the runs
     """
     if not run_dirs:
-        raise ValueError("no run folder given; for example: python -m tools.dashboard runs/demo --out dashboard.html")
+        raise ValueError(
+            "no run folder given; for example: python -m tools.dashboard runs/demo --out dashboard.html"
+        )
     if every_s <= 0:
-        raise ValueError(f"--every-s {every_s} is not a positive number of seconds; give a value above 0, such as 5")
+        raise ValueError(
+            f"--every-s {every_s} is not a positive number of seconds; give a value above 0, such as 5"
+        )
     try:
         if serve_runs:
             serve_pages(run_dirs, port, every_s)

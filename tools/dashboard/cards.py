@@ -1,4 +1,6 @@
-"""The cards of one run: header and tiles, training charts, loss by source, bits per byte, decode speed, provenance."""
+"""The cards of one run: header and tiles, training charts, loss by source, bits per
+byte, decode speed, provenance.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ def state(run: Run, now: float) -> tuple[str, str]:
     if row["time"] is None:
         return "idle", where
     age_s = max(0.0, now - row["time"])
-    return ("live", f"training: {where}") if age_s < 600 else ("idle", f"quiet since {utc(row['time'])} UTC: {where}")
+    return (
+        ("live", f"training: {where}")
+        if age_s < 600
+        else ("idle", f"quiet since {utc(row['time'])} UTC: {where}")
+    )
 
 
 def header(run: Run, now: float) -> str:
@@ -70,7 +76,9 @@ def header(run: Run, now: float) -> str:
 
 
 def model_facts(run: Run) -> list[str]:
-    flavor = next((c["model"]["flavor"] for c in run.configs.values() if c.get("model", {}).get("flavor")), "")
+    flavor = next(
+        (c["model"]["flavor"] for c in run.configs.values() if c.get("model", {}).get("flavor")), ""
+    )
     name = f"Laneformer {flavor}".strip()
     if not run.model:
         return [name]
@@ -80,14 +88,23 @@ def model_facts(run: Run) -> list[str]:
         run.warnings.append(f"model.json does not describe a Laneformer: {error}")
         return [name]
     total, lanes = model.parameter_count()["total"], f"{model.num_lanes} lanes, delay {model.broadcast_delay}"
-    return [name, f"{short(total)} parameters", f"{model.num_hidden_layers} layers × {model.hidden_size}", lanes]
+    return [
+        name,
+        f"{short(total)} parameters",
+        f"{model.num_hidden_layers} layers × {model.hidden_size}",
+        lanes,
+    ]
 
 
 def tiles_of(run: Run) -> str:
     losses = [r for r in run.kept_rows if r["loss"] is not None]
     bits, decode = (next(iter(run.evals_of(kind)[-1:]), {}) for kind in ("bits_per_byte", "decode_speed"))
     first = f"from {losses[0]['loss']:.3f} at step {losses[0]['x_step']:,.0f}" if losses else "nothing logged"
-    speed, used, mfu = number(decode.get("tokens_per_s")), number(decode.get("percent_of_probe")), recent(run, "mfu")
+    speed, used, mfu = (
+        number(decode.get("tokens_per_s")),
+        number(decode.get("percent_of_probe")),
+        recent(run, "mfu"),
+    )
     of_decode = "tokens per second at batch 1" + (f", {used:.0f} % of the read bandwidth" if used else "")
     return tiles((
         core_tile(run),
@@ -151,7 +168,11 @@ def sources_card(run: Run) -> str:
     """What each source contributed, and how well it is predicted, in training and on held-out windows."""
     if not any(row["loss_by_source"] for row in run.kept_rows):
         return ""
-    last: dict[str, dict[str, Any]] = {"loss_by_source": {}, "valid_loss_by_source": {}, "tokens_by_source": {}}
+    last: dict[str, dict[str, Any]] = {
+        "loss_by_source": {},
+        "valid_loss_by_source": {},
+        "tokens_by_source": {},
+    }
     for row in run.kept_rows:
         for key, values in last.items():
             values |= row[key]
@@ -214,7 +235,14 @@ def decode_card(run: Run) -> str:
 
 
 def decode_figures(record: dict[str, Any]) -> dict[str, str]:
-    keys = ("tokens_per_s", "percent_of_probe", "ttft_s", "bytes_per_token", "probe_bytes_per_s", "tokens_per_s_p10")
+    keys = (
+        "tokens_per_s",
+        "percent_of_probe",
+        "ttft_s",
+        "bytes_per_token",
+        "probe_bytes_per_s",
+        "tokens_per_s_p10",
+    )
     speed, share, ttft_s, per_token, bandwidth, slow = (number(record.get(key)) for key in keys)
     spread = f"{short(slow)} – {short(record.get('tokens_per_s_p90'))}"
     return {
@@ -231,13 +259,24 @@ def decode_figures(record: dict[str, Any]) -> dict[str, str]:
 
 
 def provenance_card(run: Run) -> str:
-    """Where the figures come from: data, tokenizer and code by hash, the starts of the job, its settings by phase."""
-    keys = {"tokenizer_sha256": "tokenizer", "data_sha256": "evaluation data", "code_version": "evaluation code"}
+    """Where the figures come from: data, tokenizer and code by hash, the starts of the job,
+    its settings by phase.
+    """
+    keys = {
+        "tokenizer_sha256": "tokenizer",
+        "data_sha256": "evaluation data",
+        "code_version": "evaluation code",
+    }
     facts = {title: [e[key] for e in run.evals if e.get(key)] for key, title in keys.items()}
     facts["mixture"] = [a["mixture_fingerprint"] for a in run.attempts if a.get("mixture_fingerprint")]
     for phase, lineage in run.lineages.items():
-        facts |= {f"{k} of {phase}": [v] for k, v in lineage.items() if isinstance(v, str | int | float | dict)}
-    rows = [[escape(name), " ".join(map(code, dict.fromkeys(values))) or code(None)] for name, values in facts.items()]
+        facts |= {
+            f"{k} of {phase}": [v] for k, v in lineage.items() if isinstance(v, str | int | float | dict)
+        }
+    rows = [
+        [escape(name), " ".join(map(code, dict.fromkeys(values))) or code(None)]
+        for name, values in facts.items()
+    ]
     body = table(("identity", "sha256 or version"), rows)
     keys_of_start = ("phase", "attempt", "step", "world_size", "started_from", "torch", "code_version")
     starts = [[*(code(a.get(key)) for key in keys_of_start), utc(a.get("time"))] for a in run.attempts]

@@ -1,8 +1,8 @@
 """CORE on the page: above loss and learning rate, the heat map of its tasks, means by category, the table.
 
-A `core` record that lacks a task has no aggregate (null): the mean of the others would be another number. It has no
-point in the first figure; the tasks that it has are drawn all the same. Records of different protocols or numbers of
-items are curves of their own: they cannot be compared.
+A `core` record that lacks a task has no aggregate (null): the mean of the others would be another number. It
+has no point in the first figure; the tasks that it has are drawn all the same. Records of different protocols
+or numbers of items are curves of their own: they cannot be compared.
 """
 
 from __future__ import annotations
@@ -16,11 +16,33 @@ import plotly.graph_objects as go
 
 from evals.core.tasks import NOT_CHOSEN
 from records.evals import with_current_names
-from records.page import BAD, NEUTRAL, PLOT, card, chart, code, colour, legend_entry, measured, missing, short, table
+from records.page import (
+    BAD,
+    NEUTRAL,
+    PLOT,
+    card,
+    chart,
+    code,
+    colour,
+    legend_entry,
+    measured,
+    missing,
+    short,
+    table,
+)
 from records.run import Run, number
-from tools.dashboard.figures import MARKS, add_choice, checkpoint_figure, curve, flops_of, lines_figure, settled, span
+from tools.dashboard.figures import (
+    MARKS,
+    add_choice,
+    checkpoint_figure,
+    curve,
+    flops_of,
+    lines_figure,
+    settled,
+    span,
+)
 from tools.dashboard.panels import SIGNED, VALID, Panel, draw_panels, draw_validation, mark_x
-from tools.dashboard.published import CORE_REFERENCES
+from tools.dashboard.references import CORE_REFERENCES
 
 VERSIONS = {"v1": "solid", "v2": "dash"}  # of the baselines, and how its line is drawn
 TINT = "#8667f7"  # of CORE, apart from the colours of phases and sources
@@ -33,7 +55,9 @@ BETTER = "#2f6fe0"  # than the baseline; BAD is worse
 FEW = 8  # a table of at most so many tasks is not folded
 NOISY = 0.03  # a standard error of the accuracy above which a task alone says little
 Place = tuple[float, float]  # share of the width, value
-Point = dict[str, Any]  # a record with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
+Point = dict[
+    str, Any
+]  # a record with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
 
 
 class Curve(NamedTuple):
@@ -137,22 +161,27 @@ def core_traces(each: Curve, tint: str) -> list[go.Scatter]:
         if len(known) > MARKS:  # a dashed line would not be seen among as many marks
             bars |= {"width": 0, "color": f"{tint}44"}
         look = {"name": f"{each.name}, {version}", "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}"}
-        trace = curve(known, tint, 2, "circle", line_dash=dashes, error_y=bars, x=[p["x_tokens"] for p, _ in known])
+        trace = curve(
+            known, tint, 2, "circle", line_dash=dashes, error_y=bars, x=[p["x_tokens"] for p, _ in known]
+        )
         traces.append(trace.update(look | {"legendgroup": f"{each.name}, {version}"}))
     return traces
 
 
 def ends_of(traces: Sequence[go.Scatter]) -> list[float]:
     """The ends of all error bars; the last one is of the last curve's last point."""
-    return [y + sign * e for t in traces for y, e in zip(t.y, t.error_y.array, strict=True) for sign in (1, -1)]
+    return [
+        y + sign * e for t in traces for y, e in zip(t.y, t.error_y.array, strict=True) for sign in (1, -1)
+    ]
 
 
 def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
-    """Lines at the CORE of known models: those below the curves, and the next one above; values: the curves' own.
+    """Lines at the CORE of known models: those below the curves, and the next one above;
+    values: the curves' own.
 
-    A name stands on the right if it is far below their ends, else on the left; above its line, but that of a v2, the
-    lower of two, below it. A curve or another name in the way moves it to one of the other places; without a free one
-    there is no line.
+    A name stands on the right if it is far below their ends, else on the left; above its line, but that of a
+    v2, the lower of two, below it. A curve or another name in the way moves it to one of the other places;
+    without a free one there is no line.
     """
     ends, last = span(values) or [0.0, 0.3], values[-1] if values else 0.0
     above = [r.value for r in CORE_REFERENCES if ends[1] < r.value < 1.4 * ends[1]][:1]
@@ -163,13 +192,19 @@ def draw_references(figure: go.Figure, values: Sequence[float]) -> None:
         crossed: dict[tuple[str, str], int] = {}
         for place in (usual, *product(("top", "bottom"), ("left", "right"))):
             low, left = value - height * (place[0] == "bottom"), 0.54 * (place[1] == "right")
-            inside = [[left <= x <= left + 0.46 and low <= y <= low + height for x, y in of] for of in (curves, names)]
+            inside = [
+                [left <= x <= left + 0.46 and low <= y <= low + height for x, y in of]
+                for of in (curves, names)
+            ]
             crossed.setdefault(place, sum(inside[0]) + len(curves) * sum(inside[1]))
         chosen = min(crossed, key=crossed.__getitem__)
         if crossed[chosen]:
             continue  # on a phone its name could not be read
         names.append(
-            (0.5 + 0.48 * (1 if chosen[1] == "right" else -1), value + height * (0.5 if chosen[0] == "top" else -0.5))
+            (
+                0.5 + 0.48 * (1 if chosen[1] == "right" else -1),
+                value + height * (0.5 if chosen[0] == "top" else -0.5),
+            )
         )
         line = {"color": NEUTRAL, "width": 1, "dash": VERSIONS[version]}
         label = {"text": f"{name} {value:.4f} ({version})", "font": {"size": 11}}
@@ -193,7 +228,9 @@ def curve_points(figure: go.Figure) -> list[Place]:
 
 
 def heat_figure(points: Sequence[Point]) -> go.Figure:
-    """Centered accuracy of each task (rows) at each checkpoint (columns); a gap where a checkpoint lacks the task."""
+    """Centered accuracy of each task (rows) at each checkpoint (columns); a gap where a
+    checkpoint lacks the task.
+    """
     tasks, labels = tasks_of(points), [checkpoint_text(p) for p in points]
     z = {v: [[figure_of(p, task, f"centered_{v}") for p in points] for task in tasks] for v in VERSIONS}
     reach = max([0.1, *(abs(c) for row in z["v2"] for c in row if c is not None)])
@@ -249,7 +286,10 @@ def tasks_card(run: Run) -> str:
     words = f"Accuracy of each task, {escape(settings_text({**last, 'not_core': None}))}"
     body += f"<details{opened}><summary>{words}</summary>{task_table(last)}</details>{missing_part(last)}"
     hashes = (("data", "data_sha256"), ("tokenizer", "tokenizer_sha256"), ("code", "code_version"))
-    made = [f"seed {escape(str(last.get('seed')))}", *(f"{name} {code(last.get(key))}" for name, key in hashes)]
+    made = [
+        f"seed {escape(str(last.get('seed')))}",
+        *(f"{name} {code(last.get(key))}" for name, key in hashes),
+    ]
     title = "Tasks of a toy bundle, not CORE" if toy else "CORE by task"
     return card(title, body, f"{escape(where_evaluated(last))}: {', '.join(made)}.")
 
@@ -270,7 +310,9 @@ def last_core(last: Point) -> str:
     said = []
     for version in VERSIONS:
         error = number(last.get(f"core_{version}_se"))
-        said.append(f"CORE {version} {aggregate(last, version)}" + ("" if error is None else f" ± {error:.4f}"))
+        said.append(
+            f"CORE {version} {aggregate(last, version)}" + ("" if error is None else f" ± {error:.4f}")
+        )
     where = escape(f"{where_evaluated(last)} ({settings_text(last)})")
     return f'<p class="chips"><span>{" · ".join(said)}</span><span>{where}</span></p>'
 
@@ -292,7 +334,9 @@ def legend_of(curves: Sequence[Curve], tints: Sequence[str], named: bool = False
 
 
 def checkpoint_text(point: Point) -> str:
-    return where_evaluated(point) if number(point.get("tokens_total")) is None else short(point["tokens_total"])
+    return (
+        where_evaluated(point) if number(point.get("tokens_total")) is None else short(point["tokens_total"])
+    )
 
 
 def categories_part(points: Sequence[Point], name: str) -> str:
@@ -340,7 +384,11 @@ def missing_part(point: Point) -> str:
     """One line for the tasks that a record lacks, with their reasons; of a toy bundle the card has said it."""
     reasons = {} if point.get("not_core") else point.get("missing") or {}
     absent = {task: reason for task, reason in reasons.items() if reason != NOT_CHOSEN}
-    text = f'<p class="caption">{len(reasons) - len(absent)} tasks were not chosen.</p>' if absent != reasons else ""
+    text = (
+        f'<p class="caption">{len(reasons) - len(absent)} tasks were not chosen.</p>'
+        if absent != reasons
+        else ""
+    )
     if not absent:
         return text
     why = escape("".join(f"{task}: {reason}\n" for task, reason in absent.items()))
@@ -357,7 +405,9 @@ def core_of_all(runs: Sequence[Run]) -> str:
     rows = [["CORE v1 / v2", *(" / ".join(aggregate(c.last, v) for v in VERSIONS) for c in curves)]]
     for task in tasks_of(point for c in curves for point in c.points):
         found = [figure_of(c.last, task, "accuracy") for c in curves]
-        rows.append([escape(task), *(missing("missing") if value is None else f"{value:.4f}" for value in found)])
+        rows.append(
+            [escape(task), *(missing("missing") if value is None else f"{value:.4f}" for value in found)]
+        )
     head = ("accuracy at the last checkpoint", *(c.name for c in curves))
     drawn = drawn_of(curves)
     legend = legend_of(drawn, [colour(each.place) for each in drawn], named=True)

@@ -1,7 +1,8 @@
-"""Curves with a choice of the axis of x, and the figures made of them: losses of several runs and sources, checkpoints.
+"""Curves with a choice of the axis of x, and the figures made of them: losses of several
+runs and sources, checkpoints.
 
-A long run has more rows than a screen has pixels: `sample` keeps, of each bucket of neighbouring rows, those with the
-extremes, so that no spike is lost. Smoothing comes first, on all rows.
+A long run has more rows than a screen has pixels: `sample` keeps, of each bucket of neighbouring rows, those
+with the extremes, so that no spike is lost. Smoothing comes first, on all rows.
 """
 
 from __future__ import annotations
@@ -54,11 +55,15 @@ def points(rows: Rows, key: str) -> list[tuple[dict[str, Any], float | None]]:
     return [(row, None if row[key] is None else float(f"{row[key]:.6g}")) for row in rows]
 
 
-def key_curve(rows: Rows, key: str, tint: str, width: float = 1.2, marks: str = "", **more: Any) -> go.Scatter:
+def key_curve(
+    rows: Rows, key: str, tint: str, width: float = 1.2, marks: str = "", **more: Any
+) -> go.Scatter:
     """The curve of one figure of a run's rows; that of a loss has its levels of smoothing."""
     trace = curve(points(rows, key), tint, width, marks, **more)
     if key == "smooth_loss":
-        return smoothed(trace, {level: values_of(rows, of) for level, of in SMOOTH_KEYS.items()}, {"visible": False})
+        return smoothed(
+            trace, {level: values_of(rows, of) for level, of in SMOOTH_KEYS.items()}, {"visible": False}
+        )
     return smoothed(trace, {}, {"opacity": 1}) if key == "loss" else trace
 
 
@@ -78,14 +83,18 @@ def lines_figure(curves: Sequence[go.Scatter], height: int = 380, **y_axis: Any)
 def checkpoint_figure(
     records: Rows, names: Sequence[str], value: Callable[..., float | None], places: Sequence[int] = ()
 ) -> go.Figure:
-    """A curve a name over evaluated checkpoints. value: of (record, name), None if unknown. places: in the palette."""
+    """A curve a name over evaluated checkpoints. value: of (record, name), None if unknown.
+    places: in the palette.
+    """
     found = [[(record, y) for record in records if (y := value(record, name)) is not None] for name in names]
     places = places or range(len(names))
     curves = [
         curve(known, colour(i), marks="circle", name=name, legendgroup=name, line_dash=dash(i))
         for known, name, i in zip(found, names, places, strict=True)
     ]
-    later = [y for known in found for _, y in known[len(known) // 20 :]]  # the first ones would flatten the rest
+    later = [
+        y for known in found for _, y in known[len(known) // 20 :]
+    ]  # the first ones would flatten the rest
     return lines_figure(curves, 276, hoverformat=".4f", range=span(later))
 
 
@@ -138,8 +147,8 @@ def sample(rows: Rows, buckets: int, extremes: Sequence[tuple[str, Callable[...,
 def smooth(values: Sequence[float | None], half_life: float) -> list[float | None]:
     """The exponential mean of the values so far, None where there is no value.
 
-    The half-life, in values, grows to its full length: a loss falls like a power of the steps, so that a mean over a
-    fixed span would lie far above its steep beginning.
+    The half-life, in values, grows to its full length: a loss falls like a power of the steps, so that a mean
+    over a fixed span would lie far above its steep beginning.
     """
     total = weight = 0.0
     means: list[float | None] = []
@@ -159,7 +168,9 @@ def prepare(run: Run) -> None:
     """Set `smooth_loss`, in all levels of SMOOTHING and phase by phase, and `x_flops` of all rows and events."""
     flops = flops_of(run)
     for row in (*run.events, *(row for segment in run.segments for row in segment.rows)):
-        row["x_flops"] = None if flops is None or row["x_tokens"] is None else float(f"{row['x_tokens'] * flops:.7g}")
+        row["x_flops"] = (
+            None if flops is None or row["x_tokens"] is None else float(f"{row['x_tokens'] * flops:.7g}")
+        )
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
         for level, factor in SMOOTHING.items():
@@ -212,7 +223,10 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
         curves.append(curve(validated, colour(index), marks="diamond", **look))
         parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
         if known and parent:
-            look |= {"name": f"{run.name} begins at {parent}", "hovertemplate": "%{fullData.name}<extra></extra>"}
+            look |= {
+                "name": f"{run.name} begins at {parent}",
+                "hovertemplate": "%{fullData.name}<extra></extra>",
+            }
             look |= {"marker": {"size": 12, "line": {"width": 2}}}
             curves.append(curve(known[:1], colour(index), marks="circle-open", **look))
     figure = lines_figure(curves, range=span(losses), hoverformat=".4f")
@@ -227,7 +241,9 @@ def sources_of(run: Run) -> list[str]:
 
 
 def source_places(run: Run) -> dict[str, int]:
-    """The place of every source in the palette, in all figures: those of training first, then held-out text's."""
+    """The place of every source in the palette, in all figures: those of training
+    first, then held-out text's.
+    """
     held_out = (name for record in run.evals_of("bits_per_byte") for name in record.get("sources") or {})
     return {name: index for index, name in enumerate(dict.fromkeys([*sources_of(run), *held_out]))}
 
@@ -242,8 +258,12 @@ def sources_figure(run: Run) -> go.Figure:
             raw = [number(row["loss_by_source"].get(name)) for row in rows]
             drawn = [i for i, value in enumerate(raw) if value is not None]
             drawn = [*drawn[::every], *drawn[-1:]]
-            levels = {level: rounded(smooth(raw, factor * half_life), drawn) for level, factor in SMOOTHING.items()}
-            valid = [(row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None]
+            levels = {
+                level: rounded(smooth(raw, factor * half_life), drawn) for level, factor in SMOOTHING.items()
+            }
+            valid = [
+                (row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None
+            ]
             look: dict[str, Any] = {"legendgroup": name, "line_dash": dash(sources[name])}
             line = [(rows[i], y) for i, y in zip(drawn, levels["medium"], strict=True)]
             trace = curve(line, colour(sources[name]), 1.8, name=name, **look)

@@ -1,4 +1,6 @@
-"""What a person beside the run asks first: when it ends, what it costs, what went wrong, and which layer drifts."""
+"""What a person beside the run asks first: when it ends, what it costs, what went wrong,
+and which layer drifts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tools.dashboard.figures import sample
 from tools.dashboard.panels import TROUBLE, Panel, domains, event_groups, lay_out
 
 LISTED = 12  # more incidents than this are folded
-COLUMNS = 120  # buckets of a heat map; of more rows than four times as many, each keeps its first and its highest
+COLUMNS = (
+    120  # buckets of a heat map; of more rows than four times as many, each keeps its first and its highest
+)
 LAYERS = {  # key of a row
     "layer_grad_norm": Panel("Gradient norm", "by layer", (), 150),
     "layer_stream_rms": Panel("RMS of the stream", "behind each layer", (), 150),
@@ -39,7 +43,13 @@ def usage_tiles(run: Run) -> tuple[tuple[str, str, str], ...]:
     left_s = None if of.finish_time is None else of.finish_time - rows[-1]["time"]
     left = none() if left_s is None else duration(left_s) if left_s else "done"
     total = None if of.gpu_hours_left is None else of.gpu_hours + of.gpu_hours_left
-    end = f"until {utc(of.finish_time)} UTC" if left_s else "training.steps reached" if left_s == 0 else "steps unknown"
+    end = (
+        f"until {utc(of.finish_time)} UTC"
+        if left_s
+        else "training.steps reached"
+        if left_s == 0
+        else "steps unknown"
+    )
     note = ", ".join(filter(None, (f"of {short(total)}" if total else "", money(total, pricing))))
     return ("time left", left, end), ("GPU-hours", short(of.gpu_hours), note or "so far")
 
@@ -57,7 +67,9 @@ def usage_card(run: Run) -> str:
         rows.append([name, *hours, *costs, utc(of.finish_time)])
     head = ("phase", "GPU-hours used", "of them repeated", "left", "cost so far", "cost in all", "ends (UTC)")
     caption = "From an attempt's first record to its last: start-up and repeated steps count, queues do not. What is "
-    caption += "left goes by the median speed of the last rows. The price is <code>metrics.gpu_hour_price</code>."
+    caption += (
+        "left goes by the median speed of the last rows. The price is <code>metrics.gpu_hour_price</code>."
+    )
     return card("Time and cost", table(head, rows, "numbers"), caption)
 
 
@@ -67,8 +79,14 @@ def incidents_card(run: Run) -> str:
     for group in reversed(event_groups(run.events)):
         first = group[0]
         kind = str(first.get("kind", "event")).removeprefix("supervisor_").replace("_", " ")
-        trouble = TROUBLE.search(str(first.get("kind")).lower()) or first.get("code") not in (None, DONE, STOPPED)
-        where = [str(first["phase"])] + ([f"step {first['step']:,}"] if isinstance(first.get("step"), int) else [])
+        trouble = TROUBLE.search(str(first.get("kind")).lower()) or first.get("code") not in (
+            None,
+            DONE,
+            STOPPED,
+        )
+        where = [str(first["phase"])] + (
+            [f"step {first['step']:,}"] if isinstance(first.get("step"), int) else []
+        )
         hosts = sorted({str(event["host"]) for event in group if event.get("host")})
         many = f" <small>{len(group)} times</small>" if len(group) > 1 else ""
         rows.append([
@@ -90,7 +108,9 @@ def said_by(event: dict[str, Any]) -> str:
     text = event.get("text") or event.get("reason")
     known = {"phase", "kind", "step", "attempt", "time", "x_step", "x_tokens", "x_flops", "rank", "host"}
     facts = {k: v for k, v in event.items() if k not in known and v is not None}
-    return escape(str(text or ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items())))
+    return escape(
+        str(text or ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items()))
+    )
 
 
 def layers_card(run: Run) -> str:
@@ -98,7 +118,9 @@ def layers_card(run: Run) -> str:
     rows = [row for row in run.kept_rows if any(isinstance(row.get(key), list) for key in LAYERS)]
     if not rows:
         return ""
-    caption = "Logarithmic colours, the first layer at the bottom. A layer that leaves its neighbours is at fault "
+    caption = (
+        "Logarithmic colours, the first layer at the bottom. A layer that leaves its neighbours is at fault "
+    )
     caption += "itself; all of them together, of the data or the learning rate."
     for row in rows:
         row["layer_peak"] = max(known_in(row, "layer_grad_norm"), default=None)
@@ -122,7 +144,9 @@ def layers_figure(rows: Sequence[dict[str, Any]]) -> go.Figure:
         )  # fmt: skip
     figure.update_layout(hovermode="closest", margin_t=0)
     figure.update_yaxes(showgrid=False, nticks=5, rangemode="normal")
-    figure.update_xaxes(title={"text": "step, all phases", "font": {"size": 12}}, showgrid=False, zeroline=False)
+    figure.update_xaxes(
+        title={"text": "step, all phases", "font": {"size": 12}}, showgrid=False, zeroline=False
+    )
     return figure
 
 

@@ -1,4 +1,5 @@
-"""The panels of one run: plots above each other over one axis of tokens or steps, with its phases, restarts and events.
+"""The panels of one run: plots above each other over one axis of tokens or steps, with its
+phases, restarts and events.
 
 A new panel is one row of TRAINING or MACHINE; the layout follows from the heights.
 """
@@ -81,7 +82,9 @@ def extremes_of(panels: Sequence[Panel]) -> list[tuple[str, Callable[..., int]]]
 
 
 def training_figure(run: Run) -> go.Figure:
-    """Loss with validation and events, learning rate, gradient norm and speed over one axis of steps or tokens."""
+    """Loss with validation and events, learning rate, gradient norm and speed over one axis
+    of steps or tokens.
+    """
     figure = go.Figure(layout=PLOT)
     for place, rows in _sampled(run, TRAINING, kept=False):
         look = {"line_dash": "dot", "opacity": 0.6, "hoverinfo": "skip", "legendgroup": rows[0]["phase"]}
@@ -101,7 +104,9 @@ def training_figure(run: Run) -> go.Figure:
 
 
 def draw_validation(figure: go.Figure, run: Run, axis: str = "y") -> None:
-    """The validation loss by phase: another mixture has another one, so there is no line from one to the next."""
+    """The validation loss by phase: another mixture has another one, so there is no line from
+    one to the next.
+    """
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase and row["valid_loss"] is not None]
         look = {"yaxis": axis, "legendgroup": "validation", "hoverinfo": "skip"}
@@ -117,7 +122,9 @@ def machine_figure(run: Run) -> go.Figure:
 
 def not_measured(run: Run, panels: Sequence[Panel]) -> list[str]:
     """The titles of panels that have no figure: they are not drawn."""
-    return [p.title for p in panels if p.keys and all(row[key] is None for row in run.kept_rows for key in p.keys)]
+    return [
+        p.title for p in panels if p.keys and all(row[key] is None for row in run.kept_rows for key in p.keys)
+    ]
 
 
 def attempts_of(run: Run) -> list[tuple[str, int]]:
@@ -132,7 +139,9 @@ def tint(run: Run, place: tuple[str, int]) -> str:
     return colour(run.phases.index(phase)) + ("99" if of_phase.index(place) % 2 else "")
 
 
-def _sampled(run: Run, panels: Sequence[Panel], kept: bool) -> Iterator[tuple[tuple[str, int], list[dict[str, Any]]]]:
+def _sampled(
+    run: Run, panels: Sequence[Panel], kept: bool
+) -> Iterator[tuple[tuple[str, int], list[dict[str, Any]]]]:
     """((phase, attempt), rows to draw) of every segment that counts, or of those that do not."""
     total, extremes = sum(len(s.rows) for s in run.segments), extremes_of(panels)
     buckets = BUCKETS * 5 / max(5, 1 + len(extremes))  # about as many rows whatever the number of panels
@@ -142,7 +151,8 @@ def _sampled(run: Run, panels: Sequence[Panel], kept: bool) -> Iterator[tuple[tu
 
 
 def draw_panels(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> list[Panel]:
-    """The curves of all panels that have figures, attempt by attempt, their axes and titles, and the hover box.
+    """The curves of all panels that have figures, attempt by attempt, their axes and titles,
+    and the hover box.
 
     Returns the panels drawn. A panel without keys is left empty.
     """
@@ -180,7 +190,10 @@ def _hover_text(row: dict[str, Any], panels: Sequence[Panel]) -> str:
 def domains(panels: Sequence[Panel]) -> list[tuple[float, float]]:
     """(bottom, top) of each panel as shares of the height, from their heights in pixels."""
     below = list(accumulate(panel.px + TITLE_PX for panel in panels))
-    return [(1 - low / below[-1], 1 - (low - panel.px) / below[-1]) for low, panel in zip(below, panels, strict=True)]
+    return [
+        (1 - low / below[-1], 1 - (low - panel.px) / below[-1])
+        for low, panel in zip(below, panels, strict=True)
+    ]
 
 
 def lay_out(figure: go.Figure, panels: Sequence[Panel]) -> None:
@@ -193,7 +206,9 @@ def lay_out(figure: go.Figure, panels: Sequence[Panel]) -> None:
             {**LABEL, **place, "xref": "paper", "text": f"<b>{panel.title}</b>  {panel.unit}".strip()}
         )
     height = 80 + sum(panel.px + TITLE_PX for panel in panels)
-    figure.update_layout(height=height, margin={"t": 24, "b": 56}, hoversubplots="axis", xaxis_anchor=f"y{len(panels)}")
+    figure.update_layout(
+        height=height, margin={"t": 24, "b": 56}, hoversubplots="axis", xaxis_anchor=f"y{len(panels)}"
+    )
     figure.update_xaxes(hoverformat=".4s", spikethickness=1)
 
 
@@ -205,7 +220,11 @@ def _draw_events(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
     tints = [BAD if TROUBLE.search(str(group[0].get("kind")).lower()) else NEUTRAL for group in groups]
     axis, top = len(panels) + 1, domains(panels)[0][1]
     told = {"text": list(map(event_text, groups)), "hovertemplate": "%{text}<extra></extra>"}
-    look = {"mode": "markers", "cliponaxis": False, "marker": {"symbol": "triangle-down", "size": 9, "color": tints}}
+    look = {
+        "mode": "markers",
+        "cliponaxis": False,
+        "marker": {"symbol": "triangle-down", "size": 9, "color": tints},
+    }
     marks = curve([(group[0], 0.0) for group in groups], NEUTRAL, yaxis=f"y{axis}", legendgroup="events")
     figure.add_trace(marks.update(told | look))
     strip = {"domain": (top + 0.6 * (1 - top), 1 - 0.1 * (1 - top)), "visible": False, "fixedrange": True}
@@ -213,7 +232,9 @@ def _draw_events(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
 
 
 def event_groups(events: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Events of all ranks that are one: of the same kind at the same place of the same attempt, with the same text."""
+    """Events of all ranks that are one: of the same kind at the same place of the same attempt,
+    with the same text.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for event in events:
         key = tuple(event.get(name) for name in ("phase", "attempt", "x_step", "kind", "text"))
@@ -225,7 +246,11 @@ def event_text(group: Sequence[dict[str, Any]]) -> str:
     """What one kind of event at one step was: its first record, and how many ranks or times there were."""
     first = group[0]
     told = {"phase", "kind", "step", "attempt", "time", *(key for key, _ in AXES.values())}
-    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in first.items() if k not in told and v is not None}
+    texts = {
+        k: v if isinstance(v, str) else json.dumps(v)
+        for k, v in first.items()
+        if k not in told and v is not None
+    }
     details = [f"{key} {text if len(text) <= 90 else text[:89] + '…'}" for key, text in texts.items()]
     more = f" ({len(group)} times)" if len(group) > 1 else ""
     head = f"<b>{escape(str(first.get('kind', 'event')))}</b>{more}, attempt {first.get('attempt', '?')}"

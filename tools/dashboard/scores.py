@@ -12,11 +12,24 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from evals.lm_eval.tasks import RULER_TASKS
-from records.page import card, chart, code, colour, legend_entry, measured, missing, none, percent, short, table, utc
+from records.page import (
+    card,
+    chart,
+    code,
+    colour,
+    legend_entry,
+    measured,
+    missing,
+    none,
+    percent,
+    short,
+    table,
+    utc,
+)
 from records.run import Run, number
 from tools.dashboard.core import Point, newest, points_of, where_evaluated
 from tools.dashboard.figures import Points, curve, lines_figure, span
-from tools.dashboard.published import CODE, LM_EVAL, MODEL, RULER, RULER_LENGTHS
+from tools.dashboard.references import CODE, LM_EVAL, MODEL, RULER, RULER_LENGTHS
 
 SAMPLES = 8  # checkpoints of a prompt that are shown
 LISTED = 40  # more evaluations than this are counted, not listed
@@ -24,11 +37,18 @@ LISTED = 40  # more evaluations than this are counted, not listed
 HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
        "limit": "limit ", "haystack": "haystack "}  # fmt: skip
 BY = ("scorer", "backend", "device", "dtype")
-NAMES = {"humaneval+": "HumanEval+", "mbpp+": "MBPP+", "arc_challenge": "ARC-Challenge", "arc_easy": "ARC-Easy"}
+NAMES = {
+    "humaneval+": "HumanEval+",
+    "mbpp+": "MBPP+",
+    "arc_challenge": "ARC-Challenge",
+    "arc_easy": "ARC-Easy",
+}
 
 
 class Series(NamedTuple):
-    """One score over checkpoints, all asked in the same way; published: the same score of the published model."""
+    """One score over checkpoints, all asked in the same way; published: the same score
+    of the published model.
+    """
 
     name: str
     points: Points
@@ -36,7 +56,9 @@ class Series(NamedTuple):
 
 
 def scores_card(run: Run) -> str:
-    """Code, lm-eval's tasks and RULER: curves over checkpoints and the newest values, beside the published model's."""
+    """Code, lm-eval's tasks and RULER: curves over checkpoints and the newest values,
+    beside the published model's.
+    """
     groups = {"Code": ("pass@1", code_series(run)), "Questions": ("acc_norm", lm_eval_series(run)),
               "Long context": ("RULER, mean of its tasks", ruler_series(run))}  # fmt: skip
     panels = "".join(
@@ -44,7 +66,9 @@ def scores_card(run: Run) -> str:
         for title, (unit, series) in groups.items() if series
     )  # fmt: skip
     tables = {"Code: settings and control": code_table(run), "Questions: settings": lm_eval_table(run)}
-    details = "".join(f"<details><summary>{title}</summary>{body}</details>" for title, body in tables.items() if body)
+    details = "".join(
+        f"<details><summary>{title}</summary>{body}</details>" for title, body in tables.items() if body
+    )
     body = (f'<div class="triple">{panels}</div>' if panels else "") + ruler_table(run) + details
     caption = f"The mark in a bar, the grey figure beside it and the dotted line are what {MODEL}'s authors published "
     caption += "of their instruction-tuned model, asked greedily."
@@ -58,13 +82,19 @@ def panel(series: Sequence[Series], name: str) -> str:
         tint, last = colour(index), points[-1][1]
         mark = "" if published is None else f'<u style="left:{100 * published:.1f}%"></u>'
         beside = "" if published is None else f"<small>{percent(published)}</small>"
-        bar = f'<span class="bar"><i style="width:{100 * (last or 0):.1f}%;background:{tint}"></i>{mark}</span>'
-        entries.append(f'<span class="bullet">{legend_entry(label, tint)}{bar}<b>{percent(last)}</b>{beside}</span>')
+        bar = (
+            f'<span class="bar"><i style="width:{100 * (last or 0):.1f}%;background:{tint}"></i>{mark}</span>'
+        )
+        entries.append(
+            f'<span class="bullet">{legend_entry(label, tint)}{bar}<b>{percent(last)}</b>{beside}</span>'
+        )
         curves.append(curve(points, tint, marks="circle", name=label, legendgroup=label))
         values += [y for y in (*(y for _, y in points), published) if y is not None]
     if all(len(points) < 2 for _, points, _ in series):
         return f'<p class="chips">{"".join(entries)}</p>'
-    figure = lines_figure(curves, 230, range=span(values), tickformat=".0%", hoverformat=".1%", fixedrange=True)
+    figure = lines_figure(
+        curves, 230, range=span(values), tickformat=".0%", hoverformat=".1%", fixedrange=True
+    )
     for index, each in enumerate(series):
         if each.published is not None:
             figure.add_hline(each.published, line={"color": colour(index), "width": 1.4, "dash": "dot"})
@@ -77,7 +107,9 @@ def code_series(run: Run) -> list[Series]:
     found: dict[tuple[str, ...], list[Any]] = {}
     for point in points_of(run, "code"):
         if (value := number(point.get("pass@1_plus"))) is not None:
-            key = tuple(str(point.get(name)) for name in ("dataset", "version", "protocol", "prompt", "temperature"))
+            key = tuple(
+                str(point.get(name)) for name in ("dataset", "version", "protocol", "prompt", "temperature")
+            )
             found.setdefault(key, []).append((point, value))
     return [
         Series(NAMES.get(key[0], key[0]) + (f", {key[2]} at {key[4]}" if key[2] != "greedy" else ""), points,
@@ -87,11 +119,15 @@ def code_series(run: Run) -> list[Series]:
 
 
 def lm_eval_series(run: Run) -> list[Series]:
-    """Each of lm-eval's tasks but RULER's, in the metric of the published value, else acc_norm or the first one."""
+    """Each of lm-eval's tasks but RULER's, in the metric of the published value, else acc_norm
+    or the first one.
+    """
     found: dict[tuple[str, str, str], list[Any]] = {}
     for point in points_of(run, "lm_eval"):
         for task, metrics in metrics_of(point).items():
-            known = [name for name, value in metrics.items() if value is not None and not name.endswith("_stderr")]
+            known = [
+                name for name, value in metrics.items() if value is not None and not name.endswith("_stderr")
+            ]
             wanted = [name for name in (LM_EVAL.get(task, ("",))[0], "acc_norm", *known) if name in known]
             if wanted:
                 found.setdefault((task, wanted[0], how_asked(point)), []).append((point, metrics[wanted[0]]))
@@ -105,7 +141,9 @@ def lm_eval_series(run: Run) -> list[Series]:
 
 def metrics_of(point: Point) -> dict[str, dict[str, float | None]]:
     """task -> metric -> value of an lm_eval record, without RULER's tasks."""
-    tasks = {task: metrics for task, metrics in (point.get("tasks") or {}).items() if isinstance(metrics, dict)}
+    tasks = {
+        task: metrics for task, metrics in (point.get("tasks") or {}).items() if isinstance(metrics, dict)
+    }
     return {task: {name.removesuffix(",none"): number(value) for name, value in metrics.items()}
             for task, metrics in tasks.items() if task not in RULER_TASKS}  # fmt: skip
 
@@ -113,7 +151,9 @@ def metrics_of(point: Point) -> dict[str, dict[str, float | None]]:
 def ruler_series(run: Run) -> list[Series]:
     """The mean of RULER's tasks by length, of the checkpoints that have them all, asked as the newest one."""
     series = []
-    for length, entries in sorted(ruler_scores(points_of(run, "lm_eval")).items(), key=lambda item: int(item[0])):
+    for length, entries in sorted(
+        ruler_scores(points_of(run, "lm_eval")).items(), key=lambda item: int(item[0])
+    ):
         whole = [e for e in entries if e.how == entries[-1].how and len(e.scores) == len(RULER_TASKS)]
         published = fmean(RULER[length].values()) if length in RULER else None
         points = [(e.point, fmean(e.scores.values())) for e in whole]
@@ -148,11 +188,15 @@ def code_table(run: Run) -> str:
 def pass_at_k_text(point: Point) -> str:
     """On the base tests, and on base and plus tests together, for every k above 1."""
     known = {k: v for k, v in (point.get("pass@k") or {}).items() if k != "1" and isinstance(v, dict)}
-    return ", ".join(f"{escape(k)}: {percent(v.get('base'))} / {percent(v.get('plus'))}" for k, v in known.items())
+    return ", ".join(
+        f"{escape(k)}: {percent(v.get('base'))} / {percent(v.get('plus'))}" for k, v in known.items()
+    )
 
 
 def control_text(control: dict[str, Any]) -> str:
-    """How many reference solutions passed; which are known to fail, and in red which failed without a known reason."""
+    """How many reference solutions passed; which are known to fail, and in red which failed
+    without a known reason.
+    """
     said = f"{short(control.get('passed'))} / {short(control.get('total'))}"
     if known := control.get("known_failures"):
         said += f" <small>known to fail: {escape(', '.join(known))}</small>"
@@ -164,11 +208,15 @@ def control_text(control: dict[str, Any]) -> str:
 def lm_eval_table(run: Run) -> str:
     """lm-eval's tasks but RULER's, the newest record of each, beside the published values."""
     latest = {
-        task: (point, metrics) for point in points_of(run, "lm_eval") for task, metrics in metrics_of(point).items()
+        task: (point, metrics)
+        for point in points_of(run, "lm_eval")
+        for task, metrics in metrics_of(point).items()
     }
     rows = []
     for task, (point, metrics) in latest.items():
-        errors = {name: f" ± {100 * e:.1f}" for name in metrics if (e := metrics.get(f"{name}_stderr")) is not None}
+        errors = {
+            name: f" ± {100 * e:.1f}" for name in metrics if (e := metrics.get(f"{name}_stderr")) is not None
+        }
         results = [f"{name} {percent(value)}{errors.get(name, '')}" for name, value in metrics.items()
                    if not name.endswith("_stderr") and value is not None]  # fmt: skip
         metric, value = LM_EVAL.get(task, ("", None))
@@ -179,7 +227,9 @@ def lm_eval_table(run: Run) -> str:
 
 
 def ruler_table(run: Run) -> str:
-    """RULER: eleven tasks by length, ours beside the published; a length's mean only when all tasks are there."""
+    """RULER: eleven tasks by length, ours beside the published; a length's mean only when
+    all tasks are there.
+    """
     newest_of = {length: entries[-1] for length, entries in ruler_scores(points_of(run, "lm_eval")).items()}
     if not newest_of:
         return ""
@@ -218,7 +268,9 @@ def ruler_scores(points: Sequence[Point]) -> dict[str, list[RulerEntry]]:
     """
     found: dict[str, list[RulerEntry]] = {}
     for point in points:
-        how = f"{escape(str(point.get('haystack')))} haystack, tokenizer {code(point.get('tokenizer_sha256'))}"
+        how = (
+            f"{escape(str(point.get('haystack')))} haystack, tokenizer {code(point.get('tokenizer_sha256'))}"
+        )
         how += escape(how_asked(point))
         for length, tasks in (point.get("ruler") or {}).items():
             if not str(length).isdigit():
@@ -248,13 +300,28 @@ def contamination_card(run: Run) -> str:
         for name, found in (point.get("benchmarks") or {}).items():
             items, touched = number(found.get("items")), number(found.get("touched"))
             share = touched / items if items and touched is not None else None
-            counts = [short(items), short(touched), percent(share, ".2f"), short(found.get("documents_dropped"))]
+            counts = [
+                short(items),
+                short(touched),
+                percent(share, ".2f"),
+                short(found.get("documents_dropped")),
+            ]
             where = escape(str(point.get("phase") or ""))
             rows.append([escape(name), where, *counts, escape(", ".join(found.get("sources") or {}))])
     if not points:
         return ""
-    head = ("evaluation set", "phase", "items", "touched, at most", "share", "documents dropped", "in sources")
-    caption = "Items of which the training text held at least half of the 13-grams; the documents were left out."
+    head = (
+        "evaluation set",
+        "phase",
+        "items",
+        "touched, at most",
+        "share",
+        "documents dropped",
+        "in sources",
+    )
+    caption = (
+        "Items of which the training text held at least half of the 13-grams; the documents were left out."
+    )
     unsearched = none("the data were not searched for evaluation items")
     return card("Contamination", table(head, rows) if rows else unsearched, caption)
 
@@ -272,11 +339,15 @@ def samples_card(run: Run) -> str:
     body = ""
     for name, (prompt, rows) in prompts.items():
         every = max(1, (len(rows) - 1) / (SAMPLES - 1))
-        shown = [rows[round(i * every)] for i in range(min(SAMPLES, len(rows)))]  # the newest and the oldest among them
+        shown = [
+            rows[round(i * every)] for i in range(min(SAMPLES, len(rows)))
+        ]  # the newest and the oldest among them
         texts = table(("checkpoint", "greedy", "one seeded sample"), shown, "texts")
         head = f"<b>{escape(name)}</b> <small>{escape(prompt)}</small>"
         body += f"<details{'' if body else ' open'}><summary>{head}</summary>{texts}</details>"
-    return card("Samples", body, "What each evaluated checkpoint writes after the same prompts.") if body else ""
+    return (
+        card("Samples", body, "What each evaluated checkpoint writes after the same prompts.") if body else ""
+    )
 
 
 def evaluations_card(run: Run) -> str:
@@ -285,7 +356,10 @@ def evaluations_card(run: Run) -> str:
     for record in run.evals[: -LISTED - 1 : -1]:
         how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
         by = ", ".join(str(record[key]) for key in BY if record.get(key))
-        texts = [escape(str(text)) for text in (record.get("kind", "?"), where_evaluated(record), result_of(record))]
+        texts = [
+            escape(str(text))
+            for text in (record.get("kind", "?"), where_evaluated(record), result_of(record))
+        ]
         took, at = measured(record.get("seconds"), ",.1f", " s"), utc(record.get("time"))
         model = code(record["model_sha256"]) if record.get("model_sha256") else ""
         rows.append([at, *texts, took, escape(how), escape(by), model, code(record.get("code_version"))])
@@ -308,7 +382,9 @@ def result_of(record: Point) -> str:
         "lm_eval": [(f"{task} {name}", value, ".1%") for task, metrics in tasks.items()
                     for name, value in metrics.items() if name in ("acc", "acc_norm")],
     }.get(str(record.get("kind")), [])  # fmt: skip
-    known = [f"{name} {value:{form}}" for name, found, form in results if (value := number(found)) is not None]
+    known = [
+        f"{name} {value:{form}}" for name, found, form in results if (value := number(found)) is not None
+    ]
     if not known and record.get("kind") == "core":
         return f"{len(record.get('tasks') or {})} tasks, no CORE"
     return ", ".join(known[:4]) or "see its card"

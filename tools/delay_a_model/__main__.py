@@ -1,8 +1,10 @@
-"""`python -m tools.delay_a_model MODEL --config FILE --out DIR`: turn a dense model into one whose lanes are late.
+"""`python -m tools.delay_a_model MODEL --config FILE --out DIR`: turn a dense model into one
+whose lanes are late.
 
-Two stages. `map`: held-out loss with a delay in layers >= k, for every k, without training (DIR/damage.*). `recover`:
-the upper layers become late step by step and are distilled against the same weights at delay 0 (DIR/recovery.*). Both
-append a line of JSON for everything they finish, and the same command goes on after an interruption.
+Two stages. `map`: held-out loss with a delay in layers >= k, for every k, without training
+(DIR/damage.*). `recover`: the upper layers become late step by step and are distilled against the same
+weights at delay 0 (DIR/recovery.*). Both append a line of JSON for everything they finish, and the same
+command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from .text import Text
 
 @dataclass(frozen=True)
 class Plan:
-    """The config. price: shape (a model's config.json), peak_flops of one device, and the ratio of it that is used."""
+    """The config. price: shape (a model's config.json), peak_flops of one device, and the ratio of
+    it that is used.
+    """
 
     lanes: int
     held_out_text: list[str]
@@ -73,12 +77,19 @@ def delay_a_model(
     cut_model, checkpoint = cut(model, given.lanes)
     if checkpoint.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json")
-    held_out, train = (Text(patterns, checkpoint.tokenizer) for patterns in (given.held_out_text, given.train_text))
+    held_out, train = (
+        Text(patterns, checkpoint.tokenizer) for patterns in (given.held_out_text, given.train_text)
+    )
     if shared := set(held_out.files) & set(train.files):
         raise ValueError(f"{min(shared)} is in held_out_text and in train_text")
     windows = held_out.spread(given.held_out_windows, given.seq_len).to(given.device)
     content = model_sha256(model) if model.is_dir() else file_sha256(model)
-    about = {"model": model.name, "model_sha256": content, "lanes": given.lanes, "windows": list(windows.shape)}
+    about = {
+        "model": model.name,
+        "model_sha256": content,
+        "lanes": given.lanes,
+        "windows": list(windows.shape),
+    }
     about["held_out_sha256"] = held_out.sha256
     cut_model.to(given.device)
     if "map" in stages:
@@ -105,7 +116,8 @@ def cost(plan: Plan, settings: Recovery) -> str:
     late, counts = config.num_hidden_layers - settings.first_late_layer, config.parameter_count()
     upper, head = late / config.num_hidden_layers, 2 * math.prod(config.head_shape)
     layers = flops_per_token(config, plan.seq_len) / 3 - head
-    # lower layers once; upper ones by the teacher, and forward and backward by the student; the head's weight is frozen
+    # lower layers once; upper ones by the teacher, and forward and backward by the student; the head's
+    # weight is frozen
     flops = layers * (1 - upper) + (layers * upper + head) + (3 * layers * upper + 2 * head)
     tokens = settings.steps * settings.batch_sequences * plan.seq_len
     return f"""calculated, not measured:

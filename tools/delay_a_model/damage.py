@@ -1,4 +1,6 @@
-"""The damage map: what a delay costs a dense model without any training, for every layer at which it could begin."""
+"""The damage map: what a delay costs a dense model without any training, for every layer at
+which it could begin.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,30 @@ Row = dict[str, Any]
 def damage_map(
     model: Laneformer, windows: Tensor, delays: Sequence[int], batch: int, path: Path, about: Row
 ) -> list[Row]:
-    """Losses with delay in layers >= k for every k and delay; a line of `path` each, those that it holds are kept.
+    """Losses with delay in layers >= k for every k and delay; a line of `path` each, those that
+    it holds are kept.
 
-    windows: token ids (n, S + 1). about: what the results depend on. ValueError where the file's depend on other.
+    windows: token ids (n, S + 1). about: what the results depend on. ValueError where the
+    file's depend on other.
     """
     depth, rows, parts = len(model.layers), same_run(read_lines(path), about, path), windows.split(batch)
     done = {(row["first_late_layer"], row["delay"]) for row in rows}
-    left = [(first, delay) for first in reversed(range(depth)) for delay in delays if (first, delay) not in done]
+    left = [
+        (first, delay) for first in reversed(range(depth)) for delay in delays if (first, delay) not in done
+    ]
     if not left:
         return rows
-    inputs = [[model.tok_embeddings(part[:, :-1])[:, :, None] for part in parts]]  # of every layer and of the head
+    inputs = [
+        [model.tok_embeddings(part[:, :-1])[:, :, None] for part in parts]
+    ]  # of every layer and of the head
     for i in range(depth):
         inputs.append([dense_layers(model, h, i, i + 1) for h in inputs[-1]])
     dense = losses(model, [(h, None) for h in inputs[-1]], parts, "dropped")
     for first, delay in track(left, f"damage map -> {path}", console=Console(stderr=True)):
-        ran = [run_late(model, model.layers[first:], h, first, [1.0] * (depth - first), delay) for h in inputs[first]]
+        ran = [
+            run_late(model, model.layers[first:], h, first, [1.0] * (depth - first), delay)
+            for h in inputs[first]
+        ]
         found = {end: losses(model, ran, parts, end) for end in ENDS}
         rows.append({"first_late_layer": first, "delay": delay, **found, "dense": dense, "about": about})
         append_line(path, json.dumps(rows[-1]))
@@ -55,7 +66,8 @@ def same_run(rows: list[Row], about: Row, path: Path) -> list[Row]:
 
 
 def report(rows: Sequence[Row], keys: Sequence[str], path: Path, curves: str | None) -> None:
-    """PATH.json and PATH.svg: mean loss of both ends, and the paired difference to the dense model's, 95% interval.
+    """PATH.json and PATH.svg: mean loss of both ends, and the paired difference to the
+    dense model's, 95% interval.
 
     rows: losses by window, told apart by `keys`, the first of which is x.
     """
@@ -63,8 +75,14 @@ def report(rows: Sequence[Row], keys: Sequence[str], path: Path, curves: str | N
     for row in sorted(rows, key=lambda row: row[keys[0]]):
         out = {key: row[key] for key in keys}
         for end in ENDS:
-            mean, half, _ = interval([late - dense for late, dense in zip(row[end], row["dense"], strict=True)])
-            out |= {end: sum(row[end]) / len(row[end]), f"{end}_difference": mean, f"{end}_half_width_95": half}
+            mean, half, _ = interval(
+                [late - dense for late, dense in zip(row[end], row["dense"], strict=True)]
+            )
+            out |= {
+                end: sum(row[end]) / len(row[end]),
+                f"{end}_difference": mean,
+                f"{end}_half_width_95": half,
+            }
         found.append(out)
         print("  ".join(f"{key} {f'{v:.4f}' if isinstance(v, float) else v}" for key, v in out.items()))
     write_atomically(path.with_suffix(".json"), json.dumps(found, indent=1) + "\n")

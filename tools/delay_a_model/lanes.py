@@ -1,11 +1,11 @@
 """A dense model cut into lanes, and its layers with a share of the lanes' exchange that comes late.
 
-Cutting changes nothing: heads and intermediate columns are dealt out to lanes, and at delay 0 every lane's stream is
-the dense model's. One number per layer says how late it is, `late` in [0, 1]: a lane adds its own partial output p_l
-and (1 - late) (P - p_l) of the others' at once, and late (P - p_l) `delay` layers later. 0 is the join PRESENT, 1 is
-PAST (config.py). The share belongs to the layer that sends, so every output is counted once, also at the border between
-layers. What is under way after the last layer is "dropped", as in a Laneformer, or "flushed": one blocking sum before
-the final norm, after which all lanes are equal again.
+Cutting changes nothing: heads and intermediate columns are dealt out to lanes, and at delay 0 every lane's
+stream is the dense model's. One number per layer says how late it is, `late` in [0, 1]: a lane adds its own
+partial output p_l and (1 - late) (P - p_l) of the others' at once, and late (P - p_l) `delay` layers later. 0
+is the join PRESENT, 1 is PAST (config.py). The share belongs to the layer that sends, so every output is
+counted once, also at the border between layers. What is under way after the last layer is "dropped", as in a
+Laneformer, or "flushed": one blocking sum before the final norm, after which all lanes are equal again.
 
     B batch   S positions   L lanes   D hidden   V vocabulary
 """
@@ -34,7 +34,9 @@ Streams = tuple[Tensor, Tensor | None]  # what run_late returns
 
 
 def cut(path: Path, lanes: int) -> tuple[Laneformer, Checkpoint]:
-    """A Llama-family folder or GGUF file as a Laneformer with delay 0, float32. ValueError for lanes it cannot have."""
+    """A Llama-family folder or GGUF file as a Laneformer with delay 0, float32. ValueError for
+    lanes it cannot have.
+    """
     dense = read_checkpoint(path, lanes=1).config
     sizes = dense.num_attention_heads, dense.num_key_value_heads, dense.intermediate_size
     possible = [n for n in range(1, min(sizes) + 1) if math.gcd(*sizes) % n == 0]
@@ -58,7 +60,8 @@ def cut(path: Path, lanes: int) -> tuple[Laneformer, Checkpoint]:
 def run_late(
     model: Laneformer, layers: Iterable[nn.Module], h: Tensor, first: int, late: Sequence[float], delay: int
 ) -> Streams:
-    """Streams (B, S, L or 1, D) through `layers`, which stand at `first` in the model, with a share `late` each.
+    """Streams (B, S, L or 1, D) through `layers`, which stand at `first` in the model, with
+    a share `late` each.
 
     Returns the streams, and the sum of what is still under way to each lane, (B, S, L, D), or None.
     """
@@ -78,7 +81,9 @@ def run_late(
 
 
 def joined(h: Tensor, partial: Tensor, late: float, arrived: Tensor | None) -> Tensor:
-    """The streams with a module's own partials at once, and 1 - late of the others'; `arrived` is already weighted."""
+    """The streams with a module's own partials at once, and 1 - late of the others';
+    `arrived` is already weighted.
+    """
     if not late and arrived is None:
         return join_lanes(h, partial, Join.PRESENT, None)
     h = join_lanes(h, partial, Join.PAST, arrived)

@@ -1,9 +1,10 @@
-"""Recovery: the upper layers become late one group after the other, and are distilled against themselves at delay 0.
+"""Recovery: the upper layers become late one group after the other, and are distilled against
+themselves at delay 0.
 
-Layers below `first_late_layer` stay as they are, so their output is computed once for teacher and student. The teacher
-is the dense model's upper layers, the student starts as a copy of them. A group's share that comes late grows from 0 to
-1 over `anneal_steps`, from the last layers down; the loss is KL(teacher || student) of each next token. Embedding,
-final norm and head are shared and frozen.
+Layers below `first_late_layer` stay as they are, so their output is computed once for teacher and student.
+The teacher is the dense model's upper layers, the student starts as a copy of them. A group's share that
+comes late grows from 0 to 1 over `anneal_steps`, from the last layers down; the loss is KL(teacher ||
+student) of each next token. Embedding, final norm and head are shared and frozen.
 """
 
 from __future__ import annotations
@@ -57,7 +58,12 @@ class Recovery:
     def check(self, depth: int) -> None:
         """ValueError for what cannot be trained."""
         needed = -(-(depth - self.first_late_layer) // self.layers_at_once) * self.anneal_steps
-        if self.end not in ENDS or self.delay < 1 or not 0 <= self.first_late_layer < depth or self.steps < needed:
+        if (
+            self.end not in ENDS
+            or self.delay < 1
+            or not 0 <= self.first_late_layer < depth
+            or self.steps < needed
+        ):
             raise ValueError(
                 f"[recover] needs end in {ENDS}, delay >= 1, first_late_layer in 0 to {depth - 1}, steps >= {needed} "
                 f"(groups x anneal_steps), not {self.end!r}, {self.delay}, {self.first_late_layer}, {self.steps}"
@@ -97,7 +103,9 @@ class Student:
         return h, (dense_layers(self.model, h, self.first, self.depth), None)
 
     def train_step(self, windows: Tensor) -> float:
-        """One optimizer step on windows (n, S + 1); returns the mean KL(teacher || student) before it, nats a token."""
+        """One optimizer step on windows (n, S + 1); returns the mean KL(teacher || student) before
+        it, nats a token.
+        """
         s = self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = s.rate(self.step)
@@ -129,7 +137,9 @@ class Student:
     def tensors(self) -> dict[str, Tensor]:
         """Weights and what the optimizer holds of them."""
         state = self.optimizer.state
-        kept = {f"{key}/{name}": state[p][key] for name, p in self.layers.named_parameters() for key in MOMENTS}
+        kept = {
+            f"{key}/{name}": state[p][key] for name, p in self.layers.named_parameters() for key in MOMENTS
+        }
         return {**self.layers.state_dict(), **kept}
 
     def save(self, path: Path, about: Row) -> None:
@@ -155,7 +165,9 @@ class Student:
 
 
 def recover(student: Student, train: Text, out: Path, about: Row, stop: int, minutes: float) -> list[Row]:
-    """Train until step `stop`, or for so many minutes; OUT/recovery.jsonl, whose rows it returns, and .safetensors."""
+    """Train until step `stop`, or for so many minutes; OUT/recovery.jsonl, whose rows
+    it returns, and .safetensors.
+    """
     settings, path, state = student.settings, out / "recovery.jsonl", out / "recovery.safetensors"
     about = {**about, "recover": asdict(settings), "train_sha256": train.sha256}
     same_run(read_lines(path), about, path)
@@ -178,7 +190,9 @@ def recover(student: Student, train: Text, out: Path, about: Row, stop: int, min
 
 
 def export(student: Student, checkpoint: Checkpoint, out: Path) -> str:
-    """The run folder OUT/run, of which tools.export_hf makes a Hugging Face folder, if a config can say what it is."""
+    """The run folder OUT/run, of which tools.export_hf makes a Hugging Face folder, if a config can
+    say what it is.
+    """
     s, folder = student.settings, out / "run"
     if (s.first_late_layer, s.end) != (s.delay, "dropped"):
         return (

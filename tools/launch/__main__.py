@@ -79,7 +79,9 @@ def main() -> None:
         options, overrides = tyro.cli(Options, args=arguments, prog=PROG, return_unknown_args=True)
         if inherited := parents_cluster(options):  # what the parent was launched with is the default then
             default = Options(**inherited)
-            options, overrides = tyro.cli(Options, args=arguments, prog=PROG, default=default, return_unknown_args=True)
+            options, overrides = tyro.cli(
+                Options, args=arguments, prog=PROG, default=default, return_unknown_args=True
+            )
         launch(options, list(overrides))
     except ValueError as problem:
         raise SystemExit(f"launch: {problem}") from None
@@ -145,12 +147,16 @@ def choose_start(options: Options) -> Start:
         assert options.steps is not None
         return decay_branch(options.decay_from.resolve(), options.steps)
     if config is None:
-        raise ValueError("no job file; for example: python -m tools.launch configs/phase1.toml --nodes 24 ...")
+        raise ValueError(
+            "no job file; for example: python -m tools.launch configs/phase1.toml --nodes 24 ..."
+        )
     return Start(config)
 
 
 def run_folder(options: Options, start: Start) -> Path:
-    """--run, else the decay branch's own name, else job.dump_folder. Raises ValueError when it is the parent's."""
+    """--run, else the decay branch's own name, else job.dump_folder. Raises ValueError when
+    it is the parent's.
+    """
     if not start.config.is_file():
         raise ValueError(f"job file {start.config} does not exist")
     if options.run:
@@ -174,7 +180,9 @@ def cluster_of(options: Options) -> Cluster:
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Cluster)}
     for needed in ("nodes", "gpus_per_node"):
         if given[needed] < 1:
-            raise ValueError(f"--{needed.replace('_', '-')} {given[needed]}: it is required, and must be at least 1")
+            raise ValueError(
+                f"--{needed.replace('_', '-')} {given[needed]}: it is required, and must be at least 1"
+            )
     return Cluster(**given)
 
 
@@ -182,10 +190,13 @@ def refuse_second_job(run: Path) -> None:
     """Two jobs in one run folder would overwrite each other's checkpoints."""
     before = last_launch(run)
     if before and before["job_id"] is not None and (state := job_state(before["job_id"])) not in ENDED:
-        raise ValueError(f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run")
+        raise ValueError(
+            f"job {before['job_id']} of {run} is {state}; scancel it first, or choose another --run"
+        )
 
 
-# --- runs that start from another run -------------------------------------------------------------------------------
+# --- runs that start from another run
+# -------------------------------------------------------------------------------
 
 
 def last_launch(run: Path) -> dict[str, Any] | None:
@@ -194,7 +205,9 @@ def last_launch(run: Path) -> dict[str, Any] | None:
 
 
 def resolved_job(run: Path) -> tuple[Path, JobSections]:
-    """The resolved job file of a run: that of its newest launch, else what its workers wrote. Raises ValueError."""
+    """The resolved job file of a run: that of its newest launch, else what its
+    workers wrote. Raises ValueError.
+    """
     launch = last_launch(run)
     path = Path(launch["snapshot"]) / "job.toml" if launch else run / "config.toml"
     if not path.is_file():
@@ -224,10 +237,11 @@ def next_phase(run: Path, config: Path) -> Start:
 
 
 def decay_branch(checkpoint: Path, steps: int) -> Start:
-    """A copy of a run that continues from one of its checkpoints and decays the learning rate over `steps` steps.
+    """A copy of a run that continues from one of its checkpoints and decays the learning
+    rate over `steps` steps.
 
-    The schedule is rebuilt from the job file at every start, so the branch only overrides numbers. TorchTitan reaches
-    the minimum one step after total_steps; one less reaches it at the last step of the run.
+    The schedule is rebuilt from the job file at every start, so the branch only overrides numbers. TorchTitan
+    reaches the minimum one step after total_steps; one less reaches it at the last step of the run.
     """
     run = checkpoint.parent.parent
     job_file, job = resolved_job(run)

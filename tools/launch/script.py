@@ -1,11 +1,12 @@
 """The batch script of a job, its submission, and the state of a Slurm job.
 
-The script runs on the first node. It checks the snapshot, starts the supervisor (train.supervise), forwards Slurm's
-signals to it, and requeues the job if the supervisor was stopped before the run was done (exit status 85 or 84). The
-same script runs without Slurm (`--local`).
+The script runs on the first node. It checks the snapshot, starts the supervisor (train.supervise), forwards
+Slurm's signals to it, and requeues the job if the supervisor was stopped before the run was done (exit status
+85 or 84). The same script runs without Slurm (`--local`).
 
-With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job any more, and Slurm
-keeps it until its time limit (seen with 22.05). So the last node watches a heartbeat file that the first one touches.
+With --no-kill a job survives the loss of any node. If it is the first one, nothing leads the job any more,
+and Slurm keeps it until its time limit (seen with 22.05). So the last node watches a heartbeat file that
+the first one touches.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ fi
 exit $code
 """
 
-# On the last node, with the heartbeat file as $0. Its time is only compared for changes, as clocks may differ.
+# On the last node, with the heartbeat file as $0. Its time is only compared for changes, as
+# clocks may differ.
 WATCHER = """last= still=0
 while sleep "$1"; do
   now=$(stat -c %y "$0") || continue
@@ -97,7 +99,9 @@ class Cluster:
     requeue: bool = True
     """Requeue the job when its time ends or its first node dies"""
     signal_before_s: int | None = None
-    """Seconds before the time limit at which a checkpoint is written; longer than writing one takes; default: 600"""
+    """Seconds before the time limit at which a checkpoint is written; longer than writing
+    one takes; default: 600
+    """
     env: tuple[str, ...] = ()
     """KEY=VALUE pairs for the job's environment; no secrets: sbatch inherits those from the shell"""
 
@@ -117,7 +121,9 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
         "output": run / "slurm-%j.log",
         "open-mode": "append",
     }
-    directives = [f"--{k}=" + (f'"{v}"' if " " in str(v) else f"{v}") for k, v in options.items() if v is not None]
+    directives = [
+        f"--{k}=" + (f'"{v}"' if " " in str(v) else f"{v}") for k, v in options.items() if v is not None
+    ]
     directives += ["--exclusive", "--no-kill", "--requeue" if cluster.requeue else "--no-requeue"]
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {d}" for d in directives),

@@ -1,4 +1,5 @@
-"""The snapshot of a launch: everything a job runs from, in one read-only folder that later edits do not affect.
+"""The snapshot of a launch: everything a job runs from, in one read-only folder that later
+edits do not affect.
 
     runs/NAME/snapshot/<time>-<commit>/
         code/             the tracked files of the commit (with --allow-dirty: of the working tree)
@@ -10,8 +11,9 @@
         snapshot.json     commit, command, mixture fingerprint                  submit.sbatch  the job script
         SHA256SUMS        of every file; `sha256sum --check SHA256SUMS` is the first thing that the job does
 
-Why env/: an editable install adds an import hook that takes precedence over PYTHONPATH and `-P`. A virtual environment
-of three small files has no hooks, and child processes (torchrun's workers) use the same interpreter.
+Why env/: an editable install adds an import hook that takes precedence over PYTHONPATH and `-P`.
+A virtual environment of three small files has no hooks, and child processes (torchrun's workers)
+use the same interpreter.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def take_snapshot(
         (partial / "code").mkdir()
         archive = git("archive", "--format=tar", code["tree"])
         subprocess.run(["tar", "-xC", str(partial / "code")], input=archive, check=True)
-        (partial / "code/CODE_VERSION").write_text(code["version"] + "\n")  # records.files.code_version reads it
+        (partial / "code/CODE_VERSION").write_text(
+            code["version"] + "\n"
+        )  # records.files.code_version reads it
         if code["diff"]:
             (partial / "changes.diff").write_bytes(code["diff"])
         write_interpreter(partial / "env")
@@ -82,7 +86,9 @@ def take_snapshot(
 
 
 def code_tree(allow_dirty: bool) -> dict[str, Any]:
-    """The git tree to run: HEAD's, or the working tree's with its difference from HEAD. Raises ValueError if dirty."""
+    """The git tree to run: HEAD's, or the working tree's with its difference from HEAD.
+    Raises ValueError if dirty.
+    """
     if not (ROOT / ".git").exists():
         raise ValueError(f"{ROOT} is not a git checkout, so its code has no version; launch from a clone")
     commit = git("rev-parse", "HEAD").decode().strip()
@@ -94,7 +100,9 @@ def code_tree(allow_dirty: bool) -> dict[str, Any]:
                 f"the checkout differs from its commit {commit[:12]}:\n{changed}commit the changes, so that the run "
                 "can be repeated, or launch with --allow-dirty, which keeps the difference in the snapshot"
             )
-        with tempfile.TemporaryDirectory() as folder:  # a temporary index keeps the user's staging area unchanged
+        with (
+            tempfile.TemporaryDirectory() as folder
+        ):  # a temporary index keeps the user's staging area unchanged
             index = {"GIT_INDEX_FILE": f"{folder}/index"}
             git("read-tree", commit, **index)
             git("add", "--all", **index)
@@ -123,25 +131,39 @@ def write_interpreter(env: Path) -> None:
     ours, standard = {ROOT, ROOT / "models"}, Path(os.__file__).parent
     installed = [p for p in map(Path, sys.path) if p.is_absolute() and p.is_dir() and p.resolve() not in ours]
     installed = [p for p in installed if p != standard and p.name != "lib-dynload"]
-    # a path in a .pth file is searched, but its own .pth files are not executed, so no import hook is inherited
-    (packages_folder / "snapshot.pth").write_text("\n".join([f"{up}/models", up, *map(str, installed)]) + "\n")
+    # a path in a .pth file is searched, but its own .pth files are not executed, so no import
+    # hook is inherited
+    (packages_folder / "snapshot.pth").write_text(
+        "\n".join([f"{up}/models", up, *map(str, installed)]) + "\n"
+    )
 
 
 def resolve(snapshot: Path, config: Path, overrides: list[str]) -> str:
-    """The whole job config as TOML, as the snapshot's own code reads it. Raises ValueError with the parser's words."""
+    """The whole job config as TOML, as the snapshot's own code reads it. Raises ValueError
+    with the parser's words.
+    """
     command = [str(snapshot / "env/bin/python"), "-P", "-m", "train.job_config"]
     command += ["--job.config_file", str(config.resolve()), *overrides]
     unset = ("PYTHONPATH", "PYTHONHOME")
     env = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=snapshot / "code", env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=snapshot / "code", env=env, capture_output=True, text=True, timeout=300
+    )
     if done.returncode:
-        raise ValueError(f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{done.stderr[-3000:]}")
+        raise ValueError(
+            f"{config} with {' '.join(overrides) or 'no overrides'} is refused:\n{done.stderr[-3000:]}"
+        )
     return done.stdout
 
 
 def pinned(job: JobSections, run: Path, final: Path) -> list[str]:
     """Overrides that make the job's paths absolute and its mixture the snapshot's copy."""
-    overrides = ["--job.dump_folder", str(run), "--mixture.lock", str(final / "mixture" / Path(job.mixture.lock).name)]
+    overrides = [
+        "--job.dump_folder",
+        str(run),
+        "--mixture.lock",
+        str(final / "mixture" / Path(job.mixture.lock).name),
+    ]
     if job.checkpoint.initial_load_path:
         overrides += ["--checkpoint.initial_load_path", str(Path(job.checkpoint.initial_load_path).resolve())]
     return overrides

@@ -4,9 +4,9 @@
     python -m tools.plan configs/phase1.toml --gpu h200 --mfu 40 --training.local_batch_size 8
     python -m tools.plan configs/phase1.toml --dry-run
 
-Several job files are phases of one run: their tokens, days and sources add up. TorchTitan's flags follow the job files.
-With --dry-run the real trainer takes one step as rank 0 of the whole world, on this machine's CPU with a fake network
-(`take_step` lists what that checks). The last line of stdout is JSON.
+Several job files are phases of one run: their tokens, days and sources add up. TorchTitan's flags follow the
+job files. With --dry-run the real trainer takes one step as rank 0 of the whole world, on this machine's CPU
+with a fake network (`take_step` lists what that checks). The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Options:
     mixture: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="TOML")] = ()
     """Mixture recipes, one a job file; default: the job's lock, or data_mixtures/NAME.toml for data/NAME/."""
     data: Path | None = None
-    """Data folder whose plan.json lists the files of the sources, for `files` (python -m data_mixtures plan)."""
+    """Data folder whose plan.json lists the files of the sources, for `files` (python -m data_mixtures plan).
+    """
     dry_run: bool = False
     """Also take one step of each job with a fake network of all GPUs."""
     json: bool = False
@@ -71,7 +72,9 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    first = next((i for i, a in enumerate(arguments) if a.startswith("--") and "." in a.split("=")[0]), len(arguments))
+    first = next(
+        (i for i, a in enumerate(arguments) if a.startswith("--") and "." in a.split("=")[0]), len(arguments)
+    )
     options = tyro.cli(Options, args=arguments[:first], prog="python -m tools.plan", description=__doc__)
     console = Console(quiet=options.json, width=None if sys.stdout.isatty() else 120)
     try:
@@ -88,17 +91,28 @@ def plan(options: Options, overrides: list[str]) -> Result:
     if not options.configs:
         raise ValueError("no job file given; for example configs/phase1.toml")
     if options.mixture and len(options.mixture) != len(options.configs):
-        raise ValueError(f"{len(options.mixture)} mixtures for {len(options.configs)} job files; give one for each")
+        raise ValueError(
+            f"{len(options.mixture)} mixtures for {len(options.configs)} job files; give one for each"
+        )
     phases: list[Result] = []
     taken: dict[str, float] = {}
     gpu, nic = sums.GPUS[options.gpu], options.network_gbit_per_s * 1e9 / 8
     for path, mixture in zip_longest(options.configs, options.mixture):
         titan_job = load_job(["--job.config_file", str(path), *overrides])
         job = facts(titan_job, options.gpus)
-        rate = options.tokens_per_s_per_gpu if options.mfu is None else sums.tokens_per_s_at(options.mfu, job, gpu)
-        cluster = sums.Cluster(options.gpus, options.gpus_per_node, gpu, nic, rate, 60 * options.restart_minutes)
+        rate = (
+            options.tokens_per_s_per_gpu
+            if options.mfu is None
+            else sums.tokens_per_s_at(options.mfu, job, gpu)
+        )
+        cluster = sums.Cluster(
+            options.gpus, options.gpus_per_node, gpu, nic, rate, 60 * options.restart_minutes
+        )
         sums.check(job, cluster)
-        phase = {"config": str(path), **phase_plan(job, cluster, read_sources(path, titan_job, mixture), taken)}
+        phase = {
+            "config": str(path),
+            **phase_plan(job, cluster, read_sources(path, titan_job, mixture), taken),
+        }
         phase["pricing"] = {key: getattr(titan_job.metrics, key) for key in ("gpu_hour_price", "currency")}
         phase["compute"]["cost"] = cost(phase["compute"]["gpu_hours"], phase["pricing"])
         phase["gpu_memory_bytes"], phase["usable_bytes"] = gpu.memory_bytes, sums.USABLE * gpu.memory_bytes
@@ -107,7 +121,10 @@ def plan(options: Options, overrides: list[str]) -> Result:
         phases.append(phase)
     rows = preparation.parts(phases[-1]["data"], preparation.listed_files(options.data))
     data = {"parts": rows, "total": preparation.totals(rows)}
-    totals = {key: sum(p["compute"][key] for p in phases) for key in ("steps", "tokens", "flops", "days", "gpu_hours")}
+    totals = {
+        key: sum(p["compute"][key] for p in phases)
+        for key in ("steps", "tokens", "flops", "days", "gpu_hours")
+    }
     priced = [p["compute"]["cost"] for p in phases]
     totals["cost"] = None if None in priced else sum(priced)
     hardware = {key: getattr(options, key) for key in ("gpu", "gpus", "gpus_per_node", "network_gbit_per_s")}
@@ -141,7 +158,9 @@ def facts(titan_job: Any, gpus: int) -> sums.Job:
 
 
 def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Result]:
-    """Name, category, weight and expected tokens (None: unknown) of each source; empty where no mixture is known."""
+    """Name, category, weight and expected tokens (None: unknown) of each source; empty where
+    no mixture is known.
+    """
     lock = Path(titan_job.mixture.lock)
     if mixture is None and lock.is_file():
         locked = read_lock(lock)
@@ -150,7 +169,9 @@ def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Resul
              "prepared": True}
             for s in locked["sources"]
         ]  # fmt: skip
-    file = mixture or ROOT / "data_mixtures" / f"{lock.parent.name}.toml"  # data/nemotron/phase1.lock.json: nemotron
+    file = (
+        mixture or ROOT / "data_mixtures" / f"{lock.parent.name}.toml"
+    )  # data/nemotron/phase1.lock.json: nemotron
     if mixture is None and not file.is_file():
         return []
     read, phase = recipe.load(file), titan_job.phase.name
@@ -165,7 +186,9 @@ def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Resul
     ]  # fmt: skip
 
 
-def phase_plan(job: sums.Job, cluster: sums.Cluster, sources: list[Result], taken: dict[str, float]) -> Result:
+def phase_plan(
+    job: sums.Job, cluster: sums.Cluster, sources: list[Result], taken: dict[str, float]
+) -> Result:
     """One phase; `taken`, the tokens that earlier phases took of each source, is brought up to date."""
     compute, data = sums.compute(job, cluster), []
     for source in sources:
@@ -191,20 +214,25 @@ def phase_plan(job: sums.Job, cluster: sums.Cluster, sources: list[Result], take
 
 
 def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: int) -> Result:
-    """One step of the real trainer as rank 0 of the whole world, in a process of its own; returns what was logged.
+    """One step of the real trainer as rank 0 of the whole world, in a process of its own;
+    returns what was logged.
 
-    Checked: the job file and its overrides, the mesh of all ranks, batch divisibility and the micro-batches that
-    follow, how every parameter is cut (rank 0's shard), the dataloader's slice, optimizer, schedule of full length,
-    one step forward and backward through FSDP. Not checked: that the collectives work and what they cost (a fake one
-    moves nothing, so the loss means nothing), the GPU's memory, mixed precision, compile, and the layers left out: to
-    stay within a CPU's memory and minutes, widths and lanes are the job's own, but there is one layer and a sequence is
-    short. Raises ValueError with the end of its output.
+    Checked: the job file and its overrides, the mesh of all ranks, batch divisibility and the micro-batches
+    that follow, how every parameter is cut (rank 0's shard), the dataloader's slice, optimizer, schedule of
+    full length, one step forward and backward through FSDP. Not checked: that the collectives work and what
+    they cost (a fake one moves nothing, so the loss means nothing), the GPU's memory, mixed precision,
+    compile, and the layers left out: to stay within a CPU's memory and minutes, widths and lanes are the
+    job's own, but there is one layer and a sequence is short. Raises ValueError with the end of its output.
     """
     layers, seq_len = 1, 16
     training = titan_job.training
-    vocab_size = titan_job.architecture.vocab_size or LaneformerConfig.from_flavor(titan_job.model.flavor).vocab_size
+    vocab_size = (
+        titan_job.architecture.vocab_size or LaneformerConfig.from_flavor(titan_job.model.flavor).vocab_size
+    )
     with tempfile.TemporaryDirectory() as folder:
-        lock = write_synthetic_lock(Path(folder) / "data", 2 * training.global_batch_size, seq_len, vocab_size)
+        lock = write_synthetic_lock(
+            Path(folder) / "data", 2 * training.global_batch_size, seq_len, vocab_size
+        )
         run = Path(folder) / "run"
         command = [
             sys.executable, "-m", "train", "--job.config_file", str(config), *overrides,
@@ -216,7 +244,13 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
             "--checkpoint.allow_fresh_start", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb",
             "--metrics.log_freq", "1",
         ]  # fmt: skip
-        env = {**os.environ, "NGPU": str(world_size), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "RANK": "0"}
+        env = {
+            **os.environ,
+            "NGPU": str(world_size),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(world_size),
+            "RANK": "0",
+        }
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
         if done.returncode != 0:
             raise ValueError(f"the dry run of {config} failed: {(done.stdout + done.stderr)[-3000:]}")
@@ -227,7 +261,8 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
     return {**seen, "layers": layers, "seq_len": seq_len, "said": said}
 
 
-# --- the report --------------------------------------------------------------------------------------------------
+# --- the report
+# --------------------------------------------------------------------------------------------------
 
 
 def show(result: Result, console: Console) -> None:
@@ -244,7 +279,12 @@ def show(result: Result, console: Console) -> None:
         console.print(preparation.toml(rows), highlight=False, markup=False)
     if len(result["phases"]) > 1:
         total = result["total"]
-        row = [f"{total['tokens']:.4g}", f"{total['flops']:.4g}", f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}"]
+        row = [
+            f"{total['tokens']:.4g}",
+            f"{total['flops']:.4g}",
+            f"{total['days']:.1f}",
+            f"{total['gpu_hours']:,.0f}",
+        ]
         row.append("no price" if total["cost"] is None else f"{total['cost']:,.0f}")
         console.print(table("all phases", ["tokens", "FLOPs", "days", "GPU-hours", "cost"], [row]))
 
@@ -314,7 +354,11 @@ def traffic_table(phase: Result, gbit_per_s: float) -> tuple[str, list[str], lis
     meshes, step_s = phase["traffic"].values(), phase["compute"]["step_s"]
     names = ("all_gather_bytes", "reduce_scatter_bytes", "all_reduce_bytes", "nic_bytes", "nic_bytes_worst")
     rows = [[n.removesuffix("_bytes").replace("_", " "), *(gb(mesh[n]) for mesh in meshes)] for n in names]
-    for key, label in (("nvlink_s", "over NVLink"), ("nic_s", "over the network"), ("nic_s_worst", "at worst")):
+    for key, label in (
+        ("nvlink_s", "over NVLink"),
+        ("nic_s", "over the network"),
+        ("nic_s_worst", "at worst"),
+    ):
         cells = [f"{1e3 * mesh[key]:.0f} ms, {100 * mesh[key] / step_s:.0f}%" for mesh in meshes]
         rows.append([f"{label}, of a step", *cells])
     rows.append(["ranks in the longest ring", *(str(mesh["ring_ranks"]) for mesh in meshes)])

@@ -1,4 +1,5 @@
-"""What the data of a run costs to prepare, and which part of each source it needs, before anything is downloaded.
+"""What the data of a run costs to prepare, and which part of each source it needs,
+before anything is downloaded.
 
 A run seldom reads whole sources, and what it does not read need not be stored, so a recipe can take a part of a source:
 
@@ -7,8 +8,9 @@ A run seldom reads whole sources, and what it does not read need not be stored, 
     files = 300  that many files alone, in the order of a hash of their names. The others are not even fetched, but how
                  many tokens are in a file is known only roughly.
 
-So `files` comes first where a source has much more than is needed, and `keep` takes the rest. How many files a source
-has is known when `python -m data_mixtures plan` has listed them (--data DIR); offline there is `keep` alone.
+So `files` comes first where a source has much more than is needed, and `keep` takes the rest. How many
+files a source has is known when `python -m data_mixtures plan` has listed them (--data DIR); offline
+there is `keep` alone.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def listed_files(out: Path | None) -> dict[str, list[int]]:
 def parts(sources: Sequence[Result], listed: Mapping[str, Sequence[int]]) -> list[Result]:
     """Each source with what is needed of it, the `keep` and `files` that give it, and what that costs.
 
-    sources: name, tokens_so_far (of all phases), expected_tokens, and the recipe's `files`, which stay. Those that are
-    prepared are left out, and those without expected tokens.
+    sources: name, tokens_so_far (of all phases), expected_tokens, and the recipe's `files`, which stay. Those
+    that are prepared are left out, and those without expected tokens.
     """
     return [
         _part(each, listed.get(each["name"], ()))
@@ -87,11 +89,17 @@ def totals(rows: Sequence[Result]) -> Result:
     for row in sorted(rows, key=working_bytes, reverse=True):
         peak = max(peak, stored + working_bytes(row))
         stored += SHARD_BYTES * row["stored_tokens"]
-    return {**{name: sum(row[name] for row in rows) for name in names}, "shard_bytes": stored, "peak_bytes": peak}
+    return {
+        **{name: sum(row[name] for row in rows) for name in names},
+        "shard_bytes": stored,
+        "peak_bytes": peak,
+    }
 
 
 def working_bytes(row: Result) -> float:
-    """Disk space while a source is prepared: raw and documents, documents and tokens, or tokens, runs and shards."""
+    """Disk space while a source is prepared: raw and documents, documents and tokens, or
+    tokens, runs and shards.
+    """
     documents, tokens = row["fetched_bytes"] * row["keep"], SHARD_BYTES * row["stored_tokens"]
     return max(row["fetched_bytes"] + documents, documents + tokens, 3 * tokens)
 
@@ -119,7 +127,5 @@ def table(rows: Sequence[Result]) -> tuple[str, list[str], list[list[str]]]:
              f"{total['fetched_bytes'] / 1e12:.2f}", f"{total['shard_bytes'] / 1e12:.2f}", f"{total['units']:,}",
              f"{total['core_hours']:,.0f}"]  # fmt: skip
     columns = ["source", "read", "has", "keep", "files", "epochs", "fetched", "shards", "units", "core-h"]
-    title = (
-        f"preparation, in 1e9 tokens and TB, estimated; source by source {total['peak_bytes'] / 1e12:.1f} TB of disk"
-    )
+    title = f"preparation, in 1e9 tokens and TB, estimated; source by source {total['peak_bytes'] / 1e12:.1f} TB of disk"  # noqa: E501
     return title, columns, [*cells, whole]

@@ -1,7 +1,9 @@
-"""A model of training speed on one H100: assumed rates, and the bytes and FLOPs that they divide. Nothing is measured.
+"""A model of training speed on one H100: assumed rates, and the bytes and FLOPs that they
+divide. Nothing is measured.
 
-`python -m tools.bench train-traffic` counts a step's kernels and gives them to `step_ms`; the plan, which may not take
-minutes, gives it sums that a test holds to that count. `python -m tools.bench train` measures, on a GPU.
+`python -m tools.bench train-traffic` counts a step's kernels and gives them to `step_ms`; the plan, which
+may not take minutes, gives it sums that a test holds to that count. `python -m tools.bench train`
+measures, on a GPU.
 
     W  the residual streams of all lanes of one micro-batch
 """
@@ -46,7 +48,9 @@ def step_ms(
     config: LaneformerConfig, batch: int, seq_len: int, rates: Rates, elementwise_bytes: float,
     products: Iterable[tuple[float, float]],
 ) -> dict[str, float]:  # fmt: skip
-    """Milliseconds of one micro-batch by part, one after the other; `products`: FLOPs and bytes of the layers' ones."""
+    """Milliseconds of one micro-batch by part, one after the other; `products`: FLOPs and bytes
+    of the layers' ones.
+    """
     tokens, reference = batch * seq_len, LaneformerConfig.from_flavor("2b")
     attention_flops = tokens * (flops_per_token(config, seq_len) - 6 * (matrices(config) + head(config)))
     share = tokens / REFERENCE_TOKENS * head(config) / head(reference)

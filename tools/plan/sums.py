@@ -1,7 +1,9 @@
-"""The arithmetic of a training run before it runs: tokens, FLOPs, time, memory, checkpoints, data, network traffic.
+"""The arithmetic of a training run before it runs: tokens, FLOPs, time, memory,
+checkpoints, data, network traffic.
 
-Everything follows from the job file, the architecture and a datasheet, but for an estimate, named as such, the usable
-share of a GPU's memory, and one figure counted in generated code, what a layer's backward pass allocates.
+Everything follows from the job file, the architecture and a datasheet, but for an estimate, named
+as such, the usable share of a GPU's memory, and one figure counted in generated code, what a
+layer's backward pass allocates.
 
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
@@ -21,8 +23,8 @@ MOMENTS = 2
 SHARD_TOKEN_BYTES = 2
 USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and the allocator's gaps: an estimate
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
-# streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters it, and
-# what it holds beyond what it has freed; counted by tools.bench train-traffic
+# streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters
+# it, and what it holds beyond what it has freed; counted by tools.bench train-traffic
 WIDE_IN_BACKWARD = 3.0
 
 
@@ -56,7 +58,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """The job settings that the sums need. `shard` and `replicate` are the mesh: HSDP, or FSDP with replicate 1."""
+    """The job settings that the sums need. `shard` and `replicate` are the mesh: HSDP, or
+    FSDP with replicate 1.
+    """
 
     config: LaneformerConfig
     seq_len: int
@@ -134,9 +138,9 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
 def kept_per_token(job: Job, layer: int) -> int:
     """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
 
-    Its input streams, which are one as long as the lanes' are equal, the streams between attention and MLP, both also
-    normed, and the narrow products; without checkpointing that is the most, as the compiler may recompute some. Full
-    keeps inputs alone, and so the delayed attention output.
+    Its input streams, which are one as long as the lanes' are equal, the streams between attention and MLP,
+    both also normed, and the narrow products; without checkpointing that is the most, as the compiler may
+    recompute some. Full keeps inputs alone, and so the delayed attention output.
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
@@ -158,10 +162,13 @@ def memory(job: Job) -> dict[str, float]:
     own = counts["total"] / job.shard
     gathered = LAYERS_IN_FLIGHT * counts["layer"] + counts["lm_head"] if job.reshard else counts["total"]
     chunk = min(CHUNK_TOKENS, micro) if config.lm_head_type == "vocab_parallel" else micro
-    # a chunk's logits, widened, and their gradient; the head's gradient in float32; streams, normed, their gradient
+    # a chunk's logits, widened, and their gradient; the head's gradient in float32; streams,
+    # normed, their gradient
     head = chunk * config.vocab_size * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
     kept = sum(kept_per_token(job, i) for i in range(config.num_hidden_layers)) * micro * job.param_bytes
-    in_flight = LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)  # unsharded gradients
+    in_flight = (
+        LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)
+    )  # unsharded gradients
     parts = {
         "weights": FP32 * own,
         "moments": MOMENTS * FP32 * own,
@@ -198,14 +205,18 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
 
 
 def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
-    """Bytes that a GPU receives in one step on a mesh of `replicate` x `shard`, by collective, and the seconds of each.
+    """Bytes that a GPU receives in one step on a mesh of `replicate` x `shard`, by collective, and
+    the seconds of each.
 
-    Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over NVLink. Shards across
-    nodes pass the network: at best a node receives each byte once and its NICs share the work (`nic_bytes`), while a
-    ring over all ranks that ignores the nodes brings every byte over every NIC (`nic_bytes_worst`).
+    Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over
+    NVLink. Shards across nodes pass the network: at best a node receives each byte once and its NICs
+    share the work (`nic_bytes`), while a ring over all ranks that ignores the nodes brings every byte
+    over every NIC (`nic_bytes_worst`).
     """
     counts = job.config.parameter_count()
-    gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]  # the head is gathered once
+    gathers = (
+        2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]
+    )  # the head is gathered once
     others = (shard - 1) / shard
     all_gather = job.micro_batches * job.param_bytes * gathers * others
     reduce_scatter = job.micro_batches * job.reduce_bytes * counts["total"] * others

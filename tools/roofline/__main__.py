@@ -1,7 +1,8 @@
 """`python -m tools.roofline`: decode speed that bandwidth, link latency and the delay allow, as a projection.
 
-It repeats the published ceilings, launch example and table of large models, says where its own figures differ, and
-projects the 2B on 1 to 16 GPUs. Every input stands in inputs.toml with its source; --set replaces one.
+It repeats the published ceilings, launch example and table of large models, says where its own
+figures differ, and projects the 2B on 1 to 16 GPUs. Every input stands in inputs.toml with its
+source; --set replaces one.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Options:
     out: Path | None = None
     """Folder for roofline.json and roofline.svg; default: print only."""
     page: Path | None = None
-    """Markdown file to write, with the tables and what they say; the plot goes into ../images beside its folder."""
+    """Markdown file to write, with the tables and what they say; the plot goes into
+    ../images beside its folder.
+    """
 
 
 def main() -> None:
@@ -84,7 +87,12 @@ def main() -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "roofline.json").write_text(json.dumps(result, indent=1) + "\n")
-        plot(result["tables"]["tokens/s of the 2B"], result["by_link"], options.gpu, options.out / "roofline.svg")
+        plot(
+            result["tables"]["tokens/s of the 2B"],
+            result["by_link"],
+            options.gpu,
+            options.out / "roofline.svg",
+        )
         console.print(f"written: {options.out}/roofline.json, roofline.svg")
     if options.page:
         picture = options.page.absolute().parents[1] / "images/roofline.svg"
@@ -130,7 +138,10 @@ def markdown(result: dict[str, Any]) -> str:
     for title, rows in {**result["tables"], "inputs": inputs}.items():
         parts.append(f"## {title[0].upper()}{title[1:]}\n")
         parts.append(
-            table([name.replace("_", " ") for name in rows[0]], [[number(v) for v in row.values()] for row in rows])
+            table(
+                [name.replace("_", " ") for name in rows[0]],
+                [[number(v) for v in row.values()] for row in rows],
+            )
             + "\n"
         )
         parts += [NOTES[title] + "\n"] if title in NOTES else []
@@ -153,7 +164,10 @@ def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
         table.add_row(
-            *(f"{value:,.4g}" if isinstance(value, float) and value < 100 else shown(value) for value in row.values())
+            *(
+                f"{value:,.4g}" if isinstance(value, float) and value < 100 else shown(value)
+                for value in row.values()
+            )
         )
     return table
 
@@ -163,7 +177,9 @@ def shown(value: Any) -> str:
 
 
 def plot(rows: list[dict[str, Any]], links: list[dict[str, float]], gpu: str, path: Path) -> None:
-    """Tokens/s against the number of GPUs (the custom link; two nodes: theirs), and on one node against the link."""
+    """Tokens/s against the number of GPUs (the custom link; two nodes: theirs), and on one
+    node against the link.
+    """
     import matplotlib
 
     matplotlib.use("svg")
@@ -173,7 +189,9 @@ def plot(rows: list[dict[str, Any]], links: list[dict[str, float]], gpu: str, pa
     chosen = [row for row in rows if row["link"] in ("custom", "between_nodes")]
     figure, (left, right) = pyplot.subplots(1, 2, sharey=True, figsize=(10, 4))
     for name in VARIANTS:
-        left.plot([r["gpus"] for r in chosen], [r[name] for r in chosen], marker="o", label=name.replace("_", " "))
+        left.plot(
+            [r["gpus"] for r in chosen], [r[name] for r in chosen], marker="o", label=name.replace("_", " ")
+        )
         right.plot([1e6 * r["link_s"] for r in links], [r[name] for r in links])
     left.set_xscale("log", base=2)
     left.set_xticks([r["gpus"] for r in chosen], [str(r["gpus"]) for r in chosen])

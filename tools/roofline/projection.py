@@ -70,7 +70,9 @@ def ceilings(inputs: Inputs) -> list[dict[str, Any]]:
             "published_bytes": inputs.usable(gpu) / inputs["published.bytes_per_token"],
             "config_bytes": inputs.usable(gpu) / inputs.bytes_per_token,
             "published_speed": inputs[f"{gpu}.published_tokens_per_s"],
-            "published_share": inputs[f"{gpu}.published_tokens_per_s"] / inputs.usable(gpu) * inputs.bytes_per_token,
+            "published_share": inputs[f"{gpu}.published_tokens_per_s"]
+            / inputs.usable(gpu)
+            * inputs.bytes_per_token,
         }
         for gpu in GPUS
     ]
@@ -83,7 +85,11 @@ def launch_limit(inputs: Inputs) -> float:
 
 def large_models(inputs: Inputs) -> list[dict[str, Any]]:
     """The published table, its rule with nominal bits, and the bits a weight that its figures imply."""
-    share = inputs["mi300x.published_tokens_per_s"] * inputs["published.bytes_per_token"] / inputs.usable("mi300x")
+    share = (
+        inputs["mi300x.published_tokens_per_s"]
+        * inputs["published.bytes_per_token"]
+        / inputs.usable("mi300x")
+    )
     rows = []
     for name, model in inputs.tables["large"].items():
         nominal = model["active_parameters"] * model["bits"] / 8
@@ -131,7 +137,8 @@ def decode_s(
 def scaling(inputs: Inputs, gpu: str) -> list[dict[str, Any]]:
     """The 2B on 1 to 16 GPUs: tokens/s of tensor parallelism, Ladder and delays, for each link.
 
-    More GPUs than one node's are two nodes, whose link is the slower one; they would need a model of 16 lanes.
+    More GPUs than one node's are two nodes, whose link is the slower one; they would need a
+    model of 16 lanes.
     """
     cost = layer_cost_s(inputs, gpu)
     rows = []

@@ -1,12 +1,14 @@
-"""`python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR`: conversations -> the mixture of an SFT job.
+"""`python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR`: conversations -> the mixture
+of an SFT job.
 
     DIR/tokenizer.model or tokenizer.json
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
     DIR/sft.lock.json
 
-CONVERSATIONS: .jsonl, .jsonl.gz or .parquet files, or datasets of the hub (ORG/NAME or ORG/NAME:SPLIT); those of one
-NAME become one source, and without NAME= the file's own name is taken. Each row has "messages" (role, content) or
-"conversations" (from, value). Killed at any moment, it continues with the first source that is not finished.
+CONVERSATIONS: .jsonl, .jsonl.gz or .parquet files, or datasets of the hub (ORG/NAME or ORG/NAME:SPLIT);
+those of one NAME become one source, and without NAME= the file's own name is taken. Each row has "messages"
+(role, content) or "conversations" (from, value). Killed at any moment, it continues with the first source
+that is not finished.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Arguments:
     conversations: tyro.conf.Positional[tuple[str, ...]]
     """[NAME=]FILE or [NAME=]ORG/DATASET[:SPLIT], one or more."""
     tokenizer: Path
-    """tokenizer.model or tokenizer.json that the weights were trained with, such as data/nemotron/tokenizer.model."""
+    """tokenizer.model or tokenizer.json that the weights were trained with,
+    such as data/nemotron/tokenizer.model.
+    """
     out: Path
     """The data folder that is written."""
     seq_len: int = 4096
@@ -93,7 +97,9 @@ def run(arguments: Arguments) -> Path:
             if not (copy := out / name).exists() or not copy.samefile(path):
                 shutil.copyfile(path, copy)
         weights = _weights(arguments.weights, {name: manifest["windows"] for name, manifest in made.items()})
-        lock = mixture.pin(out, PHASE, weights, rules.seed, rules.seq_len, arguments.epoch_cap, mixture.CONVERSATIONS)
+        lock = mixture.pin(
+            out, PHASE, weights, rules.seed, rules.seq_len, arguments.epoch_cap, mixture.CONVERSATIONS
+        )
     shares = ", ".join(f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items())
     print(f"{lock}: {shares}; {sum(m['windows'] for m in made.values()):,} windows of {rules.seq_len} tokens")
     return lock
@@ -102,7 +108,9 @@ def run(arguments: Arguments) -> Path:
 def _rules(arguments: Arguments) -> Rules:
     for name, low, high in (("seq_len", 16, 1 << 20), ("epoch_cap", 1, 1000), ("workers", 1, 1024)):
         if not low <= getattr(arguments, name) <= high:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be from {low} to {high}")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} must be from {low} to {high}"
+            )
     if not 0.0001 <= arguments.holdout <= 0.5:
         raise ValueError(f"--holdout {arguments.holdout} must be a share from 0.0001 to 0.5")
     if not 0 <= arguments.max_dropped <= 1:

@@ -1,7 +1,8 @@
-"""Conversations from files and the hub: rows of JSON lines or Parquet -> token ids and what of them is trained.
+"""Conversations from files and the hub: rows of JSON lines or Parquet -> token ids and what
+of them is trained.
 
-A row has "messages" ([{"role", "content"}, ...], as in the OpenAI API) or "conversations" ([{"from", "value"}, ...], as
-ShareGPT). Whatever cannot be used has a reason of one word, by which it is counted.
+A row has "messages" ([{"role", "content"}, ...], as in the OpenAI API) or "conversations" ([{"from",
+"value"}, ...], as ShareGPT). Whatever cannot be used has a reason of one word, by which it is counted.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render, token_ids
 from records.files import json_lines
 from records.workers import end_with_parent
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
 ROWS_AT_A_TIME = 64  # to a worker process
 SEGMENTS_PER_MESSAGE = 2  # of `render`: header and content
 
 
 class Conversation(NamedTuple):
-    """ids: uint32 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts; cut: whether its end is missing."""
+    """ids: uint32 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts; cut: whether
+    its end is missing.
+    """
 
     key: int
     ids: np.ndarray
@@ -40,7 +49,8 @@ class Conversation(NamedTuple):
 
 
 def rows(origin: str) -> Iterator[Any]:
-    """Rows of a .jsonl or .jsonl.gz file, a .parquet file, or a dataset of the hub, ORG/NAME or ORG/NAME:SPLIT.
+    """Rows of a .jsonl or .jsonl.gz file, a .parquet file, or a dataset of the
+    hub, ORG/NAME or ORG/NAME:SPLIT.
 
     None for a line that is not JSON. ValueError for a file that is missing, damaged or of another kind.
     """
@@ -59,9 +69,13 @@ def rows(origin: str) -> Iterator[Any]:
         try:
             yield from datasets.load_dataset(name, split=split or "train", streaming=True)
         except (OSError, datasets.exceptions.DatasetsError) as problem:
-            raise ValueError(f"{origin} is no file, and the hub does not give such a dataset: {problem}") from problem
+            raise ValueError(
+                f"{origin} is no file, and the hub does not give such a dataset: {problem}"
+            ) from problem
     else:
-        raise ValueError(f"{origin} is no .jsonl, .jsonl.gz or .parquet file and no dataset of the hub (ORG/NAME)")
+        raise ValueError(
+            f"{origin} is no .jsonl, .jsonl.gz or .parquet file and no dataset of the hub (ORG/NAME)"
+        )
 
 
 def _require(path: Path) -> None:
@@ -153,4 +167,6 @@ def encode_all(
             while group := list(islice(given, 16 * ROWS_AT_A_TIME * workers)):
                 yield from pool.map(_encode_row, group, chunksize=ROWS_AT_A_TIME)
         except BrokenProcessPool as broken:
-            raise ValueError(f"{origin}: a worker was killed (out of memory?); give fewer --workers") from broken
+            raise ValueError(
+                f"{origin}: a worker was killed (out of memory?); give fewer --workers"
+            ) from broken

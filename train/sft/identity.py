@@ -1,8 +1,8 @@
 """`python -m train.sft.identity FACTS.toml --out identity.jsonl`: conversations about who the model is.
 
-Questions and answers of a TOML, combined with greetings and other ways to write them, some about two topics in two
-turns: a few hundred conversations to mix with others, so that the model knows its name. The same file, number and seed
-give the same lines.
+Questions and answers of a TOML, combined with greetings and other ways to write them, some about two topics
+in two turns: a few hundred conversations to mix with others, so that the model knows its name. The same file,
+number and seed give the same lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from records.files import write_atomically
 from records.job import read_sections
 
 EXAMPLE = Path(__file__).with_suffix(".toml")
-OPENINGS = ("", "", "", "Hi! ", "Hello. ", "Hey, ", "Good morning! ", "One question: ", "Tell me, ", "Excuse me. ")
+OPENINGS = (
+    "",
+    "",
+    "",
+    "Hi! ",
+    "Hello. ",
+    "Hey, ",
+    "Good morning! ",
+    "One question: ",
+    "Tell me, ",
+    "Excuse me. ",
+)
 TWO_TOPICS = 0.3  # share of conversations with a second turn
 DRAWS = 50  # for each conversation asked for, before there are no new ones
 
@@ -40,7 +51,9 @@ class Arguments:
 
 
 def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dict[str, str]]]:
-    """`count` different conversations. ValueError for a table that is not as the example, or has too few questions."""
+    """`count` different conversations. ValueError for a table that is not as the example, or
+    has too few questions.
+    """
     topics = _topics(table)
     drawn = random.Random(seed)
     found: dict[str, list[dict[str, str]]] = {}
@@ -53,7 +66,9 @@ def conversations(table: dict[str, Any], count: int, seed: int) -> list[list[dic
         found.setdefault(json.dumps(turns), turns)
         if len(found) == count:
             return list(found.values())
-    raise ValueError(f"the topics give only about {len(found)} different conversations, not {count}; add questions")
+    raise ValueError(
+        f"the topics give only about {len(found)} different conversations, not {count}; add questions"
+    )
 
 
 def _written(question: str, drawn: random.Random, first: bool) -> str:
@@ -77,7 +92,10 @@ def _topics(table: dict[str, Any]) -> list[dict[str, list[str]]]:
         if not topic.get("questions") or not topic.get("answers"):
             raise ValueError(f"a topic needs questions and answers, this one has {topic}")
     try:
-        return [{key: [text.format(**facts) for text in texts] for key, texts in topic.items()} for topic in topics]
+        return [
+            {key: [text.format(**facts) for text in texts] for key, texts in topic.items()}
+            for topic in topics
+        ]
     except KeyError as missing:
         raise ValueError(f"{{{missing.args[0]}}} is used, but not given under [facts]: {facts}") from None
 

@@ -1,8 +1,9 @@
-"""Best-fit-decreasing packing: whole conversations into windows, so that almost no token of a window is padding.
+"""Best-fit-decreasing packing: whole conversations into windows, so that almost no token of
+a window is padding.
 
-The longest first, each into the open window with the least room that is enough. Nothing is cut and nothing shared: a
-window of S + 1 tokens holds conversations in its first S, and each of their tokens is an input once; the token behind
-them is the first of the next window, which is never trained.
+The longest first, each into the open window with the least room that is enough. Nothing is cut and nothing
+shared: a window of S + 1 tokens holds conversations in its first S, and each of their tokens is an input
+once; the token behind them is the first of the next window, which is never trained.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def shuffled(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
-    """The windows in an order that their first conversations and the seed decide: epoch 0 reads them as they lie."""
+    """The windows in an order that their first conversations and the seed decide: epoch 0 reads
+    them as they lie.
+    """
     return sorted(windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode()))
 
 

@@ -1,7 +1,8 @@
 """A source of packed conversations on disk: shards and held-out windows with their flags, and source.json.
 
-The folder has the form of any source of a mixture (data_mixtures/shards.py). It appears by one rename, and a finished
-one is kept as long as what it was made from has not changed. Everything is in memory meanwhile, about 6 bytes a token.
+The folder has the form of any source of a mixture (data_mixtures/shards.py). It appears by one rename, and a
+finished one is kept as long as what it was made from has not changed. Everything is in memory meanwhile,
+about 6 bytes a token.
 """
 
 from __future__ import annotations

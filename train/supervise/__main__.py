@@ -1,11 +1,13 @@
 """Keeps a training job running: restarts it from the newest checkpoint after crashes, hangs and bad steps.
 
-    python -m train.supervise --job.config_file configs/phase1.toml [--nproc-per-node N] [--nodes a,b,c --spares K]
+    python -m train.supervise --job.config_file configs/phase1.toml [--nproc-per-node N]
+    [--nodes a,b,c --spares K]
                               [--section.key value ...]
 
-All other flags are passed to every attempt of `python -m train`. Exit status: 0 (training.steps reached), 85 (stopped
-on request with a checkpoint saved; start again to continue), 84 (stopped on request, but the newest checkpoint is an
-older one), 86 (the guard refused a step and the policy is to stop), or 1 (restarting does not help).
+All other flags are passed to every attempt of `python -m train`. Exit status: 0 (training.steps reached),
+85 (stopped on request with a checkpoint saved; start again to continue), 84 (stopped on request, but the
+newest checkpoint is an older one), 86 (the guard refused a step and the policy is to stop), or 1
+(restarting does not help).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from .supervisor import Supervisor
 
 def main() -> int:
     """Parse the supervisor's own flags; the rest is the job's."""
-    parser = argparse.ArgumentParser(prog="python -m train.supervise", allow_abbrev=False, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m train.supervise", allow_abbrev=False, description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--nproc-per-node", type=int, default=1, help="workers per node, one per GPU")
     parser.add_argument("--nodes", help="comma-separated nodes of this Slurm job; default: this machine")
@@ -40,11 +44,15 @@ def main() -> int:
 
 
 def refuse_impossible(train_arguments: list[str]) -> None:
-    """ValueError for a job that its workers would refuse, before any is started. In a process: it needs torch."""
+    """ValueError for a job that its workers would refuse, before any is started. In a
+    process: it needs torch.
+    """
     command = [sys.executable, "-m", "train.job_config", *train_arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     said = done.stderr.strip()
-    if done.returncode == 2 or (done.returncode and "the job is refused: " in said):  # other ends may be gone next time
+    if done.returncode == 2 or (
+        done.returncode and "the job is refused: " in said
+    ):  # other ends may be gone next time
         raise ValueError(said if done.returncode == 2 else said.splitlines()[-1])
 
 

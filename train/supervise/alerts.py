@@ -1,7 +1,8 @@
 """Alerts: a webhook and a command that are told when somebody should look at the run.
 
-The supervisor sends them, each in a thread of its own: nothing waits for a server that does not answer but the very end
-of the supervisor, and that for `alerts.timeout_s` at most. What the workers report is read from events.jsonl.
+The supervisor sends them, each in a thread of its own: nothing waits for a server that does not
+answer but the very end of the supervisor, and that for `alerts.timeout_s` at most. What the workers
+report is read from events.jsonl.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Alerts:
     def missing(self) -> str | None:
         """Why the webhook cannot work, None if it can or none is wanted."""
         name = self.section.webhook_env
-        return None if not name or os.environ.get(name) else f"alerts.webhook_env: {name} is not set in the environment"
+        return (
+            None
+            if not name or os.environ.get(name)
+            else f"alerts.webhook_env: {name} is not set in the environment"
+        )
 
     def follow(self) -> None:
         """Send what the workers have reported since the last call."""
@@ -50,7 +55,9 @@ class Alerts:
         for _, event in json_lines(new.split(b"\n"), self.events, skipped=[]):
             if isinstance(event, dict) and event.get("kind") in OF_WORKERS:
                 step, reason = event.get("step"), event.get("reason") or event.get("path")
-                self.send(event["kind"], f"step {step}: {reason}" if step is not None else str(reason), step=step)
+                self.send(
+                    event["kind"], f"step {step}: {reason}" if step is not None else str(reason), step=step
+                )
 
     def send(self, kind: str, text: str, **facts: Any) -> None:
         """Deliver in the background, unless this kind was sent lately."""
@@ -79,7 +86,9 @@ class Alerts:
                 deliver()
             except Exception as problem:  # whatever a server or a URL can do: the job goes on
                 reason = f"{way}: {type(problem).__name__}: {problem}"
-                record_event(self.run, "alert_failed", reason=reason.replace(secret, "URL") if secret else reason)
+                record_event(
+                    self.run, "alert_failed", reason=reason.replace(secret, "URL") if secret else reason
+                )
 
         self.threads = [thread for thread in self.threads if thread.is_alive()]
         self.threads.append(threading.Thread(target=attempt, daemon=True, name=f"alert-{way}"))
@@ -88,7 +97,9 @@ class Alerts:
     def _post(self, url: str, text: str, fields: dict[str, Any]) -> None:
         """JSON as Slack and Mattermost take it: the text, and the facts as the fields of an attachment."""
         shown = [
-            {"title": name, "value": str(value), "short": True} for name, value in fields.items() if value is not None
+            {"title": name, "value": str(value), "short": True}
+            for name, value in fields.items()
+            if value is not None
         ]
         body = json.dumps({"text": text, "attachments": [{"fallback": text, "fields": shown}]}).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
@@ -97,6 +108,8 @@ class Alerts:
 
     def _command(self, text: str) -> None:
         command = ["bash", "-c", self.section.command]
-        done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=self.section.timeout_s)
+        done = subprocess.run(
+            command, input=text, text=True, capture_output=True, timeout=self.section.timeout_s
+        )
         if done.returncode:
             raise OSError(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")

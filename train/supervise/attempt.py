@@ -1,11 +1,11 @@
 """One attempt, from the supervisor's side: start the workers, pass on stop requests, kill what hangs.
 
-The workers are one torchrun on this machine, or one per node through srun. Rank = (position of the node in the list,
-position in the node), whatever order Slurm gives its tasks: every task looks up its own name. The first node hosts the
-rendezvous. An attempt has a port and an id of its own, so it cannot meet the remains of a broken one, and torchrun
-itself restarts nothing.
-A stop request travels as the file RUN/stop, which rank 0 looks for at every step: a file reaches any node, while srun
-and torchrun act on signals themselves instead of passing them on.
+The workers are one torchrun on this machine, or one per node through srun. Rank = (position of the node in
+the list, position in the node), whatever order Slurm gives its tasks: every task looks up its own name. The
+first node hosts the rendezvous. An attempt has a port and an id of its own, so it cannot meet the remains of
+a broken one, and torchrun itself restarts nothing. A stop request travels as the file RUN/stop, which rank 0
+looks for at every step: a file reaches any node, while srun and torchrun act on signals themselves instead
+of passing them on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 SCONTROL_TIMEOUT_S = 60
 # torchrun's report on the console names the cause; outcome.json may hold a consequence seen by another rank
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
-# torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30 s by default
+# torchrun gives its workers 30 s between SIGTERM and SIGKILL, and Slurm gives torchrun KillWait, 30
+# s by default
 SLURM_GRACE_S = 90.0
 REPORT_BYTES = 16 << 20  # torchrun's reports are among so many last bytes of the console
 FULL_BYTES = 16 << 20  # less room than this is none
@@ -65,9 +66,13 @@ class Ended:
 
 
 class Attempt:
-    """Start the workers with `start`, then `watch` until they are gone. on_look: called every few seconds meanwhile."""
+    """Start the workers with `start`, then `watch` until they are gone. on_look: called
+    every few seconds meanwhile.
+    """
 
-    def __init__(self, job: JobSections, number: int, stop: StopSignals, on_look: Callable[[], None] = lambda: None):
+    def __init__(
+        self, job: JobSections, number: int, stop: StopSignals, on_look: Callable[[], None] = lambda: None
+    ):
         self.job, self.number, self.stop, self.on_look = job, number, stop, on_look
         self.heartbeats = job.run / "heartbeats"
         self.logs = job.run / "logs" / f"attempt-{number}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
@@ -91,7 +96,9 @@ class Attempt:
         return ended or self._outcome()
 
     def _follow(self) -> Ended | None:
-        """Until the workers have ended by themselves (None), or have to be killed (how that ends the attempt)."""
+        """Until the workers have ended by themselves (None), or have to be killed (how
+        that ends the attempt).
+        """
         section, ranks = self.job.resilience, self.nproc_per_node * len(self.nodes or [""])
         self.hang = HangWatch(self.heartbeats, ranks, section.hang_timeout_s, section.start_timeout_s)
         told, next_look_s = False, 0.0
@@ -102,7 +109,9 @@ class Attempt:
                     (self.job.run / "stop").touch()
                     told = True
             if self.stop.forced:
-                return Ended(CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s")
+                return Ended(
+                    CRASHED, 0, "killed: a second signal, or no end within resilience.stop_deadline_s"
+                )
             if time.monotonic() >= next_look_s:
                 next_look_s = time.monotonic() + interval_s(section.hang_timeout_s)
                 self._note_workers()
@@ -127,7 +136,9 @@ class Attempt:
             rank = int(found[2])
             node = self.nodes[rank // self.nproc_per_node] if self.nodes else found[1]
             said += f" (first to fail: rank {rank} on {node}, {exit_words(int(found[3]))})"
-            if int(found[3]) == -signal.SIGABRT:  # NCCL's watchdog ends ranks that wait, not the one they wait for
+            if (
+                int(found[3]) == -signal.SIGABRT
+            ):  # NCCL's watchdog ends ranks that wait, not the one they wait for
                 blamed, words = self.hang.blame(ended=True)
                 said, suspects = f"{said}; {words}", self._nodes_of(blamed)
                 node = None if blamed else node
@@ -153,7 +164,9 @@ class Attempt:
                  for rank in blamed]  # fmt: skip
         step = max((beat["step"] or 0 for beat in beats.values()), default=0)
         reason = f"no rank finished a step for {waited_s:.0f} s"
-        record_event(self.job.run, "hang", step=step, reason=reason, laggards=facts, ranks=words, stacks=str(evidence))
+        record_event(
+            self.job.run, "hang", step=step, reason=reason, laggards=facts, ranks=words, stacks=str(evidence)
+        )
         return Ended(CRASHED, step, f"{reason}; {words}", self._nodes_of(blamed), what="hang")
 
     def _note_workers(self) -> None:
@@ -167,13 +180,15 @@ class Attempt:
     def _kill(self) -> None:
         """Kill all processes of this attempt: a survivor would write into the run folder of the next.
 
-        Local processes get SIGKILL at once, the only signal that ends a stopped process. srun gets SIGTERM first and
-        time to end its tasks on all nodes.
+        Local processes get SIGKILL at once, the only signal that ends a stopped process. srun gets SIGTERM
+        first and time to end its tasks on all nodes.
         """
         self._note_workers()
         end_workers(self.workers, SLURM_GRACE_S if self.nodes else 0.0)
         for process in self.known:
-            with suppress(psutil.NoSuchProcess):  # psutil knows a process by its start, so a reused number is safe
+            with suppress(
+                psutil.NoSuchProcess
+            ):  # psutil knows a process by its start, so a reused number is safe
                 process.kill()
         deadline_s = time.monotonic() + DEATH_S
         while time.monotonic() < deadline_s and not all(map(_is_gone, self.known)):
@@ -223,12 +238,17 @@ def free_port() -> int:
 
 
 def start_workers(
-    nodes: list[str] | None, nproc_per_node: int, program: list[str], log_folder: Path, more_env: dict[str, str]
+    nodes: list[str] | None,
+    nproc_per_node: int,
+    program: list[str],
+    log_folder: Path,
+    more_env: dict[str, str],
 ) -> subprocess.Popen:
     """Start `python -m PROGRAM` on every rank of these nodes, in a process group of its own.
 
     nodes: names within this Slurm job, or None for this machine. What the process prints goes to
-    log_folder/console.log, the output of each rank to log_folder/<node>/. The exit status is 0 when every rank's was 0.
+    log_folder/console.log, the output of each rank to log_folder/<node>/. The exit status is 0 when
+    every rank's was 0.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     port = free_port() if nodes is None else random.randrange(20_000, 30_000)
@@ -248,12 +268,19 @@ def start_workers(
     env.setdefault("OMP_NUM_THREADS", "1")
     with open(log_folder / "console.log", "ab") as log:
         return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
 def numa_binding() -> list[str]:
-    """torchrun's flag that keeps a rank on the CPUs beside its GPU; it needs numactl, and fails without a GPU."""
+    """torchrun's flag that keeps a rank on the CPUs beside its GPU; it needs numactl, and
+    fails without a GPU.
+    """
     return ["--numa-binding=node"] if NVIDIA_GPUS.is_dir() and shutil.which("numactl") else []
 
 
@@ -287,10 +314,16 @@ def node_address(node: str) -> str:
 
 
 def main() -> None:
-    """`python -m train.supervise.attempt NAMES LOGS ...` on a node: become torchrun, ranked by its place in NAMES."""
+    """`python -m train.supervise.attempt NAMES LOGS ...` on a node: become torchrun, ranked by
+    its place in NAMES.
+    """
     names, log_folder, *arguments = sys.argv[1:]
     node = host_name()
-    here = [f"--node-rank={names.split(',').index(node)}", f"--log-dir={Path(log_folder) / node}", *numa_binding()]
+    here = [
+        f"--node-rank={names.split(',').index(node)}",
+        f"--log-dir={Path(log_folder) / node}",
+        *numa_binding(),
+    ]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *here, *arguments])
 
 

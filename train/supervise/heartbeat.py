@@ -1,11 +1,12 @@
-"""Heartbeats, one small file per rank (RUN/heartbeats/rank-N.json), and the ranks to blame when progress stops.
+"""Heartbeats, one small file per rank (RUN/heartbeats/rank-N.json), and the ranks to
+blame when progress stops.
 
-A thread writes the file every few seconds: that it changes shows that the process is alive, its `step` whether it makes
-progress. When one rank hangs, all others wait for it: alive, without progress. So every rank marks what it is about to
-do (`enter`) before it may wait for others. All ranks pass the same marks in the same order: who has passed fewest is
-the one that the others wait for.
-Every rank dumps its own stacks into rank-N.stacks when it makes no progress for too long: faulthandler's watchdog needs
-neither a signal from outside, so it works on every node, nor the interpreter's lock.
+A thread writes the file every few seconds: that it changes shows that the process is alive, its `step`
+whether it makes progress. When one rank hangs, all others wait for it: alive, without progress. So every rank
+marks what it is about to do (`enter`) before it may wait for others. All ranks pass the same marks in the
+same order: who has passed fewest is the one that the others wait for. Every rank dumps its own stacks into
+rank-N.stacks when it makes no progress for too long: faulthandler's watchdog needs neither a signal from
+outside, so it works on every node, nor the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class Heartbeat:
         self.stacks = open(folder / f"rank-{rank}.stacks", "w")  # noqa: SIM115 - faulthandler keeps its descriptor
         self.hang_timeout_s, self.interval_s = hang_timeout_s, interval_s(hang_timeout_s)
         self.state: dict[str, Any] = {"rank": rank, "host": host_name(), "pid": os.getpid(), "step": None}
-        self.state["mark"] = (0, "the start")  # how many were passed, and what the rank is doing since the last
+        self.state["mark"] = (
+            0,
+            "the start",
+        )  # how many were passed, and what the rank is doing since the last
         faulthandler.dump_traceback_later(start_timeout_s, file=self.stacks)
         threading.Thread(target=self._write_periodically, daemon=True, name="heartbeat").start()
         Heartbeat.current = self
@@ -62,7 +66,9 @@ class Heartbeat:
 
     def _write_periodically(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # a full disk must not end the job; the supervisor sees an old file
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk must not end the job; the supervisor sees an old file
                 write_atomically(self.path, json.dumps({**self.state, "time": time.time()}))
             time.sleep(self.interval_s)
 
@@ -84,7 +90,9 @@ def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 class HangWatch:
-    """The supervisor's side: which ranks are alive and make progress. Uses its own clock, not those of the nodes."""
+    """The supervisor's side: which ranks are alive and make progress. Uses its own clock, not
+    those of the nodes.
+    """
 
     def __init__(
         self, folder: Path, ranks: int, hang_timeout_s: float, start_timeout_s: float,
@@ -97,7 +105,9 @@ class HangWatch:
         self.advanced_s = clock()
 
     def look(self) -> float | None:
-        """Read all heartbeats. Seconds since a rank last finished a step, once above the timeout; None before."""
+        """Read all heartbeats. Seconds since a rank last finished a step, once above
+        the timeout; None before.
+        """
         before, self.beats, now = self.beats, read_heartbeats(self.folder), self.clock()
         self.changed_s |= {rank: now for rank, beat in self.beats.items() if beat != before.get(rank)}
         steps = {rank: beat["step"] for rank, beat in self.beats.items()}
@@ -127,9 +137,13 @@ class HangWatch:
         where = Counter(words for _, words in places.values()).most_common(4)
         if len(behind) > self.ranks / 2:
             total = f"all {self.ranks} ranks" if len(where) == 1 else "ranks"
-            return [], f"no suspect: {total} " + ", ".join(w if len(where) == 1 else f"{n} {w}" for w, n in where)
+            return [], f"no suspect: {total} " + ", ".join(
+                w if len(where) == 1 else f"{n} {w}" for w, n in where
+            )
         named = ", ".join(f"rank {rank} on {self._host(rank)} {places[rank][1]}" for rank in behind[:4])
-        others = ", ".join(f"{n} {words}" for words, n in where if words not in {places[r][1] for r in behind})
+        others = ", ".join(
+            f"{n} {words}" for words, n in where if words not in {places[r][1] for r in behind}
+        )
         return behind, f"{named}; the other ranks: {others}"
 
     def _host(self, rank: int) -> str:

@@ -1,8 +1,8 @@
 """Who may work in a run folder: one supervisor (or unsupervised job), and one process for every rank.
 
-A supervisor may die while its workers live on, on other nodes too. So every worker holds a lock of its own until it
-ends, and whoever comes later, supervisor or worker, is told who is there. File locks are the kernel's: no process
-leaves one behind.
+A supervisor may die while its workers live on, on other nodes too. So every worker holds a lock of its own
+until it ends, and whoever comes later, supervisor or worker, is told who is there. File locks are the
+kernel's: no process leaves one behind.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ def hold_run(run: Path) -> TextIO:
 def no_ranks(run: Path) -> None:
     """Held if a worker of a supervisor that died is still alive."""
     for path in sorted((run / ".ranks").glob("*.lock")):
-        hold_lock(path, f"a worker of an earlier supervisor is alive in {run}; `touch {run}/stop` ends it").close()
+        hold_lock(
+            path, f"a worker of an earlier supervisor is alive in {run}; `touch {run}/stop` ends it"
+        ).close()
 
 
 def hold_rank(run: Path, rank: int) -> tuple[TextIO, ...]:
-    """The lock of a rank and, for rank 0 of a job without a supervisor, that of the run. Held if one is taken."""
+    """The lock of a rank and, for rank 0 of a job without a supervisor, that of the run. Held
+    if one is taken.
+    """
     supervised = SUPERVISED in os.environ
     locks = [] if supervised or rank else [hold_run(run)]
     problem = f"rank {rank} of another job is alive in {run}"

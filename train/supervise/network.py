@@ -2,8 +2,9 @@
 
     torchrun ... -m train.supervise.network OUT.json
 
-In every round each node exchanges with another one, all pairs at once, as in training. A node is slow if even its best
-partner is reached slowly: then it is the node, not the partner. `train.supervise.preflight` starts this and judges.
+In every round each node exchanges with another one, all pairs at once, as in training. A node is slow if
+even its best partner is reached slowly: then it is the node, not the partner. `train.supervise.preflight`
+starts this and judges.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The pre-flight checks of one node; one JSON line reports the start of each check, one its end.
 
-`train.supervise.preflight` runs them in a process of their own: a wedged driver or a dead file system blocks inside a
-system call, where no timer of the same process helps. A check raises with the problem, or returns facts to keep.
+`train.supervise.preflight` runs them in a process of their own: a wedged driver or a dead file system
+blocks inside a system call, where no timer of the same process helps. A check raises with the problem, or
+returns facts to keep.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class NodeChecks:
         return {"available_gib": round(psutil.virtual_memory().available / GIB, 1)}
 
     def matmul(self) -> dict[str, Any]:
-        """The same product on every device: its time, and that it is exactly right (small integers are, in float32)."""
+        """The same product on every device: its time, and that it is exactly right (small
+        integers are, in float32).
+        """
         size = MATMUL_SIZE if self.gpus else 256
         slowest_s = 0.0
         for device in [torch.device("cuda", i) for i in range(self.gpus)] or [torch.device("cpu")]:
@@ -96,7 +99,9 @@ class NodeChecks:
         return {}
 
     def read_mixture(self) -> dict[str, Any]:
-        """Every shard opens and its first bytes arrive; one of them, another on each node, has its manifest's hash."""
+        """Every shard opens and its first bytes arrive; one of them, another on each node,
+        has its manifest's hash.
+        """
         lock_path = Path(self.job.mixture.lock)
         mixture.Mixture.open(lock_path)
         files = []
@@ -115,21 +120,29 @@ class NodeChecks:
         return {"shards": len(files), "hashed": str(path)}
 
     def disk(self) -> dict[str, Any]:
-        """Room for two checkpoints where the run is written, for caches, and for the state that a save stages."""
+        """Room for two checkpoints where the run is written, for caches, and for the state
+        that a save stages.
+        """
         run = self.job.run
         run.mkdir(parents=True, exist_ok=True)
         parameters = LaneformerConfig.from_flavor(self.job.model.flavor).parameter_count()["total"]
         checkpoint_gib = BYTES_PER_PARAMETER * parameters / GIB
         needed_gib = {run: self.free_disk_gib if self.free_disk_gib is not None else 2 * checkpoint_gib}
         needed_gib[Path(tempfile.gettempdir())] = SCRATCH_GIB
-        if self.job.checkpoint.async_mode == "async_with_pinned_mem":  # containers often have 64 MB, and then SIGBUS
+        if (
+            self.job.checkpoint.async_mode == "async_with_pinned_mem"
+        ):  # containers often have 64 MB, and then SIGBUS
             shards = self.job.parallelism.data_parallel_shard_degree
-            needed_gib[SHARED_MEMORY] = checkpoint_gib * (self.gpus / shards if shards > 0 and self.gpus else 1)
+            needed_gib[SHARED_MEMORY] = checkpoint_gib * (
+                self.gpus / shards if shards > 0 and self.gpus else 1
+            )
         free: dict[str, Any] = {}
         for path, gib in needed_gib.items():
             free[str(path)] = round(shutil.disk_usage(path).free / GIB, 1)
             if free[str(path)] < gib:
-                remedy = '; enlarge it, or set checkpoint.async_mode = "async"' if path == SHARED_MEMORY else ""
+                remedy = (
+                    '; enlarge it, or set checkpoint.async_mode = "async"' if path == SHARED_MEMORY else ""
+                )
                 raise ValueError(f"{path} has {free[str(path)]} GiB free where {gib:.1f} are needed{remedy}")
         with tempfile.TemporaryFile(dir=run) as file:
             file.write(b"written by preflight")
@@ -144,7 +157,9 @@ def all_reduce(rank: int, ranks: int, meeting: str, backend: str) -> None:
     dist.all_reduce(values)
     expected = ranks * (ranks + 1) / 2
     if not bool((values == expected).all()):
-        raise ValueError(f"all-reduce over {ranks} ranks gave {values.unique().tolist()} where {expected} is right")
+        raise ValueError(
+            f"all-reduce over {ranks} ranks gave {values.unique().tolist()} where {expected} is right"
+        )
     dist.destroy_process_group()
 
 
@@ -162,7 +177,10 @@ def main() -> None:
         started = time.perf_counter()
         try:
             facts = check()
-        except (Exception, SystemExit) as problem:  # any failure at all disqualifies the node, and must be named
+        except (
+            Exception,
+            SystemExit,
+        ) as problem:  # any failure at all disqualifies the node, and must be named
             report(end=name, error=f"{type(problem).__name__}: {problem}")
             return
         report(end=name, facts={**facts, "seconds": round(time.perf_counter() - started, 3)})

@@ -3,10 +3,10 @@
     python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml
                                         [--section.key value ...]
 
-prints one JSON line for the node it runs on; exit status 0 if the node is good. `healthy_nodes` checks all candidates
-at once, one srun each, so that a dead node can be identified. Then `slow_nodes` measures the network between the good
-ones (train.supervise.network). If nodes cannot communicate at all, none of them can be blamed: the job's own first step
-runs into that, under its timeout.
+prints one JSON line for the node it runs on; exit status 0 if the node is good. `healthy_nodes` checks all
+candidates at once, one srun each, so that a dead node can be identified. Then `slow_nodes` measures the
+network between the good ones (train.supervise.network). If nodes cannot communicate at all, none of them can
+be blamed: the job's own first step runs into that, under its timeout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from .attempt import end_workers, srun, start_workers
 FIRST_REPORT_S = 180.0  # until torch is imported, on a cold file system
 NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
 NETWORK_DEADLINE_S = 300.0  # torch's import included
-SLOW_NODE = 1.5  # a GPU node whose matmul takes this many times the median is left out: it would slow all others
+SLOW_NODE = (
+    1.5  # a GPU node whose matmul takes this many times the median is left out: it would slow all others
+)
 
 
 def healthy_nodes(
@@ -46,11 +48,16 @@ def healthy_nodes(
         answers = list(pool.map(lambda node: _ask(node, [*(options or []), *train_arguments]), candidates))
     records = dict(zip(candidates, answers, strict=True))
     bad = {node: record["reason"] for node, record in records.items() if not record["ok"]}
-    seconds = {node: r["checks"]["matmul"]["matmul_s"] for node, r in records.items() if r["ok"] and r["gpus"]}
+    seconds = {
+        node: r["checks"]["matmul"]["matmul_s"] for node, r in records.items() if r["ok"] and r["gpus"]
+    }
     if len(seconds) > 2:
         median_s = statistics.median(seconds.values())
         slow = {node: s for node, s in seconds.items() if s > SLOW_NODE * median_s}
-        bad |= {node: f"matmul: {s:.4f} s where the median node needs {median_s:.4f} s" for node, s in slow.items()}
+        bad |= {
+            node: f"matmul: {s:.4f} s where the median node needs {median_s:.4f} s"
+            for node, s in slow.items()
+        }
     return [node for node in candidates if node not in bad], bad
 
 
@@ -70,14 +77,18 @@ def _ask(node: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def slow_nodes(nodes: list[str], nproc_per_node: int, section: Resilience, logs: Path) -> dict[str, str]:
-    """{node: why} for nodes that the others reach slowly. Raises ValueError if the network cannot be measured."""
+    """{node: why} for nodes that the others reach slowly. Raises ValueError if the
+    network cannot be measured.
+    """
     result = logs / "network.json"
     process = start_workers(nodes, nproc_per_node, ["train.supervise.network", str(result)], logs, {})
     with suppress(subprocess.TimeoutExpired):
         process.wait(NETWORK_DEADLINE_S)
     end_workers(process)
     if not result.is_file():
-        raise ValueError(f"no result within {NETWORK_DEADLINE_S:.0f} s, exit status {process.returncode}, see {logs}")
+        raise ValueError(
+            f"no result within {NETWORK_DEADLINE_S:.0f} s, exit status {process.returncode}, see {logs}"
+        )
     measured = json.loads(result.read_text())
     return judge_network(measured, nodes, nproc_per_node, section)
 
@@ -85,7 +96,9 @@ def slow_nodes(nodes: list[str], nproc_per_node: int, section: Resilience, logs:
 def judge_network(
     measured: list[dict[str, Any]], nodes: list[str], nproc_per_node: int, section: Resilience
 ) -> dict[str, str]:
-    """{node: why} from what `train.supervise.network` measured: each rank's best against that of the median rank."""
+    """{node: why} from what `train.supervise.network` measured: each rank's best against that
+    of the median rank.
+    """
     pairs: dict[
         tuple[int, int], tuple[float, float]
     ] = {}  # (bytes per s, latency in s): the worse of what two ranks saw
@@ -106,12 +119,16 @@ def judge_network(
         if rate < section.min_network_share * usual_rate:
             slow[node] = f"{which}: {rate / 1e9:.3g} GB/s where the median is {usual_rate / 1e9:.3g}"
         elif latencies[rank] > section.max_network_latency * usual_s:
-            slow[node] = f"{which}: {1e6 * latencies[rank]:.0f} us latency where the median is {1e6 * usual_s:.0f}"
+            slow[node] = (
+                f"{which}: {1e6 * latencies[rank]:.0f} us latency where the median is {1e6 * usual_s:.0f}"
+            )
     return slow
 
 
 def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float | None) -> dict[str, Any]:
-    """Run `train.supervise.node_checks` in a process that can be given up, and keep to the deadline of every check."""
+    """Run `train.supervise.node_checks` in a process that can be given up, and keep to the
+    deadline of every check.
+    """
     needs = json.dumps({"gpus": gpus, "free_disk_gib": free_disk_gib})
     command = [sys.executable, "-m", "train.supervise.node_checks", needs, *train_arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
@@ -124,7 +141,9 @@ def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float 
 
 
 def _follow(reports: IO[bytes], checks: dict[str, Any]) -> str | None:
-    """Collect the facts of the checks; returns why the node is bad, None if all were passed. reports: not buffered."""
+    """Collect the facts of the checks; returns why the node is bad, None if all were
+    passed. reports: not buffered.
+    """
     running, deadline = "start", time.monotonic() + FIRST_REPORT_S
     while True:
         if not select.select([reports], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -144,11 +163,17 @@ def _follow(reports: IO[bytes], checks: dict[str, Any]) -> str | None:
 
 
 def main() -> None:
-    usage = "python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml [...]"
-    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False, description="Is this node fit to train?")
+    usage = (
+        "python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml [...]"
+    )
+    parser = argparse.ArgumentParser(
+        usage=usage, allow_abbrev=False, description="Is this node fit to train?"
+    )
     expected = os.environ.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]  # "8", or "h100:8"
     parser.add_argument("--gpus", type=int, default=int(expected), help="GPUs that the node must have")
-    parser.add_argument("--free-disk-gib", type=float, help="room in the run folder; default: two checkpoints")
+    parser.add_argument(
+        "--free-disk-gib", type=float, help="room in the run folder; default: two checkpoints"
+    )
     options, train_arguments = parser.parse_known_args()
     record = check_this_node(train_arguments, options.gpus, options.free_disk_gib)
     print(json.dumps(record), flush=True)

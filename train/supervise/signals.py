@@ -1,8 +1,8 @@
 """Stop requests: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), Ctrl-C, or the file RUN/stop.
 
-A signal only sets a flag; the trainer checks it at every step boundary, the ranks agree, and save. The flag is set by a
-thread that reads Python's wake-up pipe, because a handler would never run behind a hanging collective. A process that
-does not end is killed by a second signal, or at the deadline.
+A signal only sets a flag; the trainer checks it at every step boundary, the ranks agree, and save. The flag
+is set by a thread that reads Python's wake-up pipe, because a handler would never run behind a hanging
+collective. A process that does not end is killed by a second signal, or at the deadline.
 """
 
 from __future__ import annotations

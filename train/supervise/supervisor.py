@@ -1,7 +1,7 @@
 """The restart loop: start the workers, see how they end, start them again from the newest checkpoint.
 
-The supervisor holds no state of the job, so it may be killed and started again: at once if its workers died with it,
-and when they have ended if they live on (train.supervise.lock).
+The supervisor holds no state of the job, so it may be killed and started again: at once if its workers died
+with it, and when they have ended if they live on (train.supervise.lock).
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from typing import Any
 from rich.console import Console
 
 from records.checkpoints import newest_saved_step
-from records.events import BAD_STEP, CRASHED, DONE, REFUSED, STOPPED, STOPPED_UNSAVED, next_attempt, record_event
+from records.events import (
+    BAD_STEP,
+    CRASHED,
+    DONE,
+    REFUSED,
+    STOPPED,
+    STOPPED_UNSAVED,
+    next_attempt,
+    record_event,
+)
 from records.files import read_lines
 from records.job import JobSections
 
@@ -49,7 +58,9 @@ class Supervisor:
         self.reason = ""  # of the last end, without what varies
 
     def run(self) -> int:
-        """Restart until the job is done or asked to stop, or restarting does not help; returns the exit status."""
+        """Restart until the job is done or asked to stop, or restarting does not help;
+        returns the exit status.
+        """
         self.stop.install()
         if problem := self.alerts.missing():
             self.say("alerts", f"{problem}: no webhook will be called")
@@ -66,7 +77,10 @@ class Supervisor:
                 before = newest_saved_step(self.job.checkpoints)
                 ended = self.run_attempt(before)
                 progress = newest_saved_step(self.job.checkpoints) > before
-            except (OSError, subprocess.TimeoutExpired) as problem:  # a file system or scheduler that does not answer
+            except (
+                OSError,
+                subprocess.TimeoutExpired,
+            ) as problem:  # a file system or scheduler that does not answer
                 ended = Ended(CRASHED, 0, f"the attempt cannot be made: {problem}")
                 self.say("end", ended.reason, code=CRASHED, what="crash")
             self.count_reason(ended, time.monotonic() - began_s)
@@ -75,7 +89,7 @@ class Supervisor:
                 return DONE
             if self.stop.asked:
                 return STOPPED if ended.code == STOPPED else STOPPED_UNSAVED
-            if ended.code == BAD_STEP and self.job.resilience.unclean_policy == "stop":
+            if ended.code == BAD_STEP and self.job.resilience.on_bad_step == "stop":
                 return BAD_STEP
             if self.hopeless(ended):
                 return CRASHED
@@ -90,7 +104,9 @@ class Supervisor:
             return nodes
         whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
         where = f"on {','.join(nodes)}" if nodes else "on this machine"
-        self.say("start", f"{whence} {where}, log in {attempt.logs}", step=max(checkpoint_step, 0), nodes=nodes)
+        self.say(
+            "start", f"{whence} {where}, log in {attempt.logs}", step=max(checkpoint_step, 0), nodes=nodes
+        )
         attempt.start(nodes, self.options.nproc_per_node, self.train_arguments)
         ended = attempt.watch()
         self.look()
@@ -107,13 +123,17 @@ class Supervisor:
             self.alerts.send("disk_full", words)
 
     def count_reason(self, ended: Ended, lasted_s: float) -> None:
-        """Count the ends in a row that differ in nothing but numbers and paths, unless the attempt was a long one."""
+        """Count the ends in a row that differ in nothing but numbers and paths, unless the attempt
+        was a long one.
+        """
         reason, before = VARYING.sub("#", f"{ended.code} {ended.reason}"), self.reason
         again = reason == before and lasted_s < 3600 * self.job.resilience.same_reason_hours
         self.reason, self.same_reason = reason, self.same_reason + 1 if again else 1
 
     def suspects(self) -> set[str]:
-        """Nodes that a hang pointed at, or on which the first rank failed twice, in the whole life of the run."""
+        """Nodes that a hang pointed at, or on which the first rank failed twice, in the whole
+        life of the run.
+        """
         ends = [e for e in read_lines(self.job.run / "events.jsonl") if e.get("kind") == "supervisor_end"]
         crashes = Counter(end.get("failed_node") for end in ends)
         hangs = {node for end in ends for node in end.get("suspects", ())}
@@ -143,7 +163,9 @@ class Supervisor:
             return {}
 
     def hopeless(self, ended: Ended) -> bool:
-        """Whether restarting cannot help: refused settings, one reason again and again, or no newer checkpoint."""
+        """Whether restarting cannot help: refused settings, one reason again and again,
+        or no newer checkpoint.
+        """
         if ended.code == REFUSED:
             self.say("give_up", f"the job cannot start: {ended.reason}. Restarting would not change that")
             return True
@@ -167,7 +189,11 @@ class Supervisor:
     def pause(self) -> None:
         """Exponential backoff after attempts without progress; a stop request interrupts it."""
         section = self.job.resilience
-        seconds = min(section.max_backoff_s, section.backoff_s * 2 ** (self.fruitless - 1)) if self.fruitless else 0.0
+        seconds = (
+            min(section.max_backoff_s, section.backoff_s * 2 ** (self.fruitless - 1))
+            if self.fruitless
+            else 0.0
+        )
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop.asked:
             time.sleep(0.2)
@@ -175,8 +201,12 @@ class Supervisor:
     def say(self, kind: str, text: str, **facts: Any) -> None:
         """One line on the console, one event in events.jsonl."""
         with suppress(OSError):  # Slurm's log lies in the run folder, whose disk may be full
-            console.print(f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end="")
-            console.print(textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True)
+            console.print(
+                f"{time.strftime('%H:%M:%S')}  attempt {self.attempt:<3} [bold]{kind:<8}[/bold]  ", end=""
+            )
+            console.print(
+                textwrap.shorten(text, CONSOLE_CHARS, placeholder=" ..."), markup=False, soft_wrap=True
+            )
         record_event(self.job.run, f"supervisor_{kind}", attempt=self.attempt, text=text, **facts)
         if kind in ALERTED or facts.get("code") == CRASHED:
             self.alerts.send(facts.get("what", kind), text, step=facts.get("step"), attempt=self.attempt)

@@ -22,7 +22,9 @@ Command = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one subcommand; a user error prints one line and exits with status 2, a failure of the engine with 1."""
+    """Run one subcommand; a user error prints one line and exits with status 2, a failure of
+    the engine with 1.
+    """
     command = tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__)
     try:
         command.run()

@@ -23,7 +23,9 @@ class Bench:
     random_weights: Literal["2b", "300m", "tiny"] | None = None
     """Random weights of this flavor instead of a model folder."""
     depth: tuple[int, ...] = (0,)
-    """Cached positions before the measured tokens; given several, the JSON has all but the first under "depths"."""
+    """Cached positions before the measured tokens; given several, the JSON has all but
+    the first under "depths".
+    """
     barriers: bool = False
     """Also measure decoding with a barrier after every module, alternating with normal decoding. CPU only."""
     json: bool = False

@@ -26,8 +26,8 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 class Chat:
     """Talk with a model in the terminal, in its own chat template.
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. A line that ends in a backslash goes on in the
-    next; three double quotes begin and end a message of several lines.
+    Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands. A line that ends in a backslash goes on
+    in the next; three double quotes begin and end a message of several lines.
     """
 
     hf_dir: tyro.conf.Positional[Path]
@@ -52,7 +52,9 @@ class Chat:
             if self.system is not None:
                 conversation.instruct(self.system)
             longest = self.max_new_tokens or conversation.context_tokens
-            terminal = Terminal(conversation, {"max_new_tokens": longest, **self.sampling.of(engine)}, console)
+            terminal = Terminal(
+                conversation, {"max_new_tokens": longest, **self.sampling.of(engine)}, console
+            )
             terminal.note(
                 f"{self.hf_dir.name}: {engine.dtype}, {conversation.context_tokens} tokens of context; "
                 "Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands"
@@ -156,8 +158,12 @@ class Terminal:
         known = [key.removeprefix("command_") for key in dir(self) if key.startswith("command_")]
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean /{near[0]}?" if near else f"there are {', '.join('/' + key for key in known)}"
-            raise ValueError(f"unknown command /{name}; {hint} A message that begins so needs a space before it")
+            hint = (
+                f"did you mean /{near[0]}?" if near else f"there are {', '.join('/' + key for key in known)}"
+            )
+            raise ValueError(
+                f"unknown command /{name}; {hint} A message that begins so needs a space before it"
+            )
         getattr(self, f"command_{name}")(argument)
 
     def command_help(self, _: str) -> None:

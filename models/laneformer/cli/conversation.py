@@ -1,7 +1,8 @@
 """A conversation with a model: its messages, and the ids that the engine last saw of them.
 
-A reply goes back into the next prompt as the ids that the model wrote. Its text, encoded again, may be cut into other
-tokens, and the engine's cache would end there; so only what the template writes behind the reply is encoded.
+A reply goes back into the next prompt as the ids that the model wrote. Its text, encoded again, may be
+cut into other tokens, and the engine's cache would end there; so only what the template writes behind
+the reply is encoded.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from ..engine import Engine, Statistics, TextStream
 from ..prompts import PromptEncoder
 
 Message = dict[str, str]  # "role" and "content"
-MOST_USED = 7 / 8  # of the context, before a reply; beyond it the oldest turns go
-KEPT = 1 / 2  # of the context, when turns must go: what stays is read again, so it should not happen at every message
+MAX_USED = 7 / 8  # of the context, before a reply; beyond it the oldest turns go
+KEPT = (
+    1 / 2
+)  # of the context, when turns must go: what stays is read again, so it should not happen at every message
 
 
 @dataclass
@@ -39,7 +42,9 @@ class Reply:
 
 
 class Conversation:
-    """Messages of a system, of users, and of the model in its own chat template. ValueError where it has none."""
+    """Messages of a system, of users, and of the model in its own chat template. ValueError
+    where it has none.
+    """
 
     def __init__(self, engine: Engine, messages: list[Message]):
         if engine.tokenizer is None:
@@ -60,11 +65,13 @@ class Conversation:
         self.messages = [message for message in self.messages if message["role"] == SYSTEM]
 
     def fitted(self, messages: list[Message]) -> Reply:
-        """The reply that has yet to come, to these messages without the oldest turns where they leave it no room.
+        """The reply that has yet to come, to these messages without the oldest turns where they
+        leave it no room.
 
-        ChatError where the template refuses the messages, ValueError where the last one is too long by itself.
+        ChatError where the template refuses the messages, ValueError where the last one is
+        too long by itself.
         """
-        most = MOST_USED * self.context_tokens
+        most = MAX_USED * self.context_tokens
         while len((reply := self._prompted(messages)).prompt) > most:
             most = KEPT * self.context_tokens
             instructions = [message for message in messages[:1] if message["role"] == SYSTEM]

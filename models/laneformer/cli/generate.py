@@ -18,8 +18,8 @@ from .options import ModelFlags, ModelOptions, ProcessFlags, ProcessOptions, Sam
 class Generate:
     """Stream text from a model: the prompt's continuation, as it is decoded.
 
-    Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json, as in
-    Transformers, and without one to greedy decoding; --greedy turns that file's sampling off.
+    Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json, as
+    in Transformers, and without one to greedy decoding; --greedy turns that file's sampling off.
     """
 
     hf_dir: tyro.conf.Positional[Path]
@@ -54,7 +54,8 @@ class Generate:
             if self.sampling.speculate:
                 figures = engine.statistics
                 print(
-                    f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right", file=sys.stderr
+                    f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right",
+                    file=sys.stderr,
                 )
 
 

@@ -21,8 +21,10 @@ class ProcessOptions:
     processes: int = 1
     """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     transport: Literal["memory", "tcp", "launched"] = "memory"
-    """What links them: memory of one machine, TCP on it, or TCP between machines on which this command has been started
-    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set: rank 0 prints, the others end with it."""
+    """What links them: memory of one machine, TCP on it, or TCP between machines on which this
+    command has been started with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set: rank 0 prints,
+    the others end with it.
+    """
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class ModelOptions:
     device: str = "auto"
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Literal["auto"] | MatrixDtype = "auto"
-    """Type of the matrices; auto: the checkpoint's, or bf16 for random weights. int8 reads half the bytes of 16 bits,
-    int4 not much more than a quarter, on the CPU; fp8 as int8, on GPUs; the output may change."""
+    """Type of the matrices; auto: the checkpoint's, or bf16 for random weights. int8 reads half the bytes of
+    16 bits, int4 not much more than a quarter, on the CPU; fp8 as int8, on GPUs; the output may change.
+    """
     math: Literal["auto", "exact", "bf16", "int8"] = "auto"
-    """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact, and int8
-    for int4 weights. CPU only."""
+    """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact,
+    and int8 for int4 weights. CPU only.
+    """
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
     threads: int | None = None
@@ -44,7 +48,8 @@ class ModelOptions:
     lanes: int | None = None
     """Lanes of a Llama-family model; default: as suit the threads. A Laneformer has its own."""
     cache: bool = True
-    """Keep the packed weights on disk, beside the model or in the user's cache directory, for the next start."""
+    """Keep the packed weights on disk, beside the model or in the user's cache directory, for the next start.
+    """
     context_tokens: int | None = None
     """Longest prompt and answer together; default: as the model says."""
     cache_bytes: int | None = None
@@ -62,7 +67,9 @@ class ModelOptions:
 
     def _given(self, processes: ProcessOptions | None) -> dict[str, Any]:
         several = dataclasses.asdict(processes) if processes and processes.processes != 1 else {}
-        return several | {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return several | {
+            name: value for name, value in dataclasses.asdict(self).items() if value is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -92,19 +99,29 @@ class SamplingOptions:
 
     def given(self) -> dict[str, Any]:
         """What the user asked for, as options of a generation; ValueError for values that they do not have."""
-        options = {n: value for n, value in dataclasses.asdict(self).items() if n != "greedy" and value is not None}
+        options = {
+            n: value for n, value in dataclasses.asdict(self).items() if n != "greedy" and value is not None
+        }
         GenerationOptions(**options)
         if self.greedy and self.temperature:
-            raise ValueError(f"--greedy and --temperature {self.temperature} contradict each other; give one of them")
+            raise ValueError(
+                f"--greedy and --temperature {self.temperature} contradict each other; give one of them"
+            )
         return options
 
     def of(self, engine: Engine) -> dict[str, Any]:
-        """The options of a generation with this model: its own defaults, said on stderr, and what the user gave."""
+        """The options of a generation with this model: its own defaults, said on stderr, and
+        what the user gave.
+        """
         given = self.given()
-        defaults = {} if self.greedy else {n: v for n, v in engine.sampling_defaults.items() if n not in given}
+        defaults = (
+            {} if self.greedy else {n: v for n, v in engine.sampling_defaults.items() if n not in given}
+        )
         if defaults:
             listing = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            print(f"from the model's generation_config.json: {listing} (--greedy turns it off)", file=sys.stderr)
+            print(
+                f"from the model's generation_config.json: {listing} (--greedy turns it off)", file=sys.stderr
+            )
         return defaults | given
 
 

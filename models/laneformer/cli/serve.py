@@ -34,8 +34,9 @@ class Serve:
     port: int = ServerOptions.port
     """0 is a free one; the address is printed."""
     api_key: str | None = ServerOptions.api_key
-    """What clients must send as "Authorization: Bearer KEY"; default: LANEFORMER_API_KEY of the environment, which
-    other users of the machine cannot see."""
+    """What clients must send as "Authorization: Bearer KEY"; default: LANEFORMER_API_KEY of the environment,
+    which other users of the machine cannot see.
+    """
     host_names: tuple[str, ...] = ServerOptions.host_names
     """Names by which browsers may call the server, beside localhost and addresses."""
     max_waiting: int = ServerOptions.max_waiting

@@ -1,7 +1,7 @@
 """Batch: requests that decode side by side, joining and leaving between two tokens (continuous batching).
 
-Each draws the tokens that it would draw alone. One thread collects the updates of all; every other call may come from
-any thread.
+Each draws the tokens that it would draw alone. One thread collects the updates of all; every other call may
+come from any thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from .decoder import Collected, Decoder, GeneratedToken, PromptLogprobs, Request
 class Update:
     """What came of one request since the last `updates`.
 
-    finish_reason: None while it runs; then "stop" (a stop id, or all scored), "length", "cancelled" (`Batch.leave`), or
-    "error" with `error`. scores: of a scoring request that has finished. statistics: of any that has.
+    finish_reason: None while it runs; then "stop" (a stop id, or all scored), "length", "cancelled"
+    (`Batch.leave`), or "error" with `error`. scores: of a scoring request that has finished. statistics:
+    of any that has.
     """
 
     ticket: int
@@ -53,7 +54,8 @@ class Joined:
 class Batch:
     """The engine's decoder, for many requests at a time (`Engine.batch`); closing it ends them all.
 
-    Up to `most_joined` decode together; a further `join` raises RuntimeError until `updates` has told that one ended.
+    Up to `max_joined` decode together; a further `join` raises RuntimeError until `updates` has
+    told that one ended.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class Batch:
         self._joined: dict[int, Joined] = {}  # by ticket
         self._lock, self._collecting = threading.Lock(), threading.Lock()
         self._closed = False
-        self.most_joined = decoder.most_joined
+        self.max_joined = decoder.max_joined
 
     def join(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> int:
-        """Begin to generate after a prompt; returns the request's ticket. `options` as of `Engine.generate_detailed`.
+        """Begin to generate after a prompt; returns the request's ticket.
+        `options` as of `Engine.generate_detailed`.
 
         masked: before each new token is drawn, `allow` must have said which ids are possible.
         """
@@ -106,7 +109,8 @@ class Batch:
     def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
         """The ids among which new token `index` (from 0) of a masked request is drawn.
 
-        mask: bit id % 32 of word id // 32, uint32 (ceil(V / 32),). It may come while the pass before the draw runs.
+        mask: bit id % 32 of word id // 32, uint32 (ceil(V / 32),). It may come while the pass
+        before the draw runs.
         """
         self._decoder.allow(ticket, index, mask)
 

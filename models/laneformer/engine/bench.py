@@ -1,11 +1,11 @@
 """Decode speed next to what the memory gives at the same moment.
 
-A tokens/s figure of a shared machine says little by itself: its read bandwidth can change by a factor of three within
-minutes. So the decode loop stops every few tokens and lets the same threads read a large buffer from end to end; each
-segment of tokens is compared with the probes before and after it.
+A tokens/s figure of a shared machine says little by itself: its read bandwidth can change by a factor of
+three within minutes. So the decode loop stops every few tokens and lets the same threads read a large buffer
+from end to end; each segment of tokens is compared with the probes before and after it.
 
-The ablation runs every second segment with a barrier of all threads after each module, as tensor parallelism without a
-delay would: neighbouring segments then show what the delay is worth at that moment.
+The ablation runs every second segment with a barrier of all threads after each module, as tensor parallelism
+without a delay would: neighbouring segments then show what the delay is worth at that moment.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
 
 SEGMENTS = 12
 MIN_SEGMENT_S = 0.25  # long enough that one tick of another process does not decide it
-LEAST_TOKENS = 64  # of the context, left to decode
+MIN_TOKENS = 64  # of the context, left to decode
 
 
 def benchmark(
     engine: Engine, depth: int = 0, progress: Callable[[str], None] = print, barriers: bool = False
 ) -> dict[str, Any]:
-    """Figures of single-request decoding after `depth` cached positions; the keys are those of `laneformer bench`.
+    """Figures of single-request decoding after `depth` cached positions; the keys are
+    those of `laneformer bench`.
 
-    `barriers` adds the ablation: as many segments again, which no other figure includes. On GPUs: cuda/bench.py.
+    `barriers` adds the ablation: as many segments again, which no other figure
+    includes. On GPUs: cuda/bench.py.
     """
     if engine.isa == CUDA:
         return on_gpus(engine, depth, progress, barriers)
     context = engine.config.max_position_embeddings
-    in_range("depth", depth, int, 0, context - LEAST_TOKENS)
+    in_range("depth", depth, int, 0, context - MIN_TOKENS)
     length = max(depth, min(128, context // 2))
     progress(f"prefill of {length} positions")
     ttft_s = after(engine, random_prompt(engine, length), 1, reuse_prefix=False).first_token_s
@@ -83,19 +85,26 @@ def on_gpus(engine: Engine, depth: int, progress: Callable[[str], None], barrier
     from .cuda import bench  # imports torch
 
     if barriers:
-        raise ValueError("barriers = True: on GPUs the ablation is a kernel of its own; use `tools.bench cuda`")
+        raise ValueError(
+            "barriers = True: on GPUs the ablation is a kernel of its own; use `tools.bench cuda`"
+        )
     decoder: Any = engine._open()
     return bench.benchmark(decoder.gpu, depth, progress)
 
 
 def measure_barriers(engine: Engine, prompt: list[int], segment: int) -> dict[str, float]:
-    """Tokens/s of segments with a barrier after every module, and how much faster their neighbours without are."""
+    """Tokens/s of segments with a barrier after every module, and how much faster
+    their neighbours without are.
+    """
     pairs = min(SEGMENTS, (engine.config.max_position_embeddings - len(prompt)) // (2 * segment))
     tokens = 2 * pairs * segment
     token_s = after(engine, prompt, tokens + 1, probe_every=segment, compare_barriers=True).token_s()
     delayed_s, barrier_s = token_s[:tokens].reshape(pairs, 2, segment).sum(2).T
     ratio = barrier_s / delayed_s
-    return {"barriers_tokens_per_s": float(np.median(segment / barrier_s)), **spread("delay_over_barriers", ratio)}
+    return {
+        "barriers_tokens_per_s": float(np.median(segment / barrier_s)),
+        **spread("delay_over_barriers", ratio),
+    }
 
 
 def after(engine: Engine, prompt: list[int], tokens: int, **fields: Any) -> Any:

@@ -1,6 +1,7 @@
 """What an engine asks of a decoder, the request that it hands over, and the results that it gives back.
 
-`CpuDecoder` (cpu/decoder.py) and `CudaDecoder` (cuda/decoder.py) implement `Decoder`; `Engine` holds one of them.
+`CpuDecoder` (cpu/decoder.py) and `CudaDecoder` (cuda/decoder.py) implement `Decoder`; `Engine`
+holds one of them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class EngineLost(RuntimeError):
 class Request:
     """One request, complete and checked (options.py); both decoders read it field by field.
 
-    A request either generates up to `max_new_tokens` after each prompt, or, with `score_from` > 0, scores the ids of
-    its one prompt from that index on.
+    A request either generates up to `max_new_tokens` after each prompt, or, with `score_from` > 0, scores the
+    ids of its one prompt from that index on.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -58,10 +59,14 @@ class Request:
     # scoring
     score_from: int = 0
     keep_logits: bool = False  # the logits of every position as well
-    keep_partials: Sequence[int] = ()  # with keep_logits: positions, ascending, whose modules' outputs are kept
+    keep_partials: Sequence[
+        int
+    ] = ()  # with keep_logits: positions, ascending, whose modules' outputs are kept
     # measurements (bench.py)
     probe_every: int = 0  # read-bandwidth probe before every this many decoded tokens; 0: none
-    compare_barriers: bool = False  # every second segment of `probe_every` tokens: a barrier after every module
+    compare_barriers: bool = (
+        False  # every second segment of `probe_every` tokens: a barrier after every module
+    )
 
 
 # of scored tokens: log p (count,) float32, likeliest ids int32 and their log p float32, flat
@@ -69,7 +74,8 @@ Scores = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Collected(NamedTuple):
-    """News of one joined request: tokens first, first + 1, ...; `statistics` (those of `Statistics`) once it has ended.
+    """News of one joined request: tokens first, first + 1, ...; `statistics` (those of `Statistics`)
+    once it has ended.
 
     scores: of these tokens where the request has `logprobs`; of a scoring request, all of them at its end.
     """
@@ -85,9 +91,9 @@ class Collected(NamedTuple):
 class Decoder(Protocol):
     """A model in memory and the loop that decodes with it, one request at a time.
 
-    After `start` a request runs by itself until `poll` says that it has finished. Results are those of the last
-    request; scores may be read for the tokens that `poll` has returned. `start` runs on the caller's thread and
-    raises RuntimeError while another request runs.
+    After `start` a request runs by itself until `poll` says that it has finished. Results are those of the
+    last request; scores may be read for the tokens that `poll` has returned. `start` runs on the caller's
+    thread and raises RuntimeError while another request runs.
     """
 
     @property
@@ -128,16 +134,16 @@ class Decoder(Protocol):
         """The fields of `Statistics`."""
         ...
 
-    # Requests of one prompt that run side by side (batch.py), in place of `start` and `poll`. Any thread may call
-    # these, but only one at a time `collect`.
+    # Requests of one prompt that run side by side (batch.py), in place of `start` and `poll`. Any thread may
+    # call these, but only one at a time `collect`.
 
     @property
-    def most_joined(self) -> int: ...
+    def max_joined(self) -> int: ...
 
     def join(self, request: Request) -> int:
         """Begin a request between two tokens of the others; returns its ticket, which is never used again.
 
-        RuntimeError where `most_joined` run whose end has not been collected, or a request of `start` does.
+        RuntimeError where `max_joined` run whose end has not been collected, or a request of `start` does.
         """
         ...
 
@@ -161,7 +167,8 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One new token; with the option `logprobs=n`, of the model's own distribution (before penalties, temperature):
+    """One new token; with the option `logprobs=n`, of the model's own
+    distribution (before penalties, temperature):
 
     logprob: its log-probability. top: (id, log-probability) of the n likeliest ids, the likeliest first.
     """
@@ -177,16 +184,18 @@ class GeneratedToken:
             return [GeneratedToken(i) for i in ids]
         logprobs, top_ids, top_logprobs = (values.tolist() for values in scores)
         pairs, top = list(zip(top_ids, top_logprobs, strict=True)), len(top_ids) // len(ids)
-        return [GeneratedToken(i, logprobs[n], tuple(pairs[n * top : (n + 1) * top])) for n, i in enumerate(ids)]
+        return [
+            GeneratedToken(i, logprobs[n], tuple(pairs[n * top : (n + 1) * top])) for n, i in enumerate(ids)
+        ]
 
 
 @dataclass(frozen=True)
 class Statistics:
     """Of one request, all its sequences together.
 
-    reused_tokens: prompt tokens whose keys and values were still there, or were copied from another request's.
-    passes: reads of all the weights. proposed_tokens: draft tokens of `speculate`; accepted_tokens: those that were
-    right.
+    reused_tokens: prompt tokens whose keys and values were still there, or were copied from another
+    request's. passes: reads of all the weights. proposed_tokens: draft tokens of `speculate`;
+    accepted_tokens: those that were right.
     """
 
     reused_tokens: int
@@ -197,8 +206,8 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Generation:
-    """A request that has ended. finish_reason: "stop" (a stop id), "length" (max_new_tokens, or the context is full) or
-    "cancelled" (`Engine.cancel` or `close` came first; tokens are those until then).
+    """A request that has ended. finish_reason: "stop" (a stop id), "length" (max_new_tokens, or the context
+    is full) or "cancelled" (`Engine.cancel` or `close` came first; tokens are those until then).
     """
 
     tokens: list[GeneratedToken]
@@ -215,8 +224,9 @@ class Generation:
 class PromptLogprobs:
     """Of the n scored ids of a prompt, each given all before it; the likeliest id is first in `top_ids`.
 
-    logprobs: float32 (n,). top_ids: int32 (n, top). top_logprobs: float32 (n, top). is_greedy: bool (n,), whether the
-    id is the one that greedy decoding would have chosen (the lowest of equally likely ones); it needs top >= 1.
+    logprobs: float32 (n,). top_ids: int32 (n, top). top_logprobs: float32 (n, top). is_greedy: bool (n,),
+    whether the id is the one that greedy decoding would have chosen (the lowest of equally likely ones); it
+    needs top >= 1.
     """
 
     logprobs: np.ndarray
@@ -235,4 +245,6 @@ class PromptLogprobs:
 
 def described(decoder: Decoder, ids: list[int], first: int, request: Request) -> list[GeneratedToken]:
     """Tokens first, first + 1, ... of the running request."""
-    return GeneratedToken.described(ids, None if request.logprobs is None else decoder.scores(first, len(ids)))
+    return GeneratedToken.described(
+        ids, None if request.logprobs is None else decoder.scores(first, len(ids))
+    )

@@ -12,7 +12,8 @@ DRIVER = "libcuda.so.1"
 def cuda_devices(device: str) -> tuple[str, ...]:
     """The GPUs that `device` means, such as ("cuda:0", "cuda:1"); none: the CPU.
 
-    "auto" is the CPU until the CUDA engine has run on a GPU: nobody should get unproven kernels without asking.
+    "auto" is the CPU until the CUDA engine has run on a GPU: nobody should get
+    unproven kernels without asking.
 
     ValueError: not one of "auto", "cpu", "cuda", "cuda:0", "cuda:0,cuda:1"..., or what to install for it.
     """
@@ -20,14 +21,18 @@ def cuda_devices(device: str) -> tuple[str, ...]:
         return ()
     names = device.split(",") if isinstance(device, str) else []
     if not names or not all(re.fullmatch(r"cuda(:\d+)?", name) for name in names):
-        raise ValueError(f"device = {device!r} is unknown; choose 'auto', 'cpu', 'cuda' or 'cuda:0,cuda:1' for several")
+        raise ValueError(
+            f"device = {device!r} is unknown; choose 'auto', 'cpu', 'cuda' or 'cuda:0,cuda:1' for several"
+        )
     if reason := why_no_cuda():
         raise ValueError(f"device = {device!r}: {reason}; or use device = 'cpu'")
     import torch
 
     numbers = [int(name.partition(":")[2] or 0) for name in names]
     if len(set(numbers)) < len(numbers) or max(numbers) >= torch.cuda.device_count():
-        raise ValueError(f"device = {device!r}: name each GPU once, of the {torch.cuda.device_count()} that are here")
+        raise ValueError(
+            f"device = {device!r}: name each GPU once, of the {torch.cuda.device_count()} that are here"
+        )
     return tuple(f"cuda:{number}" for number in numbers)
 
 

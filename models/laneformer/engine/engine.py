@@ -1,7 +1,8 @@
-"""Engine: the facade of inference. It validates options, streams text and holds a Decoder, which does the rest.
+"""Engine: the facade of inference. It validates options, streams text and holds a Decoder,
+which does the rest.
 
-From `generate` to the decode loop: Engine._start -> Decoder.start -> the loop itself (C++ `Decoder::serve`, or the
-launch of the CUDA kernel).
+From `generate` to the decode loop: Engine._start -> Decoder.start -> the loop itself (C++ `Decoder::serve`,
+or the launch of the CUDA kernel).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from .cpu.processes import cpu_decoder
 from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics, described
 from .device import cuda_devices
 from .folder import read_checkpoint, read_tensors, with_context
-from .options import MOST_LOGPROBS, GenerationOptions, checked_ids, in_range, without_logprobs
+from .options import MAX_LOGPROBS, GenerationOptions, checked_ids, in_range, without_logprobs
 from .running import ENGINES, SIGNAL_POLL_S, Running, Stream, wait
 from .text import StopStrings, TextStream, text_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MOST_SEQUENCES = 8  # of one batch
+MAX_SEQUENCES = 8  # of one batch
 
 T = TypeVar("T")
 
@@ -44,9 +45,10 @@ class Engine:
     """Decodes one request at a time. A context manager; `close()` frees the weights.
 
     `device` is "cpu", "cuda", or "cuda:0,cuda:1" for several GPUs; "auto" is the CPU for now (device.py).
-    `dtype` is that of the matrices (embedding and norms keep theirs): "auto" keeps the layers', "int8" rounds each row
-    to multiples of its own scale, "int4" each 32 inputs of a row to 16 levels (the first and the last layer and the
-    head: int8) and implies math="int8". GPUs have the 16-bit types, the same "int8", and "fp8" (e4m3, a scale a row).
+    `dtype` is that of the matrices (embedding and norms keep theirs): "auto" keeps the layers', "int8" rounds
+    each row to multiples of its own scale, "int4" each 32 inputs of a row to 16 levels (the first and the
+    last layer and the head: int8) and implies math="int8". GPUs have the 16-bit types, the same "int8", and
+    "fp8" (e4m3, a scale a row).
 
     Further options on the CPU:
     `threads`: default all physical cores, or what the container's CPU quota allows. `pin` keeps each thread on a CPU of
@@ -86,16 +88,19 @@ class Engine:
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ):
-        """Pack tensors named and shaped as `config.tensor_shapes` says; ValueError for bad options and values.
+        """Pack tensors named and shaped as `config.tensor_shapes` says; ValueError for
+        bad options and values.
 
-        tokenizer_config (with the chat template) and sampling_defaults (how the model's makers sample it, as options)
-        are only kept: `generate` is greedy unless it is told otherwise.
+        tokenizer_config (with the chat template) and sampling_defaults (how the model's makers sample it, as
+        options) are only kept: `generate` is greedy unless it is told otherwise.
         """
         self.config = config
         self.tokenizer, self.tokenizer_config = tokenizer, dict(tokenizer_config)
         self.sampling_defaults = dict(sampling_defaults)
         self.eos_ids = tuple(eos_ids)
-        self.request_lock = threading.Lock()  # held while weights load, and from a request's start until it is read
+        self.request_lock = (
+            threading.Lock()
+        )  # held while weights load, and from a request's start until it is read
         self._running = Running()  # the last request
         self._batch: Batch | None = None  # the last one
         self._decoder: Decoder | None = None
@@ -128,18 +133,24 @@ class Engine:
         lanes: int | None = None,
         **options: Any,
     ) -> Engine:
-        """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what is wrong with it.
+        """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what
+        is wrong with it.
 
-        dtype "auto" of a quantised GGUF file is the engine's own type of that width: int8 for 8 to 5 bits, int4 for 4.
+        dtype "auto" of a quantised GGUF file is the engine's own type of that width: int8 for 8 to 5
+        bits, int4 for 4.
 
-        `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next start: the
-        four combinations of threads and dtype that were used last.
-        `context_tokens` replaces the config's max_position_embeddings. `lanes` of a Llama-family model: by default as
-        many as share threads evenly (GPUs: up to 8) and divide its heads and MLP rows. Other `options` as in Engine.
+        `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next
+        start: the four combinations of threads and dtype that were used last. `context_tokens` replaces the
+        config's max_position_embeddings. `lanes` of a Llama-family model: by default as many as share threads
+        evenly (GPUs: up to 8) and divide its heads and MLP rows. Other `options` as in Engine.
         """
         gpus = len(cuda_devices(device))
-        checkpoint = read_checkpoint(Path(path), lanes, threads and threads * options.get("processes", 1), dtype, gpus)
-        config = checkpoint.config if context_tokens is None else with_context(checkpoint.config, context_tokens)
+        checkpoint = read_checkpoint(
+            Path(path), lanes, threads and threads * options.get("processes", 1), dtype, gpus
+        )
+        config = (
+            checkpoint.config if context_tokens is None else with_context(checkpoint.config, context_tokens)
+        )
         if not gpus:
             options["source"] = functools.partial(read_tensors, Path(path).resolve(), config.num_lanes, dtype)
         if cache and not gpus:
@@ -151,7 +162,12 @@ class Engine:
 
     @classmethod
     def random(
-        cls, flavor: str | LaneformerConfig, dtype: str = "bf16", seed: int = 0, device: str = "auto", **options: Any
+        cls,
+        flavor: str | LaneformerConfig,
+        dtype: str = "bf16",
+        seed: int = 0,
+        device: str = "auto",
+        **options: Any,
     ) -> Engine:
         """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine.
 
@@ -181,8 +197,10 @@ class Engine:
         Each as if it were alone, with a seed of its own (option `seed` of GenerationOptions).
         """
         given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # arrays and tensors
-        if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MOST_SEQUENCES:
-            raise ValueError(f"prompts must be a list of 1 to {MOST_SEQUENCES} prompts, each a list of token ids")
+        if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MAX_SEQUENCES:
+            raise ValueError(
+                f"prompts must be a list of 1 to {MAX_SEQUENCES} prompts, each a list of token ids"
+            )
         checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
         request = self._request(checked, without_logprobs(options))
         return self._result(self._start(request), lambda d: d.outputs())
@@ -209,7 +227,9 @@ class Engine:
         tokens = self._tokens(request, running, lambda d, ids, first: described(d, ids, first, request))
         return Stream(tokens, running)
 
-    def generate_text(self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any) -> str:
+    def generate_text(
+        self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any
+    ) -> str:
         """Text after the prompt (text or ids), without the stop string that ended it; needs a tokenizer."""
         return "".join(self.stream_text(prompt, stop=stop, **options))
 
@@ -218,7 +238,9 @@ class Engine:
     ) -> Stream[str]:
         """The text of `generate_text` in pieces: whole characters, and never a part of a stop string."""
         if self.tokenizer is None:
-            raise ValueError("text needs a tokenizer, but the model folder of this engine holds no tokenizer.json")
+            raise ValueError(
+                "text needs a tokenizer, but the model folder of this engine holds no tokenizer.json"
+            )
         ids = self._prompt(self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt, "prompt")
         request = self._request([ids], without_logprobs(options))
         running = Running()
@@ -234,10 +256,11 @@ class Engine:
     def logprobs(
         self, ids: Sequence[int], *, top: int | None = None, start: int = 1, reuse_prefix: bool = True
     ) -> np.ndarray | PromptLogprobs:
-        """log p(ids[i] | ids[:i]) for i >= start, float32 (len(ids) - start,); with `top` also the likeliest ids.
+        """log p(ids[i] | ids[:i]) for i >= start, float32 (len(ids) - start,); with `top`
+        also the likeliest ids.
 
-        The last id is only predicted, never read. A later `start` saves the head's work, and that of the positions
-        before it that are still in the KV cache, as when many continuations follow one context.
+        The last id is only predicted, never read. A later `start` saves the head's work, and that of the
+        positions before it that are still in the KV cache, as when many continuations follow one context.
         """
         request = self._scoring(ids, start, 0 if top is None else top, reuse_prefix)
 
@@ -249,11 +272,15 @@ class Engine:
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits after every position, float32 (len(ids), V)."""
-        request = Request([self._prompt(ids, "ids")], score_from=1, logprobs=0, reuse_prefix=False, keep_logits=True)
+        request = Request(
+            [self._prompt(ids, "ids")], score_from=1, logprobs=0, reuse_prefix=False, keep_logits=True
+        )
         return self._result(self._start(request), lambda d: d.logits()).reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Outputs of each module at some positions (ascending), for checks: float32 (positions, layers, 2, L, D)."""
+        """Outputs of each module at some positions (ascending), for checks: float32 (positions,
+        layers, 2, L, D).
+        """
         checked = self._prompt(ids, "ids")
         request = Request(
             [checked], score_from=len(checked), logprobs=0, reuse_prefix=False, keep_logits=True,
@@ -264,7 +291,8 @@ class Engine:
         return self._result(self._start(request), lambda d: d.partials()).reshape(shape)
 
     def batch(self) -> Batch:
-        """For requests that run side by side, as a server's do. Until it is closed, the engine takes no others.
+        """For requests that run side by side, as a server's do. Until it is closed, the
+        engine takes no others.
 
         RuntimeError while another request has not ended.
         """
@@ -295,12 +323,15 @@ class Engine:
     def cancel(self) -> None:
         """End the running request, from any thread; nothing where none runs.
 
-        Whoever waits for it gets Cancelled, but for `generate_detailed`, whose finish_reason is then "cancelled".
+        Whoever waits for it gets Cancelled, but for `generate_detailed`, whose
+        finish_reason is then "cancelled".
         """
         self._running.cancel()
 
     def close(self) -> None:
-        """Cancel the running request, stop the threads and free the weights; from any thread, safe to call twice."""
+        """Cancel the running request, stop the threads and free the weights; from any thread,
+        safe to call twice.
+        """
         decoder, self._decoder = self._decoder, None
         if self._batch is not None:
             self._batch.close()
@@ -330,19 +361,23 @@ class Engine:
         if not checked:
             raise ValueError(f"{what} is empty; give at least one token (such as the begin-of-text id)")
         if len(checked) > context:
-            raise ValueError(f"{what} has {len(checked)} tokens, more than the {context} that fit; shorten it")
+            raise ValueError(
+                f"{what} has {len(checked)} tokens, more than the {context} that fit; shorten it"
+            )
         return checked
 
     def _scoring(self, ids: Sequence[int], start: int, top: int, reuse_prefix: bool) -> Request:
         checked = self._prompt(ids, "ids", self.config.max_position_embeddings + 1)
         first = in_range("start", start, int, 1, len(checked))
-        count = in_range("top", top, int, 0, min(MOST_LOGPROBS, self.config.vocab_size))
+        count = in_range("top", top, int, 0, min(MAX_LOGPROBS, self.config.vocab_size))
         if not isinstance(reuse_prefix, bool):
             raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
         return Request([checked], score_from=first, logprobs=count, reuse_prefix=reuse_prefix)
 
     def _request(self, prompts: list[list[int]], options: GenerationOptions, masked: bool = False) -> Request:
-        request = dataclasses.replace(options.request(prompts, self.config.vocab_size, self.eos_ids), masked=masked)
+        request = dataclasses.replace(
+            options.request(prompts, self.config.vocab_size, self.eos_ids), masked=masked
+        )
         self._open().check(request)
         return request
 
@@ -356,7 +391,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _start(self, request: Request, running: Running | None = None) -> Iterator[Decoder]:
-        """The decoder at work on the request; what still runs at the end of the block is cancelled and waited for.
+        """The decoder at work on the request; what still runs at the end of the block is
+        cancelled and waited for.
 
         RuntimeError while another request has not ended.
         """
@@ -377,7 +413,10 @@ class Engine:
             self.request_lock.release()
 
     def _result(
-        self, started: AbstractContextManager[Decoder], read: Callable[[Decoder], T], even_cancelled: bool = False
+        self,
+        started: AbstractContextManager[Decoder],
+        read: Callable[[Decoder], T],
+        even_cancelled: bool = False,
     ) -> T:
         """What `read` finds at the request's end; Cancelled, or with `even_cancelled` what there is by then."""
         with started as decoder:
@@ -391,7 +430,8 @@ class Engine:
     ) -> Generator[T, None, None]:
         """What `read` makes of new token ids and the index of their first, one by one."""
         known, finished = 0, False
-        # started here and not by `stream`: an iterator that is never advanced must not leave a request running
+        # started here and not by `stream`: an iterator that is never advanced must not leave
+        # a request running
         with self._start(request, running) as decoder:
             while not finished:
                 tokens, finished = decoder.poll(known, SIGNAL_POLL_S, False)

@@ -1,7 +1,7 @@
 """A Hugging Face folder as memory-mapped tensors: read, named, and checked before anything is computed.
 
-safetensors is a length, a JSON header and raw bytes, so it is mapped directly: numpy has no bfloat16, and the engine
-needs the bits as they are, without a copy and without torch. The rotary tables are computed here, too.
+safetensors is a length, a JSON header and raw bytes, so it is mapped directly: numpy has no bfloat16, and the
+engine needs the bits as they are, without a copy and without torch. The rotary tables are computed here, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..llama.config import lanes_for, lanes_for_gpus
 from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
-from ..published import MODEL_TYPES, modern_spelling
+from ..old_spellings import MODEL_TYPES, modern_spelling
 from ..tensors import STORED_TYPES, Tensor
 from .machine import memory_bytes, this_machine
 from .options import sampling_defaults
@@ -47,11 +47,11 @@ class Checkpoint:
 def read_checkpoint(
     folder: Path, lanes: int | None = None, threads: int | None = None, dtype: str = "auto", gpus: int = 0
 ) -> Checkpoint:
-    """Read and check a folder with `config.json` and `model*.safetensors`, or a GGUF file; ValueError for bad ones.
+    """Read and check a folder with `config.json` and `model*.safetensors`, or a GGUF file;
+    ValueError for bad ones.
 
-    lanes: of a model that has none of its own (llama/); None: as many as suit `threads` threads, default all cores,
-    or `gpus`.
-    dtype: the engine's option; a GGUF file's tensors are widened for it.
+    lanes: of a model that has none of its own (llama/); None: as many as suit `threads` threads, default all
+    cores, or `gpus`. dtype: the engine's option; a GGUF file's tensors are widened for it.
     """
     if folder.suffix == ".gguf" and folder.is_file():
         return read_gguf(folder, lanes, threads, dtype, gpus)
@@ -66,7 +66,9 @@ def read_checkpoint(
         return Checkpoint(config, tensors, eos_ids(folder, values, config), files, *text_files(folder))
     config = config_of(values)
     if lanes not in (None, config.num_lanes):
-        raise ValueError(f"lanes = {lanes}: this model was trained with {config.num_lanes}; leave the option out")
+        raise ValueError(
+            f"lanes = {lanes}: this model was trained with {config.num_lanes}; leave the option out"
+        )
     own = {plain_name(name): tensor for name, tensor in stored.items()}
     check_tensors(config, own)
     return Checkpoint(config, own, eos_ids(folder, values, config), files, *text_files(folder))
@@ -89,11 +91,17 @@ def with_context(config: LaneformerConfig, tokens: int) -> LaneformerConfig:
 
 
 def default_lanes(values: Mapping[str, Any], threads: int | None, gpus: int) -> int:
-    return lanes_for_gpus(values, gpus) if gpus else lanes_for(values, threads or this_machine().default_threads(1))
+    return (
+        lanes_for_gpus(values, gpus)
+        if gpus
+        else lanes_for(values, threads or this_machine().default_threads(1))
+    )
 
 
 def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gpus: int) -> Checkpoint:
-    """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the tokenizer in the file."""
+    """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the
+    tokenizer in the file.
+    """
     file = GgufFile(path, dtype)
     lanes = default_lanes(file.config, threads, gpus) if lanes is None else lanes
     config, tensors = laneformer_of(file.config, file, lanes)
@@ -101,7 +109,14 @@ def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gp
     if tokenizer is None:
         tokenizer, tokenizer_config, sampling = tokenizer_of(file.metadata), file.tokenizer_config(), {}
     return Checkpoint(
-        config, tensors, tuple(file.eos_ids()), [path], tokenizer, tokenizer_config, sampling, file.best_dtype()
+        config,
+        tensors,
+        tuple(file.eos_ids()),
+        [path],
+        tokenizer,
+        tokenizer_config,
+        sampling,
+        file.best_dtype(),
     )
 
 
@@ -131,14 +146,18 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 
 def config_of(values: dict[str, Any]) -> LaneformerConfig:
-    """The architecture in a `config.json`; other keys are Transformers' bookkeeping, unless they look misspelt."""
+    """The architecture in a `config.json`; other keys are Transformers' bookkeeping,
+    unless they look misspelt.
+    """
     known = [field.name for field in dataclasses.fields(LaneformerConfig)]
     values = modern_spelling(values)
     for key in values:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if key not in known and near and near[0] not in values:
             raise ValueError(f"unknown config key {key!r}; did you mean {near[0]!r}?")
-    missing = [name for name in ("hidden_size", "num_hidden_layers", "num_lanes", "vocab_size") if name not in values]
+    missing = [
+        name for name in ("hidden_size", "num_hidden_layers", "num_lanes", "vocab_size") if name not in values
+    ]
     if missing:
         raise ValueError(f"config.json lacks {missing}")
     try:
@@ -154,7 +173,9 @@ def eos_ids(folder: Path, config_values: dict[str, Any], config: LaneformerConfi
     ids = [] if found is None else found if isinstance(found, list) else [found]
     for token in ids:
         if not isinstance(token, int) or not 0 <= token < config.vocab_size:
-            raise ValueError(f"eos_token_id {token!r} is not a token id between 0 and {config.vocab_size - 1}")
+            raise ValueError(
+                f"eos_token_id {token!r} is not a token id between 0 and {config.vocab_size - 1}"
+            )
     return tuple(ids)
 
 
@@ -181,13 +202,21 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     header_bytes = int.from_bytes(raw[:8].tobytes(), "little")
     start = 8 + header_bytes
     if start > size:
-        raise ValueError(f"{path} is truncated or not safetensors: its header of {header_bytes} bytes exceeds the file")
+        raise ValueError(
+            f"{path} is truncated or not safetensors: its header of {header_bytes} bytes exceeds the file"
+        )
     try:
         header = json.loads(raw[8:start].tobytes())
-        entries = [(name, e["dtype"], e["shape"], *e["data_offsets"]) for name, e in header.items() if name[:2] != "__"]
+        entries = [
+            (name, e["dtype"], e["shape"], *e["data_offsets"])
+            for name, e in header.items()
+            if name[:2] != "__"
+        ]
         for name, _, shape, begin, end in entries:
             if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-                raise ValueError(f"tensor {name} has shape {shape} and offsets {begin}, {end}: not all whole numbers")
+                raise ValueError(
+                    f"tensor {name} has shape {shape} and offsets {begin}, {end}: not all whole numbers"
+                )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has no valid safetensors header: {error!r}") from None
     types = {stored.safetensors: (dtype, stored.element) for dtype, stored in STORED_TYPES.items()}
@@ -212,7 +241,9 @@ def check_tensors(config: LaneformerConfig, tensors: dict[str, Tensor]) -> None:
     if missing:
         raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}")
     if extra:
-        raise ValueError(f"the checkpoint holds {len(extra)} tensors this architecture has not, such as {extra[0]}")
+        raise ValueError(
+            f"the checkpoint holds {len(extra)} tensors this architecture has not, such as {extra[0]}"
+        )
     for name, shape in expected.items():
         if tensors[name].values.shape != shape:
             raise ValueError(f"tensor {name} has shape {tensors[name].values.shape}, the config says {shape}")

@@ -1,4 +1,6 @@
-"""`join` for a decoder that runs one request at a time: what `Batch` asks of a decoder, on `start` and `poll`."""
+"""`join` for a decoder that runs one request at a time: what `Batch` asks of a decoder,
+on `start` and `poll`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class OneAtATime(Base):
     """
 
     @property
-    def most_joined(self) -> int:
+    def max_joined(self) -> int:
         return 1
 
     def _prepare_joined(self) -> None:
@@ -35,7 +37,9 @@ class OneAtATime(Base):
     def join(self, request: Request) -> int:
         with self._has_joined:
             if self._joined is not None:
-                raise RuntimeError("this decoder runs one request at a time; collect the end of the last one first")
+                raise RuntimeError(
+                    "this decoder runs one request at a time; collect the end of the last one first"
+                )
             self._failure = None
             try:
                 self.start(request)
@@ -61,7 +65,9 @@ class OneAtATime(Base):
         if not tokens and not finished:
             return []
         count = len(request.prompts[0]) - request.score_from if scoring else len(tokens)
-        scores = self.scores(first, count) if request.logprobs is not None and (finished or not scoring) else None
+        scores = (
+            self.scores(first, count) if request.logprobs is not None and (finished or not scoring) else None
+        )
         self._collected = first + len(tokens)
         if not finished:
             return [Collected(ticket, first, tokens, scores)]

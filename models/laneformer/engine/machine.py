@@ -1,6 +1,7 @@
 """The processors and the memory that this process may use: cores, CPU quotas, memory nodes.
 
-Everything is read from the files of Linux below one root folder; on macOS, sysctl says how many fast cores there are.
+Everything is read from the files of Linux below one root folder; on macOS, sysctl says how many
+fast cores there are.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ PERFORMANCE_CAPACITY = 0.5  # of the fastest core's: slower ones would hold up e
 
 @dataclass(frozen=True)
 class Machine:
-    """cores: the CPUs of each physical core that this process may use; slow: those of efficiency cores beside them.
+    """cores: the CPUs of each physical core that this process may use; slow: those of
+    efficiency cores beside them.
 
-    quota_cpus: CPU seconds a second that the control groups allow; None: no limit. nodes: memory nodes of those CPUs.
+    quota_cpus: CPU seconds a second that the control groups allow; None: no limit. nodes: memory
+    nodes of those CPUs.
     """
 
     cores: tuple[tuple[int, ...], ...]
@@ -55,7 +58,9 @@ def this_machine(root: Path = Path("/"), allowed: set[int] | None = None) -> Mac
     for cpu in sorted(fast):
         siblings = text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
         cores.setdefault(siblings, []).append(cpu)
-    nodes = [cpu_list(text(path)) & allowed for path in (root / "sys/devices/system/node").glob("node*/cpulist")]
+    nodes = [
+        cpu_list(text(path)) & allowed for path in (root / "sys/devices/system/node").glob("node*/cpulist")
+    ]
     return Machine(
         tuple(map(tuple, cores.values())),
         tuple(sorted(allowed - fast)),
@@ -65,7 +70,9 @@ def this_machine(root: Path = Path("/"), allowed: set[int] | None = None) -> Mac
 
 
 def performance_cpus(root: Path, allowed: set[int]) -> set[int]:
-    """The allowed CPUs without the efficiency cores that the kernel tells apart: by name on x86, by capacity on Arm."""
+    """The allowed CPUs without the efficiency cores that the kernel tells apart: by name on x86,
+    by capacity on Arm.
+    """
     devices = root / "sys/devices"
     efficient = [*devices.glob("cpu_atom/cpus"), *devices.glob("system/cpu/types/intel_atom*/cpu*list")]
     slow = {cpu for path in efficient for cpu in cpu_list(text(path))}
@@ -80,7 +87,9 @@ def quota_cpus(root: Path) -> float | None:
 
 
 def control_groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
-    """Folders of versions 1 and 2; in a container /proc may name a path of the host that is not mounted there."""
+    """Folders of versions 1 and 2; in a container /proc may name a path of the host that
+    is not mounted there.
+    """
     mount = root / "sys/fs/cgroup"
     for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -93,7 +102,10 @@ def control_groups(root: Path, controller: str = "cpu") -> Iterator[Path]:
 
 def limits(folder: Path) -> Iterator[float]:
     quota, _, period = text(folder / "cpu.max").partition(" ")
-    for value, each in ((quota, period), *((text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")),)):
+    for value, each in (
+        (quota, period),
+        *((text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")),),
+    ):
         if value.isdigit() and each.isdigit() and int(value) and int(each):  # none is "max", or -1
             yield int(value) / int(each)
 

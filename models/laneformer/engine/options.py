@@ -13,10 +13,12 @@ import numpy as np
 
 from .decoder import Request, Sampling
 
-MOST_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
-MOST_LOGPROBS = 100
-LEAST_TEMPERATURE = 1e-6  # colder draws are greedy
-SEED_STEP = 0x9E3779B97F4A7C15  # odd, so all seeds of a batch differ; far apart, so neighbouring seeds share none
+MAX_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
+MAX_LOGPROBS = 100
+MIN_TEMPERATURE = 1e-6  # colder draws are greedy
+SEED_STEP = (
+    0x9E3779B97F4A7C15  # odd, so all seeds of a batch differ; far apart, so neighbouring seeds share none
+)
 BIAS_RANGE = (-100.0, 100.0)  # OpenAI's: enough to forbid an id or to force it
 RANGES: dict[str, tuple[type, float, float]] = {
     "max_new_tokens": (int, 1, 2**31 - 1),
@@ -29,8 +31,8 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "frequency_penalty": (float, -2.0, 2.0),
     "presence_penalty": (float, -2.0, 2.0),
     "min_new_tokens": (int, 0, 2**31 - 1),
-    "logprobs": (int, 0, MOST_LOGPROBS),
-    "speculate": (int, 0, MOST_DRAFT_TOKENS),
+    "logprobs": (int, 0, MAX_LOGPROBS),
+    "speculate": (int, 0, MAX_DRAFT_TOKENS),
 }
 
 
@@ -50,13 +52,14 @@ class GenerationOptions:
     3. logit_bias: {id: value added}.
     4. min_new_tokens: stop ids are impossible before this many tokens.
     5. temperature, then top_k (0: off), top_p (the fewest likely tokens that reach this probability), min_p (tokens at
-       least this many times as likely as the likeliest). Tokens with equal logits are kept or dropped together.
-    stop_ids: end after one of these, which is returned as the last token; the model's own end-of-text ids are added
-    unless ignore_eos.
-    logprobs: for each token its log-probability and those of this many likeliest ids, of the model's own distribution
-    (before step 1); None: none. Only for `generate_detailed` and `stream_detailed`.
-    reuse_prefix: start from keys and values of earlier requests where the prompt begins alike.
-    speculate: most draft tokens, taken from earlier text, to verify in one pass; the output stays the same.
+       least this many times as likely as the likeliest). Tokens with equal logits are
+       kept or dropped together.
+    stop_ids: end after one of these, which is returned as the last token; the model's own end-of-text ids
+    are added unless ignore_eos. logprobs: for each token its log-probability and those of this many
+    likeliest ids, of the model's own distribution (before step 1); None: none. Only for
+    `generate_detailed` and `stream_detailed`. reuse_prefix: start from keys and values of earlier requests
+    where the prompt begins alike. speculate: most draft tokens, taken from earlier text, to verify in one
+    pass; the output stays the same.
     """
 
     max_new_tokens: int = 128
@@ -84,27 +87,39 @@ class GenerationOptions:
             elif name != "logprobs" or self.logprobs is not None:
                 object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
         if self.top_p == 0.0:
-            raise ValueError("top_p = 0 would leave no token; use a value above 0, or temperature = 0 for greedy")
+            raise ValueError(
+                "top_p = 0 would leave no token; use a value above 0, or temperature = 0 for greedy"
+            )
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens = {self.min_new_tokens} exceeds max_new_tokens = {self.max_new_tokens}")
+            raise ValueError(
+                f"min_new_tokens = {self.min_new_tokens} exceeds max_new_tokens = {self.max_new_tokens}"
+            )
         for name in ("ignore_eos", "reuse_prefix"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be True or False")
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias = {self.logit_bias!r} must map token ids to numbers, as {{42: -5.0}}")
+            raise ValueError(
+                f"logit_bias = {self.logit_bias!r} must map token ids to numbers, as {{42: -5.0}}"
+            )
         low, high = BIAS_RANGE
         bias = {i: in_range(f"logit_bias[{i!r}]", b, float, low, high) for i, b in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
 
-    def request(self, prompts: Sequence[Sequence[int]], vocab_size: int, eos_ids: Sequence[int] = ()) -> Request:
+    def request(
+        self, prompts: Sequence[Sequence[int]], vocab_size: int, eos_ids: Sequence[int] = ()
+    ) -> Request:
         """What a decoder is given for checked prompts; ids in the options are checked here."""
         biased = checked_ids(list(self.logit_bias), vocab_size, "logit_bias")
         stops = checked_ids(self.stop_ids, vocab_size, "stop_ids")
-        greedy = self.temperature < LEAST_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
+        greedy = self.temperature < MIN_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
         seeds = batch_seeds(self.seed, len(prompts)) if isinstance(self.seed, int) else list(self.seed)
         if len(seeds) != len(prompts) and not isinstance(self.seed, int):
-            raise ValueError(f"seed has {len(seeds)} values for {len(prompts)} prompts; give one integer, or one each")
-        same = {field.name for field in dataclasses.fields(Request)} & {f.name for f in dataclasses.fields(self)}
+            raise ValueError(
+                f"seed has {len(seeds)} values for {len(prompts)} prompts; give one integer, or one each"
+            )
+        same = {field.name for field in dataclasses.fields(Request)} & {
+            f.name for f in dataclasses.fields(self)
+        }
         return Request(
             prompts,
             **{name: getattr(self, name) for name in same - {"logit_bias", "stop_ids", "logprobs"}},
@@ -135,15 +150,17 @@ class GenerationOptions:
 
 def without_logprobs(options: Mapping[str, Any]) -> GenerationOptions:
     if options.get("logprobs") is not None:
-        raise ValueError("logprobs: this call returns token ids only; use generate_detailed or stream_detailed")
+        raise ValueError(
+            "logprobs: this call returns token ids only; use generate_detailed or stream_detailed"
+        )
     return GenerationOptions.from_kwargs(options)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """How a model's makers want it sampled (`generation_config.json`), as options; empty: greedy.
 
-    As Transformers' generate() applies that file: without do_sample the repetition penalty alone counts, with it top_k
-    is 50 unless it says otherwise.
+    As Transformers' generate() applies that file: without do_sample the repetition penalty alone counts, with
+    it top_k is 50 unless it says otherwise.
     """
     said = {name: value for name, value in generation_config.items() if value is not None}
     names = ["repetition_penalty"]
@@ -158,7 +175,9 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def batch_seeds(seed: int, prompts: int) -> list[int]:
-    """The seeds that one seed gives the prompts of a batch; `generate` with seed i draws the tokens of prompt i."""
+    """The seeds that one seed gives the prompts of a batch; `generate` with seed i draws the
+    tokens of prompt i.
+    """
     return [(seed + i * SEED_STEP) % 2**64 for i in range(prompts)]
 
 
@@ -176,7 +195,9 @@ def checked_ids(ids: Any, vocab_size: int, what: str) -> list[int]:
     """Token ids as a list of Python ints, each in 0 .. vocab_size - 1, else ValueError."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{what} must be a flat sequence of integers, not {type(ids).__name__} of shape {array.shape}")
+        raise ValueError(
+            f"{what} must be a flat sequence of integers, not {type(ids).__name__} of shape {array.shape}"
+        )
     bad = array[(array < 0) | (array >= vocab_size)] if array.size else array
     if bad.size:
         raise ValueError(f"{what} holds {int(bad[0])}, outside the vocabulary of 0 to {vocab_size - 1}")

@@ -1,6 +1,7 @@
 """A request while it runs: cancelled from any thread, read as a stream, and ended before the interpreter is.
 
-A thread that returns from C++ while the interpreter shuts down would abort the process, so all requests end at exit.
+A thread that returns from C++ while the interpreter shuts down would abort the process, so all
+requests end at exit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ LONGEST_END_S = 10.0  # that the exit waits for a request to end
 
 
 class Cancelled(RuntimeError):
-    """The request was cancelled (`Engine.cancel`, `Engine.close`, or `close` of its stream) before it was finished."""
+    """The request was cancelled (`Engine.cancel`, `Engine.close`, or `close` of its stream)
+    before it was finished.
+    """
 
     def __init__(self) -> None:
         super().__init__("the request was cancelled before it was finished: its results are incomplete")
@@ -58,8 +61,8 @@ class Running:
 class Stream(Iterator[T_co]):
     """Results of one request, each as soon as it is known.
 
-    `close` ends the request and may be called from any thread; after that `next` raises Cancelled, unless the request
-    had finished by then. A stream that is dropped ends its request, too.
+    `close` ends the request and may be called from any thread; after that `next` raises Cancelled, unless the
+    request had finished by then. A stream that is dropped ends its request, too.
     """
 
     def __init__(self, results: Generator[T_co, None, None], running: Running):

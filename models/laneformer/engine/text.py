@@ -19,8 +19,8 @@ LONGEST_UNFINISHED = 3  # bytes of a UTF-8 character that lacks its last one, so
 class TextStream:
     """Tokens to text, piece by piece. Text is held back while it ends in an unfinished UTF-8 sequence.
 
-    Decoding depends on the neighbours (a leading space, bytes that form one character), so a piece is the difference
-    between two decodings that start at the same token: the last one whose text is already out.
+    Decoding depends on the neighbours (a leading space, bytes that form one character), so a piece is the
+    difference between two decodings that start at the same token: the last one whose text is already out.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True):
@@ -63,7 +63,8 @@ class TextStream:
 
 
 class StopStrings:
-    """Text up to the first stop string that is completed; the end of the text is held back while it may begin one.
+    """Text up to the first stop string that is completed; the end of the text is held back while
+    it may begin one.
 
     How the text is cut into pieces changes nothing.
     """
@@ -82,7 +83,9 @@ class StopStrings:
     def push(self, text: str) -> str:
         """The part of the text so far that is new and certainly before any stop string."""
         self.held += text
-        places = [(place + len(stop), place, stop) for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        places = [
+            (place + len(stop), place, stop) for stop in self.stops if (place := self.held.find(stop)) >= 0
+        ]
         if places:
             _, end, self.found = min(places)
         else:

@@ -1,1 +1,3 @@
-"""Laneformer for Hugging Face Transformers: config, models, tokenizer and chat template of an exported folder."""
+"""Laneformer for Hugging Face Transformers: config, models, tokenizer and chat template
+of an exported folder.
+"""

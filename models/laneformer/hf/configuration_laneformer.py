@@ -1,4 +1,5 @@
-"""The Transformers config: the fields of LaneformerConfig under the same names, and Transformers' own bookkeeping.
+"""The Transformers config: the fields of LaneformerConfig under the same names,
+and Transformers' own bookkeeping.
 
 An exported folder holds this file next to config.py, from which every field, default and check comes.
 """

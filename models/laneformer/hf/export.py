@@ -2,9 +2,10 @@
 
     python -m laneformer.hf.export --checkpoint runs/demo/phase2/checkpoint/step-150 --out runs/demo/hf
 
-Only the model's own tensors are read, and every one of them must be there in the right shape. The folder is written
-under a temporary name, loaded back through Transformers, compared with the plain PyTorch model, and only then renamed.
-The architecture and the tokenizer come from the run folder (two levels above the checkpoint) unless given.
+Only the model's own tensors are read, and every one of them must be there in the right shape. The folder
+is written under a temporary name, loaded back through Transformers, compared with the plain PyTorch
+model, and only then renamed. The architecture and the tokenizer come from the run folder (two levels
+above the checkpoint) unless given.
 """
 
 from __future__ import annotations
@@ -70,11 +71,9 @@ def export(
     """Write the Hugging Face folder `out`.
 
     Args:
-        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`.
-        out: folder to create.
-        dtype: dtype of the weights in `out`.
-        config: path of `model.json`; default: the run folder's.
-        tokenizer: path of a SentencePiece `tokenizer.model`, or of a `tokenizer.json` with its tokenizer_config.json;
+        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`. out: folder to create. dtype: dtype of
+        the weights in `out`. config: path of `model.json`; default: the run folder's. tokenizer: path of a
+        SentencePiece `tokenizer.model`, or of a `tokenizer.json` with its tokenizer_config.json;
             default: the run folder's.
         overwrite: replace `out` if it is not empty.
         max_shard_bytes: largest safetensors file; larger models are split.
@@ -117,11 +116,15 @@ def export(
     }
 
 
-def copy_tokenizer(path: Path, folder: Path, config: LaneformerConfig) -> tuple[dict[str, str], dict[str, int]]:
+def copy_tokenizer(
+    path: Path, folder: Path, config: LaneformerConfig
+) -> tuple[dict[str, str], dict[str, int]]:
     """The tokenizer's files; its special tokens, and the ids of those that config.json names."""
     made, special = write_tokenizer(path, folder, config.max_position_embeddings)
     if (pieces := 1 + max(made.get_vocab().values())) > config.vocab_size:
-        raise ValueError(f"{path} has {pieces} pieces, more than vocab_size = {config.vocab_size}; check --tokenizer")
+        raise ValueError(
+            f"{path} has {pieces} pieces, more than vocab_size = {config.vocab_size}; check --tokenizer"
+        )
     if path.suffix != ".json":
         shutil.copyfile(path, folder / "tokenizer.model")
     ids = {f"{name}_id": made.token_to_id(token) for name, token in special.items() if name != "unk_token"}
@@ -136,9 +139,13 @@ def checkpoint_step(checkpoint: Path) -> int | None:
 
 @contextlib.contextmanager
 def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder next to `out` that replaces it when the block succeeds, and is deleted when it raises."""
+    """A temporary folder next to `out` that replaces it when the block succeeds, and is
+    deleted when it raises.
+    """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
-        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or pass --overwrite")
+        raise ValueError(
+            f"{out} exists and is not an empty folder; choose another --out, or pass --overwrite"
+        )
     part, old = out.with_name(out.name + ".part"), out.with_name(out.name + ".old")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -155,22 +162,34 @@ def staged_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor]:
-    """The model's tensors of a DCP checkpoint, in the stored dtype; ValueError if one is missing or misshapen."""
+    """The model's tensors of a DCP checkpoint, in the stored dtype; ValueError if one
+    is missing or misshapen.
+    """
     if not (checkpoint / ".metadata").is_file():
-        raise ValueError(f"{checkpoint} is no complete torch DCP checkpoint (no .metadata); choose another step")
+        raise ValueError(
+            f"{checkpoint} is no complete torch DCP checkpoint (no .metadata); choose another step"
+        )
     reader = dcp.FileSystemReader(checkpoint)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     expected = config.tensor_shapes()
     missing = [name for name in expected if name not in stored]
     if missing:
-        raise ValueError(f"{checkpoint} lacks {len(missing)} of {len(expected)} model tensors, first {missing[0]!r}")
+        raise ValueError(
+            f"{checkpoint} lacks {len(missing)} of {len(expected)} model tensors, first {missing[0]!r}"
+        )
     extra = [name for name in stored if name not in expected and name.startswith("layers.")]
     if extra:
-        raise ValueError(f"{checkpoint} holds {extra[0]!r}, which a model of this config lacks; pass its own --config")
+        raise ValueError(
+            f"{checkpoint} holds {extra[0]!r}, which a model of this config lacks; pass its own --config"
+        )
     for name, shape in expected.items():
         if (actual := tuple(stored[name].size)) != shape:
-            raise ValueError(f"{checkpoint}: {name} is {actual}, but the config says {shape}; pass its own --config")
-    weights = {name: torch.empty(shape, dtype=stored[name].properties.dtype) for name, shape in expected.items()}
+            raise ValueError(
+                f"{checkpoint}: {name} is {actual}, but the config says {shape}; pass its own --config"
+            )
+    weights = {
+        name: torch.empty(shape, dtype=stored[name].properties.dtype) for name, shape in expected.items()
+    }
     dcp.load(weights, storage_reader=reader, no_dist=True)
     return weights
 
@@ -189,7 +208,9 @@ def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int
     named = {hf_name(name): weight for name, weight in weights.items()}
     split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
-        save_file({name: named[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: named[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"}
+        )
         (folder / file).chmod(0o644)  # safetensors creates files with mode 600
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -200,8 +221,12 @@ def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_id
     """config.json and generation_config.json; token_ids: bos_token_id, eos_token_id, and pad_token_id if any."""
     head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
     head |= {"model_type": "laneformer", "dtype": dtype}
-    (folder / "config.json").write_text(json.dumps({**head, **token_ids, **config.to_dict()}, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps({**token_ids, "do_sample": False}, indent=2) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps({**head, **token_ids, **config.to_dict()}, indent=2) + "\n"
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({**token_ids, "do_sample": False}, indent=2) + "\n"
+    )
 
 
 def write_code(folder: Path) -> None:
@@ -209,7 +234,9 @@ def write_code(folder: Path) -> None:
     package = Path(__file__).parent.parent
     for source in ("config.py", "model.py", "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
         text = (package / source).read_text()
-        (folder / Path(source).name).write_text(re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE))
+        (folder / Path(source).name).write_text(
+            re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE)
+        )
 
 
 def model_card(config: LaneformerConfig, dtype: str, progress: Progress, special: dict[str, str]) -> str:
@@ -240,10 +267,11 @@ def model_card(config: LaneformerConfig, dtype: str, progress: Progress, special
 
 @torch.no_grad()
 def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -> float:
-    """Largest absolute difference between the logits of the exported folder and of the plain model, in float32.
+    """Largest absolute difference between the logits of the exported folder and of the
+    plain model, in float32.
 
-    Both run the same operations on the same numbers, so only the choice of an attention kernel can differ: rounding,
-    about 1e-6 of the largest logit. A misplaced weight changes logits by about their own size.
+    Both run the same operations on the same numbers, so only the choice of an attention kernel can differ:
+    rounding, about 1e-6 of the largest logit. A misplaced weight changes logits by about their own size.
     """
     from transformers import AutoModelForCausalLM
 
@@ -257,7 +285,9 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
     exported = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     difference = float((exported.eval()(ids).logits - expected).abs().max())
     if not difference <= 1e-4 * float(expected.abs().max()):
-        raise ValueError(f"exported logits differ from the training model's by {difference:.3g}; nothing was written")
+        raise ValueError(
+            f"exported logits differ from the training model's by {difference:.3g}; nothing was written"
+        )
     return difference
 
 

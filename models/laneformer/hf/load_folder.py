@@ -1,6 +1,7 @@
 """A Hugging Face folder of a Laneformer as a run folder with a model-only DCP checkpoint at step 0.
 
-Weights become float32, which holds bfloat16 and float16 exactly: exporting again in the same dtype gives the same bits.
+Weights become float32, which holds bfloat16 and float16 exactly: exporting again in the same dtype
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..config import LaneformerConfig, plain_name
-from ..published import MODEL_TYPES, modern_spelling
+from ..old_spellings import MODEL_TYPES, modern_spelling
 from .configuration_laneformer import FIELDS
 from .export import staged_folder
 
@@ -47,7 +48,11 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
     weights = read_weights(hf, config)
     dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
     weights = {name: weights[name].float() for name in list(weights)}
-    names = ["tokenizer.model"] if (hf / "tokenizer.model").is_file() else ["tokenizer.json", "tokenizer_config.json"]
+    names = (
+        ["tokenizer.model"]
+        if (hf / "tokenizer.model").is_file()
+        else ["tokenizer.json", "tokenizer_config.json"]
+    )
     tokenizer = [hf / name for name in names if (hf / name).is_file()]
     with staged_folder(out, overwrite) as folder:
         console.print(f"writing {folder}")
@@ -81,5 +86,7 @@ def read_weights(hf: Path, config: LaneformerConfig) -> dict[str, Tensor]:
     actual = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
-            raise ValueError(f"{hf}: {name} is {actual.get(name)}, but its config.json says {expected.get(name)}")
+            raise ValueError(
+                f"{hf}: {name} is {actual.get(name)}, but its config.json says {expected.get(name)}"
+            )
     return weights

@@ -1,9 +1,10 @@
 """Laneformer as Transformers models: the layers, the head and the mathematics are model.py's, unchanged.
 
-What is here is what Transformers adds: its caches and masks, positions for padded batches, the loss, generate(),
-gradient checkpointing. One file serves 4.57 and 5.x; where they differ (the arguments of the mask functions, and with
-them those of StaticCache.update) the signature decides. RoPE is computed in forward: a buffer filled in __init__ would
-stay empty under the meta-device loading of 5.x. An exported folder carries this file beside model.py and config.py.
+What is here is what Transformers adds: its caches and masks, positions for padded batches, the loss,
+generate(), gradient checkpointing. One file serves 4.57 and 5.x; where they differ (the arguments of the mask
+functions, and with them those of StaticCache.update) the signature decides. RoPE is computed in forward: a
+buffer filled in __init__ would stay empty under the meta-device loading of 5.x. An exported folder carries
+this file beside model.py and config.py.
 
     B batch   S query positions   T key positions   L lanes   D hidden   V vocabulary
 """
@@ -25,7 +26,10 @@ from transformers.utils import can_return_tuple
 from ..model import LaneformerLayer, LaneRMSNorm, LMHead, init_parameter, rope_table, run_layers
 from .configuration_laneformer import LaneformerHFConfig
 
-MASK_FUNCTIONS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASK_FUNCTIONS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
 TAKES_CACHE_POSITION = "cache_position" in MASK_ARGUMENTS  # 4.x
 
@@ -68,7 +72,9 @@ class LaneformerPreTrainedModel(PreTrainedModel):
         init_parameter(self.config.to_lanes(), f"{name}.weight".removeprefix("model."), weight)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Refused unless it changes nothing: the head's rows belong to lanes, so a longer vocabulary moves them all."""
+        """Refused unless it changes nothing: the head's rows belong to lanes, so a longer
+        vocabulary moves them all.
+        """
         if new_num_tokens not in (None, self.config.vocab_size):
             raise ValueError(
                 f"cannot resize the vocabulary from {self.config.vocab_size} to {new_num_tokens}: the head's rows are "
@@ -91,7 +97,9 @@ class LaneformerModel(LaneformerPreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
-        """`last_hidden_state` (B, S, D) is the mean over lanes of their normed streams; arguments as in `streams`."""
+        """`last_hidden_state` (B, S, D) is the mean over lanes of their normed streams;
+        arguments as in `streams`.
+        """
         h, cache = self.streams(input_ids, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(h).mean(2), past_key_values=cache)
 
@@ -105,12 +113,18 @@ class LaneformerModel(LaneformerPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Cache | None]:
-        """Token ids (B, S) or embeddings (B, S, D) -> the streams (B, S, L, D) after the last layer, and the cache."""
+        """Token ids (B, S) or embeddings (B, S, D) -> the streams (B, S, L, D) after the last
+        layer, and the cache.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         embedding = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         checkpointing = self.gradient_checkpointing and self.training
-        if past_key_values is None and not checkpointing and (not self.training if use_cache is None else use_cache):
+        if (
+            past_key_values is None
+            and not checkpointing
+            and (not self.training if use_cache is None else use_cache)
+        ):
             past_key_values = DynamicCache(config=self.config)
         # 4.x hands it over; 5.x warns where it stands in the signature
         cache_position = kwargs.get("cache_position")
@@ -153,9 +167,13 @@ class LaneformerModel(LaneformerPreTrainedModel):
         return [by_type[kind] for kind in types]
 
     def _checkpointed(self, layer: nn.Module) -> Callable[..., Any]:
-        """The layer, its activations recomputed in backward; checkpointing tracks tensors in flat arguments only."""
+        """The layer, its activations recomputed in backward; checkpointing tracks tensors
+        in flat arguments only.
+        """
 
-        def run(h: Tensor, delayed: tuple, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: None) -> tuple:
+        def run(
+            h: Tensor, delayed: tuple, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: None
+        ) -> tuple:
             def flat(h: Tensor, attention: Tensor | None, mlp: Tensor | None) -> tuple[Tensor | None, ...]:
                 h, partials = layer(h, (attention, mlp), rope, mask)
                 return h, *partials
@@ -188,10 +206,11 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, S or fewer, V) in the weights' dtype; labels (B, S) as in Transformers, -100 is left out.
+        """Logits (B, S or fewer, V) in the weights' dtype; labels (B, S) as in Transformers,
+        -100 is left out.
 
-        `logits_to_keep`: how many of the last positions (0: all), or a tensor of positions. Hidden states and attention
-        weights are not returned. Further keywords (num_items_in_batch) go to the loss.
+        `logits_to_keep`: how many of the last positions (0: all), or a tensor of positions. Hidden states and
+        attention weights are not returned. Further keywords (num_items_in_batch) go to the loss.
         """
         where = {"cache_position": kwargs.pop("cache_position", None)}
         h, cache = self.model.streams(
@@ -201,12 +220,16 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         logits = self.lm_head(h[:, kept], self.model.norm, self.get_input_embeddings().weight)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
 
 def positions_of(attention_mask: Tensor | dict | None, cache_position: Tensor) -> Tensor:
-    """Positions (B or 1, S): with a mask (B, T) of padding, a row's first real token is 0; else plain counting."""
+    """Positions (B or 1, S): with a mask (B, T) of padding, a row's first real token is
+    0; else plain counting.
+    """
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return cache_position[None]
     counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -1,13 +1,14 @@
-"""The tokenizer of the data as a `tokenizer.json` that yields the same ids, with nothing but `tokenizers` at run time.
+"""The tokenizer of the data as a `tokenizer.json` that yields the same ids, with nothing but
+`tokenizers` at run time.
 
-One that is a tokenizer.json keeps its pieces, a SentencePiece BPE model is converted. SentencePiece keeps scores,
-`tokenizers` keeps merges. A BPE piece's score is its rank, so every way to split a piece into two known pieces is a
-merge, ranked by the score of the whole. The result is held against SentencePiece itself before it is used: on every
-piece of the vocabulary and on texts that are known to go wrong.
+One that is a tokenizer.json keeps its pieces, a SentencePiece BPE model is converted. SentencePiece keeps
+scores, `tokenizers` keeps merges. A BPE piece's score is its rank, so every way to split a piece into two
+known pieces is a merge, ranked by the score of the whole. The result is held against SentencePiece itself
+before it is used: on every piece of the vocabulary and on texts that are known to go wrong.
 
-Text that spells a special token ("<s>") becomes that token here, as in every Llama tokenizer of Transformers (the chat
-template needs it for "</s>"); SentencePiece alone reads it as plain characters. After a special token a text starts
-anew, with its own dummy prefix.
+Text that spells a special token ("<s>") becomes that token here, as in every Llama tokenizer of Transformers
+(the chat template needs it for "</s>"); SentencePiece alone reads it as plain characters. After a special
+token a text starts anew, with its own dummy prefix.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ PROBES = [
 
 
 def open_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """A `tokenizer.model` or `tokenizer.json` with BOS in front of a text, and its special tokens ("bos_token", ...).
+    """A `tokenizer.model` or `tokenizer.json` with BOS in front of a text, and its
+    special tokens ("bos_token", ...).
 
-    Without a token of its own to begin a document, EOS begins one. Padding is a token that no text has: with `</s>` as
-    padding its loss would be masked away. ValueError for a tokenizer that cannot give the same ids.
+    Without a token of its own to begin a document, EOS begins one. Padding is a token that no text has: with
+    `</s>` as padding its loss would be masked away. ValueError for a tokenizer that cannot give the same ids.
     """
     if path.suffix == ".json":
         return _tokenizer_from_json(path)
@@ -53,7 +55,9 @@ def _sentencepiece(model: Path | str) -> SentencePieceProcessor:
 
 def _special_of(sp: SentencePieceProcessor) -> dict[str, str]:
     if sp.eos_id() < 0:
-        raise ValueError("the SentencePiece model has no piece that ends a document; train it with eos_id set")
+        raise ValueError(
+            "the SentencePiece model has no piece that ends a document; train it with eos_id set"
+        )
     bos_id = sp.eos_id() if sp.bos_id() < 0 else sp.bos_id()
     ids = {"unk_token": sp.unk_id(), "bos_token": bos_id, "eos_token": sp.eos_id(), "pad_token": sp.unk_id()}
     return {name: sp.id_to_piece(i) for name, i in ids.items()}
@@ -73,7 +77,9 @@ def _tokenizer_from_json(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     eos, unk = said.get("eos_token"), getattr(tokenizer.model, "unk_token", None)
     bos = said.get("bos_token") or eos
     if eos is None or bos is None or None in map(tokenizer.token_to_id, (bos, eos)):
-        raise ValueError(f"{beside} must name eos_token and bos_token of {path}; the one in the data folder does")
+        raise ValueError(
+            f"{beside} must name eos_token and bos_token of {path}; the one in the data folder does"
+        )
     begin_with(bos, tokenizer)
     pads = (said.get("pad_token"), *PADDING, unk)
     pad = next((p for p in pads if p and p not in (bos, eos) and tokenizer.token_to_id(p) is not None), None)
@@ -86,7 +92,9 @@ def tokenizer_from_sentencepiece(model: Path | str) -> Tokenizer:
     sp = _sentencepiece(model)
     pieces, special = [sp.id_to_piece(i) for i in range(len(sp))], _special_of(sp)
     if not any(sp.is_byte(i) for i in range(len(sp))):
-        raise ValueError(f"{model} has no byte pieces; train it with byte_fallback=True, or some text has no ids")
+        raise ValueError(
+            f"{model} has no byte pieces; train it with byte_fallback=True, or some text has no ids"
+        )
     ordinary = [i for i in range(len(sp)) if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
     scores = {pieces[i]: sp.get_score(i) for i in ordinary}
     tokenizer = sentencepiece_bpe(pieces, scores, special["unk_token"], sp.normalize("x") == f"{SPACE}x")
@@ -108,7 +116,9 @@ def check_same_ids(tokenizer: Tokenizer, sp: SentencePieceProcessor, text: str) 
 
 
 def write_tokenizer(path: Path, out: Path, max_length: int) -> tuple[Tokenizer, dict[str, str]]:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja into the folder `out`; returns `open_tokenizer`."""
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja into the
+    folder `out`; returns `open_tokenizer`.
+    """
     tokenizer, special = open_tokenizer(path)
     tokenizer.save(str(out / "tokenizer.json"))
     config: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""A Llama-family `config.json` as a LaneformerConfig with delay 0; what would compute otherwise is refused by name.
+"""A Llama-family `config.json` as a LaneformerConfig with delay 0; what would compute otherwise
+is refused by name.
 
-A key is read, or known to change nothing, or refused: a misread key costs an error message, an ignored one a wrong
-model. Defaults of keys that a file leaves out are those of the family's config class in Transformers.
+A key is read, or known to change nothing, or refused: a misread key costs an error message, an ignored one a
+wrong model. Defaults of keys that a file leaves out are those of the family's config class in Transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OPTIONAL: dict[str, Any] = {
     "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None, "tie_word_embeddings": False,
     "layer_types": None,
 }  # fmt: skip
-MOST_GPU_LANES = 8  # as `2b` has: 16 multiprocessors of an H200 to each
+MAX_GPU_LANES = 8  # as `2b` has: 16 multiprocessors of an H200 to each
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 SMOLLM3 = {
@@ -113,16 +114,24 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
 
 
 def lanes_for(values: Mapping[str, Any], threads: int) -> int:
-    """Lanes for a model that has none of its own: one a thread, or a group of threads for each of fewer lanes."""
-    shared = (values.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+    """Lanes for a model that has none of its own: one a thread, or a group of threads for
+    each of fewer lanes.
+    """
+    shared = (
+        values.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    )
     return math.gcd(threads, *(size for size in shared if isinstance(size, int)))
 
 
 def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
-    """Lanes that GPUs share evenly, with whole heads, MLP rows and vocabulary rows; many, for short exchanges."""
+    """Lanes that GPUs share evenly, with whole heads, MLP rows and vocabulary rows;
+    many, for short exchanges.
+    """
     shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     sizes = [size for size in map(values.get, shared) if isinstance(size, int)]
-    return max((n for n in range(gpus, MOST_GPU_LANES + 1, gpus) if all(s % n == 0 for s in sizes)), default=gpus)
+    return max(
+        (n for n in range(gpus, MAX_GPU_LANES + 1, gpus) if all(s % n == 0 for s in sizes)), default=gpus
+    )
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
@@ -137,7 +146,9 @@ def family_of(values: Mapping[str, Any]) -> Family:
         )
     family = FAMILIES[name]
     if family.architecture not in (values.get("architectures") or [family.architecture]):
-        raise ValueError(f"architectures = {values['architectures']} is not supported; only {family.architecture}")
+        raise ValueError(
+            f"architectures = {values['architectures']} is not supported; only {family.architecture}"
+        )
     for key, value in values.items():
         check_key(key, value, family)
     return family
@@ -164,7 +175,9 @@ def windows(
     read: Mapping[str, Any], family: Family, layers: range, nope: tuple[int, ...]
 ) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window (None: there is none) and the layers that have it."""
-    window = read["sliding_window"] if read.get("use_sliding_window", True) and "sliding_window" in read else None
+    window = (
+        read["sliding_window"] if read.get("use_sliding_window", True) and "sliding_window" in read else None
+    )
     types = read["layer_types"]
     if types is not None:
         unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
@@ -200,6 +213,10 @@ def rope(read: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *ROPE_SCALING_KEYS}
     other = {key: value for key, value in given.items() if key not in known and value is not None}
     if kind not in ("default", "llama3") or other or given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"RoPE of the kind {given} is not supported; supported are plain RoPE and rope_type 'llama3'")
+        raise ValueError(
+            f"RoPE of the kind {given} is not supported; supported are plain RoPE and rope_type 'llama3'"
+        )
     theta = given.get("rope_theta", read["rope_theta"])
-    return theta, {name: given[name] for name in ROPE_SCALING_KEYS if name in given} if kind == "llama3" else None
+    return theta, {
+        name: given[name] for name in ROPE_SCALING_KEYS if name in given
+    } if kind == "llama3" else None

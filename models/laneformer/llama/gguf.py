@@ -1,8 +1,8 @@
 """A GGUF file as what a Hugging Face folder holds: config values, tensors by name, tokenizer, chat template.
 
-The file is mapped, and a quantised tensor is widened when it is asked for, one at a time: a model is never whole in
-memory twice. llama.cpp's converter permutes the rows of Llama's query and key matrices for its own RoPE; that is undone
-here, so that names, shapes and order are those of Transformers.
+The file is mapped, and a quantised tensor is widened when it is asked for, one at a time: a model is never
+whole in memory twice. llama.cpp's converter permutes the rows of Llama's query and key matrices for its own
+RoPE; that is undone here, so that names, shapes and order are those of Transformers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class GgufFile(Mapping[str, Tensor]):
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"{path}: architecture {self.architecture!r} is not read; {ARCHITECTURES} are")
         if (parts := self.metadata.get("split.count", 1)) > 1:
-            raise ValueError(f"{path} is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`")
+            raise ValueError(
+                f"{path} is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`"
+            )
         self._stored: dict[str, ReaderTensor] = {hf_name(t.name): t for t in reader.tensors}
         for tensor in reader.tensors:
             if (kind := tensor.tensor_type.name) not in STORED | QUANTIZED:
@@ -63,7 +65,9 @@ class GgufFile(Mapping[str, Tensor]):
         stored = self._stored[name]
         kind, data = stored.tensor_type.name, stored.data
         if self.architecture == "llama" and (heads := self._heads(name)):
-            rows = data.reshape(heads, -1, 2, *data.shape[1:])  # the converter made pairs of a head's two halves
+            rows = data.reshape(
+                heads, -1, 2, *data.shape[1:]
+            )  # the converter made pairs of a head's two halves
             data = rows.swapaxes(1, 2).reshape(data.shape)
         if kind in STORED:
             return Tensor(STORED[kind], data if kind == "F32" else data.view(np.uint16))
@@ -99,20 +103,28 @@ class GgufFile(Mapping[str, Tensor]):
         return best if best in MATRIX_DTYPES else "int8"
 
     def eos_ids(self) -> list[int]:
-        """Where generation stops: the ids that the file names, and control tokens known to end turns and texts."""
+        """Where generation stops: the ids that the file names, and control tokens known to
+        end turns and texts.
+        """
         said = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         pieces, types = (self.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-        known = [i for i, (piece, t) in enumerate(zip(pieces, types, strict=True)) if t == 3 and piece in ENDS]
+        known = [
+            i for i, (piece, t) in enumerate(zip(pieces, types, strict=True)) if t == 3 and piece in ENDS
+        ]
         return sorted({*known, *(token for token in said if token is not None)})
 
     def tokenizer_config(self) -> dict[str, Any]:
         """Chat templates and special tokens, as in a tokenizer_config.json."""
         prefix, pieces = "tokenizer.chat_template", self.metadata.get("tokenizer.ggml.tokens", [])
-        named = {name[len(prefix) + 1 :]: v for name, v in self.metadata.items() if name.startswith(f"{prefix}.")}
+        named = {
+            name[len(prefix) + 1 :]: v for name, v in self.metadata.items() if name.startswith(f"{prefix}.")
+        }
         default = self.metadata.get(prefix)
         names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
         ids = {short: self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name, short in names.items()}
-        tokens = {f"{short}_token": pieces[i] for short, i in ids.items() if i is not None and i < len(pieces)}
+        tokens = {
+            f"{short}_token": pieces[i] for short, i in ids.items() if i is not None and i < len(pieces)
+        }
         return {**tokens, "chat_template": {"default": default, **named} if default else named}
 
     def _config_values(self) -> dict[str, Any]:
@@ -122,20 +134,28 @@ class GgufFile(Mapping[str, Tensor]):
             value = self.metadata.get(f"{self.architecture}.{key}", default)
             if isinstance(value, list):  # per layer
                 if len(set(value)) > 1:
-                    raise ValueError(f"{self.architecture}.{key} differs between layers, which is not supported")
+                    raise ValueError(
+                        f"{self.architecture}.{key} differs between layers, which is not supported"
+                    )
                 value = value[0]
             return value
 
         if said("expert_count"):
-            raise ValueError(f"{self.architecture}.expert_count = {said('expert_count')}: experts are not supported")
+            raise ValueError(
+                f"{self.architecture}.expert_count = {said('expert_count')}: experts are not supported"
+            )
         heads, hidden = said("attention.head_count"), said("embedding_length")
         head_dim = said("attention.key_length", said("rope.dimension_count") or hidden // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             if said(key, head_dim) != head_dim:
-                raise ValueError(f"{self.architecture}.{key} = {said(key)}, but heads have {head_dim}: not supported")
+                raise ValueError(
+                    f"{self.architecture}.{key} = {said(key)}, but heads have {head_dim}: not supported"
+                )
         window = said("attention.sliding_window")
         if window and self.architecture != "llama":
-            raise ValueError(f"{self.architecture}.attention.sliding_window = {window}: which layers, it does not say")
+            raise ValueError(
+                f"{self.architecture}.attention.sliding_window = {window}: which layers, it does not say"
+            )
         return {
             "model_type": "mistral" if window else self.architecture,
             "hidden_size": hidden,
@@ -165,7 +185,9 @@ class GgufFile(Mapping[str, Tensor]):
         frequency = said("rope.freq_base", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim)
         for length in (8192, said("rope.scaling.original_context_length", 8192)):
             blend = ((length * frequency / (2 * np.pi) - low) / (high - low)).clip(0, 1)
-            if divisors.shape == blend.shape and np.allclose(divisors, 1 / (blend + (1 - blend) / factor), rtol=1e-4):
+            if divisors.shape == blend.shape and np.allclose(
+                divisors, 1 / (blend + (1 - blend) / factor), rtol=1e-4
+            ):
                 return {
                     "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
                     "original_max_position_embeddings": length,
@@ -183,7 +205,9 @@ def open_file(path: Path) -> GGUFReader:
         raise ValueError(f"{path.name} needs the package gguf: pip install 'laneformer[gguf]'") from None
 
     class Reader(GGUFReader):
-        """Through a plain array: each access to a np.memmap takes microseconds, and a vocabulary a million of them."""
+        """Through a plain array: each access to a np.memmap takes microseconds, and a vocabulary
+        a million of them.
+        """
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)

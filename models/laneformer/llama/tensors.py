@@ -1,7 +1,9 @@
-"""The tensors of a Llama-family model under the names and in the shapes of a Laneformer, each when it is asked for.
+"""The tensors of a Llama-family model under the names and in the shapes of a Laneformer, each when
+it is asked for.
 
-Only one translated tensor exists at a time. Lanes own rows or columns (config.py's `tensor_shapes`), and the rows of
-queries and keys change their order: Llama rotates the pairs (j, j + d/2) of a head, model.py the pairs (2j, 2j+1).
+Only one translated tensor exists at a time. Lanes own rows or columns (config.py's `tensor_shapes`), and
+the rows of queries and keys change their order: Llama rotates the pairs (j, j + d/2) of a head, model.py
+the pairs (2j, 2j+1).
 
     L lanes   D hidden   d head dimension   V vocabulary
 """
@@ -28,7 +30,9 @@ PARTS = {
 }  # fmt: skip
 COLUMNS = ("attention.wo", "feed_forward.w2")  # where a lane owns columns
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
-IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # of old files; a function of the config
+IGNORED = re.compile(
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)  # of old files; a function of the config
 
 
 def laneformer_of(
@@ -36,8 +40,8 @@ def laneformer_of(
 ) -> tuple[LaneformerConfig, Mapping[str, Tensor]]:
     """A Llama-family model as a Laneformer with delay 0 and `lanes` lanes (see `lanes_for`).
 
-    values: its config.json. tensors: named and shaped as in Hugging Face's folders. ValueError names what is missing,
-    misshapen or not supported.
+    values: its config.json. tensors: named and shaped as in Hugging Face's folders. ValueError names what is
+    missing, misshapen or not supported.
     """
     config = config_of_llama(values, lanes)
     return config, LlamaTensors(config, tensors)
@@ -56,8 +60,12 @@ class LlamaTensors(Mapping[str, Tensor]):
         if missing := sorted(sources.keys() - tensors.keys()):
             raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}")
         if extra:
-            raise ValueError(f"the checkpoint holds {len(extra)} tensors this architecture has not, such as {extra[0]}")
-        known = getattr(tensors, "shapes", {})  # of a GGUF file, whose tensors are widened when they are asked for
+            raise ValueError(
+                f"the checkpoint holds {len(extra)} tensors this architecture has not, such as {extra[0]}"
+            )
+        known = getattr(
+            tensors, "shapes", {}
+        )  # of a GGUF file, whose tensors are widened when they are asked for
         for source, name in sources.items():
             found = known[source] if known else tensors[source].values.shape
             expected = self._source_shape(name)
@@ -95,7 +103,9 @@ class LlamaTensors(Mapping[str, Tensor]):
     def _expect_tied(self) -> None:
         """Some files hold the tied head as well."""
         if not np.array_equal(self.tensors[HEAD].values, self.tensors[WHOLE[EMBEDDING]].values):
-            raise ValueError("tie_word_embeddings = True, but lm_head.weight is not the embedding; set it to false")
+            raise ValueError(
+                "tie_word_embeddings = True, but lm_head.weight is not the embedding; set it to false"
+            )
 
 
 def part_of(name: str) -> tuple[str, str]:

@@ -1,8 +1,9 @@
-"""Tokenizers that a GGUF file describes by pieces, as a `tokenizers.Tokenizer`: byte-level BPE, and SentencePiece BPE.
+"""Tokenizers that a GGUF file describes by pieces, as a `tokenizers.Tokenizer`: byte-level
+BPE, and SentencePiece BPE.
 
-How a text is cut before merges are applied (the pre-tokenizer) stands in the file by name only; the names known here
-are those of models that the engine reads, with the rules of their own tokenizer.json. Another name is refused: ids that
-are almost right would make a model look bad, and nobody would know why.
+How a text is cut before merges are applied (the pre-tokenizer) stands in the file by name only; the names
+known here are those of models that the engine reads, with the rules of their own tokenizer.json. Another name
+is refused: ids that are almost right would make a model look bad, and nobody would know why.
 """
 
 from __future__ import annotations
@@ -21,27 +22,41 @@ _WORDS = (
 PRE_TOKENIZERS = {  # by the name in the file: digits in one piece, as a pattern's suffix; None: GPT-2's own pattern
     "llama-bpe": "{1,3}", "llama3": "{1,3}", "llama-v3": "{1,3}", "qwen2": "", "smollm": None, "gpt-2": None,
 }  # fmt: skip
-BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3")  # unless the file says otherwise; so do SentencePiece models
+BEGINS_WITH_BOS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+)  # unless the file says otherwise; so do SentencePiece models
 
 
 def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer in a GGUF file's metadata, BOS in front where the model wants it; ValueError for unknown kinds."""
+    """The tokenizer in a GGUF file's metadata, BOS in front where the model wants it;
+    ValueError for unknown kinds.
+    """
     values = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
     kind, pre = values.get("model"), values.get("pre")
     missing = [
-        name for name in ("tokens", "token_type", "merges" if kind == "gpt2" else "scores") if name not in values
+        name
+        for name in ("tokens", "token_type", "merges" if kind == "gpt2" else "scores")
+        if name not in values
     ]
     if kind not in ("gpt2", "llama"):
-        raise ValueError(f"tokenizer.ggml.model = {kind!r} is not supported; 'gpt2' and 'llama' are. {BESIDE}")
+        raise ValueError(
+            f"tokenizer.ggml.model = {kind!r} is not supported; 'gpt2' and 'llama' are. {BESIDE}"
+        )
     if kind == "gpt2" and pre not in PRE_TOKENIZERS:
-        raise ValueError(f"tokenizer.ggml.pre = {pre!r} is unknown; known are {list(PRE_TOKENIZERS)}. {BESIDE}")
+        raise ValueError(
+            f"tokenizer.ggml.pre = {pre!r} is unknown; known are {list(PRE_TOKENIZERS)}. {BESIDE}"
+        )
     if missing:
         raise ValueError(f"the file lacks tokenizer.ggml.{missing[0]}. {BESIDE}")
     pieces, types = values["tokens"], values["token_type"]
     if kind == "gpt2" and pre:
         tokenizer = byte_level_bpe(pieces, values["merges"], pre)
     else:
-        scores = {piece: score for piece, score, t in zip(pieces, values["scores"], types, strict=True) if t == 1}
+        scores = {
+            piece: score for piece, score, t in zip(pieces, values["scores"], types, strict=True) if t == 1
+        }
         unk = next((piece for piece, t in zip(pieces, types, strict=True) if t == UNKNOWN), None)
         tokenizer = sentencepiece_bpe(pieces, scores, unk, values.get("add_space_prefix", True))
     for piece, t in zip(pieces, types, strict=True):
@@ -58,7 +73,9 @@ BESIDE = "Put the model's tokenizer.json beside the file: it is used then"
 def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
     """BPE over bytes; `pre` is a name of PRE_TOKENIZERS."""
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    whole_words = PRE_TOKENIZERS[pre] == "{1,3}"  # Llama 3's tiktoken takes a word that is a piece without merging
+    whole_words = (
+        PRE_TOKENIZERS[pre] == "{1,3}"
+    )  # Llama 3's tiktoken takes a word that is a piece without merging
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=whole_words))
     own = PRE_TOKENIZERS[pre] is not None
@@ -74,7 +91,9 @@ def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece_bpe(pieces: list[str], scores: dict[str, float], unk: str | None, dummy_prefix: bool) -> Tokenizer:
+def sentencepiece_bpe(
+    pieces: list[str], scores: dict[str, float], unk: str | None, dummy_prefix: bool
+) -> Tokenizer:
     """SentencePiece BPE with byte pieces; `scores` are those of ordinary pieces, which alone are merged."""
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = merges_by_score(scores)
@@ -89,10 +108,12 @@ def sentencepiece_bpe(pieces: list[str], scores: dict[str, float], unk: str | No
 
 
 def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every split of every piece into two pieces, best score first; among equal scores the longest piece first.
+    """Every split of every piece into two pieces, best score first; among equal scores
+    the longest piece first.
 
-    Equal scores are what Llama-2 gives to runs of spaces. SentencePiece then merges leftmost first, so a run grows at
-    its left end until no longer piece exists; "longest first" is the same order told by rank instead of by place.
+    Equal scores are what Llama-2 gives to runs of spaces. SentencePiece then merges leftmost first, so a run
+    grows at its left end until no longer piece exists; "longest first" is the same order told by rank
+    instead of by place.
     """
     merges = []
     for piece in sorted(scores, key=lambda piece: (-scores[piece], -len(piece))):

@@ -1,1 +1,3 @@
-"""The OpenAI-compatible server and the playground around an Engine: `laneformer serve`. It needs the extra `serve`."""
+"""The OpenAI-compatible server and the playground around an Engine: `laneformer serve`. It
+needs the extra `serve`.
+"""

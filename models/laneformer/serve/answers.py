@@ -15,11 +15,13 @@ from .choices import Choices, Piece, Written, joined
 from .context import ServingContext
 from .schema import Sampled
 
-LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
+MIN_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
 
 
 class Answer:
-    """An answer under way: iterate for the JSON of chunks, or await `whole`; then, or at any time, `cancel` it."""
+    """An answer under way: iterate for the JSON of chunks, or await `whole`; then, or at
+    any time, `cancel` it.
+    """
 
     def __init__(self, request: Sampled, choices: Choices, prefix: str, kind: str):
         self.context, self.choices, self._options = choices.context, choices, request.stream_options
@@ -94,7 +96,7 @@ def usage(choices: Choices) -> dict[str, Any]:
 
 
 def finite(logprob: float | None) -> float:
-    return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
+    return MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)
 
 
 def completion_logprobs(context: ServingContext, written: Iterable[Written]) -> dict[str, list[Any]]:
@@ -104,7 +106,9 @@ def completion_logprobs(context: ServingContext, written: Iterable[Written]) -> 
         top: dict[str, float] = {}
         for i, logprob in ((token.id, token.logprob), *token.top):
             text = context.token_text(i)
-            top[text] = max(finite(logprob), top.get(text, LEAST_LOGPROB))  # of ids spelled alike, the likeliest
+            top[text] = max(
+                finite(logprob), top.get(text, MIN_LOGPROB)
+            )  # of ids spelled alike, the likeliest
         scored = token.logprob is not None
         found["text_offset"].append(offset)
         found["token_logprobs"].append(finite(token.logprob) if scored else None)
@@ -117,9 +121,14 @@ def conversation_logprobs(context: ServingContext, written: Iterable[Written]) -
     """The form of /v1/chat/completions."""
 
     def entry(i: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": context.token_text(i), "logprob": finite(logprob), "bytes": list(context.token_bytes(i))}
+        return {
+            "token": context.token_text(i),
+            "logprob": finite(logprob),
+            "bytes": list(context.token_bytes(i)),
+        }
 
     content = [
-        {**entry(token.id, token.logprob), "top_logprobs": [entry(*pair) for pair in token.top]} for token, _ in written
+        {**entry(token.id, token.logprob), "top_logprobs": [entry(*pair) for pair in token.top]}
+        for token, _ in written
     ]
     return {"content": content, "refusal": None}

@@ -28,10 +28,10 @@ try:
     from prometheus_client import generate_latest
     from starlette.exceptions import HTTPException
 
+    from .access import Access
     from .completions import CompletionAnswer
     from .context import ServingContext
     from .conversations import ConversationAnswer
-    from .guard import Guard
     from .metrics import Metrics
     from .responses import STATUS, AnswerResponse, error_response
     from .schema import Body, CompletionRequest, ConversationRequest, RequestError, refusal
@@ -51,14 +51,27 @@ PAGE_HEADERS = {
 
 def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     """The application around an engine, which takes no other requests until the application has shut down."""
-    names = ("isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes", "sampling_defaults", "refused_options")
+    names = (
+        "isa",
+        "dtype",
+        "math",
+        "kv_dtype",
+        "threads",
+        "weight_bytes",
+        "sampling_defaults",
+        "refused_options",
+    )
     facts = {"id": options.model, **{name: getattr(engine, name) for name in names}}
     # before requests come, so that nothing disturbs it
     facts["probe_bytes_per_s"] = None if engine.isa == CUDA else probe(engine)
     scheduler = Scheduler(engine, options.max_waiting, options.deadline_s)
     context = ServingContext(scheduler, engine, options.model)
-    facts["most_joined"] = scheduler.most_joined
-    facts |= {"context_tokens": context.context_tokens, "vocab_size": context.vocab_size, "version": __version__}
+    facts["max_joined"] = scheduler.max_joined
+    facts |= {
+        "context_tokens": context.context_tokens,
+        "vocab_size": context.vocab_size,
+        "version": __version__,
+    }
     facts["chat"] = bool(engine.tokenizer_config.get("chat_template"))
 
     @contextlib.asynccontextmanager
@@ -69,7 +82,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="Laneformer", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.scheduler = scheduler
     metrics = Metrics(scheduler, facts)
-    app.add_middleware(Guard, options=options, metrics=metrics)
+    app.add_middleware(Access, options=options, metrics=metrics)
     add_error_handlers(app)
     add_api(app, context, options.keep_alive_s)
     add_facts(app, scheduler, facts, metrics)
@@ -129,7 +142,9 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        return Response(generate_latest(metrics.registry), media_type="text/plain; version=1.0.0; charset=utf-8")
+        return Response(
+            generate_latest(metrics.registry), media_type="text/plain; version=1.0.0; charset=utf-8"
+        )
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -156,7 +171,9 @@ def add_error_handlers(app: FastAPI) -> None:
         found = refusal(error.errors())
         kind = request.headers.get("content-type", "")
         if found.code == "invalid_json" and not kind.startswith("application/json"):
-            found = RequestError(f"the body has the content type {kind!r}; send application/json", None, "invalid_json")
+            found = RequestError(
+                f"the body has the content type {kind!r}; send application/json", None, "invalid_json"
+            )
         return error_response(found)
 
     for kind_of_error in (HTTPException, RequestError, *STATUS, Exception):
@@ -169,7 +186,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, options: ServerOptions, on_start: Callable[[str], None] | None):
         config = uvicorn.Config(app, log_level="warning", server_header=False, proxy_headers=False)
-        config.timeout_graceful_shutdown = round(options.grace_s) + 5  # the scheduler has cancelled the answers by then
+        config.timeout_graceful_shutdown = (
+            round(options.grace_s) + 5
+        )  # the scheduler has cancelled the answers by then
         super().__init__(config)
         self.options, self.scheduler, self.on_start = options, app.state.scheduler, on_start
 
@@ -200,11 +219,14 @@ def run(engine: Engine, options: ServerOptions, on_start: Callable[[str], None] 
     with options.listen() as listening:
         if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
             print(
-                f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it", file=sys.stderr
+                f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it",
+                file=sys.stderr,
             )
         app = create_app(engine, options)
         if engine.isa == CUDA:
-            most, refused = app.state.scheduler.most_joined, ", ".join(engine.refused_options) or "none"
-            decode = f"up to {most} requests decode side by side" if most > 1 else "one request decodes at a time"
+            most, refused = app.state.scheduler.max_joined, ", ".join(engine.refused_options) or "none"
+            decode = (
+                f"up to {most} requests decode side by side" if most > 1 else "one request decodes at a time"
+            )
             print(f"laneformer: {decode}, others wait; these options are refused: {refused}", file=sys.stderr)
         Server(app, options, on_start).run(sockets=[listening])

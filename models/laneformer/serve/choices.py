@@ -1,6 +1,7 @@
 """The choices of one answer: prompts x n requests of the scheduler, each read as text up to a stop string.
 
-The engine reads a prompt once for all choices that wait for it; not more of them are submitted than can decode.
+The engine reads a prompt once for all choices that wait for it; not more of them are
+submitted than can decode.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Written(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is new of one choice. tokens: those of the text, where they have log-probabilities; ids: all that came.
+    """What is new of one choice. tokens: those of the text, where they have log-probabilities;
+    ids: all that came.
 
     scores: of the prompt, where they are wanted: in the first piece.
     """
@@ -42,18 +44,29 @@ class Piece(NamedTuple):
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     """All pieces of one choice as one."""
-    tokens, ids = [token for piece in pieces for token in piece.tokens], [i for piece in pieces for i in piece.ids]
-    return Piece(pieces[0].choice, "".join(piece.text for piece in pieces), tokens, ids, pieces[-1].finish_reason)
+    tokens, ids = (
+        [token for piece in pieces for token in piece.tokens],
+        [i for piece in pieces for i in piece.ids],
+    )
+    return Piece(
+        pieces[0].choice, "".join(piece.text for piece in pieces), tokens, ids, pieces[-1].finish_reason
+    )
 
 
 class Writing:
     """Tokens to text while they come, no further than a stop id or a stop string.
 
-    scores_stop: a stop id has no text, but is among the tokens: who scores a prompt counts on one new token behind it.
+    scores_stop: a stop id has no text, but is among the tokens: who scores a prompt counts on one
+    new token behind it.
     """
 
     def __init__(
-        self, stream: TextStream, stops: Sequence[str], stop_ids: Sequence[int], detailed: bool, scores_stop: bool
+        self,
+        stream: TextStream,
+        stops: Sequence[str],
+        stop_ids: Sequence[int],
+        detailed: bool,
+        scores_stop: bool,
     ):
         self.stopped = False  # by a stop string
         self.read = 0  # tokens
@@ -103,8 +116,8 @@ class Choices:
         stops: Sequence[str] = (), score_top: int | None = None,
         grammar: Callable[[], Grammar | None] = lambda: None, with_control_tokens: bool = False,
     ):  # fmt: skip
-        """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids. grammar: is
-        called for every choice. with_control_tokens: spell them out in the text.
+        """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
+        grammar: is called for every choice. with_control_tokens: spell them out in the text.
 
         RequestError for what the engine refuses; further errors as of `Scheduler.submit`.
         """
@@ -114,7 +127,7 @@ class Choices:
         self._control = with_control_tokens
         self._runs: list[Running] = []
         self._generating: dict[int, Running] = {}  # by choice
-        self._room = asyncio.Semaphore(context.scheduler.most_joined)
+        self._room = asyncio.Semaphore(context.scheduler.max_joined)
         self._ready: Running | None = None  # the first request, until it is read
         if wanted := self._scored(0) or self._wanted(0):
             self._ready = self._submit(wanted)

@@ -51,13 +51,17 @@ class CompletionAnswer(Answer):
 
     def shown(self, piece: Piece) -> Piece:
         """The piece, behind its prompt where that is repeated."""
-        before, tokens = self._echo(piece) if piece.choice not in self._echoed and self.request.echo else ("", [])
+        before, tokens = (
+            self._echo(piece) if piece.choice not in self._echoed and self.request.echo else ("", [])
+        )
         moved = self._echoed.setdefault(piece.choice, len(before))
         tokens += [Written(token, moved + offset) for token, offset in piece.tokens]
         return piece._replace(text=before + piece.text, tokens=tokens)
 
     def _echo(self, piece: Piece) -> tuple[str, list[Written]]:
-        """The prompt as text, and with `logprobs` its tokens; nothing comes before the first, so that has none."""
+        """The prompt as text, and with `logprobs` its tokens; nothing comes before the first,
+        so that has none.
+        """
         prompt = piece.choice // self.request.n
         given, ids = self.request.prompt[prompt], self.choices.prompts[prompt]
         text = given if isinstance(given, str) else self.context.tokenizer.decode(ids)
@@ -65,7 +69,9 @@ class CompletionAnswer(Answer):
             return text, []
         tokens = [GeneratedToken(ids[0])]
         if (s := piece.scores) is not None:
-            tokens += GeneratedToken.described(ids[1:], (s.logprobs, s.top_ids.ravel(), s.top_logprobs.ravel()))
+            tokens += GeneratedToken.described(
+                ids[1:], (s.logprobs, s.top_ids.ravel(), s.top_logprobs.ravel())
+            )
         stream, offset, placed = TextStream(self.context.tokenizer, []), 0, []
         for token in tokens:
             placed.append(Written(token, offset))

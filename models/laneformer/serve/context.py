@@ -1,4 +1,6 @@
-"""What all requests of a server share: the scheduler, the model's name and limits, its tokens as text and as bytes."""
+"""What all requests of a server share: the scheduler, the model's name and limits, its tokens as
+text and as bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 CACHED_TOKENS = 2**16
-_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that a byte-level BPE writes as themselves
+_SHOWN = [
+    *range(33, 127),
+    *range(161, 173),
+    *range(174, 256),
+]  # bytes that a byte-level BPE writes as themselves
 _OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
 BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
@@ -70,7 +76,9 @@ class ServingContext:
             )  # fmt: skip
         found = self.context_tokens - longest if wanted is None else wanted
         if request.min_tokens > found:
-            raise RequestError(f"min_tokens = {request.min_tokens} exceeds the limit of {found} tokens", "min_tokens")
+            raise RequestError(
+                f"min_tokens = {request.min_tokens} exceeds the limit of {found} tokens", "min_tokens"
+            )
         return found
 
     def stop_ids(self, options: GenerationOptions) -> list[int]:

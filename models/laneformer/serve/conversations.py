@@ -1,4 +1,6 @@
-"""/v1/chat/completions: a conversation in the model's own template, answered by a message, or by calls of tools."""
+"""/v1/chat/completions: a conversation in the model's own template, answered by a message, or
+by calls of tools.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class ConversationAnswer(Answer):
         """Submits the request: RequestError, and what `Scheduler.submit` raises."""
         self.request, self.grammars = request, context.grammars
         try:
-            self.tools = context.tool_calling.use(request.tools, request.tool_choice, request.parallel_tool_calls)
+            self.tools = context.tool_calling.use(
+                request.tools, request.tool_choice, request.parallel_tool_calls
+            )
             prompt = context.prompts.conversation(
                 self.tools.messages([message.plain() for message in request.messages]),
                 tools=self.tools.template_tools,
@@ -32,7 +36,9 @@ class ConversationAnswer(Answer):
             raise
         except Exception as error:  # a template is the makers' program, run on a client's data
             raise RequestError(str(error), "messages") from None
-        limit = context.room(request, [prompt], request.max_completion_tokens or request.max_tokens, "messages")
+        limit = context.room(
+            request, [prompt], request.max_completion_tokens or request.max_tokens, "messages"
+        )
         options = request.options(
             context.sampling_defaults, limit, request.top_logprobs or 0 if request.logprobs else None
         )
@@ -51,7 +57,9 @@ class ConversationAnswer(Answer):
         except ValueError as error:
             raise RequestError(str(error)) from None
         if calls and form:
-            raise RequestError("response_format cannot be combined with tools; send one of them", "response_format")
+            raise RequestError(
+                "response_format cannot be combined with tools; send one of them", "response_format"
+            )
         return calls or form
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:

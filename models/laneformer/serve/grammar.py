@@ -1,7 +1,7 @@
 """Answers of a given form, through llguidance: a mask over the vocabulary before every draw.
 
-`Grammars` belongs to a model, `Grammar` to one request. The mask needs the last token only, so it is computed while the
-next pass over the weights runs.
+`Grammars` belongs to a model, `Grammar` to one request. The mask needs the last token only, so it is computed
+while the next pass over the weights runs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
-MOST_SCHEMA_BYTES = 64 * 1024  # of all the schemas of a request together
-MOST_PARTS_SEARCHED = 100  # for the place of an error
-MOST_MULTIPLE = 10_000  # 0.1 s to compile, in proportion
+MAX_SCHEMA_BYTES = 64 * 1024  # of all the schemas of a request together
+MAX_PARTS_SEARCHED = 100  # for the place of an error
+MAX_MULTIPLE = 10_000  # 0.1 s to compile, in proportion
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and functions, as OpenAI allows them
 SHOWN_CHARS = 300  # of a message of llguidance
-# a space, or a line break with its indentation: without a bound, a small model can write white space until its end
+# a space, or a line break with its indentation: without a bound, a small model can write white space
+# until its end
 COMPILED_WITH = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,16}))"}
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. ValueError for those that are wrong, or too large, or without llguidance.
+    """Compiles grammars for one tokenizer. ValueError for those that are wrong, or too
+    large, or without llguidance.
 
-    vocab_size: V, rows of the embedding table, which may be more than the tokenizer has ids. eos_ids: what ends a text.
+    vocab_size: V, rows of the embedding table, which may be more than the tokenizer has ids. eos_ids:
+    what ends a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
@@ -48,7 +51,9 @@ class Grammars:
     def _tokenizer(self) -> LLTokenizer:
         """llguidance's form of the tokenizer: 0.2 s for 49,152 ids."""
         if not self.eos_ids:
-            raise ValueError("response_format and tools need a model with an end-of-text id; this one has none")
+            raise ValueError(
+                "response_format and tools need a model with an end-of-text id; this one has none"
+            )
         try:
             from llguidance import LLTokenizer
         except ModuleNotFoundError:
@@ -73,7 +78,9 @@ class Grammars:
                 raise ValueError(f"response_format.json_schema.name = {name!r} must match {NAME.pattern}")
             return self.of_schema(asked.get("schema"), "response_format.json_schema.schema")
         if kind != "text":
-            raise ValueError(f"response_format.type = {kind!r} is unknown; use 'text', 'json_object' or 'json_schema'")
+            raise ValueError(
+                f"response_format.type = {kind!r} is unknown; use 'text', 'json_object' or 'json_schema'"
+            )
         return None
 
     def of_schema(self, schema: Any, what: str) -> Grammar:
@@ -81,14 +88,18 @@ class Grammars:
         return self.of_lark(f"start: {self.json_rule(schema, what)}")
 
     def json_rule(self, schema: Any, what: str) -> str:
-        """The part of a Lark grammar that stands for JSON of a schema; ValueError says where the schema is wrong."""
+        """The part of a Lark grammar that stands for JSON of a schema; ValueError says where
+        the schema is wrong.
+        """
         if not isinstance(schema, dict | bool):
             raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
         try:
             rule = f"%json {_compiled(schema)}"
             self._check_size(rule, what)
-            if math.lcm(*_multiples(schema)) > MOST_MULTIPLE:
-                raise ValueError(f"{what}: the least common multiple of all multipleOf is above {MOST_MULTIPLE:,}")
+            if math.lcm(*_multiples(schema)) > MAX_MULTIPLE:
+                raise ValueError(
+                    f"{what}: the least common multiple of all multipleOf is above {MAX_MULTIPLE:,}"
+                )
             if error := self._error(schema):
                 raise ValueError(f"{what}{self._place(schema, error)[:SHOWN_CHARS]}: {error[:SHOWN_CHARS]}")
         except RecursionError:
@@ -111,7 +122,9 @@ class Grammars:
         )
 
     def text_tokens(self, but: str) -> str:
-        """The part that stands for one token that is text to people though none to llguidance; "" without such."""
+        """The part that stands for one token that is text to people though none to
+        llguidance; "" without such.
+        """
         added = self.tokenizer.get_added_tokens_decoder()
         ids = [i for name, i in self._control.items() if not added[i].special and name != but]
         return f"<[{','.join(map(str, ids))}]>" if ids else ""
@@ -126,8 +139,8 @@ class Grammars:
         return Grammar(matcher, self.vocab_size, self._tokenizer.vocab_size, self.eos_ids)
 
     def _check_size(self, text: str, what: str) -> None:
-        if len(text) > MOST_SCHEMA_BYTES:
-            raise ValueError(f"{what}: {len(text):,} bytes of JSON; at most {MOST_SCHEMA_BYTES:,} are allowed")
+        if len(text) > MAX_SCHEMA_BYTES:
+            raise ValueError(f"{what}: {len(text):,} bytes of JSON; at most {MAX_SCHEMA_BYTES:,} are allowed")
 
     def _matcher(self, grammar: str) -> LLMatcher:
         tokenizer = self._tokenizer  # first: it names the extra
@@ -136,13 +149,21 @@ class Grammars:
         return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
     def _error(self, schema: Any) -> str:
-        return self._matcher(json.dumps({"grammars": [{"json_schema": json.loads(_compiled(schema))}]})).get_error()
+        return self._matcher(
+            json.dumps({"grammars": [{"json_schema": json.loads(_compiled(schema))}]})
+        ).get_error()
 
     def _place(self, schema: Any, error: str) -> str:
         """Where the schema is wrong: the innermost part that has this error by itself, as ".properties.a"."""
-        shared = {n: schema[n] for n in ("$defs", "definitions") if n in schema} if isinstance(schema, dict) else {}
-        parts = list(_parts(schema))[:MOST_PARTS_SEARCHED]
-        return max((place for place, part in parts if self._error({**shared, **part}) == error), key=len, default="")
+        shared = (
+            {n: schema[n] for n in ("$defs", "definitions") if n in schema}
+            if isinstance(schema, dict)
+            else {}
+        )
+        parts = list(_parts(schema))[:MAX_PARTS_SEARCHED]
+        return max(
+            (place for place, part in parts if self._error({**shared, **part}) == error), key=len, default=""
+        )
 
 
 def _compiled(schema: Any) -> str:
@@ -151,7 +172,9 @@ def _compiled(schema: Any) -> str:
 
 
 def _multiples(schema: Any) -> Iterator[int]:
-    """Digits of all `multipleOf`: an automaton has a state for each remainder, of an intersection their product."""
+    """Digits of all `multipleOf`: an automaton has a state for each remainder, of
+    an intersection their product.
+    """
     for _, part in _parts({"": schema}):
         number = part.get("multipleOf")
         if isinstance(number, int | float) and math.isfinite(number):
@@ -161,7 +184,9 @@ def _multiples(schema: Any) -> Iterator[int]:
 
 def _parts(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every object inside of a JSON value, with its path."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
         place = f"{path}.{key}" if isinstance(value, dict) else f"{path}[{key}]"
         if isinstance(inner, dict):
             yield place, inner
@@ -177,7 +202,9 @@ class Grammar:
         self._accepted, self._ended = 0, False
 
     def mask(self, index: int) -> np.ndarray:
-        """The ids that new token `index` (from 0) may be: bit id % 32 of word id // 32, uint32 (ceil(V / 32),)."""
+        """The ids that new token `index` (from 0) may be: bit id % 32 of word id // 32,
+        uint32 (ceil(V / 32),).
+        """
         assert index == self._accepted, f"the mask of token {index} after {self._accepted} were accepted"
         words = np.zeros(self._words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

@@ -1,4 +1,6 @@
-"""Prometheus metrics: what the scheduler counts, read when somebody asks, and the answers by endpoint and status."""
+"""Prometheus metrics: what the scheduler counts, read when somebody asks, and the answers
+by endpoint and status.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -29,7 +36,9 @@ class Metrics(Collector):
         """facts: what does not change, with weight_bytes and, where it is known, probe_bytes_per_s."""
         self._scheduler, self._facts = scheduler, facts
         self.registry = CollectorRegistry()
-        self.answers = Counter("laneformer_requests", "Answers", ["endpoint", "status"], registry=self.registry)
+        self.answers = Counter(
+            "laneformer_requests", "Answers", ["endpoint", "status"], registry=self.registry
+        )
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -40,18 +49,28 @@ class Metrics(Collector):
         yield GaugeMetricFamily("laneformer_running", "Requests that decode", len(scheduler.running))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"laneformer_{name}", text, getattr(totals, name))
-        yield histogram("time_to_first_token", "From a request's arrival to its first token", totals.first_token)
+        yield histogram(
+            "time_to_first_token", "From a request's arrival to its first token", totals.first_token
+        )
         yield histogram("token_gap", "Between the tokens of a request", totals.gap)
-        ended = CounterMetricFamily("laneformer_ended", "Requests of the engine by their end", labels=["reason"])
+        ended = CounterMetricFamily(
+            "laneformer_ended", "Requests of the engine by their end", labels=["reason"]
+        )
         for reason, count in list(totals.ended.items()):
             ended.add_metric([reason], count)
         yield ended
         last = "while the request decoded that ended last"
-        yield GaugeMetricFamily("laneformer_tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s)
+        yield GaugeMetricFamily(
+            "laneformer_tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s
+        )
         if (probe := self._facts["probe_bytes_per_s"]) is not None:
-            yield GaugeMetricFamily("laneformer_probe_bytes_per_second", "Read by all threads at the start", probe)
+            yield GaugeMetricFamily(
+                "laneformer_probe_bytes_per_second", "Read by all threads at the start", probe
+            )
             used = totals.passes_per_s * self._facts["weight_bytes"] / probe
-            yield GaugeMetricFamily("laneformer_bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used)
+            yield GaugeMetricFamily(
+                "laneformer_bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used
+            )
 
 
 def histogram(name: str, text: str, found: Distribution) -> HistogramMetricFamily:

@@ -22,12 +22,12 @@ RANGES: dict[str, tuple[type, float, float]] = {
 class ServerOptions:
     """Options of `run` and `create_app`. ValueError for invalid values.
 
-    model: the name that clients see. host, port: where to listen; port 0 is a free one. api_key: what clients must send
-    as "Authorization: Bearer KEY"; default: the environment variable LANEFORMER_API_KEY, without one nobody is asked.
-    host_names: names beside localhost and addresses by which browsers may call the server.
-    max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest time of a
-    request, its waiting included. grace_s: after SIGTERM, for requests that run. max_body_bytes: of one request.
-    keep_alive_s: longest silence of a stream before a comment is sent.
+    model: the name that clients see. host, port: where to listen; port 0 is a free one. api_key: what clients
+    must send as "Authorization: Bearer KEY"; default: the environment variable LANEFORMER_API_KEY, without
+    one nobody is asked. host_names: names beside localhost and addresses by which browsers may call the
+    server. max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest
+    time of a request, its waiting included. grace_s: after SIGTERM, for requests that run. max_body_bytes: of
+    one request. keep_alive_s: longest silence of a stream before a comment is sent.
     """
 
     model: str
@@ -44,10 +44,16 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.api_key is None:
             object.__setattr__(self, "api_key", os.environ.get("LANEFORMER_API_KEY"))
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip() == self.api_key != ""):
-            raise ValueError("the API key must be ASCII text without spaces around it, at least one character")
+        if self.api_key is not None and not (
+            self.api_key.isascii() and self.api_key.strip() == self.api_key != ""
+        ):
+            raise ValueError(
+                "the API key must be ASCII text without spaces around it, at least one character"
+            )
         if not self.model or not self.host:
-            raise ValueError(f"model = {self.model!r} and host = {self.host!r} must have at least one character")
+            raise ValueError(
+                f"model = {self.model!r} and host = {self.host!r} must have at least one character"
+            )
         for name, (kind, low, high) in RANGES.items():
             object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
 

@@ -1,4 +1,6 @@
-"""Responses: an answer as JSON or as a stream of events, ended when its reader is gone; errors in OpenAI's form."""
+"""Responses: an answer as JSON or as a stream of events, ended when its reader is gone;
+errors in OpenAI's form.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def error_body(error: Exception) -> tuple[int, bytes]:
     status = STATUS.get(type(error), getattr(error, "status", getattr(error, "status_code", 500)))
     known = isinstance(error, (HTTPException, RequestError, *STATUS))
     found = {
-        "message": getattr(error, "detail", str(error)) if known else "the server has failed; its log says why",
+        "message": getattr(error, "detail", str(error))
+        if known
+        else "the server has failed; its log says why",
         "type": TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error"),
         "param": getattr(error, "param", None),
         "code": getattr(error, "code", None) or CODES.get(status),
@@ -37,7 +41,11 @@ def error_body(error: Exception) -> tuple[int, bytes]:
 
 
 def error_response(error: Exception) -> Response:
-    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Busy) else getattr(error, "headers", None)
+    headers = (
+        {"Retry-After": str(error.retry_after_s)}
+        if isinstance(error, Busy)
+        else getattr(error, "headers", None)
+    )
     status, body = error_body(error)
     return Response(body, status, headers, "application/json")
 
@@ -45,8 +53,9 @@ def error_response(error: Exception) -> Response:
 class AnswerResponse(Response):
     """Sends an answer while it watches whether the client is still there; cancels the answer when it is not.
 
-    A stream begins with its first chunk or first comment; what goes wrong before has a status of its own, later it is
-    an event. While nothing comes, a comment every `keep_alive_s` keeps proxies from closing the connection.
+    A stream begins with its first chunk or first comment; what goes wrong before has a status of
+    its own, later it is an event. While nothing comes, a comment every `keep_alive_s` keeps proxies
+    from closing the connection.
     """
 
     def __init__(self, answer: CompletionAnswer | ConversationAnswer, stream: bool, keep_alive_s: float):
@@ -57,7 +66,9 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(disconnected(receive))
-        work = asyncio.create_task(self._stream(send) if self._streamed else self._whole(scope, receive, send))
+        work = asyncio.create_task(
+            self._stream(send) if self._streamed else self._whole(scope, receive, send)
+        )
         if self._streamed:
             self._keeping = asyncio.create_task(self._keep_alive(work))
         try:

@@ -1,7 +1,9 @@
-"""Scheduler: requests wait in a bounded queue, one thread decodes them side by side, an event loop reads their tokens.
+"""Scheduler: requests wait in a bounded queue, one thread decodes them side by side, an event
+loop reads their tokens.
 
-Only that thread joins requests to the engine's batch and collects what comes of them. It wakes the loop once for
-everything that the loop has not read yet: a busy loop reads longer runs of tokens, never a longer queue of wake-ups.
+Only that thread joins requests to the engine's batch and collects what comes of them. It wakes the loop
+once for everything that the loop has not read yet: a busy loop reads longer runs of tokens, never a
+longer queue of wake-ups.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ log = logging.getLogger("laneformer.serve")
 class Busy(RuntimeError):
     """The queue is full; in about `retry_after_s` seconds it has room."""
 
-    def __init__(self, most_waiting: int, retry_after_s: int):
-        super().__init__(f"{most_waiting} requests are waiting, which is the limit; try again in {retry_after_s} s")
+    def __init__(self, max_waiting: int, retry_after_s: int):
+        super().__init__(
+            f"{max_waiting} requests are waiting, which is the limit; try again in {retry_after_s} s"
+        )
         self.retry_after_s = retry_after_s
 
 
@@ -65,7 +69,9 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request to generate. deadline_s: from now to its end, waiting included; None: the scheduler's default."""
+    """A request to generate. deadline_s: from now to its end, waiting included;
+    None: the scheduler's default.
+    """
 
     prompt_ids: Sequence[int]
     options: GenerationOptions
@@ -84,7 +90,9 @@ class Scored:
 
 
 class Distribution:
-    """How many values were at most each of SECONDS and above the one before; the last count: above all of them."""
+    """How many values were at most each of SECONDS and above the one before; the last count:
+    above all of them.
+    """
 
     def __init__(self) -> None:
         self.counts, self.sum_s = [0] * (len(SECONDS) + 1), 0.0
@@ -111,11 +119,12 @@ class Totals:
 
 
 class Running:
-    """A request that waits, runs, or has ended: `async for tokens in running` yields the tokens that have come.
+    """A request that waits, runs, or has ended: `async for tokens in running` yields the
+    tokens that have come.
 
-    The iteration raises DeadlineExceeded, Stopping, EngineError or ValueError where one of these ended it, and just
-    ends after `cancel`. finish_reason and statistics are those of `Update`, None before the end; times are of
-    time.monotonic(). All methods are for the event loop's thread.
+    The iteration raises DeadlineExceeded, Stopping, EngineError or ValueError where one of these ended it,
+    and just ends after `cancel`. finish_reason and statistics are those of `Update`, None before the end;
+    times are of time.monotonic(). All methods are for the event loop's thread.
     """
 
     def __init__(self, scheduler: Scheduler, wanted: Wanted | Scored):
@@ -161,7 +170,9 @@ class Running:
             self._scheduler.totals.ended[self.finish_reason] += 1  # those that only waited, too
             self.statistics, self.scores = update.statistics, update.scores
             if update.finish_reason == "error":
-                self.error = self.error or EngineError(f"the engine could not finish the request: {update.error}")
+                self.error = self.error or EngineError(
+                    f"the engine could not finish the request: {update.error}"
+                )
             elif update.finish_reason != "cancelled":
                 self.error = None  # it ended by itself before it was cancelled
             if self._deadline is not None:
@@ -172,14 +183,15 @@ class Running:
 class Scheduler:
     """Runs requests on an engine, in the order of their submission; `close` gives the engine back.
 
-    Up to `most_joined` decode side by side, `most_waiting` wait. deadline_s: of requests that name none; None: no end.
+    Up to `max_joined` decode side by side, `max_waiting` wait. deadline_s: of requests that name
+    none; None: no end.
     """
 
-    def __init__(self, engine: Engine, most_waiting: int = 16, deadline_s: float | None = None):
+    def __init__(self, engine: Engine, max_waiting: int = 16, deadline_s: float | None = None):
         """RuntimeError while the engine runs a request of somebody else."""
-        self.engine, self.most_waiting, self.deadline_s = engine, most_waiting, deadline_s
+        self.engine, self.max_waiting, self.deadline_s = engine, max_waiting, deadline_s
         self._batch = engine.batch()
-        self.most_joined = self._batch.most_joined
+        self.max_joined = self._batch.max_joined
         self.totals = Totals()
         self.failure: str | None = None  # of the thread: nothing runs any more
         self.stopping = False  # takes no more answers
@@ -197,7 +209,8 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, wanted: Wanted | Scored, admitted: bool = False) -> Running:
-        """Queue a request. ValueError for what the engine would refuse; Busy, Stopping, EngineError. On a loop.
+        """Queue a request. ValueError for what the engine would refuse; Busy, Stopping,
+        EngineError. On a loop.
 
         admitted: it belongs to an answer that has been let in, so there is room for it.
         """
@@ -212,9 +225,9 @@ class Scheduler:
                 raise EngineError(self.failure)
             if self._closing or (self.stopping and not admitted):
                 raise Stopping("the server is shutting down and takes no more requests")
-            if not admitted and len(self.waiting) + len(self.running) >= self.most_waiting + self.most_joined:
-                one_ends_s = math.ceil(self._request_s / self.most_joined)
-                raise Busy(self.most_waiting, max(1, min(LONGEST_RETRY_S, one_ends_s)))
+            if not admitted and len(self.waiting) + len(self.running) >= self.max_waiting + self.max_joined:
+                one_ends_s = math.ceil(self._request_s / self.max_joined)
+                raise Busy(self.max_waiting, max(1, min(LONGEST_RETRY_S, one_ends_s)))
             self.waiting.append(running)
             self._changed.notify()
         deadline_s = self.deadline_s if wanted.deadline_s is None else wanted.deadline_s
@@ -263,14 +276,16 @@ class Scheduler:
             left = [*self.waiting, *self.running]
             self.waiting.clear()
             self.running.clear()
-        self._hand_over([(running, Update(-1, [], "error", error=self.failure or "it is closed")) for running in left])
+        self._hand_over(
+            [(running, Update(-1, [], "error", error=self.failure or "it is closed")) for running in left]
+        )
         self._batch.close()
 
     def _admit(self) -> None:
         """Join whoever is first in the queue while there is room; waits for a request where none runs."""
         with self._changed:
             self._changed.wait_for(lambda: self.waiting or self.running or self._closing)
-            room = self.most_joined - len(self.running)
+            room = self.max_joined - len(self.running)
             first = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
             self.running.update(first)
         for running in first:
@@ -282,7 +297,9 @@ class Scheduler:
             if isinstance(wanted, Scored):
                 ticket = batch.score(wanted.ids, start=wanted.start, top=wanted.top)
             else:
-                ticket = batch.join(wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options))
+                ticket = batch.join(
+                    wanted.prompt_ids, masked=wanted.grammar is not None, **vars(wanted.options)
+                )
         except ValueError as error:
             running.error = error
             with self._lock:
@@ -299,7 +316,9 @@ class Scheduler:
 
     def _collect(self) -> list[tuple[Running, Update]]:
         if not any(isinstance(r.wanted, Wanted) and r.wanted.grammar for r in self._joined.values()):
-            time.sleep(max(0.0, self._handed_s + PACE_S - time.monotonic()))  # a draw that waits for a mask cannot
+            time.sleep(
+                max(0.0, self._handed_s + PACE_S - time.monotonic())
+            )  # a draw that waits for a mask cannot
         news = []
         for update in self._batch.updates(COLLECT_S):
             running, now_s = self._joined[update.ticket], time.monotonic()

@@ -1,7 +1,7 @@
 """The bodies of requests: every field of OpenAI's is known, used or refused by name.
 
-null stands for an absent field. What has no effect here is accepted with a harmless value alone. Fields beyond OpenAI's
-have the names that other servers gave them.
+null stands for an absent field. What has no effect here is accepted with a harmless value alone. Fields
+beyond OpenAI's have the names that other servers gave them.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from pydantic_core import PydanticCustomError
 
 from ..chat import ASSISTANT, SYSTEM
 from ..engine import GenerationOptions
-from ..engine.options import BIAS_RANGE, MOST_DRAFT_TOKENS, MOST_LOGPROBS, RANGES
+from ..engine.options import BIAS_RANGE, MAX_DRAFT_TOKENS, MAX_LOGPROBS, RANGES
 
-MOST_CHOICES = 128  # of one request, all its prompts together
-MOST_STOPS = 16  # OpenAI has 4; evaluations send more
-LEAST_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
+MAX_CHOICES = 128  # of one request, all its prompts together
+MAX_STOPS = 16  # OpenAI has 4; evaluations send more
+MIN_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
 
 Text = Annotated[str, Field(min_length=1)]
 Ids = list[int]
 Count = Annotated[int, Field(ge=0)]
 Limit = Annotated[int, Field(ge=1)]
-Likeliest = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+Likeliest = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Biases = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]]
+Biases = dict[
+    Annotated[str, Field(pattern=r"^[0-9]+$")], Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]
+]
 
 
 class RequestError(ValueError):
     """A request that cannot be answered: the client's fault. status: of HTTP; the others are OpenAI's fields."""
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = "invalid_value", status: int = 400):
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = "invalid_value", status: int = 400
+    ):
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
 
@@ -58,7 +62,11 @@ class Body(BaseModel):
                 refuse(name, f"{name} is not supported: {cls.refused[name]}", "unsupported_parameter")
             if name not in cls.model_fields:
                 near = difflib.get_close_matches(name, [*cls.model_fields, *cls.refused], n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(cls.model_fields))}"
+                hint = (
+                    f"did you mean {near[0]!r}?"
+                    if near
+                    else f"known are {', '.join(sorted(cls.model_fields))}"
+                )
                 refuse(name, f"{name} is unknown; {hint}", "unknown_parameter")
         return given
 
@@ -69,7 +77,11 @@ def refuse(field: str, message: str, code: str = "invalid_value") -> None:
 
 def as_list(given: Any) -> Any:
     """One text, or the ids of one, as a list of such."""
-    return [given] if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int) else given
+    return (
+        [given]
+        if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int)
+        else given
+    )
 
 
 class StreamOptions(Body):
@@ -86,9 +98,9 @@ class Sampled(Body):
     presence_penalty: Penalty = 0.0
     logit_bias: Biases = {}
     max_tokens: Count | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[Text], Field(max_length=MOST_STOPS), BeforeValidator(as_list, str | list[str])] = []
+    stop: Annotated[list[Text], Field(max_length=MAX_STOPS), BeforeValidator(as_list, str | list[str])] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -101,7 +113,7 @@ class Sampled(Body):
     ignore_eos: bool = False
     min_tokens: Count = 0
     stop_token_ids: Ids = []
-    speculate: Annotated[int, Field(ge=0, le=MOST_DRAFT_TOKENS)] = 0
+    speculate: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] = 0
     return_token_ids: bool = False
 
     @model_validator(mode="after")
@@ -110,12 +122,17 @@ class Sampled(Body):
             refuse("stream_options", "stream_options needs stream = true")
         return self
 
-    def options(self, defaults: Mapping[str, Any], max_new_tokens: int, logprobs: int | None) -> GenerationOptions:
+    def options(
+        self, defaults: Mapping[str, Any], max_new_tokens: int, logprobs: int | None
+    ) -> GenerationOptions:
         """For the engine; defaults: how the model's makers sample, for what the request leaves open."""
-        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        said = {
+            name: getattr(self, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        }
         chosen = {**defaults, **{name: value for name, value in said.items() if value is not None}}
         chosen["top_k"] = max(0, chosen.get("top_k", 0))
-        chosen["top_p"] = max(LEAST_TOP_P, chosen.get("top_p", 1.0))
+        chosen["top_p"] = max(MIN_TOP_P, chosen.get("top_p", 1.0))
         same = ("frequency_penalty", "presence_penalty", "ignore_eos", "speculate")
         try:
             return GenerationOptions(
@@ -145,11 +162,16 @@ class CompletionRequest(Sampled):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.best_of not in (None, self.n):
-            refuse("best_of", f"best_of = {self.best_of} must equal n = {self.n}: every choice that is drawn is sent")
+            refuse(
+                "best_of",
+                f"best_of = {self.best_of} must equal n = {self.n}: every choice that is drawn is sent",
+            )
         if self.max_tokens == 0 and not self.echo:
             refuse("max_tokens", "max_tokens = 0 needs echo = true; without, it must be at least 1")
-        if not 1 <= (count := len(self.prompt) * self.n) <= MOST_CHOICES:
-            refuse("prompt", f"{len(self.prompt)} prompts, n = {self.n}: {count} choices; 1 to {MOST_CHOICES} fit")
+        if not 1 <= (count := len(self.prompt) * self.n) <= MAX_CHOICES:
+            refuse(
+                "prompt", f"{len(self.prompt)} prompts, n = {self.n}: {count} choices; 1 to {MAX_CHOICES} fit"
+            )
         return self
 
 
@@ -190,7 +212,10 @@ class Message(Body):
             refuse("tool_calls", f"tool_calls are an assistant's, not of the role {self.role!r}")
         for part in self.content if isinstance(self.content, list) else ():
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                refuse("content", f"content holds {str(part)[:80]}; the model reads {{'type': 'text', 'text': ...}}")
+                refuse(
+                    "content",
+                    f"content holds {str(part)[:80]}; the model reads {{'type': 'text', 'text': ...}}",
+                )
         return self
 
     def plain(self) -> dict[str, Any]:
@@ -205,7 +230,9 @@ class Message(Body):
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError):
-                message = f"arguments of a call of {function['name']!r} are no JSON: {function['arguments'][:80]!r}"
+                message = (
+                    f"arguments of a call of {function['name']!r} are no JSON: {function['arguments'][:80]!r}"
+                )
                 raise RequestError(message, "messages") from None
         return found
 
@@ -250,17 +277,23 @@ class ConversationRequest(Sampled):
     def _possible(self) -> Self:
         most, old = self.max_completion_tokens, self.max_tokens
         if None not in (most, old) and most != old:
-            refuse("max_tokens", f"max_tokens = {old} contradicts max_completion_tokens = {most}; send one of them")
+            refuse(
+                "max_tokens",
+                f"max_tokens = {old} contradicts max_completion_tokens = {most}; send one of them",
+            )
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs needs logprobs = true")
         for name in {"messages", "tools", "add_generation_prompt"} & self.chat_template_kwargs.keys():
-            refuse("chat_template_kwargs", f"chat_template_kwargs has {name!r}, which is a field of the request itself")
+            refuse(
+                "chat_template_kwargs",
+                f"chat_template_kwargs has {name!r}, which is a field of the request itself",
+            )
         return self
 
 
 EXPECTED = {  # of fields with several types
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
-    "stop": f"a text, or a list of at most {MOST_STOPS} texts, none of them empty",
+    "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
     "content": "a text, or a list of parts {'type': 'text', 'text': ...}",
     "tool_choice": "'none', 'auto', 'required', or an object that names a tool",
 }
@@ -268,19 +301,25 @@ EXPECTED = {  # of fields with several types
 
 def refusal(errors: Sequence[Any]) -> RequestError:
     """What a client is told about a bad body; `errors` as of pydantic's or FastAPI's validation error."""
-    error = next((e for e in errors if e["type"] == "refused"), errors[0])  # a better reason than a type of several
+    error = next(
+        (e for e in errors if e["type"] == "refused"), errors[0]
+    )  # a better reason than a type of several
     path = [part for part in error["loc"] if part != "body"]
     field = next((name for name in path if name in EXPECTED), None)
     if field is not None:
         path = path[: path.index(field) + 1]  # pydantic goes on with the type that it tried
     if error["type"] == "refused":
-        return RequestError(error["ctx"]["message"], spelled([*path, error["ctx"]["field"]]), error["ctx"]["code"])
+        return RequestError(
+            error["ctx"]["message"], spelled([*path, error["ctx"]["field"]]), error["ctx"]["code"]
+        )
     if error["type"] == "json_invalid" or not path:
         return RequestError(f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
     if error["type"] == "missing":
         return RequestError(f"{spelled(path)} is missing", spelled(path), "missing_required_parameter")
     wanted = f"it must be {EXPECTED[field]}" if field else error["msg"][:1].lower() + error["msg"][1:]
-    return RequestError(f"{spelled(path)} = {json.dumps(error['input'], default=str)[:80]}: {wanted}", spelled(path))
+    return RequestError(
+        f"{spelled(path)} = {json.dumps(error['input'], default=str)[:80]}: {wanted}", spelled(path)
+    )
 
 
 def spelled(path: Sequence[str | int]) -> str:

@@ -1,7 +1,8 @@
 """Tools: functions that a model may call, with arguments forced by a grammar, and its calls as they stream.
 
-How a model writes a call is asked of its own template: a conversation with a call is rendered, and what stands around
-the function's name and its arguments is the form. The grammar allows this form alone, and the parser looks for it.
+How a model writes a call is asked of its own template: a conversation with a call is rendered, and what
+stands around the function's name and its arguments is the form. The grammar allows this form alone, and the
+parser looks for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..chat import ASSISTANT, SYSTEM, USER, ChatError, ChatTemplate
 from ..engine.text import StopStrings
 from .grammar import NAME, Grammar, Grammars
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 FUNCTION = "name", "description", "parameters", "strict"  # fields
 OBJECT = json.JSONDecoder(parse_int=str, parse_float=str)  # numbers of any length
 PROBE_ID = "probed001"  # nine letters and digits: what Mistral's templates take
@@ -37,7 +38,8 @@ DESCRIPTION = (
 class CallForm:
     """How calls are written: begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end.
 
-    between: None where the model makes one call at a time. as_text: its template takes arguments as a string of JSON.
+    between: None where the model makes one call at a time. as_text: its template takes arguments as
+    a string of JSON.
     """
 
     begin: str
@@ -53,12 +55,18 @@ class CallForm:
         return "{" if self.begin[0] == "{" else found[0] if found else self.begin
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        each = [f"{call['name']}{self.middle}{json.dumps(call['arguments'], ensure_ascii=False)}" for call in calls]
+        each = [
+            f"{call['name']}{self.middle}{json.dumps(call['arguments'], ensure_ascii=False)}"
+            for call in calls
+        ]
         return self.begin + (self.between or "").join(each) + self.end
 
 
 HERMES = CallForm(
-    '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>\n<tool_call>\n{"name": "', "}\n</tool_call>"
+    '<tool_call>\n{"name": "',
+    '", "arguments": ',
+    '}\n</tool_call>\n<tool_call>\n{"name": "',
+    "}\n</tool_call>",
 )
 
 
@@ -69,7 +77,11 @@ def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallF
 
     def rendered(calls: int, given: Any) -> str:
         call = {"type": "function", "function": {"name": name, "arguments": given}}
-        made = {"content": "", "tool_calls": [{"id": PROBE_ID, **call}] * calls} if calls else {"content": answer}
+        made = (
+            {"content": "", "tool_calls": [{"id": PROBE_ID, **call}] * calls}
+            if calls
+            else {"content": answer}
+        )
         return template.render([user, {"role": ASSISTANT, **made}], tools=tools)
 
     try:
@@ -96,7 +108,9 @@ def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallF
 
 
 class ToolCalling:
-    """How one model calls tools: in its template's form, or, where that knows no tools, as its instructions say."""
+    """How one model calls tools: in its template's form, or, where that knows no tools,
+    as its instructions say.
+    """
 
     def __init__(self, tokenizer_config: Mapping[str, Any], grammars: Grammars):
         self.grammars, self.form, self.described = grammars, HERMES, True
@@ -115,7 +129,9 @@ class ToolCalling:
             self.reads_system = False
 
     def use(self, tools: Any = None, choice: Any = None, parallel: bool | None = None) -> ToolUse:
-        """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for. ValueError names what is wrong."""
+        """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for. ValueError
+        names what is wrong.
+        """
         functions = _functions(tools)
         names = [function["name"] for function in functions]
         if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -136,7 +152,9 @@ class ToolCalling:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Of one request. names: of the functions that may be called; optional: the model may answer with text instead."""
+    """Of one request. names: of the functions that may be called; optional: the model may
+    answer with text instead.
+    """
 
     calling: ToolCalling
     functions: list[dict[str, Any]]
@@ -152,7 +170,9 @@ class ToolUse:
         return [{"type": "function", "function": function} for function in self.functions]
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with text as content, and calls with arguments as values, in the form that the template takes."""
+        """Messages with text as content, and calls with arguments as values, in the form
+        that the template takes.
+        """
         found = copy.deepcopy([dict(message) for message in messages])
         if self.calling.described:
             return self._without_tools(found)
@@ -184,7 +204,9 @@ class ToolUse:
         return found
 
     def grammar(self) -> Grammar | None:
-        """Of the answer: calls alone where they are demanded, else text up to the first call; None without tools."""
+        """Of the answer: calls alone where they are demanded, else text up to the first
+        call; None without tools.
+        """
         if not self.names:
             return None
         form, literal = self.calling.form, self.calling.grammars.literal
@@ -192,7 +214,9 @@ class ToolUse:
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
-                rules.append(f"a{number}: {self.calling.grammars.json_rule(_closed(function['parameters']), what)}")
+                rules.append(
+                    f"a{number}: {self.calling.grammars.json_rule(_closed(function['parameters']), what)}"
+                )
                 called.append(f"{literal(function['name'] + form.middle)} a{number}")
         more = f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         calls = f"call {more} {literal(form.end)}"
@@ -216,7 +240,8 @@ class ToolUse:
 
 
 class CallParser:
-    """An answer's text, in any pieces, as OpenAI's deltas: content, then each call's name, then its arguments.
+    """An answer's text, in any pieces, as OpenAI's deltas: content, then each call's
+    name, then its arguments.
 
     It relies on the grammar: behind the form's marker there is nothing but calls in that form.
     """
@@ -294,8 +319,8 @@ class CallParser:
 
 def _functions(tools: Any) -> list[dict[str, Any]]:
     """The functions of a request's `tools`, checked, with what templates show of them."""
-    if not isinstance(tools, list | None) or len(tools or ()) > MOST_TOOLS:
-        raise ValueError(f"tools must be a list of at most {MOST_TOOLS} tools")
+    if not isinstance(tools, list | None) or len(tools or ()) > MAX_TOOLS:
+        raise ValueError(f"tools must be a list of at most {MAX_TOOLS} tools")
     found: list[dict[str, Any]] = []
     for i, tool in enumerate(tools or ()):
         function, where = tool.get("function") if isinstance(tool, Mapping) else None, f"tools[{i}].function"
@@ -304,8 +329,14 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
         if unknown := sorted(function.keys() - set(FUNCTION)):
             raise ValueError(f"{where} has {unknown[0]!r}; known are {', '.join(FUNCTION)}")
         name, description, parameters, strict = map(function.get, FUNCTION)
-        if not isinstance(name, str) or not NAME.fullmatch(name) or any(name == other["name"] for other in found):
-            raise ValueError(f"{where}.name = {name!r:.80} must match {NAME.pattern}, and no other function's name")
+        if (
+            not isinstance(name, str)
+            or not NAME.fullmatch(name)
+            or any(name == other["name"] for other in found)
+        ):
+            raise ValueError(
+                f"{where}.name = {name!r:.80} must match {NAME.pattern}, and no other function's name"
+            )
         if not isinstance(description, str | None) or not isinstance(strict, bool | None):
             raise ValueError(f"{where}: description must be a text, and strict true or false")
         parameters = NO_PARAMETERS if parameters is None else parameters
@@ -316,6 +347,12 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose object has no keys but the named ones, where it leaves that open: functions take no others."""
+    """A schema whose object has no keys but the named ones, where it leaves that open:
+    functions take no others.
+    """
     combined = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"} & parameters.keys()
-    return parameters if combined or "properties" not in parameters else {"additionalProperties": False, **parameters}
+    return (
+        parameters
+        if combined or "properties" not in parameters
+        else {"additionalProperties": False, **parameters}
+    )

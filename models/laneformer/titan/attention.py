@@ -1,12 +1,15 @@
-"""Attention for training: FlexAttention on a GPU, where a window or document mask would cost SDPA its fast kernels.
+"""Attention for training: FlexAttention on a GPU, where a window or document mask would cost
+SDPA its fast kernels.
 
-On CUDA, SDPA's flash kernel takes no mask and its memory-efficient one no grouped KV heads; what is left is cuDNN,
-where it accepts the shapes, or the math kernel, which materializes all scores. FlexAttention skips the blocks that a
-window or a document boundary empties and has one fused kernel, if it is compiled; without compile it materializes
-the scores, too. On the CPU, and where no mask is needed, it is SDPA as in the plain model.
+On CUDA, SDPA's flash kernel takes no mask and its memory-efficient one no grouped KV heads; what is left
+is cuDNN, where it accepts the shapes, or the math kernel, which materializes all scores. FlexAttention
+skips the blocks that a window or a document boundary empties and has one fused kernel, if it is
+compiled; without compile it materializes the scores, too. On the CPU, and where no mask is needed, it is
+SDPA as in the plain model.
 
-FlexAttention pads heads of 96 to 128. Flash attention for sequences of varying length ("varlen") does not, and knows
-windows and documents as well: its sequences are the documents. Not the default: untested without a GPU.
+FlexAttention pads heads of 96 to 128. Flash attention for sequences of varying length ("varlen") does
+not, and knows windows and documents as well: its sequences are the documents. Not the default:
+untested without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ KINDS = ("auto", "sdpa", "flex", "varlen")
 
 
 class Segments(NamedTuple):
-    """Where the documents of a batch, laid end to end, begin and end: int32 (their number + 1,); no longer than S."""
+    """Where the documents of a batch, laid end to end, begin and end: int32 (their number + 1,);
+    no longer than S.
+    """
 
     ends: Tensor
     window: int | None
@@ -40,7 +45,9 @@ class TitanAttention(LaneAttention):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return one_product(x, self.wq, self.wk, self.wv)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | Segments | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | Segments | None
+    ) -> Tensor:
         if isinstance(mask, BlockMask):
             out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
             assert isinstance(out, Tensor)
@@ -50,14 +57,18 @@ class TitanAttention(LaneAttention):
             q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B S, heads, d)
             before = -1 if mask.window is None else mask.window - 1  # keys in front of the query's own
             ends = mask.ends
-            rows = varlen_attn(q, k, v, ends, ends, seq_len, seq_len, window_size=(before, 0), enable_gqa=True)
+            rows = varlen_attn(
+                q, k, v, ends, ends, seq_len, seq_len, window_size=(before, 0), enable_gqa=True
+            )
             assert isinstance(rows, Tensor)
             return rows.unflatten(0, (size, seq_len)).transpose(1, 2)
         return super().attend(query, key, value, mask)
 
 
 def document_ids(input_ids: Tensor, bos_id: int) -> Tensor:
-    """Which document of its sequence a token belongs to, int64 (B, S); a first one may have begun before the window."""
+    """Which document of its sequence a token belongs to, int64 (B, S); a first one may have
+    begun before the window.
+    """
     return (input_ids == bos_id).cumsum(1)
 
 
@@ -75,17 +86,27 @@ def training_masks(
         if ends is not None:
             return Segments(ends, window)
         if kind == "flex":
-            return _plain_block_mask(window, seq_len, device) if documents is None else _blocks(window, documents)
+            return (
+                _plain_block_mask(window, seq_len, device)
+                if documents is None
+                else _blocks(window, documents)
+            )
         positions = torch.arange(seq_len, device=device)
         seen = causal_mask(positions, positions, window)
-        return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+        return (
+            seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+        )
 
-    by_window = {window: mask(window) for window in {config.window(i) for i in range(config.num_hidden_layers)}}
+    by_window = {
+        window: mask(window) for window in {config.window(i) for i in range(config.num_hidden_layers)}
+    }
     return [by_window[config.window(i)] for i in range(config.num_hidden_layers)]
 
 
 def segment_ends(input_ids: Tensor, documents: Tensor | None) -> Tensor:
-    """Where sequences (B, S), or with `documents` (B, S) the documents in them, begin and end in one row of B S."""
+    """Where sequences (B, S), or with `documents` (B, S) the documents in them, begin and end in one
+    row of B S.
+    """
     size, seq_len = input_ids.shape
     if documents is None:
         return torch.arange(0, size * seq_len + 1, seq_len, dtype=torch.int32, device=input_ids.device)
@@ -106,7 +127,9 @@ def _causal(window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
 
 @functools.cache
 def _block_mask_builder(device_type: str) -> Callable[..., BlockMask]:
-    """Compiled on a GPU: as it stands it writes several tensors (B, 1, S, S), of 8 bytes an element, in between."""
+    """Compiled on a GPU: as it stands it writes several tensors (B, 1, S, S), of 8 bytes
+    an element, in between.
+    """
     return create_block_mask if device_type == "cpu" else torch.compile(create_block_mask)
 
 

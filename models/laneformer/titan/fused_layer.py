@@ -36,7 +36,9 @@ class FusedLayer(TitanLayer):
     def join(
         self, module: int, h: Tensor, partial: Tensor, delayed: Tensor | None, norm: LaneRMSNorm | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Streams, the same normed, and the partial if it is to be broadcast. The kernels know Join.PAST only."""
+        """Streams, the same normed, and the partial if it is to be broadcast. The
+        kernels know Join.PAST only.
+        """
         how, broadcast = self.joins[module], self.broadcasts[module]
         term = partial
         if how == Join.PRESENT and partial.shape[2] > 1:
@@ -46,7 +48,9 @@ class FusedLayer(TitanLayer):
         lanes = max(h.shape[2], term.shape[2])
         h = _wide(h.expand(-1, -1, lanes, -1), norm)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        h, x, handed_on = JoinNorm.apply(h, term.expand_as(h), delayed, weight, eps, broadcast and how == Join.PAST)
+        h, x, handed_on = JoinNorm.apply(
+            h, term.expand_as(h), delayed, weight, eps, broadcast and how == Join.PAST
+        )
         return h, x, partial if broadcast and how != Join.PAST else handed_on
 
 

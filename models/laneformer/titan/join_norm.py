@@ -1,10 +1,12 @@
 """Join + RMSNorm for training as operators around the Triton kernels, with one backward kernel for both.
 
-The forward is two operators, `join` and `rms_norm`, although one kernel does both: so selective checkpointing can keep
-the results of either. Where the compiler finds both together, `FuseJoinNorm` puts the single kernel in their place.
+The forward is two operators, `join` and `rms_norm`, although one kernel does both: so selective
+checkpointing can keep the results of either. Where the compiler finds both together, `FuseJoinNorm` puts the
+single kernel in their place.
 
-A partial output that a later layer receives as well has two gradients. `JoinNorm` hands it on as an output of its own,
-so that its backward kernel adds the second gradient on the way; autograd's addition would read and write it again.
+A partial output that a later layer receives as well has two gradients. `JoinNorm` hands it on as an output
+of its own, so that its backward kernel adds the second gradient on the way; autograd's addition would read
+and write it again.
 """
 
 from __future__ import annotations
@@ -57,8 +59,12 @@ def _(h: Tensor, partial: Tensor, delayed: Tensor | None, weight: Tensor, eps: f
     return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(h.shape[:3], dtype=torch.float32)
 
 
-def _forward(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, eps: float) -> Parts:
-    """Launch the forward kernel: streams (h itself without a partial), normed and 1/rms (empty without a weight)."""
+def _forward(
+    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, eps: float
+) -> Parts:
+    """Launch the forward kernel: streams (h itself without a partial), normed and 1/rms
+    (empty without a weight).
+    """
     h, partial, delayed = (_strided(t) for t in (h, partial, delayed))
     _check(h, partial, delayed, weight)
     streams = h if partial is None else h.new_empty(h.shape)
@@ -79,11 +85,13 @@ def join_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of h, partial, delayed and weight; empty where there is none or where it is another one.
 
-    h's is d_streams for a join alone, the partial's is h's if nothing was handed on.
-    d_normed, streams, weight and 1/rms belong to the norm, and are None for a join alone. The scale's gradient is
-    summed in float32, in an order that depends on the number of the device's SMs alone.
+    h's is d_streams for a join alone, the partial's is h's if nothing was handed on. d_normed, streams,
+    weight and 1/rms belong to the norm, and are None for a join alone. The scale's gradient is summed in
+    float32, in an order that depends on the number of the device's SMs alone.
     """
-    d_streams, d_normed, d_handed_on, streams = (_strided(t) for t in (d_streams, d_normed, d_handed_on, streams))
+    d_streams, d_normed, d_handed_on, streams = (
+        _strided(t) for t in (d_streams, d_normed, d_handed_on, streams)
+    )
     _check(d_streams, d_normed, d_handed_on, streams, weight)
     tokens = d_streams.shape[0] * d_streams.shape[1]
     programs = min(tokens, PROGRAMS_PER_SM * _processors(d_streams.device))
@@ -120,9 +128,9 @@ def _outputs(
 class JoinNorm(torch.autograd.Function):
     """(h, partial, delayed, weight) -> (streams, normed, partial): a join, a norm, or both in this order.
 
-    h + partial + (delayed's sum over lanes - delayed), all (B, S, L, D), h alone without a partial; normed is None
-    without a weight, the partial unless `hand_on`. Whoever needs streams or partial further has to use the ones that
-    leave: then all their gradients meet in one kernel.
+    h + partial + (delayed's sum over lanes - delayed), all (B, S, L, D), h alone without a partial; normed is
+    None without a weight, the partial unless `hand_on`. Whoever needs streams or partial further has to use
+    the ones that leave: then all their gradients meet in one kernel.
     """
 
     @staticmethod
@@ -213,7 +221,9 @@ def _shape(x: Tensor, weight: Tensor | None) -> dict[str, Any]:
 def _check(first: Tensor, *others: Tensor | None) -> None:
     assert first.dtype in DTYPES, f"the kernels take {DTYPES}, not {first.dtype}"
     for other in others:
-        assert other is None or other.dtype == first.dtype, f"streams are {first.dtype}, another tensor {other.dtype}"
+        assert other is None or other.dtype == first.dtype, (
+            f"streams are {first.dtype}, another tensor {other.dtype}"
+        )
 
 
 def _processors(device: torch.device) -> int:

@@ -2,16 +2,17 @@
 
     T tokens (B*S)   L lanes   D hidden   W bytes of one stream tensor (B, S, L, D)
 
-A join adds the other lanes' delayed outputs, a sum over lanes; the norm after it needs a sum over the hidden axis of
-what the join wrote. The compiler makes a kernel of each sum, and every kernel reads and writes wide tensors again.
-Here a tile holds all lanes of some columns, so the sum over lanes never leaves the registers, and the second pass over
-a token reads what the first one left in the cache (24,576 values in the 2B model).
+A join adds the other lanes' delayed outputs, a sum over lanes; the norm after it needs a sum over the hidden
+axis of what the join wrote. The compiler makes a kernel of each sum, and every kernel reads and writes wide
+tensors again. Here a tile holds all lanes of some columns, so the sum over lanes never leaves the registers,
+and the second pass over a token reads what the first one left in the cache (24,576 values in the 2B model).
 
     forward    with delayed and norm: reads h, partial, delayed, writes the streams and their norm     5 W
     backward   of it: reads three gradients and the streams, writes the gradients of h, partial, delayed   7 W
 
-Sums are float32 whatever the tensors are; every result is rounded once. A tensor that is read may have any token and
-lane strides (an expanded embedding, a product with the lane axis in front), but its columns are adjacent.
+Sums are float32 whatever the tensors are; every result is rounded once. A tensor that is read may
+have any token and lane strides (an expanded embedding, a product with the lane axis in front), but
+its columns are adjacent.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ def forward_kernel(
     JOIN: tl.constexpr, DELAYED: tl.constexpr, NORM: tl.constexpr, LANE_SCALES: tl.constexpr,
     L: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """streams = h + partial + (delayed's sum - delayed), normed = streams * rstd * weight; program t does token t.
+    """streams = h + partial + (delayed's sum - delayed), normed = streams * rstd * weight; program
+    t does token t.
 
-    h, partial, delayed: (T, L, D) by their strides. streams, normed (T, L, D) and rstd (T, L) float32 are contiguous.
-    LANES and COLS are the powers of two that hold L and a tile's columns. Without JOIN, h is what is normed.
+    h, partial, delayed: (T, L, D) by their strides. streams, normed (T, L, D) and rstd (T, L) float32
+    are contiguous. LANES and COLS are the powers of two that hold L and a tile's columns. Without JOIN,
+    h is what is normed.
     """
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -105,10 +108,11 @@ def backward_kernel(
 ):  # fmt: skip
     """Gradients of a join and the norm after it; of P programs, program p does tokens p, p + P, p + 2 P, ...
 
-    Read are the gradients of the streams, of normed, and, where a later layer receives the partial output as well
-    (handed on), that layer's gradient of it. d_h, the whole gradient of the streams, is written only with NORM: else it
-    is d_streams. It is the partial's, too: d_partial is written only if something was handed on. d_weight, (P, D) or
-    (P, L, D) float32 and zero before, takes each program's sum over its tokens.
+    Read are the gradients of the streams, of normed, and, where a later layer receives the partial
+    output as well (handed on), that layer's gradient of it. d_h, the whole gradient of the streams, is
+    written only with NORM: else it is d_streams. It is the partial's, too: d_partial is written only if
+    something was handed on. d_weight, (P, D) or (P, L, D) float32 and zero before, takes each program's
+    sum over its tokens.
     """
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     lane = tl.arange(0, LANES)
@@ -138,7 +142,9 @@ def backward_kernel(
                     tl.store(sums, tl.load(sums, mask=inside, other=0) + dy * x, mask=inside)
                 else:
                     sums = d_weight + program * D + column
-                    tl.store(sums, tl.load(sums, mask=column < D, other=0) + tl.sum(dy * x, 0), mask=column < D)
+                    tl.store(
+                        sums, tl.load(sums, mask=column < D, other=0) + tl.sum(dy * x, 0), mask=column < D
+                    )
                 tl.store(d_h + own + column[None, :], g.to(d_h.dtype.element_ty), mask=inside)
             if DELAYED:
                 dd = tl.sum(g, 0)[None, :] - g

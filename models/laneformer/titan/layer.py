@@ -25,10 +25,11 @@ class KeptRMSNorm(LaneRMSNorm):
 class TitanLayer(LaneformerLayer):
     """The model's layer.
 
-    Its backward pass starts from the streams between attention and MLP: without them it would compute wo again, and the
-    join, which reads two more wide tensors. The normed streams are held, too: there is room for them, and to compute
-    them again is to read and write the streams. Where every lane adds the sum of all partials at once and nobody needs
-    them one by one, they are never made: the layer is a dense Transformer's as long as the streams are equal.
+    Its backward pass starts from the streams between attention and MLP: without them it would compute wo
+    again, and the join, which reads two more wide tensors. The normed streams are held, too: there is room
+    for them, and to compute them again is to read and write the streams. Where every lane adds the sum of all
+    partials at once and nobody needs them one by one, they are never made: the layer is a dense Transformer's
+    as long as the streams are equal.
     """
 
     def __init__(self, config: LaneformerConfig, layer: int):

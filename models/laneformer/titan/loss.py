@@ -1,11 +1,13 @@
-"""Cross-entropy straight from the streams: the logits of a chunk of tokens at a time, never those of the batch.
+"""Cross-entropy straight from the streams: the logits of a chunk of tokens at a time, never
+those of the batch.
 
     N tokens   L lanes   D hidden   v = V / L, the slice of the vocabulary that a lane scores
 
-A batch's logits are the largest tensor of a step (fp32 logits, their softmax, their gradient). They live only inside
-the loss, so the forward pass computes them chunk by chunk, keeping one number per token (the log of the softmax's
-denominator), and the backward pass recomputes them, which costs one more product with the head. The result
-is one loss per token: their sum is the training loss, their sums by source are the per-source losses.
+A batch's logits are the largest tensor of a step (fp32 logits, their softmax, their gradient). They
+live only inside the loss, so the forward pass computes them chunk by chunk, keeping one number per
+token (the log of the softmax's denominator), and the backward pass recomputes them, which costs one
+more product with the head. The result is one loss per token: their sum is the training loss, their sums
+by source are the per-source losses.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ CHUNK_TOKENS = 2048  # the 2B model's chunk: 2048 x 32000 logits; enough rows to
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits (L, n, v), labels (n,) -> losses (n,), 0 where ignored; the softmax's log-denominators, largest logits."""
+    """logits (L, n, v), labels (n,) -> losses (n,), 0 where ignored; the
+    softmax's log-denominators, largest logits.
+    """
     _, count, slice_size = logits.shape
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak = wide.amax((0, 2))
@@ -38,7 +42,8 @@ def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor
 def logits_gradient(
     logits: Tensor, denominator: Tensor, labels: Tensor, gradient: Tensor, z_loss_weight: float = 0.0
 ) -> Tensor:
-    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each token's own gradient (n,).
+    """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each
+    token's own gradient (n,).
 
     With a z-loss, z_loss_weight times the squared log-denominator: its gradient is the softmax's, too.
     """
@@ -61,13 +66,19 @@ def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Losses (N,) of streams (N, L, D) scored by a vocabulary-parallel head (L, v, D); labels int64 (N,).
 
-    Returns log-denominators and largest logits (N,) as well, for the log. The losses leave the z-loss out, their
-    gradients contain it.
+    Returns log-denominators and largest logits (N,) as well, for the log. The losses leave the z-loss out,
+    their gradients contain it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, backend: str | None, z_loss_weight: float = 0.0
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        backend: str | None,
+        z_loss_weight: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         function = _compiled(token_losses, backend) if backend else token_losses
         parts = [
@@ -107,31 +118,48 @@ class TitanHead(LMHead):
         self.chunk_tokens = CHUNK_TOKENS
         self.compile_backend: str | None = None  # set by parallelize when compile.components has "loss"
         self.z_loss_weight = 0.0  # set by the trainer
-        self.seen: tuple[Tensor, Tensor] | None = None  # log-denominators and largest logits (N,) of the last losses
+        self.seen: tuple[Tensor, Tensor] | None = (
+            None  # log-denominators and largest logits (N,) of the last losses
+        )
 
-    def forward(self, h: Tensor, norm: LaneRMSNorm, labels: Tensor | None = None, trained: int | None = None) -> Tensor:
-        """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S) in float32 or wider.
+    def forward(
+        self, h: Tensor, norm: LaneRMSNorm, labels: Tensor | None = None, trained: int | None = None
+    ) -> Tensor:
+        """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S)
+        in float32 or wider.
 
-        Only the vocabulary-parallel head is computed in chunks; the other kinds make all their logits. trained: number
-        of labels that are not ignored, if the caller knows it: whole chunks of ignored ones are then skipped.
+        Only the vocabulary-parallel head is computed in chunks; the other kinds make all their logits.
+        trained: number of labels that are not ignored, if the caller knows it: whole chunks of ignored
+        ones are then skipped.
         """
         if labels is None:
             return super().forward(h, norm)
         if self.kind == "vocab_parallel":
             x, targets = norm(h).flatten(0, 1), labels.flatten()
             options = self.chunk_tokens, self.compile_backend, self.z_loss_weight
-            count = len(targets) if trained is None else -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
+            count = (
+                len(targets)
+                if trained is None
+                else -(-max(trained, 1) // self.chunk_tokens) * self.chunk_tokens
+            )
             if count >= len(targets):
                 losses, denominators, peaks = ChunkedCrossEntropy.apply(x, self.weight, targets, *options)
             else:
-                # the trained rows first, then ignored ones up to whole chunks: every chunk has the compiled shape
+                # the trained rows first, then ignored ones up to whole chunks: every chunk has
+                # the compiled shape
                 rows = (targets == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:count]
-                found = ChunkedCrossEntropy.apply(x.index_select(0, rows), self.weight, targets[rows], *options)
-                losses, denominators, peaks = (each.new_zeros(len(targets)).index_copy(0, rows, each) for each in found)
+                found = ChunkedCrossEntropy.apply(
+                    x.index_select(0, rows), self.weight, targets[rows], *options
+                )
+                losses, denominators, peaks = (
+                    each.new_zeros(len(targets)).index_copy(0, rows, each) for each in found
+                )
         else:
             logits = super().forward(h, norm).flatten(0, 1)
             losses, denominators, peaks = token_losses(logits[None], labels.flatten())
-            z_loss = torch.where(labels.flatten() == IGNORE_INDEX, 0.0, self.z_loss_weight * denominators.square())
+            z_loss = torch.where(
+                labels.flatten() == IGNORE_INDEX, 0.0, self.z_loss_weight * denominators.square()
+            )
             losses = losses + z_loss - z_loss.detach()
         self.seen = denominators.detach(), peaks.detach()
         return losses.view(labels.shape)

@@ -1,13 +1,15 @@
 """Activation checkpointing, compile per layer, and FSDP2 or HSDP, in TorchTitan's order.
 
-The lane axis decides the sharding. FSDP cuts dimension 0 by default, and dimension 0 of a lane matrix is L = 8: on more
-than eight shards most ranks would own nothing. Each parameter is therefore cut along its first dimension that the shard
-degree divides; with 8 shards (HSDP, one node) that is the lane axis itself, one lane per GPU.
+The lane axis decides the sharding. FSDP cuts dimension 0 by default, and dimension 0 of a lane matrix is L
+= 8: on more than eight shards most ranks would own nothing. Each parameter is therefore cut along its
+first dimension that the shard degree divides; with 8 shards (HSDP, one node) that is the lane axis itself,
+one lane per GPU.
 
-The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is D or F
-wide; one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective checkpointing keeps the first
-kind, the streams between attention and MLP, what the norms and attention return, and computes the rest again: no
-product is, and nothing that is as wide as the streams but the join in front of the MLP's output.
+The lane axis decides what to keep for the backward pass, too. A product that fans out (wq, wk, wv, w1, w3) is
+D or F wide; one that fans in (wo, w2) gives every lane a stream of its own, L times D. Selective
+checkpointing keeps the first kind, the streams between attention and MLP, what the norms and attention
+return, and computes the rest again: no product is, and nothing that is as wide as the streams but the join in
+front of the MLP's output.
 """
 
 from __future__ import annotations
@@ -46,8 +48,12 @@ KEPT_OPS = {
 }
 
 
-def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-    """Prepare the (meta) model for its mesh. Raises ValueError for parallelisms that the Laneformer does not have."""
+def parallelize_laneformer(
+    model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Prepare the (meta) model for its mesh. Raises ValueError for parallelisms that the
+    Laneformer does not have.
+    """
     check_parallelism(parallel_dims)
     if isinstance(model.layers[0], FusedLayer):
         check_kernels()
@@ -56,7 +62,8 @@ def parallelize_laneformer(model: Laneformer, parallel_dims: ParallelDims, job_c
         names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
         apply_fsdp(model, parallel_dims.get_mesh(names), job_config)
     else:
-        # one device is a mesh of one: the same mixed precision everywhere; under autocast sums would widen the streams
+        # one device is a mesh of one: the same mixed precision everywhere; under autocast sums would
+        # widen the streams
         apply_fsdp(model, parallel_dims.world_mesh, job_config)
     return model
 
@@ -68,11 +75,13 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         apply_selective_checkpointing(model)
     elif checkpointing.mode != "none":
-        apply_ac(model, checkpointing, model_compile_enabled=compile_model, base_folder=job_config.job.dump_folder)
+        apply_ac(
+            model, checkpointing, model_compile_enabled=compile_model, base_folder=job_config.job.dump_folder
+        )
     if compile_model:
-        # All layers share one code object, and Dynamo counts its variants together: the 2B layout has six (which inputs
-        # a layer receives, with or without a mask) in each of two grad modes, above the default limit of 8, where
-        # fullgraph turns the limit into an error at the first validation.
+        # All layers share one code object, and Dynamo counts its variants together: the 2B layout has six
+        # (which inputs a layer receives, with or without a mask) in each of two grad modes, above the default
+        # limit of 8, where fullgraph turns the limit into an error at the first validation.
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         lower_keep_to_nothing()
         fuse_join_norm()
@@ -97,7 +106,11 @@ def apply_selective_checkpointing(model: Laneformer) -> None:
 
 
 def check_parallelism(parallel_dims: ParallelDims) -> None:
-    for name, degree in (("tensor", parallel_dims.tp), ("pipeline", parallel_dims.pp), ("context", parallel_dims.cp)):
+    for name, degree in (
+        ("tensor", parallel_dims.tp),
+        ("pipeline", parallel_dims.pp),
+        ("context", parallel_dims.cp),
+    ):
         if degree > 1:
             raise ValueError(
                 f"parallelism.{name}_parallel_degree = {degree} is not supported; the 2B model fits one GPU's shard: "
@@ -116,7 +129,9 @@ def shard_dimension(shape: torch.Size, degree: int) -> int:
 
 
 def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> None:
-    """Shard embedding, every layer, and norm with head as one unit each; gradients are summed, the loss is a mean."""
+    """Shard embedding, every layer, and norm with head as one unit each; gradients are summed, the
+    loss is a mean.
+    """
     degree = mesh.size() if mesh.ndim == 1 else mesh.size(1)
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
@@ -143,4 +158,6 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is already divided by the global token count
-            module.set_force_sum_reduction_for_comms(True)  # gloo lacks PREMUL_SUM, and NCCL is faster with SUM
+            module.set_force_sum_reduction_for_comms(
+                True
+            )  # gloo lacks PREMUL_SUM, and NCCL is faster with SUM

@@ -2,8 +2,9 @@
 
     B batch   S sequence   L lanes   D hidden   o, i the output and input features that one lane owns
 
-`keep` marks what selective checkpointing holds from the forward for the backward pass. Naming operations would not do:
-the streams between attention and MLP are a sum like any other, and the shape of a product depends on the lanes.
+`keep` marks what selective checkpointing holds from the forward for the backward pass. Naming operations
+would not do: the streams between attention and MLP are a sum like any other, and the shape of a product
+depends on the lanes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _as_it_is(x: Any) -> Any:
 
 
 def one_product(x: Tensor, *parts: LaneLinear) -> tuple[Tensor, ...]:
-    """x (B, S, L or 1, D) through matrices that fan out, as one product; a result (B, S, L, o) for each, kept.
+    """x (B, S, L or 1, D) through matrices that fan out, as one product; a result (B, S, L,
+    o) for each, kept.
 
     The input is read once, and its gradient is written once instead of summed from several wide tensors.
     """

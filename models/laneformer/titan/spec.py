@@ -1,4 +1,6 @@
-"""The Laneformer as TorchTitan sees a model: arguments by flavor, FLOPs for MFU, construction and initialisation."""
+"""The Laneformer as TorchTitan sees a model: arguments by flavor, FLOPs for
+MFU, construction and initialisation.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,25 @@ JOIN_NORMS = ("auto", "triton", "plain")
 
 @dataclass
 class LaneformerArgs(BaseModelArgs):
-    """Architecture, attention kernel and initialisation seed; TorchTitan logs it and asks for parameters and FLOPs."""
+    """Architecture, attention kernel and initialisation seed; TorchTitan logs it and asks
+    for parameters and FLOPs.
+    """
 
     config: LaneformerConfig = field(default_factory=LaneformerConfig)
     init_seed: int = 0
     attention: str = "sdpa"
     join_norm: str = "plain"
     mask_documents: bool = False
-    bos_id: int | None = None  # the id that begins a document, which `mask_documents` needs; the data says which it is
+    bos_id: int | None = (
+        None  # the id that begins a document, which `mask_documents` needs; the data says which it is
+    )
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Take `[architecture]` overrides, the seed, and check the sequence length. Raises ValueError."""
         section = vars(job_config.architecture)
         overrides = {key: value for key, value in section.items() if value is not None}
         self.config = LaneformerConfig.from_dict({**self.config.to_dict(), **overrides})
-        self.config.refuse_borrowed("training")
+        self.config.refuse_unsupported("training")
         self.init_seed = job_config.debug.seed or 0
         self.attention = choose_attention(job_config)
         self.join_norm = choose_join_norm(job_config)
@@ -55,7 +61,9 @@ class LaneformerArgs(BaseModelArgs):
 
 
 def choose_attention(job_config: JobConfig) -> str:
-    """The kernel that `model.attention` names; "auto" is flex where it is compiled for a GPU. Raises ValueError."""
+    """The kernel that `model.attention` names; "auto" is flex where it is compiled for
+    a GPU. Raises ValueError.
+    """
     kind = job_config.model.attention
     if kind not in KINDS:
         raise ValueError(f"model.attention = {kind!r} is unknown; choose from {KINDS}")
@@ -83,7 +91,9 @@ def model_args_by_flavor() -> dict[str, LaneformerArgs]:
 
 
 class TitanLaneformer(Laneformer):
-    """The same module with the constructor and `init_weights` of TorchTitan's ModelProtocol, a protocol by shape."""
+    """The same module with the constructor and `init_weights` of TorchTitan's ModelProtocol,
+    a protocol by shape.
+    """
 
     def __init__(self, model_args: LaneformerArgs):
         config = model_args.config
@@ -102,9 +112,9 @@ class TitanLaneformer(Laneformer):
     ) -> Tensor:
         """Token ids (B, S) -> logits (B, S, V); with labels (B, S) the loss of every token, (B, S).
 
-        documents: integers (B, S), the document of each token; default with `mask_documents`: `bos_id` begins one.
-        Positions go on across documents: attention within one depends on their differences only (RoPE). trained: see
-        TitanHead.
+        documents: integers (B, S), the document of each token; default with `mask_documents`: `bos_id`
+        begins one. Positions go on across documents: attention within one depends on their differences only
+        (RoPE). trained: see TitanHead.
         """
         rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
         if documents is None and self.model_args.mask_documents:
@@ -129,7 +139,9 @@ class LaneformerStateDictAdapter(StateDictAdapter):
     """Lets TorchTitan's own checkpointer write and read Hugging Face safetensors, whose names have a prefix."""
 
     def __init__(self, model_args: BaseModelArgs, hf_assets_path: str | None):
-        super().__init__(model_args, None)  # one safetensors file; hf/export.py writes complete, sharded folders
+        super().__init__(
+            model_args, None
+        )  # one safetensors file; hf/export.py writes complete, sharded folders
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {hf_name(name): value for name, value in state_dict.items()}

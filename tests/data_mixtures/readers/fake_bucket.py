@@ -14,8 +14,8 @@ from typing import Any
 class FakeBucket:
     """`with FakeBucket(contents) as bucket:` serves at bucket.url; bucket.asked counts the requests by sha1.
 
-    flaws: what a sha1 is answered with before its object, in order: a status, or bytes in its place. slow_s: seconds
-    that every answer takes. down: 503 to all.
+    flaws: what a sha1 is answered with before its object, in order: a status, or bytes in its place. slow_s:
+    seconds that every answer takes. down: 503 to all.
     """
 
     def __init__(self, contents: list[bytes], slow_s: float = 0.0) -> None:
@@ -27,7 +27,9 @@ class FakeBucket:
         self.url = f"http://127.0.0.1:{self.server.server_port}/content/{{sha1}}"
 
     def __enter__(self) -> FakeBucket:
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *exception: object) -> None:

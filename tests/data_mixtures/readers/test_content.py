@@ -154,14 +154,18 @@ code = 1
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, monkeypatch, run_prepare, workers):
+def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(
+    tmp_path, monkeypatch, run_prepare, workers
+):
     monkeypatch.setattr(content, "UNIT_ROWS", 100)
     contents = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20]
     resolved(tmp_path / "resolved.parquet", contents)
     out = tmp_path / "out"
     with FakeBucket(contents[:100] + contents[110:]) as bucket:
         (tmp_path / "code.toml").write_text(RECIPE.format(url=bucket.url))
-        with pytest.raises(ValueError, match=r"fetch code/unit-00001: 10 of 100 contents \(10.00%\) are missing"):
+        with pytest.raises(
+            ValueError, match=r"fetch code/unit-00001: 10 of 100 contents \(10.00%\) are missing"
+        ):
             run_prepare(tmp_path / "code.toml", out)
         assert list((out / "fetch/code").glob(".unit-*")) == [out / "fetch/code/.unit-00001.parts"]
         bucket.objects |= FakeBucket(contents[100:107]).objects
@@ -186,10 +190,17 @@ def test_a_resolved_file_without_sha1_is_named(tmp_path, run_prepare):
 
 
 def test_contents_in_parquet_are_an_ordinary_source_with_a_column_of_bytes(tmp_path, run_prepare):
-    rows = [{"sha1_git": sha1(each or b""), "content": each} for each in (*CONTENTS[:200], b"gr\xfc\xdfe " * 20, None)]
+    rows = [
+        {"sha1_git": sha1(each or b""), "content": each}
+        for each in (*CONTENTS[:200], b"gr\xfc\xdfe " * 20, None)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "contents.parquet")
     given = 'kind = "parquet", field = "content", paths = ["contents.parquet"]'
-    text = RECIPE.format(url="").replace('content_url = "", ', "").replace("max_missing_share = 0.05", "exclude = []")
+    text = (
+        RECIPE.format(url="")
+        .replace('content_url = "", ', "")
+        .replace("max_missing_share = 0.05", "exclude = []")
+    )
     (tmp_path / "code.toml").write_text(text.replace('kind = "resolved", paths = ["*.parquet"]', given))
     run_prepare(tmp_path / "code.toml", tmp_path / "out")
     manifest = shards.read_manifest(tmp_path / "out/code")

@@ -1,4 +1,6 @@
-"""Plan and fetch from a hub, by the commands: revisions, pages of files, hashes, gates, and transfers that go wrong."""
+"""Plan and fetch from a hub, by the commands: revisions, pages of files, hashes, gates, and
+transfers that go wrong.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def hub(tmp_path: Path):
 
 
 def command(hub: FakeHub, name: str, path: Path, *more: str, token: str = "") -> subprocess.CompletedProcess:
-    home = {"HF_HOME": str(path.parent / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    home = {
+        "HF_HOME": str(path.parent / "home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": token, **home}
     line = [sys.executable, "-m", "data_mixtures", name, str(path), "--out", str(path.parent / "out"), *more]
@@ -34,12 +40,16 @@ def command(hub: FakeHub, name: str, path: Path, *more: str, token: str = "") ->
 
 
 def test_plan_and_fetch_from_the_hub(hub, tmp_path):
-    path = recipe(tmp_path, {"name": "exact"}, {"name": "gated", "repo": "nobody/Gated", "configs": '["data"]'})
+    path = recipe(
+        tmp_path, {"name": "exact"}, {"name": "gated", "repo": "nobody/Gated", "configs": '["data"]'}
+    )
     done = command(hub, "plan", path, token="good")
     assert done.returncode == 0, done.stderr
     planned = stage.planned(tmp_path / "out", "exact")
     assert planned["revision"] == COMMIT
-    assert [entry["path"] for entry in planned["units"]] == [f"4plus/part_{number:06d}.parquet" for number in range(3)]
+    assert [entry["path"] for entry in planned["units"]] == [
+        f"4plus/part_{number:06d}.parquet" for number in range(3)
+    ]
     whole = sum(p.stat().st_size for p in (tmp_path / "served/nobody/Small-Data/4plus").iterdir())
     assert sum(entry["bytes"] for entry in planned["units"]) == whole
     assert all(len(entry["sha256"]) == 64 for entry in planned["units"])
@@ -75,7 +85,10 @@ def test_all_repositories_are_asked_before_anything_is_read(hub, tmp_path):
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0] == "error: 3 repositories refuse to be read; nothing was read:"
-    assert f"gated: nobody/Gated @ abcdef0: gated: accept its agreement at {hub.url}/datasets/nobody/Gated" in lines[1]
+    assert (
+        f"gated: nobody/Gated @ abcdef0: gated: accept its agreement at {hub.url}/datasets/nobody/Gated"
+        in lines[1]
+    )
     assert "(HF_TOKEN is not set)" in lines[1]
     assert "gone: nobody/Gone @ abcdef0: not found at" in lines[2]
     assert "old: nobody/Small-Data @ 0000000: has no revision '0000000'" in lines[3]
@@ -95,7 +108,10 @@ def test_a_mirror_is_checked_against_the_hub_s_hashes(hub, tmp_path):
     victim.write_bytes(data[:1000] + b"?" + data[1001:])
     done = command(hub, "fetch", path, "--mirror", str(tmp_path / "mirror"), "--workers", "2")
     assert done.returncode == 1
-    assert "error: fetch exact/unit-00002: nobody/Small-Data/4plus/part_000002.parquet came with sha256" in done.stderr
+    assert (
+        "error: fetch exact/unit-00002: nobody/Small-Data/4plus/part_000002.parquet came with sha256"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not list((tmp_path / "out/fetch").rglob("*.partial"))

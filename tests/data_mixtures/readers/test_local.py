@@ -1,4 +1,6 @@
-"""Files of one's own: which in which order, caps, what text comes of them, and the named reasons why none does."""
+"""Files of one's own: which in which order, caps, what text comes of them, and the named
+reasons why none does.
+"""
 
 import bz2
 import gzip
@@ -16,7 +18,11 @@ from data_mixtures.recipe import Input
 
 ROWS = [{"text": "one", "id": 1}, {"id": 2, "text": "zwei ü\n"}, {"text": None}, {"text": "", "body": "x"}]
 RAW = b"".join(b'{"text": "some words of line %d"}\n' % number for number in range(3000))
-PACK = {"gz": gzip.compress, "zst": lambda raw: pyarrow.compress(raw, "zstd", asbytes=True), "bz2": bz2.compress}
+PACK = {
+    "gz": gzip.compress,
+    "zst": lambda raw: pyarrow.compress(raw, "zstd", asbytes=True),
+    "bz2": bz2.compress,
+}
 
 
 def texts(source_input: Input, *paths, dropped: local.Dropped | None = None) -> list[str]:
@@ -122,7 +128,11 @@ def test_a_wrong_line_is_counted_with_its_place(line, reason, example, tmp_path)
 
 def test_other_fields_may_change_their_type(tmp_path):
     """What ends the JSON reader of `datasets`, which gives every field one type."""
-    rows = [{"text": "a", "meta": {"url": "x"}}, {"text": "b", "meta": "none"}, {"text": "c", "more": [1]}] * 9
+    rows = [
+        {"text": "a", "meta": {"url": "x"}},
+        {"text": "b", "meta": "none"},
+        {"text": "c", "more": [1]},
+    ] * 9
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert texts(Input("jsonl", ("x",)), tmp_path / "a.jsonl") == ["a", "b", "c"] * 9
 
@@ -150,7 +160,9 @@ def test_the_order_depends_on_names_below_a_root_alone(folder, tmp_path):
     (tmp_path / "ot[h]er").mkdir()  # a folder whose name is a pattern
     (folder / "a").rename(tmp_path / "ot[h]er/a")
     moved = {"corpus": str(tmp_path / "ot[h]er")}
-    assert [local.portable(name, moved) for name in names(chosen, moved)] == [local.portable(n, roots) for n in found]
+    assert [local.portable(name, moved) for name in names(chosen, moved)] == [
+        local.portable(n, roots) for n in found
+    ]
     assert local.portable(found[0], {"recipe": str(folder), **roots}) == f"a/{found[0].split('/')[-1]}"
     roots = local.roots(tmp_path, tmp_path / "recipes")
     assert (roots["corpus"], roots["recipe"]) == (str(tmp_path / "corpus"), str(tmp_path / "recipes"))
@@ -171,7 +183,9 @@ def test_a_name_that_is_not_utf8_can_be_excluded(folder):
 
 
 def test_every_glob_must_match(folder):
-    with pytest.raises(ValueError, match=rf"^no file matches {folder}/b/\*, {folder}/a/1.* \(all excluded\)$"):
+    with pytest.raises(
+        ValueError, match=rf"^no file matches {folder}/b/\*, {folder}/a/1.* \(all excluded\)$"
+    ):
         local.find(Input("text", (f"{folder}/b/*", f"{folder}/a/*", f"{folder}/a/1*"), exclude=("*/1*",)), {})
     assert len(local.find(Input("text", (f"{folder}/b/*", f"{folder}/a/*")), {}, all_match=False)) == 20
 
@@ -197,7 +211,12 @@ def test_a_suffix_of_another_kind_is_refused(kind, name, message):
 
 
 def test_usual_suffixes_are_taken():
-    for kind, name in [("text", "a.md.gz"), ("text", "README"), ("jsonl", "a.json.zst"), ("parquet", "a.b.parquet")]:
+    for kind, name in [
+        ("text", "a.md.gz"),
+        ("text", "README"),
+        ("jsonl", "a.json.zst"),
+        ("parquet", "a.b.parquet"),
+    ]:
         local.check_kind(Input(kind, ("x",)), [[name, 1, 1]])
 
 
@@ -242,7 +261,9 @@ def test_urls_are_listed_read_and_checked(tmp_path):
     for name in (str(path), f"file://{path}"):
         found = local.find(Input("text", (name,)), {})
         os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))  # the same size, later
-        with pytest.raises(ValueError, match=r"a\.txt has changed since it was planned \(same size, other time or tag"):
+        with pytest.raises(
+            ValueError, match=r"a\.txt has changed since it was planned \(same size, other time or tag"
+        ):
             local.check_unchanged(found)
 
 
@@ -252,5 +273,7 @@ def test_a_missing_package_or_protocol_is_one_sentence(monkeypatch):
         ValueError, match=r"gs://b/\* needs a package that is missing .*pip install 'laneformer\[gcs\]'"
     ):
         local.find(Input("jsonl", ("gs://b/*",)), {})
-    with pytest.raises(ValueError, match=r"nowhere://b/\* cannot be read: ValueError: Protocol not known: nowhere"):
+    with pytest.raises(
+        ValueError, match=r"nowhere://b/\* cannot be read: ValueError: Protocol not known: nowhere"
+    ):
         local.find(Input("jsonl", ("nowhere://b/*",)), {})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_mixtures import shards
-from data_mixtures.stages import runs
+from data_mixtures.stages import sorted_runs
 from tests.data_mixtures.stages.shuffle_assets import plan_of, prepared, texts_of
 
 
@@ -17,7 +17,7 @@ def two_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = {"notes": texts_of(130), "sums": texts_of(90, seed=1)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "BLOCK_BYTES", 128)
-        patch.setattr(runs, "DOCUMENTS_PER_RANGE", 100)
+        patch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
         folder = tmp_path_factory.mktemp("two") / "data"
         return prepared(folder, plan_of(("notes", "sums"), windows_per_shard=20), texts)
 
@@ -26,7 +26,7 @@ def two_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(two_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of two sources of several shards, with blocks of 128 bytes: three a shard of 322 bytes."""
     monkeypatch.setattr(shards, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 100)
+    monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
     # links stay links among the copies: published shards are those of the stage shuffle
     subprocess.run(["cp", "-a", two_sources, tmp_path / "data"], check=True)
     return tmp_path / "data"

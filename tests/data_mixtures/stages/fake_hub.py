@@ -1,8 +1,11 @@
-"""A hub of one's own: the endpoints that huggingface_hub asks for a dataset, over a folder laid out as a mirror.
+"""A hub of one's own: the endpoints that huggingface_hub asks for a dataset, over a folder laid
+out as a mirror.
 
-    /api/datasets/REPO/auth-check, /revision/REV, /tree/REV[/FOLDER] (in pages of two), /datasets/REPO/resolve/REV/PATH
+    /api/datasets/REPO/auth-check, /revision/REV, /tree/REV[/FOLDER] (in pages
+    of two), /datasets/REPO/resolve/REV/PATH
 
-Repositories whose name ends in "Gated" need the token "good"; `flaws` are answers that go wrong, once each, in order.
+Repositories whose name ends in "Gated" need the token "good"; `flaws` are answers that go wrong,
+once each, in order.
 """
 
 from __future__ import annotations
@@ -62,7 +65,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
         elif what == "revision":
             self._json(
-                {"id": repo, "sha": COMMIT, "siblings": [], "tags": [], "private": False, "downloads": 0, "likes": 0}
+                {
+                    "id": repo,
+                    "sha": COMMIT,
+                    "siblings": [],
+                    "tags": [],
+                    "private": False,
+                    "downloads": 0,
+                    "likes": 0,
+                }
             )
         elif what == "tree":
             self._tree(repo, "/".join(rest[1:]))
@@ -75,7 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == "Bearer good"
 
     def _json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json", **(headers or {})})
+        self._send(
+            json.dumps(value).encode(), status, {"Content-Type": "application/json", **(headers or {})}
+        )
 
     def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -110,7 +123,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": "not there"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
         data, status = path.read_bytes(), 200
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         headers["X-Linked-Size"] = str(len(data))
         if (wanted := self.headers.get("Range")) and self.command == "GET":
             first, last = wanted.removeprefix("bytes=").split("-")

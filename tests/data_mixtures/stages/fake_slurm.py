@@ -1,8 +1,8 @@
 """squeue, sbatch, scancel and scontrol without a cluster, for faults that a real one shows rarely.
 
-The folder of these programs is the cluster: `log` has every command, `jobs/<job>_<task>` is a task in the queue. A file
-`squeue.fails` or `sbatch.fails` has the number of times that the program still fails, as after a time-out. Tasks run
-one after another; a file `held` keeps all of them pending.
+The folder of these programs is the cluster: `log` has every command, `jobs/<job>_<task>` is a task in the
+queue. A file `squeue.fails` or `sbatch.fails` has the number of times that the program still fails, as after
+a time-out. Tasks run one after another; a file `held` keeps all of them pending.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def run_tasks(output: str, script: str, tasks: list[Path]) -> None:
         task.write_text(task.read_text().replace("PD ", "R "))
         index = task.name.partition("_")[2]
         with open(output.replace("%a", index), "a") as log:
-            subprocess.run(["env", f"SLURM_ARRAY_TASK_ID={index}", "sh", "-c", script], stdout=log, stderr=log)
+            subprocess.run(
+                ["env", f"SLURM_ARRAY_TASK_ID={index}", "sh", "-c", script], stdout=log, stderr=log
+            )
         task.unlink(missing_ok=True)
 
 

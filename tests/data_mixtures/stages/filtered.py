@@ -1,4 +1,6 @@
-"""Raw units for tests of the stages after fetch: a plan and raw Parquet files with receipts, from lists of texts."""
+"""Raw units for tests of the stages after fetch: a plan and raw Parquet files with receipts,
+from lists of texts.
+"""
 
 import json
 from collections.abc import Iterable
@@ -33,7 +35,9 @@ class Raw:
     def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
         texts = self.texts[unit.source][unit.number]
         array = pa.array([text.encode() if isinstance(text, str) else text for text in texts], pa.binary())
-        if self.kind != pa.binary():  # the same bytes under another type, unchecked, as a broken writer leaves them
+        if (
+            self.kind != pa.binary()
+        ):  # the same bytes under another type, unchecked, as a broken writer leaves them
             array = pa.Array.from_buffers(pa.string(), len(array), array.buffers()).cast(self.kind)
         pq.write_table(pa.table({"text": array}), folder / stage.RAW, row_group_size=100)
         return {"documents": len(texts)}

@@ -1,4 +1,6 @@
-"""Parquet files as the hub's datasets have them, in a folder laid out as a mirror, and recipes that name them."""
+"""Parquet files as the hub's datasets have them, in a folder laid out as a mirror, and
+recipes that name them.
+"""
 
 from __future__ import annotations
 

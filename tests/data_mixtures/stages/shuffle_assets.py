@@ -19,7 +19,7 @@ from rich.console import Console
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import LocalSource, Recipe, TokenizerFile, TokenizerTraining
-from data_mixtures.stages import blocks, manifest, runs, shuffle, stage
+from data_mixtures.stages import blocks, manifest, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
 from data_mixtures.stages.tokenize import DOCUMENT, SLICED
 
@@ -27,7 +27,9 @@ SEED = 7
 TOKEN = np.dtype("<u2")
 
 
-def plan_of(sources: Sequence[str] = ("notes",), seq_len=8, windows_per_shard=5, valid_per_10000=1500) -> Recipe:
+def plan_of(
+    sources: Sequence[str] = ("notes",), seq_len=8, windows_per_shard=5, valid_per_10000=1500
+) -> Recipe:
     weights = {name: 1 + i for i, name in enumerate(sources)}
     local = tuple(LocalSource(name, "web", ()) for name in sources)
     return Recipe(
@@ -119,7 +121,10 @@ def run(work: stage.Stage) -> None:
 def write_plan(out: Path, source: str, units: int) -> None:
     path = out / "plan.json"
     sources = read_json(path)["sources"] if path.exists() else {}
-    sources[source] = {"plan_hash": f"plan of {source}", "units": [{"number": number} for number in range(units)]}
+    sources[source] = {
+        "plan_hash": f"plan of {source}",
+        "units": [{"number": number} for number in range(units)],
+    }
     out.mkdir(parents=True, exist_ok=True)
     shards.write_json(path, {"format": 1, "sources": sources})
 
@@ -133,7 +138,7 @@ def shuffled(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: in
     """Tokenize, order and shuffle every source of texts."""
     for source, given in texts.items():
         tokenized(out, source, split(given, units))
-    run(runs.Runs(plan, out, tuple(texts)))
+    run(sorted_runs.Runs(plan, out, tuple(texts)))
     run(shuffle.OrderDocuments(plan, out, tuple(texts)))
     run(shuffle.WriteShards(plan, out, tuple(texts)))
 
@@ -160,7 +165,9 @@ def unique_train(texts: Iterable[str], plan: Recipe) -> list[str]:
 
 
 def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
-    """The reference: every text and token in memory at once; the bytes of every file, the document index unpacked."""
+    """The reference: every text and token in memory at once; the bytes of every file,
+    the document index unpacked.
+    """
     unique, train, valid = select(texts, plan)
     files = {}
     for name, digests in (("train", train), ("valid", valid)):
@@ -179,8 +186,12 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
             origins = [origin_of(unique[digests[i]]).encode() for i in here]
             sizes = np.array(list(map(len, origins)), "<u4")
             columns = [ids.tobytes(), lengths.tobytes(), sizes.tobytes()]
-            files[f"shard-{number:05d}.docs.zst"] = b"".join([len(here).to_bytes(8, "little"), *columns, *origins])
-    return files | {name.replace(".bin", ".parity"): parity(data) for name, data in files.items() if ".bin" in name}
+            files[f"shard-{number:05d}.docs.zst"] = b"".join(
+                [len(here).to_bytes(8, "little"), *columns, *origins]
+            )
+    return files | {
+        name.replace(".bin", ".parity"): parity(data) for name, data in files.items() if ".bin" in name
+    }
 
 
 def parity(data: bytes) -> bytes:
@@ -243,7 +254,9 @@ class Fetch(Filter):
         return {"dropped": {"not_utf8": 1} if unit.number == 0 else {}}
 
 
-def prepared(out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2, replace: bool = False) -> Path:
+def prepared(
+    out: Path, plan: Recipe, texts: dict[str, Sequence[str]], units: int = 2, replace: bool = False
+) -> Path:
     """All stages from fetch to manifest over these texts."""
     for source, given in texts.items():
         write_plan(out, source, units)

@@ -43,7 +43,11 @@ def deduplicated(out: Path, texts, wanted: recipe.Recipe) -> dict[str, list[list
         do_all(kind(wanted, out, tuple(texts)))
     return {
         source: [
-            [text for row, text in enumerate(unit) if row not in dedup.dropped_rows(wanted, out, stage.Unit(source, n))]
+            [
+                text
+                for row, text in enumerate(unit)
+                if row not in dedup.dropped_rows(wanted, out, stage.Unit(source, n))
+            ]
             for n, unit in enumerate(units)
         ]
         for source, units in texts.items()
@@ -71,7 +75,9 @@ def datatrove_clusters(folder: Path, texts: list[str], wanted: recipe.Dedup) -> 
     for bucket in range(wanted.buckets):
         buckets = MinhashDedupBuckets(str(folder / "signatures"), str(folder / "buckets"), config=config)
         buckets.run(None, bucket, wanted.buckets)
-    MinhashDedupCluster(str(folder / "buckets"), str(folder / "clusters"), config, save_cluster_id=True).run(None)
+    MinhashDedupCluster(str(folder / "buckets"), str(folder / "clusters"), config, save_cluster_id=True).run(
+        None
+    )
     pairs = np.fromfile(folder / "clusters/000000.clusters", "<u4").reshape(-1, 2)
     return [set(pairs[pairs[:, 1] == cluster, 0].tolist()) for cluster in np.unique(pairs[:, 1])]
 
@@ -81,7 +87,12 @@ def test_the_clusters_are_those_of_datatrove_and_one_document_of_each_stays(tmp_
     wanted = with_dedup(["a", "b"])
     third = len(texts) // 3
     units = {"a": [texts[:third], texts[third : 2 * third]], "b": [texts[2 * third :]]}
-    stays = {text for each in deduplicated(tmp_path / "out", units, wanted).values() for unit in each for text in unit}
+    stays = {
+        text
+        for each in deduplicated(tmp_path / "out", units, wanted).values()
+        for unit in each
+        for text in unit
+    }
     clusters = datatrove_clusters(tmp_path / "datatrove", texts, wanted.dedup)
     assert len(clusters) > 20
     expected = set(texts)
@@ -90,7 +101,9 @@ def test_the_clusters_are_those_of_datatrove_and_one_document_of_each_stays(tmp_
         keeper = next((text for text in members if is_held_out(text, wanted)), members[0])
         expected -= {text for text in members if text != keeper}
     assert stays == expected
-    assert sum(is_held_out(text, wanted) for text in stays) > 3, "and some of these clusters are decided by that"
+    assert sum(is_held_out(text, wanted) for text in stays) > 3, (
+        "and some of these clusters are decided by that"
+    )
 
 
 def test_near_copies_of_held_out_text_are_not_trained_on_whatever_the_order(tmp_path):
@@ -127,7 +140,9 @@ def test_what_is_done_stays_done_until_text_or_settings_change(tmp_path):
     work = [kind(wanted, tmp_path, ("a", "b")) for kind in (dedup.Signatures, dedup.Links, dedup.Clusters)]
     assert [do_all(each) for each in work] == [0, 0, 0]
     other = replace(wanted, valid_per_10000=0)
-    assert [do_all(replace(each, recipe=other)) for each in work] == [0, 0, 1], "signatures do not depend on it"
+    assert [do_all(replace(each, recipe=other)) for each in work] == [0, 0, 1], (
+        "signatures do not depend on it"
+    )
     other = with_dedup(["a", "b"], buckets=3, n_grams=4)
     assert [do_all(replace(each, recipe=other)) for each in work] == [2, 3, 1]
 
@@ -153,7 +168,9 @@ def test_from_text_to_shards_without_copies_and_loops(tmp_path, recipe_path, run
     recipe_path.write_text(recipe_path.read_text().replace("[sources.notes]", f"{switched}[sources.notes]"))
     run_prepare(recipe_path, out := tmp_path / "out")
     notes, sums = (shards.read_manifest(out / source) for source in ("notes", "sums"))
-    assert (notes["dropped"]["near_duplicate"], notes["dropped"]["repeated_ngrams"]) == (12, 1), "the exact copies"
+    assert (notes["dropped"]["near_duplicate"], notes["dropped"]["repeated_ngrams"]) == (12, 1), (
+        "the exact copies"
+    )
     assert notes["dropped"]["duplicate"] == sums["dropped"]["repeated_ngrams"] == 0
     assert 10 < sums["dropped"]["near_duplicate"] < len(words) - 30
     assert sums["read"] == len(words) == sums["kept"] + sum(sums["dropped"].values())
@@ -177,5 +194,7 @@ def test_settings_without_sense_are_refused(tmp_path):
 def test_a_language_has_its_own_words():
     pytest.importorskip("spacy")
     sign = dedup.signer(recipe.Dedup(language="en"))
-    assert sign("You cannot do all of that, can you? No.", 1) == sign("you cannot do all of THAT can you no", 2)
+    assert sign("You cannot do all of that, can you? No.", 1) == sign(
+        "you cannot do all of THAT can you no", 2
+    )
     assert sign("No words", 7) == [7] * 14

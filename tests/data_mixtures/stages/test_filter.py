@@ -16,14 +16,25 @@ from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, w
 
 QUESTION = "Which of the seven lakes behind the old mountain freezes first in a winter without any wind?"
 GOOD = [
-    f"Number {i}: a text of some length, with ümläuts, 東京 and </s>, long enough to stay here." for i in range(250)
+    f"Number {i}: a text of some length, with ümläuts, 東京 and </s>, long enough to stay here."
+    for i in range(250)
 ]
-BAD = [b"\xff\xfe broken" * 9, None, "", " \n\t " * 30, "short", "x" * 3000, "He asked: " + QUESTION + " Nobody knew."]
+BAD = [
+    b"\xff\xfe broken" * 9,
+    None,
+    "",
+    " \n\t " * 30,
+    "short",
+    "x" * 3000,
+    "He asked: " + QUESTION + " Nobody knew.",
+]
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    (tmp_path / "quiz.jsonl").write_text(json.dumps({"id": 7, "question": QUESTION, "answer": "the first"}) + "\n")
+    (tmp_path / "quiz.jsonl").write_text(
+        json.dumps({"id": 7, "question": QUESTION, "answer": "the first"}) + "\n"
+    )
     return tmp_path / "out"
 
 
@@ -54,7 +65,9 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     assert counts["contamination"] == {"quiz": {"documents": 2, "items": {"0": 2}}}
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
+)
 def test_any_type_of_text_column_gives_the_same_bytes(out, kind, tmp_path):
     texts = [text for text in (*GOOD, *BAD) if kind == pa.string() or not isinstance(text, bytes)]
     digests = set()
@@ -87,10 +100,15 @@ def test_what_is_done_stays_done_until_something_it_depends_on_changes(out):
 
 def test_the_counts_of_contamination_outlive_the_files(out):
     texts = {"notes": [[QUESTION, *GOOD[:3]], [*GOOD[3:5], "So: " + QUESTION]], "other": [GOOD[5:7]]}
-    done = filtered(out, texts, make_recipe(texts, Path("none"), benchmarks=recipe_with(out).filter.benchmarks))
+    done = filtered(
+        out, texts, make_recipe(texts, Path("none"), benchmarks=recipe_with(out).filter.benchmarks)
+    )
     for unit in done.units():
         stage.free(out, "filter", unit)
-    found = {source: [r["counts"]["contamination"] for r in stage.receipts(out, "filter", source)] for source in texts}
+    found = {
+        source: [r["counts"]["contamination"] for r in stage.receipts(out, "filter", source)]
+        for source in texts
+    }
     assert found == {"notes": [{"quiz": {"documents": 1, "items": {"0": 1}}}] * 2, "other": [{}]}
 
 
@@ -123,7 +141,9 @@ def write_parquet(out: Path, columns: dict[str, list], entry: dict, row_group_si
     (out / stage.PLAN).write_text(json.dumps(plan))
     raw = out / "fetch/notes/unit-00000" / stage.RAW
     pq.write_table(pa.table(columns), raw, row_group_size=row_group_size)
-    shards.write_json(raw.with_name(stage.RECEIPT), {"key": "", "files": {raw.name: stage._entry(raw)}, "counts": {}})
+    shards.write_json(
+        raw.with_name(stage.RECEIPT), {"key": "", "files": {raw.name: stage._entry(raw)}, "counts": {}}
+    )
     recipe = make_recipe(["notes"], Path("none"), max_chars=20_000)
     done = filter.Filter(recipe, out, ("notes",))
     do_all(done)
@@ -134,7 +154,12 @@ def test_a_document_of_a_hub_source_is_cut_too_and_says_where_it_came_from(out):
     long, endless = "".join(f"Line number {i} of a long file.\n" for i in range(600)), "x\n" * 10_001
     assert len(long) > 3 * make_recipe([], Path("none")).max_document_chars
     texts = [*GOOD[:9], "short", long, endless, *GOOD[9:12]]
-    columns = {"text": texts, "url": [f"http://{i}" for i in range(15)], "repo": [None] * 15, "score": [1.0] * 15}
+    columns = {
+        "text": texts,
+        "url": [f"http://{i}" for i in range(15)],
+        "repo": [None] * 15,
+        "score": [1.0] * 15,
+    }
     table, counts, _ = documents(write_parquet(out, columns, {"path": "data/0.parquet"}))
     found, origins = (table.column(name).to_pylist() for name in ("text", "origin"))
     pieces = found[9:-3]
@@ -201,7 +226,9 @@ def keys_of(table: pa.Table, seed: int) -> list[int]:
 
 def test_what_is_not_kept_costs_no_search(out, monkeypatch):
     seen, wanted, find = [], recipe_with(out), decontaminate.Index.find
-    monkeypatch.setattr(decontaminate.Index, "find", lambda index, texts: seen.extend(texts) or find(index, texts))
+    monkeypatch.setattr(
+        decontaminate.Index, "find", lambda index, texts: seen.extend(texts) or find(index, texts)
+    )
     done = filtered(out, {"notes": [GOOD]}, replace(wanted, sources=(replace(wanted.sources[0], keep=0.1),)))
     assert seen == documents(done)[0].column("text").to_pylist()
 

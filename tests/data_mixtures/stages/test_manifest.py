@@ -51,13 +51,23 @@ def test_files_and_fields(data):
         assert content["bytes"] == sum(len(text.encode()) for text in unique)
         assert content["tokens"] == content["bytes"] + 2 * len(unique)
         # beside real counts of documents, the made-up ones of Fetch (1) and of Filter (2 a unit, of 2 units)
-        dropped = {"contaminated": 2, "duplicate": len(TEXTS[source]) - len(unique), "not_utf8": 1, "too_short": 2}
+        dropped = {
+            "contaminated": 2,
+            "duplicate": len(TEXTS[source]) - len(unique),
+            "not_utf8": 1,
+            "too_short": 2,
+        }
         assert content["dropped"] == dropped
         assert content["read"] == len(TEXTS[source]) + 5 == content["kept"] + sum(dropped.values())
         assert content["contamination"] == {"quiz": {"documents": 2, "items": 3}}
         assert content["plan_hash"] == f"plan of {source}"
         assert content["windows"] == sum(entry["windows"] for entry in content["shards"])
-        assert (content["seq_len"], content["seed"], content["source"], content["format"]) == (8, 7, source, 2)
+        assert (content["seq_len"], content["seed"], content["source"], content["format"]) == (
+            8,
+            7,
+            source,
+            2,
+        )
     tokens, _ = Mixture.open(data / "phase1.lock.json").sequences(0, 20)
     assert tokens.shape == (20, 9)
     assert valid_windows(data, "notes").shape[1] == 9
@@ -79,7 +89,9 @@ def test_a_file_that_changed_is_published_again(data):
     flipped = bytearray(expected)
     flipped[0] ^= 1
     (data / "notes/shard-00001.bin").unlink()
-    (data / "notes/shard-00001.bin").write_bytes(flipped)  # of the right size, but not the file that shuffle wrote
+    (data / "notes/shard-00001.bin").write_bytes(
+        flipped
+    )  # of the right size, but not the file that shuffle wrote
     assert write(data)["notes"] == "built"
     assert (data / "notes/shard-00001.bin").read_bytes() == expected
 
@@ -93,7 +105,9 @@ def test_without_hard_links_files_are_copied(data, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", no_links)
         assert write(data)["notes"] == "built"
-    assert not os.path.samefile(data / "notes/shard-00000.bin", data / "shuffle/notes/unit-00000/shard-00000.bin")
+    assert not os.path.samefile(
+        data / "notes/shard-00000.bin", data / "shuffle/notes/unit-00000/shard-00000.bin"
+    )
     assert read_json(data / "notes/source.json") == before
     assert write(data)["notes"] == "reused"
 
@@ -138,7 +152,10 @@ def test_a_phase_is_pinned_when_all_its_sources_are_there(data, capsys):
 
 def test_duplicates_of_other_units_are_counted_once(tmp_path):
     data = prepared(
-        tmp_path / "data", plan_of(SOURCES, windows_per_shard=50), {**TEXTS, "notes": TEXTS["notes"] * 3}, units=3
+        tmp_path / "data",
+        plan_of(SOURCES, windows_per_shard=50),
+        {**TEXTS, "notes": TEXTS["notes"] * 3},
+        units=3,
     )
     one, three = (
         read_json(folder / "notes/source.json")
@@ -154,7 +171,9 @@ def test_freed_units_do_not_force_anything_anew(data):
         path.unlink()
     assert write(data)["notes"] == "reused"
     (data / "notes/shard-00001.bin").unlink()
-    with pytest.raises(ValueError, match=r"shard-\d+\.bin is missing and .* is not published; run the stage 'shuffle'"):
+    with pytest.raises(
+        ValueError, match=r"shard-\d+\.bin is missing and .* is not published; run the stage 'shuffle'"
+    ):
         write(data)
 
 
@@ -163,8 +182,13 @@ def test_smaller_data_replaces_larger(data):
     fewer = {**TEXTS, "notes": TEXTS["notes"][:80]}
     before = len(list((data / "notes").iterdir()))
     published = {path: path.read_bytes() for path in (data / "notes").iterdir()}
-    for damaged in (False, True):  # other data does not replace what a lock pins, not even where the manifest is lost
-        with pytest.raises(ValueError, match=r"data/notes holds data that phase1.lock.json pins.* --replace does that"):
+    for damaged in (
+        False,
+        True,
+    ):  # other data does not replace what a lock pins, not even where the manifest is lost
+        with pytest.raises(
+            ValueError, match=r"data/notes holds data that phase1.lock.json pins.* --replace does that"
+        ):
             prepared(data, plan, fewer)
         assert {path: path.read_bytes() for path in (data / "notes").iterdir()} == published
         if not damaged:
@@ -172,7 +196,10 @@ def test_smaller_data_replaces_larger(data):
             del published[data / "notes/source.json"]
     prepared(data, plan, fewer, replace=True)
     assert len(list((data / "notes").iterdir())) < before
-    assert {path.name for path in (data / "notes").iterdir()} == {*in_memory(fewer["notes"], plan), "source.json"}
+    assert {path.name for path in (data / "notes").iterdir()} == {
+        *in_memory(fewer["notes"], plan),
+        "source.json",
+    }
 
 
 def test_a_changed_code_version_stays_that_of_the_code_that_made_the_shards(data, monkeypatch):
@@ -210,5 +237,7 @@ def test_a_manifest_that_was_edited_is_refused_and_made_again(data, name, value)
 def test_shards_of_another_width_than_the_tokenizers_are_refused(data, monkeypatch):
     facts = tokenizer.facts(data / "tokenizer.model")
     monkeypatch.setattr(tokenizer, "facts", lambda path: {**facts, "token_bytes": 4})
-    with pytest.raises(ValueError, match=r"shuffle/notes was made with another tokenizer; run 'tokenize' again"):
+    with pytest.raises(
+        ValueError, match=r"shuffle/notes was made with another tokenizer; run 'tokenize' again"
+    ):
         write(data)

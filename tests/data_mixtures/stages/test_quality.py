@@ -20,7 +20,9 @@ LIST = "\n".join(["apples", "bricks", "coins"] * 40)
 
 def load(*steps):
     recipe = make_recipe(["notes"], Path("none"))
-    return quality.load(quality.steps_of(replace(recipe, filter=replace(recipe.filter, steps=steps)), "notes"))
+    return quality.load(
+        quality.steps_of(replace(recipe, filter=replace(recipe.filter, steps=steps)), "notes")
+    )
 
 
 def run(step, text: str = PROSE):
@@ -91,7 +93,9 @@ def test_a_step_that_cannot_be_is_refused(step, error):
 
 def test_a_missing_package_is_one_line(monkeypatch):
     monkeypatch.setattr("datatrove.utils._import_utils._is_package_available", lambda name: name != "ftfy")
-    with pytest.raises(ValueError, match=r"filter step 'ftfy': .*ftfy.*pip install 'laneformer\[quality\]'") as error:
+    with pytest.raises(
+        ValueError, match=r"filter step 'ftfy': .*ftfy.*pip install 'laneformer\[quality\]'"
+    ) as error:
         load("ftfy")
     assert "\n" not in str(error.value)
 
@@ -119,7 +123,9 @@ def test_the_filters_of_the_web():
 @pytest.mark.slow
 def test_a_model_of_a_file(tmp_path):
     fasttext = pytest.importorskip("fasttext")
-    lines = [f"__label__en the sun and the moon {i}\n__label__de die Sonne und der Mond {i}\n" for i in range(200)]
+    lines = [
+        f"__label__en the sun and the moon {i}\n__label__de die Sonne und der Mond {i}\n" for i in range(200)
+    ]
     (tmp_path / "train.txt").write_text("".join(lines))
     model = tmp_path / "tiny.bin"
     for dim in range(80, 120):

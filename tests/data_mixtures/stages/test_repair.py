@@ -1,4 +1,6 @@
-"""Repair: any single block of a file comes back, in place; what parity cannot restore is named and left alone."""
+"""Repair: any single block of a file comes back, in place; what parity cannot restore is
+named and left alone.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,19 @@ def overwrite(path: Path, first: int, last: int) -> None:
         lambda d: (d / "notes/shard-00003.parity").unlink(),
         lambda d: change(d / "notes/shard-00003.parity", lambda raw: raw + b"more"),
         lambda d: flip(d / "sums/valid.bin", 9),
-        lambda d: (flip(d / SHARD, 5), flip(d / "notes/shard-00001.bin", 200), flip(d / "sums/shard-00000.bin", 300)),
+        lambda d: (
+            flip(d / SHARD, 5),
+            flip(d / "notes/shard-00001.bin", 200),
+            flip(d / "sums/shard-00000.bin", 300),
+        ),
     ],
 )
 def test_one_block_of_each_file_comes_back(data, damage):
-    before, inode, lock = files(data), (data / SHARD).stat(), Mixture.open(data / "phase1.lock.json").fingerprint
+    before, inode, lock = (
+        files(data),
+        (data / SHARD).stat(),
+        Mixture.open(data / "phase1.lock.json").fingerprint,
+    )
     damage(data)
     assert files(data) != before
     left, printed = repaired(data)
@@ -98,7 +108,9 @@ def test_a_kill_while_a_block_is_written_loses_nothing(data, monkeypatch):
     before = files(data)
     overwrite(data / SHARD, 128, 256)
     with monkeypatch.context() as patch:
-        patch.setattr(repair, "_write_at", lambda path, begin, content, size: overwrite(path, 140, 200) or 1 / 0)
+        patch.setattr(
+            repair, "_write_at", lambda path, begin, content, size: overwrite(path, 140, 200) or 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             repaired(data)
     assert repaired(data)[0] == []
@@ -116,6 +128,9 @@ def test_any_block_of_any_file(tmp_path_factory, windows, seed, drawn):
         before = (folder / "shard-00000.bin").read_bytes()
         block = drawn.draw(st.integers(0, len(entry["xxh3_blocks"]) - 1))
         overwritten = before[128 * block : 128 * (block + 1)][::-1]
-        change(folder / "shard-00000.bin", lambda raw: raw[: 128 * block] + overwritten + raw[128 * (block + 1) :])
+        change(
+            folder / "shard-00000.bin",
+            lambda raw: raw[: 128 * block] + overwritten + raw[128 * (block + 1) :],
+        )
         assert repair._restore(folder, entry) == ""
         assert (folder / "shard-00000.bin").read_bytes() == before

@@ -35,7 +35,11 @@ def toy(tmp_path: Path) -> Toy:
 def results(toy: Toy) -> dict[str, bytes]:
     """Every file of the stage; what is not finished, and the logs, are not part of it."""
     folder = toy.out / toy.name
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def start(toy: Toy, workers: int = 2, wait_s: float = 0.3) -> subprocess.Popen:
@@ -129,7 +133,10 @@ def test_the_end_of_the_main_process_is_the_end_of_all(toy):
     assert len(family) >= 3  # the server that forks, two workers
     process.kill()
     process.wait()
-    wait_for(lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family), "the end")
+    wait_for(
+        lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family),
+        "the end",
+    )
     assert 2 <= receipts(toy) < 12
     (toy.out / "toy/a/.unit-00001.killed.partial").mkdir(exist_ok=True)
     again = start(toy, wait_s=0)
@@ -143,8 +150,14 @@ def test_ctrl_c_ends_all_and_leaves_nothing(toy):
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    assert process.stderr.read() == "stopped; run the same command again: it continues with the unfinished units\n"
-    wait_for(lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family), "the end")
+    assert (
+        process.stderr.read()
+        == "stopped; run the same command again: it continues with the unfinished units\n"
+    )
+    wait_for(
+        lambda: not any(psutil.pid_exists(each.pid) and each.status() != "zombie" for each in family),
+        "the end",
+    )
     assert not list(toy.out.rglob("*.partial"))
 
 
@@ -160,7 +173,9 @@ def test_a_file_system_without_locks_is_not_another_process(toy, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ValueError, match=r"\.lock cannot be locked \(.*not implemented\); mount its file system with"):
+    with pytest.raises(
+        ValueError, match=r"\.lock cannot be locked \(.*not implemented\); mount its file system with"
+    ):
         run(toy, Options())
 
 
@@ -171,6 +186,8 @@ def test_freed_files_are_not_made_again_and_are_missed_by_name(toy):
     assert [path.name for path in (toy.out / "toy/a/unit-00003").iterdir()] == ["receipt.json"]
     assert stage.is_done(toy, unit)
     assert "0 units done, 6 as before" in run(toy, Options())
-    with pytest.raises(ValueError, match=r"unit-00003 was freed, and is needed again; remove it .*and run 'toy'"):
+    with pytest.raises(
+        ValueError, match=r"unit-00003 was freed, and is needed again; remove it .*and run 'toy'"
+    ):
         stage.result(toy.out, "toy", unit)
     assert stage.free(toy.out, "toy", unit) == 0

@@ -1,4 +1,6 @@
-"""Order and shuffle: the bytes of the in-memory way, whatever the units, ranges and pieces; counts; clear errors."""
+"""Order and shuffle: the bytes of the in-memory way, whatever the units, ranges and
+pieces; counts; clear errors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_mixtures import shards
-from data_mixtures.stages import blocks, runs, shuffle, stage
+from data_mixtures.stages import blocks, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.shuffle_assets import (
     Tokenize,
@@ -36,8 +38,12 @@ from tests.data_mixtures.stages.shuffle_assets import (
 def tiny(monkeypatch):
     """Ranges and pieces so small that a few texts need many of them."""
 
-    monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 13)
-    for module, name, size in ((blocks, "READ_BYTES", 200), (blocks, "COPY_BYTES", 100), (blocks, "BLOCK_BYTES", 16)):
+    monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 13)
+    for module, name, size in (
+        (blocks, "READ_BYTES", 200),
+        (blocks, "COPY_BYTES", 100),
+        (blocks, "BLOCK_BYTES", 16),
+    ):
         monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
 
@@ -71,7 +77,7 @@ def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, read, co
     texts += [f"{i}" for i in range(60)]  # enough for a window of each part
     plan = plan_of(("notes",), seq_len, windows_per_shard)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "DOCUMENTS_PER_RANGE", documents)
+        patch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", documents)
         patch.setattr(blocks, "READ_BYTES", read)
         patch.setattr(blocks, "COPY_BYTES", copied)
         patch.setattr(blocks, "BLOCK_BYTES", 2 * block)
@@ -83,7 +89,9 @@ def test_any_sizes(texts, units, seq_len, windows_per_shard, documents, read, co
 def test_the_comparison_sees_a_wrong_order(tmp_path, tiny, monkeypatch):
     # the planted error: a range that takes its units one after the other instead of merging them
     texts, plan = texts_of(200), plan_of()
-    monkeypatch.setattr(runs, "merge", lambda parts: runs.first_of_equals(np.concatenate(parts)))
+    monkeypatch.setattr(
+        sorted_runs, "merge", lambda parts: sorted_runs.first_of_equals(np.concatenate(parts))
+    )
     shuffled(tmp_path, plan, {"notes": texts}, 3)
     assert shuffled_files(tmp_path, "notes") != in_memory(texts, plan)
 
@@ -92,12 +100,12 @@ def test_equal_keys_are_ordered_by_id_and_equal_ids_are_duplicates():
     rows = [(5, 2, 9), (5, 1, 9), (5, 1, 3), (4, 8, 8), (5, 1, 9), (6, 0, 0), (6, 0, 0)]
     parts = []
     for unit in range(2):
-        part = np.zeros(len(rows), runs.MERGED)
+        part = np.zeros(len(rows), sorted_runs.MERGED)
         for i, name in enumerate(("key", "high", "low")):
             part[name] = sorted(row[i] for row in rows) if name == "key" else [row[i] for row in sorted(rows)]
         part["unit"] = unit
         parts.append(part)
-    merged = runs.merge(parts)
+    merged = sorted_runs.merge(parts)
     assert merged[["key", "high", "low"]].tolist() == sorted(set(rows))
     assert not merged["unit"].any()  # the first of the equal ones stays
 
@@ -113,11 +121,15 @@ def test_entries_of_the_manifest(tmp_path, tiny, monkeypatch):
         entry, data = receipt["counts"], expected[receipt["counts"]["name"]]
         assert entry["bytes"] == len(data) == 2 * entry["tokens"] == 2 * (entry["windows"] * 8 + 1)
         assert entry["sha256"] == digest(data)
-        assert entry["xxh3_blocks"] == [xxhash.xxh3_64_hexdigest(data[i : i + 32]) for i in range(0, len(data), 32)]
+        assert entry["xxh3_blocks"] == [
+            xxhash.xxh3_64_hexdigest(data[i : i + 32]) for i in range(0, len(data), 32)
+        ]
         if unit is not units[-1]:
             assert entry["docs"]["sha256_uncompressed"] == digest(expected[entry["docs"]["name"]])
             assert len(shards.read_documents(folder / entry["docs"]["name"])[0]) == entry["docs"]["documents"]
-    held_out = {text for text in texts if xxhash.xxh3_128_intdigest(text.encode()) % 2**64 < 1500 * 2**64 // 10_000}
+    held_out = {
+        text for text in texts if xxhash.xxh3_128_intdigest(text.encode()) % 2**64 < 1500 * 2**64 // 10_000
+    }
     assert entry["name"] == "valid.bin"
     assert entry["documents"] == len(held_out)
 
@@ -148,7 +160,10 @@ def test_a_small_held_out_part_is_read_alone(tmp_path, monkeypatch):
 def test_a_finished_unit_is_kept_and_a_change_before_it_is_seen(tmp_path, tiny):
     texts, plan = texts_of(100), plan_of()
     shuffled(tmp_path, plan, {"notes": texts})
-    order, work = shuffle.OrderDocuments(plan, tmp_path, ("notes",)), shuffle.WriteShards(plan, tmp_path, ("notes",))
+    order, work = (
+        shuffle.OrderDocuments(plan, tmp_path, ("notes",)),
+        shuffle.WriteShards(plan, tmp_path, ("notes",)),
+    )
     assert all(stage.is_done(order, unit) for unit in order.units())
     assert all(stage.is_done(work, unit) for unit in work.units())
     assert not any(
@@ -191,7 +206,10 @@ def test_freed_units_are_not_needed_by_what_is_done(tmp_path, tiny):
     plan = plan_of()
     shuffled(tmp_path, plan, {"notes": texts_of(100)})
     stage.free(tmp_path, "tokenize", Unit("notes", 0))
-    order, work = shuffle.OrderDocuments(plan, tmp_path, ("notes",)), shuffle.WriteShards(plan, tmp_path, ("notes",))
+    order, work = (
+        shuffle.OrderDocuments(plan, tmp_path, ("notes",)),
+        shuffle.WriteShards(plan, tmp_path, ("notes",)),
+    )
     assert all(stage.is_done(order, unit) for unit in order.units())
     assert all(stage.is_done(work, unit) for unit in work.units())
     with pytest.raises(ValueError, match=r"tokenize/notes/unit-00000 was freed, and is needed again"):
@@ -230,7 +248,9 @@ def test_missing_and_damaged_inputs_are_named(tmp_path, tiny):
     work = shuffle.WriteShards(plan, tmp_path, ("notes",))
     tokens = tmp_path / "tokenize/notes/unit-00002/tokens.bin"
     tokens.write_bytes(tokens.read_bytes()[:40])
-    with pytest.raises(ValueError, match=r"unit-00002/tokens\.bin is not what 'tokenize' wrote: bytes \d+ to"):
+    with pytest.raises(
+        ValueError, match=r"unit-00002/tokens\.bin is not what 'tokenize' wrote: bytes \d+ to"
+    ):
         run(work)
     assert not list((tmp_path / "shuffle/notes").glob(".*"))
     run(tokenize)
@@ -238,10 +258,10 @@ def test_missing_and_damaged_inputs_are_named(tmp_path, tiny):
     np.save(documents, np.load(documents)[::-1])
     blocks.seal(documents)
     with (
-        blocks.opened(tmp_path, *runs.made_by(tmp_path, "notes"), documents.name) as files,
+        blocks.opened(tmp_path, *sorted_runs.made_by(tmp_path, "notes"), documents.name) as files,
         pytest.raises(AssertionError, match=r"unit-00001/documents\.npy is not sorted"),
     ):
-        runs.read_slices(files, 0, 2**64)
+        sorted_runs.read_slices(files, 0, 2**64)
 
 
 def test_receipts_hold_the_counts(tmp_path):
@@ -250,4 +270,6 @@ def test_receipts_hold_the_counts(tmp_path):
     counts = read_json(tmp_path / "order/notes/unit-00000/receipt.json")["counts"]
     kept = counts["train"]["documents"] + counts["valid"]["documents"]
     assert counts["documents"] == 80 == kept + counts["duplicate"]
-    assert counts["train"]["bytes"] + counts["valid"]["bytes"] == sum(len(text.encode()) for text in set(texts))
+    assert counts["train"]["bytes"] + counts["valid"]["bytes"] == sum(
+        len(text.encode()) for text in set(texts)
+    )

@@ -1,4 +1,6 @@
-"""A stage on a real Slurm of three virtual nodes: failing, killed, finished; a killed watcher, a lost controller."""
+"""A stage on a real Slurm of three virtual nodes: failing, killed, finished; a killed
+watcher, a lost controller.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def receipts(toy: Toy) -> dict[str, int]:
-    return {path.parent.name: path.stat().st_mtime_ns for path in (toy.out / toy.name).glob("*/unit-*/receipt.json")}
+    return {
+        path.parent.name: path.stat().st_mtime_ns
+        for path in (toy.out / toy.name).glob("*/unit-*/receipt.json")
+    }
 
 
 @pytest.mark.slow
@@ -43,7 +48,9 @@ def test_a_stage_on_slurm(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"^toy a/unit-00001: the third row has no text"):
             run(toy, SLURM)
         (toy.faults / "1").write_text("kill")
-        with pytest.raises(ValueError, match=r"1 units are not finished.*at\n  a/unit-00001: .*Killed.* \(.*/0.log\)"):
+        with pytest.raises(
+            ValueError, match=r"1 units are not finished.*at\n  a/unit-00001: .*Killed.* \(.*/0.log\)"
+        ):
             run(toy, SLURM)
         (toy.faults / "1").unlink()
         nowhere = replace(SLURM, sbatch={**SLURM.sbatch, "partition": "nowhere"})
@@ -65,9 +72,21 @@ def restart_controller(cluster: SlurmCluster, pause_s: float) -> None:
 
 def adopted_after_a_killed_watcher(toy: Toy, cluster: SlurmCluster) -> None:
     """12 units, 4 of them done, in 8 tasks, three at a time."""
-    command = [sys.executable, "-m", "tests.data_mixtures.stages.toy_stage", toy.out, toy.faults, "slurm", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.data_mixtures.stages.toy_stage",
+        toy.out,
+        toy.faults,
+        "slurm",
+        "2",
+    ]
     left = subprocess.Popen([str(part) for part in command], cwd=ROOT)
-    wait_for(lambda: cluster.command("squeue", "--noheader", "--array", "--format", "%t").count("R") == 3, "tasks", 60)
+    wait_for(
+        lambda: cluster.command("squeue", "--noheader", "--array", "--format", "%t").count("R") == 3,
+        "tasks",
+        60,
+    )
     left.kill()
     left.wait()
     before = receipts(toy)

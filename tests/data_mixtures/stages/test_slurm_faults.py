@@ -1,4 +1,6 @@
-"""The watcher of Slurm's arrays when Slurm does not answer, on stand-ins for its programs; tasks are real processes."""
+"""The watcher of Slurm's arrays when Slurm does not answer, on stand-ins for its programs;
+tasks are real processes.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,18 @@ def cluster(tmp_path, monkeypatch) -> Path:
 
 def units_of_tasks(toy: Toy) -> list[str]:
     """What the tasks began, from their logs."""
-    return sorted(line for log in (toy.out / ".logs/toy").glob("*/*.log") for line in log.read_text().splitlines())
+    return sorted(
+        line for log in (toy.out / ".logs/toy").glob("*/*.log") for line in log.read_text().splitlines()
+    )
 
 
 def test_time_outs_are_asked_again_and_nothing_is_cancelled_or_submitted_twice(toy, cluster):
     fail(cluster, "sbatch", 1)  # it says that it timed out, and the controller has the job
     fail(cluster, "squeue", 3)
     printed = run(toy, SLURM)
-    assert printed.count("squeue: squeue: error: Socket timed out on send/recv operation; asking again in") == 3
+    assert (
+        printed.count("squeue: squeue: error: Socket timed out on send/recv operation; asking again in") == 3
+    )
     assert "4 units done" in printed
     assert len(commands(cluster, "sbatch")) == 1
     assert not commands(cluster, "scancel")
@@ -67,7 +73,9 @@ def test_a_controller_that_stays_away_is_an_error_and_jobs_go_on(toy, cluster, m
         with pytest.raises(ValueError, match=r"toy: for 0 s Slurm has not answered: squeue: .*timed out"):
             run(toy, SLURM)
     fail(cluster, "squeue", 0)
-    with pytest.raises(ValueError, match=r"toy: Slurm still has 3 tasks of it; wait for them with .* scancel 1$"):
+    with pytest.raises(
+        ValueError, match=r"toy: Slurm still has 3 tasks of it; wait for them with .* scancel 1$"
+    ):
         run(toy, Options())
     (cluster / "held").unlink()
     printed = run(toy, SLURM)

@@ -1,4 +1,6 @@
-"""Plan and fetch, from a mirror and from local files: what will be read, what came, and all that can be wrong."""
+"""Plan and fetch, from a mirror and from local files: what will be read, what came, and all
+that can be wrong.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,10 @@ def test_all_that_is_refused_is_named_at_once(tmp_path, mirror):
         planned(path, tmp_path / "out", mirror)
     text = str(caught.value)
     assert "2 sources are not as the recipe says" in text
-    assert "exactly one column of text or bytes named text; its columns: id (string), body (string), metadata" in text
+    assert (
+        "exactly one column of text or bytes named text; its columns: id (string), body (string), metadata"
+        in text
+    )
     assert "no Parquet file in 4plu/; did you mean '4plus'?" in text
     assert not (tmp_path / "out/plan.json").exists()
 
@@ -189,7 +194,8 @@ def test_a_file_with_other_columns_or_another_hash_is_refused(tmp_path, mirror):
         fetch.check(path, {**entry, "sha256": "00"}, "here")
     write_parquet(path, 0, column="content")
     with pytest.raises(
-        ValueError, match=r"exactly one column of text or bytes named text; its columns: id \(string\), content"
+        ValueError,
+        match=r"exactly one column of text or bytes named text; its columns: id \(string\), content",
     ):
         fetch.check(path, {**entry, "bytes": path.stat().st_size}, "here")
 
@@ -235,7 +241,10 @@ def _raise(number: int):
 
 
 def test_budget_and_disk_are_checked_before_anything_is_read(tmp_path, mirror, quiet, monkeypatch):
-    path, out = recipe(tmp_path, {"name": "exact"}, {"name": "longer", "configs": '["4plus_MIND"]'}), tmp_path / "out"
+    path, out = (
+        recipe(tmp_path, {"name": "exact"}, {"name": "longer", "configs": '["4plus_MIND"]'}),
+        tmp_path / "out",
+    )
     sizes = [p.stat().st_size for p in (mirror / REPO).glob("4plus*/*.parquet")]
     with pytest.raises(
         ValueError, match=rf"0 bytes are fetched and {sum(sizes):,} are to come \(exact .*, longer .*--bud"
@@ -252,7 +261,9 @@ def test_budget_and_disk_are_checked_before_anything_is_read(tmp_path, mirror, q
     (out / "fetch/exact/unit-00000/receipt.json").unlink()
     work.check_room(None)  # links need no room
     monkeypatch.setattr(hub.Mirror, "__init__", _remote(hub.Mirror.__init__))
-    with pytest.raises(ValueError, match=r"bytes are to be fetched \(exact .*but .* has 7 bytes of free disk"):
+    with pytest.raises(
+        ValueError, match=r"bytes are to be fetched \(exact .*but .* has 7 bytes of free disk"
+    ):
         work.check_room(None)
 
 
@@ -263,9 +274,7 @@ class _Usage:
 def local(folder: Path, *inputs: str) -> Path:
     path = folder / "local.toml"
     header = recipe(folder).read_text().split("[phase1]")[0]
-    tables = (
-        f'[sources.notes]\ncategory = "web"\nmin_bytes = 1000\ninputs = [{", ".join(inputs)}]\n[phase1]\nnotes = 1\n'
-    )
+    tables = f'[sources.notes]\ncategory = "web"\nmin_bytes = 1000\ninputs = [{", ".join(inputs)}]\n[phase1]\nnotes = 1\n'  # noqa: E501
     path.write_text(header + tables)
     return path
 
@@ -310,7 +319,9 @@ def test_a_capped_input_is_one_unit_up_to_its_cap(tmp_path, notes, quiet, monkey
     fetched(local(tmp_path, capped), tmp_path / "out", None, quiet)
     assert len(stage.planned_units(tmp_path / "out", "notes")) == 1
     assert 8_000 < sum(len(text) for text in texts(tmp_path / "out")) <= 9_000
-    found = [name for name, *_ in find(recipes.Input("text", (f"{notes}/*.txt",)), roots(tmp_path, tmp_path))[:8]]
+    found = [
+        name for name, *_ in find(recipes.Input("text", (f"{notes}/*.txt",)), roots(tmp_path, tmp_path))[:8]
+    ]
     order = [Path(name).read_text() for name in found if "lat" not in name]
     assert texts(tmp_path / "out")[0] in order
 
@@ -318,7 +329,10 @@ def test_a_capped_input_is_one_unit_up_to_its_cap(tmp_path, notes, quiet, monkey
 def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(tmp_path, notes, quiet):
     path, out = local(tmp_path, f'{{ kind = "text", paths = ["{notes}/*.txt"] }}'), tmp_path / "out"
     work = fetched(path, out, None, quiet)
-    before, hash_before = stage.read_receipt(out, "fetch", Unit("notes", 0)), stage.planned(out, "notes")["plan_hash"]
+    before, hash_before = (
+        stage.read_receipt(out, "fetch", Unit("notes", 0)),
+        stage.planned(out, "notes")["plan_hash"],
+    )
     os.utime(notes / "3.txt", ns=(1, 1))
     planned(path, out)
     assert not stage.is_done(work, Unit("notes", 0))
@@ -339,14 +353,20 @@ def test_a_changed_local_file_is_read_again_and_a_new_time_alone_gives_the_same(
 
 
 def test_too_little_text_is_an_error_that_names_the_source(tmp_path, notes, quiet, mirror):
-    work = fetched(local(tmp_path, f'{{ kind = "text", paths = ["{notes}/b*"] }}'), tmp_path / "out", None, quiet)
+    work = fetched(
+        local(tmp_path, f'{{ kind = "text", paths = ["{notes}/b*"] }}'), tmp_path / "out", None, quiet
+    )
     with pytest.raises(ValueError, match=r"'notes' has 0 bytes of text, .* min_bytes = 1000"):
         fetch.check_enough(work.recipe, tmp_path / "out", ("notes",))
     empty = mirror / REPO / "empty/part_0.parquet"
     empty.parent.mkdir()
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), empty)
-    work = fetched(recipe(tmp_path, {"name": "none", "configs": '["empty"]'}), tmp_path / "hub", mirror, quiet)
-    with pytest.raises(ValueError, match="source 'none' has 1 files of nobody/Small-Data, and not one row in them"):
+    work = fetched(
+        recipe(tmp_path, {"name": "none", "configs": '["empty"]'}), tmp_path / "hub", mirror, quiet
+    )
+    with pytest.raises(
+        ValueError, match="source 'none' has 1 files of nobody/Small-Data, and not one row in them"
+    ):
         fetch.check_enough(work.recipe, tmp_path / "hub", ("none",))
 
 
@@ -382,7 +402,9 @@ def test_a_program_of_the_recipe_writes_text_before_it_is_looked_for(tmp_path, q
     path.write_text(path.read_text().replace("seed = 11", 'seed = 11\ncorpus = "our_corpus"'))
     fetched(path, tmp_path / "out", None, quiet)
     assert texts(tmp_path / "out") == ["a line of the corpus"]
-    with pytest.raises(ValueError, match=r"(?s)corpus = 'our_corpus' ended with exit status 1:.*FileExistsError"):
+    with pytest.raises(
+        ValueError, match=r"(?s)corpus = 'our_corpus' ended with exit status 1:.*FileExistsError"
+    ):
         planned(path, tmp_path / "out")
 
 

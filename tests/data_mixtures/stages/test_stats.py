@@ -10,7 +10,7 @@ from rich.console import Console
 
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture
-from data_mixtures.stages import runs, stage, stats
+from data_mixtures.stages import sorted_runs, stage, stats
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages.shuffle_assets import (
     plan_of,
@@ -31,7 +31,7 @@ TEXTS = {
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 50)
+    monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 50)
     return prepared(tmp_path / "data", plan_of(SOURCES, windows_per_shard=40), TEXTS, units=3)
 
 
@@ -60,9 +60,13 @@ def test_counts(data):
 def test_shared_documents_are_counted_exactly(data):
     pairs = {tuple(pair["sources"]): pair["documents"] for pair in write(data)["shared_documents"]["pairs"]}
     sets = {source: set(texts) for source, texts in TEXTS.items()}
-    expected = {(a, b): len(sets[a] & sets[b]) for a, b in (("notes", "sums"), ("notes", "odds"), ("sums", "odds"))}
+    expected = {
+        (a, b): len(sets[a] & sets[b]) for a, b in (("notes", "sums"), ("notes", "odds"), ("sums", "odds"))
+    }
     assert pairs == {pair: count for pair, count in expected.items() if count}
-    assert len(sets["notes"] & sets["sums"] & sets["odds"]) > 5  # so one document in three sources is three pairs
+    assert (
+        len(sets["notes"] & sets["sums"] & sets["odds"]) > 5
+    )  # so one document in three sources is three pairs
 
 
 def test_shared_documents_are_unknown_when_units_are_freed(data):
@@ -78,7 +82,9 @@ def test_epochs_are_those_that_the_mixture_serves(data):
     found = write(data, sequences={"phase1": 60})["phases"]["phase1"]
     served = Counter(mixture.source_names[i] for i in mixture.sequences(0, 60)[1])
     windows = {source: shards.read_manifest(data / source)["windows"] for source in SOURCES}
-    assert found["epochs_at_end"] == {source: round(served[source] / windows[source], 4) for source in SOURCES}
+    assert found["epochs_at_end"] == {
+        source: round(served[source] / windows[source], 4) for source in SOURCES
+    }
     assert found["shares"] == {"notes": 1 / 6, "sums": 2 / 6, "odds": 3 / 6}
     with pytest.raises(ValueError, match="phase in sequences: 'phase3'; did you mean 'phase1'"):
         write(data, sequences={"phase3": 1})

@@ -1,4 +1,6 @@
-"""Verify and quarantine: every planted damage is named by file and block; what is left is pinned anew, or mended."""
+"""Verify and quarantine: every planted damage is named by file and block; what is left is
+pinned anew, or mended.
+"""
 
 from __future__ import annotations
 
@@ -103,14 +105,19 @@ def edited(data: Path, source: str, **fields) -> None:
 
 
 def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
-    """Hashes say only that file and manifest fit each other; an index must fit the tokens, and its neighbours."""
+    """Hashes say only that file and manifest fit each other; an index must fit the
+    tokens, and its neighbours.
+    """
     content = shards.read_manifest(data / "notes")
     path = data / "notes/shard-00002.docs.zst"
     ids, lengths, _ = shards.read_documents(path)
     docs = write_documents(path, ids[:-1], lengths[:-1])
     entries = [{**e, "docs": docs} if e["name"] == "shard-00002.bin" else e for e in content["shards"]]
     edited(data, "notes", shards=entries)
-    assert any("shard-00002.docs.zst: its documents do not begin at the token 1 in" in line for line in damage_of(data))
+    assert any(
+        "shard-00002.docs.zst: its documents do not begin at the token 1 in" in line
+        for line in damage_of(data)
+    )
     held_out = ids.copy()
     held_out[0] = 5
     entries = [
@@ -125,7 +132,8 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
     edited(data, "notes", shards=entries, read=0)
     found = damage_of(data)
     assert any(
-        re.match(r"notes/source\.json: shard 2 lists documents up to token \d+, shard 3 from", line) for line in found
+        re.match(r"notes/source\.json: shard 2 lists documents up to token \d+, shard 3 from", line)
+        for line in found
     )
     assert any("notes/source.json: 0 documents read are not those kept and dropped" in line for line in found)
 
@@ -148,7 +156,9 @@ def test_a_quarantined_shard_is_gone_and_the_old_lock_does_not_fit(data):
     assert "the new lock does not fit its checkpoints" in printed
     content = read_json(data / "notes/source.json")
     assert [entry["name"] for entry in content["quarantined"]] == ["shard-00003.bin"]
-    assert content["windows"] == original["windows"] - 20 == sum(entry["windows"] for entry in content["shards"])
+    assert (
+        content["windows"] == original["windows"] - 20 == sum(entry["windows"] for entry in content["shards"])
+    )
     assert (data / "notes/shard-00003.bin").is_file()
     assert not report(data)  # what is left is whole, and the files in quarantine are known
     served = {place["shard"] for place in after.locate(np.arange(40)) if place["source"] == "notes"}
@@ -165,7 +175,9 @@ def test_an_interrupted_quarantine_is_finished_by_the_next(data, monkeypatch):
     lock = data / "phase1.lock.json"
     with monkeypatch.context() as patch:
         write_json = shards.write_json
-        patch.setattr(shards, "write_json", lambda path, value: 1 / 0 if path == lock else write_json(path, value))
+        patch.setattr(
+            shards, "write_json", lambda path, value: 1 / 0 if path == lock else write_json(path, value)
+        )
         with pytest.raises(ZeroDivisionError):
             quarantine(data, report(data), Console(quiet=True))
     with pytest.raises(ValueError, match="is not of the data"):

@@ -1,6 +1,8 @@
-"""A stage whose units take as long, fail, or are killed as a test wants; `python -m` runs it in a process of its own.
+"""A stage whose units take as long, fail, or are killed as a test wants; `python -m` runs it in a
+process of its own.
 
-A file with a unit's number in the folder `faults` says what befalls that unit: "value", "bug", "disk" or "kill".
+A file with a unit's number in the folder `faults` says what befalls that unit: "value",
+"bug", "disk" or "kill".
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ SLURM = Options(workers=3, kind="slurm", sbatch={"partition": "p", "time": "10",
 if __name__ == "__main__":
     out, faults, workers, wait_s, *count = sys.argv[1:]
     from data_mixtures import prepare
-    from tests.data_mixtures.stages import toy_stage  # not __main__, which a task of Slurm would look for in vain
+    from tests.data_mixtures.stages import (
+        toy_stage,  # not __main__, which a task of Slurm would look for in vain
+    )
 
     toy = toy_stage.Toy(Path(out), Path(faults), int(*count or (12,)), float(wait_s))
     options = SLURM if workers == "slurm" else Options(workers=int(workers))

@@ -65,7 +65,8 @@ HOSTILE = {
     "        threading.Thread(target=time.sleep, args=(60,)).start()\n",
     "huge file": "import os\ndef double(x):\n    f = os.open('/tmp/huge', os.O_RDWR | os.O_CREAT)\n"
     "    while True: os.write(f, b'x' * 2**20)\n",
-    "kill the parent": LIBC + "def double(x):\n    libc.kill(os.getppid(), 9)\n    libc.kill(-1, 9)\n    os._exit(0)\n",
+    "kill the parent": LIBC
+    + "def double(x):\n    libc.kill(os.getppid(), 9)\n    libc.kill(-1, 9)\n    os._exit(0)\n",
     "kill everything": LIBC
     + "def double(x):\n    for pid in range(2, 40000):\n        libc.kill(pid, 9)\n    os._exit(0)\n",
     "undo the mounts": LIBC + "def double(x):\n    assert libc.umount2(b'/tmp', 2) == 0\n    return 2 * x\n",
@@ -127,7 +128,9 @@ def deletes(path: Path) -> str:
 
 def writes(path: Path) -> str:
     """A solution that is right only if it could write a file."""
-    return f"import os\ndef double(x):\n    os.open({str(path)!r}, os.O_RDWR | os.O_CREAT)\n    return 2 * x\n"
+    return (
+        f"import os\ndef double(x):\n    os.open({str(path)!r}, os.O_RDWR | os.O_CREAT)\n    return 2 * x\n"
+    )
 
 
 def reads(path: Path) -> str:

@@ -37,7 +37,9 @@ def test_where_a_completion_ends() -> None:
     assert cut(body, STOPS) == body
 
 
-@pytest.mark.parametrize("wrong", [{"n": 2}, {"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"n": 2}, {"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}]
+)
 def test_sampling_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="temperature"):
         Sampling(**wrong)
@@ -45,7 +47,12 @@ def test_sampling_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_every_answer_has_a_seed_of_its_own() -> None:
     sampling = Sampling(n=3, temperature=1.0, seed=5)
-    seeds = [s.seed_of(f"HumanEval/{i}", k) for s in (sampling, Sampling(seed=6)) for i in range(50) for k in range(3)]
+    seeds = [
+        s.seed_of(f"HumanEval/{i}", k)
+        for s in (sampling, Sampling(seed=6))
+        for i in range(50)
+        for k in range(3)
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert sampling.seed_of("HumanEval/7", 1) == Sampling(seed=5).seed_of("HumanEval/7", 1)
@@ -79,9 +86,13 @@ class Handler(BaseHTTPRequestHandler):
         else:
             choice = {"text": code + "\nprint(1)\n", "finish_reason": "length"}
         status = self.server.failures.pop(0) if self.server.failures else 200
-        reply = json.dumps({"choices": [{"finish_reason": "stop", **choice}]} if status == 200 else {"error": "no"})
+        reply = json.dumps(
+            {"choices": [{"finish_reason": "stop", **choice}]} if status == 200 else {"error": "no"}
+        )
         self.send_response(status)
-        self.send_header("Content-Length", str(len(reply) + (status == 206)))  # 206: the connection breaks off
+        self.send_header(
+            "Content-Length", str(len(reply) + (status == 206))
+        )  # 206: the connection breaks off
         self.end_headers()
         self.wfile.write(reply.encode())
 
@@ -104,7 +115,9 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(server: Endpoint, sampling: Sampling, chat: bool = True, parallel: int = 1) -> Model:
-    return Model(None, Source(base_url=server.url, model="m", concurrency=parallel, timeout_s=30), chat, sampling)
+    return Model(
+        None, Source(base_url=server.url, model="m", concurrency=parallel, timeout_s=30), chat, sampling
+    )
 
 
 def test_answers_of_an_endpoint(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,15 +126,21 @@ def test_answers_of_an_endpoint(endpoint: Endpoint, tmp_path: Path, monkeypatch:
     sampling = Sampling(n=2, temperature=0.8, seed=3)
     endpoint.failures = [503, 429, 500, 206]
     rows = collect(dataset, ask(endpoint, sampling, parallel=2), sampling, True, tmp_path / "chat")
-    assert [(r["task_id"], r["sample"]) for r in rows] == [(p["task_id"], k) for p in PROBLEMS for k in range(2)]
+    assert [(r["task_id"], r["sample"]) for r in rows] == [
+        (p["task_id"], k) for p in PROBLEMS for k in range(2)
+    ]
     assert all("```python" in r["answer"] for r in rows)
     assert len(endpoint.seen) == 6 + 4
     first = endpoint.seen[0]
     assert first["path"] == "/v1/chat/completions"
     assert first["authorization"] == "Bearer k"
-    assert first["messages"] == [{"role": "user", "content": INSTRUCTION.format(prompt=PROBLEMS[0]["prompt"].strip())}]
+    assert first["messages"] == [
+        {"role": "user", "content": INSTRUCTION.format(prompt=PROBLEMS[0]["prompt"].strip())}
+    ]
     assert {body["seed"] for body in endpoint.seen} == {r["seed"] for r in rows}
-    completions = collect(dataset, ask(endpoint, Sampling(), False), Sampling(), False, tmp_path / "completions")
+    completions = collect(
+        dataset, ask(endpoint, Sampling(), False), Sampling(), False, tmp_path / "completions"
+    )
     assert endpoint.seen[-1]["path"] == "/v1/completions"
     assert completions[0]["answer"] == PROBLEMS[0]["canonical_solution"]  # up to the stop string
     assert completions[0]["finish_reason"] == "stop", "which the endpoint did not know"
@@ -217,11 +236,15 @@ def test_a_template_in_the_tokenizers_config_is_one(model_folder: Path, tmp_path
 
 
 def test_answers_of_other_weights_are_not_reused(model_folder: Path, tmp_path: Path) -> None:
-    """The same folder in 8 bits, or a shorter context, answers otherwise; its record once had the first's score."""
+    """The same folder in 8 bits, or a shorter context, answers otherwise; its record once
+    had the first's score.
+    """
     dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling(max_new_tokens=2)
 
     def answers(source: Source) -> int:
-        return len(collect(dataset, Model(model_folder, source, False, sampling), sampling, False, tmp_path / "r"))
+        return len(
+            collect(dataset, Model(model_folder, source, False, sampling), sampling, False, tmp_path / "r")
+        )
 
     assert answers(Source()) == answers(Source()) == len(PROBLEMS)
     with pytest.raises(ValueError, match=r"other settings: dtype .*, not 'int8'; choose another --results"):

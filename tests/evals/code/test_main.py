@@ -50,7 +50,9 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "evals.jsonl"
     for step in (1, 2):
         source, scoring = Source(base_url=endpoint.url), Scoring(cache=tmp_path / "cache")
-        returned = main(dataset=path, results=tmp_path / "r", source=source, scoring=scoring, about=About(out, step))
+        returned = main(
+            dataset=path, results=tmp_path / "r", source=source, scoring=scoring, about=About(out, step)
+        )
     assert len(endpoint.seen) == 3
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert returned == records[1]
@@ -123,14 +125,18 @@ def test_the_watcher_gives_every_checkpoint_a_folder_of_its_own(prepared_data: P
 def test_folders_of_results(tmp_path: Path) -> None:
     """One per checkpoint and setting, the same one when a command is given again."""
     asked = [(1, {"seed": 0}), (2, {"seed": 0}), (1, {"seed": 1}), (1, {"seed": 0})]
-    one, two, other, again = (results_of(About(tmp_path / "evals.jsonl", step), settings) for step, settings in asked)
+    one, two, other, again = (
+        results_of(About(tmp_path / "evals.jsonl", step), settings) for step, settings in asked
+    )
     assert len({one, two, other}) == 3
     assert one == again
     assert one.parent == tmp_path / "items"
 
 
 def test_solutions_share_the_cores_of_their_process() -> None:
-    """A watcher with --cpus 28-31 tested half a node's solutions on four cores, where right ones exceed their time."""
+    """A watcher with --cpus 28-31 tested half a node's solutions on four cores, where right
+    ones exceed their time.
+    """
     code = "import os; os.sched_getaffinity, os.cpu_count = lambda _: {*range(28, 32)}, lambda: 192\n"
     code += "from evals.code.__main__ import Scoring; print(Scoring().parallel)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == "2"

@@ -185,7 +185,10 @@ def test_a_solution_dies_with_its_judge(open_folder: Path, user: int, loop: str)
 def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder: Path, user: int) -> None:
     for found in attempted(open_folder, user):
         assert (found.pop("user"), found.pop("process")) == (65534, 2)
-        assert {name for name, outcome in found.items() if outcome == "done"} == {"calculate", "a few threads"}, found
+        assert {name for name, outcome in found.items() if outcome == "done"} == {
+            "calculate",
+            "a few threads",
+        }, found
     assert not Path("/leak").exists()
 
 
@@ -197,5 +200,7 @@ def test_no_sandbox_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_processor_is_refused() -> None:
-    with pytest.raises(ValueError, match="no sandbox on riscv64: its system calls are known on x86_64, aarch64"):
+    with pytest.raises(
+        ValueError, match="no sandbox on riscv64: its system calls are known on x86_64, aarch64"
+    ):
         system_call_filter("riscv64")

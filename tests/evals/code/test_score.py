@@ -83,11 +83,15 @@ def scorer(folder: Path, kind: str, problems: Sequence[dict[str, Any]] = PROBLEM
 
 @needs_evalplus
 @needs_sandbox
-def test_a_sandbox_that_does_not_start_ends_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_does_not_start_ends_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(score, "sandbox_options", lambda readable: ["/bin/false"])
     with pytest.raises(ValueError, match=r"a sandbox did not start: /bin/false"):
         scorer(tmp_path, "bubblewrap").control()
-    monkeypatch.setattr(score, "sandbox_options", lambda readable: ["sh", "-c", 'shift; shift; exec "$@"', "0"])
+    monkeypatch.setattr(
+        score, "sandbox_options", lambda readable: ["sh", "-c", 'shift; shift; exec "$@"', "0"]
+    )
     monkeypatch.setattr(score, "as_nobody", list)
     with pytest.raises(ValueError, match="the sandbox of a solution does not hold"):
         scorer(tmp_path, "bubblewrap").control()
@@ -149,7 +153,9 @@ def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
         "HumanEval/905": [*UNEQUAL.values(), *EQUAL.values(), reference(counts)],
     }
     rows = [{"task_id": task, "solution": text} for task, listed in texts.items() for text in listed]
-    scored = {task: [both[1] for both in samples] for task, samples in evalplus.evaluate(rows, "samples").items()}
+    scored = {
+        task: [both[1] for both in samples] for task, samples in evalplus.evaluate(rows, "samples").items()
+    }
     assert dict(zip([*LIES, "right"], scored["HumanEval/900"], strict=True)) == dict.fromkeys(LIES, False) | {
         "right": True
     }
@@ -176,21 +182,28 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
 
 @needs_evalplus
 @needs_sandbox
-def test_the_limit_on_memory_is_for_what_a_solution_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_on_memory_is_for_what_a_solution_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python and the answer, here 64 MiB, are within the limit; the expected outputs are not in the sandbox."""
     size, limit = 2**26, 3 * 2**25
     monkeypatch.setattr("evals.code.score.LIMITS", {**LIMITS, "memory_bytes": limit})
     (tmp_path / "d.jsonl").write_text(json.dumps(problem(903, "zeros", "return bytes(x)", [[size]], [[1]])))
     dataset = open_dataset(tmp_path / "d.jsonl")
     evalplus = EvalPlus(dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache")
-    once, twice = "def zeros(x):\n    return bytes(x)", "def zeros(x):\n    held = bytes(x)\n    return bytes(x)"
+    once, twice = (
+        "def zeros(x):\n    return bytes(x)",
+        "def zeros(x):\n    held = bytes(x)\n    return bytes(x)",
+    )
     rows = [{"task_id": "HumanEval/903", "solution": solution} for solution in (once, twice)]
     assert evalplus.evaluate(rows, "memory") == {"HumanEval/903": [(True, True), (False, False)]}
 
 
 @needs_evalplus
 @needs_sandbox
-def test_sanitize_keeps_the_function_and_gives_up_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanitize_keeps_the_function_and_gives_up_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("evals.code.score.SANITIZE_S", 2.0)
     noise = "".join(f"word {i} of no Python(\n" for i in range(4000))  # 8 million texts to parse
     texts = ["Sure:\n" + ANSWER + "\nprint(double(2))\nDone!", noise, "(" * 100_000]
@@ -202,7 +215,9 @@ def test_sanitize_keeps_the_function_and_gives_up_in_time(tmp_path: Path, monkey
 @needs_evalplus
 @needs_sandbox
 @pytest.mark.slow
-@pytest.mark.skipif("LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data")
+@pytest.mark.skipif(
+    "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data"
+)
 @pytest.mark.parametrize(
     ("file", "known", "total", "failing"),
     [
@@ -215,6 +230,8 @@ def test_the_reference_solutions(
 ) -> None:
     dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
     assert (dataset.name, dataset.version) == known
-    control = EvalPlus(dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache", 2).control()
+    control = EvalPlus(
+        dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache", 2
+    ).control()
     assert (control["passed"], control["total"]) == (total - len(failing), total)
     assert list(control["known_failures"]) == failing

@@ -12,7 +12,9 @@ ADD = "def add(a, b):\n    return a + b"
 STUB = 'def add(a, b):\n    """The sum of a and b."""'
 HELPER = "import math\n\nclass Helper:\n    def one(self):\n        return 1\n\n    def two(self):\n        return 2"
 TESTS = "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n    assert add(0, 0) == 0"
-DOCUMENTED = 'def add(a, b):\n    """The sum.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b'
+DOCUMENTED = (
+    'def add(a, b):\n    """The sum.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b'
+)
 DOCUMENTED_BARE = 'def add(a, b):\n    """The sum.\n\n```\nadd(1, 2)\n```\n"""\n    return a + b'
 METHOD_FIRST = "class Sum:\n    def add(self, a, b):\n        return None\n\n" + ADD
 CACHED = "from functools import lru_cache\n\n@lru_cache\n" + ADD
@@ -51,18 +53,33 @@ BLOCKS = {  # the rule "block": name: (answer, code)
     ),
     "its name in a docstring": (fenced(IN_DOCSTRING), IN_DOCSTRING),
     "a fence in its docstring": (fenced(DOCUMENTED), DOCUMENTED),
-    "a fence without a tag in its docstring": (fenced(DOCUMENTED_BARE) + "Done.\n" + fenced(TESTS), DOCUMENTED_BARE),
+    "a fence without a tag in its docstring": (
+        fenced(DOCUMENTED_BARE) + "Done.\n" + fenced(TESTS),
+        DOCUMENTED_BARE,
+    ),
     "text before the fence": ("Here: " + fenced(ADD) + "Done", ADD),
     "the end glued to the code": ("```python\n" + ADD + "```\nDone", ADD),
-    "a draft that is thought": ("<think>\n" + fenced(ADD.replace("+", "-")) + "</think>\n" + fenced(ADD), ADD),
-    "a better draft that is thought": ("<think>" + fenced(ADD) + "</think>" + fenced(ADD + " + 0"), ADD + " + 0"),
+    "a draft that is thought": (
+        "<think>\n" + fenced(ADD.replace("+", "-")) + "</think>\n" + fenced(ADD),
+        ADD,
+    ),
+    "a better draft that is thought": (
+        "<think>" + fenced(ADD) + "</think>" + fenced(ADD + " + 0"),
+        ADD + " + 0",
+    ),
     "a signature first": (fenced(STUB) + "Now in full:\n" + fenced(ADD), ADD),
     "a signature with dots first": (fenced("def add(a, b): ...") + fenced(ADD), ADD),
     "a signature last": (fenced(ADD) + "It keeps the signature\n" + fenced("def add(a, b):\n    pass"), ADD),
     "not implemented first": (fenced("def add(a, b):\n    raise NotImplementedError") + fenced(ADD), ADD),
     "a corrected version": (fenced(ADD.replace("+", "-")) + "Wait, no:\n" + fenced(ADD), ADD),
-    "a correction that does not parse": (fenced(ADD) + "or\n" + fenced("def add(a, b)\n    return b + a"), ADD),
-    "a helper or import in an earlier block": (fenced("import math") + fenced(ADD), ADD),  # the card takes one block
+    "a correction that does not parse": (
+        fenced(ADD) + "or\n" + fenced("def add(a, b)\n    return b + a"),
+        ADD,
+    ),
+    "a helper or import in an earlier block": (
+        fenced("import math") + fenced(ADD),
+        ADD,
+    ),  # the card takes one block
     "a form feed and U+2028 in a string": (fenced(ADD + "  # \f \u2028 x"), ADD + "  # \f \u2028 x"),
     "a fence in a comment": (fenced(ADD + "\n# ```\nx = 1"), ADD + "\n# ```\nx = 1"),
 }

@@ -1,4 +1,6 @@
-"""Small models and rows for the tests of CORE: a Laneformer folder, a Llama folder, a bundle of hand-made rows."""
+"""Small models and rows for the tests of CORE: a Laneformer folder, a Llama folder, a
+bundle of hand-made rows.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +78,15 @@ def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
             p.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else noise / gain)
     write_text_parts(folder)
     values = {"model_type": "laneformer", "architectures": ["LaneformerForCausalLM"], **config.to_dict()}
-    values["auto_map"] = {"AutoConfig": "x.X", "AutoModel": "y.Y", "AutoModelForCausalLM": "y.Z"}  # no such code here
+    values["auto_map"] = {
+        "AutoConfig": "x.X",
+        "AutoModel": "y.Y",
+        "AutoModelForCausalLM": "y.Z",
+    }  # no such code here
     (folder / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": 2}))
-    state = {n if n == "lm_head.weight" else f"model.{n}": p.contiguous() for n, p in model.state_dict().items()}
+    state = {
+        n if n == "lm_head.weight" else f"model.{n}": p.contiguous() for n, p in model.state_dict().items()
+    }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 
@@ -114,5 +122,7 @@ def eval_data() -> Path:
     """The folder `core` of LANEFORMER_EVAL_DATA: eval_data/<topic>/<task>.jsonl and reference_scores.json."""
     folder = Path(os.environ.get("LANEFORMER_EVAL_DATA", "")) / "core"
     if "LANEFORMER_EVAL_DATA" not in os.environ or not folder.is_dir():
-        pytest.skip("LANEFORMER_EVAL_DATA does not name a folder with core/: the public rows of CORE are needed")
+        pytest.skip(
+            "LANEFORMER_EVAL_DATA does not name a folder with core/: the public rows of CORE are needed"
+        )
     return folder

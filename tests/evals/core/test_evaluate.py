@@ -1,4 +1,6 @@
-"""CORE from rows to record, by real small models: answers against plain log-softmax sums, missing tasks, resuming."""
+"""CORE from rows to record, by real small models: answers against plain log-softmax
+sums, missing tasks, resuming.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ LABELS = ["copa", "winograd", "coqa"]
 
 @torch.no_grad()
 def right_by_hand(model: torch.nn.Module, item: Item) -> tuple[bool, float]:
-    """Whether an item is answered right, by one pass over each whole prompt in float64; and how close the call was."""
+    """Whether an item is answered right, by one pass over each whole prompt in float64; and how
+    close the call was.
+    """
     losses, leads = [], []
     for prompt in item.prompts:
         found = model(torch.tensor([prompt.ids]))
@@ -110,7 +114,8 @@ def test_choices_have_the_lowest_mean_and_texts_every_token() -> None:
     assert is_right(model, Item([Prompt([1, 5], 1), Prompt([1, 5, 5], 1)], gold=0)), "the first of equals"
     assert is_right(model, Item([Prompt([1, 5, 5], 1)], gold=0))
     assert not is_right(model, Item([Prompt([1, 5, 6], 1)], gold=0))
-    # an option without a token of its own is chosen only when it is the first, as a comparison with nan has it
+    # an option without a token of its own is chosen only when it is the first, as a comparison with
+    # nan has it
     assert not is_right(model, Item([Prompt([1, 5], 1), Prompt([1], 1)], gold=1))
     assert is_right(model, Item([Prompt([1], 1), Prompt([1, 5], 1)], gold=0))
 
@@ -132,7 +137,12 @@ def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     record = run(model_dir, tmp_path, limit=3, about=About(out, 7, 70, "phase1"))
     assert [json.loads(line) for line in out.read_text().splitlines()] == [record]
     assert sorted(out.parent.iterdir()) == [out, out.parent / "items"], "nothing else stays"
-    assert (record["kind"], record["protocol"], record["seed"], record["limit"]) == ("core", "nanochat", 1234, 3)
+    assert (record["kind"], record["protocol"], record["seed"], record["limit"]) == (
+        "core",
+        "nanochat",
+        1234,
+        3,
+    )
     assert (record["step"], record["tokens_total"], record["phase"]) == (7, 70, "phase1")
     assert [record[name] for name in ("core_v1", "core_v2", "core_v1_se", "core_v2_se")] == [None] * 4
     assert set(record["tasks"]) == set(LABELS)
@@ -163,7 +173,9 @@ def test_an_item_that_does_not_fit_makes_its_task_missing(tmp_path: Path) -> Non
     record = run(tmp_path / "model", tmp_path)
     assert "coqa" in record["tasks"]
     assert "does not fit into 6" in record["missing"]["copa"]
-    assert any(line.startswith("copa could not be scored: an answer") for line in remarks(record, Bundle(tmp_path)))
+    assert any(
+        line.startswith("copa could not be scored: an answer") for line in remarks(record, Bundle(tmp_path))
+    )
     assert record["core_v1"] is None
 
 
@@ -174,7 +186,9 @@ def test_all_tasks_give_core(model_dir: Path, tmp_path: Path, monkeypatch: pytes
     said = terminal.file.getvalue()  # type: ignore[attr-defined]
     assert f"CORE v2  {record['core_v2']:.4f} ± {record['core_v2_se']:.4f}" in said
     for label, figures in record["tasks"].items():
-        numbers = rf" *{label} +{figures['n']} +{figures['accuracy']:.3f} .*{figures['gold_bits_per_byte']:.3f} *"
+        numbers = (
+            rf" *{label} +{figures['n']} +{figures['accuracy']:.3f} .*{figures['gold_bits_per_byte']:.3f} *"
+        )
         assert re.search(f"^{numbers}$", said, re.MULTILINE), "a line of 80 columns for each task"
     assert record["missing"] == {}
     assert len(record["tasks"]) == len(bundle.tasks) == 22
@@ -184,7 +198,9 @@ def test_all_tasks_give_core(model_dir: Path, tmp_path: Path, monkeypatch: pytes
     assert record["core_v2"] != record["core_v1"]
 
 
-def test_an_interrupted_evaluation_goes_on(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_evaluation_goes_on(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_bundle(tmp_path / "data", LABELS)
     out = tmp_path / "evals.jsonl"
     whole = run(model_dir, tmp_path / "data")
@@ -248,7 +264,9 @@ def test_the_plan_counts_what_the_engine_reads(
     assert set(got["missing"]) == set(bundle.chosen([t.label for t in TASKS])[1])
 
 
-def test_the_plan_counts_the_passes_that_transformers_makes(model_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_plan_counts_the_passes_that_transformers_makes(
+    model_dir: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     bundle = write_bundle(tmp_path, LABELS)
     got = main(model_dir, tmp_path, plan_only=True)
     scorer = TransformersScorer(model_dir, "cpu")
@@ -257,7 +275,9 @@ def test_the_plan_counts_the_passes_that_transformers_makes(model_dir: Path, tmp
     read = []
     forward = scorer._model.forward
     scorer._few_logits = False  # the spy's signature is not the model's
-    scorer._model.forward = lambda input_ids, **given: read.append(input_ids.numel()) or forward(input_ids, **given)
+    scorer._model.forward = lambda input_ids, **given: (
+        read.append(input_ids.numel()) or forward(input_ids, **given)
+    )
     for label in got["tasks"]:
         score_task(task(label), bundle, "nanochat", scorer, None)
     assert (got["passes"], got["tokens_packed"]) == (len(read), sum(read))
@@ -283,7 +303,10 @@ def test_the_answer_to_every_item_is_kept(model_dir: Path, tmp_path: Path) -> No
             assert line["losses"] == pytest.approx(losses, rel=1e-6)
             size += line["bytes"]
             text = scorer.decode(gold.ids)
-            assert text.encode()[-line["bytes"] :].decode().strip() == scorer.decode(gold.ids[gold.start :]).strip()
+            assert (
+                text.encode()[-line["bytes"] :].decode().strip()
+                == scorer.decode(gold.ids[gold.start :]).strip()
+            )
         assert figures["gold_bits_per_byte"] == pytest.approx(bits / size, rel=1e-12)
     scorer.close()
     again = run(model_dir, tmp_path, about=About(out, 7))

@@ -1,4 +1,6 @@
-"""CORE from task accuracies: the public results of two models to 1e-12, errors by hand, and never a partial mean."""
+"""CORE from task accuracies: the public results of two models to 1e-12, errors by hand, and
+never a partial mean.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from evals.core.tasks import TASKS
 from evals.intervals import Z95, wilson
 from tests.evals.core.core_assets import eval_data, task
 
-# accuracies in TASKS' order, CORE v1 and v2: exp_data/evals of mlfoundations/dclm, google/gemma-2b and allenai/OLMo-1B
+# accuracies in TASKS' order, CORE v1 and v2: exp_data/evals of mlfoundations/dclm,
+# google/gemma-2b and allenai/OLMo-1B
 GEMMA_2B = (
     0.694184422492981, 0.4106133937835693, 0.7071502208709717, 0.7420033812522888, 0.45392492413520813,
     0.7799999713897705, 0.5904995799064636, 0.7894450426101685, 0.3880000114440918, 0.6371045708656311,
@@ -29,13 +32,19 @@ OLMO_1B = (
     0.4371212124824524, 0.2142857164144516, 0.03125, 0.3736991584300995, 0.3020167946815491, 0.5400611758232117,
     0.258899986743927,
 )  # fmt: skip
-PUBLISHED = [(GEMMA_2B, 0.4334530946631591, 0.41524569073374634), (OLMO_1B, 0.29721629605993444, 0.27234638964510605)]
+PUBLISHED = [
+    (GEMMA_2B, 0.4334530946631591, 0.41524569073374634),
+    (OLMO_1B, 0.29721629605993444, 0.27234638964510605),
+]
 
 
 def figures_of(accuracies: dict[str, float], error: float = 0.0) -> dict[str, dict[str, Any]]:
     """What `aggregate` reads, as task_figures would give it."""
     return {
-        t.label: {"standard_error": error, **{f"centered_{v}": centered(t, accuracies[t.label], v) for v in VERSIONS}}
+        t.label: {
+            "standard_error": error,
+            **{f"centered_{v}": centered(t, accuracies[t.label], v) for v in VERSIONS},
+        }
         for t in TASKS
         if t.label in accuracies
     }
@@ -109,7 +118,8 @@ def test_the_standard_error_is_the_spread_of_repeated_evaluations() -> None:
     """Accuracies of 200 imagined evaluations at 30 items scatter as much as their standard errors say."""
     draw = random.Random(0)
     runs = [
-        task_figures(task("copa"), answers({"": [draw.random() < 0.7 for _ in range(30)]}), 100) for _ in range(200)
+        task_figures(task("copa"), answers({"": [draw.random() < 0.7 for _ in range(30)]}), 100)
+        for _ in range(200)
     ]
     mean = sum(run["accuracy"] for run in runs) / 200
     spread = math.sqrt(sum((run["accuracy"] - mean) ** 2 for run in runs) / 199)
@@ -118,7 +128,9 @@ def test_the_standard_error_is_the_spread_of_repeated_evaluations() -> None:
 
 
 def test_groups_weigh_the_same_whatever_their_size() -> None:
-    figures = task_figures(task("jeopardy"), answers({"science": [True], "words": [True] + [False] * 3}), n_total=2117)
+    figures = task_figures(
+        task("jeopardy"), answers({"science": [True], "words": [True] + [False] * 3}), n_total=2117
+    )
     assert figures["accuracy"] == pytest.approx((1 + 0.25) / 2, rel=1e-15)
     halves = [wilson(1, 1)[1], wilson(1, 4)[1]]
     assert figures["standard_error"] == pytest.approx(math.hypot(*halves) / 2 / Z95, rel=1e-12)
@@ -136,7 +148,9 @@ def test_no_answer_right_is_not_certain_and_many_are_binomial() -> None:
 
 
 def test_wilson_covers_what_it_says() -> None:
-    """Of 1,000 imagined evaluations at 20 items about 95 % hold the true share; a binomial interval about 88 %."""
+    """Of 1,000 imagined evaluations at 20 items about 95 % hold the true share; a binomial
+    interval about 88 %.
+    """
     draw = random.Random(1)
     rights = [sum(draw.random() < 0.1 for _ in range(20)) for _ in range(1000)]
     held = sum(abs(0.1 - center) <= half for center, half in (wilson(right, 20) for right in rights))

@@ -1,4 +1,6 @@
-"""What a model is asked: examples drawn as each protocol says, the tokens of each task type, and prompts too long."""
+"""What a model is asked: examples drawn as each protocol says, the tokens of each task type,
+and prompts too long.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Words(Letters):
         return "".join(self.words[i] for i in ids)
 
 
-def asked(label_or_task: str | Task, rows: list[Row], protocol: Protocol, most: int | None = None) -> list[Item]:
+def asked(
+    label_or_task: str | Task, rows: list[Row], protocol: Protocol, most: int | None = None
+) -> list[Item]:
     chosen = task(label_or_task) if isinstance(label_or_task, str) else label_or_task
     return list(items(chosen, rows, protocol, Letters(), LONG, most))
 
@@ -191,7 +195,9 @@ def test_a_tokenizer_with_spaces_before_words() -> None:
 def test_answer_spans_by_hand() -> None:
     spans = answer_spans([[1, 5, 6, 7], [1, 5, 8]], "multiple_choice")
     assert spans == [Prompt([1, 5, 6, 7], 2), Prompt([1, 5, 8], 2)]
-    assert [p.start for p in answer_spans([[1, 5, 6], [1, 5]], "multiple_choice")] == [2, 2], "one is the other's start"
+    assert [p.start for p in answer_spans([[1, 5, 6], [1, 5]], "multiple_choice")] == [2, 2], (
+        "one is the other's start"
+    )
     spans = answer_spans([[1, 5, 6, 7, 9], [1, 8, 7, 9]], "schema")
     assert spans == [Prompt([1, 5, 6, 7, 9], 3), Prompt([1, 8, 7, 9], 2)]
     assert answer_spans([[1, 4], [1, 4, 5, 6]], "language_modeling") == [Prompt([1, 4, 5, 6], 2)]
@@ -203,7 +209,9 @@ def test_answer_spans_by_hand() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
-@pytest.mark.parametrize(("label", "rows"), [("copa", CHOICE_ROWS), ("winograd", SCHEMA_ROWS), ("coqa", TEXT_ROWS)])
+@pytest.mark.parametrize(
+    ("label", "rows"), [("copa", CHOICE_ROWS), ("winograd", SCHEMA_ROWS), ("coqa", TEXT_ROWS)]
+)
 def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str, rows: list[Row]) -> None:
     whole = asked(label, rows, protocol)
     limit = max(len(p.ids) - p.start for item in whole for p in item.prompts) + 4

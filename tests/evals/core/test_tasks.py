@@ -89,7 +89,9 @@ def test_baselines_of_a_bundle(tmp_path: Path) -> None:
     write_bundle(tmp_path, ["copa"])
     path = tmp_path / "eval_meta_data.csv"
     for value in ("20", "40.3"):
-        path.write_text(f"Eval Task,Task Category,Random baseline\ncopa,commonsense,50\ncommonsense_qa,x,{value}\n")
+        path.write_text(
+            f"Eval Task,Task Category,Random baseline\ncopa,commonsense,50\ncommonsense_qa,x,{value}\n"
+        )
         Bundle(tmp_path)
     path.write_text("Eval Task,Random baseline\ncommonsense_qa,25\n")
     with pytest.raises(ValueError, match=r"commonsense_qa has the baseline 25; CORE v1 has 20, v2 40\.3"):

@@ -1,4 +1,6 @@
-"""What the lm-eval tests run on: a tiny bf16 export, hand-made data sets in lm-eval's layout, and a toy server."""
+"""What the lm-eval tests run on: a tiny bf16 export, hand-made data sets in lm-eval's layout,
+and a toy server.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,12 @@ def write_data(folder: Path, questions: Sequence[tuple[str, list[str], int]] = Q
             for i, (question, texts, gold) in enumerate(questions):
                 labels = list("ABCD"[: len(texts)])
                 choices = {"text": texts, "label": labels}
-                row = {"id": str(i), "question": prefix + question, "choices": choices, "answerKey": labels[gold]}
+                row = {
+                    "id": str(i),
+                    "question": prefix + question,
+                    "choices": choices,
+                    "answerKey": labels[gold],
+                }
                 lines.append(json.dumps(row) + "\n")
             (arc / config).mkdir(exist_ok=True)
             (arc / config / f"{split}.jsonl").write_text("".join(lines))
@@ -69,7 +76,9 @@ def write_data(folder: Path, questions: Sequence[tuple[str, list[str], int]] = Q
 
 @contextmanager
 def toy_server(engine: Engine, missing: int = 0) -> Iterator[str]:
-    """The base URL of a server that answers /completions as lm-eval needs it; `missing` scores short, as some do."""
+    """The base URL of a server that answers /completions as lm-eval needs it; `missing` scores
+    short, as some do.
+    """
 
     one_at_a_time = threading.Lock()
 
@@ -108,11 +117,16 @@ def scored(engine: Engine, ids: list[int], body: dict[str, Any]) -> dict[str, An
     scores = engine.logprobs(ids + new, top=1)
     best = zip(scores.top_ids[:, 0].tolist(), scores.top_logprobs[:, 0].tolist(), strict=True)
     top = [None, *({str(i): logprob} for i, logprob in best)]
-    return {"text": "", "logprobs": {"token_logprobs": [None, *scores.logprobs.tolist()], "top_logprobs": top}}
+    return {
+        "text": "",
+        "logprobs": {"token_logprobs": [None, *scores.logprobs.tolist()], "top_logprobs": top},
+    }
 
 
 def generated(engine: Engine, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
     assert engine.tokenizer is not None
     assert body["temperature"] == 0
     tokens = engine.stream(ids, max_new_tokens=body["max_tokens"])
-    return {"text": "".join(text_of(tokens, TextStream(engine.tokenizer, ids), StopStrings(body.get("stop", []))))}
+    return {
+        "text": "".join(text_of(tokens, TextStream(engine.tokenizer, ids), StopStrings(body.get("stop", []))))
+    }

@@ -1,4 +1,6 @@
-"""Our lm-eval model against PyTorch, lm-eval's own Hugging Face model and an endpoint, on lm-eval's stock tasks."""
+"""Our lm-eval model against PyTorch, lm-eval's own Hugging Face model and an endpoint,
+on lm-eval's stock tasks.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,9 @@ class Reference:
     def score(self, ids: list[int], start: int) -> tuple[float, bool, float]:
         """Sum of log p(ids[start:]), whether all are greedy, and the most a float32 sum may differ.
 
-        A log-probability is off by up to twice its logits' error; other orders of summation may have a few times the
-        error that PyTorch's happened to have; exp and the sum add about 1e-6 of the value. For n of them, n times that.
+        A log-probability is off by up to twice its logits' error; other orders of summation may have a few
+        times the error that PyTorch's happened to have; exp and the sum add about 1e-6 of the value. For n of
+        them, n times that.
         """
         logits, float32 = (
             m(torch.tensor([ids])).logits[0, start - 1 : -1].double() for m in (self.exact, self.rounded)
@@ -106,7 +109,9 @@ def test_a_greedy_continuation_is_called_greedy(model: ScorerLM) -> None:
     context = model.tok_encode("import ")
     ids = model.scorer.engine.generate(context, max_new_tokens=5, ignore_eos=True)
     other = [*ids[:-1], (ids[-1] + 1) % 1024]
-    (_, yes), (_, no) = model._loglikelihood_tokens([(None, context, ids), (None, context, other)], disable_tqdm=True)
+    (_, yes), (_, no) = model._loglikelihood_tokens(
+        [(None, context, ids), (None, context, other)], disable_tqdm=True
+    )
     assert (yes, no) == (True, False)
 
 
@@ -121,7 +126,9 @@ def test_bos_is_a_choice_that_is_never_doubled(model: ScorerLM) -> None:
         model.add_bos = True
 
 
-def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: ScorerLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_do_not_fit_are_counted(
+    hf_dir: Path, model: ScorerLM, caplog: pytest.LogCaptureFixture
+) -> None:
     text = "for name in names:\n" * 20
     short = ScorerLM(hf_dir, Source(max_length=64))
     requests = instances("loglikelihood", [("x", " = 1"), (text, " pass")])
@@ -132,7 +139,9 @@ def test_prompts_that_do_not_fit_are_counted(hf_dir: Path, model: ScorerLM, capl
     continuation = len(model.tok_encode(text + " pass")) - len(model.tok_encode(text.rstrip()))
     expected = short.scorer.engine.logprobs(kept, start=65 - continuation)
     assert score == math.fsum(expected.tolist())
-    short.generate_until(instances("generate_until", [(text, {"max_gen_toks": 8, "until": []})]), disable_tqdm=True)
+    short.generate_until(
+        instances("generate_until", [(text, {"max_gen_toks": 8, "until": []})]), disable_tqdm=True
+    )
     assert short.cut_prompts == 2
     with pytest.raises(ValueError, match="max_gen_toks = 64 leaves no room"):
         short.generate_until(instances("generate_until", [("x", {"max_gen_toks": 64})]), disable_tqdm=True)
@@ -146,7 +155,9 @@ def test_a_longer_context_than_the_configs_can_be_asked_for(hf_dir: Path, model:
     with pytest.raises(ValueError, match=f"more than the {CONTEXT + 1} that fit"):
         model.scorer.engine.logprobs(ids, start=len(ids) - 1)
     assert np.isfinite(longer.scorer.engine.logprobs(ids, start=CONTEXT)).all()
-    np.testing.assert_array_equal(longer.scorer.engine.logprobs(ids[:50]), model.scorer.engine.logprobs(ids[:50]))
+    np.testing.assert_array_equal(
+        longer.scorer.engine.logprobs(ids[:50]), model.scorer.engine.logprobs(ids[:50])
+    )
 
 
 def test_rolling_scores_every_token_once(hf_dir: Path, reference: Reference) -> None:
@@ -154,7 +165,9 @@ def test_rolling_scores_every_token_once(hf_dir: Path, reference: Reference) -> 
     text = "for name in names:\n    print(name)\n" * 4
     ids = [short.prefix_token_id, *short.tok_encode(text, add_special_tokens=False)]
     assert len(ids) > 33
-    windows = [(ids[:17], 1)]  # 16 ids predict 16; the last window has all the context it can and scores what is left
+    windows = [
+        (ids[:17], 1)
+    ]  # 16 ids predict 16; the last window has all the context it can and scores what is left
     for first in range(17, len(ids), 16):
         end = min(first + 16, len(ids))
         windows.append((ids[end - 17 : end], 17 - (end - first)))
@@ -185,7 +198,9 @@ def test_generation_ends_where_the_task_says(model: ScorerLM) -> None:
 def test_chat_prompts_may_begin_the_answer(model: ScorerLM) -> None:
     turns = [{"role": "user", "content": "2 + 2?"}]
     opened = model.apply_chat_template(turns)
-    begun = model.apply_chat_template([*turns, {"role": "assistant", "content": "It is"}], add_generation_prompt=False)
+    begun = model.apply_chat_template(
+        [*turns, {"role": "assistant", "content": "It is"}], add_generation_prompt=False
+    )
     assert begun == opened + "It is"
 
 
@@ -224,7 +239,9 @@ def in_process(model: ScorerLM, hf_dir: Path, data: Path) -> dict[str, Any]:
 def test_choices_are_those_of_lm_evals_hugging_face_model(
     in_process: dict[str, Any], model: ScorerLM, reference: Reference, hf_dir: Path, data: Path
 ) -> None:
-    """The same bf16 weights, float32 arithmetic: a choice may differ only where both scores' roundings explain it."""
+    """The same bf16 weights, float32 arithmetic: a choice may differ only where both
+    scores' roundings explain it.
+    """
     theirs = HFLM(str(hf_dir), trust_remote_code=True, dtype="float32", add_bos_token=True, device="cpu")
     with data_folder(data, ARC_TASKS):
         hugging_face = evaluate(theirs, ARC_TASKS, hf_dir, num_fewshot=0)
@@ -251,13 +268,21 @@ def test_choices_are_those_of_lm_evals_hugging_face_model(
 def test_stock_arc_asks_what_it_should(in_process: dict[str, Any], model: ScorerLM) -> None:
     sample = in_process["samples"]["arc_easy"][1]
     question, texts, gold = QUESTIONS[1]
-    assert [tuple(a) for a in sample["arguments"]] == [(f"Question: {question}\nAnswer:", f" {text}") for text in texts]
+    assert [tuple(a) for a in sample["arguments"]] == [
+        (f"Question: {question}\nAnswer:", f" {text}") for text in texts
+    ]
     assert sample["target"] in (gold, str(gold))
-    right = [int(s["filtered_resps"].index(max(s["filtered_resps"]))) for s in in_process["samples"]["arc_easy"]]
+    right = [
+        int(s["filtered_resps"].index(max(s["filtered_resps"]))) for s in in_process["samples"]["arc_easy"]
+    ]
     accuracy = np.mean([choice == gold for choice, (_, _, gold) in zip(right, QUESTIONS, strict=True)])
     figures = figures_of(in_process, model, (2048,))
     assert figures["tasks"]["arc_easy"]["acc"] == accuracy
-    assert (figures["ruler"], figures["cut_prompts"], figures["prompts"]["arc_easy"]["documents"]) == ({}, 0, 5)
+    assert (figures["ruler"], figures["cut_prompts"], figures["prompts"]["arc_easy"]["documents"]) == (
+        {},
+        0,
+        5,
+    )
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -271,7 +296,9 @@ def test_an_endpoint_gives_the_in_process_result(
         result = evaluate(endpoint, ARC_TASKS, hf_dir, num_fewshot=0)
         request = ("def f(x):\n", {"max_gen_toks": 9, "until": [], "temperature": 0.0, "do_sample": False})
         (text,) = endpoint.generate_until(instances("generate_until", [request]))
-        long = instances("loglikelihood_rolling", [("for name in names:\n" * 8,)])  # two more ids: BOS and a new one
+        long = instances(
+            "loglikelihood_rolling", [("for name in names:\n" * 8,)]
+        )  # two more ids: BOS and a new one
         rolled = ScorerLM(hf_dir, Source(base_url=url, max_length=18)).loglikelihood_rolling(long)
     assert rolled == ScorerLM(hf_dir, Source(max_length=16)).loglikelihood_rolling(long)
     assert [text] == model.generate_until(instances("generate_until", [request]))
@@ -296,7 +323,9 @@ def test_cuts_of_recorded_prompts_are_counted(model: ScorerLM) -> None:
     samples = [{"arguments": [("x", " y"), (text, {"max_gen_toks": 10})]}]
 
     def cut(max_length: int) -> int:
-        view: Any = SimpleNamespace(max_length=max_length, scoring_room=max_length + 1, tok_encode=model.tok_encode)
+        view: Any = SimpleNamespace(
+            max_length=max_length, scoring_room=max_length + 1, tok_encode=model.tok_encode
+        )
         return prompt_figures(view, samples)["cut"]
 
     assert (cut(ids + 10), cut(ids + 9), cut(1)) == (0, 1, 2)
@@ -325,12 +354,16 @@ def test_task_files_of_ones_own(
 ) -> None:
     """A choice and a rolling task, which once crashed after all the work; by a relative path, to the record."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"question": q, "choices": c, "gold": g}) + "\n" for q, c, g in QUESTIONS))
+    rows.write_text(
+        "".join(json.dumps({"question": q, "choices": c, "gold": g}) + "\n" for q, c, g in QUESTIONS)
+    )
     (tmp_path / "choice.yaml").write_text(TASK.format(rows=rows, rest=CHOICE))
     (tmp_path / "rolling.yaml").write_text(TASK.format(rows=rows, rest=ROLLING).replace("mine", "rolled"))
     monkeypatch.chdir(tmp_path)
     asked = Questions("choice.yaml,rolling.yaml")
-    assert expand_tasks("choice.yaml") == [str(tmp_path / "choice.yaml")], "--data changes the working directory"
+    assert expand_tasks("choice.yaml") == [str(tmp_path / "choice.yaml")], (
+        "--data changes the working directory"
+    )
     record = main(hf_dir, asked, Source(backend, "cpu"), About(tmp_path / "out/evals.jsonl", 3))
     assert 0 <= record["tasks"]["mine"]["acc"] <= 1
     check_fields(record, None)
@@ -343,7 +376,9 @@ def test_task_files_of_ones_own(
         expected += reference.score(ids, 1)[0]
         size += len(question.encode())
     bits = -expected / size / math.log(2)
-    assert record["tasks"]["rolled"]["bits_per_byte"] == pytest.approx(bits, rel=1e-2 if backend != "engine" else 1e-5)
+    assert record["tasks"]["rolled"]["bits_per_byte"] == pytest.approx(
+        bits, rel=1e-2 if backend != "engine" else 1e-5
+    )
     head, lines = read_items(tmp_path / "out" / record["items"])
     right = [line["right"] for (task, _), line in lines.items() if task == "mine"]
     assert np.mean(right) == record["tasks"]["mine"]["acc"]
@@ -363,7 +398,9 @@ filter_list:
 def test_generated_answers_are_scored_by_every_filter(
     hf_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As gsm8k: lm-eval's exact_match is NumPy's, once left out of the record; filters once counted as documents."""
+    """As gsm8k: lm-eval's exact_match is NumPy's, once left out of the record; filters
+    once counted as documents.
+    """
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": question}) + "\n" for question, _, _ in QUESTIONS))
     (tmp_path / "task.yaml").write_text(TASK.format(rows=rows, rest=GENERATED))

@@ -1,8 +1,10 @@
-"""Engine and Transformers on the same bf16 weights: they choose alike, but for choices that bf16 cannot tell apart.
+"""Engine and Transformers on the same bf16 weights: they choose alike, but for choices that
+bf16 cannot tell apart.
 
-Half of the questions have four answers that float64 scores almost alike, so that rounding decides; half have answers
-far apart. Every answer is one token. What bf16 may change is the error of a plain bf16 forward on these questions, the
-largest of all, and the rounding of the log-probability itself, which lm-eval keeps in bf16 (8 bits: 2^-8 of it).
+Half of the questions have four answers that float64 scores almost alike, so that rounding decides; half have
+answers far apart. Every answer is one token. What bf16 may change is the error of a plain bf16 forward on
+these questions, the largest of all, and the rounding of the log-probability itself, which lm-eval keeps in
+bf16 (8 bits: 2^-8 of it).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from records.evals import About
 from records.run import read_run
 from tests.evals.lm_eval.lm_eval_assets import QUESTIONS, export_tiny, write_data
 from tests.laneformer.hf.hf_assets import sentencepiece_model
-from tools.dashboard.published import RULER
+from tools.dashboard.references import RULER
 from tools.dashboard.scores import ruler_table
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
@@ -127,13 +127,19 @@ def short_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_lengths_at_which_lm_eval_would_hang_are_refused(hf_dir: Path, short_pieces: Path) -> None:
-    with pytest.raises(ValueError, match=r"ruler_vt cannot be generated: .* 500 tokens for its worked .* takes 5"):
+    with pytest.raises(
+        ValueError, match=r"ruler_vt cannot be generated: .* 500 tokens for its worked .* takes 5"
+    ):
         load_tasks(["ruler_vt"], [2048, 4096], short_pieces)
-    with pytest.raises(ValueError, match=r"ruler_cwe cannot be generated at a length of 4096: .* take 4\d\d\d tokens"):
+    with pytest.raises(
+        ValueError, match=r"ruler_cwe cannot be generated at a length of 4096: .* take 4\d\d\d tokens"
+    ):
         load_tasks(["ruler_cwe"], [2048, 4096], short_pieces)
     with pytest.raises(ValueError, match="ruler_vt cannot be generated at a length of 512"):
         load_tasks(["ruler_vt"], [512, 2048], hf_dir)
-    check_room([name for name in RULER_TASKS if name.startswith("niah")], [512], short_pieces)  # these come to an end
+    check_room(
+        [name for name in RULER_TASKS if name.startswith("niah")], [512], short_pieces
+    )  # these come to an end
 
 
 def test_a_limit_counts_each_length() -> None:

@@ -34,7 +34,20 @@ def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *fla
 
 def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
     file = tmp_path / "said.json"
-    lines = ["hi\\", "there", '"""', "a", "", '  b"""', "/sav", "/nonsense", "", "/save", f"/save {file}", "/help"]
+    lines = [
+        "hi\\",
+        "there",
+        '"""',
+        "a",
+        "",
+        '  b"""',
+        "/sav",
+        "/nonsense",
+        "",
+        "/save",
+        f"/save {file}",
+        "/help",
+    ]
     talk(folder, "\n".join(lines), monkeypatch, "--system", "be d", "--temperature", "0.7")
     printed = capsys.readouterr()
     system, one, two, three, four = json.loads(file.read_text())
@@ -47,7 +60,12 @@ def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
                  "5 messages in", "/retry   answer the last message once more"):  # fmt: skip
         assert said in printed.err
     assert (
-        len(re.findall(r"^12 tokens, [\d.]+ tokens/s, first after [\d.]+ s, \d+ of \d+ prompt", printed.err, re.M)) == 2
+        len(
+            re.findall(
+                r"^12 tokens, [\d.]+ tokens/s, first after [\d.]+ s, \d+ of \d+ prompt", printed.err, re.M
+            )
+        )
+        == 2
     )
 
 
@@ -63,9 +81,9 @@ def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
                 ids = before.ids if before.ids[-1] != END else before.ids[:-1]
                 known = [*before.prompt, *ids]
                 assert reply.prompt[: len(known)] == known
-                assert engine.tokenizer.decode(reply.prompt[len(known) :], skip_special_tokens=False).startswith(
-                    "<|end|>\n"
-                )
+                assert engine.tokenizer.decode(
+                    reply.prompt[len(known) :], skip_special_tokens=False
+                ).startswith("<|end|>\n")
                 assert engine.tokenizer.encode(before.text).ids != ids
                 assert reply.statistics.reused_tokens >= len(known) - 1
         assert conversation.fitted(conversation.messages[:-1]).prompt == reply.prompt, "once more"
@@ -94,7 +112,9 @@ def test_oldest_turns_go_when_the_context_is_full(folder, tmp_path, monkeypatch,
 
 def test_retry_reset_system_and_load(folder, tmp_path, monkeypatch, capsys):
     first, second = tmp_path / "1.json", tmp_path / "2.json"
-    lines = [f"hi\n/save {first}\n/retry\n/save {second}\n/reset\n/retry\n/system b\n/system\n/save {tmp_path}/3.json"]
+    lines = [
+        f"hi\n/save {first}\n/retry\n/save {second}\n/reset\n/retry\n/system b\n/system\n/save {tmp_path}/3.json"
+    ]
     talk(folder, lines[0], monkeypatch, "--temperature", "1")
     one, two = json.loads(first.read_text()), json.loads(second.read_text())
     assert one[0] == two[0]
@@ -175,7 +195,9 @@ def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
         assert "stopped" in terminal.expect("prompt tokens cached[^\n]*\n.*> ")
         terminal.send("half a line")
         terminal.expect("half a line")
-        while "\n> " not in terminal.seen:  # between two looks, Python's `input` overhears a signal until a key comes
+        while (
+            "\n> " not in terminal.seen
+        ):  # between two looks, Python's `input` overhears a signal until a key comes
             terminal.send("\x03")
             until = time.monotonic() + 2
             while "\n> " not in terminal.seen and time.monotonic() < until:

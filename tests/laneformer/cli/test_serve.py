@@ -18,7 +18,9 @@ from laneformer.cli import main
 
 def test_serve_opens_the_page_and_ends_with_ctrl_c(folder: Path, tmp_path: Path) -> None:
     browser = tmp_path / "browser"
-    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened.part; mv {tmp_path}/opened.part {tmp_path}/opened\n')
+    browser.write_text(
+        f'#!/bin/sh\necho "$1" > {tmp_path}/opened.part; mv {tmp_path}/opened.part {tmp_path}/opened\n'
+    )
     browser.chmod(0o755)
     process = subprocess.Popen(
         [sys.executable, "-m", "laneformer.cli", "serve", str(folder), "--port=0", "--threads=1", "--open",

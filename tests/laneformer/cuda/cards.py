@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from laneformer.engine.cuda.geometry import Machine
 
-# of a multiprocessor: KiB of shared memory, KiB that one block may use, threads; the registers are 65,536 on all
+# of a multiprocessor: KiB of shared memory, KiB that one block may use, threads; the registers are
+# 65,536 on all
 LIMITS = {
     80: (164, 163, 2048), 86: (100, 99, 1536), 89: (100, 99, 1536), 90: (228, 227, 2048), 100: (228, 227, 2048),
     120: (100, 99, 1536),

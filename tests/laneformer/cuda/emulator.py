@@ -1,7 +1,7 @@
 """Kernels of the CUDA engine on the CPU: build a translation unit over emulator.h, launch what it emulates.
 
-A launch runs every thread of its grids as a fiber, in an order drawn from a seed, and checks what a GPU would leave
-undefined (machine.h) and that no word is overwritten before it was read, in any order (order.h).
+A launch runs every thread of its grids as a fiber, in an order drawn from a seed, and checks what a GPU would
+leave undefined (machine.h) and that no word is overwritten before it was read, in any order (order.h).
 """
 
 from __future__ import annotations
@@ -43,26 +43,40 @@ class Report:
 
 
 def build(
-    source: str, include_dirs: Sequence[Path], defines: Mapping[str, object], cache_dir: Path, races: bool = False
+    source: str,
+    include_dirs: Sequence[Path],
+    defines: Mapping[str, object],
+    cache_dir: Path,
+    races: bool = False,
 ) -> ctypes.CDLL:
     """The library of one translation unit, from `cache_dir` if the same was built before.
 
-    The unit includes emulator.h and ends with EMULATE(kernel, Params) for each kernel. races: it also checks accesses
-    of plain data (races.h), for some five times the processor time. RuntimeError: with the compiler's message.
+    The unit includes emulator.h and ends with EMULATE(kernel, Params) for each kernel. races: it also
+    checks accesses of plain data (races.h), for some five times the processor time. RuntimeError:
+    with the compiler's message.
     """
     if MISSING:
         raise RuntimeError(MISSING)
     folders = [FOLDER, *include_dirs]
-    options = [*FLAGS, *(SEES_PLAIN if races else ()), *(f"-D{name}={value}" for name, value in defines.items())]
+    options = [
+        *FLAGS,
+        *(SEES_PLAIN if races else ()),
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    ]
     command = ["g++", *options, *(f"-I{f}" for f in folders)]
-    included = [p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in (".h", ".cuh", ".cu")]
+    included = [
+        p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in (".h", ".cuh", ".cu")
+    ]
     # what the folders hold, not where they are: a copy of the sources is the same build
     parts = [repr((options, compiler())).encode(), source.encode(), *(p.read_bytes() for p in included)]
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
     library = cache_dir / f"emulated-{key}.so"
     if not library.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
-        unit, unfinished = library.with_suffix(f".{os.getpid()}.cpp"), library.with_suffix(f".{os.getpid()}.so")
+        unit, unfinished = (
+            library.with_suffix(f".{os.getpid()}.cpp"),
+            library.with_suffix(f".{os.getpid()}.so"),
+        )
         unit.write_text(source)
         assembled = unit.with_suffix(".o")
         steps = (
@@ -101,11 +115,11 @@ def launch(
 ) -> Report:
     """Run one grid, or one for each of `params` side by side, to the end.
 
-    params: laid out as the kernel's Params. threads: of a block, a multiple of 32. seed: of the order in which threads
-    run and of the delay of copies. names: {name: (address, bytes)} of word buffers, for messages; plain: the same of
-    buffers beside shared memory whose accesses are checked, where the library was built for that. watchdog: a
-    launch in which nothing can go on is left to the kernel's own time-out: the clock runs on, faster and faster.
-    EmulationError: what went wrong, with the place and the seed.
+    params: laid out as the kernel's Params. threads: of a block, a multiple of 32. seed: of the order in
+    which threads run and of the delay of copies. names: {name: (address, bytes)} of word buffers, for
+    messages; plain: the same of buffers beside shared memory whose accesses are checked, where the library
+    was built for that. watchdog: a launch in which nothing can go on is left to the kernel's own time-out:
+    the clock runs on, faster and faster. EmulationError: what went wrong, with the place and the seed.
     """
     grids = [params] if isinstance(params, ctypes.Structure) else list(params)
     if threads % 32 or threads < 32:

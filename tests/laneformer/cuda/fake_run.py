@@ -2,9 +2,9 @@
 
     python -m tests.laneformer.cuda.fake_run LIBRARY
 
-It ends with one line of JSON: {"cards": {card: {version: launches}}, "planted": {fault: launches or an error's text},
-"requests": {what: {"launches", "warnings", "error"}}}. NVRTC is replaced too: an image says what a compiler promises,
-the registers of __launch_bounds__ and the size of the argument.
+It ends with one line of JSON: {"cards": {card: {version: launches}}, "planted": {fault: launches or an
+error's text}, "requests": {what: {"launches", "warnings", "error"}}}. NVRTC is replaced too: an image says
+what a compiler promises, the registers of __launch_bounds__ and the size of the argument.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ FAULTS = {
     "the number of another attribute": ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
     "not cooperative": ('version in ("persistent", "passes") and not shared', "False"),
     "less shared memory": ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
-    "the limit is not raised": ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA"),
+    "the limit is not raised": (
+        "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES",
+        "CU_FUNC_ATTRIBUTE_CACHE_MODE_CA",
+    ),
     "threads for warps": ("= self.geometry.threads, 1, 1", "= self.geometry.warps, 1, 1"),
     "another stream": ("torch.cuda.current_stream(self.device).cuda_stream", "0"),
     "another argument": ("ctypes.addressof(argument)", "ctypes.addressof(type(argument)())"),
@@ -54,10 +57,10 @@ class FakeDriver:
         self.library.fake_log.restype = ctypes.c_char_p
         self.card = H200
 
-    def use(self, card: Card, driver: int = 13000, most_blocks: int = 1 << 30) -> None:
+    def use(self, card: Card, driver: int = 13000, max_blocks: int = 1 << 30) -> None:
         self.card = card
         fields = (driver, card.architecture, card.multiprocessors, card.threads, REGISTERS, card.shared_total)
-        self.library.fake_card((ctypes.c_int * 8)(*fields, card.shared_block, most_blocks))
+        self.library.fake_card((ctypes.c_int * 8)(*fields, card.shared_block, max_blocks))
 
     def launches(self) -> list[dict[str, Any]]:
         """Those since the last call."""
@@ -76,7 +79,9 @@ def image(version: str, geometry: Geometry, architecture: str, *, driver: int = 
     resident = 2 if version == "graph" else 1
     lines = [f"{''.join(c for c in architecture if c.isdigit())} {driver // 1000}"]
     for name in NAMES[version]:
-        registers = min(255, REGISTERS // (32 * geometry.warps * (1 if name == "choose" else resident)) // 8 * 8)
+        registers = min(
+            255, REGISTERS // (32 * geometry.warps * (1 if name == "choose" else resident)) // 8 * 8
+        )
         lines.append(f"{name} {registers} {ctypes.sizeof(argument_of(version, geometry))}")
     return ("\n".join(lines) + "\n\0").encode()
 
@@ -111,7 +116,9 @@ def filled(version: str, geometry: Geometry) -> bytes:
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
 
 
-def launched(driver: FakeDriver, card: Card, version: str, kernels: ModuleType | Any = launch) -> list[dict[str, Any]]:
+def launched(
+    driver: FakeDriver, card: Card, version: str, kernels: ModuleType | Any = launch
+) -> list[dict[str, Any]]:
     """Every kernel of a version once, as planned for the card."""
     driver.use(card)
     geometry = plan(CONFIG, "bf16", card.machine, resident=2 if version == "graph" else 1)
@@ -133,7 +140,11 @@ def planted(driver: FakeDriver, wrong: str, right: str) -> list[dict[str, Any]] 
     exec(compile(text.replace(right, wrong), "planted", "exec"), module.__dict__)
     module.compile_cubin = image  # type: ignore[attr-defined]
     try:
-        return [record for version in ("persistent", "graph") for record in launched(driver, H200, version, module)]
+        return [
+            record
+            for version in ("persistent", "graph")
+            for record in launched(driver, H200, version, module)
+        ]
     except RuntimeError as error:
         return str(error)
 
@@ -155,7 +166,9 @@ def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
     config = small_config()
     tensors = tensors_of(random_model(config), "bf16")
 
-    def decode(version: str = "persistent", devices: tuple[str, ...] = ("cuda:0",), **shape: Any) -> Callable[[], None]:
+    def decode(
+        version: str = "persistent", devices: tuple[str, ...] = ("cuda:0",), **shape: Any
+    ) -> Callable[[], None]:
         def act() -> None:
             decoder = sequence.SequenceDecoder(config, tensors, "bf16", devices, version, **shape)
             decoder.start([1, 2, 3], 4)
@@ -166,7 +179,7 @@ def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "persistent", request(driver, decode())
     yield "graph", request(driver, decode("graph"))
     yield "shared", request(driver, decode(devices=("cuda:0", "cuda:0")))
-    driver.use(H200, most_blocks=16)
+    driver.use(H200, max_blocks=16)
     yield "others are there", request(driver, decode())
     yield "others are there, wide", request(driver, decode(wide_exchanges=True))
     driver.use(H200)
@@ -183,7 +196,9 @@ def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
 def main() -> None:
     driver = FakeDriver(sys.argv[1])
     replace_torch(driver)
-    cards = {name: {version: launched(driver, card, version) for version in NAMES} for name, card in CARDS.items()}
+    cards = {
+        name: {version: launched(driver, card, version) for version in NAMES} for name, card in CARDS.items()
+    }
     faults = {name: planted(driver, wrong, right) for name, (right, wrong) in FAULTS.items()}
     print(json.dumps({"cards": cards, "planted": faults, "requests": dict(requests(driver))}))
 

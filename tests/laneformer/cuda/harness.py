@@ -1,4 +1,5 @@
-"""The decode kernels on the emulator: a random model in a GPU's memory layout, launches, and a float64 reference.
+"""The decode kernels on the emulator: a random model in a GPU's memory layout, launches,
+and a float64 reference.
 
 The host side is the engine's own (geometry, tapes, memory, arguments), with torch tensors on the CPU.
 """
@@ -103,7 +104,9 @@ class Emulated:
         stored = random_model(config, self.geometry.half, seed)
         self.model = as_stored_in(stored, dtype)
         self.tensors = tensors_of(stored, self.geometry.half)
-        self.memories = [DeviceMemory(self.geometry, self.tensors, i, "cpu") for i in range(self.geometry.devices)]
+        self.memories = [
+            DeviceMemory(self.geometry, self.tensors, i, "cpu") for i in range(self.geometry.devices)
+        ]
         self.library = self.build(source_of(version, self.geometry), cache)
 
     def build(self, source: str, cache: Path, folder: Path = FOLDER) -> ctypes.CDLL:
@@ -111,7 +114,9 @@ class Emulated:
         source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
         return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, cache, self.races)
 
-    def arguments(self, ids: list[int], position: int, max_tokens: int, **options: Any) -> list[ctypes.Structure]:
+    def arguments(
+        self, ids: list[int], position: int, max_tokens: int, **options: Any
+    ) -> list[ctypes.Structure]:
         inboxes = [memory.inbox for memory in self.memories]
         return [m.arguments(inboxes, ids, position, max_tokens, **options) for m in self.memories]
 
@@ -133,7 +138,9 @@ class Emulated:
 
     def buffers(self) -> dict[str, tuple[int, int]]:
         """{name: (address, bytes)} of the words, for the emulator's messages."""
-        words = {f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")}
+        words = {
+            f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")
+        }
         return {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()}
 
     def plain(self) -> dict[str, tuple[int, int]]:
@@ -170,7 +177,9 @@ class RoundedCache:
     def __init__(self, config: LaneformerConfig, dtype: str):
         self.dtype, self.length = TORCH_TYPES[dtype], 0
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return key.to(self.dtype).to(key.dtype), value.to(self.dtype).to(value.dtype)
 
 

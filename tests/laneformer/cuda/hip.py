@@ -39,7 +39,9 @@ def of_kernel(code: str, name: str) -> str:
 
 def instructions(code: str, pattern: str) -> list[str]:
     """The instructions whose text has a match."""
-    return [line.strip() for line in code.splitlines() if re.match(r"\t\w", line) and re.search(pattern, line)]
+    return [
+        line.strip() for line in code.splitlines() if re.match(r"\t\w", line) and re.search(pattern, line)
+    ]
 
 
 def loops(code: str, depth: int) -> list[str]:

@@ -13,12 +13,12 @@ struct Products {
   float* out;               // [column][rows] of each matrix, one after another
 };
 
-DEVICE constexpr int most_columns() {
+DEVICE constexpr int max_columns() {
   int most = 0;
   for (int columns : kColumns) most = columns > most ? columns : most;
   return most;
 }
-constexpr int kStride = padded(most_columns());
+constexpr int kStride = padded(max_columns());
 
 template <int Op>
 DEVICE void product(Tape& tape, const float*& x, float*& out, float* in, float* sums) {

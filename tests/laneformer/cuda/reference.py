@@ -1,4 +1,5 @@
-"""What the kernels may be off by, computed: the model in float64 over the keys and values that the kernels kept.
+"""What the kernels may be off by, computed: the model in float64 over the keys and values
+that the kernels kept.
 
 Two checks take the place of one loose tolerance. The reference attends to the kernels' own keys and values, so a number
 that fp32 has rounded to the other side costs nothing later on; and each of those must be a 16-bit rounding of the
@@ -26,12 +27,16 @@ from laneformer.model import LaneAttention, Laneformer, LaneLinear, LaneRMSNorm,
 from tests.laneformer.cuda.harness import Emulated
 
 UNIT = 2.0**-24  # half a step of fp32 at 1
-AROUND = 32  # roundings of a term beside its sum: norm scale, 1 / rms, SiLU, joins, angles of positions below 32
+AROUND = (
+    32  # roundings of a term beside its sum: norm scale, 1 / rms, SiLU, joins, angles of positions below 32
+)
 DRAWS = 8
 
 
 class KeptCache:
-    """model.py's cache with the kernels' own keys and values, per layer (1, K, T, d); keeps what it was offered."""
+    """model.py's cache with the kernels' own keys and values, per layer (1, K, T, d); keeps
+    what it was offered.
+    """
 
     length = 0
 
@@ -45,7 +50,9 @@ class KeptCache:
 
 @dataclass
 class Expected:
-    """Logits (T, V), how far fp32 may be off, and the 16-bit numbers between which the kept ones (2, K, T, d) lie."""
+    """Logits (T, V), how far fp32 may be off, and the 16-bit numbers between which the kept ones (2,
+    K, T, d) lie.
+    """
 
     logits: Tensor
     tolerance: float
@@ -56,12 +63,16 @@ class Expected:
 def kept_at(emulated: Emulated, layer: int, position: int) -> Tensor:
     """The key and value of one position, as the kernels keep them: float64 (2, K, d)."""
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
-    heads = [m.kv_layer(layer)[:, :, position % splits, position // splits % slots] for m in emulated.memories]
+    heads = [
+        m.kv_layer(layer)[:, :, position % splits, position // splits % slots] for m in emulated.memories
+    ]
     bits = torch.cat(heads).flatten(0, 1).movedim(1, 0)
     return bits.contiguous().view(TORCH_TYPES[emulated.geometry.half]).double()
 
 
-def read_one_by_one(emulated: Emulated, ids: list[int], seed: int = 0) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def read_one_by_one(
+    emulated: Emulated, ids: list[int], seed: int = 0
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """A launch for each token: logits (T, V), and all keys and values (1, K, T, d) of each layer."""
     logits = torch.full((len(ids), emulated.config.vocab_size), float("nan"))
     layers = range(emulated.config.num_hidden_layers)
@@ -112,7 +123,10 @@ def worst_roundings(model: Laneformer, generator: torch.Generator) -> Iterator[N
         return output + off(output.abs(), output.shape[-1])
 
     def head(module: nn.Module, inputs: tuple[Tensor, LaneRMSNorm, Tensor], output: Tensor) -> Tensor:
-        x, weight = inputs[1](inputs[0]), inputs[2].view(module.shape) if module.weight is None else module.weight
+        x, weight = (
+            inputs[1](inputs[0]),
+            inputs[2].view(module.shape) if module.weight is None else module.weight,
+        )
         return output + off(torch.einsum("bsli,loi->bslo", x.abs(), weight.abs()).flatten(2), x.shape[-1])
 
     hooks: dict[type, Any] = {LaneLinear: linear, LaneRMSNorm: norm, LMHead: head}

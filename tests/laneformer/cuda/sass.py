@@ -1,8 +1,9 @@
 """Machine code of a cubin as a control-flow graph: a reader of nvdisasm's text, as far as the gates need it.
 
-The disassemblers come in Triton's wheel. What a register holds is not known but to this extent: from which pointer of
-the kernel's parameters its value was computed (`Pointers`), and whether it is still being loaded from shared memory
-(`pending_loads`). Both are data flows over all paths, callees included: what may hold on any path is said to hold.
+The disassemblers come in Triton's wheel. What a register holds is not known but to this extent: from which
+pointer of the kernel's parameters its value was computed (`Pointers`), and whether it is still being loaded
+from shared memory (`pending_loads`). Both are data flows over all paths, callees included: what may hold on
+any path is said to hold.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ class Kernel:
         return {a: range(a, b) for a, b in pairwise(edges)}
 
     def flow(self, step: Callable[[int, dict[str, int]], None]) -> None:
-        """Run `step(instruction, state)` along all paths until no state grows; states are maps to sets of bits."""
+        """Run `step(instruction, state)` along all paths until no state grows; states are maps
+        to sets of bits.
+        """
         states: dict[int, dict[str, int]] = {0: {}}
         waiting = {0}
         while waiting:
@@ -204,13 +207,15 @@ def components(graph: list[list[int]], nodes: set[int]) -> list[set[int]]:
 class Pointers:
     """From which parameters the address of every access to global memory was computed.
 
-    fields: {name: (offset, bytes)} of the pointers in the kernel's parameter, which begins at `base` of bank 0;
-    array: the one that is read with an index.
+    fields: {name: (offset, bytes)} of the pointers in the kernel's parameter, which begins at `base` of bank
+    0; array: the one that is read with an index.
     """
 
     def __init__(self, kernel: Kernel, fields: dict[str, tuple[int, int]], base: int, array: str):
         self.kernel, self.names = kernel, list(fields)
-        self.bytes = {base + at + i: 1 << n for n, (at, size) in enumerate(fields.values()) for i in range(size)}
+        self.bytes = {
+            base + at + i: 1 << n for n, (at, size) in enumerate(fields.values()) for i in range(size)
+        }
         self._array = 1 << self.names.index(array)
         self._of: dict[int, int] = {}
         kernel.flow(self._step)
@@ -267,9 +272,11 @@ def offset(place: str) -> int:
 
 
 def pending_loads(kernel: Kernel) -> dict[int, set[int]]:
-    """{a copy to shared memory: 16-byte loads from there whose values nothing has waited for when the copy starts}.
+    """{a copy to shared memory: 16-byte loads from there whose values nothing has waited for
+    when the copy starts}.
 
-    A value is there when an instruction reads it, or writes its register anew. Slots are read by 16 bytes a lane.
+    A value is there when an instruction reads it, or writes its register anew. Slots are read by
+    16 bytes a lane.
     """
     loads = [i for i, this in enumerate(kernel.code) if this.name == "LDS" and this.bits == 128]
     bit = {i: 1 << n for n, i in enumerate(loads)}

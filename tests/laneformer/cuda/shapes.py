@@ -1,7 +1,8 @@
-"""Shapes for the decode kernels on the emulator: a table that meets every rule of the kernels, and random ones.
+"""Shapes for the decode kernels on the emulator: a table that meets every rule of the
+kernels, and random ones.
 
-A shape is what changes of the small model, and how a GPU is shared out: blocks a lane, warps a block, bytes a chunk,
-chunks a ring.
+A shape is what changes of the small model, and how a GPU is shared out: blocks a lane, warps a block, bytes a
+chunk, chunks a ring.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Shape:
 
     def emulated(self, builds: Path, **options: Any) -> Emulated:
         """The kernels of this shape, with `options` for Emulated."""
-        return Emulated(self.model, builds, dtype=self.dtype, machine=self.machine(), **{**self.plan, **options})
+        return Emulated(
+            self.model, builds, dtype=self.dtype, machine=self.machine(), **{**self.plan, **options}
+        )
 
 
 # Windows of 5 over two splits: a ring keeps one position more than the window shows.

@@ -1,7 +1,8 @@
 """Decoders for the CUDA engine where there is no GPU.
 
-`EmulatedDecoder` is SequenceDecoder itself with its memory on the CPU and the kernels on the emulator, in a thread of
-their own, as a GPU runs them beside the host. `LoopDecoder` is a plain PyTorch loop that makes one token for each poll.
+`EmulatedDecoder` is SequenceDecoder itself with its memory on the CPU and the kernels on the emulator, in a
+thread of their own, as a GPU runs them beside the host. `LoopDecoder` is a plain PyTorch loop that makes one
+token for each poll.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from laneformer.engine.cuda.slots import Slot, Slots
 from laneformer.engine.decoder import Sampling
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import KERNELS, SMALL, as_read, plain_model, random_model, small_config, tensors_of
+from tests.laneformer.cuda.harness import (
+    KERNELS,
+    SMALL,
+    as_read,
+    plain_model,
+    random_model,
+    small_config,
+    tensors_of,
+)
 
 
 def gpu_of(engine: Engine) -> Any:
@@ -41,7 +50,9 @@ def gpu_of(engine: Engine) -> Any:
 
 
 class Running:
-    """What a torch stream says of a launch; here the launch is a thread. Its error comes out where a GPU's would."""
+    """What a torch stream says of a launch; here the launch is a thread. Its error comes out
+    where a GPU's would.
+    """
 
     def __init__(self, launch: Callable[[], object] | None = None):
         self.error: BaseException | None = None
@@ -84,7 +95,9 @@ class EmulatedDecoder(SequenceDecoder):
         self.devices = [torch.device("cpu")]
         self.geometry = plan(config, dtype, SMALL, warps=2)
         self.memories = [DeviceMemory(self.geometry, tensors, 0, "cpu")]
-        source = source_of(version, self.geometry) + "".join(f"EMULATE({k}, Decode)\n" for k in KERNELS[version])
+        source = source_of(version, self.geometry) + "".join(
+            f"EMULATE({k}, Decode)\n" for k in KERNELS[version]
+        )
         self.library = emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, self.cache)
         self.slots, self._model, self._streams = Slots(self.memories, cache_bytes or 0), None, [Running()]
         self.launches = 0
@@ -204,8 +217,12 @@ class EmulatedPasses(PassDecoder):
             memory.kv.fill_(0x7FFF)
 
     def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
-        words = {f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")}
-        kept = {f"keys and values {m.index}": (m.kv.data_ptr(), m.kv.nbytes) for m in self.memories if self.races}
+        words = {
+            f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")
+        }
+        kept = {
+            f"keys and values {m.index}": (m.kv.data_ptr(), m.kv.nbytes) for m in self.memories if self.races
+        }
         emulator.launch(
             self.library, "pass", arguments, blocks=self.geometry.blocks - self.missing_blocks,
             threads=32 * self.geometry.warps, watchdog=self.missing_blocks > 0,
@@ -216,14 +233,19 @@ class EmulatedPasses(PassDecoder):
     def logits(self, columns: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Of one pass of (token, position, sequence): (columns, V)."""
         rows = torch.full((len(columns), self.config.vocab_size), float("nan"))
-        self.run([Column(*column, times_row=-1, bias_row=-1, sampling=Sampling(top_p=1.0)) for column in columns], rows)
+        self.run(
+            [Column(*column, times_row=-1, bias_row=-1, sampling=Sampling(top_p=1.0)) for column in columns],
+            rows,
+        )
         return rows
 
 
 class LoopPasses(PassDecoder):
     """Passes of up to five columns: of each, the PyTorch model's greedy token."""
 
-    def __init__(self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = (), cache_bytes: Any = None):
+    def __init__(
+        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = (), cache_bytes: Any = None
+    ):
         self.config = config
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), mma_columns=5)
         self.model: Laneformer = plain_model(config, tensors, dtype)

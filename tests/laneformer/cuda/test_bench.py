@@ -22,7 +22,8 @@ from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import EmulatedDecoder
 
-# --- figures -----------------------------------------------------------------------------------------------------
+# --- figures
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_shares_by_hand() -> None:
@@ -99,7 +100,8 @@ def test_every_token_has_a_time_while_the_kernel_still_runs(cuda_builds: Path) -
         bench.arrivals(decoder, [5], 8)
 
 
-# --- the probe ---------------------------------------------------------------------------------------------------
+# --- the probe
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +122,11 @@ def test_the_probe_reads_every_byte_as_often_as_it_says(
     memory, library = probe_library
     geometry = memory.geometry
     sums = torch.zeros(geometry.blocks * 32 * geometry.warps, dtype=torch.int32)
-    launched = {"blocks": geometry.blocks, "threads": 32 * geometry.warps, "shared_bytes": geometry.shared_bytes}
+    launched = {
+        "blocks": geometry.blocks,
+        "threads": 32 * geometry.warps,
+        "shared_bytes": geometry.shared_bytes,
+    }
     emulator.launch(library, kernel, probe_argument(memory, sums, rounds), seed=rounds, **launched)
     assert int(sums.sum(dtype=torch.int64)) % 2**32 == expected_sum(memory, rounds)
     memory.tapes[-1] += 1  # planted: a reader that misses the last number would not see this

@@ -1,4 +1,6 @@
-"""Products for several columns at once (columns.cuh), on the emulator: right, and the same bits in any company."""
+"""Products for several columns at once (columns.cuh), on the emulator: right, and the same
+bits in any company.
+"""
 
 from __future__ import annotations
 
@@ -56,18 +58,24 @@ def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int 
     """W x of every matrix, (columns, rows), from one launch of a lane's blocks."""
     w = weights(geometry)
     tapes = pack(geometry, lambda op, layer, lane: w[op].view(torch.int16), 0, "cpu")
-    starts, flat = torch.from_numpy(tape_starts(geometry).astype("int64")), torch.cat([part.flatten() for part in x])
+    starts, flat = (
+        torch.from_numpy(tape_starts(geometry).astype("int64")),
+        torch.cat([part.flatten() for part in x]),
+    )
     shapes = [(geometry.mma_columns, geometry.matrix(op).rows) for op in OPS]
     out = torch.full((sum(rows * columns for rows, columns in shapes),), float("nan"))
     library = emulator.build(
-        f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n', INCLUDES, {"TABLE": "constexpr"}, builds
+        f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n',
+        INCLUDES,
+        {"TABLE": "constexpr"},
+        builds,
     )
     stride = max(geometry.matrix(op).columns for op in OPS) + 48
     ring = geometry.warps * geometry.chunks * (geometry.chunk_bytes + 8)
     emulator.launch(
         library, "products", Products(*(t.data_ptr() for t in (tapes, starts, flat, out))), seed=seed,
         blocks=geometry.blocks_per_lane, threads=32 * geometry.warps,
-        shared_bytes=ring + 4 * geometry.mma_columns * (stride + geometry.most_sums),
+        shared_bytes=ring + 4 * geometry.mma_columns * (stride + geometry.max_sums),
     )  # fmt: skip
     parts = out.split([rows * columns for rows, columns in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -93,7 +101,10 @@ def test_a_column_is_the_same_in_any_company(cuda_builds: Path) -> None:
     x = inputs(eight, 8)
     right = products(eight, x, cuda_builds)
     cuts = [(planned(1), 3), (planned(2), 5), (planned(3), 1)]
-    cuts += [(planned(2, warps=4, blocks_per_lane=3, chunk_bytes=512), 2), (planned(8, warps=1, chunk_bytes=1024), 0)]
+    cuts += [
+        (planned(2, warps=4, blocks_per_lane=3, chunk_bytes=512), 2),
+        (planned(8, warps=1, chunk_bytes=1024), 0),
+    ]
     for seed, (geometry, first) in enumerate(cuts):
         own = [part[first : first + geometry.mma_columns] for part in x]
         made = products(geometry, own, cuda_builds, seed)
@@ -103,11 +114,16 @@ def test_a_column_is_the_same_in_any_company(cuda_builds: Path) -> None:
 
 @needs_emulator
 def test_parts_are_added_in_their_order(cuda_builds: Path) -> None:
-    """Eight of them, each in a column without the others: added from the first to the last they are the product."""
+    """Eight of them, each in a column without the others: added from the first to the last
+    they are the product.
+    """
     config = small_config(num_hidden_layers=1, swa_layers=(), hidden_size=128, vocab_size=160)
     eight = plan(config, "bf16", SMALL, warps=3, mma_columns=8)
     x = [values.expand(8, -1) for values in inputs(eight, 1)]
-    own = [torch.block_diag(*values[0].view(eight.matrix(op).parts, -1)) for op, values in zip(OPS, x, strict=True)]
+    own = [
+        torch.block_diag(*values[0].view(eight.matrix(op).parts, -1))
+        for op, values in zip(OPS, x, strict=True)
+    ]
     apart = products(eight, [torch.nn.functional.pad(v, (0, 0, 0, 8 - len(v))) for v in own], cuda_builds)
     for op, whole, parts in zip(OPS, products(eight, x, cuda_builds), apart, strict=True):
         assert torch.equal(whole[0], functools.reduce(torch.add, parts)), op

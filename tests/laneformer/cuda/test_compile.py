@@ -1,7 +1,8 @@
 """The kernels compile for real GPUs on a machine without one, and their cubins are kept.
 
-NVRTC needs neither a GPU nor a toolkit. Whether the code is right, the emulator's tests say; here: that it is accepted
-for every generation, with how many registers, and what the cache of cubins does when things go wrong.
+NVRTC needs neither a GPU nor a toolkit. Whether the code is right, the emulator's tests say; here:
+that it is accepted for every generation, with how many registers, and what the cache of cubins does
+when things go wrong.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.cards import CARDS
 from tests.laneformer.cuda.harness import KERNELS, small_config
 
-pytestmark = pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
+pytestmark = pytest.mark.skipif(
+    not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"
+)
 
 
 def small(**shape: Any) -> Geometry:
     return plan(
-        small_config(num_hidden_layers=2, swa_layers=(0,)), "bf16", H200, **{"warps": 2, "blocks_per_lane": 4, **shape}
+        small_config(num_hidden_layers=2, swa_layers=(0,)),
+        "bf16",
+        H200,
+        **{"warps": 2, "blocks_per_lane": 4, **shape},
     )
 
 
@@ -62,7 +68,9 @@ def test_passes_of_the_2b_model_compile(tmp_path: Path, architecture: str, colum
 
 def test_the_2b_model_compiles_for_an_h200(tmp_path: Path) -> None:
     """The real thing: registers for 512 threads."""
-    cubin = compile_cubin("persistent", plan(LaneformerConfig.from_flavor("2b"), "bf16", H200), "sm_90a", tmp_path)
+    cubin = compile_cubin(
+        "persistent", plan(LaneformerConfig.from_flavor("2b"), "bf16", H200), "sm_90a", tmp_path
+    )
     assert b".text.decode" in cubin
 
 

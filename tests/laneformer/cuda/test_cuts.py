@@ -1,4 +1,5 @@
-"""Cuts of the tapes that the benchmark compares: interleaved in a block, and fetched to the L2 ahead of the ring.
+"""Cuts of the tapes that the benchmark compares: interleaved in a block, and fetched to the L2
+ahead of the ring.
 
 They change where bytes lie and when they are asked for, so every logit must stay the same, bit for bit.
 """
@@ -75,7 +76,9 @@ def shapes() -> list[Shape]:
 
 @pytest.mark.parametrize("index", range(len(shapes())))
 def test_interleaved_tapes_hold_the_weights_once(index: int) -> None:
-    """Each number where the warp's tape has it by itself: chunk c of warp w of block b is (b room + c) warps + w."""
+    """Each number where the warp's tape has it by itself: chunk c of warp w of block b is (b room +
+    c) warps + w.
+    """
     shape = shapes()[index]
     alone = plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
     turned = plan(shape.model, shape.dtype, shape.machine(), **shape.plan, interleaved=True)
@@ -126,8 +129,14 @@ def made_by(emulated: Emulated) -> tuple[list[int], torch.Tensor]:
     [
         ("delay 0", "both", "persistent"),
         *(pytest.param(n, "both", "persistent", marks=pytest.mark.slow) for n in SHAPES if n != "delay 0"),
-        *(pytest.param(n, "interleaved", "graph", marks=pytest.mark.slow) for n in ("delay 1", "delay 2", "alone")),
-        *(pytest.param("delay 2", cut, "persistent", marks=pytest.mark.slow) for cut in ("interleaved", "prefetched")),
+        *(
+            pytest.param(n, "interleaved", "graph", marks=pytest.mark.slow)
+            for n in ("delay 1", "delay 2", "alone")
+        ),
+        *(
+            pytest.param("delay 2", cut, "persistent", marks=pytest.mark.slow)
+            for cut in ("interleaved", "prefetched")
+        ),
     ],
 )
 def test_the_same_bits(name: str, cut: str, version: str, cuda_builds: Path) -> None:
@@ -141,7 +150,9 @@ def test_the_same_bits(name: str, cut: str, version: str, cuda_builds: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_what_is_fetched_ahead_is_what_is_copied_later(cut: str, cuda_builds: Path) -> None:
-    """A warp asks for the chunk that it will copy `prefetch_chunks` copies later, around the end of the tape, too."""
+    """A warp asks for the chunk that it will copy `prefetch_chunks` copies later, around the end
+    of the tape, too.
+    """
     shape, rounds = SHAPES["delay 1"], 3
     geometry = plan(shape.model, shape.dtype, shape.machine(), **shape.plan, **CUTS[cut])
     tensors = tensors_of(random_model(shape.model, shape.dtype), shape.dtype)
@@ -182,7 +193,9 @@ def test_what_is_fetched_ahead_is_what_is_copied_later(cut: str, cuda_builds: Pa
         first, stride = (block * geometry.tape_chunks * geometry.warps + place, geometry.warps) if (
             geometry.interleaved
         ) else (alone, 1)  # fmt: skip
-        chunks = [(first + i % length * stride) * geometry.chunk_bytes for i in range(walked + geometry.chunks + 9)]
+        chunks = [
+            (first + i % length * stride) * geometry.chunk_bytes for i in range(walked + geometry.chunks + 9)
+        ]
         copied, fetched = (noted[(noted[:, 0] == warp) & (noted[:, 1] == kind)] for kind in (0, 1))
         assert len(copied) == walked + geometry.chunks
         assert copied[:, 2].tolist() == chunks[: len(copied)]

@@ -98,7 +98,11 @@ def test_tokens_stream_as_they_come(engine, expected):
 def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
     stream = engine.stream(PROMPT, max_new_tokens=40)
     assert next(stream) == expected[0]
-    for call in (lambda: engine.generate(PROMPT), lambda: engine.logprobs(PROMPT), lambda: engine.logits(PROMPT)):
+    for call in (
+        lambda: engine.generate(PROMPT),
+        lambda: engine.logprobs(PROMPT),
+        lambda: engine.logits(PROMPT),
+    ):
         with pytest.raises(RuntimeError, match="busy with another request"):
             call()
     stream.close()
@@ -117,7 +121,7 @@ def test_requests_join_one_after_the_other_where_passes_do_not_fit(engine, expec
     with pytest.warns(UserWarning, match="requests do not share passes.*no tiles"):
         batch = engine.batch()
     with batch:
-        assert batch.most_joined == 1
+        assert batch.max_joined == 1
         assert batch.updates(0.01) == []
         for _ in range(2):
             ticket = batch.join(PROMPT, max_new_tokens=12)
@@ -154,7 +158,7 @@ def test_requests_join_side_by_side(engine):
     """Seven, of which five have a column each; one leaves, one scores, and each ends by itself."""
     prompts = [[1, 2], [3], [4, 5, 6], [7], [8, 9]]
     with engine.batch() as batch:
-        assert batch.most_joined == 5
+        assert batch.max_joined == 5
         assert batch.updates(0.01) == []
         tickets = [batch.join(prompt, max_new_tokens=4 + i) for i, prompt in enumerate(prompts)]
         with pytest.raises(RuntimeError, match="5 requests run; collect the end of one first"):
@@ -171,7 +175,9 @@ def test_requests_join_side_by_side(engine):
     assert ended[last][-1].finish_reason == "cancelled"
     right = engine.logprobs(prompts[2], top=2)
     np.testing.assert_array_equal(ended[scored][-1].scores.top_ids, right.top_ids)
-    np.testing.assert_allclose(ended[scored][-1].scores.logprobs, right.logprobs, rtol=0, atol=0.05)  # a head in bf16
+    np.testing.assert_allclose(
+        ended[scored][-1].scores.logprobs, right.logprobs, rtol=0, atol=0.05
+    )  # a head in bf16
     assert gpu_of(engine).asked == []
 
 
@@ -186,12 +192,14 @@ def test_a_servers_engine_holds_tiles_alone_until_a_request_needs_the_tapes(expe
 
 
 def test_random_requests_give_what_each_gives_alone(engine):
-    """Prompts that begin alike, drafts, some that leave: whatever the caches hold, and whoever is beside them."""
+    """Prompts that begin alike, drafts, some that leave: whatever the caches hold, and
+    whoever is beside them.
+    """
     draw, found, prompts, reused = random.Random(3), dict[int, list[int]](), dict[int, list[int]](), 0
     running, left = set[int](), set[int]()
     with engine.batch() as batch:
         while len(prompts) < 24 or running:
-            if len(prompts) < 24 and len(running) < batch.most_joined and draw.random() < 0.7:
+            if len(prompts) < 24 and len(running) < batch.max_joined and draw.random() < 0.7:
                 prompt = [*range(1, draw.randint(2, 8)), draw.randint(0, 1)]
                 ticket = batch.join(prompt, max_new_tokens=6, speculate=draw.choice((0, 3)))
                 prompts[ticket], found[ticket] = prompt, []
@@ -218,7 +226,9 @@ def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
         ticket = batch.join(PROMPT)
         last = collect(batch, ticket)[ticket][-1]
         assert (last.finish_reason, last.error) == ("error", "RuntimeError: an illegal memory access")
-        with pytest.raises(RuntimeError, match=r"have failed, and with them this process: .*illegal memory access"):
+        with pytest.raises(
+            RuntimeError, match=r"have failed, and with them this process: .*illegal memory access"
+        ):
             batch.join(PROMPT)
 
 
@@ -226,7 +236,9 @@ def test_where_passes_do_not_fit_a_batch_is_one_prompt_after_the_other(engine, m
     monkeypatch.setattr(cuda_decoder, "PassDecoder", refuse)
     prompts = [[1, 2], [3], [4, 5, 6]]
     with pytest.warns(UserWarning, match="requests do not share passes.*no tiles"):
-        assert engine.generate_batch(prompts[:2], max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts[:2]]
+        assert engine.generate_batch(prompts[:2], max_new_tokens=5) == [
+            greedy(prompt, 5) for prompt in prompts[:2]
+        ]
     gpu_of(engine).asked.clear()
     assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
     assert [ids for ids, *_ in gpu_of(engine).asked] == prompts
@@ -412,10 +424,19 @@ def test_unknown_devices(name):
     ("lacks", "message"),
     [
         ({"driver_version": lambda: None}, "no NVIDIA driver"),
-        ({"installed": lambda module: module != "torch"}, r"torch is not installed: pip install 'laneformer\[cuda\]'"),
-        ({"installed": lambda module: module != "cuda.bindings"}, "cuda.bindings is not installed: pip install"),
+        (
+            {"installed": lambda module: module != "torch"},
+            r"torch is not installed: pip install 'laneformer\[cuda\]'",
+        ),
+        (
+            {"installed": lambda module: module != "cuda.bindings"},
+            "cuda.bindings is not installed: pip install",
+        ),
         ({"cuda": None}, "built without CUDA"),
-        ({"driver_version": lambda: 12040}, r"needs a driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12"),
+        (
+            {"driver_version": lambda: 12040},
+            r"needs a driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12",
+        ),
         ({"available": lambda: False}, "torch finds no GPU"),
     ],
 )

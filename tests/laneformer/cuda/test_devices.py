@@ -55,7 +55,10 @@ def test_the_same_draws(one: Emulated, two: Emulated, how: Sampling) -> None:
 def test_a_stop_id_ends_both(two: Emulated, how: Sampling | None) -> None:
     tokens, _ = two.read(IDS, 5, sampling=how)
     stop = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
-    assert two.read(IDS, 5, seed=2, sampling=how, stops=[95 - tokens[stop], tokens[stop]])[0] == tokens[: stop + 1]
+    assert (
+        two.read(IDS, 5, seed=2, sampling=how, stops=[95 - tokens[stop], tokens[stop]])[0]
+        == tokens[: stop + 1]
+    )
     for memory in two.memories:  # and nothing is left that confuses the next request
         assert not memory.hang()
     assert two.read(IDS, 5, seed=3, sampling=how)[0] == tokens

@@ -1,6 +1,7 @@
 """Weights of 8 bits on the GPU: the CPU's numbers, every code unpacked, every logit on the emulator, prompts.
 
-The reference of all logits are the weights that 8 bits stand for, written down once more in tools/check/reference.py.
+The reference of all logits are the weights that 8 bits stand for, written down
+once more in tools/check/reference.py.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def test_int8_numbers_are_the_cpus() -> None:
     with Engine(config, tensors, dtype="int8", threads=1, device="cpu") as engine:
         integers, scales = first_matrix(engine)
     read = [
-        torch.from_numpy(tensors[f"layers.0.attention.{w}.weight"].values.view(np.int16)) for w in ("wq", "wk", "wv")
+        torch.from_numpy(tensors[f"layers.0.attention.{w}.weight"].values.view(np.int16))
+        for w in ("wq", "wk", "wv")
     ]
     parts = [quantised(values.view(torch.bfloat16).float(), "int8") for values in read]
     numbers, own = (joined("qkv", [part[0] for part in of_all]) for of_all in zip(*parts, strict=True))
@@ -162,7 +164,9 @@ def test_a_planted_fault_is_found(name: str, cuda_builds: Path) -> None:
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("name", ["on two GPUs", "tied, with biases"])
-def test_prompts_have_the_weights_that_8_bits_stand_for(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_have_the_weights_that_8_bits_stand_for(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounded to fp32, as the CPU engine has them, and to the 16 bits of the prompt."""
     monkeypatch.setattr(Emulated, "build", lambda *_: None)
     kernels = emulated(name, dtype, Path())
@@ -177,7 +181,9 @@ def test_prompts_have_the_weights_that_8_bits_stand_for(name: str, dtype: str, m
 @emulated_only
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_an_engine_end_to_end(dtype: str, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens by the kernels, after a prompt that they or PyTorch have read; the judge has the weights in float64."""
+    """Tokens by the kernels, after a prompt that they or PyTorch have read; the judge has
+    the weights in float64.
+    """
     monkeypatch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
     monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
@@ -201,9 +207,14 @@ def test_tapes_hold_a_byte_for_each_weight() -> None:
     """And a scale for each row; the segments of a token are half as many."""
     config = LaneformerConfig.from_flavor("2b")
     eight, sixteen = plan(config, "int8", H200), plan(config, "bf16", H200)
-    assert (eight.chunks, eight.warps, eight.chunk_bytes) == (sixteen.chunks, sixteen.warps, sixteen.chunk_bytes)
+    assert (eight.chunks, eight.warps, eight.chunk_bytes) == (
+        sixteen.chunks,
+        sixteen.warps,
+        sixteen.chunk_bytes,
+    )
     rows = 8 * (
-        15 * sum(eight.matrix(op).rows for op in ("qkv", "output", "gate_up", "down")) + eight.matrix("head").rows
+        15 * sum(eight.matrix(op).rows for op in ("qkv", "output", "gate_up", "down"))
+        + eight.matrix("head").rows
     )
     assert weight_bytes(eight) == weight_bytes(sixteen) // 2 + 4 * rows == 2_226_590_720
 
@@ -212,7 +223,9 @@ def test_what_8_bits_have_not_is_refused() -> None:
     config = small_config()
     with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns \(mma_columns = 2\)"):
         plan_columns(config, "int8", SMALL)  # the engine then takes prompts one by one, and says so
-    with pytest.raises(ValueError, match=r"dtype = 'fp8' is for GPUs with warps of 32 threads; use 'bf16' or 'fp16'"):
+    with pytest.raises(
+        ValueError, match=r"dtype = 'fp8' is for GPUs with warps of 32 threads; use 'bf16' or 'fp16'"
+    ):
         plan(config, "fp8", MI300X)
     with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 40.*multiple of 16"):
         plan(small_config(intermediate_size=80), "int8", SMALL)
@@ -220,5 +233,7 @@ def test_what_8_bits_have_not_is_refused() -> None:
         Engine.random(config, "fp8", device="cpu")
     tensors = tensors_of(random_model(config), "bf16")
     tensors["layers.1.feed_forward.w2.weight"].values.flat[3] = 0x7F80
-    with pytest.raises(ValueError, match=r"tensor layers.1.feed_forward.w2.weight holds values that are not finite"):
+    with pytest.raises(
+        ValueError, match=r"tensor layers.1.feed_forward.w2.weight holds values that are not finite"
+    ):
         DeviceMemory(plan(config, "int8", SMALL), tensors, 0, "cpu")

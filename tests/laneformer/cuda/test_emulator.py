@@ -1,7 +1,7 @@
 """The CUDA emulator on toy kernels (toys.cu): right ones give the right numbers, each wrong one is found.
 
-What the emulator claims for every order of the threads must be found with every seed; what depends on the order, with
-some seed of a few.
+What the emulator claims for every order of the threads must be found with every seed; what depends on the
+order, with some seed of a few.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def test_shared_memory_is_not_there_before_the_sync(toys: Toys) -> None:
     assert with_nan > len(SEEDS) // 2
 
 
-@pytest.mark.parametrize(("kernel", "shape"), [("ping_pong", {"blocks": 2}), ("ping_pong_of_grids", {"sides": 2})])
+@pytest.mark.parametrize(
+    ("kernel", "shape"), [("ping_pong", {"blocks": 2}), ("ping_pong_of_grids", {"sides": 2})]
+)
 def test_words_go_to_and_fro(toys: Toys, kernel: str, shape: dict[str, int]) -> None:
     a, b = 1.0, 2.0
     for _ in range(20):
@@ -95,7 +97,9 @@ def test_words_go_to_and_fro(toys: Toys, kernel: str, shape: dict[str, int]) -> 
         )  # 20 roundings of half a step
 
 
-@pytest.mark.parametrize(("kernel", "shape"), [("ping_pong", {"blocks": 2}), ("ping_pong_of_grids", {"sides": 2})])
+@pytest.mark.parametrize(
+    ("kernel", "shape"), [("ping_pong", {"blocks": 2}), ("ping_pong_of_grids", {"sides": 2})]
+)
 def test_too_few_slots_are_found_in_every_order(toys: Toys, kernel: str, shape: dict[str, int]) -> None:
     for seed in SEEDS:
         with pytest.raises(EmulationError, match=r"overwritten early(.|\n)*words\[\d+\]"):
@@ -138,7 +142,9 @@ def test_a_deadlock_says_who_waits_for_what(toys: Toys) -> None:
             toys("waits_forever", blocks=2, threads=64, seed=seed)
         for block in range(2):
             place = f"grid 0 block {block} warp"
-            assert f"{place} 0 lanes ffffffff poll; lane 0 waits for words[7], which holds epoch 0" in str(found.value)
+            assert f"{place} 0 lanes ffffffff poll; lane 0 waits for words[7], which holds epoch 0" in str(
+                found.value
+            )
             assert f"{place} 1 lanes ffffffff wait at sync_block" in str(found.value)
 
 
@@ -185,7 +191,9 @@ def test_what_is_undefined_is_an_error(toys: Toys, kernel: str, message: str) ->
             toys(kernel, shared_bytes=64, seed=seed)
 
 
-@pytest.mark.parametrize(("copies", "message"), [(1, "nobody has waited for its"), (2, "a barrier whose last")])
+@pytest.mark.parametrize(
+    ("copies", "message"), [(1, "nobody has waited for its"), (2, "a barrier whose last")]
+)
 def test_each_copy_is_waited_for(toys: Toys, copies: int, message: str) -> None:
     given = aligned(np.zeros(32, np.float32))
     for seed in SEEDS:
@@ -204,7 +212,12 @@ def test_16_bit_numbers(toys: Toys, kernel: str, dtype: torch.dtype) -> None:
     numbers = values[~values.isnan()].sort().values
     near = torch.cat((numbers, numbers[1:] / 2 + numbers[:-1] / 2))
     near = torch.cat(
-        (near, near.nextafter(torch.tensor(torch.inf)), near.nextafter(torch.tensor(-torch.inf)), near[:1] * torch.nan)
+        (
+            near,
+            near.nextafter(torch.tensor(torch.inf)),
+            near.nextafter(torch.tensor(-torch.inf)),
+            near[:1] * torch.nan,
+        )
     )
     given = near[: len(near) // 2 * 2]
     toys(kernel, given.numpy(), rounds=len(given) // 2)
@@ -215,12 +228,17 @@ def test_16_bit_numbers(toys: Toys, kernel: str, dtype: torch.dtype) -> None:
 def test_every_primitive_is_offered_as_it_is() -> None:
     def offered(path: Path) -> set[tuple[str, str]]:
         """(name and result, types of the parameters) of each function."""
-        found = re.findall(r"^(?:DEVICE|SLOW) ([\w: ]+?[*&]? ?\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE)
+        found = re.findall(
+            r"^(?:DEVICE|SLOW) ([\w: ]+?[*&]? ?\w+)\(([^)]*)\)", path.read_text(), re.MULTILINE
+        )
         return {(name, re.sub(r" ?\b\w+(?=,|$)", "", types) if types else "") for name, types in found}
 
     primitives = offered(PRIMITIVES)
     missing = primitives - offered(PRIMITIVES.parents[4] / "tests/laneformer/cuda/emulator.h")
-    assert missing == {("uint32_t shared_address", "const void*"), ("uint32_t fp16_of_fp8", "uint32_t")}  # PTX alone
+    assert missing == {
+        ("uint32_t shared_address", "const void*"),
+        ("uint32_t fp16_of_fp8", "uint32_t"),
+    }  # PTX alone
     assert len(primitives) > 25
 
 

@@ -55,7 +55,9 @@ def planted(faults: dict[str, tuple[str, str, str]], builds: Path, races: bool =
     """Passes with all these faults in their source, none in force."""
     passes = EmulatedPasses(builds, 4, races=races)
     numbered = enumerate(faults.values(), 1)
-    patches = [(file, was, now.replace("here", f"(planted == {number})")) for number, (file, was, now) in numbered]
+    patches = [
+        (file, was, now.replace("here", f"(planted == {number})")) for number, (file, was, now) in numbered
+    ]
     declaration = 'extern "C" {\nint planted = 0;\n}\n'
     rebuild(passes, builds, patches, declaration + source_of("passes", passes.geometry))
     return passes
@@ -87,7 +89,9 @@ def test_every_planted_race_is_found(cuda_builds: Path) -> None:
     racing = planted(RACES, cuda_builds, races=True)
     for number, seed in itertools.product(range(len(RACES) + 1), (3, 6)):
         said, _ = outcome(racing, number, seed)
-        assert bool(re.search("race: [a-z]+ of byte [0-9]+ of shared memory, in no order", said)) == bool(number), said
+        assert bool(re.search("race: [a-z]+ of byte [0-9]+ of shared memory, in no order", said)) == bool(
+            number
+        ), said
         reads, writes = plain_accesses(racing.library)
         assert number or reads > writes > 10_000
 
@@ -96,8 +100,10 @@ def test_every_planted_race_is_found(cuda_builds: Path) -> None:
 def test_what_wrong_drafts_leave_in_a_ring_is_outside_the_window(
     spare: int, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven wrong drafts a pass, and a ring without a position to spare: with one less than they need, it is seen."""
-    monkeypatch.setattr(geometry, "MOST_COLUMNS", spare)
+    """Seven wrong drafts a pass, and a ring without a position to spare: with one less than they
+    need, it is seen.
+    """
+    monkeypatch.setattr(geometry, "MAX_COLUMNS", spare)
     shape = {"blocks_per_lane": 2}
     eight, ids = EmulatedPasses(cuda_builds, 8, **shape), text(12)
     assert eight.geometry.splits == 1

@@ -1,4 +1,5 @@
-"""The CUDA engine on a GPU: right, repeatable, and out of the way when it is told to stop. Skipped without a GPU.
+"""The CUDA engine on a GPU: right, repeatable, and out of the way when it is told to stop.
+Skipped without a GPU.
 
     pytest tests/laneformer/cuda/test_gpu.py
 
@@ -46,20 +47,27 @@ def tiny() -> Iterator[Engine]:
 
 @pytest.mark.parametrize("flavor", ["tiny", "300m"])
 def test_logits_and_tokens_of_both_versions_against_transformers(flavor):
-    """Greedy identity but for ties, KL no worse than bf16's, the same bits 100 times and for all launch lengths."""
+    """Greedy identity but for ties, KL no worse than bf16's, the same bits 100 times and
+    for all launch lengths.
+    """
     config = LaneformerConfig.from_flavor(flavor)
     weights = weights_of(config)
     tensors = tensors_of(weights)
     makers = {
-        v: functools.partial(SequenceDecoder, config, tensors, "bf16", version=v) for v in ("persistent", "graph")
+        v: functools.partial(SequenceDecoder, config, tensors, "bf16", version=v)
+        for v in ("persistent", "graph")
     }
-    report = check(makers, reference(config, weights, scored_length(config)), count=12, runs=100, progress=print)
+    report = check(
+        makers, reference(config, weights, scored_length(config)), count=12, runs=100, progress=print
+    )
     assert len(report["passed"]) == 10
     assert all(report["passed"].values()), report
 
 
 def test_planted_faults_are_seen():
-    report = check_faults(TINY, weights_of(TINY), lambda config, tensors: SequenceDecoder(config, tensors, "bf16"))
+    report = check_faults(
+        TINY, weights_of(TINY), lambda config, tensors: SequenceDecoder(config, tensors, "bf16")
+    )
     assert report["holds"], report
 
 
@@ -67,12 +75,16 @@ def test_float16():
     weights = {name: w.half() for name, w in weights_of(TINY).items()}
     ids = PROMPT * 6
     logits = score(SequenceDecoder(TINY, tensors_of(weights), "fp16"), ids)
-    single, half = (hf_logits(hf_model(TINY, weights, dtype), ids) for dtype in (torch.float32, torch.float16))
+    single, half = (
+        hf_logits(hf_model(TINY, weights, dtype), ids) for dtype in (torch.float32, torch.float16)
+    )
     assert np.abs(logits - single).mean() <= np.abs(half - single).mean()
 
 
 def test_lanes_in_two_memories_give_the_same_tokens(tiny):
-    """The protocol between GPUs: two groups of lanes with memories and launches of their own, here on one GPU."""
+    """The protocol between GPUs: two groups of lanes with memories and launches of their own,
+    here on one GPU.
+    """
     decoder = SequenceDecoder(TINY, tensors_of(weights_of(TINY)), "bf16", devices=("cuda:0", "cuda:0"))
     decoder.start(PROMPT, 40)
     assert decoder.wait() == tiny.generate(PROMPT, max_new_tokens=40)
@@ -85,12 +97,15 @@ def test_a_column_has_the_same_bits_in_any_company():
     def logits(columns: list[tuple[int, int, int]]) -> torch.Tensor:
         rows = torch.empty(len(columns), TINY.vocab_size, device="cuda")
         passes.run(
-            [Column(*column, times_row=-1, bias_row=-1, sampling=Sampling(top_p=1.0)) for column in columns], rows
+            [Column(*column, times_row=-1, bias_row=-1, sampling=Sampling(top_p=1.0)) for column in columns],
+            rows,
         )
         return rows
 
     alone = torch.cat([logits([(token, i, 0)]) for i, token in enumerate(PROMPT)])
-    assert torch.equal(logits([(9, 0, 2), *((token, i, 1) for i, token in enumerate(PROMPT)), (8, 0, 3)])[1:-1], alone)
+    assert torch.equal(
+        logits([(9, 0, 2), *((token, i, 1) for i, token in enumerate(PROMPT)), (8, 0, 3)])[1:-1], alone
+    )
 
 
 # ---- requests ----
@@ -175,7 +190,9 @@ def test_draws_repeat_and_differ_by_seed(tiny):
             )
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9}]
+)
 def test_filters_leave_likely_tokens_only(tiny, filters):
     options = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters}
     tokens = tiny.generate(PROMPT, max_new_tokens=60, seed=5, reuse_prefix=False, **options)
@@ -188,7 +205,9 @@ def test_filters_leave_likely_tokens_only(tiny, filters):
         likelier = torch.where(logits > own, p, 0).sum(1)
         assert (likelier < options["top_p"] + 1e-5).all()  # 1e-5: fp32 sums of V probabilities
     if options["min_p"]:
-        assert (p.gather(1, torch.tensor(tokens)[:, None])[:, 0] >= options["min_p"] * p.amax(1) * (1 - 1e-5)).all()
+        assert (
+            p.gather(1, torch.tensor(tokens)[:, None])[:, 0] >= options["min_p"] * p.amax(1) * (1 - 1e-5)
+        ).all()
     assert len(set(tokens)) > 3, "nothing was drawn"
 
 
@@ -215,7 +234,10 @@ def test_scores_are_closer_to_float32_than_transformers_in_bf16(tiny):
     ids = np.random.default_rng(3).integers(0, TINY.vocab_size, TINY.max_position_embeddings).tolist()
     rows = np.arange(len(ids) - 1), ids[1:]
     single, half = (
-        torch.from_numpy(hf_logits(hf_model(TINY, weights, dtype), ids)).double().log_softmax(-1).numpy()[rows]
+        torch.from_numpy(hf_logits(hf_model(TINY, weights, dtype), ids))
+        .double()
+        .log_softmax(-1)
+        .numpy()[rows]
         for dtype in (torch.float32, torch.bfloat16)
     )
     ours = tiny.logprobs(ids)

@@ -1,4 +1,6 @@
-"""The kernels for AMD GPUs: compiled for gfx942, and on the emulator with warps of 64 threads. No GPU has run them."""
+"""The kernels for AMD GPUs: compiled for gfx942, and on the emulator with warps of 64 threads. No
+GPU has run them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.laneformer.cuda.hip import CLANG, instructions, loops, machine_code, 
 from tests.laneformer.cuda.shapes import SHAPES
 from tests.laneformer.cuda.test_kernels import check, text
 
-compiled = pytest.mark.skipif(CLANG is None, reason="no clang-22, which compiles for gfx942: apt-get install clang-22")
+compiled = pytest.mark.skipif(
+    CLANG is None, reason="no clang-22, which compiles for gfx942: apt-get install clang-22"
+)
 emulated = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 BIG = LaneformerConfig.from_flavor("2b")
 TOYS = """
@@ -85,13 +89,20 @@ def test_a_pytorch_for_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_files_offer_the_same_primitives() -> None:
     def offered(name: str) -> set[str]:
-        return set(re.findall(r"^DEVICE [\w: ]+?[*&]? ?(\w+\([^)]*\))", (FOLDER / name).read_text(), re.MULTILINE))
+        return set(
+            re.findall(r"^DEVICE [\w: ]+?[*&]? ?(\w+\([^)]*\))", (FOLDER / name).read_text(), re.MULTILINE)
+        )
 
     def names(functions: set[str]) -> set[str]:
         return {function.split("(")[0] for function in functions}
 
     missing = names(offered("primitives.cuh")) - names(offered("primitives_hip.cuh"))
-    eight_bits = {"byte_perm", "low_fp16", "high_fp16", "fp16_of_fp8"}  # `plan` refuses these weights, and columns
+    eight_bits = {
+        "byte_perm",
+        "low_fp16",
+        "high_fp16",
+        "fp16_of_fp8",
+    }  # `plan` refuses these weights, and columns
     assert missing == {"multiply_tile", *eight_bits}
 
 
@@ -101,7 +112,9 @@ def test_words_are_whole_and_reach_beyond_the_compute_unit(devices: int, scope: 
     """In the scope of the device (sc1), or of the system."""
     code = machine_code(f"#define DEVICES {devices}\n{TOYS}")
     stores = instructions(of_kernel(code, "store"), "global_store")
-    assert [re.sub(r"[vs]\[?[\d:]+\]?,? ?", "", store) for store in stores] == [f"global_store_dwordx2 {scope}"]
+    assert [re.sub(r"[vs]\[?[\d:]+\]?,? ?", "", store) for store in stores] == [
+        f"global_store_dwordx2 {scope}"
+    ]
     loads = instructions(of_kernel(code, "load"), "global_load_dwordx2")
     assert [re.search(r"(sc0 )?sc1$", load)[0] for load in loads] == [scope, scope]  # type: ignore[index]
 
@@ -117,8 +130,14 @@ def test_a_flag_follows_what_was_written_before_it() -> None:
 @compiled
 def test_a_chunk_is_awaited_and_not_those_behind_it() -> None:
     code = of_kernel(machine_code(f"#define DEVICES 1\n{TOYS}"), "copy")
-    events = [re.sub(r"\s.*\s(?=vmcnt)|\s+v\[.*", " ", line) for line in instructions(code, "lds_dword|vmcnt|ds_read")]
-    assert [event.split()[0] for event in events[:14]] == 12 * ["global_load_lds_dword"] + ["s_waitcnt", "ds_read_b128"]
+    events = [
+        re.sub(r"\s.*\s(?=vmcnt)|\s+v\[.*", " ", line)
+        for line in instructions(code, "lds_dword|vmcnt|ds_read")
+    ]
+    assert [event.split()[0] for event in events[:14]] == 12 * ["global_load_lds_dword"] + [
+        "s_waitcnt",
+        "ds_read_b128",
+    ]
     assert "vmcnt(8)" in events[12]
 
 
@@ -132,7 +151,9 @@ def test_the_2b_model_compiles_for_an_mi300x(version: str) -> None:
     assert max(noted(code, "vgpr_count")) <= 256
     assert max(noted(code, "group_segment_fixed_size")) == 0  # all of it is the launch's
     assert not instructions(code, "flat_|s_swappc")  # pointers of a known kind, and no calls
-    assert all(re.search(r"s_mov_b32 m0, s", line) for line in instructions(code, r"\bm0\b"))  # the copies' alone
+    assert all(
+        re.search(r"s_mov_b32 m0, s", line) for line in instructions(code, r"\bm0\b")
+    )  # the copies' alone
 
 
 @compiled

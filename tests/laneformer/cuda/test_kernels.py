@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 
 
 def text(emulated: Emulated, count: int) -> list[int]:
-    return torch.randint(emulated.config.vocab_size, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    return torch.randint(
+        emulated.config.vocab_size, (count,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
 
 
 def check(emulated: Emulated, count: int, seeds: range) -> None:
@@ -35,7 +37,9 @@ def check(emulated: Emulated, count: int, seeds: range) -> None:
     assert off <= right.tolerance, f"off by {off}, tolerance {right.tolerance}"
     for layer, numbers in enumerate(kept):
         both = torch.cat(numbers)
-        assert ((right.least[layer] <= both) & (both <= right.most[layer])).all(), f"keys or values of layer {layer}"
+        assert ((right.least[layer] <= both) & (both <= right.most[layer])).all(), (
+            f"keys or values of layer {layer}"
+        )
     for seed in seeds:  # the emulator checks the order of the words
         emulated.forget()
         _, at_once = emulated.read(ids, seed=seed)

@@ -1,7 +1,8 @@
-"""Every launch fits every card: the planner's numbers, and what reaches a driver that refuses what a real one would.
+"""Every launch fits every card: the planner's numbers, and what reaches a driver that refuses what
+a real one would.
 
-fake_driver.c stands in for libcuda.so.1 in a process of its own (fake_run.py); cuda-bindings and launch.py are the real
-ones. The drivers' rules that it knows are written down there.
+fake_driver.c stands in for libcuda.so.1 in a process of its own (fake_run.py); cuda-bindings and launch.py
+are the real ones. The drivers' rules that it knows are written down there.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
         return geometry.warps, geometry.chunk_bytes, geometry.chunks
 
     assert cut(2**20) == (16, 2048, 16)
-    both = 2 * (fixed + ring + 16 * 2 * 512 + RESERVED_BYTES) - RESERVED_BYTES  # of two blocks, the least that fits
+    both = (
+        2 * (fixed + ring + 16 * 2 * 512 + RESERVED_BYTES) - RESERVED_BYTES
+    )  # of two blocks, the least that fits
     assert cut(both)[0] == 16
     assert cut(both, resident=2) == (16, 512, 2)
     assert cut(both - 2)[0] == cut(both - 2, resident=2)[0] == 12
@@ -101,7 +104,7 @@ def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[
         right = {
             "grid": [1 if launch["kernel"] == "choose" else geometry.blocks, 1, 1],
             "block": [32 * geometry.warps, 1, 1], "shared": geometry.shared_bytes,
-            "most_shared": geometry.shared_bytes, "stream": STREAM, "loaded": 1, "carveout": 100,
+            "max_shared": geometry.shared_bytes, "stream": STREAM, "loaded": 1, "carveout": 100,
             "attributes": [attribute], "argument": filled(version, geometry).hex(),
         }  # fmt: skip
         found += [key for key, value in right.items() if launch[key] != value]
@@ -140,7 +143,8 @@ def test_requests_launch_what_their_version_has(made: dict[str, Any]) -> None:
     assert names[-2:] == ["head", "choose"]
     assert set(first) <= set(names)
     assert all(
-        not request["warnings"] and request["error"] is None for request in (found["persistent"], found["graph"])
+        not request["warnings"] and request["error"] is None
+        for request in (found["persistent"], found["graph"])
     )
 
 
@@ -153,9 +157,12 @@ def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(made: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"), [("others are there", "LAUNCH_TOO_LARGE"), ("too many registers", "132 multiprocessors hold 0")]
+    ("case", "reason"),
+    [("others are there", "LAUNCH_TOO_LARGE"), ("too many registers", "132 multiprocessors hold 0")],
 )
-def test_the_graph_decodes_where_blocks_cannot_be_resident(made: dict[str, Any], case: str, reason: str) -> None:
+def test_the_graph_decodes_where_blocks_cannot_be_resident(
+    made: dict[str, Any], case: str, reason: str
+) -> None:
     """Found at the launch or before it; said once."""
     request = made["requests"][case]
     assert kernels_and_attributes(request) == kernels_and_attributes(made["requests"]["graph"])

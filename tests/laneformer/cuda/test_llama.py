@@ -37,7 +37,10 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "mistral": (2, {"model_type": "mistral", "sliding_window": 5, "head_dim": 24}),
     "qwen 2": (2, {"model_type": "qwen2", "tie_word_embeddings": True}),
-    "qwen 3": (2, {"model_type": "qwen3", "head_dim": 40, "num_attention_heads": 12, "tie_word_embeddings": True}),
+    "qwen 3": (
+        2,
+        {"model_type": "qwen3", "head_dim": 40, "num_attention_heads": 12, "tie_word_embeddings": True},
+    ),
     "smollm 3": (1, {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}),
 }
 
@@ -83,7 +86,9 @@ def test_prompts_have_the_same_weights(name: str) -> None:
 @needs_emulator
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
-def test_a_folder_end_to_end(kind: str, tmp_path: Path, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_end_to_end(
+    kind: str, tmp_path: Path, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written and judged by Transformers; prompts through PyTorch on the tapes, tokens by the kernels."""
     values = {"vocab_size": 136, "max_position_embeddings": 48, "tie_word_embeddings": True, "head_dim": 16}
     folder = write_folder(Case(kind, values, torch.bfloat16), tmp_path / "hf")
@@ -119,5 +124,7 @@ def test_lanes_are_shared_evenly_by_gpus() -> None:
 
 def test_a_vocabulary_that_lanes_cannot_share_is_refused() -> None:
     config = config_of_llama({**SIZES, "vocab_size": 131}, 2)
-    with pytest.raises(ValueError, match=r"lm_head_type = 'replicate'.*lanes that divide its vocabulary of 131"):
+    with pytest.raises(
+        ValueError, match=r"lm_head_type = 'replicate'.*lanes that divide its vocabulary of 131"
+    ):
         plan(config, "bf16", SMALL, warps=2)

@@ -1,7 +1,8 @@
-"""Gates on the machine code of the decode kernels, for cards of every generation: what no run on a CPU can show.
+"""Gates on the machine code of the decode kernels, for cards of every generation: what no run on
+a CPU can show.
 
-The figures and their reasons: docs/decisions/0036-gpu-gates.md. A gate is a function that raises; each is also shown
-to find a fault that is planted in the kernels' source. Cubins are kept in build/cubins.
+The figures and their reasons: docs/decisions/0036-gpu-gates.md. A gate is a function that raises; each is
+also shown to find a fault that is planted in the kernels' source. Cubins are kept in build/cubins.
 """
 
 from __future__ import annotations
@@ -114,10 +115,11 @@ def none(sites: Iterable[sass.Instruction], what: str) -> None:
 
 
 def words_are_whole(c: Compiled) -> None:
-    """A word is stored and loaded in one access of 64 bits (a pair in 128), and past the caches that are not coherent.
+    """A word is stored and loaded in one access of 64 bits (a pair in 128), and past the caches
+    that are not coherent.
 
-    The compiler may load a word's epoch alone where its value is not used, and a value alone where the sampler looks
-    again at scores that are there.
+    The compiler may load a word's epoch alone where its value is not used, and a value alone where the
+    sampler looks again at scores that are there.
     """
     scope = "STRONG.SYS" if c.geometry.devices > 1 else "STRONG.GPU"
     found = {i: this for i, this in c.pointers.accesses(*WORDS).items() if c.pointers.of(i) <= WORDS}
@@ -172,7 +174,10 @@ def spills_are_few(c: Compiled, limits: Limits) -> None:
     assert c.resources.stack_bytes <= limits.stack_bytes
     local = [this for this in c.loop if this.name in ("LDL", "STL")]
     if len(local) > limits.local:
-        none(local, f"accesses of spilled registers in the loop over layers, at most {limits.local} are allowed")
+        none(
+            local,
+            f"accesses of spilled registers in the loop over layers, at most {limits.local} are allowed",
+        )
     assert len(c.loop) <= limits.instructions
 
 
@@ -199,7 +204,9 @@ def report(c: Compiled, what: str) -> None:
 
 @pytest.mark.parametrize("architecture", MACHINES)
 def test_the_persistent_kernel(architecture: str, tmp_path: Path) -> None:
-    c = compiled("persistent", plan(config(), "bf16", MACHINES[architecture]), architecture, tmp_path)["decode"]
+    c = compiled("persistent", plan(config(), "bf16", MACHINES[architecture]), architecture, tmp_path)[
+        "decode"
+    ]
     report(c, architecture)
     every_gate(c, "decode")
     words_are_whole(c)
@@ -207,7 +214,9 @@ def test_the_persistent_kernel(architecture: str, tmp_path: Path) -> None:
     spills_are_few(c, LIMITS[architecture])
 
 
-@pytest.mark.parametrize(("flavor", "devices", "stack_bytes", "local"), [("2b", 8, 408, 8), ("300m", 1, 384, 16)])
+@pytest.mark.parametrize(
+    ("flavor", "devices", "stack_bytes", "local"), [("2b", 8, 408, 8), ("300m", 1, 384, 16)]
+)
 def test_the_persistent_kernel_for_others(
     flavor: str, devices: int, stack_bytes: int, local: int, tmp_path: Path
 ) -> None:
@@ -230,7 +239,9 @@ LIMITS_8 = {  # of weights of 8 bits
 
 @pytest.mark.parametrize(("dtype", "architecture"), LIMITS_8)
 def test_the_persistent_kernel_of_8_bits(dtype: str, architecture: str, tmp_path: Path) -> None:
-    c = compiled("persistent", plan(config(), dtype, MACHINES[architecture]), architecture, tmp_path)["decode"]
+    c = compiled("persistent", plan(config(), dtype, MACHINES[architecture]), architecture, tmp_path)[
+        "decode"
+    ]
     report(c, f"{dtype}, {architecture}")
     every_gate(c, "decode")
     words_are_whole(c)
@@ -249,7 +260,9 @@ def test_the_kernels_of_the_graph(architecture: str, tmp_path: Path) -> None:
         registers_suffice(c, 1 if name == "choose" else 2)
         if name != "choose":
             local = sum(this.name in ("LDL", "STL") for this in c.kernel.code)
-            assert local <= (200 if name == "attention" else 8), name  # the attention of 64 registers does spill
+            assert local <= (200 if name == "attention" else 8), (
+                name
+            )  # the attention of 64 registers does spill
 
 
 # ---- planted faults ----

@@ -1,8 +1,9 @@
-"""The words' protocol in every order: Spin searches all states of mail.pml, whose numbers are those of a geometry.
+"""The words' protocol in every order: Spin searches all states of mail.pml, whose numbers are
+those of a geometry.
 
-The emulator runs the kernels' source and proves the orders that follow from each run (test_order.py); this is the same
-claim about the protocol alone, by exhaustion: no word is overwritten before all its readers have read it, nobody waits
-for ever, each reader finds the epoch that it waits for. Both must see the same faults.
+The emulator runs the kernels' source and proves the orders that follow from each run (test_order.py); this is
+the same claim about the protocol alone, by exhaustion: no word is overwritten before all its readers have
+read it, nobody waits for ever, each reader finds the epoch that it waits for. Both must see the same faults.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ MODEL = Path(__file__).with_name("mail.pml")
 MISSING = [program for program in ("spin", "gcc") if shutil.which(program) is None]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"the model checker needs {' and '.join(MISSING)}: apt-get install spin"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"the model checker needs {' and '.join(MISSING)}: apt-get install spin"
+    ),
 ]
 LATE: dict[str, Any] = {"use_early_comm": False, "use_mlp_comm": False}
 BOTH_LATE: dict[str, Any] = {"use_early_comm": False}

@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path, (major, minor, architectures) in INSTALLED.items():
         (folder / path).parent.mkdir(parents=True)
         defines = [f"-DMAJOR={major}", f"-DMINOR={minor}", f"-DARCHITECTURES={architectures}"]
-        subprocess.run([compiler, "-shared", "-fPIC", *defines, str(SOURCE), "-o", str(folder / path)], check=True)
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", *defines, str(SOURCE), "-o", str(folder / path)], check=True
+        )
     (folder / "nvidia/cu13/lib/libnvrtc-builtins.so.13.0").write_text("no compiler")
     (folder / "nvidia/cu13/lib/libnvrtc.so.14").symlink_to("nowhere")
     (folder / "torch/lib/libnvrtc.so.12").write_text("for another machine")
@@ -70,7 +72,9 @@ def test_what_to_install_is_said(installed: None, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match=r"sm_77; installed: 13.0, 12.9.*: .* nvidia-cuda-nvrtc$"):
         compiler_for("sm_77", None)
     monkeypatch.setattr(nvrtc, "compilers", lambda: ())
-    with pytest.raises(RuntimeError, match=r"code of CUDA 12 at most; installed: none: .* nvidia-cuda-nvrtc-cu12$"):
+    with pytest.raises(
+        RuntimeError, match=r"code of CUDA 12 at most; installed: none: .* nvidia-cuda-nvrtc-cu12$"
+    ):
         compiler_for("sm_90a", 12040)
 
 
@@ -79,5 +83,7 @@ def test_source_options_and_log_are_handed_over(folder: Path) -> None:
     assert compiler.architectures == {80, 90, 100, 120}
     given = compiler.compile("int x;", "sm_90a", [Path("/a"), Path("/b")], "-DONE")
     assert given == b"int x; kernels.cu 0 --gpu-architecture=sm_90a --std=c++17 --fmad=false -DONE -I/a -I/b"
-    with pytest.raises(RuntimeError, match=r"^fault kernels.cu 0 --gpu-architecture=sm_80 --std=c.*fmad=false$"):
+    with pytest.raises(
+        RuntimeError, match=r"^fault kernels.cu 0 --gpu-architecture=sm_80 --std=c.*fmad=false$"
+    ):
         compiler.compile("fault", "sm_80")

@@ -19,7 +19,14 @@ from laneformer.engine.cuda.nvrtc import Nvrtc
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.test_compile import small
-from tests.laneformer.cuda.test_machine_code import LIMITS, MACHINES, every_gate, read, spills_are_few, words_are_whole
+from tests.laneformer.cuda.test_machine_code import (
+    LIMITS,
+    MACHINES,
+    every_gate,
+    read,
+    spills_are_few,
+    words_are_whole,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARIES = {"12.9": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "13.0": "nvidia/cu13/lib/libnvrtc.so.13"}
@@ -48,9 +55,7 @@ def test_an_older_compiler(version: str, tmp_path: Path) -> None:
     library = ROOT / ".venv" / f"nvrtc-{version}" / LIBRARIES[version]
     if not library.is_file():
         pytest.skip(f"make extras brings NVRTC {version}")
-    program = (
-        "import sys; from tests.laneformer.cuda.test_nvrtc_versions import compile_all; compile_all(*sys.argv[1:])"
-    )
+    program = "import sys; from tests.laneformer.cuda.test_nvrtc_versions import compile_all; compile_all(*sys.argv[1:])"  # noqa: E501
     command = [sys.executable, "-c", program, str(library), version, str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, timeout=500)
     assert len(list(tmp_path.glob("*.cubin"))) == len(UNITS) + 1

@@ -1,8 +1,9 @@
-"""Random shapes of the decode kernels, and faults planted in their source: each is found, by a check that is named.
+"""Random shapes of the decode kernels, and faults planted in their source: each is found, by a
+check that is named.
 
-The proof that every word is written before it is read, that none is overwritten early and that nobody waits for ever
-is the emulator's, for all orders of the threads that a launch can have (order.h). Here it is asked for, and shown
-to fail where it must.
+The proof that every word is written before it is read, that none is overwritten early and that nobody waits
+for ever is the emulator's, for all orders of the threads that a launch can have (order.h). Here it is asked
+for, and shown to fail where it must.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ def rebuild(emulated: Emulated, builds: Path, patches: list[tuple[str, str, str]
     """The same shape from this text and from sources in which each (file, was, now) is changed."""
     with tempfile.TemporaryDirectory() as copy:
         folder = Path(copy)
-        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"), dirs_exist_ok=True)
+        shutil.copytree(
+            FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"), dirs_exist_ok=True
+        )
         for file, was, now in patches:
             content = (folder / file).read_text()
             assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
@@ -200,7 +203,9 @@ def test_a_planted_fault_is_found(name: str, planted_of: Callable[[str], Planted
     assert all(seen) if fault.always else any(seen)
 
 
-@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.found == "numbers" and fault.always])
+@pytest.mark.parametrize(
+    "name", [name for name, fault in FAULTS.items() if fault.found == "numbers" and fault.always]
+)
 def test_wrong_numbers_are_not_within_the_tolerance(name: str, planted: Planted) -> None:
     planted.plant(None)
     check(planted.emulated, 11, range(0))
@@ -215,13 +220,18 @@ def test_wrong_numbers_are_not_within_the_tolerance(name: str, planted: Planted)
 @pytest.mark.parametrize(
     ("name", "waits"),
     [
-        ("a word of the stream is not published", {(1, 2, "stream"), (0, 4, "mail")}),  # lane 0 then waits for lane 1
+        (
+            "a word of the stream is not published",
+            {(1, 2, "stream"), (0, 4, "mail")},
+        ),  # lane 0 then waits for lane 1
         ("a lane sends nothing", {(0, 1, "mail")}),
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_hang_is_given_up(name: str, waits: set[tuple[int, int, str]], seed: int, planted: Planted) -> None:
-    """All blocks end, the report names a wait in vain, and the same memory decodes again when its words are reset."""
+    """All blocks end, the report names a wait in vain, and the same memory decodes again when
+    its words are reset.
+    """
     emulated, memory = planted.emulated, planted.emulated.memories[0]
     planted.plant(name)
     emulated.forget()

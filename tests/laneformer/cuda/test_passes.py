@@ -48,16 +48,23 @@ def test_every_logit(dtype: str, cuda_builds: Path) -> None:
 
 
 def test_columns_do_not_see_each_other(cuda_builds: Path) -> None:
-    """Alone, as a prompt in pieces, and between other sequences: the same bits, beyond the windows of 6 as well."""
+    """Alone, as a prompt in pieces, and between other sequences: the same bits, beyond the windows
+    of 6 as well.
+    """
     ids, other = text(13), text(13, 2)
     right = one_by_one(EmulatedPasses(cuda_builds, 1), ids)
     five = EmulatedPasses(cuda_builds, 5, seed=3)
-    pieces = [five.logits([(ids[i], i, 2) for i in range(a, b)]) for a, b in ((0, 5), (5, 6), (6, 10), (10, 13))]
+    pieces = [
+        five.logits([(ids[i], i, 2) for i in range(a, b)]) for a, b in ((0, 5), (5, 6), (6, 10), (10, 13))
+    ]
     assert torch.equal(torch.cat(pieces), right)
     among = EmulatedPasses(cuda_builds, 5, seed=9)
     rows = []
     for i in range(0, 12, 2):
-        own, beside = [(ids[j], j, 1) for j in (i, i + 1)], [(other[j], j, s) for j in (i, i + 1) for s in (0, 4)]
+        own, beside = (
+            [(ids[j], j, 1) for j in (i, i + 1)],
+            [(other[j], j, s) for j in (i, i + 1) for s in (0, 4)],
+        )
         rows.append(among.logits([*beside[:1], *own, *beside[2:4]])[1:3])
     assert torch.equal(torch.cat(rows), right[:12])
 
@@ -68,7 +75,9 @@ def test_two_gpus(cuda_builds: Path) -> None:
     assert torch.equal(two.logits([(ids[i], i, 0) for i in range(3)]), one_by_one(one, ids[:3]))
 
 
-def decode(passes: PassDecoder, prompts: list[list[int]], sampling: list[Sampling], **options: Any) -> list[Decoding]:
+def decode(
+    passes: PassDecoder, prompts: list[list[int]], sampling: list[Sampling], **options: Any
+) -> list[Decoding]:
     pairs = zip(prompts, sampling, strict=True)
     made = [Decoding(Request([ids], 9, sampling=s, **options)) for ids, s in pairs]
     while not all(s.finished for s in made):
@@ -80,7 +89,9 @@ def test_batches_and_drafts_change_no_token(cuda_builds: Path, monkeypatch: pyte
     """Greedy, drawn and filtered; prompts of different lengths, read in pieces beside those that decode."""
     prompts = [text(3), [5, 6, 7, 5, 6, 7, 5, 6], text(11, 4)]
     ways = [GREEDY, Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)]
-    alone = [decode(EmulatedPasses(cuda_builds, 1), [p], [w])[0].tokens for p, w in zip(prompts, ways, strict=True)]
+    alone = [
+        decode(EmulatedPasses(cuda_builds, 1), [p], [w])[0].tokens for p, w in zip(prompts, ways, strict=True)
+    ]
     five = EmulatedPasses(cuda_builds, 5)
     assert [s.tokens for s in decode(five, prompts, ways)] == alone
     five.passes, at = 0, {len(p): p + tokens for p, tokens in zip(prompts, alone, strict=True)}
@@ -104,8 +115,14 @@ def test_columns_leave_memory_for_the_ring() -> None:
     sizes = [plan_columns(config, "bf16", m).mma_columns for m in (H200, Machine(108, 163 << 10, 80))]
     assert sizes == [8, 4]
     geometry = plan_columns(config, "bf16", H200)
-    assert [sequences_in(n << 30, geometry, bytes_) for n, bytes_ in ((7, 0), (141, None), (141, 2**30))] == [8, 64, 12]
-    with pytest.raises(ValueError, match=r"passes of 8 columns need 6\.\d GB, 4\.4 of them for weights as tiles"):
+    assert [sequences_in(n << 30, geometry, bytes_) for n, bytes_ in ((7, 0), (141, None), (141, 2**30))] == [
+        8,
+        64,
+        12,
+    ]
+    with pytest.raises(
+        ValueError, match=r"passes of 8 columns need 6\.\d GB, 4\.4 of them for weights as tiles"
+    ):
         sequences_in(5 << 30, geometry, None)
     with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns .* have 16-bit weights"):
         plan_columns(config, "int8", H200)

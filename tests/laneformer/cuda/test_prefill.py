@@ -1,7 +1,8 @@
 """Prompts through PyTorch: the kernels go on as if they had read the prompt themselves.
 
-Keys and values are checked twice. Bit for bit against the same model with a plain cache, so that dealing to splits and
-rings loses nothing; and, from a float32 model, against float64 within the error of fp32, like the kernels' own.
+Keys and values are checked twice. Bit for bit against the same model with a plain cache, so that dealing
+to splits and rings loses nothing; and, from a float32 model, against float64 within the error of fp32,
+like the kernels' own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import SMALL, Emulated, as_read, plain_model, random_model, small_config, tensors_of
+from tests.laneformer.cuda.harness import (
+    SMALL,
+    Emulated,
+    as_read,
+    plain_model,
+    random_model,
+    small_config,
+    tensors_of,
+)
 from tests.laneformer.cuda.reference import expected, kept_at
 from tests.laneformer.cuda.shapes import SHAPES
 
@@ -33,7 +42,9 @@ class PlainCache:
     def __init__(self) -> None:
         self.length, self.kept = 0, dict[int, torch.Tensor]()
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         new = torch.stack((key[0], value[0]))
         self.kept[layer_idx] = torch.cat((self.kept[layer_idx], new), 2) if self.length else new
         return self.kept[layer_idx][:1], self.kept[layer_idx][1:]
@@ -42,7 +53,9 @@ class PlainCache:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
-def test_the_kernels_memory_is_a_cache(monkeypatch: pytest.MonkeyPatch, chunk: int, devices: int, dtype: str) -> None:
+def test_the_kernels_memory_is_a_cache(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, devices: int, dtype: str
+) -> None:
     """The streams of the plain model with a plain cache, chunk after chunk; a layer keeps what was computed."""
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)
     config = small_config()
@@ -81,7 +94,9 @@ def test_positions_out_of_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("cut", [{}, {"mma_columns": 8}, {"interleaved": True}], ids=["rows", "tiles", "interleaved"])
+@pytest.mark.parametrize(
+    "cut", [{}, {"mma_columns": 8}, {"interleaved": True}], ids=["rows", "tiles", "interleaved"]
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_weight_comes_back_from_the_tapes(name: str, cut: dict[str, Any]) -> None:
     """Bit for bit, in every cut; and what it costs is one layer."""

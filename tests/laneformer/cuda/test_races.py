@@ -1,6 +1,8 @@
-"""No race on shared memory, keys or values in any order of the threads (races.h); planted ones are found in every run.
+"""No race on shared memory, keys or values in any order of the threads (races.h); planted ones are
+found in every run.
 
-These builds see each access of the kernels to plain data and need ten times the processor time, so shapes are few.
+These builds see each access of the kernels to plain data and need ten times the processor time,
+so shapes are few.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ class Fault:
     found: str
 
 
-SHARED, BY = "of byte [0-9]+ of shared memory, in no order after", "grid 0 block [0-9]+ warp [0-9]+ lane [0-9]+"
+SHARED, BY = (
+    "of byte [0-9]+ of shared memory, in no order after",
+    "grid 0 block [0-9]+ warp [0-9]+ lane [0-9]+",
+)
 FAULTS = {
     "a matrix does not wait for its inputs": Fault(
         "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
@@ -92,7 +97,9 @@ def planted(cuda_builds: Path) -> Emulated:
 @pytest.mark.parametrize("name", [None, *FAULTS])
 @pytest.mark.parametrize("seed", BULK_SEEDS)
 def test_a_planted_race_is_found(name: str | None, seed: int, planted: Emulated) -> None:
-    ctypes.c_int.in_dll(planted.library, "planted").value = 0 if name is None else list(FAULTS).index(name) + 1
+    ctypes.c_int.in_dll(planted.library, "planted").value = (
+        0 if name is None else list(FAULTS).index(name) + 1
+    )
     planted.forget()
     try:
         planted.read(text(planted, 4), 2, seed)

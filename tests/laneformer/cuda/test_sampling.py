@@ -1,8 +1,8 @@
 """The kernels' sampler against the plain way: sort, cut, add the noise, take the highest.
 
-The C++ core draws by the same rule (sampling.h) and must give the same tokens. The noise is Philox (Salmon et al. 2011)
-and Gumbel's: computed here in float64 from the same 23 bits, so a token that
-differs is a fault, not a rounding; which tokens are kept shows in hundreds of draws from nearly equal probabilities.
+The C++ core draws by the same rule (sampling.h) and must give the same tokens. The noise is Philox (Salmon et
+al. 2011) and Gumbel's: computed here in float64 from the same 23 bits, so a token that differs is a fault,
+not a rounding; which tokens are kept shows in hundreds of draws from nearly equal probabilities.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ VOCAB, COUNT = 152, 200  # some threads have three logits, some two
 LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
 
 
-def sampling(temperature: float, seed: int = 0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Sampling:
+def sampling(
+    temperature: float, seed: int = 0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Sampling:
     return Sampling(seed, 1 / temperature if temperature else 0.0, top_p, min_p, top_k)
 
 
@@ -55,7 +57,9 @@ class Sampler:
         words, tokens = np.zeros(2 * len(logits), np.uint64), np.full(count, -1, np.int32)
         argument = Picks(how, logits.ctypes.data, words.ctypes.data, tokens.ctypes.data, first, count)
         threads = 32 * self.geometry.warps
-        emulator.launch(self.library, "pick", argument, blocks=1, threads=threads, shared_bytes=1024, seed=order)
+        emulator.launch(
+            self.library, "pick", argument, blocks=1, threads=threads, shared_bytes=1024, seed=order
+        )
         return tokens
 
 
@@ -107,7 +111,9 @@ def drawn(logits: np.ndarray, how: Sampling, count: int = COUNT, first: int = 0)
 
 
 def test_philox_is_the_published_one() -> None:
-    """Known answers of Random123 1.14 for an all-zero counter and key; the kernels use two of the counter's words."""
+    """Known answers of Random123 1.14 for an all-zero counter and key; the kernels use two
+    of the counter's words.
+    """
     assert philox(0, np.zeros(1), np.zeros(1))[0] == 0x6627E8D5
 
 
@@ -131,7 +137,9 @@ def test_draws_of_a_temperature(sampler: Sampler, seed: int, temperature: float)
 
 
 def test_draws_follow_the_softmax() -> None:
-    """Chi-square over the tokens that 20000 draws meet five times or more; a false alarm is below one in 10^6."""
+    """Chi-square over the tokens that 20000 draws meet five times or more; a false alarm is
+    below one in 10^6.
+    """
     count, temperature = 20000, 0.7
     tokens = drawn(LOGITS, sampling(temperature, 3), count)
     weights = np.exp(LOGITS.astype(np.float64) / temperature)
@@ -140,7 +148,9 @@ def test_draws_follow_the_softmax() -> None:
 
     def distance(right: np.ndarray) -> float:
         made = np.bincount(tokens, minlength=VOCAB)[common]
-        return float((((made - right[common]) ** 2 / right[common]).sum() - common.sum()) / np.sqrt(2 * common.sum()))
+        return float(
+            (((made - right[common]) ** 2 / right[common]).sum() - common.sum()) / np.sqrt(2 * common.sum())
+        )
 
     assert distance(right) < 5.5
     assert distance(np.roll(right, 1).clip(5)) > 5.5
@@ -167,7 +177,9 @@ def test_draws_with_filters(sampler: Sampler, filters: dict[str, Any]) -> None:
 @pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 3.0])
 def test_the_cpu_draws_the_same_tokens(sampler: Sampler, temperature: float, filters: dict[str, Any]) -> None:
-    """One seed, one text: on both engines, from the options on. Ties of logits are in it, as bf16 weights make them."""
+    """One seed, one text: on both engines, from the options on. Ties of logits are in it, as
+    bf16 weights make them.
+    """
     logits = (LOGITS * 8).round() / 8
     request = GenerationOptions(temperature=temperature, seed=12, **filters).request([], VOCAB)
     there = sampler(logits, request.sampling)
@@ -175,7 +187,9 @@ def test_the_cpu_draws_the_same_tokens(sampler: Sampler, temperature: float, fil
     np.testing.assert_array_equal(there, here)
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.2}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 3}, {"top_p": 0.2}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9}], ids=str
+)
 def test_equal_logits_stay_together(sampler: Sampler, filters: dict[str, Any]) -> None:
     """Six tokens share the first place, and the cut would go through them."""
     logits = LOGITS.copy()
@@ -189,7 +203,9 @@ def test_equal_logits_stay_together(sampler: Sampler, filters: dict[str, Any]) -
 
 @pytest.mark.parametrize("filters", [{"top_k": 300, "top_p": 0.5}, {"top_k": 2000}, {"top_p": 0.4}], ids=str)
 def test_more_logits_than_registers(cuda_builds: Path, filters: dict[str, Any]) -> None:
-    """2,072 of them for 32 threads, which keep 64 each and read the others, the likeliest, again; ties are mixed in."""
+    """2,072 of them for 32 threads, which keep 64 each and read the others, the likeliest, again;
+    ties are mixed in.
+    """
     logits = (np.random.default_rng(1).standard_normal(2072) * 16).round().astype(np.float32) / 16
     logits[-20:] += 8
     how = sampling(2.0, 4, **filters)
@@ -224,7 +240,9 @@ def test_broken_logits_give_a_token(sampler: Sampler, broken: float) -> None:
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 8, "top_p": 0.8}], ids=["temperature", "filters"])
 def test_the_whole_kernel_draws_from_its_logits(cuda_builds: Path, filters: dict[str, Any]) -> None:
-    """The position is the one that is read: the tokens of a prompt that is given again in two halves are the same."""
+    """The position is the one that is read: the tokens of a prompt that is given again in two
+    halves are the same.
+    """
     emulated = Emulated(small_config(), cuda_builds, blocks_per_lane=2)
     how, ids, made = sampling(1.0, 9, **filters), [5, 17, 60], 6
     tokens, logits = emulated.read(ids, made, sampling=how)
@@ -250,7 +268,9 @@ CHANGES: list[Any] = [
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("version", ["persistent", "graph"])
 def test_the_cpu_changes_logits_alike(cuda_builds: Path, version: str, changes: dict[str, Any]) -> None:
-    """From the same logits the C++ core makes the same tokens, whose like have come before in prompt and output."""
+    """From the same logits the C++ core makes the same tokens, whose like have come before
+    in prompt and output.
+    """
     emulated = Emulated(small_config(), cuda_builds, version=version, blocks_per_lane=2)
     ids, made = [5, 17, 60, 5], 8
     plain, _ = emulated.read(ids, made)

@@ -9,7 +9,9 @@ from tests.laneformer.cuda.sass import Kernel, Pointers, components, pending_loa
 
 def kernel(*lines: str) -> Kernel:
     """Instructions, and labels ("L:"), which are addressed as nvdisasm does."""
-    code = (f".L_x_{x}" if x.endswith(":") else f"        /*{n * 16:04x}*/   {x} ;" for n, x in enumerate(lines))
+    code = (
+        f".L_x_{x}" if x.endswith(":") else f"        /*{n * 16:04x}*/   {x} ;" for n, x in enumerate(lines)
+    )
     return Kernel("\n".join(x.replace("`(", "`(.L_x_") for x in code))
 
 
@@ -47,7 +49,10 @@ def test_the_layer_loop_is_the_loop_in_the_loop_over_tokens() -> None:
 
 
 def test_components() -> None:
-    assert components([[1], [2], [1, 3], [4], [5], [3]], set(range(6))) in ([{1, 2}, {3, 4, 5}], [{3, 4, 5}, {1, 2}])
+    assert components([[1], [2], [1, 3], [4], [5], [3]], set(range(6))) in (
+        [{1, 2}, {3, 4, 5}],
+        [{3, 4, 5}, {1, 2}],
+    )
     assert components([[1], [0]], {1}) == []
     long = [[i + 1] for i in range(20000)] + [[0]]
     assert components(long, set(range(20001))) == [set(range(20001))]

@@ -1,6 +1,8 @@
-"""The engine on the emulated kernels: the CPU engine's tokens, and nothing of a request that ended badly in the next.
+"""The engine on the emulated kernels: the CPU engine's tokens, and nothing of a request that ended
+badly in the next.
 
-Everything but the launch is what runs on a GPU: memory, prompts through PyTorch, what is claimed of the cache.
+Everything but the launch is what runs on a GPU: memory, prompts through PyTorch, what is
+claimed of the cache.
 """
 
 from __future__ import annotations
@@ -50,13 +52,22 @@ def test_the_kernels_give_the_cpu_engines_tokens(emulated, cpu_tokens):
         prompt = LONG_PROMPT[:length]
         assert list(emulated.stream(prompt, max_new_tokens=10)) == tokens
         stop = tokens[4]
-        assert emulated.generate(prompt, max_new_tokens=10, stop_ids=[stop]) == tokens[: tokens.index(stop) + 1]
+        assert (
+            emulated.generate(prompt, max_new_tokens=10, stop_ids=[stop]) == tokens[: tokens.index(stop) + 1]
+        )
         assert emulated.generate(prompt, max_new_tokens=10, reuse_prefix=False) == tokens
         assert emulated.statistics.reused_tokens == 0
 
 
 REQUESTS: list[Any] = [
-    {"temperature": 1.5, "seed": 3, "top_p": 0.8, "logprobs": 2, "frequency_penalty": -2.0, "min_new_tokens": 6},
+    {
+        "temperature": 1.5,
+        "seed": 3,
+        "top_p": 0.8,
+        "logprobs": 2,
+        "frequency_penalty": -2.0,
+        "min_new_tokens": 6,
+    },
     pytest.param({"logprobs": 3}, marks=pytest.mark.slow),
     pytest.param({"logprobs": 0, "repetition_penalty": 1.5, "presence_penalty": 0.8}, marks=pytest.mark.slow),
     pytest.param({"temperature": 1.5, "seed": 6, "top_k": 9, "logit_bias": {7: 3.0}}, marks=pytest.mark.slow),
@@ -65,12 +76,16 @@ REQUESTS: list[Any] = [
 
 @pytest.mark.parametrize("options", REQUESTS, ids=str)
 def test_every_option_as_the_cpu_has_it(emulated, cpu_tokens, options, monkeypatch):
-    """Tokens and log-probabilities; with these a launch makes four tokens, and the next goes on where it ended."""
+    """Tokens and log-probabilities; with these a launch makes four tokens, and the next goes
+    on where it ended.
+    """
     monkeypatch.setattr(cuda_decoder, "SCORED_AT_ONCE", 4)
     options = {"max_new_tokens": 10, **options}
     if "min_new_tokens" in options:
         options["stop_ids"] = cpu_tokens[3]
-    with Engine(CONFIG, TENSORS, threads=1, kv_dtype="bf16", math="exact") as engine:  # as the kernels compute
+    with Engine(
+        CONFIG, TENSORS, threads=1, kv_dtype="bf16", math="exact"
+    ) as engine:  # as the kernels compute
         expected = engine.generate_detailed(LONG_PROMPT[:3], **options)
     found = emulated.generate_detailed(LONG_PROMPT[:3], **options)
     assert (found.ids, found.finish_reason) == (expected.ids, expected.finish_reason)
@@ -78,7 +93,9 @@ def test_every_option_as_the_cpu_has_it(emulated, cpu_tokens, options, monkeypat
         assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
         # 64 products of a head's row, in fp32, in another order: as in test_decoder.py
         bound = 64 * 2**-24 * 200
-        assert ours.logprob == (theirs.logprob if theirs.logprob is None else pytest.approx(theirs.logprob, abs=bound))
+        assert ours.logprob == (
+            theirs.logprob if theirs.logprob is None else pytest.approx(theirs.logprob, abs=bound)
+        )
         np.testing.assert_allclose([x for _, x in ours.top], [x for _, x in theirs.top], rtol=0, atol=bound)
     assert emulated.statistics.passes == 3 + len(found.ids) - 1
     assert list(emulated.stream_detailed(LONG_PROMPT[:3], **options)) == found.tokens
@@ -97,7 +114,8 @@ def test_a_text_that_goes_on_is_not_read_again(emulated, cpu_tokens):
     emulated.generate(LONG_PROMPT, max_new_tokens=4, reuse_prefix=False)
     assert emulated.generate(LONG_PROMPT + tokens[:4], max_new_tokens=6) == tokens[4:]
     assert emulated.statistics.reused_tokens == 15 + 3
-    # another text, shorter than the last: the windows' rings have lost its positions, but not those of its prompt's end
+    # another text, shorter than the last: the windows' rings have lost its positions, but not those of
+    # its prompt's end
     assert emulated.generate(LONG_PROMPT, max_new_tokens=10) == tokens
     assert emulated.statistics.reused_tokens == 14
 
@@ -126,7 +144,9 @@ def test_scores_start_from_what_is_there(emulated, cpu_tokens):
     emulated.generate(ids[:15], max_new_tokens=6, reuse_prefix=False)
     reused = emulated.logprobs(ids, start=21)
     assert emulated.statistics.reused_tokens == 20
-    assert emulated.generate(ids, max_new_tokens=1) == emulated.generate(ids, max_new_tokens=1, reuse_prefix=False)
+    assert emulated.generate(ids, max_new_tokens=1) == emulated.generate(
+        ids, max_new_tokens=1, reuse_prefix=False
+    )
     exact = MODEL(torch.tensor([ids]))[0].log_softmax(-1)[range(20, 24), ids[21:]].detach().numpy()
     plain = copy.deepcopy(MODEL).bfloat16()(torch.tensor([ids]))[0].double()
     plain = plain.log_softmax(-1)[range(20, 24), ids[21:]]

@@ -1,4 +1,6 @@
-"""A server over the CUDA engine: real HTTP requests to the app, the scheduler, and CudaDecoder on emulated kernels."""
+"""A server over the CUDA engine: real HTTP requests to the app, the scheduler, and
+CudaDecoder on emulated kernels.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def no_tiles(*_: Any, **__: Any) -> None:
 @pytest.fixture(scope="module")
 def served(cuda_builds) -> Iterator[Served]:
     """One request at a time."""
-    with pytest.warns(UserWarning, match="requests do not share passes"), serving(cuda_builds, no_tiles) as served:
+    with (
+        pytest.warns(UserWarning, match="requests do not share passes"),
+        serving(cuda_builds, no_tiles) as served,
+    ):
         yield served
 
 
@@ -117,14 +122,15 @@ def test_requests_wait_for_each_other(served):
 
 
 @pytest.mark.parametrize(
-    ("name", "most", "says"), [("served", 1, "one request decodes at a time"), ("shared", 3, "up to 3 requests decode")]
+    ("name", "most", "says"),
+    [("served", 1, "one request decodes at a time"), ("shared", 3, "up to 3 requests decode")],
 )
 def test_what_it_can_is_said(name, most, says, request, monkeypatch, capsys):
     served = request.getfixturevalue(name)
     facts = httpx.get(f"{served.url}/props").json()
-    assert (facts["most_joined"], facts["isa"]) == (most, "cuda")
+    assert (facts["max_joined"], facts["isa"]) == (most, "cuda")
     assert tuple(facts["refused_options"]) == served.engine.refused_options
-    state = SimpleNamespace(scheduler=SimpleNamespace(most_joined=most))
+    state = SimpleNamespace(scheduler=SimpleNamespace(max_joined=most))
     monkeypatch.setattr(app, "create_app", lambda *_: SimpleNamespace(state=state))
     monkeypatch.setattr(app, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     app.run(served.engine, ServerOptions("tiny", port=0))

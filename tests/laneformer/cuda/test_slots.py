@@ -1,4 +1,6 @@
-"""What earlier sequences leave on a GPU: a prompt starts only where all that its windows show is there, and its own."""
+"""What earlier sequences leave on a GPU: a prompt starts only where all that its windows show is
+there, and its own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def slots(count: int, geometry: Any = GEOMETRY) -> Slots:
 
 
 class Sequence:
-    """A sequence in the current slot: each position holds a number of all ids up to it, checked as attention reads."""
+    """A sequence in the current slot: each position holds a number of all ids up to it,
+    checked as attention reads.
+    """
 
     def __init__(self, slots: Slots, ids: list[int], at: int):
         self.slots, self.ids, self.at, self.memory = slots, ids, at, slots.memories[0]
@@ -54,7 +58,9 @@ class Sequence:
         for position in range(self.at, end):
             for layer in range(CONFIG.num_hidden_layers):
                 kv = self.memory.kv_layer(layer)
-                kv[:, :, position % g.splits, position // g.splits % g.kv_slots(layer)] = self.number(position)
+                kv[:, :, position % g.splits, position // g.splits % g.kv_slots(layer)] = self.number(
+                    position
+                )
         self.check(end)
         self.at = end
 
@@ -80,7 +86,9 @@ def test_random_conversations(count: int) -> None:
     kept, texts, reused = slots(count), [[1]], 0
     for _ in range(60):
         text = draw.choice(texts)
-        prompt = text[: draw.randint(0, min(len(text), 30))] + [draw.randint(0, 2) for _ in range(draw.randint(1, 8))]
+        prompt = text[: draw.randint(0, min(len(text), 30))] + [
+            draw.randint(0, 2) for _ in range(draw.randint(1, 8))
+        ]
         answer = [draw.randint(0, 2) for _ in range(draw.randint(1, 6))]
         reused += request(kept, prompt, answer, draw.choice((0, 0, 3)), draw.random() < 0.1)
         texts = [*texts[-4:], prompt + answer]
@@ -94,7 +102,9 @@ def test_what_each_turn_finds() -> None:
     kept = slots(6)
     system, question, other = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15]
     assert request(kept, system + question, [20] * 9) == 0
-    assert request(kept, system + question, [21] * 9) == 10  # from the prompt's end, where the rings were kept
+    assert (
+        request(kept, system + question, [21] * 9) == 10
+    )  # from the prompt's end, where the rings were kept
     first = system + question + [21] * 9
     assert request(kept, [*first, 30, 31], [22] * 9) == len(first) - 1
     assert request(kept, other * 3, [23] * 9) == 0

@@ -1,7 +1,7 @@
 """Tapes, words and shared memory: what Python lays out is what the kernels read.
 
-rows.cuh's description of a tape is read once more here, number by number; the sizes and places that the kernels
-compute are asked of the kernels themselves, built for the CPU.
+rows.cuh's description of a tape is read once more here, number by number; the sizes and places that the
+kernels compute are asked of the kernels themselves, built for the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.shapes import SHAPES, Shape, drawn
 
-CUTS = [*SHAPES.values(), *(drawn(seed) for seed in range(40, 52)), Shape({"vocab_size": 72}, blocks=3, warps=5)]
+CUTS = [
+    *SHAPES.values(),
+    *(drawn(seed) for seed in range(40, 52)),
+    Shape({"vocab_size": 72}, blocks=3, warps=5),
+]
 LAYOUT = r"""
 #include "emulator.h"
 #include "block.cuh"
@@ -53,7 +57,9 @@ def matrices(geometry: Geometry) -> dict[tuple[str, int, int], torch.Tensor]:
     random, config = np.random.default_rng(3), geometry.config
     return {
         (op, layer, lane): torch.from_numpy(
-            random.integers(-(2**15), 2**15, (geometry.matrix(op).rows, geometry.matrix(op).columns), np.int16)
+            random.integers(
+                -(2**15), 2**15, (geometry.matrix(op).rows, geometry.matrix(op).columns), np.int16
+            )
         )
         for op in OPS
         for layer in range(config.num_hidden_layers if op != "head" else 1)
@@ -115,7 +121,9 @@ class Reader:
     def rows(self, matrix: Matrix) -> range:
         """The warp's rows: units dealt evenly, the first (units warp / warps)-th."""
         warps, units = self.geometry.blocks_per_lane * self.geometry.warps, matrix.rows // matrix.unit_rows
-        return range(units * self.warp // warps * matrix.unit_rows, units * (self.warp + 1) // warps * matrix.unit_rows)
+        return range(
+            units * self.warp // warps * matrix.unit_rows, units * (self.warp + 1) // warps * matrix.unit_rows
+        )
 
     def multiply(self, matrix: Matrix, x: np.ndarray) -> np.ndarray:
         """The next matrix of the tape times x, for this warp's rows."""
@@ -147,7 +155,9 @@ def test_a_slow_reading_of_the_tape(name: str) -> None:
     tapes = pack(geometry, lambda op, layer, lane: weights[op, layer, lane], first, "cpu")
     inputs = {op: random.integers(-99, 99, geometry.matrix(op).columns) for op in OPS}
     layers = min(2, geometry.config.num_hidden_layers)
-    made: dict[tuple[str, int], list[np.ndarray]] = {(op, layer): [] for layer in range(layers) for op in OPS[:-1]}
+    made: dict[tuple[str, int], list[np.ndarray]] = {
+        (op, layer): [] for layer in range(layers) for op in OPS[:-1]
+    }
     starts = (tape_starts(geometry) // 2).astype(int)
     for warp in range(geometry.warps_per_lane):
         tape = (geometry.lanes_per_device - 1) * geometry.warps_per_lane + warp
@@ -162,7 +172,9 @@ def test_a_slow_reading_of_the_tape(name: str) -> None:
 @pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 @pytest.mark.parametrize("name", ["delay 2", "delay 0", "at once"])
 def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path) -> None:
-    """Words, arguments and shared memory, on one device and on two; every pointer that is read as float4 is aligned."""
+    """Words, arguments and shared memory, on one device and on two; every pointer that is read
+    as float4 is aligned.
+    """
     geometry = planned(SHAPES[name])
     decode = decode_structure(geometry)
     fields = [name for name, _ in decode._fields_]

@@ -23,7 +23,9 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 def small_config(**overrides: object) -> LaneformerConfig:
-    """Odd sizes on purpose: nothing is a multiple of the engine's tiles, and the window is shorter than prompts."""
+    """Odd sizes on purpose: nothing is a multiple of the engine's tiles, and the window
+    is shorter than prompts.
+    """
     values = {
         "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 5, "num_attention_heads": 8,
         "num_key_value_heads": 4, "num_lanes": 4, "broadcast_delay": 2, "sliding_window": 7, "swa_layers": (0, 1, 3),
@@ -41,7 +43,9 @@ def random_model(config: LaneformerConfig, seed: int = 0, dtype: str = "fp32") -
             noise = torch.randn(p.shape, generator=generator)
             embeds = name.startswith("tok_embeddings")
             p.copy_(
-                1 + 0.2 * noise if name.endswith("norm.weight") else noise / math.sqrt(1 if embeds else p.shape[-1])
+                1 + 0.2 * noise
+                if name.endswith("norm.weight")
+                else noise / math.sqrt(1 if embeds else p.shape[-1])
             )
     return model.to(TORCH_DTYPES[dtype])
 
@@ -55,7 +59,9 @@ def tensors_of(model: Laneformer) -> dict[str, Tensor]:
 
 
 def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **options: object) -> Engine:
-    """Keys and values are in fp32 unless asked otherwise: most tests compare with float64 to the last few bits."""
+    """Keys and values are in fp32 unless asked otherwise: most tests compare with float64 to
+    the last few bits.
+    """
     return Engine(config or model.config, tensors_of(model), **{"kv_dtype": "fp32", **options})
 
 
@@ -71,7 +77,9 @@ def torch_logits(model: Laneformer, ids: list[int], dtype: torch.dtype = torch.f
 
 
 def float32_error(model: Laneformer, ids: list[int], reference: np.ndarray) -> float:
-    """The rounding error that float32 arithmetic itself makes on this model: PyTorch's, largest over the logits."""
+    """The rounding error that float32 arithmetic itself makes on this model: PyTorch's,
+    largest over the logits.
+    """
     return float(np.abs(torch_logits(model, ids, torch.float32) - reference).max())
 
 
@@ -81,7 +89,11 @@ def random_ids(config: LaneformerConfig, length: int, seed: int = 0) -> list[int
 
 def write_folder(folder: Path, model: Laneformer, **config_values: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"model_type": "laneformer", "architectures": ["LaneformerForCausalLM"], **model.config.to_dict()}
+    values = {
+        "model_type": "laneformer",
+        "architectures": ["LaneformerForCausalLM"],
+        **model.config.to_dict(),
+    }
     (folder / "config.json").write_text(json.dumps({**values, **config_values}))
     state = {hf_name(n): p.contiguous() for n, p in model.state_dict().items()}
     save_file(state, folder / "model.safetensors")
@@ -112,5 +124,7 @@ def usable_isas(known: Sequence[str] = ("avx512_bf16", "avx512", "avx2", "portab
 
 
 def best_below_amx() -> str | None:
-    """The instruction set to test without the matrix unit; None where the automatic or the user's choice is without."""
+    """The instruction set to test without the matrix unit; None where the automatic or the
+    user's choice is without.
+    """
     return usable_isas()[0] if usable_isas(("amx",)) and "LANEFORMER_ISA" not in os.environ else None

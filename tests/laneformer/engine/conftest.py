@@ -1,4 +1,5 @@
-"""What holds bit for bit is tested on the best instruction set below the matrix unit, whose blocks round otherwise.
+"""What holds bit for bit is tested on the best instruction set below the matrix unit,
+whose blocks round otherwise.
 
 test_matrix_unit.py has what holds on that one; tests that name an instruction set get it.
 """

@@ -12,7 +12,9 @@ SWITCHES = [{}, {"lm_head_type": "replicate"}, {"lm_head_type": "lane"}, {"broad
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2, "speculate": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2, "speculate": 3}]
+)
 def test_every_sequence_is_what_it_is_alone(switches, options):
     model = random_model(small_config(**switches), seed=1)
     rng = np.random.default_rng(2)
@@ -32,7 +34,9 @@ def test_threads_change_no_token(threads):
     model = random_model(small_config(), seed=3)
     prompts = [random_ids(model.config, 10 * i + 1, seed=i) for i in range(6)]
     with engine_of(model, threads=threads) as engine, engine_of(model, threads=1) as other:
-        assert engine.generate_batch(prompts, max_new_tokens=30) == other.generate_batch(prompts, max_new_tokens=30)
+        assert engine.generate_batch(prompts, max_new_tokens=30) == other.generate_batch(
+            prompts, max_new_tokens=30
+        )
 
 
 def test_sequences_end_each_at_their_own_place():

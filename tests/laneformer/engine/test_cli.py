@@ -23,7 +23,9 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = write_folder(tmp_path_factory.mktemp("hf"), random_model(small_config(vocab_size=264)), eos_token_id=2)
+    path = write_folder(
+        tmp_path_factory.mktemp("hf"), random_model(small_config(vocab_size=264)), eos_token_id=2
+    )
     byte_tokenizer().save(str(path / "tokenizer.json"))
     return path
 
@@ -53,12 +55,26 @@ def test_flags_reach_the_engine(folder, capsys):
     assert "draft tokens were right" in printed.err
     stop = expected[len(expected) // 2]
     main(
-        ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "30", *flags, "--stop", "xyz", "--stop", stop]
+        [
+            "generate",
+            str(folder),
+            "--prompt",
+            "a b",
+            "--max-new-tokens",
+            "30",
+            *flags,
+            "--stop",
+            "xyz",
+            "--stop",
+            stop,
+        ]
     )
     assert capsys.readouterr().out == expected[: expected.index(stop)] + "\n"
 
 
-@pytest.mark.parametrize("command", [["generate", "--prompt", "a b", "--max-new-tokens", "2"], ["bench", "--json"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "--prompt", "a b", "--max-new-tokens", "2"], ["bench", "--json"]]
+)
 def test_packed_weights_are_kept_unless_told_not_to(tmp_path, monkeypatch, folder, command):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     copy = shutil.copytree(folder, tmp_path / "hf", ignore=shutil.ignore_patterns(FOLDER))
@@ -125,7 +141,11 @@ def test_bench_of_a_folder_at_depths_with_the_ablation(folder, capsys):
     assert (figures["depth"], figures["dtype"], figures["threads"]) == (20, "fp32", 2)
     assert [deeper["depth"] for deeper in figures["depths"]] == [0]
     assert figures["barriers_tokens_per_s"] > 0
-    assert figures["delay_over_barriers_p10"] <= figures["delay_over_barriers"] <= figures["delay_over_barriers_p90"]
+    assert (
+        figures["delay_over_barriers_p10"]
+        <= figures["delay_over_barriers"]
+        <= figures["delay_over_barriers_p90"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,8 +153,14 @@ def test_bench_of_a_folder_at_depths_with_the_ablation(folder, capsys):
     [
         (["generate", "/nowhere", "--prompt", "x"], "not a folder"),
         (["generate", "/nowhere", "--prompt", "x", "--top-p", "7"], "top_p = 7.0 is outside 0.0 to 1.0"),
-        (["generate", "/nowhere", "--prompt", "x", "--system", "y"], "--system is a message of a conversation; add"),
-        (["generate", "/nowhere", "--prompt", "x", "--greedy", "--temperature", "1"], "contradict each other"),
+        (
+            ["generate", "/nowhere", "--prompt", "x", "--system", "y"],
+            "--system is a message of a conversation; add",
+        ),
+        (
+            ["generate", "/nowhere", "--prompt", "x", "--greedy", "--temperature", "1"],
+            "contradict each other",
+        ),
         (["bench"], "either a model folder or --random-weights"),
         (["bench", "--random-weights", "tiny", "--device", "gpu"], "device = 'gpu' is unknown"),
         (["bench", "--random-weights", "tiny", "--depth", "500"], "depth = 500 is outside"),
@@ -151,20 +177,34 @@ def test_a_lost_process_ends_with_a_message(folder, monkeypatch, capsys):
     start = ProcessesDecoder.start
 
     def lose(self, request):
-        self._workers.processes[0].send_signal(signal.SIGSTOP)  # rank 0 decodes in the background: it must wait for it
+        self._workers.processes[0].send_signal(
+            signal.SIGSTOP
+        )  # rank 0 decodes in the background: it must wait for it
         start(self, request)
         self._workers.processes[0].kill()
 
     monkeypatch.setattr(ProcessesDecoder, "start", lose)
     with pytest.raises(SystemExit) as stop:
         main(
-            ["generate", str(folder), "--prompt", "a b", "--processes", "2", "--max-new-tokens", "200", "--ignore-eos"]
+            [
+                "generate",
+                str(folder),
+                "--prompt",
+                "a b",
+                "--processes",
+                "2",
+                "--max-new-tokens",
+                "200",
+                "--ignore-eos",
+            ]
         )
     assert stop.value.code == 1
     assert "was killed by SIGKILL: the request has ended" in capsys.readouterr().err
 
 
-TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"
+TEMPLATE = (
+    "{% for m in messages %}{{ bos_token }}{{ m.role[0] + m.content }}{% endfor %}{{ add_generation_prompt }}"
+)
 
 
 @pytest.fixture
@@ -173,7 +213,13 @@ def sampled(tmp_path, folder):
     path = shutil.copytree(folder, tmp_path / "sampled", ignore=shutil.ignore_patterns(FOLDER))
     (path / "chat_template.jinja").write_text(TEMPLATE)
     (path / "tokenizer_config.json").write_text('{"chat_template": "an older one", "bos_token": "<s>"}')
-    said = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": None, "eos_token_id": [2, 7]}
+    said = {
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "repetition_penalty": None,
+        "eos_token_id": [2, 7],
+    }
     (path / "generation_config.json").write_text(json.dumps(said))
     return path
 

@@ -30,7 +30,9 @@ def decoder_of(engine: Engine) -> CpuDecoder:
     return engine._decoder
 
 
-def engine_with(variant: str, threads: int = 2, link_s: float = 0.0, jitter: float = 0.0, seed: int = 0) -> Engine:
+def engine_with(
+    variant: str, threads: int = 2, link_s: float = 0.0, jitter: float = 0.0, seed: int = 0
+) -> Engine:
     engine = engine_of(random_model(small_config(**VARIANTS[variant]), seed=4), threads=threads)
     if variant == "ladder":
         decoder_of(engine).set_ladder()
@@ -83,10 +85,13 @@ def test_processes_wait_as_threads_do():
     with engine_of(model, threads=1, processes=2) as engine:
         decoder_of(engine).set_latency(link_s)
         times = after(engine, [1, 2, 3], 5).token_s()
-        # one process may begin a token up to a link's latency before the other, so a single one can be shorter
+        # one process may begin a token up to a link's latency before the other, so a single one
+        # can be shorter
         assert sum(times) >= (len(times) * exchanges - 1) * link_s
         assert engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True) == expected
-    refused = pytest.raises(ValueError, match="transport = 'tcp': a latency is injected where processes share memory")
+    refused = pytest.raises(
+        ValueError, match="transport = 'tcp': a latency is injected where processes share memory"
+    )
     with engine_of(model, threads=1, processes=2, transport="tcp") as engine, refused:
         decoder_of(engine).set_latency(LINK_S)
 
@@ -118,7 +123,9 @@ def test_ladder_computes_what_the_ablation_trains():
 
 def test_what_cannot_be_measured_is_refused():
     with engine_with("delay_2") as engine:
-        with pytest.raises(ValueError, match=r"ladder: every join of the model must be PRESENT; set broadcast_delay"):
+        with pytest.raises(
+            ValueError, match=r"ladder: every join of the model must be PRESENT; set broadcast_delay"
+        ):
             decoder_of(engine).set_ladder()
         for bad in ((-1e-6, 0.0), (2.0, 0.0), (float("nan"), 0.0), (1e-6, 3.0)):
             with pytest.raises(ValueError, match=r"latency: 0 to 1 s, its jitter 0 to 2; got"):

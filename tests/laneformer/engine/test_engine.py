@@ -1,8 +1,10 @@
-"""The engine's arithmetic against model.py in float64: every switch, instruction set, dtype and number of threads.
+"""The engine's arithmetic against model.py in float64: every switch, instruction set, dtype
+and number of threads.
 
-Tolerance: both sides start from the same weights, so what differs is float32 rounding. PyTorch's own float32 forward
-shows how much of that this model makes; the engine sums in another order, which changes the error's value but not its
-size, so four times PyTorch's largest error is allowed. A planted error is thousands of times larger.
+Tolerance: both sides start from the same weights, so what differs is float32 rounding. PyTorch's own
+float32 forward shows how much of that this model makes; the engine sums in another order, which changes the
+error's value but not its size, so four times PyTorch's largest error is allowed. A planted error is
+thousands of times larger.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ from tests.laneformer.engine.assets import (
 )
 
 ISAS = usable_isas()
-LLAMA3_ROPE = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3_ROPE = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 SWITCHES = {
     "published": {},
     "tensor_parallel": {"broadcast_delay": 0},
@@ -136,11 +143,15 @@ def test_any_number_of_columns_gives_the_same_bits(isa, dtype, math):
     with engine_of(model, isa=isa, math=math) as engine:
         whole = engine.logits(ids)
         for length in range(1, 28):  # every block of columns, alone and as a rest
-            np.testing.assert_array_equal(engine.logits(ids[:length]), whole[:length], err_msg=f"{length} columns")
+            np.testing.assert_array_equal(
+                engine.logits(ids[:length]), whole[:length], err_msg=f"{length} columns"
+            )
 
 
 def test_the_prefetch_distance_is_tuned_and_changes_no_bit(monkeypatch):
-    model = random_model(small_config(hidden_size=512, intermediate_size=8192, num_hidden_layers=4), dtype="bf16")
+    model = random_model(
+        small_config(hidden_size=512, intermediate_size=8192, num_hidden_layers=4), dtype="bf16"
+    )
     ids = random_ids(model.config, 20)
     logits = {}
     for fixed in ("", "0", "1000000"):
@@ -184,7 +195,10 @@ def test_a_planted_error_is_seen(wrong):
     model = random_model(small_config(), seed=8)
     ids = random_ids(model.config, 40)
     reference = torch_logits(model, ids)
-    with engine_of(model, small_config(**wrong)) as engine, pytest.raises(AssertionError, match="largest logit error"):
+    with (
+        engine_of(model, small_config(**wrong)) as engine,
+        pytest.raises(AssertionError, match="largest logit error"),
+    ):
         assert_close(engine.logits(ids), reference, 4 * float32_error(model, ids, reference))
 
 
@@ -218,7 +232,9 @@ def test_random_configs():
 @pytest.mark.parametrize("isa", ISAS)
 def test_gates_far_below_zero_close(isa):
     """One layer whose MLP is silu(gate) alone; e^-gate does not fit a float below -88.7."""
-    config = small_config(num_hidden_layers=1, num_lanes=1, intermediate_size=48, swa_layers=(), norm_eps=1e-12)
+    config = small_config(
+        num_hidden_layers=1, num_lanes=1, intermediate_size=48, swa_layers=(), norm_eps=1e-12
+    )
     model = random_model(config, seed=10)
     gates = -np.linspace(80, 300, 48, dtype=np.float32)
     gates[:8] = [-88.6, -88.7, -88.73, -89, -90, 0, 30, 300]
@@ -248,7 +264,9 @@ def test_saturated_gates_match_the_model(isa):
 
 
 def test_bf16_math_rounds_activations_and_no_more():
-    """An option, not the default: its error is that of bf16 inputs, 2^-9 relative each, and clearly not float32's."""
+    """An option, not the default: its error is that of bf16 inputs, 2^-9 relative each,
+    and clearly not float32's.
+    """
     model = random_model(small_config(), seed=11, dtype="bf16")
     ids = random_ids(model.config, 50)
     reference = torch_logits(model, ids)

@@ -1,4 +1,6 @@
-"""Bad folders, bad options and bad prompts: each a ValueError that names what is wrong; the process never dies."""
+"""Bad folders, bad options and bad prompts: each a ValueError that names what is wrong;
+the process never dies.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +232,9 @@ def test_wrong_shapes_and_types(folder):
     change_weights(folder, lambda state: state.update({"model.norm.weight": torch.ones(47)}))
     with pytest.raises(ValueError, match=r"norm\.weight has shape \(47,\)"):
         Engine.from_pretrained(folder)
-    change_weights(folder, lambda state: state.update({"model.norm.weight": torch.ones(48, dtype=torch.int64)}))
+    change_weights(
+        folder, lambda state: state.update({"model.norm.weight": torch.ones(48, dtype=torch.int64)})
+    )
     with pytest.raises(ValueError, match="type I64"):
         Engine.from_pretrained(folder)
 
@@ -240,7 +244,9 @@ def test_conversions_round_as_pytorch_does(dtype):
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     model = random_model(small_config())
     with torch.no_grad():  # subnormal in fp16, and ties
-        model.layers[0].attention.wq.weight.view(-1)[:4] = torch.tensor([3e-8, 1e-5, 1 + 2**-9, 1 + 3 * 2**-12])
+        model.layers[0].attention.wq.weight.view(-1)[:4] = torch.tensor(
+            [3e-8, 1e-5, 1 + 2**-9, 1 + 3 * 2**-12]
+        )
     ids = random_ids(model.config, 30)
     with engine_of(model, dtype=dtype) as converted:
         seen = converted.logits(ids)
@@ -268,14 +274,21 @@ def test_sharded_checkpoints(folder):
 
 
 anything = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5), st.lists(st.integers())
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers()),
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     ids=st.one_of(anything, st.lists(st.integers(-2, 101), max_size=100)),
-    options=st.dictionaries(st.sampled_from(["temperature", "top_k", "top_p", "min_p", "seed", "stop_ids"]), anything),
+    options=st.dictionaries(
+        st.sampled_from(["temperature", "top_k", "top_p", "min_p", "seed", "stop_ids"]), anything
+    ),
 )
 def test_any_input_ends_in_tokens_or_an_error(engine, ids, options):
     try:
@@ -306,7 +319,9 @@ def test_activations_beyond_float32_are_an_error(head, scale):
                 call([1, 2, 3])
 
 
-@pytest.mark.parametrize("change", [lambda e: e["data_offsets"].__setitem__(0, -8), lambda e: e.update(shape=[48.0])])
+@pytest.mark.parametrize(
+    "change", [lambda e: e["data_offsets"].__setitem__(0, -8), lambda e: e.update(shape=[48.0])]
+)
 def test_offsets_and_shapes_are_whole_numbers(folder, change):
     raw = (folder / WEIGHTS).read_bytes()
     size = int.from_bytes(raw[:8], "little")

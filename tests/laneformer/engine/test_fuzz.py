@@ -1,4 +1,6 @@
-"""Anything at the boundary ends in a result or a ValueError: the process never dies, never hangs, and still works."""
+"""Anything at the boundary ends in a result or a ValueError: the process never dies, never
+hangs, and still works.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ LIMITS = {"deadline": 20_000, "max_examples": 150}  # ms: a hang fails
 
 @pytest.fixture(scope="module")
 def engine():
-    with engine_of(random_model(small_config(vocab_size=264)), threads=2, tokenizer=byte_tokenizer()) as engine:
+    with engine_of(
+        random_model(small_config(vocab_size=264)), threads=2, tokenizer=byte_tokenizer()
+    ) as engine:
         engine.expected = engine.generate([1, 2, 3], max_new_tokens=4, reuse_prefix=False)
         yield engine
 

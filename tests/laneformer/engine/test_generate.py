@@ -40,7 +40,9 @@ def assert_same_tokens(tokens: list[int], expected: list[int], margins: list[flo
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_greedy_equals_pytorch(dtype):
-    for seed, prompt_length in itertools.product(range(3), (1, 5, 40)):  # before, at and far beyond the window of 7
+    for seed, prompt_length in itertools.product(
+        range(3), (1, 5, 40)
+    ):  # before, at and far beyond the window of 7
         model = random_model(small_config(), seed=seed, dtype=dtype)
         prompt = random_ids(model.config, prompt_length, seed)
         expected, margins = torch_greedy(model, prompt, 40)
@@ -52,12 +54,16 @@ def test_greedy_comparison_sees_a_wrong_delay():
     model = random_model(small_config())
     prompt = random_ids(model.config, 20)
     expected, margins = torch_greedy(model, prompt, 20)
-    with engine_of(model, small_config(broadcast_delay=1)) as engine, pytest.raises(AssertionError, match="whose lead"):
+    with (
+        engine_of(model, small_config(broadcast_delay=1)) as engine,
+        pytest.raises(AssertionError, match="whose lead"),
+    ):
         assert_same_tokens(engine.generate(prompt, max_new_tokens=20), expected, margins)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 1.5, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}]
+    "options",
+    [{}, {"temperature": 1.5, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}],
 )
 def test_threads_change_no_token(options):
     model = random_model(small_config(), seed=1)
@@ -72,7 +78,9 @@ def test_threads_change_no_token(options):
 
 def test_seeds_differ_and_repeat():
     with engine_of(random_model(small_config())) as engine:
-        runs = [engine.generate([1, 2, 3], max_new_tokens=30, temperature=1.0, seed=seed) for seed in (0, 1, 0)]
+        runs = [
+            engine.generate([1, 2, 3], max_new_tokens=30, temperature=1.0, seed=seed) for seed in (0, 1, 0)
+        ]
     assert runs[0] == runs[2] != runs[1]
 
 
@@ -83,7 +91,9 @@ def test_stream_yields_what_generate_returns():
 
 
 def test_a_closed_stream_cancels_and_frees_the_engine():
-    with engine_of(random_model(small_config(max_position_embeddings=20_000, swa_layers=(0, 1, 2, 3, 4)))) as engine:
+    with engine_of(
+        random_model(small_config(max_position_embeddings=20_000, swa_layers=(0, 1, 2, 3, 4)))
+    ) as engine:
         expected = engine.generate([7], max_new_tokens=5)
         stream = engine.stream([7], max_new_tokens=19_000)
         assert [next(stream) for _ in range(3)] == expected[:3]
@@ -135,7 +145,8 @@ def test_generation_ends_where_the_context_is_full():
         assert len(engine.generate(full[:-3], max_new_tokens=10)) == 4
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------
+# --- sampling
+# ---------------------------------------------------------------------------------------------------
 
 
 def reference_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:

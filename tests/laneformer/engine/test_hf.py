@@ -1,8 +1,8 @@
 """Greedy tokens of the engine and of Hugging Face's `generate`, from the same exported folder.
 
-Both read weights in bf16, fp16 or fp32 and compute in float32. Where they part, that must be a tie: the lead of
-generate's token over the engine's is then smaller than what rounding may move the two logits apart. Only the first
-parting counts, as the texts differ from there on.
+Both read weights in bf16, fp16 or fp32 and compute in float32. Where they part, that must be a tie: the lead
+of generate's token over the engine's is then smaller than what rounding may move the two logits apart. Only
+the first parting counts, as the texts differ from there on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from tools.check.reference import allowed_error
 NEW_TOKENS = 32
 PROMPTS_EACH = 4
 LENGTHS = (1, 2, 5, 15, 16, 17, 40, 90)  # around the window of 16 and far beyond it
-MODELS = {"as published": {}, "other joins": {"broadcast_delay": 1, "lm_head_type": "replicate", "swa_layers": (0, 2)}}
+MODELS = {
+    "as published": {},
+    "other joins": {"broadcast_delay": 1, "lm_head_type": "replicate", "swa_layers": (0, 2)},
+}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -33,8 +36,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def exported(folder: Path, model: Laneformer, dtype: str) -> Path:
     """The model's folder as the export writes it, without a tokenizer."""
     folder.mkdir()
-    write_weights(folder, {name: w.to(TORCH_DTYPES[dtype]).contiguous() for name, w in model.state_dict().items()})
-    write_configs(folder, model.config, DTYPES[dtype], {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+    write_weights(
+        folder, {name: w.to(TORCH_DTYPES[dtype]).contiguous() for name, w in model.state_dict().items()}
+    )
+    write_configs(
+        folder, model.config, DTYPES[dtype], {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    )
     write_code(folder)
     return folder
 
@@ -42,9 +49,9 @@ def exported(folder: Path, model: Laneformer, dtype: str) -> Path:
 def rounding_bound(model: Laneformer, logits: np.ndarray, depth: int) -> float:
     """How far apart rounding may move two logits between two float32 programs.
 
-    Each program errs by no more than the allowance of the module that would follow the last one (the head's norm and
-    sum are such a module), relative to the whole vector. Errors of sums of equal length are of equal size: no logit's
-    is more than five standard deviations. Two logits, two programs.
+    Each program errs by no more than the allowance of the module that would follow the last one (the head's
+    norm and sum are such a module), relative to the whole vector. Errors of sums of equal length are of equal
+    size: no logit's is more than five standard deviations. Two logits, two programs.
     """
     config = dataclasses.replace(model.config, num_hidden_layers=model.config.num_hidden_layers + 1)
     typical_size = np.linalg.norm(logits) / np.sqrt(len(logits))

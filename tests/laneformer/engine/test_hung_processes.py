@@ -1,4 +1,6 @@
-"""A worker that hangs, or whose machine has vanished, ends the request; one that is slow, or was paused, does not."""
+"""A worker that hangs, or whose machine has vanished, ends the request; one that is slow, or
+was paused, does not.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,23 @@ import pytest
 from laneformer.engine import Engine
 from laneformer.engine.cpu import links, processes
 from laneformer.tensors import Tensor
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config, tensors_of, write_folder
-from tests.laneformer.engine.test_processes import ENDLESS, LOCAL, LONG, LOST_S, is_alive, shared_files, workers
+from tests.laneformer.engine.assets import (
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    tensors_of,
+    write_folder,
+)
+from tests.laneformer.engine.test_processes import (
+    ENDLESS,
+    LOCAL,
+    LONG,
+    LOST_S,
+    is_alive,
+    shared_files,
+    workers,
+)
 
 SILENT_S = 2.0
 HUNG = rf"has shown no sign of life for {SILENT_S:g} s"
@@ -71,7 +88,9 @@ def test_a_hung_worker_ends_the_request(transport, bounded):
     stream = engine.stream([3], **ENDLESS)
     next(stream)
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(RuntimeError, match=rf"process 2 of 3 \(pid {pids[1]}\) {HUNG}: the request has ended"):
+    with pytest.raises(
+        RuntimeError, match=rf"process 2 of 3 \(pid {pids[1]}\) {HUNG}: the request has ended"
+    ):
         list(stream)
     until(lambda: not any(map(is_alive, pids)), "a worker still runs")
     with pytest.raises(RuntimeError, match=rf"this engine is closed: process 2 of 3 .* {HUNG}"):
@@ -87,9 +106,13 @@ def stop_here() -> Mapping[str, Tensor]:
 
 def test_a_worker_that_hangs_while_it_loads(monkeypatch, bounded):
     model, start = random_model(small_config()), processes.Workers.start
-    monkeypatch.setattr(processes.Workers, "start", lambda it, *model: (bounded(it.close), start(it, *model))[1])
+    monkeypatch.setattr(
+        processes.Workers, "start", lambda it, *model: (bounded(it.close), start(it, *model))[1]
+    )
     with pytest.raises(RuntimeError, match=rf"process 1 of 2 .* {HUNG} while it loaded the model"):
-        processes.cpu_decoder(model.config, tensors_of(model), "fp32", processes=2, threads=1, source=stop_here)
+        processes.cpu_decoder(
+            model.config, tensors_of(model), "fp32", processes=2, threads=1, source=stop_here
+        )
 
 
 def test_a_worker_that_cannot_be_killed(monkeypatch):
@@ -165,7 +188,9 @@ ready = links.ready
 @pytest.mark.slow
 def test_a_hung_worker_of_a_launcher(tmp_path, monkeypatch, bounded):
     """In the middle of a prompt, when rank 0 is sending more than the connection takes."""
-    wide = small_config(hidden_size=512, broadcast_delay=4, use_early_comm=False, max_position_embeddings=4000)
+    wide = small_config(
+        hidden_size=512, broadcast_delay=4, use_early_comm=False, max_position_embeddings=4000
+    )
     options = {"threads": 1, "processes": 2, "transport": "launched", "cache": False}
     folder = write_folder(tmp_path, random_model(wide))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -179,11 +204,15 @@ def test_a_hung_worker_of_a_launcher(tmp_path, monkeypatch, bounded):
         links.ready = with_small_buffers
         Engine.from_pretrained({str(folder)!r}, **{options})
     """
-    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "RANK": "1"})
+    worker = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "RANK": "1"}
+    )
     bounded(worker.kill)
     engine = Engine.from_pretrained(folder, **options)
     threading.Timer(0.4, worker.send_signal, [signal.SIGSTOP]).start()
-    lost = pytest.raises(RuntimeError, match=rf"process 1 of 2 \(pid {worker.pid} on {socket.gethostname()}\) {HUNG}")
+    lost = pytest.raises(
+        RuntimeError, match=rf"process 1 of 2 \(pid {worker.pid} on {socket.gethostname()}\) {HUNG}"
+    )
     with lost:
         engine.logprobs(random_ids(wide, 4000))
     engine.close()
@@ -198,7 +227,9 @@ def vanish(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="elsewhere the system gives up after minutes")
+@pytest.mark.skipif(
+    not hasattr(socket, "TCP_USER_TIMEOUT"), reason="elsewhere the system gives up after minutes"
+)
 def test_a_worker_notices_that_the_machine_of_rank_0_has_vanished():
     with socket.create_server(("127.0.0.1", 0)) as meeting:
         control = links.controlled(1, meeting.getsockname()[:2])

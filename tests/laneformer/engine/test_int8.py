@@ -1,4 +1,5 @@
-"""Int8 weights: the packed integers and scales, the logits they lead to, and everything else as for other types.
+"""Int8 weights: the packed integers and scales, the logits they lead to, and everything else
+as for other types.
 
 What the weights stand for is defined twice, here in numpy and in tools.check.int8 in PyTorch.
 """
@@ -38,7 +39,9 @@ def int8_engine(model: Laneformer, **options: object) -> Engine:
 
 
 def first_matrix(engine: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """Integers (rows, D) and scales (rows,) of the first lane's wq, wk and wv, read from the tape by kernels.h."""
+    """Integers (rows, D) and scales (rows,) of the first lane's wq, wk and wv, read from
+    the tape by kernels.h.
+    """
     config = engine.config
     rows = (config.hidden_size + 2 * config.head_dim * config.num_key_value_heads) // config.num_lanes
     pairs = -(-config.hidden_size // 2)
@@ -72,7 +75,9 @@ def test_the_tape_holds_every_weight_to_half_a_step(dtype):
     allowed = scales * (0.5 + LARGEST * 2**-24)
     assert (np.abs(weights - integers * scales[:, None]) <= allowed[:, None]).all()
     single = weights.astype(np.float32)
-    np.testing.assert_array_equal(integers, np.rint(single / (np.abs(single).max(1) / np.float32(LARGEST))[:, None]))
+    np.testing.assert_array_equal(
+        integers, np.rint(single / (np.abs(single).max(1) / np.float32(LARGEST))[:, None])
+    )
 
 
 def test_ties_go_to_even_and_zeros_stay_zeros():
@@ -151,7 +156,9 @@ def test_wide_vectors_give_the_same_bits():
 def test_values_that_are_no_numbers_are_refused(bad, dtype):
     model = random_model(CONFIG, dtype=dtype)
     model.state_dict()["layers.2.feed_forward.w3.weight"][1, 7, 0] = bad
-    with pytest.raises(ValueError, match=r"layers\.2\.feed_forward\.w3\.weight holds values that are not finite"):
+    with pytest.raises(
+        ValueError, match=r"layers\.2\.feed_forward\.w3\.weight holds values that are not finite"
+    ):
         int8_engine(model)
 
 
@@ -159,9 +166,16 @@ def test_one_byte_a_weight_and_one_scale_a_row():
     model = random_model(CONFIG)
     with int8_engine(model, threads=1) as engine:
         c, lanes = CONFIG, CONFIG.num_lanes
-        q, kv, ff = c.hidden_size // lanes, c.head_dim * c.num_key_value_heads // lanes, c.intermediate_size // lanes
+        q, kv, ff = (
+            c.hidden_size // lanes,
+            c.head_dim * c.num_key_value_heads // lanes,
+            c.intermediate_size // lanes,
+        )
         shapes = [(q + 2 * kv, c.hidden_size), (c.hidden_size, q), (2 * -(-ff // 16) * 16, c.hidden_size)]
-        shapes = [*c.num_hidden_layers * [*shapes, (c.hidden_size, ff)], (c.vocab_size // lanes, c.hidden_size)]
+        shapes = [
+            *c.num_hidden_layers * [*shapes, (c.hidden_size, ff)],
+            (c.vocab_size // lanes, c.hidden_size),
+        ]
         assert engine.weight_bytes == lanes * sum(-(-r // 32) * 32 * (2 * -(-k // 2) + 4) for r, k in shapes)
     assert len(shapes) == 1 + c.num_hidden_layers * (len(MATRICES) - 3)  # qkv and w1 with w3 share tiles
 
@@ -207,7 +221,9 @@ def test_rounded_activations_and_int8_inputs_are_refused():
     model = random_model(CONFIG, dtype="bf16")
     with pytest.raises(ValueError, match="math = 'bf16' needs bf16 weights, these are int8"):
         int8_engine(model, math="bf16")
-    with pytest.raises(ValueError, match=r"dtype = 'int2' is unknown; choose from \('auto', .*'int8', 'int4', 'fp8'\)"):
+    with pytest.raises(
+        ValueError, match=r"dtype = 'int2' is unknown; choose from \('auto', .*'int8', 'int4', 'fp8'\)"
+    ):
         engine_of(model, dtype="int2")
     with int8_engine(model) as engine, pytest.raises(ValueError, match="dtype = 'int8' is unknown"):
         engine._open().set_embedding(tensors_of(model)["tok_embeddings.weight"].values, "int8")

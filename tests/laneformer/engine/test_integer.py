@@ -1,4 +1,5 @@
-"""Integer products: int4 weights, int8 and int4 weights with activations rounded to int8, and engines that use them.
+"""Integer products: int4 weights, int8 and int4 weights with activations rounded to int8, and
+engines that use them.
 
 The definition is written down here, in numpy, and every instruction set has to give its bits.
 """
@@ -32,10 +33,14 @@ single = np.float32
 
 
 def drawn(rows: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """Rows of very different magnitude; the first four only of its largest, of both signs, in all combinations."""
+    """Rows of very different magnitude; the first four only of its largest, of both
+    signs, in all combinations.
+    """
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((rows, inputs)) * 10.0 ** rng.integers(-3, 2, (rows, 1))
-    values[:4] = np.where(np.arange(inputs) // 2 % 2, [[1], [-1], [1], [-1]], [[1], [1], [-1], [-1]])[: len(values)]
+    values[:4] = np.where(np.arange(inputs) // 2 % 2, [[1], [-1], [1], [-1]], [[1], [1], [-1], [-1]])[
+        : len(values)
+    ]
     return values.astype(single)
 
 
@@ -69,7 +74,9 @@ def unpacked(tape: np.ndarray, rows: int, inputs: int, dtype: str) -> tuple[np.n
     lines = tape[:, :, :512].reshape(tiles, groups, 4, 2, 16, 4)  # eight inputs, group of rows, row, byte
     nibbles = np.stack([lines & 15, lines >> 4], 5)
     bits = nibbles.transpose(0, 3, 4, 1, 2, 5, 6).reshape(tiles * 32, groups, GROUP)
-    scales = np.ascontiguousarray(tape[:, :, 512:]).view(np.float16).transpose(0, 2, 1).reshape(tiles * 32, groups)
+    scales = (
+        np.ascontiguousarray(tape[:, :, 512:]).view(np.float16).transpose(0, 2, 1).reshape(tiles * 32, groups)
+    )
     return LEVELS[bits[:rows]], scales[:rows].astype(single)
 
 
@@ -95,7 +102,9 @@ def test_products_have_the_bits_of_their_definition(isa, dtype):
         for columns in (1, 2, 3, 4, 5, 6, 7, 8, 13):
             same, product = _core.multiply(weights, x[:columns], dtype, "int8", isa)
             np.testing.assert_array_equal(same, tape)
-            np.testing.assert_array_equal(product.reshape(columns, rows), expected[:columns], err_msg=f"{columns}")
+            np.testing.assert_array_equal(
+                product.reshape(columns, rows), expected[:columns], err_msg=f"{columns}"
+            )
 
 
 def test_inputs_too_small_for_a_scale_are_zeros():
@@ -120,7 +129,9 @@ def test_every_weight_gets_the_nearest_level_but_for_the_scales_rounding():
     assert (scales != 0).all()
     error = ((groups - levels[:, 0] * scales[:, None]) ** 2).sum(-1)
     nearest = np.abs(groups[..., None] - LEVELS * scales[:, None, None]).min(-1)
-    np.testing.assert_allclose(error, (nearest**2).sum(-1), rtol=0.2)  # levels were chosen for the scale before
+    np.testing.assert_allclose(
+        error, (nearest**2).sum(-1), rtol=0.2
+    )  # levels were chosen for the scale before
     assert abs(error.sum() / (nearest**2).sum() - 1) < 0.02
 
 
@@ -153,7 +164,8 @@ def test_zeros_stay_zeros_and_small_or_large_weights_are_no_surprise():
             packed(weights)
 
 
-# --- engines ------------------------------------------------------------------------------------------------------
+# --- engines
+# ------------------------------------------------------------------------------------------------------
 
 
 def integer_engine(model: Laneformer, dtype: str, **options: object) -> Engine:
@@ -196,7 +208,11 @@ def test_logits_are_near_those_of_exact_activations(head):
 
 def test_int4_reads_half_a_byte_a_weight_but_for_the_outer_layers_and_the_head():
     c, lanes = CONFIG, CONFIG.num_lanes
-    q, kv, ff = c.hidden_size // lanes, c.head_dim * c.num_key_value_heads // lanes, c.intermediate_size // lanes
+    q, kv, ff = (
+        c.hidden_size // lanes,
+        c.head_dim * c.num_key_value_heads // lanes,
+        c.intermediate_size // lanes,
+    )
     layer = [(q + 2 * kv, c.hidden_size), (c.hidden_size, q), (2 * -(-ff // 16) * 16, c.hidden_size)]
     layer.append((c.hidden_size, ff))
     outer = [*layer, *layer, (c.vocab_size // lanes, c.hidden_size)]
@@ -212,18 +228,24 @@ def test_int4_implies_integer_products_and_other_maths_are_refused():
         assert (engine.dtype, engine.math) == ("int4", "int8")
     with engine_of(model, dtype="int8") as engine:
         assert engine.math == "exact"
-    with pytest.raises(ValueError, match=r"math = 'exact' needs .* weights, these are int4; use math = 'int8'"):
+    with pytest.raises(
+        ValueError, match=r"math = 'exact' needs .* weights, these are int4; use math = 'int8'"
+    ):
         engine_of(model, dtype="int4", math="exact")
     with pytest.raises(ValueError, match="math = 'int8' needs int8 or int4 weights, these are bf16"):
         engine_of(model, math="int8")
-    with pytest.raises(ValueError, match=r"math = 'int3' is unknown; choose from \('auto', 'exact', 'bf16', 'int8'\)"):
+    with pytest.raises(
+        ValueError, match=r"math = 'int3' is unknown; choose from \('auto', 'exact', 'bf16', 'int8'\)"
+    ):
         engine_of(model, math="int3")
 
 
 def test_values_that_are_no_numbers_are_refused():
     model = random_model(CONFIG)
     model.state_dict()["layers.2.feed_forward.w3.weight"][1, 7, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"layers\.2\.feed_forward\.w3\.weight holds values that are not finite"):
+    with pytest.raises(
+        ValueError, match=r"layers\.2\.feed_forward\.w3\.weight holds values that are not finite"
+    ):
         engine_of(model, dtype="int4")
 
 
@@ -250,5 +272,8 @@ def test_random_weights_are_the_16_bit_ones_rounded():
 
 def test_int4_inputs_are_refused():
     model = random_model(CONFIG)
-    with engine_of(model, dtype="int4") as engine, pytest.raises(ValueError, match="dtype = 'int4' is unknown"):
+    with (
+        engine_of(model, dtype="int4") as engine,
+        pytest.raises(ValueError, match="dtype = 'int4' is unknown"),
+    ):
         engine._open().set_embedding(tensors_of(model)["tok_embeddings.weight"].values, "int4")

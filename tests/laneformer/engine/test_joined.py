@@ -101,7 +101,7 @@ def test_forty_requests_give_what_each_gives_alone(threads: int) -> None:
         with engine.batch() as batch:
             while len(ended) < 40:
                 for _ in range(int(rng.integers(4))):
-                    if waiting and len(numbers) - len(ended) < batch.most_joined:
+                    if waiting and len(numbers) - len(ended) < batch.max_joined:
                         prompt, options = requests[waiting[0]]
                         numbers[batch.join(prompt, **options)] = waiting.pop(0)
                 for update in batch.updates(0.01):
@@ -122,7 +122,9 @@ def test_forty_requests_give_what_each_gives_alone(threads: int) -> None:
 def test_scores_beside_other_requests_are_those_alone() -> None:
     with engine_of(random_model(small_config()), threads=2) as engine:
         texts = [random_ids(engine.config, 97, seed=i) for i in range(4)]
-        alone = [engine.logprobs(text, top=2, start=1 + 20 * i, reuse_prefix=False) for i, text in enumerate(texts)]
+        alone = [
+            engine.logprobs(text, top=2, start=1 + 20 * i, reuse_prefix=False) for i, text in enumerate(texts)
+        ]
         with engine.batch() as batch:
             others = [batch.join([i], max_new_tokens=90, ignore_eos=True, logprobs=1) for i in range(4)]
             tickets = [batch.score(text, top=2, start=1 + 20 * i) for i, text in enumerate(texts)]
@@ -226,7 +228,12 @@ def mask_of(*ids: int) -> np.ndarray:
 
 
 ALLOWED = [(2, 50, 99), (31, 32), (7,), (0, 64, 96), *[tuple(range(i, 100, 3)) for i in range(8)]]
-MASKED: dict[str, Any] = {"max_new_tokens": len(ALLOWED), "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
+MASKED: dict[str, Any] = {
+    "max_new_tokens": len(ALLOWED),
+    "ignore_eos": True,
+    "temperature": 1.0,
+    "logprobs": 1,
+}
 
 
 @pytest.mark.parametrize("when", ["early", "with each token", "late"])
@@ -240,9 +247,13 @@ def test_masks_say_what_may_come_whenever_they_come(when: str) -> None:
                 masked = batch.join([1, 2, 3], masked=True, speculate=4, seed=6, **MASKED)
                 tokens: dict[int, list[GeneratedToken]] = {ticket: [] for ticket in (*tickets, masked)}
                 sent = 0
-                while len(tokens[masked]) < len(ALLOWED) or any(len(tokens[ticket]) < 90 for ticket in tickets):
+                while len(tokens[masked]) < len(ALLOWED) or any(
+                    len(tokens[ticket]) < 90 for ticket in tickets
+                ):
                     late = when == "late" and any(len(tokens[ticket]) < 20 for ticket in tickets)
-                    while not late and sent < len(ALLOWED) and (when == "early" or sent <= len(tokens[masked])):
+                    while (
+                        not late and sent < len(ALLOWED) and (when == "early" or sent <= len(tokens[masked]))
+                    ):
                         batch.allow(masked, sent, mask_of(*ALLOWED[sent]))
                         sent += 1
                     for update in batch.updates(0.02):
@@ -305,8 +316,8 @@ def test_a_long_prompt_is_read_in_parts_beside_others() -> None:
         assert 8 <= beside.passes <= 90
 
 
-# seconds of a pass with 1 + so many columns: bound by memory and then by arithmetic; by arithmetic alone; by neither;
-# and one where a second column costs far more than the first
+# seconds of a pass with 1 + so many columns: bound by memory and then by arithmetic; by arithmetic alone; by
+# neither; and one where a second column costs far more than the first
 MACHINES: dict[str, Callable[[int], float]] = {
     "memory": lambda columns: max(0.013, 0.0011 * (1 + columns)),
     "arithmetic": lambda columns: 0.001 * (1 + columns),

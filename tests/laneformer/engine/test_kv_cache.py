@@ -1,6 +1,7 @@
 """Cached keys and values in 16 bits, and attention in blocks of queries and chunks of positions.
 
-Contexts are longer than two chunks (256 positions each), so that chunks are merged, cut by windows, and shared out.
+Contexts are longer than two chunks (256 positions each), so that chunks are merged, cut by
+windows, and shared out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ SHAPES = {
     "eight heads share one": {"num_key_value_heads": 1, "num_lanes": 1, "sliding_window": 257},
     "three heads share one": {"num_attention_heads": 6, "num_key_value_heads": 2, "num_lanes": 2},
     "two dimensions": {"hidden_size": 16, "sliding_window": 300},
-    "eighty dimensions": {"hidden_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2, "num_lanes": 2},
+    "eighty dimensions": {
+        "hidden_size": 320,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_lanes": 2,
+    },
 }
 
 
@@ -44,7 +50,9 @@ def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
     """One position a pass, passes of 128, and 16 threads on the lanes."""
     model = long_model(**shape)
     with engine_of(model, threads=2, kv_dtype=kv_dtype) as engine:
-        generated = engine.generate_detailed(random_ids(model.config, 2), max_new_tokens=LENGTH - 2, logprobs=0)
+        generated = engine.generate_detailed(
+            random_ids(model.config, 2), max_new_tokens=LENGTH - 2, logprobs=0
+        )
         ids = [*random_ids(model.config, 2), *generated.ids]
         scored = engine.logprobs(ids, start=2, reuse_prefix=False)
     np.testing.assert_array_equal(scored, np.float32([token.logprob for token in generated.tokens]))
@@ -83,7 +91,9 @@ def test_long_contexts_are_right(shape, isa):
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("isa", usable_isas())
 def test_keys_and_values_are_rounded_and_nothing_else(isa, kv_dtype, monkeypatch):
-    """The float64 model with rounded keys and values differs by the few that float32 errors push over an edge."""
+    """The float64 model with rounded keys and values differs by the few that float32 errors
+    push over an edge.
+    """
     model = long_model(sliding_window=300)
     ids = random_ids(model.config, LENGTH)
     exact = torch_logits(model, ids)

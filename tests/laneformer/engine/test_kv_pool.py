@@ -1,4 +1,6 @@
-"""Keys and values of earlier requests within `cache_bytes`: what stays, where prompts start, and the same bits."""
+"""Keys and values of earlier requests within `cache_bytes`: what stays, where prompts start,
+and the same bits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PAGE = 64
 LONG = {"max_position_embeddings": 1024, "vocab_size": 100}
 
 
-def answer(engine: Engine, prompt: list[int], new: int = 8, **options) -> tuple[list[int], list[float | None], int]:
+def answer(
+    engine: Engine, prompt: list[int], new: int = 8, **options
+) -> tuple[list[int], list[float | None], int]:
     """Ids, log-probabilities, and how many prompt ids were not read again."""
     result = engine.generate_detailed(prompt, max_new_tokens=new, logprobs=0, ignore_eos=True, **options)
     return result.ids, [token.logprob for token in result.tokens], result.statistics.reused_tokens
@@ -153,26 +157,41 @@ def test_a_request_copies_from_one_that_runs(threads):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("threads", "kv_dtype", "window", "cached"),
-    [(1, "fp32", 7, 1.0), (2, "fp16", 7, 3.0), (3, "fp32", 90, 2.0), (4, "fp16", 300, 1.5), (2, "fp32", 20, 0.0)],
+    [
+        (1, "fp32", 7, 1.0),
+        (2, "fp16", 7, 3.0),
+        (3, "fp32", 90, 2.0),
+        (4, "fp16", 300, 1.5),
+        (2, "fp32", 20, 0.0),
+    ],
 )
 def test_any_conversations_give_a_fresh_engines_bits(threads, kv_dtype, window, cached):
-    """Continued, edited, regenerated, branched, side by side; `cached`: conversations of 600 positions that fit."""
+    """Continued, edited, regenerated, branched, side by side; `cached`: conversations of
+    600 positions that fit.
+    """
     rng = np.random.default_rng(int(1000 * cached) + threads)
     model = random_model(small_config(**{**LONG, "sliding_window": window}), seed=8)
     limit = int(cached * bytes_of(600, kv_dtype=kv_dtype))
     options = {"threads": threads, "kv_dtype": kv_dtype}
     reused, talks = 0, [random_ids(model.config, 40)]
-    with engine_of(model, cache_bytes=limit, **options) as engine, engine_of(model, cache_bytes=0, **options) as fresh:
+    with (
+        engine_of(model, cache_bytes=limit, **options) as engine,
+        engine_of(model, cache_bytes=0, **options) as fresh,
+    ):
         for trial in range(30):
             talk, how = talks[rng.integers(len(talks))], rng.random()
             new = random_ids(model.config, int(rng.integers(1, 200)), seed=trial)
-            kept = len(talk) if how < 0.4 else int(rng.integers(len(talk) + 1)) if how < 0.6 else len(talk) - 30
+            kept = (
+                len(talk) if how < 0.4 else int(rng.integers(len(talk) + 1)) if how < 0.6 else len(talk) - 30
+            )
             prompts = [[*talk[: max(0, kept)], *new][:900]]
             prompts *= 3 if how > 0.9 else 1
             if how > 0.8:
                 prompts.append([*talk[: len(talk) // 2], *new[:50]][:900])
             length = int(rng.integers(1, 100))
-            given = engine.generate_batch(prompts, max_new_tokens=length, seed=trial, temperature=0.7, speculate=3)
+            given = engine.generate_batch(
+                prompts, max_new_tokens=length, seed=trial, temperature=0.7, speculate=3
+            )
             reused += engine.statistics.reused_tokens
             expected = fresh.generate_batch(
                 prompts, max_new_tokens=length, seed=trial, temperature=0.7, reuse_prefix=False
@@ -189,7 +208,9 @@ def test_memory_is_taken_as_it_is_written_and_given_back():
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    config = LaneformerConfig.from_flavor("tiny", max_position_embeddings=131_072, num_hidden_layers=8, vocab_size=512)
+    config = LaneformerConfig.from_flavor(
+        "tiny", max_position_embeddings=131_072, num_hidden_layers=8, vocab_size=512
+    )
     with Engine.random(config, dtype="bf16", threads=2, cache_bytes=1 << 40) as engine:
         engine.generate(random_ids(config, 2000, seed=9), max_new_tokens=1)  # touches the other buffers
         before, counted = resident(), kv_bytes(engine)

@@ -16,7 +16,10 @@ from tests.laneformer.engine.assets import (
 )
 
 # log_softmax adds up to twice the logits' error (see test_engine.py), exp and the sum about 1e-6 of the value
-SAMPLING = [{}, {"temperature": 1.3, "top_k": 30, "seed": 2, "repetition_penalty": 1.4, "logit_bias": {3: 4.0}}]
+SAMPLING = [
+    {},
+    {"temperature": 1.3, "top_k": 30, "seed": 2, "repetition_penalty": 1.4, "logit_bias": {3: 4.0}},
+]
 
 
 def reference(model, ids: list[int]) -> tuple[np.ndarray, float]:
@@ -32,9 +35,13 @@ def test_generated_tokens_carry_the_models_own_distribution(sampling, speculate)
     model = random_model(small_config(), seed=1)
     prompt = random_ids(model.config, 30)
     with engine_of(model, threads=2) as engine:
-        result = engine.generate_detailed(prompt, max_new_tokens=40, logprobs=5, speculate=speculate, **sampling)
+        result = engine.generate_detailed(
+            prompt, max_new_tokens=40, logprobs=5, speculate=speculate, **sampling
+        )
         assert result.ids == engine.generate(prompt, max_new_tokens=40, **sampling)
-        streamed = engine.stream_detailed(prompt, max_new_tokens=40, logprobs=5, speculate=speculate, **sampling)
+        streamed = engine.stream_detailed(
+            prompt, max_new_tokens=40, logprobs=5, speculate=speculate, **sampling
+        )
         assert list(streamed) == result.tokens
         scored = engine.logprobs(prompt + result.ids, start=30)
     np.testing.assert_array_equal(np.array([t.logprob for t in result.tokens], np.float32), scored)
@@ -75,7 +82,11 @@ def test_prompt_logprobs_with_the_likeliest_ids(threads):
     np.testing.assert_array_equal(scores.logprobs, plain)
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-logp[:-1], 1, kind="stable")[:, :3])
     assert np.abs(scores.top_logprobs - np.take_along_axis(logp[:-1], scores.top_ids, 1)).max() <= allowed
-    assert (scores.top_logprobs.dtype, scores.top_ids.dtype, scores.is_greedy.dtype) == ("float32", "int32", "bool")
+    assert (scores.top_logprobs.dtype, scores.top_ids.dtype, scores.is_greedy.dtype) == (
+        "float32",
+        "int32",
+        "bool",
+    )
 
 
 def test_is_greedy_says_whether_generation_would_have_said_it():

@@ -40,7 +40,9 @@ def test_nothing_known_is_one_core_a_cpu(tmp_path):
     assert this_machine(tmp_path, {0, 1, 5}) == Machine(((0,), (1,), (5,)))
 
 
-@pytest.mark.parametrize(("cores", "lanes", "expected"), [(2, 8, 2), (6, 8, 6), (8, 8, 8), (12, 8, 8), (70, 8, 64)])
+@pytest.mark.parametrize(
+    ("cores", "lanes", "expected"), [(2, 8, 2), (6, 8, 6), (8, 8, 8), (12, 8, 8), (70, 8, 64)]
+)
 def test_threads_come_in_equal_groups(cores, lanes, expected):
     assert Machine(tuple((cpu,) for cpu in range(cores))).default_threads(lanes) == expected
 
@@ -50,7 +52,10 @@ def test_threads_come_in_equal_groups(cores, lanes, expected):
     [
         {"sys/devices/cpu_atom/cpus": "4-7"},
         {f"{CPU}/types/intel_atom_0/cpulist": "4-7"},
-        {f"{CPU}/cpu{cpu}/cpu_capacity": "1024" if cpu == 0 else "800" if cpu < 4 else "350" for cpu in range(8)},
+        {
+            f"{CPU}/cpu{cpu}/cpu_capacity": "1024" if cpu == 0 else "800" if cpu < 4 else "350"
+            for cpu in range(8)
+        },
     ],
 )
 def test_efficiency_cores_are_left_to_others(tmp_path, files):
@@ -104,7 +109,10 @@ def test_quotas_of_control_groups(tmp_path, files, quota):
 
 def test_memory_nodes_are_those_of_the_allowed_cpus(tmp_path):
     nodes = "sys/devices/system/node"
-    tree(tmp_path, {f"{nodes}/node0/cpulist": "0-1", f"{nodes}/node1/cpulist": "2-3", f"{nodes}/node2/cpulist": ""})
+    tree(
+        tmp_path,
+        {f"{nodes}/node0/cpulist": "0-1", f"{nodes}/node1/cpulist": "2-3", f"{nodes}/node2/cpulist": ""},
+    )
     assert this_machine(tmp_path, {0, 1, 2, 3}).nodes == 2
     assert this_machine(tmp_path, {2, 3}).nodes == 1
 

@@ -1,4 +1,5 @@
-"""The instruction set `amx`: blocks of four columns and more round otherwise than fewer columns do; all else holds.
+"""The instruction set `amx`: blocks of four columns and more round otherwise than fewer columns
+do; all else holds.
 
 Where the CPU has no matrix unit, the last test runs the others on emulated tiles. Speed is not tested.
 """
@@ -64,7 +65,10 @@ def test_rounded_prompts_are_as_near_to_float64_as_other_rounded_ones():
     model = long_model(2)
     ids = random_ids(model.config, 150)
     reference = torch_logits(model, ids)
-    with engine_of(model, isa="amx", math="bf16") as engine, engine_of(model, isa=BELOW, math="bf16") as below:
+    with (
+        engine_of(model, isa="amx", math="bf16") as engine,
+        engine_of(model, isa=BELOW, math="bf16") as below,
+    ):
         error, other = (np.abs(e.logits(ids) - reference) for e in (engine, below))
     assert 0.5 < error.mean() / other.mean() < 2
     assert error.max() > 100 * float32_error(model, ids, reference), "not rounded at all"
@@ -77,7 +81,10 @@ def test_few_columns_have_the_bits_of_the_level_below(math):
     with engine_of(model, isa="amx", math=math) as engine, engine_of(model, isa=BELOW, math=math) as below:
         new, old = (e.generate_detailed([1, 2, 3], max_new_tokens=60, logprobs=2) for e in (engine, below))
         assert new.tokens == old.tokens
-        new, old = (e.generate_detailed([1, 2, 3], max_new_tokens=60, logprobs=2, speculate=2) for e in (engine, below))
+        new, old = (
+            e.generate_detailed([1, 2, 3], max_new_tokens=60, logprobs=2, speculate=2)
+            for e in (engine, below)
+        )
         assert new.tokens == old.tokens
 
 
@@ -86,7 +93,10 @@ def test_few_columns_have_the_bits_of_the_level_below(math):
 def test_other_weights_have_the_bits_of_the_level_below(dtype):
     model = long_model(4, dtype="fp32" if dtype == "int8" else dtype)
     ids = random_ids(model.config, 100)
-    with engine_of(model, dtype=dtype, isa="amx") as engine, engine_of(model, dtype=dtype, isa=BELOW) as below:
+    with (
+        engine_of(model, dtype=dtype, isa="amx") as engine,
+        engine_of(model, dtype=dtype, isa=BELOW) as below,
+    ):
         np.testing.assert_array_equal(engine.logits(ids), below.logits(ids))
 
 
@@ -140,7 +150,15 @@ def test_each_product_alone_and_all_kinds_of_requests_under_sanitizers():
 def test_all_of_it_on_emulated_tiles():
     core = build("", "tiles-module", LANEFORMER_EMULATED_TILES="ON", Python_EXECUTABLE=sys.executable).parent
     (module,) = core.glob("_core*.so")
-    command = [sys.executable, "-m", "tests.laneformer.engine.on_emulated_tiles", module, "-rs", "-m", "not slow"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.laneformer.engine.on_emulated_tiles",
+        module,
+        "-rs",
+        "-m",
+        "not slow",
+    ]
     environment = {**os.environ, "BELOW_AMX": "portable"}
     done = subprocess.run([*command, __file__], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -1,6 +1,7 @@
 """Every module's partial output against float64, and faults planted in one module found in that module.
 
-The allowance is computed from the arithmetic (tools/check/reference.py); a planted fault is thousands of times larger.
+The allowance is computed from the arithmetic (tools/check/reference.py); a planted fault is
+thousands of times larger.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def test_positions_outside_the_prompt_or_out_of_order_are_refused(positions):
         engine._partials(random_ids(model.config, 20), positions)
 
 
-# --- planted faults ---------------------------------------------------------------------------------------------
+# --- planted faults
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", range(5))
@@ -124,7 +126,9 @@ def test_one_lost_partial_is_located():
     assert (output_errors(partials, reference)[:, 2, 1, 3] == 1).all()
 
 
-MESSAGES = [(layer, module) for layer in range(5) for module in MODULES if small_config().broadcasts(layer, module)]
+MESSAGES = [
+    (layer, module) for layer in range(5) for module in MODULES if small_config().broadcasts(layer, module)
+]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -133,7 +137,9 @@ def test_a_lost_message_is_located_where_it_was_due(message):
     wrong = without_message(model.config, message)
     layer, module = message[0] + model.config.broadcast_delay, message[1]
     due = [layer, "mlp"] if module == "attention" else [layer + 1, "attention"]
-    expected = due if due[0] < model.config.num_hidden_layers else None  # the last one is read by the head alone
+    expected = (
+        due if due[0] < model.config.num_hidden_layers else None
+    )  # the last one is read by the head alone
     assert first_affected(model.config, wrong) == expected
     assert compared(model, config=wrong)[2]["first_wrong"] == expected
 

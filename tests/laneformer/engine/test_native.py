@@ -1,6 +1,8 @@
-"""The engine's core as a C++ program: under sanitizers, which must also catch planted faults, and on aarch64 with NEON.
+"""The engine's core as a C++ program: under sanitizers, which must also catch planted faults, and
+on aarch64 with NEON.
 
-Each build compiles only what it needs. ThreadSanitizer and the emulated aarch64 run under `make sanitize` only.
+Each build compiles only what it needs. ThreadSanitizer and the emulated aarch64 run
+under `make sanitize` only.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ AARCH64 = {
 }  # fmt: skip
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 pytestmark = pytest.mark.slow
-only_when_asked = pytest.mark.skipif("SANITIZE" not in os.environ, reason="minutes: make sanitize, or set SANITIZE")
+only_when_asked = pytest.mark.skipif(
+    "SANITIZE" not in os.environ, reason="minutes: make sanitize, or set SANITIZE"
+)
 
 
 def build(check: str, name: str = "", **definitions: str) -> Path:
-    """The check program with these sanitizers (or "none"), or with "" the module; what is unchanged stays compiled."""
+    """The check program with these sanitizers (or "none"), or with "" the module; what
+    is unchanged stays compiled.
+    """
     folder = ROOT / "build" / f"check-{name or check}"
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cmake = shutil.which("cmake", path=tools)
@@ -32,7 +38,9 @@ def build(check: str, name: str = "", **definitions: str) -> Path:
         pytest.skip("no cmake")
     flags = [f"-D{name}={value}" for name, value in {"LANEFORMER_CHECK": check, **definitions}.items()]
     for command in (["-S", ROOT, "-B", folder, *flags], ["--build", folder, "--parallel", "2"]):
-        done = subprocess.run([cmake, *command], capture_output=True, text=True, env={**os.environ, "PATH": tools})
+        done = subprocess.run(
+            [cmake, *command], capture_output=True, text=True, env={**os.environ, "PATH": tools}
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     return folder / "_core"
 
@@ -88,4 +96,6 @@ def test_neon_gives_the_bits_of_avx2(watched):
     assert (there["portable"], there["fp16"], there["fp32"]) == (here["avx2"], here["fp16"], here["fp32"])
     for name in ("product_int8", "product_int4", "int4", "int8_rounded"):
         assert there[name] == here[name]
-    assert here["avx2"] != here["portable"], "fused and unfused sums cannot agree: the comparison sees nothing"
+    assert here["avx2"] != here["portable"], (
+        "fused and unfused sums cannot agree: the comparison sees nothing"
+    )

@@ -149,7 +149,9 @@ def test_damage_is_found_and_repaired(folder, loads, damage):
 
 
 def test_a_folder_that_takes_no_files_uses_the_users_cache(folder, loads, tmp_path):
-    (folder / FOLDER).write_text("a file where the directory would be")  # root ignores permissions, but not this
+    (folder / FOLDER).write_text(
+        "a file where the directory would be"
+    )  # root ignores permissions, but not this
     expected = logits_of(folder)
     np.testing.assert_array_equal(logits_of(folder), expected)
     assert loads == [False, True]
@@ -188,7 +190,11 @@ def test_the_hash_sees_every_word_and_their_order():
     hashes.add(_core.content_hash(swapped))
     blocks = np.concatenate((data[4 << 20 : 8 << 20], data[: 4 << 20], data[8 << 20 :]))
     hashes.add(_core.content_hash(blocks))
-    for sign_bits in ((7, 15), (7, 39), (71, 103)):  # pairs of sign bits, which a chain without rotation may cancel
+    for sign_bits in (
+        (7, 15),
+        (7, 39),
+        (71, 103),
+    ):  # pairs of sign bits, which a chain without rotation may cancel
         changed = data.copy()
         changed[list(sign_bits)] ^= 0x80
         hashes.add(_core.content_hash(changed))

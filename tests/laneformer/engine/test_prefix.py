@@ -42,7 +42,10 @@ def test_a_conversation_reads_only_what_is_new():
             assert engine.statistics.reused_tokens == len(talk) - 10 - fresh, (
                 "all but the new ids and the last answer's end"
             )
-            talk, fresh = talk + random_ids(engine.config, 5, seed=turn), 6  # the last answer's last id was never read
+            talk, fresh = (
+                talk + random_ids(engine.config, 5, seed=turn),
+                6,
+            )  # the last answer's last id was never read
 
 
 def test_a_prompt_may_part_anywhere_from_the_cached_one():
@@ -90,7 +93,9 @@ def test_what_came_before_changes_no_bit(first_is):
                 stream = engine.stream(ids[:length], max_new_tokens=50, speculate=4)
                 next(stream), stream.close()
             elif first_is == "speculating":
-                engine.generate([3, 4, 5, 6] * (length // 4), max_new_tokens=20, speculate=31, logit_bias={3: 4.0})
+                engine.generate(
+                    [3, 4, 5, 6] * (length // 4), max_new_tokens=20, speculate=31, logit_bias={3: 4.0}
+                )
             elif first_is == "scored":
                 engine.logprobs(ids[:length])
             else:

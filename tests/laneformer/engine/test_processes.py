@@ -53,7 +53,9 @@ def workers(engine: Engine) -> list[subprocess.Popen[bytes]]:
     return engine._decoder._workers.processes
 
 
-def compare(numbers: tuple[int, ...], dtype: str = "auto", transport: str = "memory", **overrides: object) -> None:
+def compare(
+    numbers: tuple[int, ...], dtype: str = "auto", transport: str = "memory", **overrides: object
+) -> None:
     model = random_model(small_config(**{"max_position_embeddings": 400, **overrides}), seed=1, dtype="bf16")
     ids = random_ids(model.config, 300)
     with engine_of(model, threads=1, dtype=dtype) as engine:
@@ -75,7 +77,9 @@ def test_the_same_bits_over_sockets():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LOCAL)
-@pytest.mark.parametrize(("delay", "head"), [(0, "vocab_parallel"), (1, "replicate"), (2, "lane"), (4, "replicate")])
+@pytest.mark.parametrize(
+    ("delay", "head"), [(0, "vocab_parallel"), (1, "replicate"), (2, "lane"), (4, "replicate")]
+)
 def test_the_same_bits_of_every_model(head, delay, transport):
     compare((2, 4), transport=transport, lm_head_type=head, broadcast_delay=delay)
     compare((2,), "int8", transport, lm_head_type=head, broadcast_delay=delay)
@@ -118,14 +122,20 @@ def test_a_folder_and_random_weights(tmp_path, capfd):
     ]
     texts = {
         processes: subprocess.run(
-            [*command, "--threads", "1", "--processes", str(processes)], capture_output=True, text=True, check=True
+            [*command, "--threads", "1", "--processes", str(processes)],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         for processes in (1, 2)
     }
     assert len(texts[1].stdout) > 20
     assert texts[2].stdout == texts[1].stdout
     assert texts[2].stderr == texts[1].stderr == ""
-    with Engine.random(small_config(), threads=1) as one, Engine.random(small_config(), threads=1, processes=2) as two:
+    with (
+        Engine.random(small_config(), threads=1) as one,
+        Engine.random(small_config(), threads=1, processes=2) as two,
+    ):
         assert two.generate([3], max_new_tokens=20) == one.generate([3], max_new_tokens=20)
 
 
@@ -198,7 +208,9 @@ def test_a_worker_lost_between_requests():
 
 
 def shared_files() -> set[Path]:
-    """But for the semaphores of multiprocessing, which other tests use beside this one, and the engine does not."""
+    """But for the semaphores of multiprocessing, which other tests use beside this one, and
+    the engine does not.
+    """
     return {path for path in Path("/dev/shm").glob("*") if not path.name.startswith("sem.mp-")}
 
 
@@ -245,7 +257,9 @@ def test_different_results_are_an_error(transport):
         others.send = lambda request: send(dataclasses.replace(request, prompts=[[4]]))
         with pytest.raises(RuntimeError, match="the processes have come to different results"):
             engine.generate([3], max_new_tokens=20)
-        with pytest.raises(RuntimeError, match="this engine is closed: the processes have come to different results"):
+        with pytest.raises(
+            RuntimeError, match="this engine is closed: the processes have come to different results"
+        ):
             engine.generate([3], max_new_tokens=20)
 
 
@@ -259,7 +273,9 @@ def test_a_worker_lost_while_it_loads(monkeypatch, transport):
 def test_a_model_that_cannot_be_loaded():
     model = random_model(small_config(), dtype="bf16")
     model.layers[0].attention.wq.weight.data[0, 0] = np.nan
-    with pytest.raises(ValueError, match=r"tensor layers\.0\.attention\.wq\.weight holds values that are not finite"):
+    with pytest.raises(
+        ValueError, match=r"tensor layers\.0\.attention\.wq\.weight holds values that are not finite"
+    ):
         engine_of(model, threads=1, processes=2)
 
 

@@ -26,4 +26,6 @@ def test_a_column_has_the_bits_that_it_has_alone(isa, dtype):
             if isa == "amx" and dtype == "bf16" and columns > FEW:
                 continue
             _, product = _core.multiply(weights, x[:columns], dtype, "exact", isa)
-            np.testing.assert_array_equal(product.reshape(columns, rows), alone[:columns], err_msg=f"{columns}")
+            np.testing.assert_array_equal(
+                product.reshape(columns, rows), alone[:columns], err_msg=f"{columns}"
+            )

@@ -1,4 +1,5 @@
-"""tools.check.engine at tiny size: it passes the engine as it is, on several kinds of model, and fails a wrong one.
+"""tools.check.engine at tiny size: it passes the engine as it is, on several kinds of model, and
+fails a wrong one.
 
 The tolerances are the tool's own, computed from PyTorch's float32 (or bf16) error on the same weights.
 """
@@ -21,7 +22,9 @@ from tools.check.reference import random_weights
 
 SILENT = Console(quiet=True)
 # the demo's shape with a window shorter than the prompts
-DEMO_LIKE = LaneformerConfig.from_flavor("tiny", sliding_window=16, vocab_size=512, max_position_embeddings=96)
+DEMO_LIKE = LaneformerConfig.from_flavor(
+    "tiny", sliding_window=16, vocab_size=512, max_position_embeddings=96
+)
 MODELS = {
     "odd sizes, bf16": (small_config(), torch.bfloat16),
     "as the demo, fp32": (DEMO_LIKE, torch.float32),
@@ -40,7 +43,9 @@ def test_the_engine_passes(config, dtype):
     assert report["ok"], report["failed"]
     assert report["greedy"]["same"] == 4
     faults = {"two lanes of one matrix swapped", "one module's remote partials dropped", "delay one more"}
-    expected = faults if config.broadcast_delay and config.num_lanes > 1 else {"two lanes of one matrix swapped"}
+    expected = (
+        faults if config.broadcast_delay and config.num_lanes > 1 else {"two lanes of one matrix swapped"}
+    )
     assert set(report["faults"]) == (expected if config.num_lanes > 1 else set())
     windows = {config.window(i) for i in range(config.num_hidden_layers)} - {None}
     shown = report["relative_error"]

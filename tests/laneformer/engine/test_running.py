@@ -1,4 +1,6 @@
-"""Requests that end before they are finished: cancelled, their engine closed, forked, or the interpreter at its end."""
+"""Requests that end before they are finished: cancelled, their engine closed, forked, or the
+interpreter at its end.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def test_a_cancel_without_a_request_does_nothing(engine):
     assert engine.generate([3], max_new_tokens=5) == tokens
 
 
-@pytest.mark.parametrize("open_stream", [lambda e: e.stream([3], **ENDLESS), lambda e: e.stream_text("a", **ENDLESS)])
+@pytest.mark.parametrize(
+    "open_stream", [lambda e: e.stream([3], **ENDLESS), lambda e: e.stream_text("a", **ENDLESS)]
+)
 def test_a_stream_may_be_closed_from_another_thread(engine, open_stream):
     stream = open_stream(engine)
     closer = soon(stream.close)

@@ -16,7 +16,9 @@ def reference_logits(logits, prompt, output, options: GenerationOptions) -> np.n
     """Steps 1 to 4 of GenerationOptions, in float64."""
     x = logits.astype(np.float64)
     seen = np.unique([*prompt, *output]).astype(int)
-    x[seen] = np.where(x[seen] < 0, x[seen] * options.repetition_penalty, x[seen] / options.repetition_penalty)
+    x[seen] = np.where(
+        x[seen] < 0, x[seen] * options.repetition_penalty, x[seen] / options.repetition_penalty
+    )
     counts = np.bincount(np.array(output, int), minlength=len(x))
     x -= options.frequency_penalty * counts + options.presence_penalty * (counts > 0)
     for token, bias in options.logit_bias.items():
@@ -44,7 +46,9 @@ def drawn(logits, prompt, output, options: GenerationOptions) -> int:
 
 
 def mismatches(change_prompt: bool) -> int:
-    """Trials of 300 in which the likeliest token is not numpy's; with a planted error, the prompt counts as output."""
+    """Trials of 300 in which the likeliest token is not numpy's; with a planted error, the
+    prompt counts as output.
+    """
     rng, wrong = np.random.default_rng(0), 0
     for _ in range(300):
         logits = rng.normal(scale=2, size=40).astype(np.float32)
@@ -89,7 +93,9 @@ def test_the_loop_applies_them_to_the_prompt_and_to_its_own_output(sampling):
     checked = GenerationOptions(**options)
     assert output == [drawn(row, prompt, output[:i], checked) for i, row in enumerate(logits)]
     if not sampling:
-        expected = [reference_logits(row, prompt, output[:i], checked).argmax() for i, row in enumerate(logits)]
+        expected = [
+            reference_logits(row, prompt, output[:i], checked).argmax() for i, row in enumerate(logits)
+        ]
         assert output == expected
 
 
@@ -161,7 +167,9 @@ def test_top_p_gives_the_tokens_that_a_sort_would_give():
         count = len(kept_by(logits, 0.8, 0, top_p))
         for seed in range(5):
             by_p = drawn(logits, [0], [], GenerationOptions(temperature=0.8, top_p=top_p, seed=seed))
-            assert by_p == drawn(logits, [0], [], GenerationOptions(temperature=0.8, top_k=count, seed=seed)), trial
+            assert by_p == drawn(
+                logits, [0], [], GenerationOptions(temperature=0.8, top_k=count, seed=seed)
+            ), trial
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 5.5e-309, 1e-30])

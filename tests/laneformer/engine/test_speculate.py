@@ -11,7 +11,14 @@ REPEATING = {"logit_bias": {3: 2.0, 4: 2.0}}
 SAMPLING = [
     {},
     {"temperature": 1.0, "seed": 7},
-    {"temperature": 0.7, "top_k": 5, "min_p": 0.05, "seed": 3, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    {
+        "temperature": 0.7,
+        "top_k": 5,
+        "min_p": 0.05,
+        "seed": 3,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.1,
+    },
 ]
 
 
@@ -22,11 +29,18 @@ def test_speculation_changes_no_token_and_no_bit(sampling):
         model = random_model(small_config(vocab_size=12, max_position_embeddings=192), seed=seed)
         prompt = random_ids(model.config, 30, seed)
         with engine_of(model, threads=1 + seed) as engine:
-            plain = engine.generate_detailed(prompt, max_new_tokens=150, logprobs=2, reuse_prefix=False, **sampling)
+            plain = engine.generate_detailed(
+                prompt, max_new_tokens=150, logprobs=2, reuse_prefix=False, **sampling
+            )
             assert plain.statistics.proposed_tokens == 0
             for speculate in (1, 4, 31):
                 quick = engine.generate_detailed(
-                    prompt, max_new_tokens=150, logprobs=2, speculate=speculate, reuse_prefix=False, **sampling
+                    prompt,
+                    max_new_tokens=150,
+                    logprobs=2,
+                    speculate=speculate,
+                    reuse_prefix=False,
+                    **sampling,
                 )
                 assert quick.tokens == plain.tokens
                 figures = quick.statistics
@@ -63,7 +77,8 @@ def test_sampling_with_guesses_follows_the_same_distribution():
                 tokens = engine.generate([1, 2, 3] * 8, max_new_tokens=60, speculate=speculate, **seeds)
                 counts[row] += np.bincount(tokens, minlength=8)
     share = counts / counts.sum(1, keepdims=True)
-    # two independent samples of 1800 correlated draws: 5 deviations of a share, as if there were a tenth as many
+    # two independent samples of 1800 correlated draws: 5 deviations of a share, as if there were a
+    # tenth as many
     assert np.abs(share[0] - share[1]).max() <= 5 * np.sqrt(0.25 * 2 / 180)
 
 

@@ -25,7 +25,9 @@ def engine():
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """The text before the stop string that is complete first; of two that end together, before the longer one."""
+    """The text before the stop string that is complete first; of two that end together,
+    before the longer one.
+    """
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -98,7 +100,8 @@ def test_text_needs_text_or_ids_and_a_tokenizer(engine):
         bare.generate_text("a")
 
 
-# --- cancelling -------------------------------------------------------------------------------------------------
+# --- cancelling
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

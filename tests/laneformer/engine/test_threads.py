@@ -88,7 +88,9 @@ def test_a_hundred_repeats_are_equal():
 
 
 def test_too_many_threads_are_refused():
-    with pytest.raises(ValueError, match=f"threads = {MAX_THREADS + 1} must be an integer from 1 to {MAX_THREADS}"):
+    with pytest.raises(
+        ValueError, match=f"threads = {MAX_THREADS + 1} must be an integer from 1 to {MAX_THREADS}"
+    ):
         engine_of(random_model(small_config()), threads=MAX_THREADS + 1)
 
 
@@ -117,5 +119,7 @@ def test_pinned_threads_stay_on_one_allowed_cpu_each():
         np.testing.assert_array_equal(pinned.logits(ids), free.logits(ids))
         threads = [int(t.name) for t in Path("/proc/self/task").iterdir() if t.name not in before]
         places = [sorted(os.sched_getaffinity(thread)) for thread in threads]
-        assert sorted(p for p in places if p != cpus or len(cpus) == 1)[:2] == sorted([cpu] for cpu in cpus)[:2]
+        assert (
+            sorted(p for p in places if p != cpus or len(cpus) == 1)[:2] == sorted([cpu] for cpu in cpus)[:2]
+        )
     assert os.sched_getaffinity(0) == set(cpus)

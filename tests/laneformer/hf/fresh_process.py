@@ -2,8 +2,9 @@
 
     python -I fresh_process.py HF_DIR QUESTIONS.pt ANSWERS.json [TRANSFORMERS_DIR]
 
-`questions` holds inputs with the answers of the training model and SentencePiece; ANSWERS.json gets the differences of
-Transformers' answers from them. TRANSFORMERS_DIR: a folder that holds another version of Transformers.
+`questions` holds inputs with the answers of the training model and SentencePiece; ANSWERS.json
+gets the differences of Transformers' answers from them. TRANSFORMERS_DIR: a folder that holds
+another version of Transformers.
 """
 
 import json
@@ -18,7 +19,15 @@ class Blocker:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name.split(".")[0] in ("laneformer", "records", "tools", "train", "evals", "data_mixtures", "torchtitan"):
+        if name.split(".")[0] in (
+            "laneformer",
+            "records",
+            "tools",
+            "train",
+            "evals",
+            "data_mixtures",
+            "torchtitan",
+        ):
             raise ImportError(f"{name} must not be needed")
 
 
@@ -41,7 +50,9 @@ def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def new_tokens(rows: list[list[int]], **options: object) -> list[list[int]]:
-    """Generate from prompts of several lengths in one left-padded batch; the new tokens of each, up to its `</s>`."""
+    """Generate from prompts of several lengths in one left-padded batch; the new tokens of each,
+    up to its `</s>`.
+    """
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     out = model.generate(**batch, max_new_tokens=questions["new_tokens"], **options)
     rows = [row[batch["input_ids"].shape[1] :].tolist() for row in out]
@@ -90,12 +101,21 @@ def chat_ids(messages: list[dict]) -> tuple[list[int], list[int]]:
 def check_tokenizer() -> dict:
     text = tokenizer.apply_chat_template(questions["chat"], tokenize=False, add_generation_prompt=True)
     return {
-        "texts_off": [text for text, expected in questions["texts"] if tokenizer(text)["input_ids"] != expected],
+        "texts_off": [
+            text for text, expected in questions["texts"] if tokenizer(text)["input_ids"] != expected
+        ],
         "decoded_off": [t for t, expected in questions["texts"] if tokenizer.decode(expected[1:]) != t],
         "chat": text,
-        "conversations_off": [asked for asked in questions["conversations"] if chat_ids(asked[0]) != asked[1:]],
+        "conversations_off": [
+            asked for asked in questions["conversations"] if chat_ids(asked[0]) != asked[1:]
+        ],
         "chat_without_prompt": tokenizer.apply_chat_template(questions["chat"], tokenize=False),
-        "special_ids": [tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
+        "special_ids": [
+            tokenizer.unk_token_id,
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+        ],
     }
 
 

@@ -1,4 +1,6 @@
-"""Small real inputs of the Hugging Face tests: a SentencePiece model of Python's own sources, a random model, a run."""
+"""Small real inputs of the Hugging Face tests: a SentencePiece model of Python's own sources, a
+random model, a run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ import torch.distributed.checkpoint as dcp
 from laneformer import Laneformer, LaneformerConfig
 
 VOCAB_SIZE = 1024
-# float32 logits of about 10 from six layers of sums; padded batches and caches choose other kernels for the same sums
+# float32 logits of about 10 from six layers of sums; padded batches and caches choose other kernels for
+# the same sums
 FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
 
 
@@ -34,7 +37,9 @@ def sentencepiece_model(add_dummy_prefix: bool = True, **overrides: object) -> b
         "normalization_rule_name": "identity", "character_coverage": 0.9999, "num_threads": 1, "minloglevel": 2,
     }  # fmt: skip
     lines = (line for text in stdlib_sources(60) for line in text.split("\n"))
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **{**options, **overrides})
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=model, **{**options, **overrides}
+    )
     return model.getvalue()
 
 

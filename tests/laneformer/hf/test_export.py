@@ -1,4 +1,6 @@
-"""DCP checkpoint -> HF folder -> fresh processes without our packages, on both major versions of Transformers."""
+"""DCP checkpoint -> HF folder -> fresh processes without our packages, on both
+major versions of Transformers.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,20 @@ def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
 
 
 def conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list[int], list[int]]]:
-    """Random conversations, some opened by a system message, with their ids and what of them is trained (0 or 1)."""
+    """Random conversations, some opened by a system message, with their ids and what of them is
+    trained (0 or 1).
+    """
     tokenizer = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     draw, found = random.Random(3), []
     for _ in range(count):
         messages = [{"role": "system", "content": "Be brief."}] * draw.randint(0, 1)
         for turn in range(draw.randint(1, 6)):
-            text = draw.choice("a1é日😀▁<") + "".join(draw.choices(CHAT_CHARACTERS, k=draw.choice([0, 1, 3, 40])))
-            messages.append({"role": ("user", "assistant")[turn % 2], "content": draw.choice(["", " \n"]) + text})
+            text = draw.choice("a1é日😀▁<") + "".join(
+                draw.choices(CHAT_CHARACTERS, k=draw.choice([0, 1, 3, 40]))
+            )
+            messages.append(
+                {"role": ("user", "assistant")[turn % 2], "content": draw.choice(["", " \n"]) + text}
+            )
         segments = render(messages, tokenizer)
         mask = [int(segment.trained) for segment in segments for _ in segment.ids]
         found.append((messages, token_ids(segments), mask))
@@ -71,13 +79,25 @@ def conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory, exported: tuple[Path, dict], model: Laneformer) -> Path:
+def questions(
+    tmp_path_factory: pytest.TempPathFactory, exported: tuple[Path, dict], model: Laneformer
+) -> Path:
     """What the fresh processes are asked; prompts and their continuations cross the window of 16."""
     sp = SentencePieceProcessor(model_proto=sentencepiece_model())
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCAB_SIZE, (2, 50), generator=generator)
     prompts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 23, 16)]
-    texts = ["", " ", "   x", "a  b", "\t\tif x:\n", "\n\n", "é 😀 日本", "3.14159 " * 3, *stdlib_sources()[:3]]
+    texts = [
+        "",
+        " ",
+        "   x",
+        "a  b",
+        "\t\tif x:\n",
+        "\n\n",
+        "é 😀 日本",
+        "3.14159 " * 3,
+        *stdlib_sources()[:3],
+    ]
     with torch.no_grad():
         rope, at = rope_table(model.config, torch.arange(50)), torch.arange(50)
         streams = run_layers(model.layers, model.config, model.tok_embeddings(ids), rope, model.masks(at, at))
@@ -102,8 +122,20 @@ def answers(
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     written = elsewhere / "answers.json"
     script = Path(__file__).with_name("fresh_process.py")
-    command = [sys.executable, "-I", script, exported[0], questions, written, *([TRANSFORMERS_4] if older else [])]
-    keep = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH") if name in os.environ}
+    command = [
+        sys.executable,
+        "-I",
+        script,
+        exported[0],
+        questions,
+        written,
+        *([TRANSFORMERS_4] if older else []),
+    ]
+    keep = {
+        name: os.environ[name]
+        for name in ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
+        if name in os.environ
+    }
     env = {**keep, "HF_HOME": str(elsewhere / "hf_home"), "HF_HUB_OFFLINE": "1", "HOME": str(elsewhere)}
     done = subprocess.run(list(map(str, command)), cwd=elsewhere, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -122,7 +154,9 @@ def test_fresh_process_logits_are_the_training_models(answers: dict, model: Lane
     assert (answers["class"], answers["stored_dtype"]) == ("LaneformerForCausalLM", "torch.float32")
 
 
-def test_fresh_process_generates_like_the_training_model(answers: dict, model: Laneformer, questions: Path) -> None:
+def test_fresh_process_generates_like_the_training_model(
+    answers: dict, model: Laneformer, questions: Path
+) -> None:
     expected = [greedy(model, prompt) for prompt in torch.load(questions)["prompts"]]
     assert max(map(len, expected)) == NEW_TOKENS  # past the window
     for way in ("greedy", "greedy_padded_batch", "greedy_without_cache", "greedy_static_cache"):
@@ -163,10 +197,14 @@ def test_rounding_is_all_that_happens(tmp_path: Path, checkpoint: Path, model: L
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert stored.keys() == {n if n.startswith("lm_head") else f"model.{n}" for n in model.state_dict()}
     for name, weight in model.state_dict().items():
-        assert torch.equal(stored[name if name.startswith("lm_head") else f"model.{name}"], weight.bfloat16()), name
+        assert torch.equal(
+            stored[name if name.startswith("lm_head") else f"model.{name}"], weight.bfloat16()
+        ), name
 
 
-def test_verification_notices_one_wrong_lane(exported: tuple[Path, dict], checkpoint: Path, model: Laneformer) -> None:
+def test_verification_notices_one_wrong_lane(
+    exported: tuple[Path, dict], checkpoint: Path, model: Laneformer
+) -> None:
     weights = load_weights(checkpoint, model.config)
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     name = "layers.5.feed_forward.w2.weight"
@@ -191,7 +229,10 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, checkpoint: Path, mo
     broken.state_dict()["norm.weight"][7] = 1e5
     with pytest.raises(ValueError, match=r"norm.weight holds 1e\+05, too large for float16"):
         export(write_run(tmp_path / "large", broken), tmp_path / "hf", "float16")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "nan"]  # nothing half-written is left
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "large",
+        "nan",
+    ]  # nothing half-written is left
 
 
 def test_missing_parts_are_named(tmp_path: Path, checkpoint: Path) -> None:
@@ -208,7 +249,10 @@ def test_staged_folder_keeps_what_was_there(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").touch()
-    with pytest.raises(ValueError, match="is not an empty folder; choose another --out, or pass"), staged_folder(out):
+    with (
+        pytest.raises(ValueError, match="is not an empty folder; choose another --out, or pass"),
+        staged_folder(out),
+    ):
         pass
     with pytest.raises(IsADirectoryError), staged_folder(out, overwrite=True) as folder:
         folder.write_text("a failure half-way")

@@ -19,7 +19,9 @@ FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
 
 def wrap(plain: Laneformer) -> LaneformerForCausalLM:
     model = LaneformerForCausalLM(LaneformerHFConfig(**plain.config.to_dict())).eval()
-    state = {name if name.startswith("lm_head") else f"model.{name}": w for name, w in plain.state_dict().items()}
+    state = {
+        name if name.startswith("lm_head") else f"model.{name}": w for name, w in plain.state_dict().items()
+    }
     model.load_state_dict(state)
     return model
 
@@ -42,7 +44,9 @@ def ids() -> torch.Tensor:
 HEADS = [{"lm_head_type": "lane"}, {"lm_head_type": "replicate", "pre_norm_lane_agg": True}]
 
 
-@pytest.mark.parametrize("overrides", [{}, {"swa_layers": ()}, {"replicated_rmsn_scale": False}, *HEADS], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"swa_layers": ()}, {"replicated_rmsn_scale": False}, *HEADS], ids=str
+)
 @torch.no_grad()
 def test_logits_are_the_plain_models(ids: torch.Tensor, overrides: dict) -> None:
     plain = random_model(**overrides)
@@ -50,11 +54,15 @@ def test_logits_are_the_plain_models(ids: torch.Tensor, overrides: dict) -> None
 
 
 @torch.no_grad()
-def test_embeddings_and_chosen_positions(model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor) -> None:
+def test_embeddings_and_chosen_positions(
+    model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor
+) -> None:
     expected = model(ids).logits
     assert torch.equal(model(inputs_embeds=plain.tok_embeddings(ids)).logits, expected)
     for kept, positions in ((1, [-1]), (3, [-3, -2, -1]), (torch.tensor([3, 5]), [3, 5])):
-        assert (model(ids, logits_to_keep=kept).logits - expected[:, positions]).abs().max() <= FLOAT32_TOLERANCE
+        assert (
+            model(ids, logits_to_keep=kept).logits - expected[:, positions]
+        ).abs().max() <= FLOAT32_TOLERANCE
     assert isinstance(model(ids, return_dict=False), tuple)
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model()
@@ -63,7 +71,9 @@ def test_embeddings_and_chosen_positions(model: LaneformerForCausalLM, plain: La
 @pytest.mark.parametrize("kind", ["dynamic", "dynamic without windows", "static"])
 @pytest.mark.parametrize("chunks", [[12, 1, 1, 20, 6], [40], [1] * 40])
 @torch.no_grad()
-def test_continuing_from_a_cache(model: LaneformerForCausalLM, ids: torch.Tensor, kind: str, chunks: list[int]) -> None:
+def test_continuing_from_a_cache(
+    model: LaneformerForCausalLM, ids: torch.Tensor, kind: str, chunks: list[int]
+) -> None:
     """The window is 16, so keys leave a windowed cache on the way."""
     cache = {
         "dynamic": lambda: DynamicCache(config=model.config),
@@ -81,7 +91,9 @@ def test_left_padding_changes_nothing(model: LaneformerForCausalLM, ids: torch.T
     logits = model(padded, attention_mask=mask).logits
     assert torch.isfinite(logits).all()
     assert (logits[:, 7:] - model(ids).logits).abs().max() <= FLOAT32_TOLERANCE
-    assert (model(padded).logits[:, 7:] - model(ids).logits).abs().max() > 1e-2  # and without the mask it does
+    assert (
+        model(padded).logits[:, 7:] - model(ids).logits
+    ).abs().max() > 1e-2  # and without the mask it does
 
 
 def test_loss(model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor) -> None:
@@ -108,7 +120,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert gradients[0].keys() == gradients[1].keys()
     for name, expected in gradients[0].items():
-        assert torch.allclose(gradients[1][name], expected, rtol=1e-4, atol=1e-6), name  # the same sums, run twice
+        assert torch.allclose(gradients[1][name], expected, rtol=1e-4, atol=1e-6), (
+            name
+        )  # the same sums, run twice
 
 
 def test_initialisation_is_that_of_training() -> None:
@@ -117,10 +131,14 @@ def test_initialisation_is_that_of_training() -> None:
     trained.init_weights()
     fresh = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict()))
     for name, weight in trained.state_dict().items():
-        assert torch.equal(fresh.get_parameter(name if name.startswith("lm_head") else f"model.{name}"), weight), name
+        assert torch.equal(
+            fresh.get_parameter(name if name.startswith("lm_head") else f"model.{name}"), weight
+        ), name
 
 
-def test_missing_weights_are_initialised_and_others_kept(tmp_path: Path, model: LaneformerForCausalLM) -> None:
+def test_missing_weights_are_initialised_and_others_kept(
+    tmp_path: Path, model: LaneformerForCausalLM
+) -> None:
     state = {name: w for name, w in model.state_dict().items() if "layers.2.attention.wq" not in name}
     model.save_pretrained(tmp_path, state_dict=dict(state))
     loaded, info = LaneformerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -142,7 +160,12 @@ def test_save_and_load(tmp_path: Path, model: LaneformerForCausalLM, ids: torch.
 
 
 def test_rope_scaling_survives_the_config(tmp_path: Path) -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     LaneformerHFConfig(**small_config(rope_scaling=scaling).to_dict()).save_pretrained(tmp_path)
     assert LaneformerHFConfig.from_pretrained(tmp_path).to_lanes().rope_scaling == scaling
 

@@ -9,7 +9,13 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer, models
 
-from laneformer.hf.tokenizer import PROBES, SPACE, check_same_ids, tokenizer_from_sentencepiece, write_tokenizer
+from laneformer.hf.tokenizer import (
+    PROBES,
+    SPACE,
+    check_same_ids,
+    tokenizer_from_sentencepiece,
+    write_tokenizer,
+)
 from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
 
 SPECIAL_TEXTS = ("<s>", "</s>", "<unk>")
@@ -36,7 +42,9 @@ def test_same_ids_and_text_as_sentencepiece(tmp_path: Path, add_dummy_prefix: bo
 
 
 def test_spaces_of_equal_score(tmp_path: Path) -> None:
-    """As in Llama-2, where every run of spaces has the same, lowest score; here some lengths are missing as well."""
+    """As in Llama-2, where every run of spaces has the same, lowest score; here some lengths
+    are missing as well.
+    """
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2", reason="needs protobuf").ModelProto()
     proto.ParseFromString(sentencepiece_model())
     runs = {len(piece.piece): piece for piece in proto.pieces if set(piece.piece) == {SPACE}}
@@ -86,6 +94,9 @@ def test_models_that_cannot_be_converted_are_refused(tmp_path: Path, overrides: 
 def test_files(tmp_path: Path) -> None:
     path, sp = saved(tmp_path, sentencepiece_model())
     write_tokenizer(path, tmp_path, 512)
-    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("x = 1").ids == [1, *sp.encode("x = 1")]
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("x = 1").ids == [
+        1,
+        *sp.encode("x = 1"),
+    ]
     assert (tmp_path / "tokenizer_config.json").is_file()
     assert (tmp_path / "chat_template.jinja").is_file()

@@ -1,4 +1,6 @@
-"""A tokenizer.json of the data in the exported folder: Transformers, chat template and evaluations count as we do."""
+"""A tokenizer.json of the data in the exported folder: Transformers, chat template and evaluations
+count as we do.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ NAMES = {"bos_token": {"content": "<begin>"}, "eos_token": "<end>", "chat_templa
          "added_tokens_decoder": {"600": {"content": "<begin>"}}}  # fmt: skip
 
 
-def exported(folder: Path, special: list[str], pattern: dict | None = None, **config) -> PreTrainedTokenizerFast:
+def exported(
+    folder: Path, special: list[str], pattern: dict | None = None, **config
+) -> PreTrainedTokenizerFast:
     path = save(byte_level(stdlib_sources()[:10], special, **(pattern or {})), folder / "given", **config)
     write_tokenizer(path, folder, 512)
     return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -35,7 +39,12 @@ def test_ids_are_those_of_the_data_behind_the_token_that_begins_a_document(tmp_p
         ids = made(text)["input_ids"]
         assert ids == [600, *plain.encode(text, add_special_tokens=False).ids]
         assert made.decode(ids, skip_special_tokens=True) == text
-    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.model_max_length) == (600, 601, 602, 512)
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.model_max_length) == (
+        600,
+        601,
+        602,
+        512,
+    )
 
 
 def test_one_separator_is_begin_and_end(tmp_path: Path) -> None:
@@ -66,7 +75,9 @@ def test_other_ids_of_a_sentencepiece_model(tmp_path: Path) -> None:
     assert (made.bos_token_id, made.eos_token_id, made.pad_token_id) == (1, 1, 2)
 
 
-@pytest.mark.parametrize("headers", [[], ["<|start_header_id|>", "<|end_header_id|>"]], ids=["text", "tokens"])
+@pytest.mark.parametrize(
+    "headers", [[], ["<|start_header_id|>", "<|end_header_id|>"]], ids=["text", "tokens"]
+)
 def test_conversations_are_those_of_the_template(tmp_path: Path, headers: list[str]) -> None:
     """Headers are text, or tokens where the vocabulary has them (Llama 3)."""
     made = exported(tmp_path, ["<begin>", "<end>", *headers], **NAMES)

@@ -60,7 +60,13 @@ def write_folder(case: Case, folder: Path) -> Path:
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape)
-            p.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise if p.dim() == 1 else 0.15 * noise)
+            p.copy_(
+                1 + 0.2 * noise
+                if name.endswith("norm.weight")
+                else 0.3 * noise
+                if p.dim() == 1
+                else 0.15 * noise
+            )
     model.to(case.dtype).save_pretrained(folder, **case.options)
     return folder
 

@@ -1,4 +1,6 @@
-"""GGUF files as llama.cpp's converter writes them, from Transformers models of random weights and small tokenizers."""
+"""GGUF files as llama.cpp's converter writes them, from Transformers models of random
+weights and small tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from laneformer.llama.gguf import GLOBAL_NAMES, LAYER_NAMES
 
@@ -62,7 +71,9 @@ def write_gguf(
     metadata: Callable[[GGUFWriter], None] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """`model` with matrices of the type `kind`, norms and biases in F32; `metadata` and `extra` add what they like."""
+    """`model` with matrices of the type `kind`, norms and biases in F32; `metadata` and `extra`
+    add what they like.
+    """
     c, writer, quantization = model.config, GGUFWriter(path, architecture), GGMLQuantizationType[kind]
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)

@@ -27,7 +27,12 @@ def values_of(family: str, **values: Any) -> dict[str, Any]:
 
 def test_defaults_are_those_of_the_first_llama() -> None:
     config = config_of_llama(LLAMA, 2)
-    assert (config.num_key_value_heads, config.head_dim, config.rope_theta, config.norm_eps) == (4, 16, 10000.0, 1e-6)
+    assert (config.num_key_value_heads, config.head_dim, config.rope_theta, config.norm_eps) == (
+        4,
+        16,
+        10000.0,
+        1e-6,
+    )
     assert (config.num_lanes, config.broadcast_delay, config.lm_head_type) == (2, 0, "vocab_parallel")
     assert (config.swa_layers, config.rope_scaling, config.tie_word_embeddings) == ((), None, False)
     assert not config.borrowed()
@@ -54,7 +59,8 @@ def test_lanes_share_the_threads_evenly(threads: int, sizes: dict[str, Any], lan
 
 
 @pytest.mark.parametrize(
-    "values", [{"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}]
+    "values",
+    [{"rope_scaling": LLAMA3, "rope_theta": 5e5}, {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}],
 )
 def test_both_spellings_of_rope(values: dict[str, Any]) -> None:
     config = config_of_llama(LLAMA | values, 1)
@@ -93,15 +99,27 @@ def test_what_a_family_has() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "qwen3_moe", "num_experts": 8}, r"'qwen3_moe' is not supported \(a mixture of experts\); supp"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 8},
+            r"'qwen3_moe' is not supported \(a mixture of experts\); supp",
+        ),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"\(multi-head latent attention\)"),
-        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, r"\(logit soft-capping\); supported are folders of"),
-        ({"model_type": "gpt_oss"}, r"model_type = 'gpt_oss' is not supported; supported are .* llama, mistral, qwen2"),
+        (
+            {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
+            r"\(logit soft-capping\); supported are folders of",
+        ),
+        (
+            {"model_type": "gpt_oss"},
+            r"model_type = 'gpt_oss' is not supported; supported are .* llama, mistral, qwen2",
+        ),
         ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts"),
         ({"model_type": None}, "model_type = None is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu'"),
-        ({"mlp_bias": True}, "mlp_bias = True is not supported .a bias of the output projection or of the MLP.; only"),
+        (
+            {"mlp_bias": True},
+            "mlp_bias = True is not supported .a bias of the output projection or of the MLP.; only",
+        ),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -121,7 +139,10 @@ def test_what_a_family_has() -> None:
         ({"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, r"holds \['linear_attention'\]"),
         ({"layer_types": ["full_attention"] * 3}, "3 entries for 4 layers"),
-        ({"num_attention_heads": [4, 4, 2, 2]}, r"num_attention_heads = \[4, 4, 2, 2\] must be a positive integer"),
+        (
+            {"num_attention_heads": [4, 4, 2, 2]},
+            r"num_attention_heads = \[4, 4, 2, 2\] must be a positive integer",
+        ),
         ({"hidden_size": None}, r"config.json lacks \['hidden_size'\]"),
         ({"rms_norm_eps": "small"}, "config.json holds a value of the wrong type"),
         ({"hidden_size": 66}, "hidden_size = 66 is not divisible"),
@@ -139,7 +160,10 @@ def test_what_changes_nothing_passes() -> None:
 def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
     config = config_of_llama(values, 1)
     shapes = {source_of(name): shape for name, shape in config.tensor_shapes().items()}
-    flat = {name: (int(np.prod(shape[:-1])), shape[-1]) if len(shape) > 1 else shape for name, shape in shapes.items()}
+    flat = {
+        name: (int(np.prod(shape[:-1])), shape[-1]) if len(shape) > 1 else shape
+        for name, shape in shapes.items()
+    }
     return {name: Tensor("fp32", np.ones(shape, np.float32)) for name, shape in flat.items()}
 
 
@@ -155,5 +179,7 @@ def test_wrong_tensors_are_named() -> None:
     with pytest.raises(ValueError, match=r"has not, such as model\.layers\.0\.mlp\.gate_proj\.bias"):
         laneformer_of(LLAMA, {**tensors, "model.layers.0.mlp.gate_proj.bias": extra}, 1)
     head = Tensor("fp32", np.zeros((130, 64), np.float32))
-    with pytest.raises(ValueError, match=r"tie_word_embeddings = True, but lm_head\.weight is not the embedding"):
+    with pytest.raises(
+        ValueError, match=r"tie_word_embeddings = True, but lm_head\.weight is not the embedding"
+    ):
         laneformer_of({**LLAMA, "tie_word_embeddings": True}, {**tensors, "lm_head.weight": head}, 1)

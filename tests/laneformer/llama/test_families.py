@@ -1,4 +1,6 @@
-"""Every supported family against Transformers: the engine's and model.py's logits, greedy tokens, threads, memory."""
+"""Every supported family against Transformers: the engine's and model.py's logits,
+greedy tokens, threads, memory.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def tied(tmp_path: Path) -> Path:
 
 
 def test_engine(folder: Path, truth: transformers.PreTrainedModel) -> None:
-    """Logits and greedy tokens of prompts longer than the window, for the lanes that each number of threads gets."""
+    """Logits and greedy tokens of prompts longer than the window, for the lanes that each
+    number of threads gets.
+    """
     expected, prompt = logits_of(truth, IDS), IDS[: 3 * WINDOW]
     tokens, _ = hf_greedy(truth, prompt, 24)
     options = {"cache": False, "kv_dtype": "fp32"}
@@ -70,7 +74,9 @@ def test_pytorch(folder: Path, truth: transformers.PreTrainedModel) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "int8", "int4"])
 @pytest.mark.parametrize(("threads", "lanes"), [(1, 1), (2, 2), (3, 1)])
 def test_tied_embeddings_are_stored_once(tied: Path, dtype: str, threads: int, lanes: int) -> None:
-    """In memory and in the packed cache: the tapes are all there is, and as large as the parameters; twice the same."""
+    """In memory and in the packed cache: the tapes are all there is, and as large as the
+    parameters; twice the same.
+    """
     with Engine.from_pretrained(tied, dtype=dtype, threads=threads, lanes=lanes) as engine:
         decoder, first = engine._decoder, engine.logits(IDS)
         assert decoder.parts == threads
@@ -85,7 +91,10 @@ def test_tied_embeddings_are_stored_once(tied: Path, dtype: str, threads: int, l
 def test_an_embedding_row_of_the_packed_head_is_exact(tied: Path) -> None:
     """A tied model has the bits of the same model with the head written out, wherever a row lies."""
     weights = load_file(tied / "model.safetensors")
-    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, tied / "model.safetensors")
+    save_file(
+        {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()},
+        tied / "model.safetensors",
+    )
     every = list(range(131))
     for lanes, threads in ((1, 1), (1, 3), (2, 2), (2, 5)):
         found = []

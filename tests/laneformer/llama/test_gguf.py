@@ -30,7 +30,9 @@ SMOLLM = pre_tokenizers.Sequence(
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where packed weights of a GGUF file are kept
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path / "cache")
+    )  # where packed weights of a GGUF file are kept
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,9 @@ def laneformer(path: Path) -> Laneformer:
     """The plain PyTorch model of a file, in float32."""
     checkpoint = read_checkpoint(path, lanes=2, dtype="fp32")
     weights = {
-        name: torch.from_numpy(np.array(tensor.values)).view(getattr(torch, STORED_TYPES[tensor.dtype].torch)).float()
+        name: torch.from_numpy(np.array(tensor.values))
+        .view(getattr(torch, STORED_TYPES[tensor.dtype].torch))
+        .float()
         for name, tensor in checkpoint.tensors.items()
     }
     with torch.device("meta"):
@@ -53,7 +57,9 @@ def laneformer(path: Path) -> Laneformer:
 
 @torch.no_grad()
 def assert_same_logits(path: Path, reference: Any, tolerance: float = 1e-5) -> None:
-    """Float32 of both sides sums in other orders: about 1e-6 of the largest logit. A misplaced row changes it all."""
+    """Float32 of both sides sums in other orders: about 1e-6 of the largest logit. A misplaced
+    row changes it all.
+    """
     ids = torch.randint(320, (1, 40), generator=torch.Generator().manual_seed(1))
     ours, theirs = laneformer(path)(ids), reference(ids).logits
     assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
@@ -71,7 +77,9 @@ def assert_same_logits(path: Path, reference: Any, tolerance: float = 1e-5) -> N
     ],
     ids=["llama", "tied", "llama3", "qwen2", "qwen3"],
 )  # fmt: skip
-def test_every_architecture(tmp_path: Path, metadata: Any, architecture: str, overrides: dict[str, Any]) -> None:
+def test_every_architecture(
+    tmp_path: Path, metadata: Any, architecture: str, overrides: dict[str, Any]
+) -> None:
     model = random_llama(architecture, **overrides)
     extra = {}
     if "rope_scaling" in overrides:
@@ -135,11 +143,17 @@ def test_k_quants_are_widened_as_ggml_defines_them() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_embeddings_of_quantised_files_are_held_in_16_bits_where_they_stay(tmp_path: Path, metadata: Any) -> None:
+def test_embeddings_of_quantised_files_are_held_in_16_bits_where_they_stay(
+    tmp_path: Path, metadata: Any
+) -> None:
     path = write_gguf(tmp_path / "model.gguf", "llama", random_llama("llama"), "Q8_0", metadata)
-    types = {dtype: GgufFile(path, dtype)["model.embed_tokens.weight"].dtype for dtype in ("int8", "fp16", "fp32")}
+    types = {
+        dtype: GgufFile(path, dtype)["model.embed_tokens.weight"].dtype for dtype in ("int8", "fp16", "fp32")
+    }
     assert types == {"int8": "fp16", "fp16": "fp16", "fp32": "fp32"}
-    assert GgufFile(path, "int8")["model.layers.0.mlp.up_proj.weight"].dtype == "fp32", "rounded once, by the engine"
+    assert GgufFile(path, "int8")["model.layers.0.mlp.up_proj.weight"].dtype == "fp32", (
+        "rounded once, by the engine"
+    )
 
 
 def test_the_engine_generates_what_transformers_does(
@@ -148,7 +162,9 @@ def test_the_engine_generates_what_transformers_does(
     path = write_gguf(tmp_path / "model.gguf", "llama", random_llama("llama"), "Q8_0", metadata)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).eval()
     ids = list(range(5, 17))
-    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=-1)[0, 12:]
+    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=-1)[
+        0, 12:
+    ]
     with Engine.from_pretrained(path, dtype="fp32") as engine:
         assert engine.generate(ids, max_new_tokens=24, ignore_eos=True) == expected.tolist()
         assert engine.eos_ids == (2,)
@@ -168,7 +184,9 @@ def test_a_tokenizer_beside_the_file_goes_first(tmp_path: Path, metadata: Any) -
     other.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|text|>"}')
     checkpoint = read_checkpoint(path)
-    assert [checkpoint.tokenizer.encode(text).ids for text in TEXTS] == [other.encode(text).ids for text in TEXTS]
+    assert [checkpoint.tokenizer.encode(text).ids for text in TEXTS] == [
+        other.encode(text).ids for text in TEXTS
+    ]
     assert checkpoint.tokenizer_config == {"eos_token": "<|text|>"}
 
 
@@ -209,7 +227,9 @@ def test_what_is_not_supported_is_refused_by_name(
         read_checkpoint(path)
 
 
-def test_types_and_tensors_that_are_not_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_and_tensors_that_are_not_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = random_llama("llama")
     monkeypatch.delitem(QUANTIZED, "Q4_1")
     path = write_gguf(tmp_path / "model.gguf", "llama", model, "Q4_1")
@@ -217,7 +237,9 @@ def test_types_and_tensors_that_are_not_read_are_named(tmp_path: Path, monkeypat
         GgufFile(path)
     extra = {"blk.0.ffn_gate_inp.weight": np.zeros((8, 64), np.float32)}
     path = write_gguf(tmp_path / "model.gguf", "llama", model, "F16", extra=extra)
-    with pytest.raises(ValueError, match=r"the tensor blk.0.ffn_gate_inp.weight, which no supported architecture has"):
+    with pytest.raises(
+        ValueError, match=r"the tensor blk.0.ffn_gate_inp.weight, which no supported architecture has"
+    ):
         GgufFile(path)
 
 

@@ -53,7 +53,9 @@ def test_kinds_differ(tmp_path: Path) -> None:
     """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids."""
     metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "gpt-2"))
     tokenizers = [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}) for pre in KINDS]
-    ids = [[tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS] for tokenizer in tokenizers]
+    ids = [
+        [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS] for tokenizer in tokenizers
+    ]
     assert all(a != b for i, a in enumerate(ids) for b in ids[:i])
 
 
@@ -61,7 +63,10 @@ def test_kinds_differ(tmp_path: Path) -> None:
 def test_sentencepiece_pieces(tmp_path: Path, dummy_prefix: bool) -> None:
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(dummy_prefix))
     sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    types = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in range(len(sp))]
+    types = [
+        2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1
+        for i in range(len(sp))
+    ]
 
     def metadata(writer: Any) -> None:
         writer.add_tokenizer_model("llama")
@@ -81,7 +86,10 @@ def test_sentencepiece_pieces(tmp_path: Path, dummy_prefix: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"pre": "deepseek-coder"}, r"tokenizer.ggml.pre = 'deepseek-coder' is unknown; known are \['llama-bpe'"),
+        (
+            {"pre": "deepseek-coder"},
+            r"tokenizer.ggml.pre = 'deepseek-coder' is unknown; known are \['llama-bpe'",
+        ),
         ({"pre": None}, "tokenizer.ggml.pre = None is unknown"),
         ({"model": "bert"}, "tokenizer.ggml.model = 'bert' is not supported; 'gpt2' and 'llama' are"),
         ({"merges": None}, "the file lacks tokenizer.ggml.merges"),

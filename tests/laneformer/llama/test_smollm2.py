@@ -25,7 +25,9 @@ NEW_TOKENS = 48
 @pytest.fixture(scope="module")
 def folder() -> Path:
     if "LANEFORMER_SMOLLM2" not in os.environ:
-        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tools.check smollm2 makes the folder it should name")
+        pytest.skip(
+            "LANEFORMER_SMOLLM2 is not set: python -m tools.check smollm2 makes the folder it should name"
+        )
     return Path(os.environ["LANEFORMER_SMOLLM2"])
 
 
@@ -52,7 +54,9 @@ def expect_greedy(engine: Engine, truth: transformers.PreTrainedModel, prompts: 
 
 
 def test_logits(engine: Engine, truth: transformers.PreTrainedModel) -> None:
-    """Against float64; Transformers' float32 shows what rounding costs, and another order of sums gets 4 times that."""
+    """Against float64; Transformers' float32 shows what rounding costs, and another order of sums
+    gets 4 times that.
+    """
     assert engine.tokenizer is not None
     ids = engine.tokenizer.encode(" ".join(PROMPTS)).ids
     single = logits_of(truth, ids)

@@ -23,7 +23,11 @@ from tests.tokenizer_assets import byte_level, save
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 60.0
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEXTS = ["The quick brown fox jumps over the lazy dog. ", "user assistant system Hello, how are you? ", "1 2 3 {}[]:,"]
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. ",
+    "user assistant system Hello, how are you? ",
+    "1 2 3 {}[]:,",
+]
 MAIN = """
 import json, sys
 from laneformer.engine import Engine
@@ -106,7 +110,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def slow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of a thousand tokens a second at most: its 8,192 tokens run while a test looks."""
-    sizes = {"hidden_size": 320, "intermediate_size": 704, "num_hidden_layers": 8, "max_position_embeddings": 8192}
+    sizes = {
+        "hidden_size": 320,
+        "intermediate_size": 704,
+        "num_hidden_layers": 8,
+        "max_position_embeddings": 8192,
+    }
     return write_model(tmp_path_factory.mktemp("served") / "slow", **sizes)
 
 

@@ -69,7 +69,9 @@ def pieces_tokenizer() -> Tokenizer:
     types += [1] * (len(pieces) - len(types))
     values = {"model": "llama", "tokens": pieces, "token_type": types, "bos_token_id": 1}
     scores = [-float(i) for i in range(len(pieces))]
-    return tokenizer_of({f"tokenizer.ggml.{name}": value for name, value in {**values, "scores": scores}.items()})
+    return tokenizer_of(
+        {f"tokenizer.ggml.{name}": value for name, value in {**values, "scores": scores}.items()}
+    )
 
 
 @functools.cache
@@ -108,7 +110,9 @@ def batch_of(kind: str = "bytes") -> Iterator[Batch]:
         yield batch
 
 
-def drawn(batch: Batch, grammar: Grammar, prompt: Sequence[int] = (3, 1), **options: object) -> tuple[list[int], str]:
+def drawn(
+    batch: Batch, grammar: Grammar, prompt: Sequence[int] = (3, 1), **options: object
+) -> tuple[list[int], str]:
     """Ids drawn under a grammar, as the scheduler draws them, and why they end."""
     ids: list[int] = []
     ticket = batch.join(prompt, masked=True, **{"temperature": 1.0, "max_new_tokens": 600, **options})

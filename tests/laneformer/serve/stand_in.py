@@ -1,7 +1,7 @@
 """A stand-in for the server behind the playground: answers by the book, and breaks on request.
 
-It tests what a real server does not do at will: 2,000 tokens/s, a queue that is full, a key that is wrong, a connection
-that breaks. What it answers depends on how the last message begins: see `answer`.
+It tests what a real server does not do at will: 2,000 tokens/s, a queue that is full, a key that is wrong, a
+connection that breaks. What it answers depends on how the last message begins: see `answer`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROPS = {
 class StandIn(ThreadingHTTPServer):
     """requests: the bodies of chat completions; cancelled: how many of them the client left before the end.
 
-    at_once: how many run now; most_at_once: since `reset`.
+    at_once: how many run now; max_at_once: since `reset`.
     """
 
     daemon_threads = True
@@ -43,7 +43,7 @@ class StandIn(ThreadingHTTPServer):
 
     def reset(self) -> None:
         self.requests: list[dict[str, Any]] = []
-        self.cancelled = self.at_once = self.most_at_once = 0
+        self.cancelled = self.at_once = self.max_at_once = 0
         self.key: str | None = None
         self.refusals = 0  # so many requests are answered with 429
         self.texts: dict[str, str] = {}  # answers by the message
@@ -64,7 +64,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/props":
             return self.send(200, json.dumps(PROPS).encode(), "application/json") if self.allowed() else None
         path = FOLDER / (self.path.removeprefix("/playground/") if self.path != "/" else "index.html")
-        self.send(200, path.read_bytes(), TYPES[path.suffix]) if path.is_file() else self.fail(404, "no such file")
+        self.send(200, path.read_bytes(), TYPES[path.suffix]) if path.is_file() else self.fail(
+            404, "no such file"
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -75,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.refusals -= 1
             return self.fail(429, "16 requests wait already; try again in a moment", **{"Retry-After": "2"})
         self.server.at_once += 1
-        self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+        self.server.max_at_once = max(self.server.max_at_once, self.server.at_once)
         try:
             self.answer(body)
         except ConnectionError:
@@ -83,9 +85,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.at_once -= 1
 
     def answer(self, body: dict[str, Any]) -> None:
-        """A stream. The last message: "FAST n" n tokens at 2,000/s; "SLOW" 10/s; "BREAK" and the connection ends;
-        "Hello ..." an echo at 20/s, which no slow browser reads in one piece; otherwise the text of `texts`, or an
-        echo, at 800/s with speculation and 400/s without."""
+        """A stream. The last message: "FAST n" n tokens at 2,000/s; "SLOW" 10/s; "BREAK" and the connection
+        ends; "Hello ..." an echo at 20/s, which no slow browser reads in one piece; otherwise the text of
+        `texts`, or an echo, at 800/s with speculation and 400/s without.
+        """
         asked = body["messages"][-1]["content"]
         word, _, rest = asked.partition(" ")
         text = self.server.texts.get(asked, f"You said: {asked}")
@@ -112,7 +115,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, delta: dict[str, str], finish: str | None, tokens: int) -> None:
-        usage = {"prompt_tokens": 240, "completion_tokens": tokens, "prompt_tokens_details": {"cached_tokens": 212}}
+        usage = {
+            "prompt_tokens": 240,
+            "completion_tokens": tokens,
+            "prompt_tokens_details": {"cached_tokens": 212},
+        }
         chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], "usage": usage}
         self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
 

@@ -1,4 +1,6 @@
-"""/v1/completions of a real server, through the strict `openai` client and as raw JSON, against the engine itself."""
+"""/v1/completions of a real server, through the strict `openai` client and as raw JSON,
+against the engine itself.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ def engine(model_folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def client(tiny: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", _strict_response_validation=True, max_retries=0)
+    return openai.OpenAI(
+        base_url=f"{tiny.url}/v1", api_key="none", _strict_response_validation=True, max_retries=0
+    )
 
 
 @pytest.fixture(scope="module")
 def lenient(tiny: Server) -> openai.OpenAI:
-    """For what OpenAI itself sends and the client's types do not allow: null in a list of log-probabilities, and
-    finish_reason = null in a stream of completions."""
+    """For what OpenAI itself sends and the client's types do not allow: null in a list of log-probabilities,
+    and finish_reason = null in a stream of completions.
+    """
     return openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
 
 
@@ -84,7 +89,14 @@ def test_text_ids_and_lists(client, engine):
 def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(client, tiny, engine):
     ids, before = list(range(5, 45)), counted(tiny, "reused_tokens_total")
     answer = client.completions.create(
-        model="tiny", prompt=ids, n=4, best_of=4, temperature=1.5, seed=11, max_tokens=8, logit_bias={"7": -100}
+        model="tiny",
+        prompt=ids,
+        n=4,
+        best_of=4,
+        temperature=1.5,
+        seed=11,
+        max_tokens=8,
+        logit_bias={"7": -100},
     )
     expected = [
         engine.generate_text(ids, seed=seed, temperature=1.5, max_new_tokens=8, logit_bias={7: -100})
@@ -93,10 +105,14 @@ def test_choices_draw_with_seeds_of_a_batch_and_share_the_prompt(client, tiny, e
     assert [choice.text for choice in answer.choices] == expected
     assert len(set(expected)) == 4
     assert answer.usage.prompt_tokens == 40
-    assert counted(tiny, "reused_tokens_total") - before >= 3 * 39  # all but the last id, which has to be read
+    assert (
+        counted(tiny, "reused_tokens_total") - before >= 3 * 39
+    )  # all but the last id, which has to be read
     again = client.completions.create(prompt=ids, max_tokens=1, **GREEDY)
     assert again.usage.prompt_tokens_details.cached_tokens > 0
-    without_seed = [client.completions.create(model="tiny", prompt=ids, temperature=1.5).choices[0].text for _ in "ab"]
+    without_seed = [
+        client.completions.create(model="tiny", prompt=ids, temperature=1.5).choices[0].text for _ in "ab"
+    ]
     assert without_seed[0] != without_seed[1]
 
 
@@ -122,7 +138,9 @@ def test_echo_scores_the_prompt(tiny, engine, max_tokens):
     assert len(answer["choices"]) == 6
     for choice in answer["choices"]:
         ids = prompts[choice["index"] // 2]
-        new = engine.generate_detailed(ids, logprobs=2, max_new_tokens=max_tokens).tokens if max_tokens else []
+        new = (
+            engine.generate_detailed(ids, logprobs=2, max_new_tokens=max_tokens).tokens if max_tokens else []
+        )
         scores = engine.logprobs(ids).tolist() if len(ids) > 1 else []
         found = choice["logprobs"]
         assert found["token_logprobs"] == [None, *scores, *(token.logprob for token in new)]
@@ -212,11 +230,16 @@ def test_streams_say_what_whole_answers_say(tiny, lenient):
     said = {name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert said.items() <= last["usage"].items()
     streamed = lenient.completions.create(prompt=TEXT, stream=True, max_tokens=4, **GREEDY)
-    assert "".join(c.choices[0].text for c in streamed) == post(tiny, prompt=TEXT, max_tokens=4)["choices"][0]["text"]
+    assert (
+        "".join(c.choices[0].text for c in streamed)
+        == post(tiny, prompt=TEXT, max_tokens=4)["choices"][0]["text"]
+    )
 
 
 def test_usage_so_far(tiny):
-    counted = chunks(tiny, prompt=TEXT, max_tokens=40, ignore_eos=True, stream_options={"continuous_usage_stats": True})
+    counted = chunks(
+        tiny, prompt=TEXT, max_tokens=40, ignore_eos=True, stream_options={"continuous_usage_stats": True}
+    )
     counts = [c["usage"]["completion_tokens"] for c in counted]
     assert counts == sorted(counts)
     assert counts[-1] == 40
@@ -231,7 +254,9 @@ def test_speculation_changes_no_text(tiny):
 
 
 def test_text_spells_no_control_token(tiny, engine):
-    found = post(tiny, prompt="<|im_end|>a<|im_start|>", echo=True, return_token_ids=True, max_tokens=1)["choices"][0]
+    found = post(tiny, prompt="<|im_end|>a<|im_start|>", echo=True, return_token_ids=True, max_tokens=1)[
+        "choices"
+    ][0]
     control = {engine.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|im_start|>")}
     assert control.isdisjoint(found["prompt_token_ids"])
     assert found["text"].startswith("<|im_end|>a<|im_start|>")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from laneformer.engine import Batch
-from laneformer.serve.grammar import MOST_SCHEMA_BYTES, Grammar, Grammars
+from laneformer.serve.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars
 from tests.laneformer.serve.grammar_assets import TOKENIZERS, allowed, batch_of, drawn, grammars, text_of
 
 SHORT = {"type": "string", "maxLength": 12}
@@ -166,7 +166,9 @@ def test_answers_that_the_limit_cuts_are_the_beginning_of_valid_ones() -> None:
 
 def test_white_space_is_bounded() -> None:
     grammar, known = grammars().of_schema({"type": "object"}, "schema"), grammars()
-    blank = {i for i in range(known.tokenizer.get_vocab_size()) if not known.tokenizer.decode([i]).strip(" \n")}
+    blank = {
+        i for i in range(known.tokenizer.get_vocab_size()) if not known.tokenizer.decode([i]).strip(" \n")
+    }
     for index in range(60):
         ids = allowed(grammar.mask(index))
         if index and not (spaces := sorted(ids & blank - set(known.eos_ids))):
@@ -178,15 +180,21 @@ def test_white_space_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"type": "object", "properties": {"a": {"type": "strin"}}}, r"s\.properties\.a: Invalid type: strin"),
-        ({"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]}, r"s\.anyOf\[1\]: Unknown format: zip"),
+        (
+            {"type": "object", "properties": {"a": {"type": "strin"}}},
+            r"s\.properties\.a: Invalid type: strin",
+        ),
+        (
+            {"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]},
+            r"s\.anyOf\[1\]: Unknown format: zip",
+        ),
         ({"type": "string", "pattern": "(?=a)b"}, "s: regex parse error"),
         ({"type": "array", "items": {"if": {}}}, r's\.items: Unimplemented keys: \["if"\]'),
         ({"$ref": "#/$defs/x"}, "Pointer '/\\$defs/x' does not exist"),
         ({"$ref": "http://127.0.0.1:9/x"}, "does not fetch"),
         ({"$ref": "#"}, "the schema allows no answer"),
         ({"type": "integer", "minimum": 3, "maximum": 1}, "Unsatisfiable"),
-        ({"enum": ["x" * MOST_SCHEMA_BYTES]}, "at most 65,536"),
+        ({"enum": ["x" * MAX_SCHEMA_BYTES]}, "at most 65,536"),
         ({"type": "integer", "multipleOf": 99_999_989}, "least common multiple"),
         ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "least common multiple"),
         ({"type": "number", "multipleOf": 1e-300 * 1.2345678}, "least common multiple"),

@@ -1,4 +1,6 @@
-"""Real server processes under load and in trouble: full queues, deadlines, clients that go away, faults, the end."""
+"""Real server processes under load and in trouble: full queues, deadlines, clients that go
+away, faults, the end.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,7 @@ def send(server: Server, body: dict[str, Any], path: str = "/v1/completions") ->
     """A request whose answer nobody has read yet."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"  # noqa: E501
     connection = socket.create_connection((host, int(port)))
     connection.sendall(head.encode() + data)
     return connection
@@ -62,7 +62,10 @@ def slow(slow_folder: Path) -> Iterator[Server]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_ends_its_request(slow: Server, stream: bool) -> None:
-    generated, cancelled = metric(slow, "generated_tokens_total"), metric(slow, 'ended_total{reason="cancelled"}')
+    generated, cancelled = (
+        metric(slow, "generated_tokens_total"),
+        metric(slow, 'ended_total{reason="cancelled"}'),
+    )
     connection = send(slow, {**LONG, "stream": stream})
     wait_until(lambda: metric(slow, "generated_tokens_total") > generated)
     connection.close()
@@ -118,7 +121,9 @@ def test_deadlines(slow_folder: Path, server: Callable[..., Server]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_answers_end(slow_folder: Path, server: Callable[..., Server], how: signal.Signals) -> None:
+def test_a_signal_lets_answers_end(
+    slow_folder: Path, server: Callable[..., Server], how: signal.Signals
+) -> None:
     one = server(slow_folder, grace_s=30)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         answer = threads.submit(post, one, max_tokens=1500, ignore_eos=True)
@@ -261,7 +266,11 @@ def run_main(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         "ServerOptions(**json.loads(sys.argv[1])).listen()"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, json.dumps(arguments)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, json.dumps(arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 

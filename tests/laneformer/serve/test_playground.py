@@ -1,4 +1,6 @@
-"""The playground in a real browser, in front of a stand-in server that is as fast, or breaks, as a test wants it."""
+"""The playground in a real browser, in front of a stand-in server that is as fast, or breaks, as
+a test wants it.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def say(page: Page, text: str, until: str | None = ANSWERED) -> None:
     page.run("document.querySelector('#prompt').focus()")
     page.type(text)
     page.press("Enter", "\r")
-    page.until(f"!document.querySelector('#prompt').value && document.querySelector('article') && ({until or 'true'})")
+    page.until(
+        f"!document.querySelector('#prompt').value && document.querySelector('article') && ({until or 'true'})"
+    )
 
 
 def text(page: Page, selector: str) -> str:
@@ -127,9 +131,13 @@ def test_an_answer_streams_beside_its_speed(page: Page, server: StandIn) -> None
     assert abs(int(percent[1]) - float(text(page, "#rate").replace(",", "")) / 5) < 0.6, "of 500"
     assert text(page, "#cached") == "212 of 240"
     assert all(re.fullmatch(r"[\d.]+ m?s", text(page, f"#{name}")) for name in ("ttft", "p50", "p99"))
-    assert re.search(r"7 tokens · [\d.]+ tokens/s · first after .* · seed \d+", text(page, "article.assistant footer"))
+    assert re.search(
+        r"7 tokens · [\d.]+ tokens/s · first after .* · seed \d+", text(page, "article.assistant footer")
+    )
     (sent,) = server.requests
-    assert set(sent) == {"model", "messages", "seed", "stream", "stream_options"}, "the server's defaults are not sent"
+    assert set(sent) == {"model", "messages", "seed", "stream", "stream_options"}, (
+        "the server's defaults are not sent"
+    )
     assert sent["messages"] == [{"role": "user", "content": "Hello **there**"}]
     say(page, "And?")
     assert [message["role"] for message in server.requests[-1]["messages"]] == ["user", "assistant", "user"]
@@ -144,7 +152,10 @@ def test_markdown_is_the_same_streamed_and_at_once(page: Page) -> None:
         assert streamed == whole
     html = rendered[0][0]
     assert html.startswith(RENDERED)
-    assert '<ol start="3"><li>third</li><li>fourth</li></ol><blockquote><p>quoted<br>twice</p></blockquote>' in html
+    assert (
+        '<ol start="3"><li>third</li><li>fourth</li></ol><blockquote><p>quoted<br>twice</p></blockquote>'
+        in html
+    )
     assert '<td class="left">a</td><td class="right"><code>1</code></td>' in html
     assert '<span class="call">merge</span>(a, b):  <span class="comment"># a comment</span>' in html
     assert '<span class="string">    of text."""</span>' in html, "a string over two lines"
@@ -176,7 +187,9 @@ def test_what_a_model_writes_never_runs(page: Page, server: StandIn) -> None:
     say(page, "attack")
     time.sleep(0.1)
     assert page.run("typeof window.pwned") == "undefined"
-    forbidden = "script, img, svg, iframe, style, b, [onerror], [onclick], [onload], [onmouseover], [style], [srcdoc]"
+    forbidden = (
+        "script, img, svg, iframe, style, b, [onerror], [onclick], [onload], [onmouseover], [style], [srcdoc]"
+    )
     assert page.run(f"document.querySelectorAll('article :is({forbidden})').length") == 0
     links = page.run("[...document.querySelectorAll('article a')].map((a) => a.getAttribute('href'))")
     assert all(link.startswith("https://example.org/") for link in links), links
@@ -242,7 +255,9 @@ def test_settings_are_sent_and_remembered(page: Page, server: StandIn) -> None:
     page.until(f"{field % 'seed'}?.value === '7'")
     say(page, "Hi")
     sent = server.requests[-1]
-    assert (sent["temperature"], sent["seed"], "top_p" in sent) == (0, 7, False), "a value out of range is not sent"
+    assert (sent["temperature"], sent["seed"], "top_p" in sent) == (0, 7, False), (
+        "a value out of range is not sent"
+    )
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
     page.click("#reset")
     say(page, "Hi again")
@@ -292,12 +307,15 @@ def wait_for(true: Any) -> None:
         time.sleep(0.01)
 
 
-# --- slow --------------------------------------------------------------------------------------------------------
+# --- slow
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_2000_tokens_a_second_leave_the_page_alive(page: Page) -> None:
-    page.run("window.frames_ms = [], function tick(now) { frames_ms.push(now), requestAnimationFrame(tick) }(0)")
+    page.run(
+        "window.frames_ms = [], function tick(now) { frames_ms.push(now), requestAnimationFrame(tick) }(0)"
+    )
     say(page, "FAST 8000", "document.body.classList.contains('running')")
     page.run("frames_ms.length = 0")
     page.until(ANSWERED, 60)
@@ -318,7 +336,7 @@ def test_a_race_is_run_apart_then_replayed(page: Page, server: StandIn) -> None:
     assert warm["max_completion_tokens"] == 1
     assert (a["speculate"], b["speculate"]) == (0, 8)
     assert a["seed"] == b["seed"]
-    assert server.most_at_once == 1, "neither slows the other"
+    assert server.max_at_once == 1, "neither slows the other"
     assert re.match(r"B is [12]\.\d\d× as fast: .* The answers are the same", text(page, "#verdict"))
     assert page.run("document.querySelector('.lane.ahead h2').innerText") == "B"
     assert text(page, ".lane .body").startswith("You said: Repeat these lines")
@@ -326,7 +344,7 @@ def test_a_race_is_run_apart_then_replayed(page: Page, server: StandIn) -> None:
     page.run("document.querySelector('#race-order').value = 'together'")
     page.click("#race-go")
     page.until("document.querySelector('#race-go').innerText === 'Race'")
-    wait_for(lambda: server.most_at_once == 2)
+    wait_for(lambda: server.max_at_once == 2)
 
 
 @pytest.mark.slow

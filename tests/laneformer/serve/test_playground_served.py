@@ -2,7 +2,8 @@
 
 The picture in docs/images is made in the same way, with a model and on a machine of one's own:
 
-    .venv/bin/python -m tests.laneformer.serve.test_playground_served MODEL_FOLDER_OR_GGUF [OPTIONS OF laneformer serve]
+    .venv/bin/python -m tests.laneformer.serve.test_playground_served MODEL_FOLDER_OR_GGUF
+    [OPTIONS OF laneformer serve]
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def test_a_conversation_and_a_race(browser: Page, server: Callable[..., Server],
     assert text(browser, "#model") == "tiny"
     assert "tokens/s" in text(browser, "#promise"), "the probe of the machine's memory"
     say(browser, "Hello <b>there</b>")
-    assert "40 tokens" in text(browser, "article footer") or "limit of tokens" not in text(browser, "article footer")
+    assert "40 tokens" in text(browser, "article footer") or "limit of tokens" not in text(
+        browser, "article footer"
+    )
     assert "memory limit of" in text(browser, "#limit")
     assert text(browser, "#cached").startswith("0 of ")
     say(browser, "And?")

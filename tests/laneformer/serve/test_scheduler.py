@@ -8,7 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from laneformer.engine import Engine, GenerationOptions, PromptLogprobs
-from laneformer.serve.scheduler import Busy, DeadlineExceeded, EngineError, Running, Scheduler, Scored, Stopping, Wanted
+from laneformer.serve.scheduler import (
+    Busy,
+    DeadlineExceeded,
+    EngineError,
+    Running,
+    Scheduler,
+    Scored,
+    Stopping,
+    Wanted,
+)
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
 LONG = GenerationOptions(max_new_tokens=400, ignore_eos=True)
@@ -22,7 +31,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def scheduler(engine: Engine) -> Iterator[Scheduler]:
-    scheduler = Scheduler(engine, most_waiting=3)
+    scheduler = Scheduler(engine, max_waiting=3)
     yield scheduler
     scheduler.close()
 
@@ -84,7 +93,7 @@ async def _score(scheduler: Scheduler, ids: list[int]) -> PromptLogprobs | None:
 
 def test_beyond_its_room_it_is_busy_and_says_when_to_come_back(scheduler: Scheduler) -> None:
     async def fill() -> None:
-        room = scheduler.most_joined + scheduler.most_waiting
+        room = scheduler.max_joined + scheduler.max_waiting
         running = [scheduler.submit(Wanted([1, 2], LONG)) for _ in range(room)]
         with pytest.raises(Busy, match="3 requests are waiting") as busy:
             scheduler.submit(wanted())
@@ -100,7 +109,7 @@ def test_beyond_its_room_it_is_busy_and_says_when_to_come_back(scheduler: Schedu
 
 def test_first_come_first_served(scheduler: Scheduler) -> None:
     async def three() -> list[Running]:
-        running = [scheduler.submit(wanted(i, 30)) for i in range(scheduler.most_joined + 3)]
+        running = [scheduler.submit(wanted(i, 30)) for i in range(scheduler.max_joined + 3)]
         await asyncio.gather(*map(ids_of, running))
         return running
 
@@ -119,7 +128,9 @@ def test_wrong_requests_are_refused_at_once(scheduler: Scheduler) -> None:
 
 def test_deadline(scheduler: Scheduler) -> None:
     async def late() -> None:
-        running = scheduler.submit(Wanted([1, 2], GenerationOptions(max_new_tokens=510, ignore_eos=True), 0.01))
+        running = scheduler.submit(
+            Wanted([1, 2], GenerationOptions(max_new_tokens=510, ignore_eos=True), 0.01)
+        )
         with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.01 s"):
             await ids_of(running)
         assert running.finish_reason == "cancelled"
@@ -138,7 +149,9 @@ def test_stop_lets_running_requests_end_and_then_cancels(scheduler: Scheduler) -
     asyncio.run(stop())
 
 
-def test_a_dead_thread_ends_every_request_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_thread_ends_every_request_with_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def die() -> None:
         scheduler = Scheduler(engine)
         monkeypatch.setattr(scheduler, "_collect", lambda: 1 // 0)

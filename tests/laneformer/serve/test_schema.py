@@ -1,4 +1,6 @@
-"""Bodies of requests: every parameter of the `openai` client is supported or refused by name; so is what is wrong."""
+"""Bodies of requests: every parameter of the `openai` client is supported or refused by name; so
+is what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def refused(body: type[Sampled], **fields: Any) -> RequestError:
 
 @both
 def test_every_parameter_of_the_client_is_known(body):
-    """An update of the client that brings a new one fails here: support it, accept its neutral value, or refuse it."""
+    """An update of the client that brings a new one fails here: support it, accept its neutral
+    value, or refuse it.
+    """
     theirs = typing.get_type_hints(THEIRS[body].CompletionCreateParamsNonStreaming)
     assert set(theirs) == EFFECTIVE[body] | set(NEUTRAL[body]) | set(body.refused)
     assert set(body.refused).isdisjoint(body.model_fields)
@@ -106,7 +110,11 @@ def test_null_is_as_absent(body):
         ({"logit_bias": {"one": 1}}, "logit_bias.one.[key]", "string should match"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream = true"),
-        ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages", "did you mean"),
+        (
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "did you mean",
+        ),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "valid integer"),
     ],
@@ -208,7 +216,9 @@ def test_messages_as_a_template_sees_them():
     assert tool == {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"}
     call["function"]["arguments"] = "{"
     with pytest.raises(RequestError, match="arguments of a call of 'f' are no JSON"):
-        parsed(ConversationRequest, messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0].plain()
+        parsed(ConversationRequest, messages=[{"role": "assistant", "tool_calls": [call]}]).messages[
+            0
+        ].plain()
 
 
 def test_examples_of_the_reference_are_accepted():
@@ -231,7 +241,10 @@ def test_what_the_openai_client_parsed_may_be_sent_back():
     """`client.chat.completions.parse` adds what it made of the answer; the template does not see it."""
     function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
     call = {"id": "1", "type": "function", "function": function}
-    said = [{"role": "assistant", "content": "{}", "parsed": {"a": 2}}, {"role": "assistant", "tool_calls": [call]}]
+    said = [
+        {"role": "assistant", "content": "{}", "parsed": {"a": 2}},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
     body = parsed(ConversationRequest, messages=[{"role": "user", "content": "Hi"}, *said])
     answer, called = (message.plain() for message in body.messages[1:])
     assert answer == {"role": "assistant", "content": "{}"}

@@ -68,7 +68,14 @@ def test_what_the_engine_is_and_what_bounds_it(tiny: Server) -> None:
         ("POST", "/v1/completions", b'{"prompt": "a"}', "text/plain", 400, "send application/json"),
         ("POST", "/v1/completions", b'{"promt": "a"}', "application/json", 400, "did you mean 'prompt'"),
         ("POST", "/v1/completions", b'{"prompt": "a", "n": 0}', "application/json", 400, "n = 0"),
-        ("POST", "/v1/completions", b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "temperature"),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"prompt": "a", "temperature": NaN}',
+            "application/json",
+            400,
+            "temperature",
+        ),
         ("POST", "/v1/completions", b'{"prompt": [1, 2, 999]}', "application/json", 400, "999"),
         ("POST", "/v1/chat/completions", b"{}", "application/json", 400, "messages is missing"),
     ],
@@ -129,9 +136,21 @@ def test_pages_of_other_sites_cannot_use_it(named: Server, headers: dict[str, st
 
 
 def test_the_key(named: Server) -> None:
-    for headers in ({}, {"authorization": "Bearer Sesame"}, {"authorization": "sesame"}, {"authorization": "Bearer é"}):
-        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/x")):
-            response = httpx.request(method, named.url + path, headers=[(k, v.encode()) for k, v in headers.items()])
+    for headers in (
+        {},
+        {"authorization": "Bearer Sesame"},
+        {"authorization": "sesame"},
+        {"authorization": "Bearer é"},
+    ):
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("POST", "/v1/completions"),
+            ("GET", "/metrics"),
+            ("GET", "/x"),
+        ):
+            response = httpx.request(
+                method, named.url + path, headers=[(k, v.encode()) for k, v in headers.items()]
+            )
             assert response.status_code == 401
             assert error_of(response)["code"] == "invalid_api_key"
     assert httpx.get(f"{named.url}/health").status_code == 200

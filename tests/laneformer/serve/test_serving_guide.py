@@ -1,4 +1,6 @@
-"""docs/serving.md says what is there: its examples run against a real server, its tables hold every route and field."""
+"""docs/serving.md says what is there: its examples run against a real server, its tables hold
+every route and field.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from tests.laneformer.serve.conftest import ROOT, Server, start
 GUIDE = (ROOT / "docs" / "serving.md").read_text()
 NAME = "SmolLM2-135M-Instruct"  # of the model in the examples
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE, re.S | re.M)
-CURL = [command for kind, text in BLOCKS if kind == "bash" for command in re.findall(r"^curl .*?'$", text, re.S | re.M)]
+CURL = [
+    command
+    for kind, text in BLOCKS
+    if kind == "bash"
+    for command in re.findall(r"^curl .*?'$", text, re.S | re.M)
+]
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
 
 
@@ -43,7 +50,9 @@ def run(command: list[str], code: str, server: Server, **environment: str) -> st
 
 
 def test_curl(served: Server) -> None:
-    conversation, scored, streamed, tokens = (run(["bash", "-c"], f"{command} -sSf", served) for command in CURL)
+    conversation, scored, streamed, tokens = (
+        run(["bash", "-c"], f"{command} -sSf", served) for command in CURL
+    )
     assert json.loads(conversation)["choices"][0]["message"]["role"] == "assistant"
     first, *others = json.loads(scored)["choices"][0]["logprobs"]["token_logprobs"]
     assert first is None
@@ -80,7 +89,9 @@ def test_every_route_field_and_flag_is_told(served: Server, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    assert {f"--{name.replace('_', '-')}" for name in ServerOptions.__dataclass_fields__ if name != "model"} <= flags
+    assert {
+        f"--{name.replace('_', '-')}" for name in ServerOptions.__dataclass_fields__ if name != "model"
+    } <= flags
     for text in re.findall(r"laneformer serve [^\n|]*", GUIDE):
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= flags, text
 

@@ -70,7 +70,11 @@ CITY = {
     "required": ["city"],
     "$defs": {"unit": {"enum": ["C", "F"]}},
 }
-ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get", "description": "Anything", "parameters": None}},
     {"type": "function", "function": {"name": "get_weather", "description": "Of a city", "parameters": CITY}},
@@ -78,7 +82,11 @@ TOOLS: list[dict[str, Any]] = [
 ]
 SCHEMAS = {"get": {"type": "object", "maxProperties": 0}, "get_weather": CITY, "add": ADD}
 CALLS = [
-    {"id": "abcDEF123", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Köln\n\"'"}}},
+    {
+        "id": "abcDEF123",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": {"city": "Köln\n\"'"}},
+    },
     {"id": "abcDEF124", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}},
 ]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -127,13 +135,18 @@ def test_templates_without_tools_get_them_described() -> None:
     assistant = {"role": "assistant", "content": "So:", "tool_calls": CALLS}
     answers = [{"role": "tool", "content": text, "tool_call_id": "x"} for text in ("1", "2")]
     system, user, called, answered = use.messages([{"role": "user", "content": "?"}, assistant, *answers])
-    assert '{"name": "get_weather", "description": "Of a city", "parameters": {"type": "object"' in system["content"]
-    assert user == {"role": "user", "content": "?"}
-    assert called["content"].startswith('So:\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln')
-    assert called["content"].count("</tool_call>") == 2
-    assert answered["content"] == ("<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"), (
-        "one message, as templates want turns to alternate"
+    assert (
+        '{"name": "get_weather", "description": "Of a city", "parameters": {"type": "object"'
+        in system["content"]
     )
+    assert user == {"role": "user", "content": "?"}
+    assert called["content"].startswith(
+        'So:\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln'
+    )
+    assert called["content"].count("</tool_call>") == 2
+    assert answered["content"] == (
+        "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    ), "one message, as templates want turns to alternate"
     own = {"role": "system", "content": "Be brief."}
     (system,) = use.messages([own])
     assert system["content"].endswith("\n\nBe brief.")
@@ -148,7 +161,9 @@ def test_templates_without_system_messages_get_tools_in_the_first_question() -> 
     assert user["content"].endswith("</tool_call>\n\n?")
 
 
-def parsed(use: ToolUse, text: str, pieces: random.Random | None = None) -> tuple[str | None, list[tuple[str, Any]]]:
+def parsed(
+    use: ToolUse, text: str, pieces: random.Random | None = None
+) -> tuple[str | None, list[tuple[str, Any]]]:
     """Content and calls, put together from deltas as a client does it."""
     parser = use.parser()
     assert parser is not None
@@ -262,7 +277,11 @@ def ids_of(kind: str, text: str) -> list[int]:
     known.no_truncation()
     before, *parts = known.encode("\n", add_special_tokens=False).ids, *re.split(r"(\[TOOL_CALLS\])", text)
     ids = [known.encode(p if p[:1] == "[" else "\n" + p, add_special_tokens=False).ids for p in parts]
-    return [i for part, found in zip(parts, ids, strict=True) for i in found[0 if part[:1] == "[" else len(before) :]]
+    return [
+        i
+        for part, found in zip(parts, ids, strict=True)
+        for i in found[0 if part[:1] == "[" else len(before) :]
+    ]
 
 
 def test_a_call_that_the_limit_cuts_streams_what_there_is() -> None:

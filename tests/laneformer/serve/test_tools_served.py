@@ -42,29 +42,47 @@ def smollm2() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def client(smollm2: Server) -> OpenAI:
     return OpenAI(
-        base_url=f"{smollm2.url}/v1", api_key="none", max_retries=0, timeout=120, _strict_response_validation=True
+        base_url=f"{smollm2.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        _strict_response_validation=True,
     )
 
 
 @pytest.mark.slow
 def test_a_question_about_the_weather_is_answered_with_a_tool(client: OpenAI) -> None:
     tools: list[Any] = [pydantic_function_tool(GetWeather, name="get_weather")]
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": tools, "temperature": 0, "max_tokens": 200}
-    answer = client.chat.completions.parse(**asked, tool_choice="required", parallel_tool_calls=False).choices[0]
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": QUESTION,
+        "tools": tools,
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    answer = client.chat.completions.parse(
+        **asked, tool_choice="required", parallel_tool_calls=False
+    ).choices[0]
     (call,) = answer.message.tool_calls or ()
     assert (answer.finish_reason, call.function.name) == ("tool_calls", "get_weather")
     assert call.function.parsed_arguments == GetWeather(city="Paris", unit="celsius")
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 21, "unit": "celsius"}'}
     sent = [*QUESTION, answer.message.model_dump(), result]
-    said = client.chat.completions.create(model="tiny", messages=sent, tools=tools, temperature=0, max_tokens=60)
+    said = client.chat.completions.create(
+        model="tiny", messages=sent, tools=tools, temperature=0, max_tokens=60
+    )
     assert "21" in (said.choices[0].message.content or "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
+)
 def test_streams_of_calls_are_put_together_by_the_client(client: OpenAI, choice: Any) -> None:
     tool: Any = pydantic_function_tool(GetWeather, name="get_weather")
-    tools: list[Any] = [{**tool, "function": {**tool["function"], "strict": False}}]  # strict: the client parses them
+    tools: list[Any] = [
+        {**tool, "function": {**tool["function"], "strict": False}}
+    ]  # strict: the client parses them
     ended = 0
     for seed in range(4):
         asked: dict[str, Any] = {
@@ -92,10 +110,17 @@ def test_streams_of_calls_are_put_together_by_the_client(client: OpenAI, choice:
 
 @pytest.mark.slow
 def test_answers_parse_into_pydantic_models(client: OpenAI) -> None:
-    messages: list[Any] = [{"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}]
+    messages: list[Any] = [
+        {"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}
+    ]
     for seed in range(4):
         answer = client.chat.completions.parse(
-            model="tiny", messages=messages, response_format=Person, temperature=1.0, seed=seed, max_tokens=300
+            model="tiny",
+            messages=messages,
+            response_format=Person,
+            temperature=1.0,
+            seed=seed,
+            max_tokens=300,
         )
         assert isinstance(answer.choices[0].message.parsed, Person)
     free = [

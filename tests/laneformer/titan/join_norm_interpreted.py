@@ -1,7 +1,7 @@
 """The kernels of join and norm in Triton's interpreter, against the model's formulas in float64.
 
-The interpreter runs the kernels' own code with NumPy; what a GPU does with them it cannot show. It has to be chosen
-before Triton is imported: test_join_norm.py runs these tests in a process of their own.
+The interpreter runs the kernels' own code with NumPy; what a GPU does with them it cannot show. It has to be
+chosen before Triton is imported: test_join_norm.py runs these tests in a process of their own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ EPS = 1e-5
 OPERATIONS = torch.ops.laneformer
 
 
-# --- one join, one norm ---------------------------------------------------------------------------------------------
+# --- one join, one norm
+# ---------------------------------------------------------------------------------------------
 
 
-def plain(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None) -> Any:
+def plain(
+    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
+) -> Any:
     """Streams and normed streams by the model's formulas."""
     streams = h if how is None else join_lanes(h, partial, how, delayed)
     if weight is None:
@@ -38,8 +41,12 @@ def plain(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Ten
     return streams, streams * torch.rsqrt(streams.square().mean(-1, keepdim=True) + EPS) * weight
 
 
-def draw(how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool, scale: str, device: str) -> Any:
-    """h, partial, delayed and weight, each or None; the partial with the lane axis in front, as a product leaves it."""
+def draw(
+    how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool, scale: str, device: str
+) -> Any:
+    """h, partial, delayed and weight, each or None; the partial with the lane axis in front, as
+    a product leaves it.
+    """
     generator = torch.Generator().manual_seed(lanes + dim)
 
     def normal(*shape: int) -> Tensor:
@@ -53,15 +60,21 @@ def draw(how: Join | None, lanes: int, dim: int, dtype: torch.dtype, delay: bool
     return [h, partial, delayed, weight], gradients
 
 
-def results(inputs: list[Tensor | None], gradients: list[Tensor], how: Join | None, function: Any) -> list[Tensor]:
-    """Outputs (streams, normed) of `function`, then the gradients of all inputs; the partial is used a second time."""
+def results(
+    inputs: list[Tensor | None], gradients: list[Tensor], how: Join | None, function: Any
+) -> list[Tensor]:
+    """Outputs (streams, normed) of `function`, then the gradients of all inputs; the partial is
+    used a second time.
+    """
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
     outputs = [t for t in function(*leaves, how) if t is not None]
     wanted = [t for t in leaves if t is not None]
     return [*outputs[:2], *torch.autograd.grad(outputs, wanted, gradients[: len(outputs)])]
 
 
-def fused(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None) -> Any:
+def fused(
+    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
+) -> Any:
     if how is None:
         return JoinNorm.apply(h, None, None, weight, EPS, False)
     layer: Any = SimpleNamespace(joins=[how], broadcasts=[True])
@@ -69,16 +82,20 @@ def fused(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Ten
     return FusedLayer.join(layer, 0, h, partial, delayed, norm)
 
 
-def exact(h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None) -> Any:
+def exact(
+    h: Tensor, partial: Tensor | None, delayed: Tensor | None, weight: Tensor | None, how: Join | None
+) -> Any:
     return *plain(h, partial, delayed, weight, how), None if partial is None else partial * 1
 
 
-def largest_error(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: Join | None = None) -> float:
+def largest_error(
+    found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype, how: Join | None = None
+) -> float:
     """In units of what rounding explains, relative to the largest value of each result.
 
-    A result is rounded once, half an eps, what it was computed from may have been (the norm reads rounded streams), and
-    the partial where a plain operation prepares it: half an eps each. Float32 sums over a few dozen values add a few of
-    float32's.
+    A result is rounded once, half an eps, what it was computed from may have been (the norm reads rounded
+    streams), and the partial where a plain operation prepares it: half an eps each. Float32 sums over a few
+    dozen values add a few of float32's.
     """
     roundings = 3 if how in (Join.PRESENT, Join.NO_REDUCE) else 2
     allowed = roundings / 2 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
@@ -125,11 +142,16 @@ def test_faults_would_be_seen() -> None:
     found = results(inputs, gradients, Join.PAST, fused)
     wide, wide_gradients = [t.double() for t in inputs], [g.double() for g in gradients]
     for fault in (own_lane_twice, unscaled):
-        assert largest_error(found, results(wide, wide_gradients, Join.PAST, fault), torch.bfloat16, Join.PAST) > 5
+        assert (
+            largest_error(found, results(wide, wide_gradients, Join.PAST, fault), torch.bfloat16, Join.PAST)
+            > 5
+        )
 
 
 def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hidden axis in tiles, the last one partly outside, as the 2B model's 3,072 columns are three of 1,024."""
+    """The hidden axis in tiles, the last one partly outside, as the 2B model's 3,072 columns
+    are three of 1,024.
+    """
     monkeypatch.setattr(join_norm_kernels, "COLUMNS", 16)
     for scale in ("shared", "lane"):
         inputs, gradients = draw(Join.PAST, 3, 40, torch.float32, True, scale, "cpu")
@@ -138,7 +160,8 @@ def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert largest_error(results(inputs, gradients, Join.PAST, fused), wanted, torch.float32) <= 1
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
+# --- the model
+# ------------------------------------------------------------------------------------------------------
 
 VARIANTS: list[dict[str, Any]] = [
     {"replicated_rmsn_scale": False}, {"use_attention_comm": False}, {"rebroadcast_early": True},
@@ -159,7 +182,9 @@ def build(kind: str, **overrides: Any) -> TitanLaneformer:
     return model
 
 
-@pytest.mark.parametrize("overrides", [{}, *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS)], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{}, *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS)], ids=str
+)
 def test_losses_and_gradients_of_the_model(overrides: dict[str, Any]) -> None:
     """With selective checkpointing, as in training, against the plain layers in float64."""
     tokens = torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -174,7 +199,8 @@ def test_losses_and_gradients_of_the_model(overrides: dict[str, Any]) -> None:
     assert largest_error(*computed, torch.float32) <= 100 / 9
 
 
-# --- in a graph of the compiler -------------------------------------------------------------------------------------
+# --- in a graph of the compiler
+# -------------------------------------------------------------------------------------
 
 
 def test_join_and_norm_in_one_graph_become_one_kernel() -> None:

@@ -25,7 +25,9 @@ SEQ_LEN, BOS = 64, 1
 
 
 def build(kind: str = "sdpa", mask_documents: bool = False) -> TitanLaneformer:
-    model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=kind, mask_documents=mask_documents, bos_id=BOS))
+    model = TitanLaneformer(
+        LaneformerArgs(config=CONFIG, attention=kind, mask_documents=mask_documents, bos_id=BOS)
+    )
     model.init_weights()
     return model
 
@@ -55,7 +57,9 @@ def test_flex_attention_is_sdpa(tokens: torch.Tensor) -> None:
 
 
 def seen_keys(ends: torch.Tensor, window: list[int]) -> torch.Tensor:
-    """Of rows laid end to end, bool (rows, rows): keys of the same segment, at most window[0] before, [1] behind."""
+    """Of rows laid end to end, bool (rows, rows): keys of the same segment, at most
+    window[0] before, [1] behind.
+    """
     at = torch.arange(int(ends[-1]))
     segment = torch.bucketize(at, ends, right=True)
     distance = at[:, None] - at[None, :]
@@ -74,7 +78,9 @@ calls: list[int] = []  # of the kernel below
 
 @varlen._varlen_attn.register_kernel("cpu")
 def _(q, k, v, ends, ends_k, longest, longest_k, causal, scale, window, *others):
-    """What PyTorch documents, as a kernel for CPUs, of which it has none: all around it is what runs on a GPU."""
+    """What PyTorch documents, as a kernel for CPUs, of which it has none: all around it is what
+    runs on a GPU.
+    """
     assert ends.dtype == torch.int32
     assert ends.diff().max() <= longest
     calls.append(len(ends))
@@ -127,7 +133,9 @@ def test_varlen_attention_is_sdpa(tokens: torch.Tensor, documents: bool) -> None
 def test_block_masks_are_compiled_once(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: other documents in the next batch compile nothing again, and the masks are the plain ones."""
     inputs, compiled = tokens[:, :-1].clone(), CompileCounter()
-    monkeypatch.setattr(attention, "_block_mask_builder", lambda _: torch.compile(create_block_mask, backend=compiled))
+    monkeypatch.setattr(
+        attention, "_block_mask_builder", lambda _: torch.compile(create_block_mask, backend=compiled)
+    )
     for boundary in (20, 40, 50):
         inputs[0, boundary] = BOS
         documents = attention.document_ids(inputs, BOS)

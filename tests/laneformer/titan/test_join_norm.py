@@ -1,4 +1,6 @@
-"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, in a layer, on a GPU if there is one."""
+"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, in a layer, on a GPU
+if there is one.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_in_the_interpreter(marked: str) -> None:
-    """Every join and norm, their gradients, the model's, and the compiler's pass: tests in a process of their own."""
+    """Every join and norm, their gradients, the model's, and the compiler's pass: tests in a
+    process of their own.
+    """
     tests = Path(__file__).with_name("join_norm_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marked, str(tests)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -44,7 +48,8 @@ def test_in_the_interpreter(marked: str) -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
-# --- the kernels for sm_90, by Triton's compiler and ptxas, which need no GPU ----------------------------------------
+# --- the kernels for sm_90, by Triton's compiler and ptxas, which need no GPU
+# ----------------------------------------
 
 
 def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> tuple[int, int]:
@@ -55,14 +60,18 @@ def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> t
     signature, divisible = {}, {}
     for index, name in enumerate(kernel.arg_names):
         is_stride = name.endswith(("_token", "_lane"))
-        signature[name] = "constexpr" if name in constants else "i32" if is_stride else types.get(name, "*bf16")
+        signature[name] = (
+            "constexpr" if name in constants else "i32" if is_stride else types.get(name, "*bf16")
+        )
         if name not in (*constants, "eps", "T"):
             divisible[(index,)] = [["tt.divisibility", 16]]
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
         source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": join_norm_kernels.WARPS})
+        triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": join_norm_kernels.WARPS}
+        )
     (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
     spilled = re.findall(r"(\d+) bytes spill", log.getvalue())
     assert len(spilled) == 2, log.getvalue()
@@ -78,16 +87,21 @@ def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: b
         choices = {"DELAYED": join, "NORM": norm, "LANE_SCALES": norm and lane_scales}
         forward = compile_for_sm90(join_norm_kernels.forward_kernel, config, JOIN=join, **choices)
         backward = compile_for_sm90(join_norm_kernels.backward_kernel, config, HANDED_ON=join, **choices)
-        print(f"{flavor} {join=} {norm=} {lane_scales=}: registers {forward[0]} forward, {backward[0]} backward")
+        print(
+            f"{flavor} {join=} {norm=} {lane_scales=}: registers {forward[0]} forward, {backward[0]} backward"
+        )
         assert forward[1] == backward[1] == 0, (choices, forward, backward)
 
 
-# --- a layer as Inductor lowers it for an H100 ------------------------------------------------------------------------
+# --- a layer as Inductor lowers it for an H100
+# ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_layer_moves_what_its_kernels_read_and_write() -> None:
-    """A middle layer of the 2B model: the kernels it calls and their bytes, in streams; no copies around them."""
+    """A middle layer of the 2B model: the kernels it calls and their bytes, in streams;
+    no copies around them.
+    """
     config, recorder = LaneformerConfig.from_flavor("2b"), sm90.Recorder()
     shape = (4, 4096, config.num_lanes, config.hidden_size)
     torch._dynamo.reset()
@@ -107,7 +121,9 @@ def test_a_layer_moves_what_its_kernels_read_and_write() -> None:
     wide = 2 * math.prod(shape)
     graphs = {graph.backward: graph for _, graph in recorder.calls}
     assert reads(graphs[False], wide) == [("rms_norm", 1), ("join_norm", 3), ("join", 3)]
-    assert reads(graphs[True], wide) == [("join_norm_backward", count) for count in (2, 4, 3)], "no norm again"
+    assert reads(graphs[True], wide) == [("join_norm_backward", count) for count in (2, 4, 3)], (
+        "no norm again"
+    )
     # what they read and write, and below it the narrow rest: SwiGLU, RoPE, concatenated weights
     assert 11 < graphs[False].bytes("elementwise") / wide < 11 + 4
     assert 15 < graphs[True].bytes("elementwise") / wide < 15 + 7
@@ -119,7 +135,8 @@ def reads(graph: sm90.Graph, wide: int) -> list[tuple[str, int]]:
     return [(found[1], round(size / wide)) for found, size in calls if found]
 
 
-# --- which path -----------------------------------------------------------------------------------------------------
+# --- which path
+# -----------------------------------------------------------------------------------------------------
 
 
 def job(kind: str) -> Any:
@@ -148,4 +165,6 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         wanted = results(wide, [g.cpu().double() for g in gradients], how, exact)
         assert largest_error(found, wanted, dtype, how) <= 1, (how, delay, scale)
         again = results(inputs, gradients, how, fused)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "a step must repeat bit for bit"
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), (
+            "a step must repeat bit for bit"
+        )

@@ -1,4 +1,6 @@
-"""The training model is the plain one, arranged differently: the same losses and gradients for every kind of join."""
+"""The training model is the plain one, arranged differently: the same losses and gradients for
+every kind of join.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ SMALL = LaneformerConfig.from_flavor(
 )
 
 
-def model_and_batch(config: LaneformerConfig = SMALL, **arguments: Any) -> tuple[TitanLaneformer, torch.Tensor]:
+def model_and_batch(
+    config: LaneformerConfig = SMALL, **arguments: Any
+) -> tuple[TitanLaneformer, torch.Tensor]:
     model = TitanLaneformer(LaneformerArgs(config=config, **arguments))
     model.init_weights()
     tokens = torch.randint(3, config.vocab_size, (2, 49), generator=torch.Generator().manual_seed(0))
@@ -33,7 +35,9 @@ def test_gradients_are_those_of_the_formula() -> None:
     weight = torch.randn(4, 5, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     labels = torch.randint(0, 20, (10,), generator=generator)
     labels[3] = IGNORE_INDEX
-    assert torch.autograd.gradcheck(lambda x, w: ChunkedCrossEntropy.apply(x, w, labels, 3, None)[0], (x, weight))
+    assert torch.autograd.gradcheck(
+        lambda x, w: ChunkedCrossEntropy.apply(x, w, labels, 3, None)[0], (x, weight)
+    )
 
 
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
@@ -47,7 +51,9 @@ def test_losses_and_gradients_are_the_plain_models(head: str) -> None:
     labels[0, 5] = IGNORE_INDEX
     losses = model(inputs, labels)
     losses.sum().backward()
-    wanted = F.cross_entropy(exact(inputs).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    wanted = F.cross_entropy(exact(inputs).flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
     wanted.sum().backward()
     assert losses.shape == labels.shape
     assert losses[0, 5] == 0
@@ -59,7 +65,9 @@ def test_losses_and_gradients_are_the_plain_models(head: str) -> None:
     with torch.no_grad():
         of_logits = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="sum")
         assert abs(of_logits - wanted.sum()) < rounding * wanted.sum()
-        assert abs(model(inputs, labels.roll(1, 1)).sum() - wanted.sum()) > 0.1, "labels one place off must be seen"
+        assert abs(model(inputs, labels.roll(1, 1)).sum() - wanted.sum()) > 0.1, (
+            "labels one place off must be seen"
+        )
 
 
 @pytest.mark.parametrize("trained", [0, 1, 14, 15, 60, 96])
@@ -139,7 +147,8 @@ def test_bfloat16_sums_the_heads_gradient_in_float32() -> None:
         return leaf.grad.float()
 
     one, many = gradient(256), gradient(4)
-    # per chunk a product rounded to bfloat16 (half an ulp, 2^-9 of it), then one rounding of the sum (2^-8 covers both)
+    # per chunk a product rounded to bfloat16 (half an ulp, 2^-9 of it), then one rounding of the sum
+    # (2^-8 covers both)
     bound = 2**-8 * (one.abs() + gradient_of_magnitudes(x, weight, labels))
     assert ((one - many).abs() <= bound).all()
 
@@ -154,7 +163,9 @@ def gradient_of_magnitudes(x: torch.Tensor, weight: torch.Tensor, labels: torch.
 
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate"])
 def test_the_z_loss_joins_the_gradients_and_not_the_loss(head: str) -> None:
-    """Gradients are those of loss + weight * log-denominator ** 2 in float64; what the log shows is of the logits."""
+    """Gradients are those of loss + weight * log-denominator ** 2 in float64; what the log shows
+    is of the logits.
+    """
     config, z_weight = LaneformerConfig.from_dict({**SMALL.to_dict(), "lm_head_type": head}), 0.1
     model, tokens = model_and_batch(config)
     model.lm_head.chunk_tokens, model.lm_head.z_loss_weight = 7, z_weight

@@ -67,7 +67,9 @@ def step(model: TitanLaneformer, tokens: torch.Tensor) -> tuple[torch.Tensor, di
 
 
 def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float:
-    """Distinct float32 values, per token, that autograd keeps of the layers (not of embedding, norm and head)."""
+    """Distinct float32 values, per token, that autograd keeps of the layers (not of
+    embedding, norm and head).
+    """
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     held: dict[int, torch.Tensor] = {}
 
@@ -115,7 +117,8 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor, ea
                         checkpointing="selective", reshard=True, checkpoint_interval=1, keep_latest=1,
                         keep_every=0)  # fmt: skip
     planned = sum(plan_sums.kept_per_token(job, i) for i in range(CONFIG.num_hidden_layers))
-    # besides what the plan counts: a softmax denominator a head, and per sequence the mask, rope and token ids
+    # besides what the plan counts: a softmax denominator a head, and per sequence the mask, rope
+    # and token ids
     extra = CONFIG.num_hidden_layers * CONFIG.num_attention_heads + SEQ_LEN + 4 * CONFIG.head_dim
     assert planned <= kept_values_per_token(compiled, tokens) <= planned + extra
     wide = CONFIG.num_lanes * CONFIG.hidden_size
@@ -133,7 +136,9 @@ def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]
         return make_boxed_func(graph)
 
     apply_selective_checkpointing(model)
-    backend = aot_autograd(fw_compiler=nop, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(
+        fw_compiler=nop, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
     for layer in model.layers:
         layer.compile(backend=backend, fullgraph=True)
     step(model, tokens)
@@ -141,7 +146,9 @@ def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]
 
 
 def test_no_product_is_computed_twice(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer's four products each needs two for its gradients; without the streams kept, wo is computed again."""
+    """Of a layer's four products each needs two for its gradients; without the streams kept,
+    wo is computed again.
+    """
     config = dataclasses.replace(CONFIG, use_early_comm=True)  # a layer of equal streams, and one of lanes
     assert backward_products(build(config), tokens) == [8, 8]
     monkeypatch.setattr(layer_module, "keep", lambda x: x)
@@ -161,7 +168,8 @@ def cuts() -> dict[str, dict[str, list]]:
 @pytest.mark.parametrize("degree", ["8", "16", "192"])
 def test_every_rank_gets_an_equal_part_of_every_tensor(cuts: dict[str, dict[str, list]], degree: str) -> None:
     for name, (dimension, shape) in cuts[degree].items():
-        # the embedding's 32,000 rows and the norms' 3,072 scales: 32,000 = 192 x 166.7 is cut along the hidden axis
+        # the embedding's 32,000 rows and the norms' 3,072 scales: 32,000 = 192 x 166.7 is cut along
+        # the hidden axis
         assert shape[dimension] % int(degree) == 0, f"{name} {shape} is cut unevenly along {dimension}"
 
 
@@ -169,4 +177,6 @@ def test_eight_shards_are_the_eight_lanes(cuts: dict[str, dict[str, list]]) -> N
     lane_matrices = {name: cut for name, cut in cuts["8"].items() if len(cut[1]) == 3}
     assert len(lane_matrices) == 15 * 7 + 1
     assert all(dimension == 0 for dimension, _ in lane_matrices.values())
-    assert any(dimension != 0 for dimension, _ in cuts["192"].values()), "a lane axis of 8 cannot feed 192 ranks"
+    assert any(dimension != 0 for dimension, _ in cuts["192"].values()), (
+        "a lane axis of 8 cannot feed 192 ranks"
+    )

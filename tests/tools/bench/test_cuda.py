@@ -70,14 +70,20 @@ def test_an_interrupted_run_goes_on() -> None:
 
 
 def test_the_limits_are_nine_minutes() -> None:
-    assert sum(step.most_s for step in cuda.STEPS) + cuda.RESERVE_S <= 9 * 60
+    assert sum(step.max_s for step in cuda.STEPS) + cuda.RESERVE_S <= 9 * 60
     names = [step.name for step in cuda.STEPS]
     order = ["prepare", "tiny", "300m", "sanitizer", "load", "correctness", "decode"]
     assert sorted(order, key=names.index) == order
 
 
 def test_what_is_kept_is_of_the_same_run(tmp_path: Path) -> None:
-    report = {"command": "x", "commit": "abc", "gpu": "H200", "steps": {"a": {"result": 1}}, "finished": False}
+    report = {
+        "command": "x",
+        "commit": "abc",
+        "gpu": "H200",
+        "steps": {"a": {"result": 1}},
+        "finished": False,
+    }
     path = tmp_path / "kept.json"
     assert cuda.kept_steps(path, report) == {}
     path.write_text(json.dumps(report))
@@ -91,7 +97,9 @@ def test_what_is_kept_is_of_the_same_run(tmp_path: Path) -> None:
     assert cuda.kept_steps(path, report) == {}
 
 
-def test_one_command_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_command_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The second run of a command whose first was killed in a step asks for the rest alone."""
     asked: list[str] = []
 
@@ -139,7 +147,9 @@ def test_steps_have_a_function_and_a_section() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         cuda.main(["--out", str(tmp_path / "report.md")])
     assert stopped.value.code == 2
@@ -153,7 +163,9 @@ def imported(name: str, seen: set[str]) -> None:
         return
     seen.add(name)
     stems = [root / name.replace(".", "/") for root in (ROOT / "models", ROOT)]
-    files = [path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()]
+    files = [
+        path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()
+    ]
     if not files:
         return
     parts = name.split(".") if files[0].name == "__init__.py" else name.split(".")[:-1]
@@ -174,13 +186,21 @@ def test_a_machine_with_torch_and_transformers_alone_has_all_that_is_imported() 
     seen = set[str]()
     for name in ("__main__", "cuda", "cuda_steps"):
         imported(f"tools.bench.{name}", seen)
-    assert {"laneformer.engine.cuda.sequence", "laneformer.engine.folder", "tools.check.cuda", "transformers"} <= seen
-    assert not [name for name in seen if name.split(".")[0] in ("tyro", "rich") or name.endswith("engine._core")]
+    assert {
+        "laneformer.engine.cuda.sequence",
+        "laneformer.engine.folder",
+        "tools.check.cuda",
+        "transformers",
+    } <= seen
+    assert not [
+        name for name in seen if name.split(".")[0] in ("tyro", "rich") or name.endswith("engine._core")
+    ]
     imported("tools.check.engine", seen)  # which needs both
     assert {"tyro", "rich.table"} <= seen
 
 
-# --- the report ---------------------------------------------------------------------------------------------------
+# --- the report
+# ---------------------------------------------------------------------------------------------------
 
 HEAD = {"date": "2026-01-01 00:00 UTC", "command": "x", "commit": "abc", "flavor": "2b", "dtype": "bf16"}
 DEPTH = {
@@ -189,7 +209,14 @@ DEPTH = {
     "exposed_us_per_layer": 7.1, "prefill_tokens_per_s": 50_000.0, "ttft_s": 0.04, "version": "persistent",
 }  # fmt: skip
 GREEDY = {"prompts": 8, "same": 7, "diverged": [{"prompt": 3, "token": 9, "lead": 1e-4, "tie": 2e-3}]}
-VERSION = {"relative_error": 1e-3, "kl": 1e-6, "worst": 1e-3, "holds": True, "greedy": GREEDY, "differing_runs": 0}
+VERSION = {
+    "relative_error": 1e-3,
+    "kl": 1e-6,
+    "worst": 1e-3,
+    "holds": True,
+    "greedy": GREEDY,
+    "differing_runs": 0,
+}
 RECORDED: dict[str, Any] = {
     "machine": {"gpu": "NVIDIA H200", "multiprocessors": 132, "l2_bytes": 50 << 20, "memory_bytes": 141 << 30},
     "probe": {
@@ -240,8 +267,13 @@ def test_no_speed_without_a_verdict() -> None:
     unproven = page(decode=RECORDED["decode"])
     assert "**Correctness: not proven (not measured).**" in unproven
     wrong = {**RECORDED["correctness"], "holds": False, "failed": ["graph: greedy tokens"]}
-    assert "**Correctness: FAILED: graph: greedy tokens.**" in page(correctness=wrong, decode=RECORDED["decode"])
-    steps = {"correctness": {"error": "its process ended with status -11"}, "decode": {"not_measured": "0 s were left"}}
+    assert "**Correctness: FAILED: graph: greedy tokens.**" in page(
+        correctness=wrong, decode=RECORDED["decode"]
+    )
+    steps = {
+        "correctness": {"error": "its process ended with status -11"},
+        "decode": {"not_measured": "0 s were left"},
+    }
     text = cuda.markdown({**HEAD, "steps": steps})
     assert "not proven (its process ended with status -11)" in text
     assert "### Decode\n\nnot measured: 0 s were left" in text

@@ -10,8 +10,8 @@ import pytest
 from tools.bench import cuda_model
 from tools.bench.cuda_model import Memory, Step, modelled, shared_out, token_us, values_of
 
-# tokens/s of `2b` on an H200 as an earlier model had them, of which the inputs alone are kept: 1.5% are the difference
-# between two ways to let lanes drift
+# tokens/s of `2b` on an H200 as an earlier model had them, of which the inputs alone are kept: 1.5% are the
+# difference between two ways to let lanes drift
 EARLIER = {
     ("first", "central", 0.92): 948, ("first", "central", 0.85): 882, ("first", "pessimistic", 0.92): 887,
     ("first", "pessimistic", 0.85): 838, ("today", "central", 0.92): 991, ("today", "central", 0.85): 918,
@@ -32,7 +32,9 @@ def test_a_slow_block_is_bound_by_its_arithmetic() -> None:
 
 
 def test_rings_hide_two_stalls_only_as_far_as_they_are_empty_again() -> None:
-    """250 bytes at 200 - 100 bytes/us empty 125 bytes of the rings: of the second stall that is what they hide."""
+    """250 bytes at 200 - 100 bytes/us empty 125 bytes of the rings: of the second stall that
+    is what they hide.
+    """
     memory = Memory(rate=100, port=1000, ring=500)
     steps = [Step(3000, 200, 5, None), Step(250, 200, 5, 0)]
     assert token_us(steps, 1, memory, 0.0) == pytest.approx(32.5 + (5 - 1.25), abs=1e-3)
@@ -57,7 +59,9 @@ def test_lanes_in_step_leave_the_memory_idle_together() -> None:
 @pytest.mark.parametrize("name", EARLIER, ids=str)
 def test_the_earlier_projection(name: tuple[str, str, float]) -> None:
     kernel, case, share = name
-    assert modelled(kernel, case, memory_share=share)["tokens_per_s"] == pytest.approx(EARLIER[name], rel=0.015)
+    assert modelled(kernel, case, memory_share=share)["tokens_per_s"] == pytest.approx(
+        EARLIER[name], rel=0.015
+    )
 
 
 def test_longer_stalls_and_a_deeper_context_cost_tokens() -> None:

@@ -114,7 +114,9 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert steps["baselines"]["result"]["failed"] == {}
     assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"persistent", "graph", "hf_generate", *CUTS}
     assert steps["compiled"]["result"]["failed"] == {}
-    assert steps["lane_alone"]["result"]["blocking_exchanges"] == 3  # one layer of PRESENT joins, and the best token
+    assert (
+        steps["lane_alone"]["result"]["blocking_exchanges"] == 3
+    )  # one layer of PRESENT joins, and the best token
     read = {dtype: steps[dtype]["result"]["bytes_per_token"] for dtype in ("fp16", "int8", "fp8")}
     assert all(steps[dtype]["result"]["holds"] for dtype in read)
     assert read["fp16"] / 2 < read["int8"] == read["fp8"] < 0.6 * read["fp16"]
@@ -135,7 +137,9 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
 ) -> None:
     """Every unit in a process of its own; neither a crash nor a hang stops the others."""
 
-    def compile_cubin(version: str, geometry: Geometry, architecture: str, cache: None, driver: int | None) -> None:
+    def compile_cubin(
+        version: str, geometry: Geometry, architecture: str, cache: None, driver: int | None
+    ) -> None:
         if version == "probe":
             time.sleep(600)
         if geometry.config.num_lanes == 1:
@@ -153,7 +157,9 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
     assert len(made) == report["units"] - 3
 
 
-def test_no_figure_is_of_a_version_that_was_not_asked_for(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_figure_is_of_a_version_that_was_not_asked_for(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = cuda_steps.SequenceDecoder
 
     def falls_back(*given: Any, **shape: Any) -> Any:
@@ -162,7 +168,9 @@ def test_no_figure_is_of_a_version_that_was_not_asked_for(session: Session, monk
         return decoder
 
     monkeypatch.setattr(cuda_steps, "SequenceDecoder", falls_back)
-    with pytest.raises(RuntimeError, match="the persistent version cannot run here; graph would decode instead"):
+    with pytest.raises(
+        RuntimeError, match="the persistent version cannot run here; graph would decode instead"
+    ):
         cuda_steps.STEPS["first_persistent"](session)
     assert cuda_steps.STEPS["first_graph"](session)["version"] == "graph"
 
@@ -195,7 +203,9 @@ def test_a_lane_alone_is_packed_like_any_model() -> None:
     config, tensors = one_lane(SMALL_CONFIG), tensors_of(random_weights(SMALL_CONFIG))
     geometry = plan(config, "bf16", Machine(8, 32 * 1024, 90), warps=2, chunk_bytes=512)
     memory = DeviceMemory(geometry, {name: first_lane(name, t) for name, t in tensors.items()}, 0, "cpu")
-    lanes = sum(np.abs(t.values[0].astype(np.int64)).sum() for name, t in tensors.items() if t.values.ndim == 3)
+    lanes = sum(
+        np.abs(t.values[0].astype(np.int64)).sum() for name, t in tensors.items() if t.values.ndim == 3
+    )
     assert int(memory.tapes.view(torch.uint16).long().sum()) == lanes
     assert geometry.blocks == 8
     assert 2 * bench.weight_bytes(geometry) == bench.weight_bytes(

@@ -26,7 +26,9 @@ BENCH = {
 
 
 class FakeCandidate:
-    """Known speeds instead of a process: ours makes 40, 41, ... tokens/s, llama.cpp 20; Transformers is not there."""
+    """Known speeds instead of a process: ours makes 40, 41, ... tokens/s, llama.cpp 20;
+    Transformers is not there.
+    """
 
     log: list[tuple[str, str]] = []  # noqa: RUF012  (one for all, emptied by the fixture)
 
@@ -153,7 +155,8 @@ def test_the_random_gguf_is_read_back_and_written_once(tmp_path):
     assert len(reader.fields["tokenizer.ggml.tokens"].data) == config.vocab_size
     matrix = next(t for t in reader.tensors if t.name == "blk.0.ffn_up.weight")
     values = (np.asarray(matrix.data).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    # 65536 draws: the deviation's own error is 0.3% of it, five of those are allowed; cutting to bf16 takes up to 0.4%
+    # 65536 draws: the deviation's own error is 0.3% of it, five of those are allowed; cutting to bf16 takes
+    # up to 0.4%
     assert values.std() == pytest.approx(config.initializer_range, rel=0.02)
     written = path.stat().st_mtime_ns
     assert llamacpp.random_gguf(config, "bf16", tmp_path).stat().st_mtime_ns == written
@@ -175,7 +178,9 @@ def test_ours_alone_from_the_command_line(capsys, tmp_path):
         == f"python -m tools.bench decode --flavor tiny --against '' {' '.join(arguments[4:])} --out {out}"
     )
     page = out.read_text()
-    assert page.startswith(f"{decode.FILE_START}\n\n## {result['date']}: `tiny` in bf16, 1 threads\n\n    python")
+    assert page.startswith(
+        f"{decode.FILE_START}\n\n## {result['date']}: `tiny` in bf16, 1 threads\n\n    python"
+    )
     assert f"{result['machine']['cpu']}, {result['machine']['cpus']} CPUs (" in page
     assert f"Commit {result['commit']}." in page
     assert "round 1 of 1: laneformer" in captured.err
@@ -194,7 +199,9 @@ def test_a_candidate_sleeps_between_its_trials_and_refuses_unknown_commands():
     before = process.cpu_clocks()
     time.sleep(0.5)
     after = process.cpu_clocks()
-    assert after[1] - before[1] <= 0.05 * (after[0] - before[0]), "an idle candidate takes CPU from the others"
+    assert after[1] - before[1] <= 0.05 * (after[0] - before[0]), (
+        "an idle candidate takes CPU from the others"
+    )
     with pytest.raises(RuntimeError, match="no attribute 'juggle'"):
         process.ask("juggle")
     process.close()
@@ -253,7 +260,9 @@ def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(monkeyp
 def test_transformers_runs():
     process = candidate("transformers", Options(flavor="tiny", threads=1))
     assert "transformers" in process.ask("facts")["version"]
-    again = [process.ask("decode", prompt=[5, 6, 7], new_tokens=4) for _ in range(2)]  # the second keeps its prompt
+    again = [
+        process.ask("decode", prompt=[5, 6, 7], new_tokens=4) for _ in range(2)
+    ]  # the second keeps its prompt
     assert process.ask("prefill", prompt=[5] * 20) > 0
     assert process.ask("batch", sequences=3, new_tokens=4)["tokens_per_s"] > 0
     config = LaneformerConfig.from_flavor("tiny")

@@ -1,4 +1,6 @@
-"""What the benchmarks share: processes that crash, hang or print, the order of trials, tables and the command line."""
+"""What the benchmarks share: processes that crash, hang or print, the order of trials, tables
+and the command line.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def candidate():
 
 def test_a_candidate_that_crashes_or_hangs_loses_one_command_alone(candidate):
     first = candidate.ask("pid")
-    with pytest.raises(RuntimeError, match=r"child: its process ended with status 7; its last lines:\na last word"):
+    with pytest.raises(
+        RuntimeError, match=r"child: its process ended with status 7; its last lines:\na last word"
+    ):
         candidate.ask("crash")
     second = candidate.ask("pid")
     start = time.monotonic()
@@ -80,10 +84,14 @@ def test_a_file_grows_by_sections(tmp_path):
 
 
 def test_the_command_names_its_benchmarks():
-    done = subprocess.run([sys.executable, "-m", "tools.bench", "decoed"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench", "decoed"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2
     listed = re.findall(r"^  ([\w-]+) ", done.stderr, re.MULTILINE)
     assert listed == list(commands.BENCHMARKS)
     assert all(
-        (ROOT / "tools" / "bench" / f"{name.replace('-', '_')}.py").is_file() for name in listed if name != "load"
+        (ROOT / "tools" / "bench" / f"{name.replace('-', '_')}.py").is_file()
+        for name in listed
+        if name != "load"
     )

@@ -27,13 +27,17 @@ def rows_of(shape: str, speed: float = 1000.0) -> latency.Result:
 def test_the_prediction_adds_what_no_variant_hides():
     model = rows_of("small")  # 15 layers of 10 us in tokens of 1,000 us
     assert predicted_share(model, "tensor parallel", 100) == pytest.approx(1000 / (1000 + 31 * 100))
-    assert predicted_share(model, "Ladder", 4) == pytest.approx(1000 / (1000 + 2 * 4))  # the last sum, and the token
+    assert predicted_share(model, "Ladder", 4) == pytest.approx(
+        1000 / (1000 + 2 * 4)
+    )  # the last sum, and the token
     assert predicted_share(model, "delay 1", 10) == pytest.approx(1000 / (1000 + 3 * 10))  # one early layer
     assert predicted_share(model, "delay 4", 40) == pytest.approx(1000 / (1000 + 9 * 40))  # four of them
     assert predicted_share(model, "delay 2, no early sums", 20) == pytest.approx(1000 / (1000 + 20))
 
 
-@pytest.mark.parametrize(("name", "knee_us"), [("tensor parallel", 0), ("Ladder", 4), ("delay 1", 10), ("delay 4", 40)])
+@pytest.mark.parametrize(
+    ("name", "knee_us"), [("tensor parallel", 0), ("Ladder", 4), ("delay 1", 10), ("delay 4", 40)]
+)
 def test_a_knee_is_where_joins_begin_to_wait(name, knee_us):
     knee_s = VARIANTS[name].knee_s(MODULES_S)
     assert knee_s == pytest.approx(knee_us * 1e-6)
@@ -84,8 +88,27 @@ def test_a_disturbed_fifth_does_not_count():
 
 @pytest.mark.slow
 def test_the_command_measures_resumes_and_draws(tmp_path: Path, capsys):
-    arguments = ["--model", "tiny", "--link-us", "0", "3000", "--rounds", "1", "--trial-s", "0.02", "--exchanges", "50"]
-    arguments += ["--payload", "1024", "--kept", str(tmp_path / "kept.jsonl"), "--plot", str(tmp_path / "plot.svg")]
+    arguments = [
+        "--model",
+        "tiny",
+        "--link-us",
+        "0",
+        "3000",
+        "--rounds",
+        "1",
+        "--trial-s",
+        "0.02",
+        "--exchanges",
+        "50",
+    ]
+    arguments += [
+        "--payload",
+        "1024",
+        "--kept",
+        str(tmp_path / "kept.jsonl"),
+        "--plot",
+        str(tmp_path / "plot.svg"),
+    ]
     latency.main([*arguments, "--out", str(tmp_path / "page.md")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = {(row["variant"], row["link_us"]): row for row in result["models"][0]["rows"]}

@@ -23,7 +23,9 @@ def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
     loader.main([*toy.split(), "--only", *only, "--out", str(out)])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     ours, baseline = report["loaders"]["MixtureLoader"], report["loaders"]["interleave_datasets"]
-    assert ours["deviation"][0]["1000"] < 1 < baseline["deviation"][0]["1000"], "drawn sources are off by many"
+    assert ours["deviation"][0]["1000"] < 1 < baseline["deviation"][0]["1000"], (
+        "drawn sources are off by many"
+    )
     assert isinstance(ours["resume_s"][0]["1000000"], float)
     assert "impossible beyond its" in baseline["resume_s"][0]["1000000"]
     text = out.read_text()

@@ -15,7 +15,9 @@ from tools.bench import llamacpp, quality
 def test_figures_of_known_logits():
     even, sure = np.zeros((3, 2), np.float32), np.log(np.array([[3.0, 1.0]] * 3, np.float32))
     same = quality.compared([even], [even], [[0, 1, 0]], text_bytes=2)
-    assert same == {"kl": 0.0, "same_best": 1.0, "bits_per_byte": pytest.approx(1.0)}, "two ids of one bit, two bytes"
+    assert same == {"kl": 0.0, "same_best": 1.0, "bits_per_byte": pytest.approx(1.0)}, (
+        "two ids of one bit, two bytes"
+    )
     other = quality.compared([sure], [-sure], [[0, 0, 0]], text_bytes=2)
     assert other["kl"] == pytest.approx(0.5 * math.log(3))
     assert other["same_best"] == 0.0
@@ -28,7 +30,17 @@ def test_every_type_of_ours(tmp_path, monkeypatch, capsys):
     config = LaneformerConfig.from_flavor("tiny", num_hidden_layers=3, swa_layers=(), vocab_size=512)
     path = llamacpp.random_gguf(config, "bf16", tmp_path)
     out = tmp_path / "quality.md"
-    arguments = ["--no-llamacpp", "--windows", "2", "--window-tokens", "64", "--threads", "1", "--out", str(out)]
+    arguments = [
+        "--no-llamacpp",
+        "--windows",
+        "2",
+        "--window-tokens",
+        "64",
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+    ]
     quality.main([str(path), *arguments])
     types = json.loads(capsys.readouterr().out.splitlines()[-1])["types"]
     assert types["fp32"]["kl"] == 0.0

@@ -1,4 +1,6 @@
-"""The server's benchmark: its client on a real server at toy size, its arithmetic, and what it says of missing ones."""
+"""The server's benchmark: its client on a real server at toy size, its arithmetic, and what it
+says of missing ones.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from laneformer import LaneformerConfig
 ROOT = Path(__file__).resolve().parents[3]
 
 
-# both commands in one process, since TorchTitan is slow to import; not in this one, since it keeps global state
+# both commands in one process, since TorchTitan is slow to import; not in this one, since it
+# keeps global state
 RUN = """
 import sys
 from tools.bench.train import main

@@ -1,4 +1,6 @@
-"""Bytes of a training step: counted as by hand, and held; every graph of the shipped model becomes code for sm_90."""
+"""Bytes of a training step: counted as by hand, and held; every graph of the shipped model
+becomes code for sm_90.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,17 @@ def _(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     ("function", "shapes", "streams"),
     [
         (lambda x, y: x + y, [(ROWS, WIDE)] * 2, 3),
-        (lambda x, y: ((x + y).relu() * y, x - y), [(ROWS, WIDE)] * 2, 4),  # one kernel: two read, two written
+        (
+            lambda x, y: ((x + y).relu() * y, x - y),
+            [(ROWS, WIDE)] * 2,
+            4,
+        ),  # one kernel: two read, two written
         (norm, [(ROWS, WIDE)], 2),  # twice read, once from memory
-        (lambda x: x[:, : WIDE // 2] + 1, [(ROWS, WIDE)], 1),  # half of what it reads from, half as much written
+        (
+            lambda x: x[:, : WIDE // 2] + 1,
+            [(ROWS, WIDE)],
+            1,
+        ),  # half of what it reads from, half as much written
         (lambda x: x.expand(ROWS, WIDE) + 1, [(1, WIDE)], 1 + 1 / ROWS),  # a broadcast row is read once
         (opaque, [(ROWS, WIDE)] * 2, 3 + 1 / WIDE),  # an operation that the compiler cannot look into
     ],
@@ -91,7 +101,9 @@ def test_a_kernel_of_the_models_own_counts_as_elementwise() -> None:
     assert [(kernel.kind, kernel.bytes) for kernel in kernels] == [("elementwise", 2 * ONE)]
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     two_layers = ("--architecture.num_hidden_layers", "2", "--architecture.swa_layers", "0")
     count = train_traffic.count
     monkeypatch.setattr(train_traffic, "count", lambda options, *more: count(options, *more, *two_layers))
@@ -100,17 +112,21 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     ours, dense = result["models"]["laneformer"], result["models"]["dense"]
     assert (
-        ours["flops"] == dense["flops"] == 6 * 64 * 2 * LaneformerConfig.from_flavor("tiny").parameter_count()["layer"]
+        ours["flops"]
+        == dense["flops"]
+        == 6 * 64 * 2 * LaneformerConfig.from_flavor("tiny").parameter_count()["layer"]
     )
     assert ours["elementwise_bytes"] > 0
     assert ours["tokens_per_s"]["pessimistic"] < ours["tokens_per_s"]["optimistic"]
     assert "Assumed rates" in out.read_text()
 
 
-# --- the shipped model ----------------------------------------------------------------------------------------------
+# --- the shipped model
+# ----------------------------------------------------------------------------------------------
 
-# Streams (W, of all lanes, in bf16) that the elementwise kernels of a layer move, forward and backward: what
-# docs/benchmarks holds. Another pass over the streams would cost a layer at least one W, so half of one is the margin.
+# Streams (W, of all lanes, in bf16) that the elementwise kernels of a layer move, forward and backward:
+# what docs/benchmarks holds. Another pass over the streams would cost a layer at least one W, so half of
+# one is the margin.
 STREAMS = {
     **dict.fromkeys((0, 1), (4.3, 7.3)),  # one stream stands for all lanes
     2: (9.0, 16.5),

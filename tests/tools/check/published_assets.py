@@ -1,4 +1,6 @@
-"""A folder as the first modeling code of Laneformer wrote it: its spellings, its tensor names, code of its own."""
+"""A folder as the first modeling code of Laneformer wrote it: its spellings, its tensor names,
+code of its own.
+"""
 
 from __future__ import annotations
 

@@ -41,10 +41,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def checked(folder: Path, **options: Any) -> dict[str, Any]:
-    return parity.check(parity.Options(folder, positions=24, prompts=2, new_tokens=8, **options), Console(quiet=True))
+    return parity.check(
+        parity.Options(folder, positions=24, prompts=2, new_tokens=8, **options), Console(quiet=True)
+    )
 
 
-@pytest.mark.parametrize("name", ["as published", *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[1:])])
+@pytest.mark.parametrize(
+    "name", ["as published", *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[1:])]
+)
 def test_engine_modeling_code_and_the_folder_s_own_code_agree(tmp_path: Path, name: str) -> None:
     spelled, means = CASES[name]
     folder = write_published(tmp_path / name.replace(" ", "_").replace(",", ""), meant(**means), **spelled)
@@ -64,7 +68,9 @@ def test_more_spellings() -> None:
     assert config_of({**OLDER, "unclamped_layers": [1]}).swa_layers == (0, 2)
     assert config_of({**OLDER, "num_key_value_heads": None}).num_key_value_heads == 8
     assert config_of({**OLDER, "sliding_window": None, "sliding_window_n_layers": 0}).swa_layers == ()
-    left_out = {name: value for name, value in OLDER.items() if name not in ("lm_head_type", "broadcast_delay")}
+    left_out = {
+        name: value for name, value in OLDER.items() if name not in ("lm_head_type", "broadcast_delay")
+    }
     assert config_of(left_out).lm_head_type == "replicate", "the older class's default"
     assert config_of({**left_out, "rebroadcast_early": False}).rebroadcast_early is False
     newer = {**MEANT.to_dict(), "model_type": "laneformer", "use_comm": True}

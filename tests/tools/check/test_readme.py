@@ -33,7 +33,9 @@ def test_the_first_screen() -> None:
 def test_commands_and_links(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     commands = {name for name in re.findall(r"-m ([\w.]+\w)", text) if name.split(".")[0] in OURS}
-    assert not [name for name in commands if not exists(name) and not name.endswith(".NAME")], "no such modules"
+    assert not [name for name in commands if not exists(name) and not name.endswith(".NAME")], (
+        "no such modules"
+    )
     tomls = re.findall(r"(?:configs|data_mixtures|examples)/[\w-]+\.toml", text)
     assert not [name for name in tomls if not (ROOT / name).is_file()], "no such recipe or job file"
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
@@ -43,7 +45,11 @@ def test_commands_and_links(page: Path) -> None:
 def test_files_named_by_the_architecture_page_exist() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w./]*\w\.(?:py|cpp|h|cu|cuh))`", text))
-    files = [f"/{path.relative_to(ROOT)}" for top in (*OURS, "models", "tests") for path in (ROOT / top).rglob("*.*")]
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for top in (*OURS, "models", "tests")
+        for path in (ROOT / top).rglob("*.*")
+    ]
     assert len(named) > 30
     assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
 
@@ -56,7 +62,9 @@ def exists(module: str) -> bool:
             spec = importlib.util.find_spec(f"{module}.__main__")
     except ModuleNotFoundError:
         return False
-    return bool(spec and spec.origin) and 'if __name__ == "__main__":' in Path(spec.origin).read_text(encoding="utf-8")
+    return bool(spec and spec.origin) and 'if __name__ == "__main__":' in Path(spec.origin).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_modules_that_are_gone_are_found() -> None:
@@ -72,7 +80,9 @@ def test_help_names_the_command_and_not_the_file_of_this_machine() -> None:
     ran = [path for top in ("tools", "examples", "train", "evals") for path in (ROOT / top).rglob("*.py")]
     calls = {p: re.findall(r"tyro\.cli\((?:[^()]|\([^()]*\))*\)", p.read_text(encoding="utf-8")) for p in ran}
     own_process = {"evals/commands.py", "tools/bench/decode_candidates.py"}  # no help is ever shown
-    unnamed = {str(p.relative_to(ROOT)) for p, found in calls.items() if any("prog=" not in each for each in found)}
+    unnamed = {
+        str(p.relative_to(ROOT)) for p, found in calls.items() if any("prog=" not in each for each in found)
+    }
     assert unnamed == own_process
 
 
@@ -106,7 +116,9 @@ def test_tables_are_read_as_written(tmp_path: Path) -> None:
     page = tmp_path / "2026-01-02-speed.md"
     page.write_text(PAGE)
     old, new = readme.sections(page)
-    assert (old.row("x", "ours")["x"], new.row("x", "ours")["x"]) == ("1", "3"), "the first of two equal headers"
+    assert (old.row("x", "ours")["x"], new.row("x", "ours")["x"]) == ("1", "3"), (
+        "the first of two equal headers"
+    )
     assert readme.newest_with([old, new], "--against b") is new
     with pytest.raises(ValueError, match="has no table with a column 'y'"):
         new.row("y", "ours")

@@ -8,7 +8,9 @@ from tools.check import recipe_keys
 
 
 def test_the_page_is_that_of_the_code():
-    assert recipe_keys.PAGE.read_text(encoding="utf-8") == recipe_keys.page(), "run python -m tools.check.recipe_keys"
+    assert recipe_keys.PAGE.read_text(encoding="utf-8") == recipe_keys.page(), (
+        "run python -m tools.check.recipe_keys"
+    )
 
 
 @pytest.mark.parametrize("cls", recipe_keys.CLASSES)

@@ -1,6 +1,7 @@
 """A run folder with invented figures, for looking at and testing the dashboard only; never a result.
 
-Two phases, attempts that fall back to a checkpoint, a warmup-stable-decay schedule in each phase, noise and spikes.
+Two phases, attempts that fall back to a checkpoint, a warmup-stable-decay schedule in each
+phase, noise and spikes.
 
     python tests/tools/dashboard/made_up_run.py FOLDER [--long | --published] [--missing]    (writes a run to look at)
 """
@@ -34,11 +35,17 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * min(1.0, step / warmup, (steps - step + 1) / decay)
 
 
-def metric(rng: random.Random, phase: str, attempt: int, step: int, steps: int, before: int) -> dict[str, Any]:
+def metric(
+    rng: random.Random, phase: str, attempt: int, step: int, steps: int, before: int
+) -> dict[str, Any]:
     progress = (before / TOKENS_A_STEP + step) / (1.5 * steps)
     cooldown = 0.12 * max(0.0, step / steps - 0.8) / 0.2
     curve = (
-        1.9 + 6.4 * math.exp(-14 * progress**0.7) + 0.25 / (1 + 8 * progress) - cooldown - 0.35 * (phase == "phase2")
+        1.9
+        + 6.4 * math.exp(-14 * progress**0.7)
+        + 0.25 / (1 + 8 * progress)
+        - cooldown
+        - 0.35 * (phase == "phase2")
     )
     loss = curve + rng.gauss(0, 0.02)
     spike = rng.random() < 0.002
@@ -47,7 +54,10 @@ def metric(rng: random.Random, phase: str, attempt: int, step: int, steps: int, 
     by_source = {name: curve + 0.4 * i - 0.4 + rng.gauss(0, 0.05) for i, name in enumerate(weights)}
     valid = {}
     if step % (steps // 20) == 0:
-        valid = {"valid_loss": curve + 0.03, "valid_loss_by_source": {n: v + 0.03 for n, v in by_source.items()}}
+        valid = {
+            "valid_loss": curve + 0.03,
+            "valid_loss_by_source": {n: v + 0.03 for n, v in by_source.items()},
+        }
     return {
         "step": step, "phase": phase, "attempt": attempt,
         "loss": loss + spike * rng.uniform(0.2, 0.9),
@@ -67,7 +77,9 @@ def metric(rng: random.Random, phase: str, attempt: int, step: int, steps: int, 
 
 def layers(rng: random.Random, first: float, growth: float, spike: bool) -> list[float]:
     """A figure of six layers; in a spike the third one is thirty times what it should be."""
-    return [first * math.exp(growth * i + rng.gauss(0, 0.06)) * (30 if spike and i == 2 else 1) for i in range(6)]
+    return [
+        first * math.exp(growth * i + rng.gauss(0, 0.06)) * (30 if spike and i == 2 else 1) for i in range(6)
+    ]
 
 
 # phase 1 in three attempts, each of which falls back behind the last one's end, then phase 2 in two
@@ -98,7 +110,9 @@ def learned(step: int, steps: int) -> float:
 def evaluations(
     steps: int, checkpoints: int, missing: tuple[str, ...], every_score: int | None = None
 ) -> list[dict[str, Any]]:
-    """every_score: checkpoints from one evaluation of code, questions and RULER to the next; None: only the last."""
+    """every_score: checkpoints from one evaluation of code, questions and RULER to the next;
+    None: only the last.
+    """
     records: list[dict[str, Any]] = []
     rng = random.Random(11)
     for count in range(1, checkpoints + 1):
@@ -106,7 +120,12 @@ def evaluations(
         step = int(count / checkpoints * 1.5 * steps)
         tokens = step * TOKENS_A_STEP
         sources = {
-            name: {"category": category, "bits_per_byte": 1.02 - 0.08 * i + 0.5 / part, "loss": 2.0, "bytes": 30000}
+            name: {
+                "category": category,
+                "bits_per_byte": 1.02 - 0.08 * i + 0.5 / part,
+                "loss": 2.0,
+                "bytes": 30000,
+            }
             for i, (name, category) in enumerate(SOURCES.items())
         }
         late = step > steps
@@ -123,13 +142,19 @@ def evaluations(
     speed = {"tokens_per_s": 131.7, "bytes_per_token": 98.3e6, "probe_bytes_per_s": 17.4e9, "percent_of_probe": 74.4,
              "prefill_tokens_per_s": 2150.0, "ttft_s": 0.061, "cpu": "Some CPU (2 cores)", "dtype": "bf16",
              "isa": "avx512bf16", "threads": 2, "tokens_per_s_p10": 127.9, "tokens_per_s_p90": 134.2}  # fmt: skip
-    return [*records, *scores(origin, 1, steps == PUBLISHED_STEPS), {**origin, "kind": "decode_speed", **speed}]
+    return [
+        *records,
+        *scores(origin, 1, steps == PUBLISHED_STEPS),
+        {**origin, "kind": "decode_speed", **speed},
+    ]
 
 
 def texts(step: int) -> list[dict[str, str]]:
     """Two prompts whose continuations grow with the step."""
     prose, code = "The old lighthouse keeper", "def is_prime(n: int) -> bool:\n"
-    words = (" had <b>not</b> spoken to anyone for weeks, and the sea had been as quiet as he was. " * 3).split()
+    words = (
+        " had <b>not</b> spoken to anyone for weeks, and the sea had been as quiet as he was. " * 3
+    ).split()
     most = max(3, step // 40 % 40)
     return [
         {"name": "prose", "prompt": prose, "greedy": " ".join(words[:most]), "sampled": " ".join(words[: most // 2])},
@@ -183,7 +208,10 @@ def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ())
     record: dict[str, Any] = {"kind": "core", "protocol": "nanochat", "seed": 1234, "max_per_task": 500}
     for v in ("v1", "v2"):
         values = [t[f"centered_{v}"] for t in tasks.values()]
-        record |= {f"core_{v}": None if missing else sum(values) / 22, f"core_{v}_se": None if missing else 0.0065}
+        record |= {
+            f"core_{v}": None if missing else sum(values) / 22,
+            f"core_{v}_se": None if missing else 0.0065,
+        }
     categories = {}
     for category in ("language", "world", "commonsense", "symbolic", "reading"):
         of_it = [t for t in tasks.values() if t["category"] == category]
@@ -215,7 +243,9 @@ def scores(origin: dict[str, Any], share: float = 1.0, whole_ruler: bool = True)
     asked = {"protocol": "lm-eval 0.4.13, 0-shot, with BOS", "seed": 0, "backend": "engine", "add_bos": True,
              "seeds": {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}, "chat_template": False,
              "cut_prompts": 0, "max_length": 4224}  # fmt: skip
-    numbers = {task: {length: ruler[length][task] for length in ruler if task in ruler[length]} for task in RULER}
+    numbers = {
+        task: {length: ruler[length][task] for length in ruler if task in ruler[length]} for task in RULER
+    }
     prompts = {task: {"documents": 100, "longest_tokens": 4145, "cut": 0} for task in RULER}
     found = {"humaneval": {"items": 164, "touched": 12, "documents_dropped": 431, "sources": {"code": {}}},
              "gsm8k": {"items": 8792, "touched": 0, "documents_dropped": 0, "sources": {}}}  # fmt: skip

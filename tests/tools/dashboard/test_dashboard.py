@@ -50,7 +50,9 @@ class Links(html.parser.HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "action", "data", "poster")]
+        self.loads += [
+            v or "" for k, v in attrs if k in ("src", "href", "srcset", "action", "data", "poster")
+        ]
 
 
 def outside(text: str) -> list[str]:

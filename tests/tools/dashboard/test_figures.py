@@ -23,7 +23,9 @@ def test_core_and_validation_have_colours_of_their_own() -> None:
 
 
 def test_the_first_checkpoints_do_not_flatten_the_rest() -> None:
-    records = [{"x_tokens": float(i), "x_step": i, "x_flops": None, "bits": 9.0 / i + 1} for i in range(1, 101)]
+    records = [
+        {"x_tokens": float(i), "x_step": i, "x_flops": None, "bits": 9.0 / i + 1} for i in range(1, 101)
+    ]
     low, high = checkpoint_figure(records, ["web"], lambda record, name: record["bits"]).layout.yaxis.range
     assert low < 1.09 < high < 3
 

@@ -1,4 +1,6 @@
-"""Time and cost, incidents, layers and samples on the page: every figure of the files, escaped, and gaps as gaps."""
+"""Time and cost, incidents, layers and samples on the page: every figure of the files, escaped,
+and gaps as gaps.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def test_gpu_hours_and_cost_by_phase_and_in_all(folder: Path) -> None:
                       for q, a, _, _ in made_up_run.PLAN if q == p) for p in run.phases}  # fmt: skip
     for phase in run.phases:
         assert usage[phase].gpu_hours == pytest.approx(192 * seconds[phase] / 3600, rel=0.01)
-        assert f"<td>{phase}</td><td>{usage[phase].gpu_hours:,.1f}</td><td>{usage[phase].repeated:,.1f}</td>" in text
+        assert (
+            f"<td>{phase}</td><td>{usage[phase].gpu_hours:,.1f}</td><td>{usage[phase].repeated:,.1f}</td>"
+            in text
+        )
         assert money(usage[phase].gpu_hours, PRICE) in text
     assert money(whole(usage).gpu_hours, PRICE) in text
     assert "training.steps reached" in tiles_of(run)
@@ -49,14 +54,21 @@ def test_gpu_hours_and_cost_by_phase_and_in_all(folder: Path) -> None:
 def test_a_run_under_way_says_when_it_ends_and_what_it_will_cost(folder: Path, tmp_path: Path) -> None:
     run = read_run(folder)
     run.configs["phase2"]["training"]["steps"] = 3030  # of which 30 are done
-    of, rate = whole(usage_of(run)), [r["tokens_per_s_per_device"] for r in run.kept_rows if r["phase"] == "phase2"]
+    of, rate = (
+        whole(usage_of(run)),
+        [r["tokens_per_s_per_device"] for r in run.kept_rows if r["phase"] == "phase2"],
+    )
     hours = 3000 * made_up_run.TOKENS_A_STEP / sorted(rate)[len(rate) // 2] / 3600
     assert of.gpu_hours_left == pytest.approx(hours, rel=0.01)
     tiles = tiles_of(run)
-    assert re.search(r"time left</h3><strong>1 h \d+ min</strong><small>until 20\d\d-\d\d-\d\d \d\d:\d\d UTC", tiles)
+    assert re.search(
+        r"time left</h3><strong>1 h \d+ min</strong><small>until 20\d\d-\d\d-\d\d \d\d:\d\d UTC", tiles
+    )
     run.kept_rows[-1]["tokens_per_s"] = 1.0
     speed = sorted(row["tokens_per_s"] for row in run.kept_rows[-RECENT:])
-    assert f"{short(median(speed))}</strong><small>tokens per second, median" in tiles_of(run), "not the last row's"
+    assert f"{short(median(speed))}</strong><small>tokens per second, median" in tiles_of(run), (
+        "not the last row's"
+    )
     assert f"{2.5 * (of.gpu_hours + of.gpu_hours_left):,.0f} EUR" in tiles
 
 
@@ -68,18 +80,26 @@ def test_incidents_are_listed_once_and_escaped(folder: Path, tmp_path: Path) -> 
     assert text.count("2 times") == 3, "both ranks said it"
     assert '<span class="missing" title="">roll back</span>' in text
     assert "<b>no" not in text
-    run.events = [{**run.events[0], "x_step": i, "kind": "supervisor_alert", "text": f"call {i}"} for i in range(40)]
+    run.events = [
+        {**run.events[0], "x_step": i, "kind": "supervisor_alert", "text": f"call {i}"} for i in range(40)
+    ]
     text = incidents_card(run)
     assert "28 earlier ones</summary>" in text
     assert text.index("call 39") < text.index("call 38") < text.index("<details>") < text.index("call 0")
     ends = [
-        {**run.events[0], "kind": "supervisor_end", "x_step": None, "code": code, "text": f"{code}"} for code in (1, 0)
+        {**run.events[0], "kind": "supervisor_end", "x_step": None, "code": code, "text": f"{code}"}
+        for code in (1, 0)
     ]
     run.events = ends
     text = incidents_card(run)
     assert text.count("<tr>") == 3, "the same place, other texts"
     assert text.count('class="missing"') == 1, "the one that crashed"
-    without = {"kind": "supervisor_bad_node", "phase": "phase1", "text": "gpu-7", "time": 1.0}  # nor do skips name one
+    without = {
+        "kind": "supervisor_bad_node",
+        "phase": "phase1",
+        "text": "gpu-7",
+        "time": 1.0,
+    }  # nor do skips name one
     run.events = [without]
     assert "<td>phase1</td><td></td><td>gpu-7</td>" in incidents_card(run)
     run.events = []
@@ -94,7 +114,9 @@ def test_layers_are_heat_maps_that_keep_a_spike(folder: Path) -> None:
     for trace, key in ((norms, "layer_grad_norm"), (streams, "layer_stream_rms")):
         assert list(trace.x) == [row["x_step"] for row in rows]
         for layer in range(6):
-            assert list(trace.z[layer]) == pytest.approx([math.log10(row[key][layer]) for row in rows], abs=1e-3)
+            assert list(trace.z[layer]) == pytest.approx(
+                [math.log10(row[key][layer]) for row in rows], abs=1e-3
+            )
     many = [{**rows[0], "x_step": i, "layer_grad_norm": [0.1] * 5 + [7.0 * (i == 777)]} for i in range(5000)]
     run.segments = [type(run.segments[0])("phase1", 1, True, many)]
     text = layers_card(run)

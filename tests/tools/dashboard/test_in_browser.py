@@ -1,4 +1,6 @@
-"""The page under a reader's hands, in a real browser: legends, smoothing, zoom, scales; a run of the published size."""
+"""The page under a reader's hands, in a real browser: legends, smoothing, zoom, scales; a run
+of the published size.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,9 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
     place = f"document.getElementById('{TRAINING}')"  # the machine may be slow, and the drags are no clicks
     page.run(f"{place}._context.doubleClickDelay = 1e6, {place}._mouseDownTime = 0")
     end_s = time.monotonic() + SLOW_S
-    while not page.run(f"{state}.x === null"):  # between two clicks that come late, the chart can be drawn anew
+    while not page.run(
+        f"{state}.x === null"
+    ):  # between two clicks that come late, the chart can be drawn anew
         assert time.monotonic() < end_s, f"no double click resets the chart: {page.console}"
         for clicks in (1, 2):
             for kind in ("mousePressed", "mouseReleased"):
@@ -224,7 +228,9 @@ def test_nothing_is_complained_of_and_nothing_is_wider_than_a_phone(page: Page) 
 
 
 def figures_of(text: str) -> dict[str, list[dict[str, Any]]]:
-    found = re.findall(r'<div id="([^"]+)"></div><script type="application/json">(.*?)</script>', text, flags=re.S)
+    found = re.findall(
+        r'<div id="([^"]+)"></div><script type="application/json">(.*?)</script>', text, flags=re.S
+    )
     return {name: json.loads(content)["data"] for name, content in found}
 
 

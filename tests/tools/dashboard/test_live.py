@@ -1,4 +1,6 @@
-"""The dashboard while a job runs: the watched file, the served page, and its charts updated in a real browser."""
+"""The dashboard while a job runs: the watched file, the served page, and its charts updated
+in a real browser.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ def until(true: Callable[[], bool], limit_s: float = 60) -> None:
 
 
 def log_step(run: Path, step: int, loss: float) -> None:
-    row = {"step": step, "attempt": 2, "phase": "phase2", "loss": loss, "tokens": step * 100, "tokens_total": 10**6}
+    row = {
+        "step": step,
+        "attempt": 2,
+        "phase": "phase2",
+        "loss": loss,
+        "tokens": step * 100,
+        "tokens_total": 10**6,
+    }
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -111,7 +120,8 @@ def test_a_taken_port_is_told(served: tuple[Path, str]) -> None:
     assert f"port {port} of 127.0.0.1 cannot be used" in said
 
 
-# zooms and chooses steps as a reader would, waits for the last of three changes, and tells what then stands there
+# zooms and chooses steps as a reader would, waits for the last of three changes, and tells what
+# then stands there
 PROBE = """
 (async () => {
   const wait = ms => new Promise(done => setTimeout(done, ms));
@@ -134,7 +144,9 @@ PROBE = """
 
 @needs_browser
 def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path) -> None:
-    """Curves and text become new; the chart's element, its zoom and the chosen axis stay; nothing is complained of."""
+    """Curves and text become new; the chart's element, its zoom and the chosen axis stay;
+    nothing is complained of.
+    """
     coming = [31, 32, 33]
 
     def body() -> str:  # the run goes on at each look that the page takes

@@ -14,7 +14,9 @@ from tools.dashboard.figures import prepare
 from tools.dashboard.panels import MACHINE, TITLE_PX, TRAINING, Panel, machine_figure
 
 
-@pytest.mark.parametrize("panels", [TRAINING, MACHINE, (*MACHINE, Panel("A new one", "s", ("seconds",), 120))])
+@pytest.mark.parametrize(
+    "panels", [TRAINING, MACHINE, (*MACHINE, Panel("A new one", "s", ("seconds",), 120))]
+)
 def test_panels_fill_the_height_without_overlaps(
     panels: tuple[Panel, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

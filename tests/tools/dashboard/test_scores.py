@@ -1,4 +1,6 @@
-"""The dashboard's scores: every figure of the records is on the page, and what is missing is red and has no CORE."""
+"""The dashboard's scores: every figure of the records is on the page, and what is missing is red
+and has no CORE.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,15 @@ from tools.dashboard.core import (
     tasks_card,
 )
 from tools.dashboard.figures import prepare
-from tools.dashboard.published import CORE_REFERENCES, RULER
-from tools.dashboard.scores import code_series, evaluations_card, lm_eval_series, ruler_series, ruler_table, scores_card
+from tools.dashboard.references import CORE_REFERENCES, RULER
+from tools.dashboard.scores import (
+    code_series,
+    evaluations_card,
+    lm_eval_series,
+    ruler_series,
+    ruler_table,
+    scores_card,
+)
 
 NOW = 1.79e9 + 3600
 DRAWN = ("annotations", "shapes")  # in a figure
@@ -52,7 +61,9 @@ def gappy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [r for r in map(json.loads, (folder / "evals.jsonl").read_text().splitlines()) if r["kind"] == kind]
+    return [
+        r for r in map(json.loads, (folder / "evals.jsonl").read_text().splitlines()) if r["kind"] == kind
+    ]
 
 
 def append(folder: Path, *lines: dict[str, Any]) -> None:
@@ -91,14 +102,19 @@ def test_references_say_their_version_and_do_not_flatten_the_curve(whole: Path) 
     assert all(text.endswith(("(v1)", "(v2)")) for text in texts)
     higher = go.Figure()
     draw_references(higher, [0.3, 0.55])
-    drawn = {(note.text, note.yanchor): shape for note, shape in zip(*(higher.layout[k] for k in DRAWN), strict=True)}
+    drawn = {
+        (note.text, note.yanchor): shape
+        for note, shape in zip(*(higher.layout[k] for k in DRAWN), strict=True)
+    }
     assert {text for text, _ in drawn} == {f"{r.name} {r.value:.4f} ({r.version})" for r in CORE_REFERENCES}
     v1, v2 = drawn["DCLM-7B 0.5714 (v1)", "bottom"], drawn["DCLM-7B 0.5596 (v2)", "top"]
     assert (v1.y0, v1.line.dash, v2.y0, v2.line.dash) == (0.57136, "solid", 0.55961, "dash")
 
 
 def test_no_reference_is_written_across_a_curve(whole: Path, tmp_path: Path) -> None:
-    """Also on the page of two runs, where a name of 46 % of the width (a phone) crossed the other run's curve."""
+    """Also on the page of two runs, where a name of 46 % of the width (a phone) crossed
+    the other run's curve.
+    """
     other = made_up_run.write_run(tmp_path / "other", steps=42, every=1, checkpoints=5)
     one, two = read_run(whole), read_run(other)
     prepare(one)
@@ -128,7 +144,10 @@ def test_missing_tasks_are_one_line_and_there_is_no_core(gappy: Path, tmp_path: 
     assert "eval_data/squad.jsonl is missing" in text
     assert ">squad<" not in text, "no row of its own"
     assert '<span class="missing" title="">N/A</span>: reading<' in text
-    assert '<h3>CORE</h3><strong><span class="none">not measured</span></strong><small>20 of its 22' in tiles_of(run)
+    assert (
+        '<h3>CORE</h3><strong><span class="none">not measured</span></strong><small>20 of its 22'
+        in tiles_of(run)
+    )
     heat = heat_figure(points_of(run, "core")).to_dict()["data"][0]
     assert {*heat["y"]} == {*made_up_run.CORE_TASKS} - {"squad", "coqa"}
     assert all(v is not None for row in heat["z"] for v in row)
@@ -138,9 +157,16 @@ def test_a_task_that_one_checkpoint_lacks_is_a_gap_there(whole: Path, tmp_path: 
     shutil.copytree(whole, tmp_path / "run")
     last = records(whole, "core")[-1]
     tasks = {task: found for task, found in last["tasks"].items() if task != "squad"}
-    append(tmp_path / "run", {**last, "step": last["step"] + 1, "tasks": tasks, "missing": {"squad": "no file"}})
+    append(
+        tmp_path / "run", {**last, "step": last["step"] + 1, "tasks": tasks, "missing": {"squad": "no file"}}
+    )
     heat = heat_figure(points_of(read_run(tmp_path / "run"), "core")).to_dict()["data"][0]
-    gaps = [(task, i) for task, row in zip(heat["y"], heat["z"], strict=True) for i, v in enumerate(row) if v is None]
+    gaps = [
+        (task, i)
+        for task, row in zip(heat["y"], heat["z"], strict=True)
+        for i, v in enumerate(row)
+        if v is None
+    ]
     assert gaps == [("squad", 6)]
     assert {"%{y}", "%{customdata}", "%{z:.4f}"} <= {*re.findall(r"%\{.*?\}", heat["hovertemplate"])}
     assert len(heat["customdata"][0]) == 7, "the checkpoint"
@@ -190,18 +216,29 @@ def test_published_ruler_scores_are_those_of_the_model_card() -> None:
 def test_scores_are_curves_over_checkpoints_beside_the_published_value(tmp_path: Path) -> None:
     folder = made_up_run.write_run(tmp_path / "scored", steps=60, every=1, checkpoints=12, every_score=3)
     run = read_run(folder)
-    (humaneval, mbpp), (easy, challenge), (short, long) = code_series(run), lm_eval_series(run), ruler_series(run)
+    (humaneval, mbpp), (easy, challenge), (short, long) = (
+        code_series(run),
+        lm_eval_series(run),
+        ruler_series(run),
+    )
     plus = [r["pass@1_plus"] for r in records(folder, "code") if r["dataset"] == "humaneval+"]
     assert [y for _, y in humaneval.points] == plus
     assert len(plus) == 4
-    assert (humaneval.published, mbpp.published, easy.published, challenge.published) == (0.451, 0.516, 0.479, 0.3106)
+    assert (humaneval.published, mbpp.published, easy.published, challenge.published) == (
+        0.451,
+        0.516,
+        0.479,
+        0.3106,
+    )
     means = [sum(r["ruler"]["2048"].values()) / 11 for r in records(folder, "lm_eval") if r["ruler"]]
     assert [y for _, y in short.points] == pytest.approx(means)
     assert len(long.points) == 3, "the last one lacks a task"
     (last,) = [r for r in run.evals_of("code") if r["protocol"] == "sampled"][-1:]
     run.evals += [last | {"temperature": 0.2}]
     _, at_08, at_02 = code_series(run)
-    assert (at_08.name, len(at_08.points)) == (mbpp.name, len(mbpp.points)), "another temperature is another curve"
+    assert (at_08.name, len(at_08.points)) == (mbpp.name, len(mbpp.points)), (
+        "another temperature is another curve"
+    )
     assert (at_02.name, len(at_02.points)) == ("MBPP+, sampled at 0.2", 1)
     assert scores_card(run).count("</script>") == 3, "a figure each"
 
@@ -223,7 +260,10 @@ def test_core_stands_above_loss_and_learning_rate_with_the_phases(whole: Path) -
 def test_records_say_results_and_by_what_and_not_settings(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     arc = next(r for r in records(whole, "lm_eval") if "arc_easy" in r["tasks"])
-    append(tmp_path / "run", {**arc, "model_sha256": "5a" * 32, "device": "cuda:0", "backend": "transformers bf16"})
+    append(
+        tmp_path / "run",
+        {**arc, "model_sha256": "5a" * 32, "device": "cuda:0", "backend": "transformers bf16"},
+    )
     text = evaluations_card(read_run(tmp_path / "run"))
     assert text.index("<details><summary>") < text.index("<table"), "folded"
     for told in ("arc_easy acc_norm 47.1%", "transformers bf16, cuda:0", "5a5a5a5a5a5a…", "pass@1 43.9%"):
@@ -238,7 +278,9 @@ def test_ruler_of_two_checkpoints_is_never_in_one_column(whole: Path, tmp_path: 
     later = {**old, "step": old["step"] + 1, "ruler": {"2048": {"ruler_vt": 0.123}}}
     append(tmp_path / "run", later, {**later, "ruler": {"2048": {"ruler_cwe": 0.234}}})
     text = ruler_table(read_run(tmp_path / "run"))
-    ours = [re.findall(r"<td>(.*?)</td>", row)[::2] for row in re.findall(r"<tr><td>\w+</td>(.*?)</tr>", text)]
+    ours = [
+        re.findall(r"<td>(.*?)</td>", row)[::2] for row in re.findall(r"<tr><td>\w+</td>(.*?)</tr>", text)
+    ]
     shown = [cell for row in ours for cell in row if cell.endswith("%")]
     assert {"12.3 %", "23.4 %"} < set(shown)
     assert len(shown) == 2 + 10, "two of the newest checkpoint, ten at 4,096 of the one before"
@@ -250,7 +292,9 @@ def test_ruler_of_two_checkpoints_is_never_in_one_column(whole: Path, tmp_path: 
     assert "12.3 %" not in ruler_table(read_run(tmp_path / "run")), "other documents"
 
 
-def test_protocols_are_never_on_one_curve_and_a_repeated_checkpoint_counts_once(whole: Path, tmp_path: Path) -> None:
+def test_protocols_are_never_on_one_curve_and_a_repeated_checkpoint_counts_once(
+    whole: Path, tmp_path: Path
+) -> None:
     folder = made_up_run.write_run(tmp_path / "two", steps=60, every=1)
     last = records(folder, "core")[-1]
     append(folder, {**last, "protocol": "dclm", "core_v1": 0.5}, {**last, "core_v1": 0.125})

@@ -16,7 +16,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(checkout: Path, prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of 40 steps of phase 1 on two ranks, `--local`, from a snapshot; the environment holds secrets."""
+    """The run folder of 40 steps of phase 1 on two ranks, `--local`, from a snapshot;
+    the environment holds secrets.
+    """
     run = tmp_path_factory.mktemp("runs") / "undisturbed"
     arguments = ("--run", str(run), "--nodes", "1", "--gpus-per-node", "2", "--cpu", "--local")
     lock = ("--mixture.lock", str(prepared_data / "phase1.lock.json"))

@@ -1,8 +1,8 @@
 """A checkout to launch from: the code under test as a git repository of its own, which a test may edit.
 
-It holds one more file, train/paced.py, which slows the steps down, so that something can happen between them (until the
-file PACED_CODE.fast exists), and notes which code a worker runs. It is launched without PYTHONPATH, so an editable
-install's hook is in force.
+It holds one more file, train/paced.py, which slows the steps down, so that something can happen between them
+(until the file PACED_CODE.fast exists), and notes which code a worker runs. It is launched without
+PYTHONPATH, so an editable install's hook is in force.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def environment() -> dict[str, str]:
 def launch(checkout: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """`python -m tools.launch ...` in the checkout."""
     command = [sys.executable, "-m", "tools.launch", *arguments]
-    return subprocess.run(command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=300
+    )
 
 
 def records(path: Path) -> list[dict]:

@@ -1,7 +1,9 @@
-"""A real Slurm of three virtual nodes on this machine, as whoever runs the tests, all in one temporary folder.
+"""A real Slurm of three virtual nodes on this machine, as whoever runs the tests, all
+in one temporary folder.
 
-Every daemon runs in the foreground as our child, so that it can be ended by its own process id; what else belongs to
-the cluster (steps, ranks) is known by SLURM_CONF, which points into the folder, in its environment.
+Every daemon runs in the foreground as our child, so that it can be ended by its own process id;
+what else belongs to the cluster (steps, ranks) is known by SLURM_CONF, which points into the
+folder, in its environment.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import psutil
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 NODES = ("n1", "n2", "n3")
-# short times instead of a real cluster's minutes: a dead node is given up after 10 s, a requeued job starts after 5 s
+# short times instead of a real cluster's minutes: a dead node is given up after 10 s, a requeued job starts
+# after 5 s
 CONFIG = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -118,17 +121,26 @@ class SlurmCluster:
 
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as log:
-            command = ("setpriv", "--pdeathsig", "KILL", *command)  # not even a killed pytest leaves it behind
-            self.daemons[name] = subprocess.Popen(command, env=self.env, stdout=log, stderr=log, start_new_session=True)
+            command = (
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                *command,
+            )  # not even a killed pytest leaves it behind
+            self.daemons[name] = subprocess.Popen(
+                command, env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def start_node(self, node: str) -> None:
         (self.folder / f"spool-{node}").mkdir(exist_ok=True)
         self._start(node, "slurmd", "-D", "-N", node)
 
     def lose_node(self, node: str) -> None:
-        """A power cut: the node's daemon and all that it started, those first that could still report a death.
+        """A power cut: the node's daemon and all that it started, those first that could
+        still report a death.
 
-        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, and the batch script exits.
+        slurmstepd tells of its tasks, srun's child cancels the step when srun dies, and
+        the batch script exits.
         """
         daemon = self.daemons.pop(node)
         daemon.kill()
@@ -157,7 +169,11 @@ class SlurmCluster:
                 logs = process.open_files() if process.name().startswith("slurmstepd") else []
             except (psutil.Error, OSError):
                 continue
-            names = [each for each in NODES if str(self.folder / f"slurmd-{each}.log") in {log.path for log in logs}]
+            names = [
+                each
+                for each in NODES
+                if str(self.folder / f"slurmd-{each}.log") in {log.path for log in logs}
+            ]
             if env.get("SLURM_CONF") == self.env["SLURM_CONF"] and process.pid not in ours:
                 names.append(env.get("SLURMD_NODENAME", ""))
             if node in names or (node is None and names):
@@ -173,12 +189,18 @@ class SlurmCluster:
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", "-o", str(job_id))))
 
     def signal(self, job_id: int, name: str) -> bool:
-        """Send a signal to a job's batch script; False while Slurm cannot: it is between two states of the job."""
+        """Send a signal to a job's batch script; False while Slurm cannot: it is between two
+        states of the job.
+        """
         command = ("scancel", f"--signal={name}", "--batch", str(job_id))
         return subprocess.run(command, env=self.env, capture_output=True, timeout=60).returncode == 0
 
-    def command(self, *command: str, check: bool = True, cwd: Path | None = None, timeout_s: float = 60) -> str:
-        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+    def command(
+        self, *command: str, check: bool = True, cwd: Path | None = None, timeout_s: float = 60
+    ) -> str:
+        done = subprocess.run(
+            command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s
+        )
         assert not check or done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
         return done.stdout
 

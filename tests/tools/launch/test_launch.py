@@ -20,7 +20,9 @@ from tools.launch.script import WATCHER, Cluster, batch_script
 
 pytestmark = pytest.mark.slow
 
-CLUSTER = Cluster(nodes=24, gpus_per_node=8, spares=1, partition="gpu", time="2-00:00:00", env=("NCCL_DEBUG=WARN",))
+CLUSTER = Cluster(
+    nodes=24, gpus_per_node=8, spares=1, partition="gpu", time="2-00:00:00", env=("NCCL_DEBUG=WARN",)
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def snapshot(undisturbed: Path) -> Path:
     return folder
 
 
-def test_snapshot_holds_all_that_the_job_runs_from(snapshot: Path, checkout: Path, prepared_data: Path) -> None:
+def test_snapshot_holds_all_that_the_job_runs_from(
+    snapshot: Path, checkout: Path, prepared_data: Path
+) -> None:
     commit = git(checkout, "rev-parse", "HEAD").strip()
     facts = json.loads((snapshot / "snapshot.json").read_text())
     assert facts["commit"] == commit
@@ -48,7 +52,9 @@ def test_snapshot_holds_all_that_the_job_runs_from(snapshot: Path, checkout: Pat
     assert (lock.parent / "web").resolve() == (prepared_data / "web").resolve(), "data stays where it is"
     environment_file = (snapshot / "environment.json").read_text()
     assert sys.executable in environment_file
-    assert any(line.startswith("torchtitan==0.2") for line in (snapshot / "packages.txt").read_text().splitlines())
+    assert any(
+        line.startswith("torchtitan==0.2") for line in (snapshot / "packages.txt").read_text().splitlines()
+    )
 
 
 def test_every_file_of_a_snapshot_is_hashed_and_read_only(snapshot: Path) -> None:
@@ -60,11 +66,15 @@ def test_every_file_of_a_snapshot_is_hashed_and_read_only(snapshot: Path) -> Non
 
 
 def test_interpreter_of_a_snapshot_knows_no_other_code(snapshot: Path, tmp_path: Path) -> None:
-    """Not through the editable install's hook, which PYTHONPATH cannot beat, and not through the working directory."""
+    """Not through the editable install's hook, which PYTHONPATH cannot beat, and not
+    through the working directory.
+    """
     look = "import laneformer, train, data_mixtures; print(laneformer.__file__, train.__file__, data_mixtures.__file__)"
     (tmp_path / "train.py").write_text("raise SystemExit('imported from the working directory')\n")
     command = [str(snapshot / "env/bin/python"), "-P", "-c", look]
-    found = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
     code = snapshot / "code"
     assert found.stdout.split() == [
         f"{code}/models/laneformer/__init__.py", f"{code}/train/__init__.py", f"{code}/data_mixtures/__init__.py"
@@ -76,7 +86,9 @@ def queue(tmp_path: Path) -> dict[str, str]:
     """An environment with an sbatch that takes everything as job 41, or nothing if REFUSE is set."""
     (tmp_path / "bin").mkdir()
     sbatch = tmp_path / "bin/sbatch"
-    sbatch.write_text('#!/bin/sh\n[ -z "$REFUSE" ] || { echo "Invalid partition" >&2; exit 1; }\necho "41;cluster"\n')
+    sbatch.write_text(
+        '#!/bin/sh\n[ -z "$REFUSE" ] || { echo "Invalid partition" >&2; exit 1; }\necho "41;cluster"\n'
+    )
     sbatch.chmod(0o755)
     return {**environment(), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
 
@@ -92,13 +104,25 @@ def test_environment_holds_no_secrets(snapshot: Path, checkout: Path, tmp_path: 
     assert "sounds like a secret" in said
 
 
-def test_dirty_checkout_is_refused_or_kept_whole(prepared_data: Path, queue: dict[str, str], tmp_path: Path) -> None:
+def test_dirty_checkout_is_refused_or_kept_whole(
+    prepared_data: Path, queue: dict[str, str], tmp_path: Path
+) -> None:
     checkout = make_checkout(tmp_path / "checkout")
     (checkout / "train/new_file.py").write_text("NEW = 1\n")
     (checkout / "train/__init__.py").write_text('"""Changed."""\n')
     run = tmp_path / "run"
     lock = ("--mixture.lock", str(prepared_data / "phase1.lock.json"))
-    arguments = ("configs/debug_phase1.toml", "--run", str(run), "--nodes", "1", "--gpus-per-node", "1", *SMALL, *lock)
+    arguments = (
+        "configs/debug_phase1.toml",
+        "--run",
+        str(run),
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        "1",
+        *SMALL,
+        *lock,
+    )
     said = launch(checkout, *arguments, env=queue)
     assert said.returncode != 0
     assert "train/new_file.py" in said.stderr
@@ -120,7 +144,12 @@ def test_dirty_checkout_is_refused_or_kept_whole(prepared_data: Path, queue: dic
 
 @pytest.mark.parametrize(
     ("arguments", "nodes", "requeue"),
-    [((), "4", False), (("--nodes", "2"), "2", False), (("--requeue",), "4", True), (("--no-requeue",), "4", False)],
+    [
+        ((), "4", False),
+        (("--nodes", "2"), "2", False),
+        (("--requeue",), "4", True),
+        (("--no-requeue",), "4", False),
+    ],
 )
 def test_options_of_the_parent_are_defaults_that_any_value_replaces(
     arguments: tuple[str, ...], nodes: str, requeue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -132,7 +161,9 @@ def test_options_of_the_parent_are_defaults_that_any_value_replaces(
     (run / "checkpoint/step-40/.metadata").touch()
     (run / "job.toml").write_text("[training]\nsteps = 40\n")
     cluster = {"nodes": 4, "gpus_per_node": 8, "requeue": False, "partition": "gpu", "env": ["A=1"]}
-    append_line(run / "launches.jsonl", json.dumps({"snapshot": str(run), "job_id": None, "cluster": cluster}))
+    append_line(
+        run / "launches.jsonl", json.dumps({"snapshot": str(run), "job_id": None, "cluster": cluster})
+    )
     start = ("--phase-switch", str(run), "--config", str(ROOT / "configs/debug_phase2.toml"), "--dry-run")
     monkeypatch.setattr(sys, "argv", ["launch", *start, *arguments])
     main()
@@ -266,7 +297,17 @@ def test_script_refuses_a_snapshot_that_was_changed(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_and_leaves_nothing(checkout: Path, tmp_path: Path) -> None:
-    arguments = ("--nodes", "24", "--gpus-per-node", "8", "--spares", "1", "--dry-run", "--training.steps", "10")
+    arguments = (
+        "--nodes",
+        "24",
+        "--gpus-per-node",
+        "8",
+        "--spares",
+        "1",
+        "--dry-run",
+        "--training.steps",
+        "10",
+    )
     done = launch(checkout, "configs/phase1.toml", "--run", str(tmp_path / "run"), *arguments)
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --nodes=25" in done.stdout
@@ -310,7 +351,9 @@ def test_decay_starts_in_the_stable_part(undisturbed: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_decay_branch(undisturbed: Path, checkout: Path, tmp_path: Path) -> None:
-    """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it is the parent's run."""
+    """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it
+    is the parent's run.
+    """
     run = tmp_path / "branch"
     parent = undisturbed / "checkpoint/step-24"
     done = launch(checkout, "--decay-from", str(parent), "--steps", "4", "--run", str(run), "--local")

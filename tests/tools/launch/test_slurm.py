@@ -1,8 +1,10 @@
-"""A run on a real Slurm of three virtual nodes: two train, one is spare. One story, told once, held by many tests.
+"""A run on a real Slurm of three virtual nodes: two train, one is spare. One story, told once,
+held by many tests.
 
-Phase 1 is submitted, and phase 2 behind it; then the checkout is broken. Phase 1 is warned as before its time limit,
-goes back into the queue, and is started again; a node dies under it, and the spare takes its place. Phase 2 starts when
-phase 1 has ended, without a node that fails its pre-flight. An undisturbed run here must have ended with the same bits.
+Phase 1 is submitted, and phase 2 behind it; then the checkout is broken. Phase 1 is warned as before its time
+limit, goes back into the queue, and is started again; a node dies under it, and the spare takes its place.
+Phase 2 starts when phase 1 has ended, without a node that fails its pre-flight. An undisturbed run here must
+have ended with the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from tools.launch.script import Cluster, batch_script
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())} here: `make slurm` installs a Slurm"),
+    pytest.mark.skipif(
+        bool(missing()), reason=f"no {', '.join(missing())} here: `make slurm` installs a Slurm"
+    ),
 ]
 TIMEOUT_S = 300  # for anything to happen on a slow day
 
@@ -86,11 +90,15 @@ class Launcher:
         def logged() -> int:
             return sum(row["attempt"] == attempt for row in records(path)) if path.is_file() else 0
 
-        wait_for(lambda: logged() >= steps, f"{steps} steps of attempt {attempt} of phase {number}", TIMEOUT_S)
+        wait_for(
+            lambda: logged() >= steps, f"{steps} steps of attempt {attempt} of phase {number}", TIMEOUT_S
+        )
 
     def wait_for_end(self, job_id: int) -> dict[str, str]:
         alive = ("PENDING", "RUNNING", "COMPLETING")
-        wait_for(lambda: self.cluster.job(job_id)["JobState"] not in alive, f"the end of job {job_id}", TIMEOUT_S)
+        wait_for(
+            lambda: self.cluster.job(job_id)["JobState"] not in alive, f"the end of job {job_id}", TIMEOUT_S
+        )
         return self.cluster.job(job_id)
 
 
@@ -100,7 +108,16 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Stor
     (folder / "cluster").mkdir()
     with SlurmCluster(folder / "cluster") as cluster:
         there = Launcher(folder, prepared_data, cluster)
-        first = ("configs/debug_phase1.toml", "--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
+        first = (
+            "configs/debug_phase1.toml",
+            "--nodes",
+            "2",
+            "--gpus-per-node",
+            "1",
+            "--spares",
+            "1",
+            "--cpu",
+        )
         id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=1")
         switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
         id2, _ = there.submit(2, *switch)
@@ -120,7 +137,15 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Stor
         job2 = there.wait_for_end(id2)
     assert not cluster.processes(), "the cluster left processes behind"
     return Story(
-        folder / "phase1", folder / "phase2", snapshot, folder / "code", refused, requeued, waiting, job1, job2
+        folder / "phase1",
+        folder / "phase2",
+        snapshot,
+        folder / "code",
+        refused,
+        requeued,
+        waiting,
+        job1,
+        job2,
     )
 
 
@@ -150,7 +175,9 @@ def test_spare_takes_the_place_of_a_lost_node(story: Story) -> None:
     assert [event["node"] for event in supervisor(story.phase1, "bad_node")] == ["n2"]
 
 
-def test_final_weights_are_those_of_the_undisturbed_run(story: Story, undisturbed: Path, tmp_path: Path) -> None:
+def test_final_weights_are_those_of_the_undisturbed_run(
+    story: Story, undisturbed: Path, tmp_path: Path
+) -> None:
     assert losses(story.phase1) == losses(undisturbed)
     assert list(losses(undisturbed)) == list(range(1, 41))
     last = weights_hash(undisturbed / "checkpoint/step-40", tmp_path)
@@ -184,7 +211,9 @@ def test_phase_two_waits_and_leaves_out_a_bad_node(story: Story) -> None:
 
 
 def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path: Path) -> None:
-    """Slurm itself would let the job run on without anybody to lead it. The supervisor is a stand-in that waits."""
+    """Slurm itself would let the job run on without anybody to lead it. The supervisor is
+    a stand-in that waits.
+    """
     snapshot = tmp_path / "snap"
     (snapshot / "env/bin").mkdir(parents=True)
     (snapshot / "code").mkdir()

@@ -36,7 +36,14 @@ def prepare(folder: Path, tokenizer: Path, count: int, seq_len: int = SEQ_LEN) -
     rows = folder / "identity.jsonl"
     rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations(count)))
     given = Arguments(
-        (str(rows),), tokenizer, folder / "data", seq_len=seq_len, holdout=0.1, max_dropped=1, workers=1, seed=2
+        (str(rows),),
+        tokenizer,
+        folder / "data",
+        seq_len=seq_len,
+        holdout=0.1,
+        max_dropped=1,
+        workers=1,
+        seed=2,
     )
     return run(given)
 
@@ -53,6 +60,8 @@ def plain_model(dtype: torch.dtype = torch.float64) -> Laneformer:
 
 def titan_model(**args: Any) -> TitanLaneformer:
     """The trainer's model with the same weights, in float64."""
-    model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention="sdpa", mask_documents=True, bos_id=1, **args))
+    model = TitanLaneformer(
+        LaneformerArgs(config=CONFIG, attention="sdpa", mask_documents=True, bos_id=1, **args)
+    )
     model.load_state_dict(plain_model().state_dict())
     return model.to(torch.float64)

@@ -1,4 +1,6 @@
-"""The third stage as a job: from a checkpoint, on two ranks, resumed, killed, validated; and its data refused."""
+"""The third stage as a job: from a checkpoint, on two ranks, resumed, killed, validated;
+and its data refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def whole(lock: Path, parent: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def plain_loss(weights_of: Path, step: int, tokens: np.ndarray, marks: np.ndarray) -> tuple[torch.Tensor, int, float]:
+def plain_loss(
+    weights_of: Path, step: int, tokens: np.ndarray, marks: np.ndarray
+) -> tuple[torch.Tensor, int, float]:
     """(losses (B, S), labels that count, norm of the mean loss's gradient) in float64, in one process."""
     inputs, labels = chats.batch(tokens, marks)
     model = chats.titan_model()
@@ -46,8 +50,12 @@ def plain_loss(weights_of: Path, step: int, tokens: np.ndarray, marks: np.ndarra
     return losses.detach(), count, norm
 
 
-def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(whole: Path, lock: Path, parent: Path) -> None:
-    """Loss and gradient of the first step, from the parent's weights; the ranks have different numbers of labels."""
+def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
+    whole: Path, lock: Path, parent: Path
+) -> None:
+    """Loss and gradient of the first step, from the parent's weights; the ranks have
+    different numbers of labels.
+    """
     mixture = Mixture.open(lock)
     tokens, marks = mixture.sequences(0, GLOBAL_BATCH)[0], mixture.flags(0, GLOBAL_BATCH)
     losses, count, norm = plain_loss(parent.parents[1], STEPS, tokens, marks)
@@ -109,7 +117,9 @@ def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
 
 
 def test_packed_conversations_must_not_see_each_other(lock: Path, parent: Path, tmp_path: Path) -> None:
-    said = fail(tmp_path / "run", lock, *flags(parent), "--model.no-mask_documents", config="debug_sft", ranks=1)
+    said = fail(
+        tmp_path / "run", lock, *flags(parent), "--model.no-mask_documents", config="debug_sft", ranks=1
+    )
     assert "set model.mask_documents = true" in said
     assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
 

@@ -20,9 +20,13 @@ from train.data import MixtureLoader, inputs_and_labels
 GLOBAL_BATCH, STEPS = 8, 3
 
 
-def batches(lock: Path, ranks: int, first: int, skips: list[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
+def batches(
+    lock: Path, ranks: int, first: int, skips: list[tuple[int, int]]
+) -> list[dict[str, torch.Tensor]]:
     """Labels, documents and ids of STEPS steps, the ranks' slices in a row."""
-    loaders = [MixtureLoader(lock, rank, ranks, GLOBAL_BATCH // ranks, 1, SkipList(skips)) for rank in range(ranks)]
+    loaders = [
+        MixtureLoader(lock, rank, ranks, GLOBAL_BATCH // ranks, 1, SkipList(skips)) for rank in range(ranks)
+    ]
     for each in loaders:
         each.sequences = first
     steps = zip(*(list(islice(each, STEPS)) for each in loaders), strict=True)
@@ -74,7 +78,9 @@ def test_show_separates_conversations(lock: Path, capsys: pytest.CaptureFixture[
     show.run(show.parser().parse_args([str(lock), "--step", "1", "--global-batch", "4", "--json"]), Console())
     for number, line in enumerate(capsys.readouterr().out.splitlines()):
         shown, begins = json.loads(line), mixture.flags(number, 1)[0] & BEGINS
-        assert [part["begins"] for part in shown["documents"]] == sorted({0, *np.flatnonzero(begins).tolist()})
+        assert [part["begins"] for part in shown["documents"]] == sorted(
+            {0, *np.flatnonzero(begins).tolist()}
+        )
         assert shown["tokens"] == mixture.sequences(number, 1)[0][0].tolist()
     with pytest.raises(ValueError, match="packed conversations, which have no document index"):
         show.run(show.parser().parse_args([str(lock), "--origin", "x"]), Console())

@@ -1,4 +1,6 @@
-"""What is trained: exactly the answers, each conversation as if it stood alone, each token of the batch alike."""
+"""What is trained: exactly the answers, each conversation as if it stood alone, each token
+of the batch alike.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ def conversations_of(windows: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, 
 
 
 def alone(windows: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
-    """Losses (B, S) of each conversation in a sequence of its own, by the plain model in float64; 0 if untrained."""
+    """Losses (B, S) of each conversation in a sequence of its own, by the plain model in
+    float64; 0 if untrained.
+    """
     model, losses = chats.plain_model(), torch.zeros(WINDOWS, chats.SEQ_LEN, dtype=torch.float64)
     tokens, flags = (torch.from_numpy(each) for each in windows)
     for number, first, end in conversations_of(windows):
         labels = tokens[number, first + 1 : end]
         with torch.no_grad():
-            logits = model(tokens[number, None, first : end - 1])[0] if end - first > 1 else torch.zeros(0, 512)
+            logits = (
+                model(tokens[number, None, first : end - 1])[0] if end - first > 1 else torch.zeros(0, 512)
+            )
         loss = cross_entropy(logits, labels, reduction="none")
         losses[number, first : end - 1] = loss * (flags[number, first + 1 : end] & TRAINED)
     return losses
@@ -55,7 +61,9 @@ def wide_rope_table(config, positions):  # type: ignore[no-untyped-def]
 
 
 def test_packed_losses_are_those_of_each_conversation_alone(windows: tuple[np.ndarray, np.ndarray]) -> None:
-    """In float64 to its rounding, though positions go on across conversations: attention sees their differences."""
+    """In float64 to its rounding, though positions go on across conversations:
+    attention sees their differences.
+    """
     inputs, labels = chats.batch(*windows)
     assert len(conversations_of(windows)) > 2 * WINDOWS, "several conversations in a window"
     model = chats.titan_model()
@@ -77,7 +85,9 @@ def test_untrained_tokens_give_no_gradient_and_no_loss(windows: tuple[np.ndarray
     inputs, labels = chats.batch(*windows)
     model = chats.titan_model()
     streams: list[torch.Tensor] = []
-    model.lm_head.register_forward_pre_hook(lambda _, given: (given[0].retain_grad(), streams.append(given[0]))[1])
+    model.lm_head.register_forward_pre_hook(
+        lambda _, given: (given[0].retain_grad(), streams.append(given[0]))[1]
+    )
     losses = model(inputs["input"], labels, inputs["documents"])
     losses.sum().backward()
     (stream,) = streams
@@ -110,5 +120,7 @@ def test_padding_sees_itself_alone_and_changes_nothing(windows: tuple[np.ndarray
         other[number, first:end] = 9
     model = chats.titan_model()
     with torch.no_grad():
-        one, two = (model(i["input"], y, i["documents"]) for i, y in (chats.batch(t, flags) for t in (tokens, other)))
+        one, two = (
+            model(i["input"], y, i["documents"]) for i, y in (chats.batch(t, flags) for t in (tokens, other))
+        )
     assert torch.equal(one, two)

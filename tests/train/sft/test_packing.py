@@ -1,4 +1,6 @@
-"""Packing: every conversation once and whole, nothing overlaps, windows are full, and the result is a function."""
+"""Packing: every conversation once and whole, nothing overlaps, windows are full, and the
+result is a function.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ LENGTHS = st.lists(st.integers(1, SIZE), max_size=80)
 def made(lengths: list[int]) -> list[Conversation]:
     """Conversations whose ids name them: number + 1 in all tokens, the second half trained."""
     each = enumerate(lengths)
-    return [Conversation(n, np.full(size, n + 1, np.uint16), np.arange(size) >= (size + 1) // 2) for n, size in each]
+    return [
+        Conversation(n, np.full(size, n + 1, np.uint16), np.arange(size) >= (size + 1) // 2)
+        for n, size in each
+    ]
 
 
 @given(LENGTHS)

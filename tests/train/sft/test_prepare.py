@@ -1,4 +1,6 @@
-"""`python -m train.sft`: what lies on disk is what the files say, counted, deduplicated, held out, and restartable."""
+"""`python -m train.sft`: what lies on disk is what the files say, counted, deduplicated,
+held out, and restartable.
+"""
 
 from __future__ import annotations
 
@@ -87,12 +89,16 @@ def test_every_conversation_is_trained_or_held_out_and_only_answers_count(argume
     assert len(whole) + len(whole_held) == 120
     questions = {f"What is {n} + 0?" for n in range(120)}
     assert {q for q in questions if any(q in text for text in whole + whole_held)} == questions
-    answers = sorted("".join(m["content"] for m in messages if m["role"] == "assistant") for messages in expected)
+    answers = sorted(
+        "".join(m["content"] for m in messages if m["role"] == "assistant") for messages in expected
+    )
     assert sorted(text.replace("</s>", "") for text in trained + trained_held) == answers
     assert "<|start_header_id|>" not in "".join(trained)
 
 
-def test_the_same_files_give_the_same_bytes_in_any_order_of_rows(arguments: Arguments, tmp_path: Path) -> None:
+def test_the_same_files_give_the_same_bytes_in_any_order_of_rows(
+    arguments: Arguments, tmp_path: Path
+) -> None:
     one = json.loads(run(arguments).read_text())
     rows = Path(arguments.conversations[0]).read_text().splitlines()
     shuffled = write(tmp_path / "again.jsonl.gz", [*rows[60:], *rows[:60], *rows[:7]])
@@ -113,7 +119,9 @@ def test_what_cannot_be_used_is_counted_by_reason(arguments: Arguments, tmp_path
     ]  # fmt: skip
     good = [{"messages": chat(n)} for n in range(100, 148)]
     path = write(tmp_path / "bad.jsonl", good + bad)
-    with pytest.raises(ValueError, match=r"source 'bad': 20\.0% of 60 .* \(content 2, .* too_long 1\); allowed are 5"):
+    with pytest.raises(
+        ValueError, match=r"source 'bad': 20\.0% of 60 .* \(content 2, .* too_long 1\); allowed are 5"
+    ):
         run(replace(arguments, conversations=(str(path),)))
     assert not (arguments.out / "bad").exists()
     run(replace(arguments, conversations=(str(path),), max_dropped=0.25))
@@ -138,7 +146,9 @@ def test_long_ones_keep_their_first_exchanges(arguments: Arguments, tmp_path: Pa
 
 def test_both_forms_and_parquet_say_the_same(arguments: Arguments, tmp_path: Path) -> None:
     names = {"user": "human", "assistant": "gpt"}
-    turns = [[{"from": names[m["role"]], "value": m["content"]} for m in chat(n, 1 + n % 2)] for n in range(120)]
+    turns = [
+        [{"from": names[m["role"]], "value": m["content"]} for m in chat(n, 1 + n % 2)] for n in range(120)
+    ]
     share = write(tmp_path / "share.jsonl", [{"conversations": each, "id": 3} for each in turns])
     table = pyarrow.table({"messages": [chat(n, 1 + n % 2) for n in range(120)]})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -155,7 +165,9 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> No
 
     asked: list[tuple] = []
     given = [{"messages": chat(1)}]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: asked.append((*names, options)) or given)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *names, **options: asked.append((*names, options)) or given
+    )
     assert list(rows("org/some-data:train_sft")) == list(rows("org/some-data")) == given
     assert [(name, options["split"]) for name, options in asked] == [
         ("org/some-data", "train_sft"), ("org/some-data", "train"),
@@ -165,7 +177,9 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> No
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match="org/some-data is no file, and the hub does not give such a dataset: no net"):
+    with pytest.raises(
+        ValueError, match="org/some-data is no file, and the hub does not give such a dataset: no net"
+    ):
         list(rows("org/some-data"))
 
 
@@ -196,7 +210,10 @@ def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_al
     rows = [{"messages": turns} for turns in identity.conversations(identity_table(), 100, seed=1)]
     me = write(tmp_path / "me.jsonl", rows + [{"messages": chat(n, 1 + n % 2)} for n in range(120)])
     both = replace(
-        arguments, conversations=(*arguments.conversations, f"me={me}"), weights=("me=3", "chat=1"), seq_len=512
+        arguments,
+        conversations=(*arguments.conversations, f"me={me}"),
+        weights=("me=3", "chat=1"),
+        seq_len=512,
     )
     mixture = Mixture.open(run(both))
     assert dict(zip(mixture.source_names, mixture.weights, strict=True)) == {"chat": 1, "me": 3}
@@ -204,7 +221,9 @@ def test_sources_are_mixed_by_weight_and_the_same_conversation_is_held_out_of_al
             for name in ("chat", "me")}  # fmt: skip
     assert set(held["chat"]) <= set(held["me"])
     by_size = json.loads(run(replace(both, weights=())).read_text())["sources"]
-    assert {each["name"]: each["weight"] for each in by_size} == {each["name"]: each["windows"] for each in by_size}
+    assert {each["name"]: each["weight"] for each in by_size} == {
+        each["name"]: each["windows"] for each in by_size
+    }
 
 
 def identity_table() -> dict:
@@ -236,7 +255,9 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(source.shards, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(
+            source.shards, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
         with pytest.raises(OSError, match="No space"):
             run(arguments)
     assert sorted(path.name for path in arguments.out.iterdir()) == [".chat.partial", ".sft.lock"]
@@ -279,7 +300,9 @@ def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
     )
     given = [str(out), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "data"), "--seq-len", "512"]
     done = command("train.sft", *given, "--holdout", "0.1", "--workers", "2")
-    assert "identity: 60 conversations read, 60 kept, 0 of them cut; dropped: none" in done.stdout, done.stderr
+    assert "identity: 60 conversations read, 60 kept, 0 of them cut; dropped: none" in done.stdout, (
+        done.stderr
+    )
     assert "sft.lock.json: identity 100.0%" in done.stdout
     refused = command("train.sft", *given, "--holdout", "0")
     assert (refused.returncode, refused.stdout) == (1, "")

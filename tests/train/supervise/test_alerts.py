@@ -87,7 +87,9 @@ def test_a_command_gets_the_text(job: JobSections, tmp_path: Path) -> None:
     assert (tmp_path / "mail").read_text() == "run: hang: no rank finished a step"
 
 
-def test_failures_are_events_without_the_url(job: JobSections, posts: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_events_without_the_url(
+    job: JobSections, posts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job.alerts.command = "echo no mail here >&2; exit 3"
     alerts = Alerts(job)
     alerts.send("crash", "broken")
@@ -108,8 +110,12 @@ def test_a_missing_url_is_said(job: JobSections) -> None:
     assert Alerts(job).missing() is None
 
 
-def test_a_hanging_server_delays_nothing(job: JobSections, posts: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three crashes, then the supervisor gives up: all of it while the first alert still waits for its answer."""
+def test_a_hanging_server_delays_nothing(
+    job: JobSections, posts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three crashes, then the supervisor gives up: all of it while the first alert still
+    waits for its answer.
+    """
     job.alerts.timeout_s, job.resilience.backoff_s, job.alerts.min_interval_s = 2.0, 0.0, 0.0
     job.alerts.command = "sleep 60"
     monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)

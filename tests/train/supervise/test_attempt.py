@@ -28,8 +28,12 @@ def test_a_second_request_kills_what_does_not_end(monkeypatch: pytest.MonkeyPatc
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.run.mkdir()
-    child = "import time, os; open(r'{}', 'w').write(str(os.getpid())); time.sleep(600)".format(tmp_path / "pid")
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    child = "import time, os; open(r'{}', 'w').write(str(os.getpid())); time.sleep(600)".format(
+        tmp_path / "pid"
+    )
+    parent = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    )
     monkeypatch.setattr(
         "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen([sys.executable, "-c", parent])
     )
@@ -63,8 +67,12 @@ def test_workers_that_do_not_exit_keep_their_outcome(monkeypatch: pytest.MonkeyP
     assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
 
 
-def test_dead_workers_are_a_crash_however_long_torchrun_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All ranks were killed and torchrun takes longer than the hang timeout to exit: no rank is to blame for a hang."""
+def test_dead_workers_are_a_crash_however_long_torchrun_lives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All ranks were killed and torchrun takes longer than the hang timeout to exit: no rank is to
+    blame for a hang.
+    """
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.resilience.hang_timeout_s = job.resilience.start_timeout_s = 2.0
@@ -82,7 +90,9 @@ def test_dead_workers_are_a_crash_however_long_torchrun_lives(monkeypatch: pytes
 def test_heartbeats_are_read_every_few_seconds_and_an_end_is_seen_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """192 files, each on a shared file system: at most one look in five seconds, whatever the poll for the end."""
+    """192 files, each on a shared file system: at most one look in five seconds, whatever the
+    poll for the end.
+    """
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.run.mkdir()
@@ -94,7 +104,8 @@ def test_heartbeats_are_read_every_few_seconds_and_an_end_is_seen_at_once(
 
     monkeypatch.setattr(heartbeat, "read_heartbeats", read)
     monkeypatch.setattr(
-        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen(["sleep", "2"], start_new_session=True)
+        "train.supervise.attempt.start_workers",
+        lambda *_: subprocess.Popen(["sleep", "2"], start_new_session=True),
     )
     attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
     attempt.start(None, 192, [])
@@ -118,8 +129,12 @@ def test_exit_statuses_in_words(status: int, words: str) -> None:
     assert exit_words(status) == words
 
 
-def test_a_crash_names_its_node_its_signal_and_the_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes, rank 5 was killed."""
+def test_a_crash_names_its_node_its_signal_and_the_full_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes,
+    rank 5 was killed.
+    """
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.run.mkdir()
@@ -137,7 +152,8 @@ def test_a_crash_names_its_node_its_signal_and_the_full_disk(monkeypatch: pytest
     ended = attempt.watch()
     assert ended.failed_node == "n2"
     assert (
-        "no worker recorded an outcome, exit status 1 (first to fail: rank 5 on n2, signal 9, SIGKILL" in ended.reason
+        "no worker recorded an outcome, exit status 1 (first to fail: rank 5 on n2, signal 9, SIGKILL"
+        in ended.reason
     )
     assert f"the disk of {job.run} is full: 4 KiB of 60 MiB free" in ended.reason
 
@@ -156,16 +172,22 @@ def test_ranks_stay_beside_their_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path:
         attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", {})
     assert ["--numa-binding=node" in command for command in commands] == [True, False]
     # torchrun knows the flag
-    assert run.parse_args([*commands[0][commands[0].index("torch.distributed.run") + 1 :]]).numa_binding == "node"
+    assert (
+        run.parse_args([*commands[0][commands[0].index("torch.distributed.run") + 1 :]]).numa_binding
+        == "node"
+    )
 
 
-def test_no_worker_is_left_when_the_supervisor_stumbles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_worker_is_left_when_the_supervisor_stumbles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A stale file handle while it looks: the error goes up, the workers do not live on."""
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.run.mkdir()
     monkeypatch.setattr(
-        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen(["sleep", "600"], start_new_session=True)
+        "train.supervise.attempt.start_workers",
+        lambda *_: subprocess.Popen(["sleep", "600"], start_new_session=True),
     )
 
     def stumble() -> None:
@@ -178,8 +200,12 @@ def test_no_worker_is_left_when_the_supervisor_stumbles(monkeypatch: pytest.Monk
     assert attempt.workers.poll() is not None
 
 
-def test_an_abort_of_those_that_wait_blames_whom_they_wait_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come out of its save."""
+def test_an_abort_of_those_that_wait_blames_whom_they_wait_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come
+    out of its save.
+    """
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.run.mkdir()
@@ -196,5 +222,8 @@ def test_an_abort_of_those_that_wait_blames_whom_they_wait_for(monkeypatch: pyte
         (attempt.heartbeats / f"rank-{rank}.json").write_text(json.dumps(beat))
     ended = attempt.watch()
     assert (ended.suspects, ended.failed_node) == (("n2",), None)
-    assert "rank 5 on n2 in saving step 1000; the other ranks: 7 in the verdict on the save of step 500" in ended.reason
+    assert (
+        "rank 5 on n2 in saving step 1000; the other ranks: 7 in the verdict on the save of step 500"
+        in ended.reason
+    )
     assert "first to fail: rank 0 on n1, signal 6, SIGABRT" in ended.reason

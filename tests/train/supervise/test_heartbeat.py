@@ -22,8 +22,11 @@ def beat(folder: Path, rank: int, mark: tuple[int, str], written: float, step: i
     (folder / f"rank-{rank}.json").write_text(json.dumps(content))
 
 
-def blamed_after_a_hang(folder: Path, marks: list[tuple[int, str] | None], dead: tuple[int, ...] = ()) -> tuple:
-    """(ranks, words) for ranks that stand at these marks; None: never reported; dead: wrote no more after the start.
+def blamed_after_a_hang(
+    folder: Path, marks: list[tuple[int, str] | None], dead: tuple[int, ...] = ()
+) -> tuple:
+    """(ranks, words) for ranks that stand at these marks; None: never reported; dead: wrote no
+    more after the start.
 
     The clock of every node is wrong, each by another minute.
     """
@@ -58,7 +61,10 @@ def test_nobody_is_blamed_when_all_wait_in_the_same_place(tmp_path: Path) -> Non
 
 def test_nobody_is_blamed_when_most_are_behind(tmp_path: Path) -> None:
     ranks, words = blamed_after_a_hang(tmp_path, [READING, EXCHANGE, READING, READING])
-    assert (ranks, words) == ([], "no suspect: ranks 3 in reading the data of step 8, 1 in the exchange of step 8")
+    assert (ranks, words) == (
+        [],
+        "no suspect: ranks 3 in reading the data of step 8, 1 in the exchange of step 8",
+    )
 
 
 def test_a_silent_rank_is_blamed_whatever_the_clocks_of_the_nodes_say(tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def worker(run: Path, rank: int, **env: str) -> Iterator[int]:
     """The process id of a worker of this run that holds its lock and lives on."""
     program = "import sys, time, pathlib; from train.supervise.lock import hold_rank\n"
-    program += (
-        "lock = hold_rank(pathlib.Path(sys.argv[1]), int(sys.argv[2])); print('held', flush=True); time.sleep(600)"
-    )
+    program += "lock = hold_rank(pathlib.Path(sys.argv[1]), int(sys.argv[2])); print('held', flush=True); time.sleep(600)"  # noqa: E501
     command = [sys.executable, "-c", program, str(run), str(rank)]
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -81,9 +79,13 @@ def test_a_job_is_refused_while_a_worker_of_another_lives(prepared_data: Path, t
 
 def test_a_lock_is_waited_for(tmp_path: Path) -> None:
     program = "import sys, time, pathlib; from records.files import hold_lock\n"
-    program += "lock = hold_lock(pathlib.Path(sys.argv[1]), 'taken'); print('held', flush=True); time.sleep(1)"
+    program += (
+        "lock = hold_lock(pathlib.Path(sys.argv[1]), 'taken'); print('held', flush=True); time.sleep(1)"
+    )
     path = tmp_path / "lock"
-    with subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=ROOT, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         with pytest.raises(ValueError, match=f"taken .held by process {process.pid} on "):
@@ -112,7 +114,12 @@ def test_a_refusal_is_one_line_and_one_outcome(prepared_data: Path, tmp_path: Pa
     ],
 )
 def test_what_is_refused(
-    problem: Exception, starting: bool, ends: type, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    problem: Exception,
+    starting: bool,
+    ends: type,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(ends) as ended, crash_on_record(tmp_path, 1, lambda: 0, lambda: starting):
         raise problem
@@ -142,7 +149,9 @@ def test_a_refused_key_of_the_job_file_reaches_the_supervisor(tmp_path: Path) ->
     config, run = tmp_path / "job.toml", tmp_path / "run"
     text = (ROOT / "configs/debug_phase1.toml").read_text()
     config.write_text(text.replace("[training]", "[training]\nsteppes = 7", 1))
-    done = run_job(run, ["--job.config_file", str(config), "--job.dump_folder", str(run)], 2, **{SUPERVISED: str(run)})
+    done = run_job(
+        run, ["--job.config_file", str(config), "--job.dump_folder", str(run)], 2, **{SUPERVISED: str(run)}
+    )
     assert done.returncode == REFUSED
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("The job ")]
     assert "steppes" in line
@@ -184,8 +193,18 @@ def test_workers_outlive_their_supervisor_and_keep_others_out(prepared_data: Pat
         )
         assert second.returncode == 2
         assert any(f"held by process {pid} on " in second.stderr for pid in pids), second.stderr
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "train"]
-        plain = subprocess.run([*torchrun, *job], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            "-m",
+            "train",
+        ]
+        plain = subprocess.run(
+            [*torchrun, *job], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        )
         assert plain.returncode != 0
         assert "of another job is alive" in plain.stderr
         assert not (run / "outcome.json").exists(), "what is there is the first job's"

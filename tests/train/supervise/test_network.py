@@ -25,7 +25,9 @@ def test_everybody_meets_somebody_else_in_every_round(nodes: int) -> None:
     for turn in rounds:
         met = [partner(node, turn, nodes) for node in range(nodes)]
         assert met.count(None) == nodes % 2
-        assert all(other != node and met[other] == node for node, other in enumerate(met) if other is not None)
+        assert all(
+            other != node and met[other] == node for node, other in enumerate(met) if other is not None
+        )
     for node in range(nodes):
         others = {partner(node, turn, nodes) for turn in rounds} - {None}
         assert others == set(range(nodes)) - {node}
@@ -40,7 +42,9 @@ def rows(slow: dict[int, float], nodes: int, gpus: int = 1) -> list[dict]:
             if other is not None:
                 peer = other * gpus + rank % gpus
                 factor = max(slow.get(rank, 1.0), slow.get(peer, 1.0))
-                found.append({"rank": rank, "peer": peer, "latency_s": 2e-5 * factor, "bytes_per_s": 4e10 / factor})
+                found.append(
+                    {"rank": rank, "peer": peer, "latency_s": 2e-5 * factor, "bytes_per_s": 4e10 / factor}
+                )
     return found
 
 
@@ -66,7 +70,9 @@ def test_one_gpu_with_a_slow_way_out_names_its_node() -> None:
 
 
 def test_latency_alone_names_a_node() -> None:
-    measured = [{**row, "latency_s": 3e-4 if 1 in (row["rank"], row["peer"]) else 2e-5} for row in rows({}, 4)]
+    measured = [
+        {**row, "latency_s": 3e-4 if 1 in (row["rank"], row["peer"]) else 2e-5} for row in rows({}, 4)
+    ]
     assert judge_network(measured, ["a", "b", "c", "d"], 1, Resilience()) == {
         "b": "network of rank 0 of the node: 300 us latency where the median is 20"
     }
@@ -74,9 +80,17 @@ def test_latency_alone_names_a_node() -> None:
 
 @pytest.mark.slow
 def test_a_planted_slow_rank_is_named(tmp_path: Path) -> None:
-    """Three processes on gloo, each a node: 3 rounds, 26 exchanges a round; a sleep is slower than any noise here."""
+    """Three processes on gloo, each a node: 3 rounds, 26 exchanges a round; a sleep is slower
+    than any noise here.
+    """
     out, port = tmp_path / "network.json", str(free_port())
-    env = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     env |= {"SLOW_RANK": "1", "SLOW_S": "0.05"}
     command = [sys.executable, "-m", "tests.train.supervise.slow_network", str(out)]
     ranks = [subprocess.Popen(command, cwd=ROOT, env={**env, "RANK": str(rank)}) for rank in range(3)]

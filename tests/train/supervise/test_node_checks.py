@@ -32,7 +32,9 @@ def test_a_container_without_shared_memory_is_refused_for_the_jobs_of_the_2b(con
 
 
 def test_two_nodes_stage_half_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(14 * GIB if str(path) == "/dev/shm" else 1000 * GIB))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: Usage(14 * GIB if str(path) == "/dev/shm" else 1000 * GIB)
+    )
     check_disk("phase1.toml", tmp_path / "run", gpus=4)
     with pytest.raises(ValueError, match=r"^/dev/shm has 14"):
         check_disk("phase1.toml", tmp_path / "run", gpus=8)

@@ -62,9 +62,15 @@ def test_unreadable_mixture(prepared_data: Path, tmp_path: Path) -> None:
     ("reports", "reason"),
     [
         ([{"begin": "disk", "deadline_s": 0.2}], "disk: no answer within its deadline"),
-        ([{"begin": "gpus", "deadline_s": 60}, {"end": "gpus", "facts": {}}, "end"], "gpus: the process ended"),
+        (
+            [{"begin": "gpus", "deadline_s": 60}, {"end": "gpus", "facts": {}}, "end"],
+            "gpus: the process ended",
+        ),
         ([{"begin": "gpus", "deadline_s": 60}, {"end": "gpus", "error": "E"}], "gpus: E"),
-        ([{"begin": "gpus", "deadline_s": 60}, {"end": "gpus", "facts": {"found": 8}}, {"passed": True}], None),
+        (
+            [{"begin": "gpus", "deadline_s": 60}, {"end": "gpus", "facts": {"found": 8}}, {"passed": True}],
+            None,
+        ),
     ],
 )
 def test_reports_are_followed(reports: list, reason: str | None) -> None:

@@ -1,4 +1,6 @@
-"""A signal sets a flag while the main thread is busy; the deadline ends a process that does not come to its end."""
+"""A signal sets a flag while the main thread is busy; the deadline ends a process that does not
+come to its end.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ print("saved", flush=True)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_two_signals_at_once_are_one_request(number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, "60", "poll"], cwd=ROOT, stdout=-1, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "60", "poll"], cwd=ROOT, stdout=-1, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
@@ -39,7 +43,9 @@ def test_two_signals_at_once_are_one_request(number: signal.Signals) -> None:
 
 
 def test_the_deadline_ends_what_hangs() -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, "0.2", "hang"], cwd=ROOT, stdout=-1, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "0.2", "hang"], cwd=ROOT, stdout=-1, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)

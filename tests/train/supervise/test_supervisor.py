@@ -1,4 +1,6 @@
-"""The restart loop's decisions, with workers that only leave an outcome: what is started again, and what is not."""
+"""The restart loop's decisions, with workers that only leave an outcome: what is started again,
+and what is not.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 def test_a_crash_is_started_again_until_done(supervise: Callable) -> None:
-    assert supervise((CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), (DONE, 20, "end", 20)) == (DONE, 3)
+    assert supervise((CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), (DONE, 20, "end", 20)) == (
+        DONE,
+        3,
+    )
 
 
 def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
@@ -97,7 +102,8 @@ def test_a_file_that_is_missing_at_the_start_is_tried_again(supervise: Callable)
 def test_one_reason_three_times_ends_it_whatever_the_progress(supervise: Callable, job: JobSections) -> None:
     """As a crash at every validation, each time behind a newer checkpoint, seen first by some other rank."""
     lives = [
-        (CRASHED, 500 * n, f"RuntimeError: limit at step {500 * n}, /tmp/x{n} 0x7f{n}a", 500 * n) for n in range(9)
+        (CRASHED, 500 * n, f"RuntimeError: limit at step {500 * n}, /tmp/x{n} 0x7f{n}a", 500 * n)
+        for n in range(9)
     ]
     assert supervise(*lives[1:]) == (CRASHED, 3)
     text = read_lines(job.run / "events.jsonl")[-1]["text"]
@@ -114,9 +120,13 @@ def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callabl
 
 
 def test_a_stop_that_saved_nothing_is_no_85(supervise: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Supervisor, "run_attempt", stopped_while_it_ends(Ended(CRASHED, 7, "killed: a second signal")))
+    monkeypatch.setattr(
+        Supervisor, "run_attempt", stopped_while_it_ends(Ended(CRASHED, 7, "killed: a second signal"))
+    )
     assert supervise() == (STOPPED_UNSAVED, 0)
-    monkeypatch.setattr(Supervisor, "run_attempt", stopped_while_it_ends(Ended(STOPPED_UNSAVED, 7, "not saved")))
+    monkeypatch.setattr(
+        Supervisor, "run_attempt", stopped_while_it_ends(Ended(STOPPED_UNSAVED, 7, "not saved"))
+    )
     assert supervise() == (STOPPED_UNSAVED, 0)
     monkeypatch.setattr(Supervisor, "run_attempt", stopped_while_it_ends(Ended(STOPPED, 7, "SIGTERM")))
     assert supervise() == (STOPPED, 0)
@@ -130,7 +140,9 @@ def stopped_while_it_ends(ended: Ended) -> Callable:
     return run_attempt
 
 
-def test_workers_that_cannot_be_started_are_tried_again(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_cannot_be_started_are_tried_again(
+    job: JobSections, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk under the log folder, or a scheduler that does not answer, must not end the supervisor."""
     starts: list[int] = []
 
@@ -146,9 +158,13 @@ def test_workers_that_cannot_be_started_are_tried_again(job: JobSections, monkey
     assert "No space left on device" in read_lines(job.run / "events.jsonl")[-1]["text"]
 
 
-@pytest.mark.parametrize(("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2), ("skip", 2)])
-def test_policies_after_a_refused_step(supervise: Callable, job: JobSections, policy: Any, starts: int) -> None:
-    job.resilience.unclean_policy = policy
+@pytest.mark.parametrize(
+    ("policy", "starts"), [("stop", 1), ("rollback", 2), ("rollback_and_skip", 2), ("skip", 2)]
+)
+def test_policies_after_a_refused_step(
+    supervise: Callable, job: JobSections, policy: Any, starts: int
+) -> None:
+    job.resilience.on_bad_step = policy
     lives = ((BAD_STEP, 12, "the loss is nan", 10), (DONE, 20, "end", 20))
     assert supervise(*lives) == (BAD_STEP if policy == "stop" else DONE, starts)
 
@@ -171,10 +187,14 @@ def test_a_node_with_a_slow_network_is_chosen_last(
     supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.resilience.min_network_share = 0.5
-    monkeypatch.setattr("train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {}))
+    monkeypatch.setattr(
+        "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
+    )
     monkeypatch.setattr("train.supervise.supervisor.slow_nodes", lambda *_: {"a": "0.1 GB/s"})
     assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
-    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), "a slow node is better than none"
+    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), (
+        "a slow node is better than none"
+    )
 
     def unmeasured(*_: Any) -> None:
         raise ValueError("no result within 300 s")
@@ -182,15 +202,23 @@ def test_a_node_with_a_slow_network_is_chosen_last(
     monkeypatch.setattr("train.supervise.supervisor.slow_nodes", unmeasured)
     assert supervise((DONE, 22, "end", 22), nodes="a,b", spares=0) == (DONE, 1)
     events = read_lines(job.run / "events.jsonl")
-    assert [e["nodes"] for e in events if e["kind"] == "supervisor_start"] == [["b", "c"], ["b", "a"], ["a", "b"]]
+    assert [e["nodes"] for e in events if e["kind"] == "supervisor_start"] == [
+        ["b", "c"],
+        ["b", "a"],
+        ["a", "b"],
+    ]
     assert [e["node"] for e in events if e["kind"] == "supervisor_bad_node"] == ["a", "a"]
-    assert [e["text"] for e in events if e["kind"] == "supervisor_network"] == ["not measured: no result within 300 s"]
+    assert [e["text"] for e in events if e["kind"] == "supervisor_network"] == [
+        "not measured: no result within 300 s"
+    ]
 
 
 def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
     supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {}))
+    monkeypatch.setattr(
+        "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
+    )
     watch = Attempt.watch
 
     def failing_on_b(self: Attempt) -> Ended:
@@ -209,7 +237,7 @@ def test_the_job_file_and_its_overrides() -> None:
     path = str(ROOT / "configs/phase1.toml")
     job = read_job(["--job.config_file", path, "--resilience.skip-steps", "9", "--training.steps", "5"])
     assert (job.training.global_batch_size, job.resilience.skip_steps) == (1536, 9)
-    assert job.resilience.unclean_policy == "skip"
+    assert job.resilience.on_bad_step == "skip"
     assert str(job.checkpoints) == "runs/phase1/checkpoint"
     with pytest.raises(ValueError, match="at every restart"):
         read_job([f"--job.config_file={path}", "--checkpoint.load_step", "5"])

@@ -1,4 +1,6 @@
-"""The decoder on the CPU: packs a config and named tensors into the tapes of the C++ core (csrc/), which decodes."""
+"""The decoder on the CPU: packs a config and named tensors into the tapes of the C++
+core (csrc/), which decodes.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ MATHS = {  # how activations enter matrix products, and the weights that they me
 class Place(NamedTuple):
     """Which of several processes a decoder is in, and file descriptors of what links them (links.py).
 
-    memory: a file, empty at first, that all of them map; with sockets to all others, which become the decoder's, it is
-    this process's own.
+    memory: a file, empty at first, that all of them map; with sockets to all others, which become the
+    decoder's, it is this process's own.
     """
 
     rank: int = 0
@@ -59,10 +61,11 @@ ALONE = Place()
 class CpuDecoder(_core.Decoder):
     """The C++ decoder with its weights loaded; it has every option, and its loop runs on threads of its own.
 
-    Options as in Engine. `packed` maps the packed weights of an earlier start, or keeps them for the next one.
+    Options as in Engine. `packed` maps the packed weights of an earlier start, or keeps them
+    for the next one.
     """
 
-    most_joined = _core.MOST_SEQUENCES
+    max_joined = _core.MAX_SEQUENCES
     refused_options: tuple[str, ...] = ()
 
     def __init__(
@@ -85,14 +88,18 @@ class CpuDecoder(_core.Decoder):
         if math not in ("auto", *MATHS):
             raise ValueError(f"math = {math!r} is unknown; choose from {('auto', *MATHS)}")
         if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
-            raise ValueError(f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores")
+            raise ValueError(
+                f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores"
+            )
         self.chosen = dtype != "auto"
         self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
         self.math = ("int8" if self.dtype == "int4" else "exact") if math == "auto" else math
         if self.dtype not in MATHS[self.math]:
             fitting = " or ".join(repr(name) for name, dtypes in MATHS.items() if self.dtype in dtypes)
             needed = " or ".join(MATHS[math])
-            raise ValueError(f"math = {math!r} needs {needed} weights, these are {self.dtype}; use math = {fitting}")
+            raise ValueError(
+                f"math = {math!r} needs {needed} weights, these are {self.dtype}; use math = {fitting}"
+            )
         if kv_dtype not in ("auto", *KV_DTYPES):
             raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
         if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
@@ -134,10 +141,13 @@ class CpuDecoder(_core.Decoder):
         """End the request, if one runs; threads and weights go with the object."""
         self.cancel()
 
-    def _load(self, config: LaneformerConfig, tensors: Mapping[str, Tensor], packed: PackedWeights | None) -> None:
+    def _load(
+        self, config: LaneformerConfig, tensors: Mapping[str, Tensor], packed: PackedWeights | None
+    ) -> None:
         """Pack one tensor at a time; ValueError names the first one with a non-finite value.
 
-        With `packed` the matrices and the embedding come from that cache, or are written to it once they are packed.
+        With `packed` the matrices and the embedding come from that cache, or are written to it
+        once they are packed.
         """
 
         def send(name: str, setter: Any, *where: Any) -> None:
@@ -145,7 +155,9 @@ class CpuDecoder(_core.Decoder):
             if not self.chosen and setter.__name__ in ("set_matrix", "set_embedding"):
                 self._expect_dtype(name, tensor.dtype)
             if not setter(*where, np.ascontiguousarray(tensor.values), tensor.dtype):
-                raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)")
+                raise ValueError(
+                    f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)"
+                )
 
         layers = range(config.num_hidden_layers)
         self.set_rope(*rope_tables(config))
@@ -175,10 +187,13 @@ class CpuDecoder(_core.Decoder):
         if dtype == self.dtype:
             return
         if name.startswith("layers."):
-            raise ValueError(f"dtype = 'auto': {name} is {dtype} and {FIRST_MATRIX} is {self.dtype}; choose a dtype")
+            raise ValueError(
+                f"dtype = 'auto': {name} is {dtype} and {FIRST_MATRIX} is {self.dtype}; choose a dtype"
+            )
         if self.dtype != "fp32":
             warnings.warn(
-                f"{name} is {dtype} and becomes {self.dtype}, the layers' dtype; or choose 'fp32'", stacklevel=2
+                f"{name} is {dtype} and becomes {self.dtype}, the layers' dtype; or choose 'fp32'",
+                stacklevel=2,
             )
 
 
@@ -188,7 +203,9 @@ def head_of(config: LaneformerConfig) -> str:
 
 
 def core_spec(config: LaneformerConfig) -> dict[str, Any]:
-    """The config as plain numbers (csrc/model.h); every rule about layers is decided by config.py, once per layer."""
+    """The config as plain numbers (csrc/model.h); every rule about layers is decided by
+    config.py, once per layer.
+    """
     layers = range(config.num_hidden_layers)
     return {
         **dataclasses.asdict(config),

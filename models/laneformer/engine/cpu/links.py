@@ -61,7 +61,8 @@ def connected(address: Address) -> socket.socket:
 def controlled(rank: int, address: Address) -> socket.socket:
     """The connection over which rank 0 commands this process.
 
-    It breaks when rank 0's machine has acknowledged no beat for SILENT_S. The machine of a stopped rank 0 still does.
+    It breaks when rank 0's machine has acknowledged no beat for SILENT_S. The machine of a stopped
+    rank 0 still does.
     """
     connection = connected(address)
     connection.settimeout(None)
@@ -80,9 +81,11 @@ def beat(replies: int) -> None:
 
 
 def follow_replies(replies: IO[bytes], said: queue.SimpleQueue[str]) -> float:
-    """Hand over a worker's replies, then "". Returns the seconds of silence after which it is hung, or 0 at its end.
+    """Hand over a worker's replies, then "". Returns the seconds of silence after which it is hung, or
+    0 at its end.
 
-    Intervals without a beat are counted, not the clock's time: while this process does not run, no other is late.
+    Intervals without a beat are counted, not the clock's time: while this process does not run,
+    no other is late.
     """
     waiting = select.poll()
     waiting.register(replies, select.POLLIN)
@@ -110,7 +113,8 @@ def listener(address: Address) -> socket.socket:
 
 
 def connect_all(rank: int, processes: int, address: Address) -> list[int]:
-    """File descriptors of sockets to all other processes, after rank 0 at this address has met them all (`meet`).
+    """File descriptors of sockets to all other processes, after rank 0 at this address has
+    met them all (`meet`).
 
     OSError where that takes too long.
     """

@@ -1,11 +1,11 @@
 """Packed weights kept beside the model: the next start maps them instead of packing again.
 
-A file holds one thread plan's tapes and the embedding, each at a multiple of 2 MiB so that the kernel can map it with
-huge pages; where the file system has none, they are copied. Its name is a hash of the layout, dtype and thread plan;
-its header holds hashes of the safetensors that it was made from and of every part. A file is read through and compared
-with them once, and again whenever its inode says that it was touched since (`.checked` beside it); so a start need not
-read the weights twice. Anything that does not fit is packed again. A folder keeps the plans that were used last; the
-rest, and files of other layouts, are removed.
+A file holds one thread plan's tapes and the embedding, each at a multiple of 2 MiB so that the kernel can map
+it with huge pages; where the file system has none, they are copied. Its name is a hash of the layout, dtype
+and thread plan; its header holds hashes of the safetensors that it was made from and of every part. A file is
+read through and compared with them once, and again whenever its inode says that it was touched since
+(`.checked` beside it); so a start need not read the weights twice. Anything that does not fit is packed
+again. A folder keeps the plans that were used last; the rest, and files of other layouts, are removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYOUT_VERSION = 1  # of tiles, tapes and this file; raise it when any of them c
 FOLDER = ".packed"
 SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
 ALIGNMENT = 2 << 20
-MOST_PLANS = 4  # that a folder keeps
+MAX_PLANS = 4  # that a folder keeps
 ABANDONED_S = 3600  # age of an unfinished file whose writer must have died
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ class PackedWeights:
         return False
 
     def save(self, decoder: _core.Decoder, plan: dict[str, Any]) -> None:
-        """Write the decoder's tapes into the first directory that takes them; nothing half-written stays behind."""
+        """Write the decoder's tapes into the first directory that takes them;
+        nothing half-written stays behind.
+        """
         for directory in self.directories():
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,10 @@ class PackedWeights:
     def directories(self) -> list[Path]:
         """Where files are looked for and written, the first choice first."""
         user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return [self.folder / FOLDER, user / "laneformer" / hashlib.sha256(str(self.folder).encode()).hexdigest()[:16]]
+        return [
+            self.folder / FOLDER,
+            user / "laneformer" / hashlib.sha256(str(self.folder).encode()).hexdigest()[:16],
+        ]
 
     def _load(self, decoder: _core.Decoder, plan: dict[str, Any], path: Path) -> bool:
         try:
@@ -170,10 +175,11 @@ def mark_used(path: Path) -> None:
 def prune(directory: Path) -> None:
     """Remove files of other layouts, the plans used longest ago, and what a writer that died has left."""
     used = {
-        path: (mark if (mark := path.with_suffix(".checked")).exists() else path) for path in directory.glob("*.bin")
+        path: (mark if (mark := path.with_suffix(".checked")).exists() else path)
+        for path in directory.glob("*.bin")
     }
     latest = sorted(used, key=lambda path: used[path].stat().st_mtime_ns, reverse=True)
-    kept = [path for path in latest if layout_of(path) == LAYOUT_VERSION][:MOST_PLANS]
+    kept = [path for path in latest if layout_of(path) == LAYOUT_VERSION][:MAX_PLANS]
     old = [path for path in directory.glob("*.part") if time.time() - path.stat().st_mtime > ABANDONED_S]
     for path in [*(set(latest) - set(kept)), *old]:
         log.info("%s is removed", path)
@@ -184,7 +190,9 @@ def prune(directory: Path) -> None:
 def layout_of(path: Path) -> Any:
     try:
         with open(path, "rb") as file:
-            return json.loads(file.read(min(int.from_bytes(file.read(8), "little"), ALIGNMENT)))["plan"]["layout"]
+            return json.loads(file.read(min(int.from_bytes(file.read(8), "little"), ALIGNMENT)))["plan"][
+                "layout"
+            ]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -1,9 +1,10 @@
 """The CPU engine's lanes in several processes: rank 0, which takes the requests, and its workers.
 
-Every process has the whole model's plan and the weights, keys and values of its own lanes. What lanes give each other
-lies in memory that all of them map (csrc/processes.h). A worker gets the model and then every request over its standard
-input, and draws the same tokens as rank 0, which alone says what they are. It ends when that pipe does. When a worker
-ends by itself, or shows no sign of life for SILENT_S, rank 0 ends the request with an error that says so.
+Every process has the whole model's plan and the weights, keys and values of its own lanes. What lanes give
+each other lies in memory that all of them map (csrc/processes.h). A worker gets the model and then every
+request over its standard input, and draws the same tokens as rank 0, which alone says what they are. It ends
+when that pipe does. When a worker ends by itself, or shows no sign of life for SILENT_S, rank 0 ends the
+request with an error that says so.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def cpu_decoder(
     source: Source | None = None,
     **options: Any,
 ) -> CpuDecoder:
-    """A decoder in this process, or in several. With "launched", all but rank 0 work for it and do not come back."""
+    """A decoder in this process, or in several. With "launched", all but rank 0 work for it and
+    do not come back.
+    """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport = {transport!r} is unknown; choose from {TRANSPORTS}")
     if processes == 1:
@@ -58,10 +61,11 @@ def cpu_decoder(
 
 
 class ProcessesDecoder(CpuDecoder):
-    """A CpuDecoder whose lanes are shared out over `processes` processes; `threads` are those of each of them.
+    """A CpuDecoder whose lanes are shared out over `processes` processes; `threads` are those
+    of each of them.
 
-    One request at a time. EngineLost where a process is lost, then and from then on; ValueError where the lanes
-    cannot be shared out.
+    One request at a time. EngineLost where a process is lost, then and from then on; ValueError where the
+    lanes cannot be shared out.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class ProcessesDecoder(CpuDecoder):
     def set_latency(self, link_s: float, jitter: float = 0.0, seed: int = 0) -> None:
         """In every process. ValueError by TCP, which does not carry the stamps of the delay line."""
         if self._transport != TRANSPORTS[0]:
-            raise ValueError(f"transport = {self._transport!r}: a latency is injected where processes share memory")
+            raise ValueError(
+                f"transport = {self._transport!r}: a latency is injected where processes share memory"
+            )
         super().set_latency(link_s, jitter, seed)
         self._workers.send((link_s, jitter, seed))
 
@@ -140,7 +146,9 @@ class Workers:
         if transport == "tcp":
             self.meeting = listener(("127.0.0.1", 0))
         for rank in self.ranks:
-            self._start(Place(rank, self.count, self.memory), self.meeting and self.meeting.getsockname(), *model)
+            self._start(
+                Place(rank, self.count, self.memory), self.meeting and self.meeting.getsockname(), *model
+            )
         if self.meeting is None:
             return Place(0, self.count, self.memory)
         with self.meeting:
@@ -163,7 +171,11 @@ class Workers:
 
     def _start(self, place: Place, *message: Any) -> None:
         command = [sys.executable, "-m", "laneformer.engine.cpu.worker"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONSAFEPATH": "1",
+        }
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self.memory], env=environment,
             start_new_session=True,  # Ctrl-C is for rank 0, which ends the request
@@ -184,7 +196,9 @@ class Workers:
             if not told.startswith(LOADED):
                 raise EngineLost(f"process {rank} of {self.count} cannot load the model: {told}")
             if told != f"{LOADED} {terms}":
-                raise EngineLost(f"process {rank} of {self.count} has another model, other options or another CPU type")
+                raise EngineLost(
+                    f"process {rank} of {self.count} has another model, other options or another CPU type"
+                )
         self.send(cache_bytes)
         return cache_bytes
 
@@ -305,4 +319,6 @@ def whole_lanes(lanes: int, processes: int, threads: int) -> bool:
 def ended(status: int | None) -> str:
     if status is None:
         return "has closed its connection"
-    return f"ended with exit status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+    return (
+        f"ended with exit status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+    )

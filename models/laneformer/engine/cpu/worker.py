@@ -1,8 +1,9 @@
-"""A worker process of an engine in several processes (processes.py): `python -m laneformer.engine.cpu.worker`.
+"""A worker process of an engine in several processes (processes.py): `python -m
+laneformer.engine.cpu.worker`.
 
-Standard input holds pickles of rank 0's: the model, the bytes that its caches may take, then requests one after another
-(or a latency that is injected, for measurements). One line of standard output says that the weights are loaded, or why
-they are not; the rest of it is beats (links.py).
+Standard input holds pickles of rank 0's: the model, the bytes that its caches may take, then requests one
+after another (or a latency that is injected, for measurements). One line of standard output says that the
+weights are loaded, or why they are not; the rest of it is beats (links.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Worker(CpuDecoder):
     ):
         self._inbox, self._replies = inbox, replies
         if address is not None:
-            place = place._replace(memory=shared_file(), sockets=connect_all(place.rank, place.processes, address))
+            place = place._replace(
+                memory=shared_file(), sockets=connect_all(place.rank, place.processes, address)
+            )
         super().__init__(config, source(), dtype, place=place, **options)
 
     def _settle(self, cache_bytes: int) -> int:
@@ -71,7 +74,9 @@ def read(messages: BinaryIO, inbox: Inbox) -> None:
 
 
 def work(messages: BinaryIO, replies: TextIO, *model: Any) -> NoReturn:
-    """For rank 0, until it ends; `model` are the arguments of Worker, if they do not come as the first message."""
+    """For rank 0, until it ends; `model` are the arguments of Worker, if they do not come
+    as the first message.
+    """
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=read, args=(messages, inbox), daemon=True).start()
     threading.Thread(target=beat, args=(replies.fileno(),), daemon=True).start()

@@ -1,9 +1,11 @@
-"""Decode speed on GPUs next to what their memory gives: percent of the read probe, and what each layer leaves exposed.
+"""Decode speed on GPUs next to what their memory gives: percent of the read probe, and what
+each layer leaves exposed.
 
     t = bytes / bandwidth + layers x c
 
-c, the microseconds a layer that the stream of weights does not hide, is the figure that exchanges decide. Times are
-those at which the host sees each token, so the figures are of decoding alone: after the prompt and the launch.
+c, the microseconds a layer that the stream of weights does not hide, is the figure that exchanges
+decide. Times are those at which the host sees each token, so the figures are of decoding alone: after
+the prompt and the launch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ TOKENS = 256
 EDGE_TOKENS = 32  # the first and the last of a run, to be reported apart
 RUNS = 5
 PROBES = ("stream", "loads")  # kernels of probe.cu
-PROBED_BYTES = 8 << 30  # of one launch: far more than any cache, and milliseconds, so that its start does not count
+PROBED_BYTES = (
+    8 << 30
+)  # of one launch: far more than any cache, and milliseconds, so that its start does not count
 LOOKS = 20_000  # at the number of tokens, between two looks whether the kernel has ended
 DATASHEET = (  # bytes/s of the memory, by a part of the GPU's name; the first that fits
     ("GB200", 8.0e12), ("B200", 8.0e12), ("GH200 144G", 4.9e12), ("GH200", 4.0e12), ("H200", 4.8e12),
@@ -46,9 +50,11 @@ def benchmark(
     probe_bytes_per_s: float | None = None,
     runs: int = RUNS,
 ) -> dict[str, Any]:
-    """Figures of single-request decoding after `depth` cached positions; the keys are those of `laneformer bench`.
+    """Figures of single-request decoding after `depth` cached positions; the keys are
+    those of `laneformer bench`.
 
-    `probe_bytes_per_s`: of all GPUs together; measured when it is not given. ValueError for a depth without room.
+    `probe_bytes_per_s`: of all GPUs together; measured when it is not given. ValueError for
+    a depth without room.
     """
     context = decoder.config.max_position_embeddings
     in_range("depth", depth, int, 0, context - 2 * EDGE_TOKENS)
@@ -64,7 +70,9 @@ def benchmark(
     progress(f"{runs} runs of {tokens} tokens")
     arrivals(decoder, prompt, 2 * EDGE_TOKENS)  # warm: code, clocks
     measured = [speeds(arrivals(decoder, prompt, tokens)) for _ in range(runs)]
-    bytes_per_token = weight_bytes(decoder.geometry) + decoder.config.cached_bytes(len(prompt) + tokens / 2, 2)
+    bytes_per_token = weight_bytes(decoder.geometry) + decoder.config.cached_bytes(
+        len(prompt) + tokens / 2, 2
+    )
     name = torch.cuda.get_device_name(decoder.devices[0])
     return {
         **{key: statistics.median(run[key] for run in measured) for key in measured[0]},
@@ -89,7 +97,9 @@ def benchmark(
 def shares(
     tokens_per_s: float, bytes_per_token: float, probe: float, datasheet: float | None, gpus: int, layers: int
 ) -> dict[str, float | None]:
-    """How much of the bandwidth (bytes/s; `datasheet` of one GPU) a speed is, and the time a layer that is not."""
+    """How much of the bandwidth (bytes/s; `datasheet` of one GPU) a speed is, and the time a
+    layer that is not.
+    """
     rate = bytes_per_token * tokens_per_s
     return {
         "percent_of_probe": 100 * rate / probe,
@@ -142,7 +152,9 @@ def speeds(times: np.ndarray) -> dict[str, float]:
 
 
 def measure_prefill(decoder: SequenceDecoder, depth: int) -> tuple[float, float]:
-    """Seconds to the first token after a prompt of `depth` (or a typical length), and prompt tokens per second."""
+    """Seconds to the first token after a prompt of `depth` (or a typical length), and
+    prompt tokens per second.
+    """
     length = max(depth, min(2048, decoder.config.max_position_embeddings // 2))
     prompt = random_prompt(decoder, length)
     seconds = []
@@ -160,7 +172,9 @@ def random_prompt(decoder: SequenceDecoder, length: int) -> list[int]:
 
 
 def weight_bytes(geometry: Geometry) -> int:
-    """Bytes of weights that all GPUs together read for one token, without what fills up the tapes' last chunks."""
+    """Bytes of weights that all GPUs together read for one token, without what fills up
+    the tapes' last chunks.
+    """
     layers = geometry.config.num_hidden_layers
     scale = 4 if geometry.dtype in EIGHT_BITS else 0  # of a row
     matrices = {op: geometry.matrix(op) for op in OPS}
@@ -182,7 +196,9 @@ class Probe(c.Structure):
 
 def probe_argument(memory: DeviceMemory, sums: torch.Tensor, rounds: int) -> Probe:
     """Read the device's tapes `rounds` times; `sums`: int32, one for each thread of the launch."""
-    return Probe(memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), memory.tapes.nbytes, rounds)
+    return Probe(
+        memory.tapes.data_ptr(), memory.tape_at.data_ptr(), sums.data_ptr(), memory.tapes.nbytes, rounds
+    )
 
 
 def expected_sum(memory: DeviceMemory, rounds: int) -> int:

@@ -1,7 +1,9 @@
-"""Kernels from source to machine code at run time, without a toolkit (nvrtc.py compiles, launch.py starts them).
+"""Kernels from source to machine code at run time, without a toolkit (nvrtc.py
+compiles, launch.py starts them).
 
-The sources are compiled for one geometry and one architecture, which needs no GPU. Cubins are kept in the user's cache
-directory under a hash of everything that decides them: sources, constants, options, and the compiler's version.
+The sources are compiled for one geometry and one architecture, which needs no GPU. Cubins are kept in
+the user's cache directory under a hash of everything that decides them: sources, constants, options,
+and the compiler's version.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ def compile_cubin(
 ) -> bytes:  # fmt: skip
     """Machine code for an architecture such as "sm_90a"; RuntimeError with the compiler's message.
 
-    `cache` is the folder of kept cubins; by default $XDG_CACHE_HOME/laneformer/cubins. `compiler`: by default the
-    newest one whose code this driver loads.
+    `cache` is the folder of kept cubins; by default $XDG_CACHE_HOME/laneformer/cubins. `compiler`: by default
+    the newest one whose code this driver loads.
     """
     source, compiler = source_of(version, geometry), compiler or compiler_for(architecture, driver)
-    sources = [path for folder in INCLUDES for pattern in ("*.cu*", "*.h") for path in sorted(folder.glob(pattern))]
+    sources = [
+        path for folder in INCLUDES for pattern in ("*.cu*", "*.h") for path in sorted(folder.glob(pattern))
+    ]
     included = b"".join(path.read_bytes() for path in sources)
     decides = repr((source, architecture, OPTIONS, compiler.version)).encode() + included
-    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer" / "cubins"
+    folder = (
+        cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer" / "cubins"
+    )
     name = f"{version}-{architecture}-nvrtc{compiler.version[0]}.{compiler.version[1]}"
     kept = folder / f"{name}-{hashlib.sha256(decides).hexdigest()[:20]}.cubin"
     if kept.is_file():
@@ -54,7 +60,9 @@ def compile_cubin(
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write the file whole or not at all; a folder that cannot be written costs the next start its time, no more."""
+    """Write the file whole or not at all; a folder that cannot be written costs the next start
+    its time, no more.
+    """
     unfinished = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from ..decoder import CUDA, Collected, Request, RequestFailed, Sampling, Scores
 from ..joined import OneAtATime
 from ..options import in_range
 from .decoding import Decoding
-from .geometry import DTYPES, HALVES, MOST_STOPS
+from .geometry import DTYPES, HALVES, MAX_STOPS
 from .launch import NotResident
 from .memory import half_of
 from .passes import PassDecoder
@@ -35,11 +35,11 @@ SCORED_AT_ONCE = 16  # new tokens whose logits are kept: with `logprobs` a launc
 class CudaDecoder(OneAtATime):
     """Decodes on one or more GPUs that share the lanes.
 
-    The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few new tokens,
-    and scores, go through PyTorch in 16 bits. The prompts of a batch, draft tokens, and requests that join share passes
-    (passes.py), which round a little differently, so ties may fall to the other side. They hold the weights once more,
-    as tiles; where these do not fit the model or the GPU, requests and prompts come one after the other, and
-    `speculate` has no effect.
+    The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few
+    new tokens, and scores, go through PyTorch in 16 bits. The prompts of a batch, draft tokens, and requests
+    that join share passes (passes.py), which round a little differently, so ties may fall to the other side.
+    They hold the weights once more, as tiles; where these do not fit the model or the GPU, requests and
+    prompts come one after the other, and `speculate` has no effect.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class CudaDecoder(OneAtATime):
         processes: int = 1,
         joined_only: bool = False,
     ):
-        """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32. `version`: "persistent" or "graph".
+        """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32.
+        `version`: "persistent" or "graph".
 
-        joined_only: a server's, whose requests all join: only tiles are held, and the tapes of the one-column kernel
-        when a request first needs them, or where tiles do not fit.
+        joined_only: a server's, whose requests all join: only tiles are held, and the tapes of the one-column
+        kernel when a request first needs them, or where tiles do not fit.
 
-        ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa, math, pin,
-        kv_dtype, processes.
+        ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa,
+        math, pin, kv_dtype, processes.
         """
         if dtype == "auto":
             dtype = half_of(tensors)
@@ -100,8 +101,8 @@ class CudaDecoder(OneAtATime):
             value = getattr(request, field.name)
             if field.name in CPU_ONLY and value not in (field.default, []):
                 raise ValueError(f"{field.name} = {value!r}: {USE_CPU}")
-        if len(request.stop_ids) > MOST_STOPS:
-            raise ValueError(f"{len(request.stop_ids)} stop ids; the CUDA engine takes at most {MOST_STOPS}")
+        if len(request.stop_ids) > MAX_STOPS:
+            raise ValueError(f"{len(request.stop_ids)} stop ids; the CUDA engine takes at most {MAX_STOPS}")
 
     def close(self) -> None:
         """End the request, if one runs, else give the memory back."""
@@ -123,7 +124,12 @@ class CudaDecoder(OneAtATime):
     @functools.cached_property
     def gpu(self) -> SequenceDecoder:
         return SequenceDecoder(
-            self.config, self._tensors, self.dtype, self._devices, self._version, cache_bytes=self._cache_bytes
+            self.config,
+            self._tensors,
+            self.dtype,
+            self._devices,
+            self._version,
+            cache_bytes=self._cache_bytes,
         )
 
     @functools.cached_property
@@ -133,7 +139,9 @@ class CudaDecoder(OneAtATime):
         if (loaded.version if loaded else self._version) != "persistent":  # it, too, needs all blocks at once
             return None
         try:
-            return PassDecoder(self.config, self._tensors, self.dtype, self._devices, cache_bytes=self._cache_bytes)
+            return PassDecoder(
+                self.config, self._tensors, self.dtype, self._devices, cache_bytes=self._cache_bytes
+            )
         except (ValueError, NotResident, torch.OutOfMemoryError) as error:
             warnings.warn(f"requests do not share passes, drafts have no effect: {error}", stacklevel=2)
             return None
@@ -145,8 +153,8 @@ class CudaDecoder(OneAtATime):
         return JoinedPasses(self.side_by_side) if self.side_by_side else None
 
     @property
-    def most_joined(self) -> int:
-        return self._joining.most_joined if self._joining else super().most_joined
+    def max_joined(self) -> int:
+        return self._joining.max_joined if self._joining else super().max_joined
 
     def join(self, request: Request) -> int:
         return self._joining.join(request) if self._joining else super().join(request)
@@ -266,14 +274,23 @@ class CudaDecoder(OneAtATime):
         return self._outputs
 
     def statistics(self) -> dict[str, int]:
-        drafts = {f"{kind}_tokens": sum(getattr(s, kind) for s in self._sharing) for kind in ("proposed", "accepted")}
+        drafts = {
+            f"{kind}_tokens": sum(getattr(s, kind) for s in self._sharing)
+            for kind in ("proposed", "accepted")
+        }
         return {"reused_tokens": self._reused, "passes": self._passes, **drafts}
 
     def _score(self, r: Request) -> None:
-        """Scores of ids[score_from:], or with `keep_logits` the logits after every id; all before this returns."""
+        """Scores of ids[score_from:], or with `keep_logits` the logits after every id;
+        all before this returns.
+        """
         ids, first = list(r.prompts[0]), r.score_from
         start, read = (0, ids) if r.keep_logits else (first - 1, ids[:-1])
-        blocks = (block for h in self.gpu.read(read, start, r.reuse_prefix) for block in logits_of(self.gpu.model, h))
+        blocks = (
+            block
+            for h in self.gpu.read(read, start, r.reuse_prefix)
+            for block in logits_of(self.gpu.model, h)
+        )
         if r.keep_logits:
             self._logits = torch.cat([block.cpu() for block in blocks]).numpy()
         else:

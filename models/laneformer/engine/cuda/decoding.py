@@ -1,7 +1,9 @@
-"""One sequence on its way through passes (passes.py): what it reads, drafts, draws and keeps (csrc/sequence.h).
+"""One sequence on its way through passes (passes.py): what it reads, drafts,
+draws and keeps (csrc/sequence.h).
 
-The first ids of a long prompt, and all that is to be scored, are read in pieces by PyTorch; where the pieces end is a
-matter of the prompt and of what was reused, never of the others. All further ids are columns of passes.
+The first ids of a long prompt, and all that is to be scored, are read in pieces by PyTorch; where
+the pieces end is a matter of the prompt and of what was reused, never of the others. All further ids
+are columns of passes.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ from .memory import Changes, Column
 from .scores import KeptScores
 from .slots import Slot
 
-PIECE_TOKENS = 1024  # the others wait for a piece: 10 ms for the weights of `2b` and 9 for these, both calculated
-IN_PASS_TOKENS = 64  # so many ids at most are read by passes alone: eight passes take as long as a small piece
+PIECE_TOKENS = (
+    1024  # the others wait for a piece: 10 ms for the weights of `2b` and 9 for these, both calculated
+)
+IN_PASS_TOKENS = (
+    64  # so many ids at most are read by passes alone: eight passes take as long as a small piece
+)
 LONGEST_PHRASE, SHORTEST_PHRASE = 4, 2  # ids that must agree before what followed them is drafted
 NEUTRAL = (1.0, 0.0, 0.0)  # penalties
 
@@ -71,7 +77,7 @@ class Decoding:
         return (r.repetition_penalty, r.frequency_penalty, r.presence_penalty) != NEUTRAL
 
     @property
-    def most_reusable(self) -> int:
+    def max_reusable(self) -> int:
         """Positions that need not be read if they are in a cache."""
         if not self.request.reuse_prefix or self.request.keep_logits:
             return 0
@@ -158,7 +164,7 @@ class Decoding:
 
     def shares(self, other: Decoding) -> int:
         """How many of the ids that it could reuse are the first of the other's prompt."""
-        most = min(self.most_reusable, other.prompt_length)
+        most = min(self.max_reusable, other.prompt_length)
         differs = np.flatnonzero(np.array(self.ids[:most]) != np.array(other.ids[:most]))
         return int(differs[0]) if len(differs) else most
 
@@ -174,7 +180,9 @@ class Decoding:
 
 
 def draft(ids: Sequence[int], most: int) -> list[int]:
-    """Prompt lookup: `most` ids that followed the latest earlier place of the last few ids (as csrc/sequence.cpp)."""
+    """Prompt lookup: `most` ids that followed the latest earlier place of the last
+    few ids (as csrc/sequence.cpp).
+    """
     length = len(ids)
     for phrase in range(LONGEST_PHRASE, SHORTEST_PHRASE - 1, -1) if most > 0 else ():
         last = list(ids[length - phrase :])

@@ -1,6 +1,8 @@
-"""Weights of 8 bits: a number of the row's own scale, fp32. int8 is the CPU engine's, number by number; fp8 is e4m3.
+"""Weights of 8 bits: a number of the row's own scale, fp32. int8 is the CPU engine's, number by
+number; fp8 is e4m3.
 
-A tape has the numbers as the kernels unpack them (rows.cuh): int8 as bytes from 1 to 255, 128 above the number.
+A tape has the numbers as the kernels unpack them (rows.cuh): int8 as bytes from 1 to 255,
+128 above the number.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ LARGEST_FP8 = 448.0
 
 
 def quantised(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 (..., rows, columns) as int8 (..., rows, columns), coded for the tapes, and scales float32 (..., rows).
+    """float32 (..., rows, columns) as int8 (..., rows, columns), coded for the tapes, and
+    scales float32 (..., rows).
 
     A scale is not finite where a value of its row is not.
     """

@@ -1,7 +1,9 @@
-"""Which multiprocessors are which lane, how much shared memory goes where: every shape of the kernels, in one place.
+"""Which multiprocessors are which lane, how much shared memory goes where: every shape of the
+kernels, in one place.
 
-A lane is a group of `blocks_per_lane` blocks, one block a multiprocessor, `warps` warps a block. `constants` writes all
-of it as the C++ text that the kernels are compiled with; tape.py cuts the weights by the same numbers.
+A lane is a group of `blocks_per_lane` blocks, one block a multiprocessor, `warps` warps a block.
+`constants` writes all of it as the C++ text that the kernels are compiled with; tape.py cuts the weights
+by the same numbers.
 
     B bytes   D hidden   L lanes   d head dimension
 """
@@ -18,26 +20,31 @@ from ...config import MODULES, Join, LaneformerConfig
 from ...tensors import STORED_TYPES
 
 OPS = ("qkv", "output", "gate_up", "down", "head")
-HALVES = tuple(name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2)  # 16 bits
+HALVES = tuple(
+    name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2
+)  # 16 bits
 EIGHT_BITS = ("int8", "fp8")  # with a scale for each row (eight_bits.py)
 DTYPES = (*HALVES, *EIGHT_BITS)  # of matrices
 SEGMENT_BYTES = 512  # for a warp of 32 threads: 16 for each
-MOST_CHUNKS = 16  # deeper rings hide nothing more
-MOST_STOPS = 16
-MOST_WARPS = 32  # of 32 threads; a block has half as many of 64
-MOST_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
-MOST_SPLITS = 16  # of the keys: each reader of the attention merges them all
-MOST_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
+MAX_CHUNKS = 16  # deeper rings hide nothing more
+MAX_STOPS = 16
+MAX_WARPS = 32  # of 32 threads; a block has half as many of 64
+MAX_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
+MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
+MAX_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
 TILE = 16  # rows and columns of a matrix that one such instruction takes: a segment
-MOST_PARTS, LEAST_UNITS = 16, 768  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
+MAX_PARTS, MIN_UNITS = 16, 768  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
 RESERVED_BYTES = 1024  # of shared memory, which the system keeps of each block
-# to try, the best first: fewer warps compute less at once, small chunks read the inputs of a matrix more often
+# to try, the best first: fewer warps compute less at once, small chunks read the inputs of a
+# matrix more often
 WARPS, CHUNK_BYTES = (16, 12, 8, 4, 2, 1), (2048, 1024, SEGMENT_BYTES)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What of a GPU decides the geometry. `shared_bytes`: what one block may use of a multiprocessor's memory."""
+    """What of a GPU decides the geometry. `shared_bytes`: what one block may use
+    of a multiprocessor's memory.
+    """
 
     multiprocessors: int
     shared_bytes: int
@@ -58,8 +65,8 @@ MI300X = Machine(304, 64 * 1024, 942, warp_threads=64, chiplets=8)
 class Matrix:
     """One matrix of a lane, (rows, columns), cut for warps: a unit of rows stays in one warp.
 
-    With matrix-multiply instructions a unit is a row of tiles and stays in one block, whose warps share the `parts` of
-    its columns out: part after part, in each all of the block's rows of tiles.
+    With matrix-multiply instructions a unit is a row of tiles and stays in one block, whose warps share the
+    `parts` of its columns out: part after part, in each all of the block's rows of tiles.
     """
 
     rows: int
@@ -111,7 +118,9 @@ class Geometry:
     devices: int = 1
     wide_exchanges: bool = False  # the ablation: every exchange waits for all blocks
     mma_columns: int = 0  # positions of one pass, by matrix-multiply instructions; 0: one, by FMAs
-    interleaved: bool = False  # the chunks of a block's warps lie in turn, so that a block reads at one place of memory
+    interleaved: bool = (
+        False  # the chunks of a block's warps lie in turn, so that a block reads at one place of memory
+    )
     prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
     warp_threads: int = 32
     alternate: bool = False  # block i is of lane i % lanes: neighbours are on different chiplets
@@ -137,7 +146,7 @@ class Geometry:
     @property
     def splits(self) -> int:
         """Blocks that share the keys of one KV head."""
-        return min(MOST_SPLITS, max(1, self.blocks_per_lane // self.config.kv_heads_per_lane))
+        return min(MAX_SPLITS, max(1, self.blocks_per_lane // self.config.kv_heads_per_lane))
 
     @property
     def warps_per_lane(self) -> int:
@@ -160,11 +169,15 @@ class Geometry:
 
     @property
     def mail_slots(self) -> int:
-        """Layers of partial outputs to keep: who waits for those of `delay` layers ago is waited for likewise."""
+        """Layers of partial outputs to keep: who waits for those of `delay` layers ago
+        is waited for likewise.
+        """
         return 2 * self.config.broadcast_delay + 2
 
     def matrix(self, op: str) -> Matrix:
-        """The matrix of one lane; output and down are cut alike, because a warp owns the same rows of the stream."""
+        """The matrix of one lane; output and down are cut alike, because a warp owns the same
+        rows of the stream.
+        """
         c, lanes = self.config, self.config.num_lanes
         kv = c.kv_heads_per_lane * c.head_dim
         rows, columns = {
@@ -176,7 +189,11 @@ class Geometry:
         }[op]
         if self.mma_columns:
             return Matrix(rows, columns, TILE, parts_of(rows, columns))
-        alike = (self.heads * c.head_dim, c.intermediate_size // lanes) if op in ("output", "down") else (columns,)
+        alike = (
+            (self.heads * c.head_dim, c.intermediate_size // lanes)
+            if op in ("output", "down")
+            else (columns,)
+        )
         cut = (1, self.warp_threads, 16 // self.number_bytes)
         segment_rows = max(Matrix(rows, n, 1, *cut).segment_rows for n in alike)
         return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1), *cut)
@@ -184,7 +201,7 @@ class Geometry:
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
         context = self.config.max_position_embeddings
-        more = MOST_COLUMNS - 1 if self.mma_columns else 0  # that drafts write before they turn out wrong
+        more = MAX_COLUMNS - 1 if self.mma_columns else 0  # that drafts write before they turn out wrong
         return -(-min((self.config.window(layer) or context) + more, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
@@ -195,7 +212,7 @@ class Geometry:
     def kv_lane(self) -> int:
         return sum(self.kv_layer(i) for i in range(self.config.num_hidden_layers))
 
-    def most_rows(self, *ops: str) -> int:
+    def max_rows(self, *ops: str) -> int:
         """Rows of a matrix that the busiest owner has."""
         return max(-(-m.units // self.owners) * m.unit_rows for m in map(self.matrix, ops))
 
@@ -205,13 +222,17 @@ class Geometry:
         return -(-max(self.wide, self.narrow) // 32) * 32 + 16
 
     @property
-    def most_sums(self) -> int:
-        """float32 numbers of one column that the busiest block adds up: its rows in each part of their columns."""
+    def max_sums(self) -> int:
+        """float32 numbers of one column that the busiest block adds up: its rows in each
+        part of their columns.
+        """
         return max(-(-m.units // self.owners) * m.unit_rows * m.parts for m in map(self.matrix, OPS))
 
     @property
     def wide(self) -> int:
-        """float32 numbers of the wide input buffer, which also holds each warp's partial attention; whole float4."""
+        """float32 numbers of the wide input buffer, which also holds each warp's
+        partial attention; whole float4.
+        """
         partial = self.warps * self.group * (self.config.head_dim + 2)
         return max(self.config.hidden_size, -(-partial // 4) * 4)
 
@@ -226,10 +247,10 @@ class Geometry:
         """Shared memory beside the ring and its barriers."""
         query = self.group * self.config.head_dim + self.config.qk_norm * (self.group + 1)
         if self.mma_columns:  # passes.cu: inputs, sums, rows of the stream and a scale of each column
-            column = self.column_stride + self.most_sums + self.most_rows("output", "down") + 1
+            column = self.column_stride + self.max_sums + self.max_rows("output", "down") + 1
             fresh = self.config.head_dim
             return 4 * (query + fresh + self.mma_columns * column + self.warps) + 8 * self.warps
-        per_warp = self.most_rows(*OPS) + self.most_rows("output", "down") + 1
+        per_warp = self.max_rows(*OPS) + self.max_rows("output", "down") + 1
         return 4 * (self.wide + self.narrow + query + self.warps * per_warp) + 8 * self.warps
 
     @property
@@ -251,8 +272,8 @@ class Geometry:
     @property
     def tape_chunks(self) -> int:
         """Chunks that no warp's tape exceeds: the room of each where they are interleaved."""
-        layer = sum(self.most_rows(op) * self.matrix(op).columns for op in OPS[:-1])
-        numbers = layer * self.config.num_hidden_layers + self.most_rows("head") * self.matrix("head").columns
+        layer = sum(self.max_rows(op) * self.matrix(op).columns for op in OPS[:-1])
+        numbers = layer * self.config.num_hidden_layers + self.max_rows("head") * self.matrix("head").columns
         return -(-self.number_bytes * numbers // self.chunk_bytes)
 
     @property
@@ -281,9 +302,9 @@ class Geometry:
             "kBlocksPerLane": self.blocks_per_lane, "kWarps": self.warps, "kChunkBytes": self.chunk_bytes,
             "kChunks": self.chunks, "kStrip": self.strip, "kSplits": self.splits,
             "kMailSlots": self.mail_slots, "kWide": self.wide,
-            "kNarrow": self.narrow, "kMostRows": self.most_rows(*OPS),
-            "kMostStreamRows": self.most_rows("output", "down"), "kMostStops": MOST_STOPS,
-            "kMmaColumns": self.mma_columns, "kMostSums": self.most_sums,
+            "kNarrow": self.narrow, "kMostRows": self.max_rows(*OPS),
+            "kMostStreamRows": self.max_rows("output", "down"), "kMostStops": MAX_STOPS,
+            "kMmaColumns": self.mma_columns, "kMostSums": self.max_sums,
             "kInterleaved": int(self.interleaved), "kTapeChunks": self.tape_chunks,
             "kPrefetchChunks": self.prefetch_chunks,
         }  # fmt: skip
@@ -317,7 +338,10 @@ class Geometry:
             f"constexpr long long kKvLane = {self.kv_lane};",
             f"TABLE long long kKvAt[] = {braces(starts)};",
             *(f"TABLE int {name}[] = {braces(values)};" for name, values in tables.items()),
-            *(f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};" for name, rows in per_module.items()),
+            *(
+                f"TABLE int {name}[2][kLayers] = {braces(map(braces, rows))};"
+                for name, rows in per_module.items()
+            ),
         ]
         return "\n".join(lines) + "\n"
 
@@ -330,7 +354,7 @@ def segment_bytes(warp_threads: int) -> int:
 def parts_of(rows: int, columns: int) -> int:
     """Into how many parts the columns are cut, whose sums are added in order: a matter of the matrix alone."""
     parts = 1
-    while parts < MOST_PARTS and rows // TILE * parts < LEAST_UNITS and columns % (2 * parts * TILE) == 0:
+    while parts < MAX_PARTS and rows // TILE * parts < MIN_UNITS and columns % (2 * parts * TILE) == 0:
         parts *= 2
     return parts
 

@@ -1,7 +1,7 @@
 """Kernels on a GPU: loaded, checked against what can be resident, launched on torch's streams.
 
-Calls go to the driver, because the argument of a launch is a structure. Streams are torch's, so that torch captures
-graphs, orders copies and frees memory as ever.
+Calls go to the driver, because the argument of a launch is a structure. Streams are torch's, so that torch
+captures graphs, orders copies and frees memory as ever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def describe(device: torch.device) -> Machine:
     properties: Any = torch.cuda.get_device_properties(device)
     architecture = 10 * properties.major + properties.minor
     if architecture < 80:
-        raise ValueError(f"{properties.name} is sm_{architecture}; the CUDA engine needs sm_80 (A100) or newer")
+        raise ValueError(
+            f"{properties.name} is sm_{architecture}; the CUDA engine needs sm_80 (A100) or newer"
+        )
     return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin, architecture)
 
 
@@ -49,7 +51,8 @@ class Kernels:
 
         self.geometry, self.device, self.version = geometry, device, version
         self.architecture = describe(device).architecture
-        # The driver then promises that all blocks are resident at once; but two such launches may not overlap.
+        # The driver then promises that all blocks are resident at once; but two such launches
+        # may not overlap.
         self.cooperative = version in ("persistent", "passes") and not shared
         cubin = compile_cubin(version, geometry, architecture_name(device), driver=driver_version())
         torch.cuda.synchronize(device)  # makes the GPU's context, and this thread's current one
@@ -57,7 +60,9 @@ class Kernels:
         self._kernels: dict[str, Any] = {}
 
     def launch(self, name: str, argument: ctypes.Structure, blocks: int | None = None) -> None:
-        """Start a kernel on torch's current stream; the graph's overlap. NotResident: where that does not fit."""
+        """Start a kernel on torch's current stream; the graph's overlap. NotResident: where
+        that does not fit.
+        """
         from cuda.bindings import driver
 
         config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
@@ -78,13 +83,21 @@ class Kernels:
         check(driver.cuLaunchKernelEx(config, self._kernel(name), ctypes.addressof(pointers), 0))
 
     def load(self, *names: str) -> None:
-        """Bring kernels to the GPU before their first launch, which may be in a capture or beside a spinning kernel."""
+        """Bring kernels to the GPU before their first launch, which may be in a capture or
+        beside a spinning kernel.
+        """
         from cuda.bindings import driver
 
         registers = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
         with torch.cuda.device(self.device):
-            for name in names:  # who asks for a number of the code has it loaded; cuFuncLoad needs a driver of 12.4
-                check(driver.cuFuncGetAttribute(registers, check(driver.cuKernelGetFunction(self._kernel(name)))))
+            for (
+                name
+            ) in names:  # who asks for a number of the code has it loaded; cuFuncLoad needs a driver of 12.4
+                check(
+                    driver.cuFuncGetAttribute(
+                        registers, check(driver.cuKernelGetFunction(self._kernel(name)))
+                    )
+                )
 
     def require_resident(self, name: str, launches: int = 1) -> None:
         """NotResident: the GPU cannot hold all blocks of so many launches at once."""
@@ -107,7 +120,8 @@ class Kernels:
             kernel = check(driver.cuLibraryGetKernel(self._library, name.encode()))
             attributes = driver.CUfunction_attribute
             values = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: self.geometry.shared_bytes}
-            # percent of the memory that is also the L1: equal for all, as a change between kernels drains the GPU
+            # percent of the memory that is also the L1: equal for all, as a change between kernels
+            # drains the GPU
             values[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = 100
             for attribute, value in values.items():
                 check(driver.cuKernelSetAttribute(attribute, value, kernel, self.device.index or 0))
@@ -116,7 +130,9 @@ class Kernels:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """What a driver call gave; RuntimeError where it failed, NotResident for a cooperative launch that cannot be."""
+    """What a driver call gave; RuntimeError where it failed, NotResident for a cooperative
+    launch that cannot be.
+    """
     from cuda.bindings import driver
 
     status, *values = result

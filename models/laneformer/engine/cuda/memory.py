@@ -1,7 +1,7 @@
 """What one GPU holds: tapes, tables, keys and values, and the words that its blocks exchange.
 
-Everything is a torch tensor on one device, so the tests hold the same memory on the CPU. What the host reads or writes
-while a kernel runs (new tokens, the stop flag, the report of a hang) is pinned host memory.
+Everything is a torch tensor on one device, so the tests hold the same memory on the CPU. What the host reads
+or writes while a kernel runs (new tokens, the stop flag, the report of a hang) is pinned host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
 from ..decoder import Request, RequestFailed, Sampling
 from ..folder import rope_tables
 from .eight_bits import quantised
-from .geometry import EIGHT_BITS, HALVES, MOST_STOPS, Geometry
+from .geometry import EIGHT_BITS, HALVES, MAX_STOPS, Geometry
 from .tape import pack, tape_starts
 
 TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in HALVES}
@@ -52,7 +52,7 @@ class Column(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int) for name in ("token", "position", "sequence", "drafts", "times_row", "bias_row")),
-        ("stop_count", ctypes.c_int), ("stops", ctypes.c_int * MOST_STOPS), ("sampling", Sampling),
+        ("stop_count", ctypes.c_int), ("stops", ctypes.c_int * MAX_STOPS), ("sampling", Sampling),
         ("changes", Changes),
     ]  # fmt: skip
 
@@ -69,7 +69,9 @@ EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best
 
 
 def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
-    """The argument of all kernels for this geometry; it depends on the numbers of devices and of columns alone."""
+    """The argument of all kernels for this geometry; it depends on the numbers of devices
+    and of columns alone.
+    """
     columns = geometry.mma_columns
     of_a_pass: list[Any] = [("column_count", ctypes.c_int), ("columns", Column * columns)] if columns else []
 
@@ -78,7 +80,10 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             ("weights", Weights),
             ("lane_words", ctypes.c_void_p),
             ("inbox", ctypes.c_void_p * geometry.devices),
-            *((n, ctypes.c_void_p) for n in ("aborted", "report", "cancel", "prompt", "tokens", "published", "logits")),
+            *(
+                (n, ctypes.c_void_p)
+                for n in ("aborted", "report", "cancel", "prompt", "tokens", "published", "logits")
+            ),
             ("sampling", Sampling),
             ("changes", Changes),
             ("limit_ns", ctypes.c_uint64),
@@ -86,7 +91,7 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             ("epoch", ctypes.c_uint32),
             *((n, ctypes.c_int) for n in ("device", "first_lane", "position", "prompt_count", "max_tokens")),
             *((n, ctypes.c_int) for n in ("stop_count", "layer", "module")),
-            ("stops", ctypes.c_int * MOST_STOPS),
+            ("stops", ctypes.c_int * MAX_STOPS),
             *of_a_pass,
         ]
 
@@ -94,7 +99,9 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
 
 
 class DeviceMemory:
-    """The memory of device number `index` of `geometry.devices`; its lanes follow those of the devices before it."""
+    """The memory of device number `index` of `geometry.devices`; its lanes follow those of
+    the devices before it.
+    """
 
     def __init__(
         self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str,
@@ -104,7 +111,12 @@ class DeviceMemory:
 
         sequences: that have keys and values here; by default one for each column.
         """
-        config, self.geometry, self.index, self.device = geometry.config, geometry, index, torch.device(device)
+        config, self.geometry, self.index, self.device = (
+            geometry.config,
+            geometry,
+            index,
+            torch.device(device),
+        )
         self.first_lane = index * geometry.lanes_per_device
         matrices = LaneMatrices(config, tensors, geometry.dtype)
         self.tapes = pack(geometry, matrices, self.first_lane, device)
@@ -113,13 +125,21 @@ class DeviceMemory:
         self.embedding = self._put(sixteen_bits(tensors, "tok_embeddings.weight", geometry.half))
         self.norms = self._put(norm_scales(config, tensors))
         self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
-        self.biases, self.head_norms = self._put(biases(config, tensors)), self._put(head_scales(config, tensors))
-        columns = max(1, geometry.mma_columns)  # each with words of its own, and each can be of a sequence of its own
+        self.biases, self.head_norms = (
+            self._put(biases(config, tensors)),
+            self._put(head_scales(config, tensors)),
+        )
+        columns = max(
+            1, geometry.mma_columns
+        )  # each with words of its own, and each can be of a sequence of its own
         sequences = columns if sequences is None else sequences
         try:
             self.kv = self._zeros(sequences * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
         except torch.OutOfMemoryError:
-            context, size = config.max_position_embeddings, 2 * sequences * geometry.lanes_per_device * geometry.kv_lane
+            context, size = (
+                config.max_position_embeddings,
+                2 * sequences * geometry.lanes_per_device * geometry.kv_lane,
+            )
             raise ValueError(
                 f"the GPU has no memory for the keys and values of {context} positions, {size / 1e9:.1f} GB; use a "
                 "smaller context_tokens"
@@ -159,10 +179,12 @@ class DeviceMemory:
         limit_s: float = 10.0,
         logits: torch.Tensor | None = None,
     ) -> ctypes.Structure:
-        """The argument of a launch that reads `prompt` (its first token at `position`) and makes up to `max_tokens`."""
+        """The argument of a launch that reads `prompt` (its first token at `position`) and
+        makes up to `max_tokens`.
+        """
         ids = stops or []
-        if len(ids) > MOST_STOPS:
-            raise ValueError(f"{len(ids)} stop ids; the CUDA engine takes at most {MOST_STOPS}")
+        if len(ids) > MAX_STOPS:
+            raise ValueError(f"{len(ids)} stop ids; the CUDA engine takes at most {MAX_STOPS}")
         self.prompt[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
         self.published.zero_()
         self.cancel.zero_()
@@ -173,13 +195,20 @@ class DeviceMemory:
         p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]
         p.logits = None if logits is None else logits.data_ptr()
         p.sampling, p.changes = sampling or Sampling(top_p=1.0), changes or Changes()
-        p.limit_ns, p.epoch, p.device, p.first_lane = int(limit_s * 1e9), self.epoch, self.index, self.first_lane
+        p.limit_ns, p.epoch, p.device, p.first_lane = (
+            int(limit_s * 1e9),
+            self.epoch,
+            self.index,
+            self.first_lane,
+        )
         p.position, p.prompt_count, p.max_tokens, p.stop_count = position, len(prompt), max_tokens, len(ids)
         p.stops[: len(ids)] = ids
         return p
 
     def changes(self, request: Request, ids: Sequence[int], made: int, row: int = 0) -> Changes:
-        """What this request does to logits after `ids`, of which the last `made` are its output; its arrays' row."""
+        """What this request does to logits after `ids`, of which the last `made` are its
+        output; its arrays' row.
+        """
         penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
         changes = Changes(None, None, *penalties, max(request.min_new_tokens - made, 0))
         if penalties != (1.0, 0.0, 0.0):
@@ -209,10 +238,14 @@ class DeviceMemory:
         return report if report.set else None
 
     def kv_layer(self, layer: int, kv: torch.Tensor | None = None) -> torch.Tensor:
-        """A layer's part of `kv` (None: of the current sequence): int16 (lanes, KV heads, splits, slots, 2, d)."""
+        """A layer's part of `kv` (None: of the current sequence): int16 (lanes, KV heads,
+        splits, slots, 2, d).
+        """
         g = self.geometry
         start = sum(g.kv_layer(i) for i in range(layer))
-        sequence = (self.kv if kv is None else kv).view(-1, g.lanes_per_device, g.kv_lane)[0]  # of several: the first
+        sequence = (self.kv if kv is None else kv).view(-1, g.lanes_per_device, g.kv_lane)[
+            0
+        ]  # of several: the first
         lanes = sequence[:, start : start + g.kv_layer(layer)]
         return lanes.view(-1, g.config.kv_heads_per_lane, g.splits, g.kv_slots(layer), 2, g.config.head_dim)
 
@@ -245,7 +278,9 @@ class LaneMatrices:
 
     def __init__(self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str):
         self._config, self._tensors, self._dtype = config, tensors, dtype
-        self._last: tuple[str, int] | None = None  # tensors can be costly to read: all lanes are asked in a row
+        self._last: tuple[str, int] | None = (
+            None  # tensors can be costly to read: all lanes are asked in a row
+        )
         self._parts: list[tuple[torch.Tensor, ...]] = []
         self.scales: list[torch.Tensor] = []
 
@@ -254,7 +289,9 @@ class LaneMatrices:
             head = EMBEDDING if self._config.tie_word_embeddings else HEAD
             full = [head] if op == "head" else [f"layers.{layer}.{name}.weight" for name in PARTS[op]]
             self._last, self._parts = (op, layer), [self._read(name) for name in full]
-        numbers, *scales = (joined(op, [part[lane] for part in parts]) for parts in zip(*self._parts, strict=True))
+        numbers, *scales = (
+            joined(op, [part[lane] for part in parts]) for parts in zip(*self._parts, strict=True)
+        )
         self.scales += scales
         return numbers
 
@@ -267,7 +304,9 @@ class LaneMatrices:
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:
-    """The values in their own type; a copy, as torch warns of arrays that cannot be written, such as a mapped file."""
+    """The values in their own type; a copy, as torch warns of arrays that cannot be written, such
+    as a mapped file.
+    """
     values = np.array(tensor.values)
     if tensor.dtype == "fp32":
         return torch.from_numpy(values)
@@ -303,7 +342,9 @@ def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Ten
 def head_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
     """float32 (layers, 2, d): the norms of queries and of keys; empty where there are none."""
     layers = range(config.num_hidden_layers if config.qk_norm else 0)
-    rows = [torch.stack([finite(tensors, f"layers.{i}.{name}.weight") for name in HEAD_NORMS]) for i in layers]
+    rows = [
+        torch.stack([finite(tensors, f"layers.{i}.{name}.weight") for name in HEAD_NORMS]) for i in layers
+    ]
     return torch.stack(rows) if rows else torch.empty(0)
 
 
@@ -316,7 +357,9 @@ def finite(tensors: Mapping[str, Tensor], name: str) -> torch.Tensor:
 
 
 def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> None:
-    """RequestFailed, which says who waited for what, if a launch has given up a wait; no word is of any epoch then."""
+    """RequestFailed, which says who waited for what, if a launch has given up a wait; no word is
+    of any epoch then.
+    """
     hang = next((report for memory in memories if (report := memory.hang())), None)
     if hang is None:
         return

@@ -1,8 +1,8 @@
 """NVIDIA's run-time compilers on this machine, and the newest one whose code the driver loads.
 
-A machine may have several: PyTorch's, those of pip packages, a toolkit's. NVRTC 13 writes machine code in a format (ELF
-ABI 8) that drivers for CUDA 12 do not know, so the driver's version decides; cuda-bindings would always take the
-compiler of its own version. The calls are NVRTC's C interface (nvrtc.h).
+A machine may have several: PyTorch's, those of pip packages, a toolkit's. NVRTC 13 writes machine code in a
+format (ELF ABI 8) that drivers for CUDA 12 do not know, so the driver's version decides; cuda-bindings would
+always take the compiler of its own version. The calls are NVRTC's C interface (nvrtc.h).
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-PLACES = ("nvidia/*/lib", "torch/lib", "lib", "lib64", "targets/*/lib")  # in packages, environments and toolkits
+PLACES = (
+    "nvidia/*/lib",
+    "torch/lib",
+    "lib",
+    "lib64",
+    "targets/*/lib",
+)  # in packages, environments and toolkits
 OPTIONS = ("--std=c++17", "--fmad=false")  # of all units
 BY_NAME = ("libnvrtc.so.13", "libnvrtc.so.12")  # where the loader looks
 
@@ -25,7 +31,9 @@ class Nvrtc:
 
     def __init__(self, library: str):
         """OSError or AttributeError where it cannot be loaded."""
-        if Path(library).is_absolute():  # NVRTC 13.0 does not look beside itself for the part that it opens by name
+        if Path(
+            library
+        ).is_absolute():  # NVRTC 13.0 does not look beside itself for the part that it opens by name
             for part in Path(library).parent.glob("libnvrtc-builtins.so.*"):
                 with contextlib.suppress(OSError):  # without it a compilation fails, and says why
                     c.CDLL(str(part))
@@ -39,7 +47,12 @@ class Nvrtc:
 
     def compile(self, source: str, architecture: str, includes: Sequence[Path] = (), *options: str) -> bytes:
         """Machine code (a cubin); RuntimeError with the compiler's log."""
-        given = [f"--gpu-architecture={architecture}", *OPTIONS, *options, *(f"-I{path}" for path in includes)]
+        given = [
+            f"--gpu-architecture={architecture}",
+            *OPTIONS,
+            *options,
+            *(f"-I{path}" for path in includes),
+        ]
         program = c.c_void_p()
         self._library.nvrtcCreateProgram(c.byref(program), source.encode(), b"kernels.cu", 0, None, None)
         try:
@@ -63,7 +76,9 @@ def compilers() -> tuple[Nvrtc, ...]:
     """Those that are installed, the newest first."""
     found: dict[tuple[int, int], Nvrtc] = {}
     for path in libraries():
-        with contextlib.suppress(OSError, AttributeError):  # a file that is not for this machine, a dangling link
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # a file that is not for this machine, a dangling link
             compiler = Nvrtc(path)
             found.setdefault(compiler.version, compiler)
     return tuple(found[version] for version in sorted(found, reverse=True))
@@ -74,12 +89,15 @@ def libraries() -> Iterator[str]:
     roots = [*sys.path, sys.prefix, *toolkits, *map(str, Path("/usr/local").glob("cuda*"))]
     for root in dict.fromkeys(filter(None, roots)):
         for place in PLACES:
-            yield from map(str, sorted(Path(root).glob(f"{place}/libnvrtc[.-][!b]*")))  # libnvrtc-builtins is a part
+            yield from map(
+                str, sorted(Path(root).glob(f"{place}/libnvrtc[.-][!b]*"))
+            )  # libnvrtc-builtins is a part
     yield from BY_NAME
 
 
 def compiler_for(architecture: str, driver: int | None) -> Nvrtc:
-    """The newest compiler for an architecture such as "sm_90a" whose code a driver (such as 12040) loads; None: any.
+    """The newest compiler for an architecture such as "sm_90a" whose code a driver (such as
+    12040) loads; None: any.
 
     RuntimeError: what is installed, and what to install.
     """

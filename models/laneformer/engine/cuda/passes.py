@@ -1,9 +1,9 @@
 """Several sequences side by side, and several positions of one: passes of up to 8 columns (passes.cu).
 
-A launch is one pass; between two of them the host says what the columns are. As in the CPU engine (csrc/passes.cpp):
-first the next id of each sequence that decodes, and draft tokens after it; then as many ids of prompts as there is room
-for. Each sequence draws the tokens that it would draw alone, whatever shares its passes. Long prompts are read by
-PyTorch, a piece between two passes.
+A launch is one pass; between two of them the host says what the columns are. As in the CPU engine
+(csrc/passes.cpp): first the next id of each sequence that decodes, and draft tokens after it; then as many
+ids of prompts as there is room for. Each sequence draws the tokens that it would draw alone, whatever shares
+its passes. Long prompts are read by PyTorch, a piece between two passes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .memory import Changes, Column, DeviceMemory, end_hang
 from .planning import plan
 from .prefill import DeviceCache, logits_of, streams
 from .sequence import connect
-from .slots import MOST_SLOTS, Slots
+from .slots import MAX_SLOTS, Slots
 from .tape import tape_bytes
 from .tape_model import TapeModel
 
 COLUMNS = (8, 4, 2)  # of a pass: as many as fit
 LAST_EPOCH = 2**30  # of all layers together
-LEAST_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
-LEAST_AWAITED = 16  # positions: who shares as many with a prompt that is being read begins when these are there
+MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
+MIN_AWAITED = 16  # positions: who shares as many with a prompt that is being read begins when these are there
 POLL_S = 0.00005
 
 
@@ -44,16 +44,17 @@ def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices
     for columns in COLUMNS:
         with contextlib.suppress(ValueError):
             geometry = plan(config, dtype, machine, devices=devices, mma_columns=columns)
-            if geometry.warps * geometry.chunks * geometry.chunk_bytes >= LEAST_RING_BYTES:
+            if geometry.warps * geometry.chunks * geometry.chunk_bytes >= MIN_RING_BYTES:
                 return geometry
     return plan(config, dtype, machine, devices=devices, mma_columns=COLUMNS[-1])
 
 
 def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
-    """Of how many sequences a device with so many free bytes holds keys and values, beside all else that passes need.
+    """Of how many sequences a device with so many free bytes holds keys and values, beside all
+    else that passes need.
 
-    One for each column, and earlier ones in a quarter of what is left, or in `cache_bytes`. ValueError where not even
-    the former fit: the tiles are the weights once more.
+    One for each column, and earlier ones in a quarter of what is left, or in `cache_bytes`. ValueError where
+    not even the former fit: the tiles are the weights once more.
     """
     config, columns, tiles = geometry.config, geometry.mma_columns, tape_bytes(geometry)
     each = 2 * geometry.lanes_per_device * geometry.kv_lane + 12 * config.vocab_size
@@ -65,7 +66,7 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
             f"the GPU has {free / 1e9:.1f} GB free; use a smaller context_tokens or more GPUs"
         )
     spare = (free - needed) // 4 if cache_bytes is None else min(cache_bytes, free - needed)
-    return columns + min(MOST_SLOTS - columns, spare // each)
+    return columns + min(MAX_SLOTS - columns, spare // each)
 
 
 class PassDecoder:
@@ -77,7 +78,8 @@ class PassDecoder:
     ):  # fmt: skip
         """`cache_bytes`: of each GPU, for earlier sequences; None: a quarter of what is left.
 
-        ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not all run at once.
+        ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not
+        all run at once.
         """
         self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
@@ -92,7 +94,9 @@ class PassDecoder:
             kernels.require_resident("pass", sharing)
             kernels.load("pass")
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
-        self._hold([DeviceMemory(self.geometry, tensors, i, d, sequences) for i, d in enumerate(self.devices)])
+        self._hold(
+            [DeviceMemory(self.geometry, tensors, i, d, sequences) for i, d in enumerate(self.devices)]
+        )
 
     def _hold(self, memories: list[DeviceMemory]) -> None:
         self.memories, self.slots, self.passes = memories, Slots(memories, 0), 0
@@ -103,9 +107,11 @@ class PassDecoder:
         return TapeModel(self.memories)
 
     def advance(self, sequences: Sequence[Decoding]) -> None:
-        """End and begin sequences, read a piece of a prompt, then one pass: a token or more for each that decodes.
+        """End and begin sequences, read a piece of a prompt, then one pass: a token or more
+        for each that decodes.
 
-        As many run as there are columns; further ones wait. What fails is in `error` of those whom it concerns.
+        As many run as there are columns; further ones wait. What fails is in `error` of
+        those whom it concerns.
         """
         self._begin(sequences)
         try:
@@ -132,7 +138,7 @@ class PassDecoder:
                 continue
             for other in running:
                 self.slots.holds(other.ids[: other.position], slot=other.slot)
-            slot, start = self.slots.choose(s.ids, s.most_reusable, s.request.reuse_prefix)
+            slot, start = self.slots.choose(s.ids, s.max_reusable, s.request.reuse_prefix)
             slot.running = True
             s.begin(slot, start)
             for memory in self.memories:
@@ -142,7 +148,7 @@ class PassDecoder:
     def _awaits(self, s: Decoding, running: Sequence[Decoding]) -> bool:
         """Others read what it would read, too."""
         reading = (r for r in running if r.position < r.prompt_length - 1)
-        return any(s.shares(r) - r.position >= LEAST_AWAITED for r in reading)
+        return any(s.shares(r) - r.position >= MIN_AWAITED for r in reading)
 
     def _end(self, sequences: Sequence[Decoding]) -> None:
         """Slots of those that have finished are for others, who may go on from there."""
@@ -155,7 +161,9 @@ class PassDecoder:
     def _read_piece(self, s: Decoding) -> None:
         assert s.slot is not None
         ids, first = s.piece(), max(s.position, s.first_scored())
-        cache = DeviceCache([memory.of(kv) for memory, kv in zip(self.memories, s.slot.kv, strict=True)], s.position)
+        cache = DeviceCache(
+            [memory.of(kv) for memory, kv in zip(self.memories, s.slot.kv, strict=True)], s.position
+        )
         try:
             for h in streams(self.tape_model, ids, cache):
                 if s.scoring and (rows := s.position + len(ids) - first) > 0:
@@ -185,7 +193,9 @@ class PassDecoder:
             return
         first = 0
         for s, count in parts:
-            self._take(s, chosen[first : first + count], self._logits[first : first + count] if scored else None)
+            self._take(
+                s, chosen[first : first + count], self._logits[first : first + count] if scored else None
+            )
             first += count
 
     def _take(self, s: Decoding, chosen: list[int], logits: torch.Tensor | None) -> None:
@@ -203,7 +213,8 @@ class PassDecoder:
         return torch.empty(shape, dtype=torch.float32, device=self.memories[0].device)
 
     def run(self, columns: Sequence[Column], logits: torch.Tensor | None = None) -> list[int]:
-        """The token that each column would be followed by. `logits`: float32 (columns, V) on the device, filled.
+        """The token that each column would be followed by. `logits`: float32 (columns, V)
+        on the device, filled.
 
         RequestFailed after a hang.
         """
@@ -213,7 +224,9 @@ class PassDecoder:
         arguments = []
         for memory in self.memories:
             changes = Changes(memory.times.data_ptr(), memory.bias.data_ptr())
-            argument = memory.arguments(inboxes, [0], 0, 1, limit_s=self.limit_s, logits=logits, changes=changes)
+            argument = memory.arguments(
+                inboxes, [0], 0, 1, limit_s=self.limit_s, logits=logits, changes=changes
+            )
             argument.column_count, argument.columns[: len(columns)] = len(columns), columns
             arguments.append(argument)
             memory.epoch += 1  # whatever becomes of this pass, no other one uses it

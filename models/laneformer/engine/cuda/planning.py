@@ -12,10 +12,10 @@ from .geometry import (
     CHUNK_BYTES,
     DTYPES,
     EIGHT_BITS,
-    MOST_CHUNKS,
-    MOST_COLUMNS,
-    MOST_RESIDENT_WARPS,
-    MOST_WARPS,
+    MAX_CHUNKS,
+    MAX_COLUMNS,
+    MAX_RESIDENT_WARPS,
+    MAX_WARPS,
     OPS,
     SEGMENT_BYTES,
     TILE,
@@ -43,38 +43,50 @@ def plan(
     prefetch_chunks: int = 0,
     half: str = "bf16",  # beside matrices of 8 bits: of the embedding, keys and values
 ) -> Geometry:
-    """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as deep as memory allows.
+    """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as
+    deep as memory allows.
 
-    `resident`: blocks that a multiprocessor holds together; two for the graph version, whose kernels overlap. What is
-    not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits.
+    `resident`: blocks that a multiprocessor holds together; two for the graph version, whose kernels overlap.
+    What is not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits.
 
     ValueError where the model does not fit the kernels or the GPU; the message says what would.
     """
     check_model(config, dtype, devices)
     blocks = blocks_of(machine, config.num_lanes // devices, blocks_per_lane)
     segment, wider = segment_bytes(machine.warp_threads), machine.warp_threads // 32
-    most_warps = min(MOST_WARPS, MOST_RESIDENT_WARPS // resident) // wider
-    if warps is not None and not 1 <= warps <= most_warps:
-        raise ValueError(f"warps = {warps} is outside 1 to {most_warps}, which is what a block can have")
+    max_warps = min(MAX_WARPS, MAX_RESIDENT_WARPS // resident) // wider
+    if warps is not None and not 1 <= warps <= max_warps:
+        raise ValueError(f"warps = {warps} is outside 1 to {max_warps}, which is what a block can have")
     check_tapes(dtype, machine, chunk_bytes, mma_columns, interleaved, prefetch_chunks)
     if mma_columns and wide_exchanges:
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
-        options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks, 32 * wider, machine.chiplets > 1)
-        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, half if dtype in EIGHT_BITS else dtype)
+        options = (
+            devices,
+            wide_exchanges,
+            mma_columns,
+            interleaved,
+            prefetch_chunks,
+            32 * wider,
+            machine.chiplets > 1,
+        )
+        return Geometry(
+            config, dtype, blocks, warps, chunk_bytes, 0, *options, half if dtype in EIGHT_BITS else dtype
+        )
 
     for op in OPS:
-        check_matrix(op, bare(1, 0).matrix(op), blocks * most_warps)
+        check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps)
 
     def cut(warps: int, chunk_bytes: int, resident: int) -> Geometry:
         without = bare(warps, chunk_bytes)
         left = machine.shared_among(resident) - without.shared_bytes
-        return dataclasses.replace(without, chunks=min(MOST_CHUNKS, left // (warps * (chunk_bytes + 8))))
+        return dataclasses.replace(without, chunks=min(MAX_CHUNKS, left // (warps * (chunk_bytes + 8))))
 
     # where 64 KB are all there is, small chunks keep most of a ring under way
     sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES if wider == 1 else (segment,)
-    # sums over a block depend on its warps: the same in both versions, where both fit; AMD's kernels do not overlap
+    # sums over a block depend on its warps: the same in both versions, where both fit; AMD's kernels
+    # do not overlap
     tried = (warps,) if warps else [max(1, count // wider) for count in WARPS]
     counts = sorted(tried, key=lambda count: wider == 1 and cut(count, sizes[-1], 2).chunks < 2)
     cuts = [cut(count, size, resident) for count in counts for size in sizes]
@@ -101,19 +113,28 @@ def blocks_of(machine: Machine, lanes: int, given: int | None) -> int:
 
 
 def check_tapes(
-    dtype: str, machine: Machine, chunk_bytes: int | None, columns: int, interleaved: bool, prefetch_chunks: int
+    dtype: str,
+    machine: Machine,
+    chunk_bytes: int | None,
+    columns: int,
+    interleaved: bool,
+    prefetch_chunks: int,
 ) -> None:
     segment = segment_bytes(machine.warp_threads)
     if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % segment):
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {segment}")
     if columns and segment != SEGMENT_BYTES:
         raise ValueError(f"mma_columns = {columns} is for GPUs with warps of 32 threads; leave it out")
-    if not 0 <= columns <= MOST_COLUMNS:
-        raise ValueError(f"mma_columns = {columns} is outside 0 to {MOST_COLUMNS}")
+    if not 0 <= columns <= MAX_COLUMNS:
+        raise ValueError(f"mma_columns = {columns} is outside 0 to {MAX_COLUMNS}")
     if interleaved and columns:
-        raise ValueError(f"interleaved tapes are for one position at a time; leave out mma_columns ({columns})")
+        raise ValueError(
+            f"interleaved tapes are for one position at a time; leave out mma_columns ({columns})"
+        )
     if dtype in EIGHT_BITS and columns:
-        raise ValueError(f"dtype = {dtype!r}: passes of several columns (mma_columns = {columns}) have 16-bit weights")
+        raise ValueError(
+            f"dtype = {dtype!r}: passes of several columns (mma_columns = {columns}) have 16-bit weights"
+        )
     if dtype in EIGHT_BITS and segment != SEGMENT_BYTES:
         raise ValueError(f"dtype = {dtype!r} is for GPUs with warps of 32 threads; use 'bf16' or 'fp16'")
     if prefetch_chunks < 0:
@@ -133,7 +154,9 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         )
     if devices < 1 or config.num_lanes % devices:
         counts = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
-        raise ValueError(f"{devices} devices cannot share {config.num_lanes} lanes evenly; use one of {counts}")
+        raise ValueError(
+            f"{devices} devices cannot share {config.num_lanes} lanes evenly; use one of {counts}"
+        )
     if config.head_dim % 8:
         raise ValueError(
             f"head dimension {config.head_dim} is not a multiple of 8, as the kernels need; use the CPU engine"

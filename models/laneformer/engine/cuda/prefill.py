@@ -1,7 +1,9 @@
-"""Prompts through tensor cores: PyTorch runs the plain model over many positions, keys and values go to the kernels.
+"""Prompts through tensor cores: PyTorch runs the plain model over many positions, keys and values
+go to the kernels.
 
-PyTorch buys matrix products at the hardware's speed for prompts and scores, without a line of our own for them; it gets
-the weights from the tapes (tape_model.py). The arithmetic is that of the Hugging Face model in 16 bits.
+PyTorch buys matrix products at the hardware's speed for prompts and scores, without a line of our own
+for them; it gets the weights from the tapes (tape_model.py). The arithmetic is that of the Hugging Face
+model in 16 bits.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from ...model import rope_table, run_layers
 from .memory import TORCH_TYPES, DeviceMemory
 from .tape_model import TapeModel
 
-# positions at a time: the arithmetic takes longer than reading the weights back (18 and 10 ms for `2b` on an H200, both
-# calculated), and their streams are small (100 MB each)
+# positions at a time: the arithmetic takes longer than reading the weights back (18 and 10 ms for `2b` on an
+# H200, both calculated), and their streams are small (100 MB each)
 CHUNK_TOKENS = 2048
 HEAD_TOKENS = 256  # positions whose logits are there at once
 
@@ -24,14 +26,16 @@ HEAD_TOKENS = 256  # positions whose logits are there at once
 class DeviceCache:
     """Keys and values of one sequence in the kernels' own memory, as model.py's attention asks for them.
 
-    The kernels deal positions to splits, and keep of window layers a ring; positions that have left the ring read as
-    zeros, which the masks hide. Each of several devices holds the heads of its lanes.
+    The kernels deal positions to splits, and keep of window layers a ring; positions that have left the ring
+    read as zeros, which the masks hide. Each of several devices holds the heads of its lanes.
     """
 
     def __init__(self, memories: Sequence[DeviceMemory], length: int = 0):
         self.memories, self.length = memories, length
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep new keys and values, each (1, K, S, d); returns all so far, (1, K, T, d)."""
         kept = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])  # (2, K, S, d)
         new = kept.to(key.dtype)  # seen as later tokens will see them
@@ -45,9 +49,13 @@ class DeviceCache:
 
     def read(self, layer: int) -> torch.Tensor:
         """What is there of the positions below `length`: (2, K, length, d)."""
-        return torch.cat([self._read(memory, layer).to(self.memories[0].device) for memory in self.memories], 1)
+        return torch.cat(
+            [self._read(memory, layer).to(self.memories[0].device) for memory in self.memories], 1
+        )
 
-    def _places(self, memory: DeviceMemory, layer: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _places(
+        self, memory: DeviceMemory, layer: int, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Split and slot of those positions in start .. end that the layer keeps, and the first of them."""
         geometry = memory.geometry
         slots = geometry.kv_slots(layer)
@@ -72,7 +80,9 @@ class DeviceCache:
 
 @torch.inference_mode()
 def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterator[torch.Tensor]:
-    """Reads tokens that follow the cache's; yields the lanes' streams after the last layer, (1, S, L, D) a chunk."""
+    """Reads tokens that follow the cache's; yields the lanes' streams after the last layer, (1, S,
+    L, D) a chunk.
+    """
     device = model.embedding.device
     for first in range(0, len(ids), CHUNK_TOKENS):
         new = torch.tensor([ids[first : first + CHUNK_TOKENS]], device=device)
@@ -92,7 +102,9 @@ def prefill(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> None:
 
 @torch.inference_mode()
 def logits_of(model: TapeModel, h: torch.Tensor) -> Iterator[torch.Tensor]:
-    """float32 logits (positions, V) of streams (1, S, L, D), some positions at a time; the head's sums are in fp32."""
+    """float32 logits (positions, V) of streams (1, S, L, D), some positions at a time; the head's
+    sums are in fp32.
+    """
     weight = model.head()
     for part in h[0].split(HEAD_TOKENS):
         x = model.norm(part.float())

@@ -25,18 +25,24 @@ class KeptScores:
     def part(self, first: int, count: int) -> Scores:
         """Of tokens first, ..., first + count - 1."""
         empty = tuple(np.empty(0, dtype) for dtype in (np.float32, np.int32, np.float32))
-        logprobs, ids, top_logprobs = (np.concatenate(values) for values in zip(empty, *self._parts, strict=True))
+        logprobs, ids, top_logprobs = (
+            np.concatenate(values) for values in zip(empty, *self._parts, strict=True)
+        )
         last = first + count
         flat = slice(self.top * first, self.top * last)
         return logprobs[first:last], ids[flat], top_logprobs[flat]
 
 
-def scores_of(logits: torch.Tensor, targets: list[int], top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def scores_of(
+    logits: torch.Tensor, targets: list[int], top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of logits (n, V): log p of the targets (n,), the `top` likeliest ids and their log p, flat; on the CPU."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
     # a stable sort puts the lowest of equally likely ids first, which topk does not promise
     likeliest = (
-        logits.sort(dim=-1, descending=True, stable=True).indices[:, :top] if top else own[:, None][:, :0].long()
+        logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        if top
+        else own[:, None][:, :0].long()
     )
     return own.cpu(), likeliest.flatten().int().cpu(), logprobs.gather(1, likeliest).flatten().cpu()

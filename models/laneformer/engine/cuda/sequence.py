@@ -1,7 +1,7 @@
 """One sequence at a time on one or more GPUs: prompt, launch, tokens as they come, cancel, hang.
 
-`version="persistent"` is one cooperative launch for the whole request; "graph" replays a captured graph of kernels for
-each token. Both read the same tapes and give the same tokens, bit for bit.
+`version="persistent"` is one cooperative launch for the whole request; "graph" replays a captured graph of
+kernels for each token. Both read the same tapes and give the same tokens, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from .tape_model import TapeModel
 
 IN_KERNEL_TOKENS = 8  # prompts up to this length are read by the decode kernel itself
 REPLAYS_AT_ONCE = 16  # of the graph, between two looks at its tokens
-LAST_EPOCH = 2**31 // 8  # of all layers together: the ablation counts five to a layer in 31 bits, and one request fits
+LAST_EPOCH = (
+    2**31 // 8
+)  # of all layers together: the ablation counts five to a layer in 31 bits, and one request fits
 POLL_S = 0.0002
 
 
@@ -68,7 +70,7 @@ class SequenceDecoder:
         self.version = version
         half = half_of(self.tensors)
         self.geometry = geometry_for(self.config, self.dtype, self.devices, version, half=half, **self._shape)
-        sharing = most_shared(self.devices)
+        sharing = max_shared(self.devices)
         self.kernels = [Kernels(version, self.geometry, device, sharing > 1) for device in self.devices]
         self.memories: list[DeviceMemory] = []
         names = {step[0] for step in graph_kernels(self.geometry)} if version == "graph" else {"decode"}
@@ -76,14 +78,18 @@ class SequenceDecoder:
             if version == "persistent":
                 kernels.require_resident("decode", sharing)
             kernels.load(*names)
-        self.memories = [DeviceMemory(self.geometry, self.tensors, i, device) for i, device in enumerate(self.devices)]
+        self.memories = [
+            DeviceMemory(self.geometry, self.tensors, i, device) for i, device in enumerate(self.devices)
+        ]
         cache_bytes = self._cache_bytes
         if cache_bytes is None:
             cache_bytes = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // 4
         self.slots = Slots(self.memories, cache_bytes)
 
     def _fall_back(self, error: NotResident) -> None:
-        """Go on as the graph version, whose blocks do not wait for each other; RuntimeError where that cannot be."""
+        """Go on as the graph version, whose blocks do not wait for each other; RuntimeError
+        where that cannot be.
+        """
         if len(self.devices) > 1 or self._shape.get("wide_exchanges"):
             raise RuntimeError(f"{error}; the graph version cannot run instead: use whole GPUs") from error
         warnings.warn(f"the graph version decodes, as the persistent one cannot run: {error}", stacklevel=3)
@@ -104,10 +110,10 @@ class SequenceDecoder:
     ) -> None:  # fmt: skip
         """Read the prompt and start to make up to `max_tokens` tokens; `poll` gives them.
 
-        `logits`: float32 (len(ids) + max_tokens - 1, V) on the device, filled from the first row for each token that
-        the kernel reads; then the whole prompt goes through the kernel.
-        `request`: what changes logits is taken from there, `made` ids at the end of `ids` being its output; where it
-        has `logprobs`, `new_logits` gives the logits.
+        `logits`: float32 (len(ids) + max_tokens - 1, V) on the device, filled from the first row for each
+        token that the kernel reads; then the whole prompt goes through the kernel. `request`: what changes
+        logits is taken from there, `made` ids at the end of `ids` being its output; where it has `logprobs`,
+        `new_logits` gives the logits.
         """
         assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings, "the context is too short"
         self._settle()
@@ -128,7 +134,12 @@ class SequenceDecoder:
             )
             for memory in self.memories
         ]  # fmt: skip
-        self.stops, self.max_tokens, self.ids, self.read_tokens = set(stops), max_tokens, list(ids), len(ids) - at
+        self.stops, self.max_tokens, self.ids, self.read_tokens = (
+            set(stops),
+            max_tokens,
+            list(ids),
+            len(ids) - at,
+        )
         self._replays = 0
         for memory in self.memories:  # whatever becomes of this request, no other one uses its epochs
             memory.epoch += self.read_tokens + max_tokens
@@ -140,7 +151,8 @@ class SequenceDecoder:
             self.start(ids, max_tokens, stops, sampling, reuse_prefix, logits, request, made)
 
     def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
-        """Read `ids` with the PyTorch model: the lanes' streams of ids[start:], (1, S, L, D) a chunk, to score them.
+        """Read `ids` with the PyTorch model: the lanes' streams of ids[start:], (1, S, L, D) a
+        chunk, to score them.
 
         Keys and values of all ids stay for the next request.
         """
@@ -161,7 +173,11 @@ class SequenceDecoder:
         tokens = memory.tokens[: int(memory.published[0])].tolist()
         if self.version == "graph":  # it does not look at stop ids
             end = next((i + 1 for i, token in enumerate(tokens) if token in self.stops), len(tokens))
-            finished = end < len(tokens) or len(tokens) == self.max_tokens or bool(tokens and tokens[-1] in self.stops)
+            finished = (
+                end < len(tokens)
+                or len(tokens) == self.max_tokens
+                or bool(tokens and tokens[-1] in self.stops)
+            )
             tokens = tokens[:end]
             finished = finished or bool(memory.cancel[0])
         if finished:
@@ -191,7 +207,9 @@ class SequenceDecoder:
         self.cancel()
         self._synchronize()
         used = max(memory.epoch for memory in self.memories)
-        if used > LAST_EPOCH // self.config.num_hidden_layers or any(memory.hang() for memory in self.memories):
+        if used > LAST_EPOCH // self.config.num_hidden_layers or any(
+            memory.hang() for memory in self.memories
+        ):
             self._reset()
 
     def _synchronize(self) -> None:
@@ -246,11 +264,13 @@ def geometry_for(
 ) -> Geometry:
     """The plan for these GPUs; two blocks of the graph version are resident, so that kernels overlap."""
     machine = describe(devices[0])
-    machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // most_shared(devices))
-    return plan(config, dtype, machine, devices=len(devices), resident=2 if version == "graph" else 1, **shape)
+    machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // max_shared(devices))
+    return plan(
+        config, dtype, machine, devices=len(devices), resident=2 if version == "graph" else 1, **shape
+    )
 
 
-def most_shared(devices: Sequence[torch.device]) -> int:
+def max_shared(devices: Sequence[torch.device]) -> int:
     """How often the GPU is named that is named most often."""
     return max(map(list(devices).count, devices))
 
@@ -262,7 +282,9 @@ def graph_kernels(geometry: Geometry) -> list[tuple[str, int, int, int]]:
     for layer in range(config.num_hidden_layers):
         for module, names in enumerate((("qkv", "attention", "output"), ("gate_up", "down"))):
             kernels += [(name, layer, 0, blocks) for name in names]
-            if config.join(layer, MODULES[module]) == Join.PRESENT:  # all lanes must have sent before any can go on
+            if (
+                config.join(layer, MODULES[module]) == Join.PRESENT
+            ):  # all lanes must have sent before any can go on
                 kernels.append(("join_now", layer, module, blocks))
     return [*kernels, ("head", 0, 0, blocks), ("choose", 0, 0, 1)]
 
@@ -272,5 +294,7 @@ def connect(devices: Sequence[torch.device]) -> None:
     for device in devices:
         for other in devices:
             if other != device and not torch.cuda.can_device_access_peer(device, other):
-                raise ValueError(f"{device} cannot reach the memory of {other}; the lanes need peer-to-peer access")
+                raise ValueError(
+                    f"{device} cannot reach the memory of {other}; the lanes need peer-to-peer access"
+                )
             torch.zeros(1, device=device).to(other)  # torch opens the way at the first copy

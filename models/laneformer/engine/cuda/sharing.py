@@ -1,6 +1,7 @@
 """Requests that join and leave between two passes (passes.py): what `Batch` asks of a decoder.
 
-A thread runs passes while there is a request; it ends with the last one. Callers look only at what it has published.
+A thread runs passes while there is a request; it ends with the last one. Callers look only at
+what it has published.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class JoinedPasses:
     """`join`, `collect`, `leave` of `Decoder`, for as many requests at a time as a pass has columns."""
 
     def __init__(self, passes: PassDecoder):
-        self.passes, self.most_joined = passes, passes.geometry.mma_columns
+        self.passes, self.max_joined = passes, passes.geometry.mma_columns
         self._changed = threading.Condition()
         self._joined: dict[int, Joined] = {}  # by ticket
         self._tickets = 0
@@ -51,12 +52,14 @@ class JoinedPasses:
         self._failure: str | None = None  # after which the GPU answers nobody in this process
 
     def join(self, request: Request) -> int:
-        """RuntimeError where `most_joined` run, or the GPU has failed."""
+        """RuntimeError where `max_joined` run, or the GPU has failed."""
         with self._changed:
             if self._failure is not None:
-                raise RuntimeError(f"passes on the GPU have failed, and with them this process: {self._failure}")
-            if len(self._joined) >= self.most_joined:
-                raise RuntimeError(f"{self.most_joined} requests run; collect the end of one first")
+                raise RuntimeError(
+                    f"passes on the GPU have failed, and with them this process: {self._failure}"
+                )
+            if len(self._joined) >= self.max_joined:
+                raise RuntimeError(f"{self.max_joined} requests run; collect the end of one first")
             self._tickets += 1
             sequence = Decoding(request, context=self.passes.config.max_position_embeddings)
             self._joined[self._tickets] = Joined(sequence)

@@ -1,10 +1,12 @@
-"""What earlier sequences leave for later ones: their keys and values, whole sequences in slots of device memory.
+"""What earlier sequences leave for later ones: their keys and values, whole sequences in
+slots of device memory.
 
-A sequence goes on in the slot whose ids it continues, without a copy. Where it parts from one, it takes another slot, a
-new one or the least recently used, and copies what it shares; the slot that it parted from stays. A layer with a window
-has a ring, which forgets: a prompt can start where no ring has lost a key of the window before it. So before a sequence
-grows beyond a ring, the state at its prompt's end is kept as a slot of its own: answers can be made again, and edited
-messages start from the end of an earlier prompt. A copy of `2b`'s 4,096 positions (252 MB) is calculated as 0.1 ms.
+A sequence goes on in the slot whose ids it continues, without a copy. Where it parts from one, it takes
+another slot, a new one or the least recently used, and copies what it shares; the slot that it parted from
+stays. A layer with a window has a ring, which forgets: a prompt can start where no ring has lost a key of the
+window before it. So before a sequence grows beyond a ring, the state at its prompt's end is kept as a slot of
+its own: answers can be made again, and edited messages start from the end of an earlier prompt. A copy of
+`2b`'s 4,096 positions (252 MB) is calculated as 0.1 ms.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ import torch
 
 from .memory import DeviceMemory
 
-MOST_SLOTS = 64
+MAX_SLOTS = 64
 NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(eq=False)
 class Slot:
-    """Keys and values of one sequence, of each device. written: positions of which the rings have had to make room."""
+    """Keys and values of one sequence, of each device. written: positions of which the rings have
+    had to make room.
+    """
 
     kv: list[torch.Tensor]
     ids: np.ndarray = field(default_factory=lambda: NOTHING)  # int64
@@ -35,10 +39,11 @@ class Slot:
 
 
 class Slots:
-    """The slots of all devices; `memory.kv` is always that of the current one, which holds `ids` once `holds` said so.
+    """The slots of all devices; `memory.kv` is always that of the current one, which holds `ids`
+    once `holds` said so.
 
-    Where `memory.kv` is of several sequences, there are as many slots, and several run at a time (passes.py): `choose`
-    takes the place of `begin`. cache_bytes: of each device, for slots beside these.
+    Where `memory.kv` is of several sequences, there are as many slots, and several run at a time (passes.py):
+    `choose` takes the place of `begin`. cache_bytes: of each device, for slots beside these.
     """
 
     def __init__(self, memories: Sequence[DeviceMemory], cache_bytes: int):
@@ -47,13 +52,17 @@ class Slots:
         parts = zip(*(memory.kv.split(one) for memory in memories), strict=True)
         self.slots = [Slot(list(kv), number=i) for i, kv in enumerate(parts)]
         self.current = self.slots[0]
-        self.most = min(MOST_SLOTS, len(self.slots) + cache_bytes // self.current.kv[0].nbytes)
+        self.most = min(MAX_SLOTS, len(self.slots) + cache_bytes // self.current.kv[0].nbytes)
         g, layers = memories[0].geometry, range(memories[0].geometry.config.num_hidden_layers)
         rings = [(g.splits * g.kv_slots(i), g.config.window(i)) for i in layers]
         context = g.config.max_position_embeddings
-        self.ring = min(ring for ring, _ in rings)  # positions that every layer still has, whatever came after them
+        self.ring = min(
+            ring for ring, _ in rings
+        )  # positions that every layer still has, whatever came after them
         # how far a sequence can go back when its rings have wrapped
-        self.back = min((ring - window + 1 for ring, window in rings if window and ring < context), default=context)
+        self.back = min(
+            (ring - window + 1 for ring, window in rings if window and ring < context), default=context
+        )
 
     def begin(self, ids: Sequence[int], most: int, reuse_prefix: bool = True) -> int:
         """Make the slot for a sequence of these ids the current one; how many of the first `most` ids it has."""
@@ -64,7 +73,9 @@ class Slots:
     def choose(self, ids: Sequence[int], most: int, reuse_prefix: bool = True) -> tuple[Slot, int]:
         """A slot for a sequence of these ids, where nobody runs, and how many of the first `most` ids it has."""
         wanted = np.array(ids[:most], np.int64)
-        start, best = max(((self.reusable(s, wanted), s) for s in self.slots), key=lambda p: (p[0], p[1].used))
+        start, best = max(
+            ((self.reusable(s, wanted), s) for s in self.slots), key=lambda p: (p[0], p[1].used)
+        )
         start = start if reuse_prefix else 0
         if start and start == len(best.ids) and not best.running:
             slot = best
@@ -77,11 +88,17 @@ class Slots:
         return slot, start
 
     def keep(self, ids: Sequence[int], total: int, slot: Slot | None = None) -> None:
-        """The (current) slot has `ids` and will have `total`: set them aside where its rings would forget them."""
+        """The (current) slot has `ids` and will have `total`: set them aside where its
+        rings would forget them.
+        """
         own = slot or self.current
         if len(ids) and total > self.ring and (aside := self._free(own)) is not own:
             self._copy(own, aside, len(ids))
-            aside.ids, aside.written, aside.used = np.array(ids), max(own.written, len(ids)), next(self._clock)
+            aside.ids, aside.written, aside.used = (
+                np.array(ids),
+                max(own.written, len(ids)),
+                next(self._clock),
+            )
             own.used = next(self._clock)
 
     def holds(self, ids: Sequence[int], surplus: int = 0, slot: Slot | None = None) -> None:

@@ -1,12 +1,12 @@
 """Weights as the kernels read them: one tape a warp, its rows of every matrix in the order of execution.
 
-rows.cuh describes a tape and reads it; the index arithmetic is here. Everything is a permutation of numbers, so packing
-is one gather a matrix, on the GPU when the tensors are there.
+rows.cuh describes a tape and reads it; the index arithmetic is here. Everything is a permutation of numbers,
+so packing is one gather a matrix, on the GPU when the tensors are there.
 
     W[row, column] of a lane -> [strip][step][row of segments][thread][8 numbers, or 16 of 8 bits]
 
-With `interleaved` the chunks of a block's tapes lie in turn: [block][chunk][warp]. With `mma_columns` a segment is a
-tile of 16 x 16, in the order that columns.cuh describes and reads.
+With `interleaved` the chunks of a block's tapes lie in turn: [block][chunk][warp]. With `mma_columns` a
+segment is a tile of 16 x 16, in the order that columns.cuh describes and reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 
 from .geometry import OPS, SEGMENT_BYTES, TILE, Geometry, Matrix
 
-LaneMatrix = Callable[[str, int, int], torch.Tensor]  # (op, layer, lane) -> (rows, columns) of that many bytes:
+LaneMatrix = Callable[
+    [str, int, int], torch.Tensor
+]  # (op, layer, lane) -> (rows, columns) of that many bytes:
 NUMBERS = {2: torch.int16, 1: torch.int8}
 
 
@@ -45,7 +47,8 @@ def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
     """As columns.cuh reads them: up to `strip` tiles below each other, through one part of the columns."""
     steps = matrix.columns // TILE // matrix.parts
     shape = (matrix.rows // TILE, 2, TILE // 2, matrix.parts, steps, 4, 2, 2)
-    # (row of tiles, part, step, thread / 4, thread % 4, pair of columns, half of the rows, 2): a tile is the last five
+    # (row of tiles, part, step, thread / 4, thread % 4, pair of columns, half of the rows, 2): a tile is
+    # the last five
     tiles = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 5, 6, 1, 7)
     for block, warp in itertools.product(range(geometry.blocks_per_lane), range(geometry.warps)):
         units = matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)
@@ -61,7 +64,9 @@ def ends(geometry: Geometry, matrix: Matrix) -> list[int]:
     if not geometry.mma_columns:
         return [matrix.first_row(warp, warps) * matrix.columns for warp in range(warps + 1)]
     owners = itertools.product(range(geometry.blocks_per_lane), range(geometry.warps))
-    units = [len(matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)) for block, warp in owners]
+    units = [
+        len(matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)) for block, warp in owners
+    ]
     return [0, *itertools.accumulate(n * TILE * matrix.columns // matrix.parts for n in units)]
 
 
@@ -80,9 +85,9 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
     for op, _ in steps(geometry):
         numbers += np.diff(ends(geometry, geometry.matrix(op)))
     chunks = -(-geometry.number_bytes * numbers // geometry.chunk_bytes)
-    return np.concatenate([[0], np.tile(chunks, geometry.lanes_per_device).cumsum()]).astype(np.uint64) * np.uint64(
-        geometry.chunk_bytes
-    )
+    return np.concatenate([[0], np.tile(chunks, geometry.lanes_per_device).cumsum()]).astype(
+        np.uint64
+    ) * np.uint64(geometry.chunk_bytes)
 
 
 def tape_bytes(geometry: Geometry) -> int:
@@ -93,7 +98,9 @@ def tape_bytes(geometry: Geometry) -> int:
 
 
 def pieces(geometry: Geometry, tape: int, start: int, size: int) -> Iterator[slice]:
-    """Where `size` numbers of an interleaved tape lie, from its `start` on: a slice for each chunk that they touch."""
+    """Where `size` numbers of an interleaved tape lie, from its `start` on: a slice for each
+    chunk that they touch.
+    """
     (block, warp), numbers = divmod(tape, geometry.warps), geometry.chunk_bytes // geometry.number_bytes
     while size:
         chunk, offset = divmod(start, numbers)
@@ -104,7 +111,8 @@ def pieces(geometry: Geometry, tape: int, start: int, size: int) -> Iterator[sli
 
 
 def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice, slice]]]]:
-    """For each matrix (op, layer, lane of the device): where each warp's numbers are in its tapes, and in `order`.
+    """For each matrix (op, layer, lane of the device): where each warp's numbers are in its
+    tapes, and in `order`.
 
     A warp has one pair of slices, or one for each chunk where tapes are interleaved.
     """
@@ -126,7 +134,9 @@ def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice
             yield op, layer, lane, pairs
 
 
-def pack(geometry: Geometry, matrices: LaneMatrix, first_lane: int, device: torch.device | str) -> torch.Tensor:
+def pack(
+    geometry: Geometry, matrices: LaneMatrix, first_lane: int, device: torch.device | str
+) -> torch.Tensor:
     """The tapes of the lanes `first_lane`, ... of one device: (numbers,) of NUMBERS."""
     kind, size = NUMBERS[geometry.number_bytes], SEGMENT_BYTES // geometry.number_bytes
     tapes = torch.zeros(tape_bytes(geometry) // geometry.number_bytes, dtype=kind, device=device)

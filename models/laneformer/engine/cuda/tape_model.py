@@ -1,4 +1,5 @@
-"""The plain PyTorch model over the weights on the tapes: one layer at a time is put back into rows and columns.
+"""The plain PyTorch model over the weights on the tapes: one layer at a time is put back
+into rows and columns.
 
 Prompts and scores need no second copy of the weights: all layers share one layer's memory, and the numbers are those
 that were packed, bit for bit. It costs a pass over all weights for every chunk of positions: about 16 bytes are moved
@@ -28,7 +29,11 @@ class TapeModel:
 
     def __init__(self, memories: Sequence[DeviceMemory]):
         geometry, device = memories[0].geometry, memories[0].device
-        self.config, self.dtype, self._lanes = geometry.config, TORCH_TYPES[geometry.half], geometry.lanes_per_device
+        self.config, self.dtype, self._lanes = (
+            geometry.config,
+            TORCH_TYPES[geometry.half],
+            geometry.lanes_per_device,
+        )
         self._memories, self._geometry = memories, geometry
         with torch.device("meta"):
             self._plain = Laneformer(self.config).eval().requires_grad_(False)
@@ -98,21 +103,32 @@ def scale_places(geometry: Geometry) -> dict[tuple[str, int], slice]:
     """For each matrix (op, layer): its scales (lanes, rows) among a device's, flat."""
     rows = [geometry.lanes_per_device * geometry.matrix(op).rows for op, _ in steps(geometry)]
     ends = itertools.accumulate(rows)
-    return {step: slice(end - count, end) for step, count, end in zip(steps(geometry), rows, ends, strict=True)}
+    return {
+        step: slice(end - count, end) for step, count, end in zip(steps(geometry), rows, ends, strict=True)
+    }
 
 
 def segment_places(geometry: Geometry, device: torch.device) -> dict[tuple[str, int], torch.Tensor]:
-    """For each matrix (op, layer): its segments on a device's tapes, lane after lane, in the order of `order`."""
+    """For each matrix (op, layer): its segments on a device's tapes, lane after lane, in
+    the order of `order`.
+    """
     found: dict[tuple[str, int], list[np.ndarray]] = {}
     for op, layer, _, pairs in places(geometry):
-        starts = np.array([(there.start, here.start, here.stop) for there, here in pairs]) // segment_numbers(geometry)
+        starts = np.array([(there.start, here.start, here.stop) for there, here in pairs]) // segment_numbers(
+            geometry
+        )
         shifts = np.repeat(starts[:, 0] - starts[:, 1], starts[:, 2] - starts[:, 1])
         found.setdefault((op, layer), []).append(shifts + np.arange(len(shifts)))
-    return {key: torch.from_numpy(np.concatenate(lanes).astype(np.int32)).to(device) for key, lanes in found.items()}
+    return {
+        key: torch.from_numpy(np.concatenate(lanes).astype(np.int32)).to(device)
+        for key, lanes in found.items()
+    }
 
 
 def number_places(geometry: Geometry, op: str, device: torch.device) -> list[torch.Tensor]:
-    """For each tensor of the matrix `op`: where among a lane's numbers in the order of `order` its own are, flat."""
+    """For each tensor of the matrix `op`: where among a lane's numbers in the order of `order`
+    its own are, flat.
+    """
     matrix = geometry.matrix(op)
     parts = np.empty(matrix.rows * matrix.columns, np.int32)
     parts[order(geometry, matrix)] = np.arange(len(parts), dtype=np.int32)

@@ -1,8 +1,10 @@
-"""What a program does with the `openai` package, against a server: run by pytest, and as a script for another major.
+"""What a program does with the `openai` package, against a server: run by pytest, and as a
+script for another major.
 
     PYTHONPATH=.venv/clients python tests/laneformer/serve/clients/openai_checks.py URL MODEL KEY
 
-The strict clients raise on every field that breaks the typed schema, so each answer here is a check of its form, too.
+The strict clients raise on every field that breaks the typed schema, so each answer here is a check
+of its form, too.
 """
 
 from __future__ import annotations
@@ -57,7 +59,12 @@ class Asked:
         return {**given, "_strict_response_validation": True, **options}
 
     def chat(self, client: openai.OpenAI, **options: Any) -> Any:
-        given: dict[str, Any] = {"model": self.model, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+        given: dict[str, Any] = {
+            "model": self.model,
+            "messages": QUESTION,
+            "max_tokens": 24,
+            "temperature": 0,
+        }
         return client.chat.completions.create(**{**given, **options})
 
 
@@ -89,7 +96,11 @@ def chat(a: Asked) -> None:
 def streamed_chat(a: Asked) -> None:
     with a.sync() as client:
         whole = a.chat(client, logprobs=True)
-        options: dict[str, Any] = {"stream": True, "logprobs": True, "stream_options": {"include_usage": True}}
+        options: dict[str, Any] = {
+            "stream": True,
+            "logprobs": True,
+            "stream_options": {"include_usage": True},
+        }
         chunks = list(a.chat(client, **options))
         *said, last = chunks
         assert last.choices == []
@@ -134,7 +145,9 @@ def several_choices(a: Asked) -> None:
         texts = [choice.message.content for choice in answer.choices]
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         assert len(set(texts)) > 1, "every choice has a seed of its own"
-        assert [c.message.content for c in a.chat(client, **wanted).choices] == texts, "the same seed, the same answers"
+        assert [c.message.content for c in a.chat(client, **wanted).choices] == texts, (
+            "the same seed, the same answers"
+        )
         parts = ["", "", ""]
         for chunk in a.chat(client, **wanted, stream=True):
             parts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -151,7 +164,8 @@ def completions(a: Asked) -> None:
         two = create(**{**given, "prompt": ["x = 1", "import os"]})
         assert [c.index for c in two.choices] == [0, 1]
         assert two.choices[1].text == choice.text, "a list of prompts, each as if alone"
-    # OpenAI's types have no place for two nulls of its own server: an unfinished chunk's reason, a first token's score
+    # OpenAI's types have no place for two nulls of its own server: an unfinished chunk's reason, a
+    # first token's score
     with a.sync(_strict_response_validation=False) as client:
         create = client.completions.create
         assert "".join(part.choices[0].text for part in create(**given, stream=True)) == choice.text
@@ -164,7 +178,9 @@ def completions(a: Asked) -> None:
         assert scores.token_logprobs[-answer.usage.completion_tokens :] == choice.logprobs.token_logprobs
         assert scores.text_offset == sorted(scores.text_offset)
         scored = create(**{**given, "max_tokens": 0}, logprobs=1, echo=True)
-        assert scored.choices[0].logprobs.token_logprobs == scores.token_logprobs[: scored.usage.prompt_tokens]
+        assert (
+            scored.choices[0].logprobs.token_logprobs == scores.token_logprobs[: scored.usage.prompt_tokens]
+        )
         stop = choice.text[3:6]
         assert create(**given, stop=[stop]).choices[0].text == choice.text[: choice.text.index(stop)]
 

@@ -1,4 +1,6 @@
-"""lm-eval's own `local-completions` and `local-chat-completions` on a real server: what the engine says in-process."""
+"""lm-eval's own `local-completions` and `local-chat-completions` on a real server: what
+the engine says in-process.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def asked(model: Any, manager: TaskManager, names: list[str], **options: Any) ->
         model=model, tasks=names, task_manager=manager, num_fewshot=0, bootstrap_iters=0, **options
     )
     return {
-        name: {sample["doc_id"]: sample["resps"] for sample in samples} for name, samples in result["samples"].items()
+        name: {sample["doc_id"]: sample["resps"] for sample in samples}
+        for name, samples in result["samples"].items()
     }
 
 
@@ -70,13 +73,22 @@ def test_completions_are_the_engines(url: str, tasks: TaskManager, model_folder:
     for name in names:
         assert len(theirs[name]) == len(QUESTIONS)
         for document, answers in ours[name].items():
-            assert theirs[name][document] == [[tuple(a) if isinstance(a, list) else a for a in r] for r in answers]
+            assert theirs[name][document] == [
+                [tuple(a) if isinstance(a, list) else a for a in r] for r in answers
+            ]
     assert any(greedy for answers in ours["tiny_choice"].values() for ((_, greedy),) in answers) or True
     assert any(text for answers in ours["tiny_writing"].values() for (text,) in answers)
 
 
 def test_chat_completions_run(url: str, tasks: TaskManager) -> None:
-    arguments = {"base_url": f"{url}/v1/chat/completions", "model": "tiny", "num_concurrent": 2, "max_retries": 8}
-    answers = asked("local-chat-completions", tasks, ["tiny_writing"], model_args=arguments, apply_chat_template=True)
+    arguments = {
+        "base_url": f"{url}/v1/chat/completions",
+        "model": "tiny",
+        "num_concurrent": 2,
+        "max_retries": 8,
+    }
+    answers = asked(
+        "local-chat-completions", tasks, ["tiny_writing"], model_args=arguments, apply_chat_template=True
+    )
     assert len(answers["tiny_writing"]) == len(QUESTIONS)
     assert all(isinstance(text, str) for ((text,),) in answers["tiny_writing"].values())

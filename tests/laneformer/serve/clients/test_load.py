@@ -1,4 +1,6 @@
-"""Five hundred requests at once, some cut off and some wrong: every answer is the one given alone, nothing is left."""
+"""Five hundred requests at once, some cut off and some wrong: every answer is the one given
+alone, nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.laneformer.serve.conftest import Server
 
 pytestmark = pytest.mark.slow
 REQUESTS, AT_ONCE = 500, 48
-RSS_BYTES = 24 << 20  # what allocators keep, and one prefix cache: not the 100 kB a request that a leak would cost
+RSS_BYTES = (
+    24 << 20
+)  # what allocators keep, and one prefix cache: not the 100 kB a request that a leak would cost
 BAD: list[tuple[str, Any]] = [
     ("/v1/chat/completions", b"{"), ("/v1/chat/completions", b"[]"), ("/v1/chat/completions", {"messages": "hi"}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 4000}]}),
@@ -39,7 +43,9 @@ def body(kind: int) -> tuple[str, dict[str, Any]]:
 
 
 def text_of(choice: dict[str, Any]) -> str:
-    found = choice["text"] if "text" in choice else choice.get("message", choice.get("delta", {})).get("content")
+    found = (
+        choice["text"] if "text" in choice else choice.get("message", choice.get("delta", {})).get("content")
+    )
     return found or ""
 
 
@@ -54,7 +60,11 @@ async def ask(client: httpx.AsyncClient, kind: int, stream: bool, told: Counter[
                 await response.aread()
             elif stream:
                 assert response.status_code == 200
-                lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("d")]
+                lines = [
+                    line.removeprefix("data: ")
+                    async for line in response.aiter_lines()
+                    if line.startswith("d")
+                ]
                 assert lines.pop() == "[DONE]"
                 return "".join(text_of(json.loads(line)["choices"][0]) for line in lines)
             else:
@@ -68,7 +78,9 @@ async def leave(client: httpx.AsyncClient, kind: int, stream: bool, after_s: flo
     """A client that goes away in the middle of its request."""
     path, wanted = body(kind)
     try:
-        async with client.stream("POST", path, json={**wanted, "max_tokens": 400, "stream": stream}) as response:
+        async with client.stream(
+            "POST", path, json={**wanted, "max_tokens": 400, "stream": stream}
+        ) as response:
             await asyncio.wait_for(anext(response.aiter_raw()), after_s)
             await asyncio.sleep(after_s / 2)
     except (TimeoutError, StopAsyncIteration):
@@ -78,12 +90,16 @@ async def leave(client: httpx.AsyncClient, kind: int, stream: bool, after_s: flo
 async def spoil(client: httpx.AsyncClient, number: int) -> int:
     path, wanted = BAD[number % len(BAD)]
     content = wanted if isinstance(wanted, bytes) else json.dumps(wanted).encode()
-    return (await client.post(path, content=content, headers={"Content-Type": "application/json"})).status_code
+    return (
+        await client.post(path, content=content, headers={"Content-Type": "application/json"})
+    ).status_code
 
 
 async def storm(url: str, expected: list[str], count: int = REQUESTS) -> Counter[str]:
     rng, told = random.Random(0), Counter[str]()
-    plan = [(rng.random(), rng.randrange(12), rng.random() < 0.5, rng.uniform(0.001, 0.1)) for _ in range(count)]
+    plan = [
+        (rng.random(), rng.randrange(12), rng.random() < 0.5, rng.uniform(0.001, 0.1)) for _ in range(count)
+    ]
     turn = asyncio.Semaphore(AT_ONCE)
     limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=8)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:
@@ -98,7 +114,9 @@ async def storm(url: str, expected: list[str], count: int = REQUESTS) -> Counter
                     assert await spoil(client, number) in (400, 413, 422)
                     told["bad"] += 1
                 else:
-                    assert await ask(client, kind, stream, told) == expected[kind], f"request {number}, kind {kind}"
+                    assert await ask(client, kind, stream, told) == expected[kind], (
+                        f"request {number}, kind {kind}"
+                    )
                     told["answered"] += 1
 
         async with asyncio.TaskGroup() as group:

@@ -35,7 +35,10 @@ print(json.dumps([whole.choices[0].message.content, "".join(parts), later.choice
                   whole.usage.completion_tokens, texts.choices[0].text, refused]))
 """
 
-NARROWED: dict[str, Any] = {"model": {"const": "tiny"}, "max_tokens": {"type": "integer", "minimum": 1, "maximum": 20}}
+NARROWED: dict[str, Any] = {
+    "model": {"const": "tiny"},
+    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 20},
+}
 
 
 def content(asked: Asked) -> str:
@@ -83,7 +86,9 @@ def test_curl(asked: Asked, tmp_path: Path) -> None:
 
     assert curl("/v1/chat/completions", **chat)[0] == 401
     assert curl("/v1/chat/completions", *key, "-X", "GET")[0] == 405
-    status, _, body = curl("/v1/chat/completions", *key, "-d", "{not json", "-H", "Content-Type: application/json")
+    status, _, body = curl(
+        "/v1/chat/completions", *key, "-d", "{not json", "-H", "Content-Type: application/json"
+    )
     assert status == 400
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
     status, _, body = curl("/nowhere", *key)
@@ -94,9 +99,15 @@ def test_curl(asked: Asked, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_body_makes_a_5xx(asked: Asked, other_python: Callable[..., str], tmp_path: Path) -> None:
-    """Schemathesis draws bodies, headers and methods from the application's own OpenAPI, right ones and wrong ones."""
-    described = httpx.get(f"{asked.url}/openapi.json", headers={"Authorization": f"Bearer {asked.key}"}).json()
-    for schema in described["components"]["schemas"].values():  # drawn names and lengths would nearly all be refused
+    """Schemathesis draws bodies, headers and methods from the application's own OpenAPI, right
+    ones and wrong ones.
+    """
+    described = httpx.get(
+        f"{asked.url}/openapi.json", headers={"Authorization": f"Bearer {asked.key}"}
+    ).json()
+    for schema in described["components"][
+        "schemas"
+    ].values():  # drawn names and lengths would nearly all be refused
         for name, narrow in NARROWED.items():
             if name in schema.get("properties", {}):
                 schema["properties"][name] = narrow

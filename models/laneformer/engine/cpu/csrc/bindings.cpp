@@ -383,7 +383,7 @@ NB_MODULE(_core, m) {
       .def(nb::init<>())
       .def("columns", &Pace::columns)
       .def("passed", &Pace::passed, "columns"_a, "seconds"_a);
-  m.attr("MOST_SEQUENCES") = kMaxSequences;
+  m.attr("MAX_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("quantise_rows", &quantise_rows, "weights"_a);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);

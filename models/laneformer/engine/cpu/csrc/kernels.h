@@ -59,9 +59,9 @@ struct Product {
   // Columns of fp32 inputs, padded with zeros to 2 * k_pairs, into the form that `multiply` reads, one after the other.
   void (*prepare)(const float* x, int x_stride, int k_pairs, int columns, char* out);
   void (*multiply)(const void* tiles, int rows, int k_pairs, Inputs x, float* y, int y_stride, int columns);
-  int least_columns = 0;  // that are prepared; fewer are read as they are
+  int min_columns = 0;  // that are prepared; fewer are read as they are
 };
-static inline bool prepares(const Product& how, int columns) { return how.prepare && columns >= how.least_columns; }
+static inline bool prepares(const Product& how, int columns) { return how.prepare && columns >= how.min_columns; }
 
 // Queries of one sequence at consecutive positions, and one KV head's cache: keys in tiles of 16 positions
 // [slot / 16][dim][16], values [slot][dim]; slot = position % slots. Positions are attended to in chunks, which are

@@ -35,19 +35,19 @@ KvPool::KvPool(const ModelSpec& spec, std::vector<int> heads)
 
 // --- sequences --------------------------------------------------------------------------------------------------
 
-bool KvPool::awaits(const std::vector<int>& ids, int most_reusable) const {
+bool KvPool::awaits(const std::vector<int>& ids, int max_reusable) const {
   int later = 0;
   for (const Cache& cache : caches_) {
-    const int shared = cache.in_use ? common(cache.prompt, ids, most_reusable) : 0;
+    const int shared = cache.in_use ? common(cache.prompt, ids, max_reusable) : 0;
     if (shared > static_cast<int>(cache.ids.size())) later = std::max(later, shared);
   }
-  return later && later >= find(ids, most_reusable).position + kWorthWaiting;
+  return later && later >= find(ids, max_reusable).position + kWorthWaiting;
 }
 
 // A sequence goes on in the cache that it continues, or whose last turn it revises, unless it shares less than it would
 // overwrite. Else it takes what it shares into a cache of its own, and the other stays as it is.
-KvPool::Start KvPool::begin(const std::vector<int>& ids, int most_reusable) {
-  const Found found = find(ids, most_reusable);
+KvPool::Start KvPool::begin(const std::vector<int>& ids, int max_reusable) {
+  const Found found = find(ids, max_reusable);
   const int source = found.cache, position = found.position;
   const size_t wanted = bytes_of(static_cast<int>(ids.size()));
   bool stays = source >= 0 && !caches_[source].in_use;
@@ -71,7 +71,7 @@ KvPool::Start KvPool::begin(const std::vector<int>& ids, int most_reusable) {
   cache.ids.assign(ids.begin(), ids.begin() + position);
   cache.ids.reserve(spec_.context);
   cache.prompt = ids;
-  for (const int start : {position, found.shared, most_reusable}) add_start(cache, start);
+  for (const int start : {position, found.shared, max_reusable}) add_start(cache, start);
   cache.last_used = ++sequences_;
   cache.in_use = true;
   return {index, position};

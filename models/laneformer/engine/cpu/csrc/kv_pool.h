@@ -29,10 +29,10 @@ class KvPool {
   size_t bytes() const;  // of pages that hold keys and values
 
   // Whether a running sequence is still reading ids that this one shares: then it should begin later, and copy.
-  bool awaits(const std::vector<int>& ids, int most_reusable) const;
-  // A cache for a sequence, until its end; it starts from at most `most_reusable` positions that are still there.
+  bool awaits(const std::vector<int>& ids, int max_reusable) const;
+  // A cache for a sequence, until its end; it starts from at most `max_reusable` positions that are still there.
   // Throws std::invalid_argument where the system gives no memory.
-  Start begin(const std::vector<int>& ids, int most_reusable);
+  Start begin(const std::vector<int>& ids, int max_reusable);
   // The first `position` ids have run; keys and values of positions below `written` may be other than before.
   void ran(int cache, const std::vector<int>& ids, int position, int written);
   void end(int cache);

@@ -74,7 +74,7 @@ void Decoder::end_sequences() {
 void Decoder::admit(Sequence& s) try {
   if (leaves(s))
     s.stage = Sequence::Stage::ended;
-  else if (!caches_->awaits(s.ids, s.most_reusable()))
+  else if (!caches_->awaits(s.ids, s.max_reusable()))
     begin_sequence(s);
 } catch (const std::exception& error) {
   s.error = error.what();

@@ -53,7 +53,7 @@ void Decoder::start(Request request) {
     for (size_t i = 0; i < request_->prompts.size(); ++i) {
       sequences_.push_back(std::make_unique<Sequence>(request_, i, spec_));
       Sequence& s = *sequences_.back();
-      if (!caches_->awaits(s.ids, s.most_reusable())) begin_sequence(s);
+      if (!caches_->awaits(s.ids, s.max_reusable())) begin_sequence(s);
     }
   } catch (...) {
     for (const Sequence* s : running_) caches_->end(s->cache);
@@ -187,7 +187,7 @@ void Decoder::allow(int64_t ticket, int index, Sequence::Mask mask) {
 }
 
 void Decoder::begin_sequence(Sequence& s) {
-  const KvPool::Start start = caches_->begin(s.ids, s.most_reusable());
+  const KvPool::Start start = caches_->begin(s.ids, s.max_reusable());
   s.cache = start.cache;
   s.position = s.statistics.reused = start.position;
   s.finished = s.end <= s.position;

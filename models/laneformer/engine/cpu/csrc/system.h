@@ -130,12 +130,12 @@ inline bool pin_to(int cpu) {
 // for sleepers, as a futex would have him do at every module.
 constexpr int kYieldTurns = 2000;
 template <class Ready>
-void spin_until(int most_turns, const Ready& ready) {
+void spin_until(int max_turns, const Ready& ready) {
   int64_t nap_us = 50;
   for (int turns = 0; !ready(); ++turns) {
-    if (turns < most_turns) {
+    if (turns < max_turns) {
       pause_briefly();
-    } else if (turns < most_turns + kYieldTurns) {
+    } else if (turns < max_turns + kYieldTurns) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(std::chrono::microseconds(nap_us));

@@ -18,11 +18,11 @@ DISCARDED_BYTES = 64 * 2**20  # of a body that is too long: who is still sending
 CLIENT_GONE = 499  # nginx's status for the log: nobody saw an answer
 
 
-class Guard:
+class Access:
     """Host, origin, key and body length of each request; counts its answer.
 
-    A page of another site that a user's browser shows must not use the server: neither by its own name pointed at this
-    address (DNS rebinding), so that names are checked, nor by a request across origins.
+    A page of another site that a user's browser shows must not use the server: neither by its own name
+    pointed at this address (DNS rebinding), so that names are checked, nor by a request across origins.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, metrics: Metrics):
@@ -56,7 +56,9 @@ class Guard:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if not self.known(host):
-            return HTTPException(403, f"the host {host!r} is not a name of this server; allow it with --host-names")
+            return HTTPException(
+                403, f"the host {host!r} is not a name of this server; allow it with --host-names"
+            )
         if origin is not None and urlsplit(origin).netloc != host:
             return HTTPException(403, f"pages of {origin!r} may not use this server, only its own")
         key = self.options.api_key

@@ -1,9 +1,9 @@
 """Older spellings in folders of Laneformers: the published kogai/laneformer-2b-it loads as it is.
 
-Its first modeling code has the model type `laneformer_tp`, one switch `use_comm` for both modules, and counts the
-layers with a sliding window instead of listing them. It also adds the outputs of early layers, which every lane has had
-already, once more `broadcast_delay` layers later: that is `rebroadcast_early` here. Whether a folder was trained so is
-what `python -m tools.check parity FOLDER --trust-remote-code` finds out.
+Its first modeling code has the model type `laneformer_tp`, one switch `use_comm` for both modules, and counts
+the layers with a sliding window instead of listing them. It also adds the outputs of early layers, which
+every lane has had already, once more `broadcast_delay` layers later: that is `rebroadcast_early` here.
+Whether a folder was trained so is what `python -m tools.check parity FOLDER --trust-remote-code` finds out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def modern_spelling(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"lm_head_type = 'lane' of {OLDER} scores all lanes at once, which is not supported")
     if (comm := read.pop("use_comm", None)) is not None:
         if not comm and read.get("use_early_comm", True) and read.get("broadcast_delay"):
-            raise ValueError("use_comm = False with use_early_comm = True is not supported: lanes that join early only")
+            raise ValueError(
+                "use_comm = False with use_early_comm = True is not supported: lanes that join early only"
+            )
         read = {"use_attention_comm": comm, "use_mlp_comm": comm, **read}
     unclamped = read.pop("unclamped_layers", None) or []
     if (count := read.pop("sliding_window_n_layers", None)) is not None:

@@ -18,8 +18,8 @@ from data_mixtures.stages import (
     plan,
     quality,
     repair,
-    runs,
     shuffle,
+    sorted_runs,
     stage,
     stats,
     tokenize,
@@ -30,13 +30,14 @@ from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Options, figures, run_units, summary
 
-# the server that forks the workers has imported every stage, and pandas, which pyarrow looks for when first used
+# the server that forks the workers has imported every stage, and pandas, which pyarrow looks for
+# when first used
 multiprocessing.set_forkserver_preload([__name__, "pandas"])
 # a stage whose files can be freed, and the stage that reads them
 READERS: Mapping[str, type[stage.Stage]] = {
     "fetch": Filter,
     "filter": tokenize.Tokenize,
-    "tokenize": runs.Runs,
+    "tokenize": sorted_runs.Runs,
     "runs": shuffle.WriteShards,
 }
 
@@ -45,11 +46,11 @@ READERS: Mapping[str, type[stage.Stage]] = {
 class RunContext:
     """What a stage is run on.
 
-    mirror: where files come from instead of the hub. budget_bytes: how much `fetch` may hold. to_free: the stage whose
-    files `free` deletes. repair, quarantine: whether `verify` restores single blocks, and also takes the other damaged
-    shards out of their manifests. sequences: how many
-    of each phase, for the epochs in `stats`. tables: whether to print a table after every stage.
-    replace: whether other data may replace what a lock pins.
+    mirror: where files come from instead of the hub. budget_bytes: how much `fetch` may hold. to_free: the
+    stage whose files `free` deletes. repair, quarantine: whether `verify` restores single blocks, and also
+    takes the other damaged shards out of their manifests. sequences: how many of each phase, for the epochs
+    in `stats`. tables: whether to print a table after every stage. replace: whether other data may replace
+    what a lock pins.
     """
 
     recipe: Recipe
@@ -76,7 +77,9 @@ class RunContext:
         return manifest.write(self.recipe, self.out, self.sources, self.console, self.replace)
 
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
-        receipts = run_units(work := kind(self.recipe, self.out, self.sources, *more), self.options, self.console)
+        receipts = run_units(
+            work := kind(self.recipe, self.out, self.sources, *more), self.options, self.console
+        )
         if self.tables and receipts:
             self.console.print(summary(work.name, receipts))
 
@@ -104,7 +107,9 @@ def _plan(context: RunContext) -> None:
         facts = (made[name].get(key, "") for key in ("revision", "gate", "licence"))
         rows.append([name, f"{len(units):,}", f"{size:,}", *facts])
     if rows:
-        context.console.print(figures(None, ("source", "units", "bytes", "revision", "gate", "licence"), rows))
+        context.console.print(
+            figures(None, ("source", "units", "bytes", "revision", "gate", "licence"), rows)
+        )
 
 
 def _fetch(context: RunContext) -> None:
@@ -134,8 +139,8 @@ def _tokenize(context: RunContext) -> None:
 
 
 def _runs(context: RunContext) -> None:
-    if runs.Runs(context.recipe, context.out, context.sources).units():
-        context.run(runs.Runs)
+    if sorted_runs.Runs(context.recipe, context.out, context.sources).units():
+        context.run(sorted_runs.Runs)
 
 
 def _shuffle(context: RunContext) -> None:
@@ -167,10 +172,10 @@ def _free(context: RunContext) -> None:
         raise ValueError(f"free needs --stage, one of {', '.join(READERS)}")
     for source in context.sources:
         of_source = context.recipe, context.out, (source,)
-        merged = runs.Runs(*of_source).units()
+        merged = sorted_runs.Runs(*of_source).units()
         units = merged if context.to_free == "runs" else stage.planned_units(context.out, source)
         kind = READERS[context.to_free]
-        reader = (kind if merged or kind is not runs.Runs else shuffle.WriteShards)(*of_source)
+        reader = (kind if merged or kind is not sorted_runs.Runs else shuffle.WriteShards)(*of_source)
         if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
             raise ValueError(
                 f"{context.to_free} of {source!r} is still needed: {len(left)} units are not through {reader.name}"

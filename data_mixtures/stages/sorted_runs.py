@@ -1,9 +1,10 @@
 """runs: many tokenized units merged to few sorted runs, DIR/runs/<source>/unit-NNNNN/, of the same form.
 
-Every shard reads a slice of each run, so files are opened (runs x shards) times: with a source's units as its runs, the
-square of its size. A source of more than RUNS units is therefore merged first, consecutive units to one run: here every
-file is opened once, and then at most RUNS by a shard. Nothing is dropped and ties keep the order of the units, so the
-shards have the same bytes with and without. Of a source of fewer units, each is a run already.
+Every shard reads a slice of each run, so files are opened (runs x shards) times: with a source's units as its
+runs, the square of its size. A source of more than RUNS units is therefore merged first, consecutive units to
+one run: here every file is opened once, and then at most RUNS by a shard. Nothing is dropped and ties keep
+the order of the units, so the shards have the same bytes with and without. Of a source of fewer units, each
+is a run already.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def groups(out: Path, source: str) -> list[list[Unit]]:
 def made_by(out: Path, source: str) -> tuple[str, list[Unit]]:
     """The stage that made the runs of a source, and its units."""
     units, count = stage.planned_units(out, source), len(groups(out, source))
-    return ("tokenize", units) if count == len(units) else ("runs", [Unit(source, number) for number in range(count)])
+    return (
+        ("tokenize", units)
+        if count == len(units)
+        else ("runs", [Unit(source, number) for number in range(count)])
+    )
 
 
 def receipts(out: Path, source: str) -> tuple[dict[str, Any], ...]:
@@ -68,14 +73,17 @@ class Runs(Stage):
 
     def key(self, unit: Unit) -> str:
         files = [
-            stage.receipt_of(self.out, "tokenize", each)["files"] for each in groups(self.out, unit.source)[unit.number]
+            stage.receipt_of(self.out, "tokenize", each)["files"]
+            for each in groups(self.out, unit.source)[unit.number]
         ]
-        return stage.key_of(("stages/runs.py", "stages/blocks.py"), files)
+        return stage.key_of(("stages/sorted_runs.py", "stages/blocks.py"), files)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         group = groups(self.out, unit.source)[unit.number]
         made = [stage.receipt_of(self.out, "tokenize", each) for each in group]
-        total = {name: sum(each["counts"][name] for each in made) for name in ("documents", "tokens", "bytes")}
+        total = {
+            name: sum(each["counts"][name] for each in made) for name in ("documents", "tokens", "bytes")
+        }
         ranges = max(-(-total["documents"] // DOCUMENTS_PER_RANGE), 1)
         with ExitStack() as stack:
             read = {n: stack.enter_context(blocks.opened(self.out, "tokenize", group, n)) for n in SLICED}
@@ -97,7 +105,9 @@ class Runs(Stage):
 
 
 def key_ranges(out: Path, source: str) -> int:
-    """How many ranges of keys a source is merged in: a function of its documents alone. ValueError when it has none."""
+    """How many ranges of keys a source is merged in: a function of its documents alone. ValueError
+    when it has none.
+    """
     documents = sum(receipt["counts"]["documents"] for receipt in receipts(out, source))
     if not documents:
         raise ValueError(
@@ -140,7 +150,9 @@ def _between(file: CheckedFile, low: int, high: int) -> np.ndarray:
     offset = header.tell()
 
     def rows(first: int, last: int) -> np.ndarray:
-        return np.frombuffer(file.read(*(offset + row * DOCUMENT.itemsize for row in (first, last))), DOCUMENT)
+        return np.frombuffer(
+            file.read(*(offset + row * DOCUMENT.itemsize for row in (first, last))), DOCUMENT
+        )
 
     def key(row: int) -> int:
         return int(rows(row, row + 1)["key"][0])

@@ -1,8 +1,9 @@
-"""Figures that others have published, with their source: what the dashboard draws and prints beside a run's own.
+"""Figures that others have published, with their source: what the dashboard draws and prints
+beside a run's own.
 
-CORE has two versions of its baselines (DCLM corrected three of them in September 2025): a value without its version
-says nothing. GPT-2: nanochat's leaderboard, v1 only. DCLM: its result files (its largest run of 1B parameters, and
-DCLM-7B). Laneformer 2B: its model card (batch 1, FP16, its authors' endpoint).
+CORE has two versions of its baselines (DCLM corrected three of them in September 2025): a value without its
+version says nothing. GPT-2: nanochat's leaderboard, v1 only. DCLM: its result files (its largest run of 1B
+parameters, and DCLM-7B). Laneformer 2B: its model card (batch 1, FP16, its authors' endpoint).
 """
 
 from __future__ import annotations
@@ -42,5 +43,6 @@ _RULER = {
     "ruler_cwe": (24.72, 78.14), "ruler_fwe": (78.80, 64.73),
 }  # fmt: skip
 RULER = {
-    length: {task: scores[i] / 100 for task, scores in _RULER.items()} for i, length in enumerate(RULER_LENGTHS)
+    length: {task: scores[i] / 100 for task, scores in _RULER.items()}
+    for i, length in enumerate(RULER_LENGTHS)
 }  # length -> task -> share

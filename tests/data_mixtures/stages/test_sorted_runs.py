@@ -1,4 +1,6 @@
-"""Sorted runs: the same shards with and without, opens that grow with the source and not its square, damage named."""
+"""Sorted runs: the same shards with and without, opens that grow with the source and not
+its square, damage named.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_mixtures import shards
-from data_mixtures.stages import blocks, runs, shuffle, stage
+from data_mixtures.stages import blocks, shuffle, sorted_runs, stage
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.stages import shuffle_assets
 from tests.data_mixtures.stages.shuffle_assets import (
@@ -31,7 +33,7 @@ from tests.data_mixtures.stages.shuffle_assets import (
 @pytest.fixture
 def few(monkeypatch):
     """At most three runs, and pieces so small that a few texts need many of them."""
-    sizes = ((runs, "RUNS", 3), (runs, "DOCUMENTS_PER_RANGE", 13), (blocks, "READ_BYTES", 200))
+    sizes = ((sorted_runs, "RUNS", 3), (sorted_runs, "DOCUMENTS_PER_RANGE", 13), (blocks, "READ_BYTES", 200))
     for module, name, size in (*sizes, (blocks, "COPY_BYTES", 100), (blocks, "BLOCK_BYTES", 16)):
         monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # hundreds of tiny files
@@ -41,10 +43,10 @@ def few(monkeypatch):
 def test_bytes_are_the_same_with_and_without_runs(tmp_path, few, units, made):
     texts, plan = texts_of(200), plan_of(windows_per_shard=20)
     shuffled(tmp_path, plan, {"notes": texts}, units)
-    name, made_of = runs.made_by(tmp_path, "notes")
+    name, made_of = sorted_runs.made_by(tmp_path, "notes")
     assert (name, len(made_of)) == made
     assert shuffled_files(tmp_path, "notes") == in_memory(texts, plan)
-    orders = stage.receipts(tmp_path, "order", "notes", runs.key_ranges(tmp_path, "notes"))
+    orders = stage.receipts(tmp_path, "order", "notes", sorted_runs.key_ranges(tmp_path, "notes"))
     assert sum(receipt["counts"]["duplicate"] for receipt in orders) == 200 - len(set(texts))
     assert sum(receipt["counts"]["documents"] for receipt in orders) == 200
 
@@ -62,8 +64,8 @@ def test_a_run_has_the_form_of_a_unit(tmp_path, few):
     texts = texts_of(120)
     tokenized(tmp_path / "one", "notes", (tuple(texts),))
     tokenized(tmp_path / "many", "notes", ((), *split(texts, 4), ()))
-    runs.RUNS = 1
-    run(runs.Runs(plan_of(), tmp_path / "many", ("notes",)))
+    sorted_runs.RUNS = 1
+    run(sorted_runs.Runs(plan_of(), tmp_path / "many", ("notes",)))
     one, counts = stage.result(tmp_path / "one", "tokenize", Unit("notes", 0))
     many, merged = stage.result(tmp_path / "many", "runs", Unit("notes", 0))
     assert merged["counts"] == {name: counts["counts"][name] for name in ("documents", "tokens", "bytes")}
@@ -75,11 +77,13 @@ def test_a_run_has_the_form_of_a_unit(tmp_path, few):
 def test_more_units_than_files_may_be_open_make_more_runs(tmp_path, monkeypatch):
     for units, expected in ((20_000, -(-20_000 // 128)), (1_200, -(-1_200 // 19)), (64, 64)):
         monkeypatch.setattr(stage, "planned_units", lambda out, source, count=units: range(count))
-        assert len(runs.made_by(tmp_path, "notes")[1]) == expected
+        assert len(sorted_runs.made_by(tmp_path, "notes")[1]) == expected
 
 
 def test_more_runs_than_a_process_may_open_at_first(tmp_path):
-    """A source of 10 TB in units of 64 MiB has 1,250 runs, and each has two files open while a shard is written."""
+    """A source of 10 TB in units of 64 MiB has 1,250 runs, and each has two files open while
+    a shard is written.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
     try:
@@ -114,7 +118,7 @@ def opens(out: Path, units: int) -> Counter[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "open", counted)
-        for kind in (runs.Runs, shuffle.OrderDocuments, shuffle.WriteShards):
+        for kind in (sorted_runs.Runs, shuffle.OrderDocuments, shuffle.WriteShards):
             run(kind(plan, out, ("notes",)))
     return found
 
@@ -122,20 +126,22 @@ def opens(out: Path, units: int) -> Counter[str]:
 @pytest.fixture
 def few_ranges(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)
-    monkeypatch.setattr(runs, "DOCUMENTS_PER_RANGE", 50)
-    monkeypatch.setattr(runs, "RUNS", 4)
+    monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 50)
+    monkeypatch.setattr(sorted_runs, "RUNS", 4)
 
 
 def test_opens_grow_with_the_source(tmp_path, few_ranges):
     once, twice = opens(tmp_path / "once", 20), opens(tmp_path / "twice", 40)
     assert set(once) == {"tokenize", "runs", "order", "shuffle"}
-    assert once["tokenize"] == 20 * (3 * 2 + 2)  # each file and its hashes, and its receipt for the key and the counts
+    assert once["tokenize"] == 20 * (
+        3 * 2 + 2
+    )  # each file and its hashes, and its receipt for the key and the counts
     assert sum(twice.values()) < 2.2 * sum(once.values())
 
 
 @pytest.mark.slow
 def test_without_runs_opens_grow_with_the_square(tmp_path, few_ranges, monkeypatch):
-    monkeypatch.setattr(runs, "RUNS", 1000)
+    monkeypatch.setattr(sorted_runs, "RUNS", 1000)
     once, twice = opens(tmp_path / "once", 20), opens(tmp_path / "twice", 40)
     assert sum(twice.values()) > 3 * sum(once.values())
 
@@ -156,14 +162,19 @@ def flip(path: Path, byte: int) -> None:
 def test_a_flipped_bit_before_a_shard_stops_it(tmp_path, few, name, units, made):
     plan, texts = plan_of(valid_per_10000=3000), texts_of(100)
     tokenized(tmp_path, "notes", split(texts, units))
-    done = [kind(plan, tmp_path, ("notes",)) for kind in (runs.Runs, shuffle.OrderDocuments, shuffle.WriteShards)]
+    done = [
+        kind(plan, tmp_path, ("notes",))
+        for kind in (sorted_runs.Runs, shuffle.OrderDocuments, shuffle.WriteShards)
+    ]
     if made == "runs":
         run(done[0])
     folder = tmp_path / made / "notes/unit-00001"
     whole = (folder / name).read_bytes()
     flip(folder / name, len(whole) // 2)
     left = done[made == "runs" :]
-    with pytest.raises(ValueError, match=rf"{name.removesuffix('.xxh3')} is not what '{made}' wrote") as error:
+    with pytest.raises(
+        ValueError, match=rf"{name.removesuffix('.xxh3')} is not what '{made}' wrote"
+    ) as error:
         run_all(left)
     assert "\n" not in str(error.value)
     assert str(folder) in str(error.value)
@@ -201,12 +212,14 @@ def test_a_file_of_another_length_is_damaged(tmp_path, few):
 def test_tokenized_units_can_be_freed_after_the_runs_and_runs_after_the_shards(tmp_path, few):
     plan, texts = plan_of(), texts_of(100)
     tokenized(tmp_path, "notes", split(texts, 4))
-    work = runs.Runs(plan, tmp_path, ("notes",))
+    work = sorted_runs.Runs(plan, tmp_path, ("notes",))
     run(work)
     for number in range(4):
         assert stage.free(tmp_path, "tokenize", Unit("notes", number))
     assert all(stage.is_done(work, unit) for unit in work.units())
-    order, write = (kind(plan, tmp_path, ("notes",)) for kind in (shuffle.OrderDocuments, shuffle.WriteShards))
+    order, write = (
+        kind(plan, tmp_path, ("notes",)) for kind in (shuffle.OrderDocuments, shuffle.WriteShards)
+    )
     run(order)
     run(write)
     for unit in work.units():
@@ -221,7 +234,7 @@ def test_a_changed_unit_changes_its_run_only(tmp_path, few):
     plan, texts = plan_of(), texts_of(100)
     parts = split(texts, 4)
     tokenized(tmp_path, "notes", parts)
-    work = runs.Runs(plan, tmp_path, ("notes",))
+    work = sorted_runs.Runs(plan, tmp_path, ("notes",))
     run(work)
     tokenized(tmp_path, "notes", (*parts[:3], (*parts[3], "one more")))
     assert [unit.number for unit in work.units() if not stage.is_done(work, unit)] == [1]
