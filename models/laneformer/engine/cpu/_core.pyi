@@ -6,7 +6,7 @@ import numpy as np
 
 from ..decoder import Request
 
-MOST_SEQUENCES: int
+MAX_SEQUENCES: int
 
 class Decoder:
     def __init__(
