@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.check import structure
-from tools.check.imports import Edge, broken_arrows, circles, edges, imported, modules
+from tools.check.imports import Edge, broken_arrows, circles, edges, folder_edges, imported, modules
 
 ROOT = Path(__file__).resolve().parents[1]
 # inside laneformer: what a part may use of the others, and the heavy libraries that only some parts may touch
@@ -139,46 +139,52 @@ def test_functions_of_both_languages() -> None:
     assert [name for name, _ in structure.functions(Path("a.py"), python)] == ["A.b", "A.b.c"]
 
 
-@pytest.mark.parametrize(
-    ("body", "counts"),
-    [
-        ("return [json.loads(line) for line in path.read_text().splitlines()]", True),
-        (
-            "with open(path) as file:\n        for n, each in enumerate(file):\n            json.loads(each)",
-            True,
-        ),
-        ("rows = path.read_text().splitlines()\n    return json.loads(rows[-1])", True),
-        ("def row(line):\n        return json.loads(line)", True),
-        ("return json.loads(path.read_text())", False),
-        ("for line in sys.stdin:\n        json.loads(line)", False),
-        ("rows = done.stdout.splitlines()\n    return json.loads(rows[-1])", False),
-    ],
-)
-def test_readers_of_json_lines_are_counted(body: str, counts: bool) -> None:
-    texts = {Path("tools/a.py"): f"import json\n\ndef read(path):\n    {body}\n"}
-    assert bool(structure.functions_that(texts, structure.reads_json_lines)) == counts
+def test_planted_circles_of_folders_are_found(tmp_path: Path) -> None:
+    lines = {
+        "tools/a/x.py": "from tools.b import y",
+        "tools/b/y.py": "",
+        "tools/b/z.py": "",
+        "tools/a/w.py": "",
+    }
+    assert circles(folder_edges(plant(tmp_path, lines))) == []
+    found = plant(tmp_path, {"tools/b/z.py": "from tools.a import w"})
+    assert circles(found) == []
+    assert circles(folder_edges(found)) == [["tools.a", "tools.b"]]
+    deeper = {
+        "train/p/a/x.py": "import train.p.b.y",
+        "train/p/b/y.py": "",
+        "train/p/b/z.py": "import train.p.a.x",
+    }
+    assert ["train.p.a", "train.p.b"] in circles(folder_edges(plant(tmp_path, deeper)))
 
 
-def test_a_chain_of_calls_that_no_longer_holds_is_found(tmp_path: Path) -> None:
-    plant(
-        tmp_path,
-        {
-            "a/b.py": "def main():\n    go()\n\ndef go():\n    model(1)\n\nclass M:\n    def forward(self): ...\n"
-        },
-    )
-    chain: structure.Chain = [
-        ("a/b.py", "main", "go"),
-        ("a/b.py", "go", "model"),
-        ("a/b.py", "M.forward", ""),
-    ]
-    assert structure.hops(tmp_path, "", chain, 2).value == 2
-    for place, bad in [
-        (0, ("a/b.py", "main", "model")),
-        (1, ("a/b.py", "gone", "model")),
-        (1, ("a/c.py", "go", "model")),
-    ]:
-        broken = [*chain[:place], bad, *chain[place + 1 :]]
-        assert not structure.hops(tmp_path, "", broken, 2).ok
+def test_tokens_are_what_a_reader_has_to_read() -> None:
+    """x = f(1, "a") has eight tokens: neither layout nor prose counts."""
+    code = 'x = f(1, "a")\n'
+    said = f'"""Module."""\n\n\ndef g():\n    """Function."""\n    # why\n    {code}\n'
+    assert structure.python_tokens(code) == 8
+    assert structure.python_tokens(said) == 8 + len(["def", "g", "(", ")", ":"])
+    assert structure.python_tokens(code.replace(", ", ",  \\\n    ")) == 8
+
+
+def test_a_budget_may_neither_be_exceeded_nor_be_slack(tmp_path: Path) -> None:
+    def row(value: int) -> structure.Measure:
+        return structure.Measure("tokens", value, 1000, exact=True)
+
+    assert [row(value).ok for value in (969, 970, 1000, 1001)] == [False, True, True, False]
+    planted = {Path("records/a.py"): "x = 1\n" * 20_000}
+    assert not structure.token_measures(planted)[0].ok
+
+
+def test_long_classes_and_long_lines_are_found() -> None:
+    body = "class A:\n" + "    x = 1\n" * 200
+    found = {
+        row.name: row for row in structure.sizes({Path("a.py"): body, Path("b.py"): "# " + "y" * 109 + "\n"})
+    }
+    assert found["lines of the longest class"].found == ["a.py: A: 201"]
+    assert found["% of lines above 110 columns"].found == ["b.py:1"]
+    assert found["% of lines above 110 columns"].ok
+    assert not structure.sizes({Path("b.py"): "# " + "y" * 109 + "\n"})[-1].ok
 
 
 def test_long_files_and_functions_are_found() -> None:
@@ -186,10 +192,8 @@ def test_long_files_and_functions_are_found() -> None:
     texts = {
         Path("a.py"): long + "# more\n" * 340,
         Path("a.cu"): "//\n" * 600,
-        Path("b/__init__.py"): '"""Only this."""\n',
     }
     found = {row.name: (row.value, row.ok, row.found) for row in structure.sizes(texts)}
     assert found["lines of the longest file"] == (401, False, ["a.py: 401"])
     assert found["lines of the longest kernel file"] == (600, True, [])
     assert found["lines of the longest function"] == (61, False, ["a.py: f: 61"])
-    assert found["source files"][0] == 2

@@ -85,77 +85,8 @@ class LaneformerConfig:
     def __post_init__(self) -> None:
         for name in ("swa_layers", "nope_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        self._check_sizes()
-        self._check_lanes()
-        self._check_heads()
-        self._check_choices()
-
-    def _check_sizes(self) -> None:
-        for name in (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "num_lanes", "sliding_window", "max_position_embeddings", "vocab_size", "head_dim",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if name == "head_dim" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} = {value!r} must be a positive integer")
-        if not isinstance(self.broadcast_delay, int) or self.broadcast_delay < 0:
-            raise ValueError(
-                f"broadcast_delay = {self.broadcast_delay!r} must be an integer >= 0 (counted in layers)"
-            )
-        for name in ("rope_theta", "norm_eps", "initializer_range"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)!r} must be greater than 0")
-
-    def _check_lanes(self) -> None:
-        by_head = {"vocab_parallel": ["vocab_size"], "lane": ["hidden_size"]}.get(self.lm_head_type, [])
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", *by_head):
-            value = getattr(self, name)
-            if value % self.num_lanes:
-                below, above = value - value % self.num_lanes, value + -value % self.num_lanes
-                near = f"{below} or {above}" if below else f"{above}"
-                raise ValueError(
-                    f"{name} = {value} is not divisible by num_lanes = {self.num_lanes}; use {near}"
-                )
-
-    def _check_heads(self) -> None:
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size = {self.hidden_size} is not divisible by "
-                    f"num_attention_heads = {self.num_attention_heads}; use a multiple, or set head_dim"
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.head_dim % 2:
-            raise ValueError(f"head dimension {self.head_dim} is odd; RoPE rotates pairs, so it must be even")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads = {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads = {self.num_key_value_heads}; every KV head serves equally many query heads"
-            )
-
-    def _check_choices(self) -> None:
-        for name in ("swa_layers", "nope_layers"):
-            outside = [i for i in getattr(self, name) if i not in range(self.num_hidden_layers)]
-            if outside:
-                raise ValueError(
-                    f"{name} holds {outside}, but the layers are 0 to {self.num_hidden_layers - 1}"
-                )
-        if self.lm_head_type not in LM_HEAD_TYPES:
-            raise ValueError(f"lm_head_type = {self.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
-        if self.pre_norm_lane_agg and self.lm_head_type != "replicate":
-            raise ValueError(f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {self.lm_head_type!r}")
-        if self.tie_word_embeddings and self.lm_head_type == "lane":
-            raise ValueError(
-                "tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'"
-            )
-        if self.rope_scaling is not None:
-            missing = [k for k in ROPE_SCALING_KEYS if k not in self.rope_scaling]
-            if missing:
-                raise ValueError(
-                    f"rope_scaling lacks {missing}; it needs {list(ROPE_SCALING_KEYS)} (Llama-3 style)"
-                )
+        for check in (_check_sizes, _check_lanes, _check_heads, _check_choices):
+            check(self)
 
     @property
     def query_size(self) -> int:
@@ -287,6 +218,75 @@ class LaneformerConfig:
         plain = {"head_dim", "attention_bias", "qk_norm", "nope_layers"} - self.borrowed().keys()
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _check_sizes(config: LaneformerConfig) -> None:
+    for name in (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "num_lanes", "sliding_window", "max_position_embeddings", "vocab_size", "head_dim",
+    ):  # fmt: skip
+        value = getattr(config, name)
+        if name == "head_dim" and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} = {value!r} must be a positive integer")
+    if not isinstance(config.broadcast_delay, int) or config.broadcast_delay < 0:
+        raise ValueError(
+            f"broadcast_delay = {config.broadcast_delay!r} must be an integer >= 0 (counted in layers)"
+        )
+    for name in ("rope_theta", "norm_eps", "initializer_range"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} = {getattr(config, name)!r} must be greater than 0")
+
+
+def _check_lanes(config: LaneformerConfig) -> None:
+    by_head = {"vocab_parallel": ["vocab_size"], "lane": ["hidden_size"]}.get(config.lm_head_type, [])
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", *by_head):
+        value = getattr(config, name)
+        if value % config.num_lanes:
+            below, above = value - value % config.num_lanes, value + -value % config.num_lanes
+            near = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"{name} = {value} is not divisible by num_lanes = {config.num_lanes}; use {near}"
+            )
+
+
+def _check_heads(config: LaneformerConfig) -> None:
+    if config.head_dim is None:
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(
+                f"hidden_size = {config.hidden_size} is not divisible by "
+                f"num_attention_heads = {config.num_attention_heads}; use a multiple, or set head_dim"
+            )
+        object.__setattr__(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    if config.head_dim % 2:
+        raise ValueError(f"head dimension {config.head_dim} is odd; RoPE rotates pairs, so it must be even")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads = {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads = {config.num_key_value_heads}; every KV head serves equally many query heads"
+        )
+
+
+def _check_choices(config: LaneformerConfig) -> None:
+    for name in ("swa_layers", "nope_layers"):
+        outside = [i for i in getattr(config, name) if i not in range(config.num_hidden_layers)]
+        if outside:
+            raise ValueError(
+                f"{name} holds {outside}, but the layers are 0 to {config.num_hidden_layers - 1}"
+            )
+    if config.lm_head_type not in LM_HEAD_TYPES:
+        raise ValueError(f"lm_head_type = {config.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
+    if config.pre_norm_lane_agg and config.lm_head_type != "replicate":
+        raise ValueError(f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {config.lm_head_type!r}")
+    if config.tie_word_embeddings and config.lm_head_type == "lane":
+        raise ValueError("tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'")
+    if config.rope_scaling is not None:
+        missing = [k for k in ROPE_SCALING_KEYS if k not in config.rope_scaling]
+        if missing:
+            raise ValueError(
+                f"rope_scaling lacks {missing}; it needs {list(ROPE_SCALING_KEYS)} (Llama-3 style)"
+            )
 
 
 def hf_name(name: str) -> str:

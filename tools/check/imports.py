@@ -111,15 +111,36 @@ def edges(root: Path) -> set[Edge]:
     return {edge for edge in found if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
 
 
+def is_allowed_process(edge: Edge) -> bool:
+    """Whether PROCESSES lists what `edge.source` starts."""
+    return edge.process and (edge.source.split(".")[0], edge.target) in PROCESSES
+
+
 def broken_arrows(found: set[Edge]) -> list[str]:
     """The edges that leave a package for one which it may not use."""
     broken = []
     for edge in sorted(found):
         source, target = edge.source.split(".")[0], edge.target.split(".")[0]
-        started = edge.process and (source, edge.target) in PROCESSES
-        if target not in {source, *MAY_USE[source]} and not started:
+        if target not in {source, *MAY_USE[source]} and not is_allowed_process(edge):
             broken.append(f"{edge.source} {'names' if edge.process else 'imports'} {edge.target}")
     return broken
+
+
+def folder_edges(found: set[Edge]) -> set[Edge]:
+    """Each edge between the two neighbours, files or folders of one parent folder, that it connects.
+
+    A circle of these is a circle of folders: `a.b.x -> a.c.y` and `a.c.z -> a.b.w` make `a.b <-> a.c`, though
+    no module reaches itself.
+    """
+    neighbours = set()
+    for edge in found:
+        source, target = edge.source.split("."), edge.target.split(".")
+        shared = sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(source, target, strict=False))
+        )
+        if shared < min(len(source), len(target)) and not is_allowed_process(edge):
+            neighbours.add(Edge(".".join(source[: shared + 1]), ".".join(target[: shared + 1])))
+    return neighbours
 
 
 def circles(found: set[Edge]) -> list[list[str]]:

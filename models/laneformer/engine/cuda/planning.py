@@ -62,18 +62,10 @@ def plan(
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
-        options = (
-            devices,
-            wide_exchanges,
-            mma_columns,
-            interleaved,
-            prefetch_chunks,
-            32 * wider,
-            machine.chiplets > 1,
-        )
-        return Geometry(
-            config, dtype, blocks, warps, chunk_bytes, 0, *options, half if dtype in EIGHT_BITS else dtype
-        )
+        options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
+        activations = half if dtype in EIGHT_BITS else dtype
+        card = (32 * wider, machine.chiplets > 1)
+        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, *card, activations)
 
     for op in OPS:
         check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps)
@@ -93,11 +85,16 @@ def plan(
     for geometry in cuts:
         if geometry.chunks >= 2:
             return geometry
-    least = min(cuts, key=lambda geometry: geometry.fixed_shared_bytes)
-    raise ValueError(
+    raise ring_does_not_fit(machine, resident, cuts, bool(warps or chunk_bytes))
+
+
+def ring_does_not_fit(machine: Machine, resident: int, cuts: list[Geometry], shrinkable: bool) -> ValueError:
+    """The error where no ring of two chunks fits beside the activations; it names the smallest geometry tried."""
+    least = min(geometry.fixed_shared_bytes for geometry in cuts)
+    return ValueError(
         f"{machine.shared_among(resident)} bytes of shared memory a block are too few for a ring of two chunks: "
-        f"{least.fixed_shared_bytes} go to activations; use "
-        + ("fewer warps or smaller chunks" if warps or chunk_bytes else "another GPU or the CPU engine")
+        f"{least} go to activations; use "
+        + ("fewer warps or smaller chunks" if shrinkable else "another GPU or the CPU engine")
     )
 
 
