@@ -12,7 +12,7 @@ keyed permutation of the whole source.
 The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics
 32, 1980): with n sources no prefix of the run deviates from its exact share by more than 1 -
 1/(2n - 2) sequences, and every block is exact. Taking the largest deficit first, as is usual,
-has no such bound: docs/decisions/0004-data-order.md.
+has no such bound: docs/decisions/data-order.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ so that a cap takes a fair sample of them instead of the first names of the alph
 file or line that cannot be read gives a named reason, which is counted in the manifest.
 
 pyarrow unpacks: it knows several members in a row, and finds what is truncated,
-unlike `zstandard` (decisions/0028).
+unlike `zstandard` (decisions/data-pipeline.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A word is a run of letters, digits and combining marks, in lower case; everythin
 string of an item (question, choice, solution, test) is a passage. A document holds a passage of at
 least 13 words when it has half of the passage's distinct 13-grams, and a shorter one of at least 8 when
 it has all of its words in a row; fewer words say nothing. Grams of numbers and single letters are left
-out. Why these: docs/decisions/0017.
+out. Why these: docs/decisions/data-pipeline.md.
 
 The first 8 words of a gram are its head. A table of bits by the highest bits of a head's hash keeps almost
 all text away from the search in the sorted index. A word's hash is a polynomial mod 2**64 over its

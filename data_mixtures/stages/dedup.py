@@ -4,7 +4,7 @@ what tokenize leaves out.
 MinHash with datatrove's normalisation of text, shingles and hash functions, and its rule: two documents are near copies
 when all hashes of a bucket are equal, and near copies of near copies are one cluster. Of a cluster one document stays:
 one that is held out, so that a run trains on no near copy of what it is validated on; else the first in the order of
-the recipe's sources and of the documents in a source. Why not datatrove's own steps: docs/decisions/0029.
+the recipe's sources and of the documents in a source. Why not datatrove's own steps: docs/decisions/data-pipeline.md.
 
 Three stages. `signatures`, by unit: a 64-bit hash of each bucket. `links`, by bucket: which documents
 have equal ones. `dedup`, once: the clusters. A document's number is its place in all units of all

@@ -8,7 +8,7 @@ in a sandbox, pass@k.
 The results folder (--results; default: one beside --out for each checkpoint) keeps answers.jsonl (verbatim;
 an interrupted run resumes there), samples.jsonl (what was selected from each answer and what was scored),
 EvalPlus's own result files and its log. Every run also scores the data set's reference solutions: where they
-fail, the figures mean little. Measurements are in decision 0021.
+fail, the figures mean little. Measurements are in docs/decisions/evaluation.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gates on the machine code of the decode kernels, for cards of every generation: what no run on
 a CPU can show.
 
-The figures and their reasons: docs/decisions/0036-gpu-gates.md. A gate is a function that raises; each is
+The figures and their reasons: docs/decisions/gpu.md. A gate is a function that raises; each is
 also shown to find a fault that is planted in the kernels' source. Cubins are kept in build/cubins.
 """
 
@@ -197,7 +197,7 @@ def config(flavor: str = "2b") -> LaneformerConfig:
 
 
 def report(c: Compiled, what: str) -> None:
-    """For docs/decisions/0036-gpu-gates.md; pytest -s shows it."""
+    """For docs/decisions/gpu.md; pytest -s shows it."""
     local = sum(this.name in ("LDL", "STL") for this in c.loop)
     print(f"\n{what}: {c.resources}, loop {len(c.loop)} instructions, {local} local, of {len(c.kernel.code)}")
 

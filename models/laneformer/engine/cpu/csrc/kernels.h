@@ -26,7 +26,8 @@ constexpr int kChunkPositions = 256;  // of attention
 constexpr int kStateExtra = 16;       // floats of a query's state besides its mixed values
 constexpr float kLowestScore = -1e29f;
 
-// What the bits of an int4 weight stand for, over its group's scale: closer around zero, where weights are (0031).
+// What the bits of an int4 weight stand for, over its group's scale: closer around zero, where weights are
+// (docs/decisions/small-weights.md).
 alignas(16) constexpr uint8_t kLevels[16] = {0, 14, 26, 35, 43, 51, 58, 64, 70, 76, 82, 89, 96, 104, 114, 127};
 constexpr int kZeroLevel = 69;
 

@@ -153,7 +153,7 @@ bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* 
   return finite;
 }
 
-// int4's first and last layer and its head are int8 (0031).
+// int4's first and last layer and its head are int8 (docs/decisions/small-weights.md).
 DType matrix_dtype(const ModelSpec& spec, DType dtype, int layer) {
   const bool outer = layer == 0 || layer >= spec.layers - 1;
   return dtype == DType::int4 && outer ? DType::int8 : dtype;
