@@ -1,7 +1,7 @@
 """Training data loaders on the same windows, each in a process of its own: speed,
 mixture error, resume, stalls.
 
-    python -m tools.bench loader --out docs/benchmarks/2026-11-21-loader.md
+    python -m tools.bench loader --out docs/benchmarks/2026-11-22-loader.md
 
 The data are random tokens in five sources with the published phase-1 weights, in the page cache. CPU
 time is counted, so that other work on the machine has little effect; every round also times a NumPy copy
