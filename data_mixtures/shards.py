@@ -218,7 +218,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     check_format(path, manifest)
     if (said := manifest.get("content_sha256")) != (found := content_sha256(manifest)):
         raise ValueError(
-            f"{path} says content_sha256 {said}, its content has {found}: damaged or edited; {PREPARE}"
+            f"checksum mismatch: {path} says content_sha256 {said}, its data have {found}: "
+            f"damaged or edited; {PREPARE}"
         )
     return manifest
 

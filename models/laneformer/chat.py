@@ -141,7 +141,7 @@ def _checked(message: Mapping[str, Any], number: int, expected: str) -> tuple[st
 class ChatTemplate:
     """The template in a `tokenizer_config.json` (or that of a GGUF file), rendered as by Transformers.
 
-    It is code of whoever made the model, so it runs in Jinja's sandbox and sees plain JSON values alone.
+    Templates are third-party code: they run in Jinja's sandbox and see plain JSON values only.
     """
 
     def __init__(self, tokenizer_config: Mapping[str, Any]):

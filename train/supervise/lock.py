@@ -1,7 +1,7 @@
 """Who may work in a run folder: one supervisor (or unsupervised job), and one process for every rank.
 
 A supervisor may die while its workers live on, on other nodes too. So every worker holds a lock of its own
-until it ends, and whoever comes later, supervisor or worker, is told who is there. File locks are the
+until it ends, and a second supervisor or worker is refused and shown the holder. File locks are the
 kernel's: no process leaves one behind.
 """
 

@@ -44,35 +44,35 @@ T = TypeVar("T")
 class Engine:
     """Decodes one request at a time. A context manager; `close()` frees the weights.
 
-    `device` is "cpu", "cuda", or "cuda:0,cuda:1" for several GPUs; "auto" is the CPU for now (device.py).
-    `dtype` is that of the matrices (embedding and norms keep theirs): "auto" keeps the layers', "int8" rounds
-    each row to multiples of its own scale, "int4" each 32 inputs of a row to 16 levels (the first and the
-    last layer and the head: int8) and implies math="int8". GPUs have the 16-bit types, the same "int8", and
-    "fp8" (e4m3, a scale a row).
+    Args on every device:
+        device: "cpu", "cuda", "cuda:0,cuda:1" for several GPUs, or "auto" (the CPU; see device.py).
+        dtype: of the matrices; embedding and norms keep theirs. "auto" keeps the checkpoint's; "int8" has a scale
+            a row; "int4" a scale and 16 levels for every 32 inputs of a row (first and last layer and the head are
+            int8) and implies math="int8". GPUs have the 16-bit types, "int8", and "fp8" (e4m3, a scale a row).
+        cache_bytes: memory for keys and values of earlier requests, so that a new prompt reuses the prefix it
+            shares with one of them. Default: a quarter of the free memory (csrc/kv_pool.h).
 
-    Further options on the CPU:
-    `threads`: default all physical cores, or what the container's CPU quota allows. `pin` keeps each thread on a CPU of
-    its own, one per core while they last: for an engine that has the machine to itself, and the default where the
-    machine has more than one memory node (sockets).
-    `math="exact"` widens weights to fp32 and keeps fp32 activations: with kv_dtype="fp32", greedy output equals the
-    float32 model's.
-    `math="bf16"` rounds every matrix input to bf16 (vdpbf16ps where the CPU has it); it needs bf16 weights.
-    `math="int8"` rounds every 32 matrix inputs to int8, for integer dot products; it needs int8 or int4 weights.
-    "auto" is "exact", and "int8" for int4 weights.
-    `kv_dtype` is that of cached keys and values: "auto" is "fp32" for fp32 weights, else "fp16"; "bf16" holds values
-    beyond 65,504, which fp16 refuses with a ValueError when they come.
-    `cache_bytes` is what keys and values of earlier requests may take, so that a prompt that begins like one of them
-    starts where it parts from it: by default a quarter of the memory that is left (csrc/kv_pool.h).
-    `processes` shares the lanes out over that many processes, each with `threads` threads (by default its part of the
-    cores), for one request at a time. A lost or hung process ends the request with a RuntimeError, and the engine.
-    `transport` between them is "memory" or "tcp"; or "launched": RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, of a
-    launcher that has started this program everywhere; all but rank 0 then work for it until it ends.
-    `isa` is the instruction set: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or
-    "portable"; the environment variable LANEFORMER_ISA sets the default. A token has the same bits in a prompt's block,
-    a batch, or a draft as alone, but for "amx" with bf16 weights: its passes of four positions and more round
-    otherwise, by about 1e-6.
-    On GPUs: `version` "persistent" (one kernel for the whole request) or "graph"; the kernels compute as math="exact"
-    does, but for keys and values in 16 bits. Prompts of more than a few tokens, and scores, go through PyTorch.
+    Args on the CPU:
+        threads: default all physical cores, or what the container's CPU quota allows.
+        pin: bind each thread to a CPU of its own, one per core first. Default on machines with several memory
+            nodes; meant for an engine that has the machine to itself.
+        math: "exact" widens weights to fp32 and keeps fp32 activations; with kv_dtype="fp32", greedy output equals
+            the float32 model's. "bf16" rounds matrix inputs to bf16 (vdpbf16ps where the CPU has it) and needs bf16
+            weights. "int8" rounds every 32 matrix inputs to int8 and needs int8 or int4 weights. "auto": "int8" for
+            int4 weights, else "exact".
+        kv_dtype: of cached keys and values. "auto": "fp32" for fp32 weights, else "fp16", which raises ValueError
+            for values beyond 65,504; "bf16" holds them.
+        processes: share the lanes over that many processes, `threads` threads each (default: an equal part of the
+            cores), one request at a time. Losing one raises RuntimeError and closes the engine.
+        transport: between processes: "memory", "tcp", or "launched" (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+            of a launcher that started this program on every rank; ranks above 0 serve rank 0 until it exits).
+        isa: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "portable"; default from
+            the environment variable LANEFORMER_ISA. Results are bit-identical alone, batched or drafted, except on
+            "amx" with bf16 weights, where passes of four positions and more differ by about 1e-6.
+
+    Args on GPUs:
+        version: "persistent" (one kernel for the whole request) or "graph". Both compute as math="exact", with
+            keys and values in 16 bits. Long prompts and scores go through PyTorch.
     """
 
     def __init__(

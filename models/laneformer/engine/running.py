@@ -90,7 +90,7 @@ def wait(decoder: Decoder) -> None:
 
 
 class Owner(Protocol):
-    """An engine: whoever holds its `request_lock` is at work in it."""
+    """An engine; the holder of `request_lock` is using it."""
 
     request_lock: threading.Lock
 

@@ -282,7 +282,7 @@ class Scheduler:
         self._batch.close()
 
     def _admit(self) -> None:
-        """Join whoever is first in the queue while there is room; waits for a request where none runs."""
+        """Admit requests from the head of the queue while there is room; blocks while none is running or waiting."""
         with self._changed:
             self._changed.wait_for(lambda: self.waiting or self.running or self._closing)
             room = self.max_joined - len(self.running)

@@ -50,11 +50,10 @@ def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices
 
 
 def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
-    """Of how many sequences a device with so many free bytes holds keys and values, beside all
-    else that passes need.
+    """KV capacity in sequences, given `free` bytes of device memory before anything else of a pass is allocated.
 
-    One for each column, and earlier ones in a quarter of what is left, or in `cache_bytes`. ValueError where
-    not even the former fit: the tiles are the weights once more.
+    One for each column, plus cached ones in a quarter of the remainder or in `cache_bytes`. ValueError if the
+    columns alone do not fit: the tiles are a second copy of the weights.
     """
     config, columns, tiles = geometry.config, geometry.mma_columns, tape_bytes(geometry)
     each = 2 * geometry.lanes_per_device * geometry.kv_lane + 12 * config.vocab_size

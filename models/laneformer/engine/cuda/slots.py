@@ -1,11 +1,10 @@
-"""What earlier sequences leave for later ones: their keys and values, whole sequences in
-slots of device memory.
+"""The prefix cache on a GPU: keys and values of whole sequences in slots of device memory.
 
-A sequence goes on in the slot whose ids it continues, without a copy. Where it parts from one, it takes
-another slot, a new one or the least recently used, and copies what it shares; the slot that it parted from
-stays. A layer with a window has a ring, which forgets: a prompt can start where no ring has lost a key of the
-window before it. So before a sequence grows beyond a ring, the state at its prompt's end is kept as a slot of
-its own: answers can be made again, and edited messages start from the end of an earlier prompt. A copy of
+A sequence that continues a cached one extends that slot in place. One that diverges takes another slot, a new
+one or the least recently used, and copies the shared prefix; the original slot stays. A layer with a sliding
+window has a ring that overwrites: a prompt can start wherever no ring has lost a key of the window before it.
+So before a sequence outgrows a ring, the state at its prompt's end is kept as a slot of its own: answers can
+be regenerated, and edited messages start from the end of an earlier prompt. A copy of
 `2b`'s 4,096 positions (252 MB) is calculated as 0.1 ms.
 """
 
