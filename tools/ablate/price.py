@@ -9,7 +9,7 @@ from pathlib import Path
 from data_mixtures.mixture import read_lock
 from laneformer import LaneformerConfig
 from laneformer.config import flops_per_token
-from tools.bench.harness import table
+from tools.markdown import table
 from tools.plan.sums import GPUS
 
 from .plan import Plan

@@ -29,6 +29,7 @@ from laneformer.engine.cuda.geometry import Geometry, Machine
 from laneformer.engine.cuda.planning import plan
 from tools.bench import harness
 from tools.bench.harness import Result
+from tools.markdown import table
 
 INPUTS = Path(__file__).with_suffix(".toml")
 KERNELS, CASES = ("first", "today"), ("central", "pessimistic")
@@ -305,7 +306,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         columns = {name: COLUMNS.get(name, name) for name in rows[0] if name != "percent_of_probe"}
         parts += [
             f"### {title}",
-            harness.table(list(columns.values()), [[*map(r.get, columns)] for r in rows]),
+            table(list(columns.values()), [[*map(r.get, columns)] for r in rows]),
         ]
     about = ("kind", "source")
     lines = [
@@ -313,5 +314,5 @@ def section(options: Options, result: Result) -> tuple[str, str]:
          ", ".join(f"{k} {v}" for k, v in r.items() if k not in (*about, "measured")))
         for name, r in result["inputs"].items()
     ]  # fmt: skip
-    parts += ["### Inputs", harness.table(["input", *about, "measured", "value"], lines)]
+    parts += ["### Inputs", table(["input", *about, "measured", "value"], lines)]
     return "a model of the persistent kernel", "\n\n".join(parts)

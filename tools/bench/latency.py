@@ -21,7 +21,8 @@ import numpy as np
 from laneformer import LaneformerConfig
 from records.files import append_line, json_lines
 from tools.bench import exchange, harness
-from tools.bench.harness import Result, alternate, table
+from tools.bench.harness import Result, alternate
+from tools.markdown import table
 from tools.roofline.timeline import laneformer_joins, token_s
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensorMode
 from laneformer.config import LaneformerConfig
 from tools.bench import harness, sm90
 from tools.bench.harness import Result
+from tools.markdown import table
 from tools.plan.speed import RATES, Rates, step_ms
 from train.job_config import load_job
 
@@ -229,8 +230,8 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     ]  # fmt: skip
     body = "\n\n".join([
         *parts,
-        f"Assumed rates:\n\n{harness.table(['', *RATES], rates)}",
-        f"The model, a micro-batch:\n\n{harness.table(['', *RATES], speeds)}",
+        f"Assumed rates:\n\n{table(['', *RATES], rates)}",
+        f"The model, a micro-batch:\n\n{table(['', *RATES], speeds)}",
     ])  # fmt: skip
     shape = f"{result['batch']} x {result['seq_len']} tokens, W = {result['wide_bytes'] / 1e9:.3f} GB"
     return f"`{result['flavor']}`, {shape}, torch {result['torch']}", body
@@ -246,7 +247,7 @@ def model_table(name: str, model: Result, wide: int) -> str:
     ]  # fmt: skip
     moved, products, held = (model[key] / 1e9 for key in ("elementwise_bytes", "product_bytes", "peak_bytes"))
     return (
-        f"{name}:\n\n{harness.table(columns, rows)}\n\nAll layers: {1e9 * moved / wide:.0f} W = {moved:.0f} GB "
+        f"{name}:\n\n{table(columns, rows)}\n\nAll layers: {1e9 * moved / wide:.0f} W = {moved:.0f} GB "
         f"elementwise, {products:.0f} GB in and out of products, {model['flops'] / 1e12:.1f} TFLOPs. What backward "
         f"passes need at once, kept activations included: {held:.1f} GB."
     )

@@ -31,8 +31,8 @@ from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from records.files import read_lines
 from records.usage import cost, money
-from tools.bench.train import write_synthetic_lock
 from tools.plan import preparation, speed, sums
+from tools.synthetic import write_synthetic_lock
 from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from records.files import write_atomically
-from tools.bench.harness import table
+from tools.markdown import table
 
 from .projection import (
     GPUS,
