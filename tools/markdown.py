@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -10,6 +10,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table: first column left, the others right."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+
+
+def records(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of rows that all have the keys of the first, which are its columns."""
+    return table([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
 
 
 def cell(value: Any) -> str:

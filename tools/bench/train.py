@@ -33,6 +33,7 @@ from laneformer import LaneformerConfig
 from records.files import read_lines
 from tools.bench import harness
 from tools.bench.harness import Result
+from tools.cards import INPUTS
 from tools.markdown import table
 from tools.plan import sums as plan_sums
 from tools.synthetic import write_synthetic_lock
@@ -117,7 +118,7 @@ def measure(options: Options, console: Any) -> Result:
 
 def choose_local_batch(options: Options, device: str) -> int:
     """What the memory plan allows; one sequence on a device that the plan does not know."""
-    gpu = next((name for name in plan_sums.GPUS if name.upper() in device.upper()), None)
+    gpu = INPUTS.card_of_device(device)
     if gpu is None:
         return 1
     job = plan_sums.Job(
@@ -126,10 +127,10 @@ def choose_local_batch(options: Options, device: str) -> int:
         checkpointing=options.checkpointing, reshard=True, checkpoint_interval=1, keep_latest=1, keep_every=0,
         param_bytes=plan_sums.BF16 if options.dtype == "bfloat16" else plan_sums.FP32,
     )  # fmt: skip
-    batch = plan_sums.largest_local_batch(job, plan_sums.GPUS[gpu])
+    batch = plan_sums.largest_local_batch(job, gpu)
     if batch == 0:
         raise ValueError(
-            f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu}"
+            f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu.name}"
         )
     return batch
 
