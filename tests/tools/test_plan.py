@@ -15,19 +15,24 @@ from data_mixtures import recipe
 from data_mixtures.shards import write_json
 from data_mixtures.stages import stage
 from laneformer import LaneformerConfig
-from tools.plan import preparation, sums
+from tools.bench import cuda_model
+from tools.cards import INPUTS
+from tools.plan import preparation, speed, sums
+from tools.roofline.projection import scaling
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = sums.Job(
     config=LaneformerConfig(), seq_len=4096, steps=620_000, global_batch=1536, local_batch=8, shard=8, replicate=24,
     checkpointing="selective", reshard=True, checkpoint_interval=500, keep_latest=5, keep_every=0,
 )  # fmt: skip
-CLUSTER = sums.Cluster(192, 8, sums.GPUS["h100"], 50e9, 17_000, 600)
+CLUSTER = sums.Cluster(192, 8, INPUTS.card("h100"), 50e9, 17_000, 600)
 NARROW = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
 COMMANDS = {
     "published": ["configs/phase1.toml", "configs/phase2.toml", "--metrics.gpu_hour_price", "2.5", "--metrics.currency",
                   "EUR"],
     "with code": ["configs/phase1.toml", "configs/phase2.toml", "--mixture", *2 * ["data_mixtures/nemotron-code.toml"]],
+    "h200": ["configs/phase1.toml", "--gpu", "h200", "--json"],
+    "rubin": ["configs/phase1.toml", "--gpu", "rubin"],
     "other mesh": ["configs/phase1.toml", "--gpus", "64"],
     "odd batch": ["configs/phase1.toml", "--training.local_batch_size", "7"],
     "no file": ["configs/none.toml"],
@@ -167,12 +172,30 @@ def test_model_of_speed(runs: dict[str, tuple[int, str, str]], published: dict) 
     phase = published["phases"][0]
     rates = phase["model_tokens_per_s"]
     assert (
-        rates["pessimistic"] < rates["middle"] < rates["optimistic"] < CLUSTER.gpu.peak_flops / (6 * 2.12e9)
+        rates["pessimistic"] < rates["central"] < rates["optimistic"] < CLUSTER.gpu.peak_flops / (6 * 2.12e9)
     )
-    days = phase["compute"]["tokens"] / (192 * rates["middle"]) / 86_400
+    days = phase["compute"]["tokens"] / (192 * rates["central"]) / 86_400
     said = runs["published"][1]
-    assert f"{rates['middle']:,.0f} tokens/s/GPU" in said
+    assert f"{rates['central']:,.0f} tokens/s/GPU" in said
     assert f"= {days:.2f} days" in said
+
+
+def test_every_calculator_says_the_same_of_2b_on_one_h200(runs: dict[str, tuple[int, str, str]]) -> None:
+    """Decoding: tools.plan, tools.roofline and tools.bench cuda-model. Training: the plan and the rule that
+    train-traffic follows, too (tests/tools/bench/test_train_traffic.py).
+    """
+    code, said, error = runs["h200"]
+    assert code == 0, error
+    result, h200 = json.loads(said), INPUTS.card("h200")
+    planned = result["decode_tokens_per_s"]
+    alone = [row for row in scaling(INPUTS, h200) if row["gpus"] == 1]
+    assert planned == pytest.approx({row["case"]: row["delay_2"] for row in alone if row["case"] in planned})
+    assert planned == pytest.approx({case: cuda_model.modelled(case)["tokens_per_s"] for case in planned})
+    phase = result["phases"][0]
+    trained = speed.tokens_per_s(
+        LaneformerConfig(), phase["job"]["local_batch"], phase["job"]["seq_len"], h200
+    )
+    assert phase["model_tokens_per_s"] == pytest.approx(trained)
 
 
 def test_speed_follows_from_mfu() -> None:
@@ -228,6 +251,7 @@ def test_checkpoints_and_failures() -> None:
         ("other mesh", "24 x 8 = 192 GPUs, --gpus is 64"),
         ("odd batch", "choose a local batch that divides 8"),
         ("no file", "does not exist"),
+        ("rubin", "no datasheet with peak_flops"),
     ],
 )
 def test_what_does_not_fit_is_refused(runs: dict[str, tuple[int, str, str]], name: str, said: str) -> None:

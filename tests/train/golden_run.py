@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.train import write_synthetic_lock
+from tools.synthetic import write_synthetic_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SEQ_LEN, VOCAB_SIZE, GLOBAL_BATCH = 20, 32, 512, 8

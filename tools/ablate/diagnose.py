@@ -29,8 +29,8 @@ from laneformer.config import MODULES, Join
 from laneformer.engine.folder import read_checkpoint
 from laneformer.model import LaneformerLayer
 from records.files import write_atomically
-from tools.bench.harness import table
 from tools.check.reference import weights_of
+from tools.markdown import table
 
 from .figure import figure_style
 from .page import heading, image, put_section

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from records.files import code_version, write_atomically
-from tools.bench.harness import ROOT, machine_facts, table, version
+from tools.bench.harness import ROOT, machine_facts, version
+from tools.markdown import table
 
 from .figure import words
 from .report import Result, Row, detectable, noise_floor, paired, pooled_deviation, together

@@ -28,7 +28,8 @@ from laneformer.config import FLAVORS
 from laneformer.engine.cuda.bench import datasheet, shares
 from laneformer.engine.device import why_no_cuda
 from records.files import code_version, write_atomically
-from tools.bench.harness import ROOT, Candidate, Result, cell, command_line, table
+from tools.bench.harness import ROOT, Candidate, Result, command_line
+from tools.markdown import cell, table
 
 RESERVE_S = 5.0  # to write the report
 KEPT = Path("build/bench-cuda.json")

@@ -21,7 +21,8 @@ import numpy as np
 from laneformer import LaneformerConfig
 from tools.bench import harness
 from tools.bench.decode_candidates import CANDIDATES, Dtype, Math, names_of
-from tools.bench.harness import Candidate, Result, alternate, spread, table
+from tools.bench.harness import Candidate, Result, alternate, spread
+from tools.markdown import table
 
 OURS = "laneformer"
 SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep

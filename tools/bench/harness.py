@@ -195,21 +195,6 @@ def version(package: str) -> str:
         return "missing"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table: first column left, the others right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
-
-
-def cell(value: Any) -> str:
-    """Text as it is; numbers with three digits."""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return "-" if value is None else str(value)
-
-
 def heading(result: Result, title: str) -> str:
     """Title, command and machine of one run; every figure below it is of this run."""
     machine, (before, after) = result["machine"], result["load_average"]

@@ -4,7 +4,7 @@ model that predicts it.
     QUIET python -m tools.bench latency --out docs/benchmarks/DATE-latency.md --plot docs/images/latency.svg
 
 The latency is injected: a thread sees what a thread of another lane gives it only so long after it
-was given (csrc/exchange.h). The prediction is that of tools/roofline/timeline.py, with the time of
+was given (csrc/exchange.h). The prediction is that of tools/timeline.py, with the time of
 a layer measured here.
 """
 
@@ -21,8 +21,9 @@ import numpy as np
 from laneformer import LaneformerConfig
 from records.files import append_line, json_lines
 from tools.bench import exchange, harness
-from tools.bench.harness import Result, alternate, table
-from tools.roofline.timeline import laneformer_joins, token_s
+from tools.bench.harness import Result, alternate
+from tools.markdown import table
+from tools.timeline import split_layer, token_s
 
 if TYPE_CHECKING:
     from laneformer import Engine
@@ -44,7 +45,7 @@ Each section is one run of its command. Two lanes on two threads, as on two devi
 after it was published, and the reader spins until then; nothing here is a network. One more exchange a token, which
 nothing hides, agrees on the token. Variants and latencies alternate within a round; a trial's figure is its median
 token, a row's the median over rounds. "Predicted": tokens/s at latency 0 and what the recurrence of
-`tools/roofline/timeline.py` adds to it, with the time of a layer from this run (that of a model with half as many
+`tools/timeline.py` adds to it, with the time of a layer from this run (that of a model with half as many
 layers, subtracted); nothing is fitted to the measured delays. Tokens were equal at every latency, or the run would have
 failed."""
 
@@ -63,8 +64,7 @@ class Variant:
         )
 
     def token_s(self, config: LaneformerConfig, module_s: tuple[float, float], link_s: float) -> float:
-        joins = laneformer_joins(config)
-        return token_s(config.num_hidden_layers, module_s, link_s, joins, modules_late=self.modules_late)
+        return token_s(config, module_s, link_s, modules_late=self.modules_late)
 
     def knee_s(self, module_s: tuple[float, float]) -> float:
         """The latency up to which joins after the early layers wait for nothing."""
@@ -151,7 +151,7 @@ def measured(shape: str, options: Options, console: Any) -> Result:
         for engine in engines.values():
             engine.close()
     saved = np.median(times["delay 2", 0], axis=0) - np.median(times[HALF, 0], axis=0)
-    modules = module_s(configs["delay 2"], float(saved) / (layers - layers // 2))
+    modules = split_layer(configs["delay 2"], float(saved) / (layers - layers // 2))
     rows: list[Result] = []
     for (name, link_us), seconds in times.items():
         if name != HALF:
@@ -182,15 +182,6 @@ def engine_of(name: str, config: LaneformerConfig) -> Engine:
     if name in VARIANTS and VARIANTS[name].modules_late:
         engine._decoder.set_ladder()
     return engine
-
-
-def module_s(config: LaneformerConfig, layer_s: float) -> tuple[float, float]:
-    """The time of attention and MLP: that of a layer, by their weights."""
-    attention = config.hidden_size * (
-        config.query_size + config.head_dim * config.num_key_value_heads
-    )  # half of them
-    part = 2 * attention / (2 * attention + 3 * config.hidden_size * config.intermediate_size)
-    return part * layer_s, (1 - part) * layer_s
 
 
 def sweep(

@@ -25,11 +25,12 @@ import pyarrow.parquet as pq
 
 from data_mixtures.mixture import Mixture
 from tools.bench import harness
-from tools.bench.harness import Candidate, Result, alternate, table
+from tools.bench.harness import Candidate, Result, alternate
 from tools.bench.loader_baselines import BATCH
 from tools.bench.loader_process import LOADERS, cpu_rate, worst_deviation
 from tools.bench.loader_rivals import install
-from tools.bench.train import write_lock
+from tools.markdown import table
+from tools.synthetic import write_lock
 
 WEIGHTS = {"web": 6320, "code": 2100, "math": 630, "multilingual": 500, "qa": 450}
 BARE = "Mixture.sequences"  # without threads, so there is nothing to stall or to resume

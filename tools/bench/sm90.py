@@ -28,11 +28,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tools.cards import INPUTS
+
 CUDA = torch.device("cuda", 0)
+CARD = INPUTS.card("h100")
 H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30, warp_size=32,
+    name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=CARD.multiprocessors,
+    total_memory=int(CARD.memory_bytes), warp_size=CARD.warp_threads,
     regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-    shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=227 * 2**10,
+    shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=CARD.shared_kib * 2**10,
     shared_memory_per_multiprocessor=228 * 2**10, L2_cache_size=50 * 2**20, gcnArchName="",
 )  # fmt: skip
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}

@@ -41,7 +41,8 @@ from data_mixtures.recipe import TokenizerTraining
 from data_mixtures.stages import decontaminate, filter, stage, tokenize
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from tools.bench import harness
-from tools.bench.harness import Result, alternate, table, version
+from tools.bench.harness import Result, alternate, version
+from tools.markdown import table
 
 VOCAB_SIZE = 32_000
 PASSAGE_WORDS = 60

@@ -29,18 +29,17 @@ if not torch.accelerator.is_available():
 
     patch_torch_for_cpu()  # before torchtitan is imported
 
-from data_mixtures import mixture, shards
 from laneformer import LaneformerConfig
 from records.files import read_lines
 from tools.bench import harness
 from tools.bench.harness import Result
+from tools.cards import INPUTS
+from tools.markdown import table
 from tools.plan import sums as plan_sums
+from tools.synthetic import write_synthetic_lock
 
 PROGRAMS = {"laneformer": ["train"], "llama": ["tools.bench.llama", "--model.name", "bench_llama3"]}
 TIMEOUT_S = 3600
-SOURCE = "synthetic"
-SEED = 1
-FIRST_TOKEN = 3  # below it: unknown, begin, end
 FILE_START = """# Training speed of the real trainer and of TorchTitan's Llama
 
 Each section is one run of its command: random weights, synthetic tokens, the job as `python -m train` runs it, with
@@ -119,7 +118,7 @@ def measure(options: Options, console: Any) -> Result:
 
 def choose_local_batch(options: Options, device: str) -> int:
     """What the memory plan allows; one sequence on a device that the plan does not know."""
-    gpu = next((name for name in plan_sums.GPUS if name.upper() in device.upper()), None)
+    gpu = INPUTS.card_of_device(device)
     if gpu is None:
         return 1
     job = plan_sums.Job(
@@ -128,10 +127,10 @@ def choose_local_batch(options: Options, device: str) -> int:
         checkpointing=options.checkpointing, reshard=True, checkpoint_interval=1, keep_latest=1, keep_every=0,
         param_bytes=plan_sums.BF16 if options.dtype == "bfloat16" else plan_sums.FP32,
     )  # fmt: skip
-    batch = plan_sums.largest_local_batch(job, plan_sums.GPUS[gpu])
+    batch = plan_sums.largest_local_batch(job, gpu)
     if batch == 0:
         raise ValueError(
-            f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu}"
+            f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu.name}"
         )
     return batch
 
@@ -206,62 +205,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     how += f", joins and norms {result['models']['laneformer']['join_norm']}"
     body = (
         f"{how}; {result['steps']} timed steps per trial, {len(result['ratios'])} rounds. torch {result['torch']}.\n\n"
-        f"{harness.table(columns, rows)}\n\n"
+        f"{table(columns, rows)}\n\n"
         f"Laneformer / Llama, within a round: {', '.join(f'{r:.2f}' for r in result['ratios'])}."
     )
     return f"`{result['flavor']}`, {shape}", body
-
-
-# --- token shards made of a rule instead of text, the same on every machine: golden runs train on
-# them, too ---------
-
-
-def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
-    """uint16 or uint32 (count,): x -> 5 x + 1 among the vocabulary's ordinary tokens, one in four drawn.
-
-    So a model has something to learn. Only PCG64's raw stream is used, which NumPy keeps the
-    same in every version.
-    """
-    raw = np.random.PCG64(SEED).random_raw(count)
-    ordinary = vocab_size - FIRST_TOKEN
-    drawn = (raw >> np.uint64(32)) % np.uint64(ordinary)
-    follows = (raw & np.uint64(3)) != 0
-    tokens, last = np.empty(count, dtype=np.uint16 if vocab_size <= 1 << 16 else np.uint32), 0
-    for i, (step, fresh) in enumerate(zip(follows.tolist(), drawn.tolist(), strict=True)):
-        last = (5 * last + 1) % ordinary if step else fresh
-        tokens[i] = FIRST_TOKEN + last
-    return tokens
-
-
-def write_synthetic_lock(folder: Path, windows: int, seq_len: int, vocab_size: int) -> Path:
-    """A source of `windows` windows with its manifest, and the lock of one phase that reads
-    it; returns the lock.
-    """
-    tokens = {SOURCE: synthetic_tokens((windows + 1) * seq_len + 1, vocab_size)}
-    return write_lock(folder, tokens, {SOURCE: 1}, seq_len, vocab_size, windows_per_shard=windows)
-
-
-def write_lock(
-    folder: Path, tokens: dict[str, np.ndarray], weights: dict[str, int], seq_len: int, vocab_size: int,
-    windows_per_shard: int,
-) -> Path:  # fmt: skip
-    """Shards and manifest of every source, and the lock of one phase that reads them; returns the lock.
-
-    tokens[name]: uint16 or uint32, whole windows and one token more; the last window is
-    held out for validation.
-    """
-    values = ("", vocab_size, next(iter(tokens.values())).itemsize, *range(1, FIRST_TOKEN))
-    of_tokens = dict(zip(shards.TOKENIZER_FACTS, values, strict=True))
-    stride = windows_per_shard * seq_len
-    for name in weights:
-        source, windows = folder / name, (len(tokens[name]) - 1) // seq_len - 1
-        source.mkdir(parents=True)
-        train, held_out = tokens[name][: windows * seq_len + 1], tokens[name][windows * seq_len :]
-        cuts = [train[first : first + stride + 1] for first in range(0, windows * seq_len, stride)]
-        paths = [source / f"shard-{number:05d}.bin" for number in range(len(cuts))]
-        written = [shards.write_windows(path, cut, seq_len) for path, cut in zip(paths, cuts, strict=True)]
-        valid = shards.write_windows(source / shards.VALID, held_out, seq_len)
-        of_windows = {"windows": windows, "shards": written, "valid": valid}
-        manifest = {"category": "web", "seq_len": seq_len, **of_tokens, **of_windows}
-        shards.write_manifest(source, manifest)
-    return mixture.pin(folder, "phase1", weights, SEED, seq_len, epoch_cap=1_000_000)

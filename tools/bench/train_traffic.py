@@ -7,13 +7,12 @@ One micro-batch of the job's model, prepared as `train` prepares it (compiled la
 checkpointing, bf16 parameters, FlexAttention where a layer has a window), is lowered forward and backward by
 Inductor for sm_90; so is a dense Llama of the same shape, which is the same model with one lane.
 `tools/bench/sm90.py` says how. Bytes and FLOPs are counted. Times are a model: they follow from the rates of
-`tools/plan/speed.py`, which are assumptions.
+[training] in tools/cards.toml, which are assumptions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +25,10 @@ from torch._subclasses import FakeTensorMode
 from laneformer.config import LaneformerConfig
 from tools.bench import harness, sm90
 from tools.bench.harness import Result
-from tools.plan.speed import RATES, Rates, step_ms
+from tools.cards import CASES, INPUTS
+from tools.markdown import table
+from tools.plan.speed import step_ms
+from tools.plan.sums import DATASHEET
 from train.job_config import load_job
 
 FILE_START = """# Traffic of a training step
@@ -35,7 +37,7 @@ Each section is one run of its command: bytes and FLOPs of one micro-batch, coun
 H100 (sm_90), and the tokens/s that follow from assumed rates. Nothing ran on a GPU: times are a model. W is the size of
 the residual streams of all lanes, in bf16; elementwise kernels include norms and reductions."""
 
-
+RATES = [name for name in INPUTS.rows if name.startswith("training.")]
 DENSE = ("--architecture.num_lanes", "1", "--architecture.broadcast_delay", "0")
 
 
@@ -51,6 +53,8 @@ class Options(harness.Options):
     """Sequences of a micro-batch."""
     seq_len: int = 4096
     """Tokens per sequence."""
+    gpu: str = "h100"
+    """GPU of the modelled times: h100, h200, a100 or another card of tools/cards.toml. Kernels are an H100's."""
 
     def check(self) -> None:
         """ValueError for a shape that cannot be lowered."""
@@ -59,6 +63,7 @@ class Options(harness.Options):
             raise ValueError(
                 f"batch = {self.batch} must be at least 1, seq_len = {self.seq_len} in 2 to {longest}"
             )
+        INPUTS.card(self.gpu, *DATASHEET)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -76,9 +81,9 @@ def measure(options: Options, console: Any) -> Result:
     config = LaneformerConfig.from_flavor(options.flavor)
     return {
         "torch": torch.__version__, "flavor": options.flavor, "batch": options.batch, "seq_len": options.seq_len,
-        "wide_bytes": 2 * options.batch * options.seq_len * config.num_lanes * config.hidden_size,
-        "rates": {name: dataclasses.asdict(rates) for name, rates in RATES.items()},
-        "models": models, "ratio": {name: ours[name] / dense[name] for name in RATES},
+        "gpu": options.gpu, "wide_bytes": 2 * options.batch * options.seq_len * config.num_lanes * config.hidden_size,
+        "rates": {name: {case: INPUTS.at(name, case) for case in CASES} for name in RATES},
+        "models": models, "ratio": {name: ours[name] / dense[name] for name in CASES},
     }  # fmt: skip
 
 
@@ -103,12 +108,13 @@ def summary(options: Options, layers: list[Passes]) -> Result:
     graphs = [graph for passes in layers for graph in passes]
     products = [(k.flops, k.bytes) for graph in graphs for k in graph.kernels if k.kind == "product"]
     moved = sum(graph.bytes("elementwise") for graph in graphs)
-    shape = LaneformerConfig.from_flavor(options.flavor), options.batch, options.seq_len
-    ms = {name: step_ms(*shape, rates, moved, products) for name, rates in RATES.items()}
+    config, card = LaneformerConfig.from_flavor(options.flavor), INPUTS.card(options.gpu)
+    shape = config, options.batch, options.seq_len, card
+    ms = {case: step_ms(*shape, case, moved, products) for case in CASES}
     tokens = options.batch * options.seq_len
     return {
         "kinds": kinds(layers), "elementwise_bytes": moved, "product_bytes": sum(size for _, size in products),
-        "flops": sum(flops for flops, _ in products), "peak_bytes": peak_bytes(layers, shape[0].broadcast_delay),
+        "flops": sum(flops for flops, _ in products), "peak_bytes": peak_bytes(layers, config.broadcast_delay),
         "ms": ms, "tokens_per_s": {name: 1e3 * tokens / sum(parts.values()) for name, parts in ms.items()},
     }  # fmt: skip
 
@@ -216,22 +222,20 @@ def attention_of_a_gpu() -> Iterator[None]:
 def section(options: Options, result: Result) -> tuple[str, str]:
     """Title and body of one section of a benchmark file."""
     parts = [model_table(name, model, result["wide_bytes"]) for name, model in result["models"].items()]
-    rates = [
-        [field.name, *(str(result["rates"][name][field.name]) for name in RATES)]
-        for field in dataclasses.fields(Rates)
-    ]
+    models = result["models"]
+
+    def rows(values: dict[str, dict[str, float]], shown: str) -> list[list[str]]:
+        return [[name, *(format(by_case[case], shown) for case in CASES)] for name, by_case in values.items()]
+
+    rates = table(["", *CASES], rows(result["rates"], "g"))
+    parts_ms = models["laneformer"]["ms"]
     speeds = [
-        *([f"{name}, tokens/s", *(f"{model['tokens_per_s'][n]:,.0f}" for n in RATES)]
-          for name, model in result["models"].items()),
-        ["laneformer / dense", *(f"{result['ratio'][name]:.2f}" for name in RATES)],
-        *([f"{part}, ms", *(f"{result['models']['laneformer']['ms'][name][part]:.0f}" for name in RATES)]
-          for part in result["models"]["laneformer"]["ms"]["middle"]),
-    ]  # fmt: skip
-    body = "\n\n".join([
-        *parts,
-        f"Assumed rates:\n\n{harness.table(['', *RATES], rates)}",
-        f"The model, a micro-batch:\n\n{harness.table(['', *RATES], speeds)}",
-    ])  # fmt: skip
+        *rows({f"{name}, tokens/s": model["tokens_per_s"] for name, model in models.items()}, ",.0f"),
+        *rows({"laneformer / dense": result["ratio"]}, ".2f"),
+        *rows({f"{part}, ms": {c: parts_ms[c][part] for c in CASES} for part in parts_ms["central"]}, ".0f"),
+    ]
+    said = f"The model of one {result['gpu']}, a micro-batch:\n\n{table(['', *CASES], speeds)}"
+    body = "\n\n".join([*parts, f"Assumed rates:\n\n{rates}", said])
     shape = f"{result['batch']} x {result['seq_len']} tokens, W = {result['wide_bytes'] / 1e9:.3f} GB"
     return f"`{result['flavor']}`, {shape}, torch {result['torch']}", body
 
@@ -246,7 +250,7 @@ def model_table(name: str, model: Result, wide: int) -> str:
     ]  # fmt: skip
     moved, products, held = (model[key] / 1e9 for key in ("elementwise_bytes", "product_bytes", "peak_bytes"))
     return (
-        f"{name}:\n\n{harness.table(columns, rows)}\n\nAll layers: {1e9 * moved / wide:.0f} W = {moved:.0f} GB "
+        f"{name}:\n\n{table(columns, rows)}\n\nAll layers: {1e9 * moved / wide:.0f} W = {moved:.0f} GB "
         f"elementwise, {products:.0f} GB in and out of products, {model['flops'] / 1e12:.1f} TFLOPs. What backward "
         f"passes need at once, kept activations included: {held:.1f} GB."
     )

@@ -20,19 +20,22 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 from data_mixtures import recipe
 from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from records.files import read_lines
 from records.usage import cost, money
-from tools.bench.train import write_synthetic_lock
+from tools.cards import INPUTS, Card
+from tools.markdown import table
 from tools.plan import preparation, speed, sums
+from tools.synthetic import write_synthetic_lock
+from tools.timeline import interval
 from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +52,8 @@ class Options:
     """GPUs of the job; must equal the size of the mesh."""
     gpus_per_node: int = 8
     """GPUs that share NVLink."""
-    gpu: Literal["h100", "h200", "a100"] = "h100"
-    """GPU model, for its datasheet figures."""
+    gpu: str = "h100"
+    """GPU model, for its datasheet: h100, h200, a100, b200 or another card of tools/cards.toml."""
     tokens_per_s_per_gpu: float = 17_000
     """Expected speed; the default is the published run's."""
     mfu: float | None = None
@@ -96,17 +99,17 @@ def plan(options: Options, overrides: list[str]) -> Result:
         )
     phases: list[Result] = []
     taken: dict[str, float] = {}
-    gpu, nic = sums.GPUS[options.gpu], options.network_gbit_per_s * 1e9 / 8
+    card, nic = INPUTS.card(options.gpu, *sums.DATASHEET), options.network_gbit_per_s * 1e9 / 8
     for path, mixture in zip_longest(options.configs, options.mixture):
         titan_job = load_job(["--job.config_file", str(path), *overrides])
         job = facts(titan_job, options.gpus)
         rate = (
             options.tokens_per_s_per_gpu
             if options.mfu is None
-            else sums.tokens_per_s_at(options.mfu, job, gpu)
+            else sums.tokens_per_s_at(options.mfu, job, card)
         )
         cluster = sums.Cluster(
-            options.gpus, options.gpus_per_node, gpu, nic, rate, 60 * options.restart_minutes
+            options.gpus, options.gpus_per_node, card, nic, rate, 60 * options.restart_minutes
         )
         sums.check(job, cluster)
         phase = {
@@ -115,7 +118,7 @@ def plan(options: Options, overrides: list[str]) -> Result:
         }
         phase["pricing"] = {key: getattr(titan_job.metrics, key) for key in ("gpu_hour_price", "currency")}
         phase["compute"]["cost"] = cost(phase["compute"]["gpu_hours"], phase["pricing"])
-        phase["gpu_memory_bytes"], phase["usable_bytes"] = gpu.memory_bytes, sums.USABLE * gpu.memory_bytes
+        phase["gpu_memory_bytes"], phase["usable_bytes"] = card.memory_bytes, sums.USABLE * card.memory_bytes
         if options.dry_run:
             phase["dry_run"] = take_step(path, overrides, titan_job, options.gpus)
         phases.append(phase)
@@ -128,7 +131,16 @@ def plan(options: Options, overrides: list[str]) -> Result:
     priced = [p["compute"]["cost"] for p in phases]
     totals["cost"] = None if None in priced else sum(priced)
     hardware = {key: getattr(options, key) for key in ("gpu", "gpus", "gpus_per_node", "network_gbit_per_s")}
-    return {**hardware, "phases": phases, "total": totals, "preparation": data}
+    decode = decode_tokens_per_s(job.config, card)
+    return {**hardware, "phases": phases, "total": totals, "decode_tokens_per_s": decode, "preparation": data}
+
+
+def decode_tokens_per_s(config: LaneformerConfig, card: Card) -> dict[str, float] | None:
+    """Of one request on one GPU, by case; None where the GPU engine has no kernel for the model or the card."""
+    try:
+        return interval(config, card)
+    except ValueError:
+        return None
 
 
 def facts(titan_job: Any, gpus: int) -> sums.Job:
@@ -201,7 +213,7 @@ def phase_plan(
         "tokens_per_s_per_gpu": cluster.tokens_per_s_per_gpu,
         "parameters": sums.parameters(job.config),
         "compute": compute,
-        "model_tokens_per_s": speed.tokens_per_s(job.config, job.local_batch, job.seq_len),
+        "model_tokens_per_s": speed.tokens_per_s(job.config, job.local_batch, job.seq_len, cluster.gpu),
         "memory": sums.memory(job),
         "largest_local_batch": sums.largest_local_batch(job, cluster.gpu),
         "checkpoints": sums.checkpoints(job, cluster),
@@ -268,34 +280,29 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
 def show(result: Result, console: Console) -> None:
     for phase in result["phases"]:
         console.rule(phase["config"])
-        for title, columns, rows in tables(phase, result):
-            console.print(table(title, columns, rows))
+        for each in tables(phase, result):
+            show_table(console, *each)
         if "dry_run" in phase:
             console.print(f"dry run: {phase['dry_run']['said']}")
     if rows := result["preparation"]["parts"]:
         console.rule("data")
-        console.print(table(*preparation.table(rows)))
+        show_table(console, *preparation.table(rows))
         console.print("for the recipe (tools/plan/preparation.py says what these do):\n")
         console.print(preparation.toml(rows), highlight=False, markup=False)
     if len(result["phases"]) > 1:
         total = result["total"]
-        row = [
-            f"{total['tokens']:.4g}",
-            f"{total['flops']:.4g}",
-            f"{total['days']:.1f}",
-            f"{total['gpu_hours']:,.0f}",
-        ]
-        row.append("no price" if total["cost"] is None else f"{total['cost']:,.0f}")
-        console.print(table("all phases", ["tokens", "FLOPs", "days", "GPU-hours", "cost"], [row]))
+        cost = "no price" if total["cost"] is None else f"{total['cost']:,.0f}"
+        sizes = (f"{total[key]:.4g}" for key in ("tokens", "flops"))
+        row = [*sizes, f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}", cost]
+        show_table(console, "all phases", ["tokens", "FLOPs", "days", "GPU-hours", "cost"], [row])
+    if decode := result["decode_tokens_per_s"]:
+        low, middle, high = decode.values()
+        said = f"{middle:,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
+        console.print(f"one request on one {result['gpu']}, by the model of tools/timeline.py: {said}")
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    made = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="right" if i else "left")
-    for row in rows:
-        made.add_row(*row)
-    return made
+def show_table(console: Console, title: str, columns: list[str], rows: list[list[str]]) -> None:
+    console.print(title, Markdown(table(columns, rows)))
 
 
 def gb(value: float) -> str:
@@ -315,7 +322,7 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
         ["FLOPs", f"{c['flops_per_token'] / 1e9:.2f}e9 a token (causal and windowed keys only) = {c['flops']:.4g}"],
         ["speed", f"{phase['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = {c['mfu_percent']:.1f}% of {result['gpu']}"],
         ["time", f"{c['step_s']:.3f} s a step, {c['days']:.2f} days = {c['gpu_hours']:,.0f} GPU-hours"],
-        ["model of one H100, not measured", modelled(phase["model_tokens_per_s"], phase)],
+        [f"model of one {result['gpu']}, not measured", modelled(phase["model_tokens_per_s"], phase)],
         ["cost", money(c["gpu_hours"], phase["pricing"]) or "set metrics.gpu_hour_price"],
     ]  # fmt: skip
     yield memory_table(phase, result["gpu"])
@@ -334,7 +341,7 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
 
 def modelled(tokens_per_s: dict[str, float], phase: Result) -> str:
     """Speed and days by tools/plan/speed.py; assumptions: `python -m tools.bench train-traffic`."""
-    low, middle, high = (tokens_per_s[name] for name in speed.RATES)
+    low, middle, high = tokens_per_s.values()
     days = phase["compute"]["days"] * phase["tokens_per_s_per_gpu"] / middle
     return f"{middle:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}) = {days:.2f} days"
 

@@ -15,9 +15,16 @@ from dataclasses import dataclass
 
 from laneformer.config import MODULES, Join, LaneformerConfig, flops_per_token
 from laneformer.titan.loss import CHUNK_TOKENS
+from tools.cards import Card
 from train.job_checks import batch_problem
 
 Facts = dict[str, float]
+DATASHEET = (
+    "peak_flops",
+    "memory_bytes",
+    "link_bytes_per_s",
+    "bandwidth_bytes_per_s",
+)  # rows of a card that a plan needs
 FP32, BF16 = 4, 2
 MOMENTS = 2
 SHARD_TOKEN_BYTES = 2
@@ -29,28 +36,12 @@ WIDE_IN_BACKWARD = 3.0
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A datasheet: dense BF16 FLOPs/s, bytes of memory, NVLink bytes/s in each direction."""
-
-    peak_flops: float
-    memory_bytes: float
-    nvlink_bytes_per_s: float
-
-
-GPUS = {
-    "a100": Gpu(312e12, 80e9, 300e9),
-    "h100": Gpu(989e12, 80e9, 450e9),
-    "h200": Gpu(989e12, 141e9, 450e9),
-}
-
-
-@dataclass(frozen=True)
 class Cluster:
     """The hardware of a job, and its expected speed."""
 
     gpus: int
     gpus_per_node: int
-    gpu: Gpu
+    gpu: Card
     nic_bytes_per_s: float  # per GPU
     tokens_per_s_per_gpu: float
     restart_s: float  # from a failure to the first step of the next attempt
@@ -116,7 +107,7 @@ def compute(job: Job, cluster: Cluster) -> Facts:
     }
 
 
-def tokens_per_s_at(mfu_percent: float, job: Job, gpu: Gpu) -> float:
+def tokens_per_s_at(mfu_percent: float, job: Job, gpu: Card) -> float:
     return mfu_percent / 100 * gpu.peak_flops / flops_per_token(job.config, job.seq_len)
 
 
@@ -180,7 +171,7 @@ def memory(job: Job) -> dict[str, float]:
     return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
 
 
-def largest_local_batch(job: Job, gpu: Gpu) -> int:
+def largest_local_batch(job: Job, gpu: Card) -> int:
     """The largest power of two up to 64 whose step fits the GPU, 0 if not even one sequence does."""
     used = {n: memory(dataclasses.replace(job, local_batch=n))["total"] for n in (1, 2, 4, 8, 16, 32, 64)}
     return max((n for n, size in used.items() if size <= USABLE * gpu.memory_bytes), default=0)
@@ -231,7 +222,7 @@ def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
         "reduce_scatter_bytes": reduce_scatter,
         "all_reduce_bytes": all_reduce,
         "ring_ranks": max(shard, replicate),
-        "nvlink_s": within / cluster.gpu.nvlink_bytes_per_s,
+        "nvlink_s": within / cluster.gpu.link_bytes_per_s,
         "nic_bytes": nic,
         "nic_bytes_worst": nic_worst,
         "nic_s": nic / cluster.nic_bytes_per_s,

@@ -1,15 +1,15 @@
 """`python -m tools.roofline`: decode speed that bandwidth, link latency and the delay allow, as a projection.
 
 It repeats the published ceilings, launch example and table of large models, says where its own
-figures differ, and projects the 2B on 1 to 16 GPUs. Every input stands in inputs.toml with its
+figures differ, and projects the 2B on 1 to 16 GPUs. Every input stands in tools/cards.toml with its
 source; --set replaces one.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -18,30 +18,34 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
-from records.files import write_atomically
-from tools.bench.harness import table
+from records.files import code_version, write_atomically
+from tools.cards import Inputs, input_rows
+from tools.markdown import records
+from tools.timeline import GEOMETRY
 
 from .projection import (
-    GPUS,
+    FITTED,
     VARIANTS,
-    Inputs,
     agent_loop,
     by_link,
     ceilings,
+    fitted_layer_cost_s,
     large_models,
-    launch_limit,
-    layer_cost_s,
+    launch_limits,
+    nodes,
     scaling,
-)  # fmt: skip
+)
 
 START = """# Projection: decode speed by bandwidth, link latency and delay
 
-Nothing here was measured on a GPU: it is arithmetic on the inputs of the last table, each with its source. A module's
-outputs reach the other lanes one link latency after it has finished, and a join waits for what it adds; what a layer
-costs beside reading its weights is fitted so that the published speed comes out, and is the same for every variant. So
-the figures compare variants of one machine; they do not predict a machine that nobody has fitted.
+Nothing here was measured on a GPU: it is arithmetic on the inputs of the last table, each with its source. One GPU's
+own time is that of the persistent kernel (tools/timeline.py; `python -m tools.bench cuda-model` is the same model) in
+three cases, an interval of what is assumed. A module's outputs reach the other lanes one link latency after it has
+finished, and a join waits for what it adds. `fitted` is another model: weights are read at the published share of the
+bandwidth, and every layer costs so much more that the published speed of eight GPUs comes out, the same for every
+variant. It compares variants of that machine, and predicts none.
 
 ![Tokens/s of the 2B against the number of GPUs, and against the link's latency](../images/roofline.svg)
 """
@@ -63,7 +67,7 @@ NOTES = {
 @dataclass
 class Options:
     gpu: str = "h200"
-    """Of the projection over numbers of GPUs: h200 or mi300x."""
+    """Of the projection over numbers of GPUs: h200, mi300x, rubin, mi450 or another card of tools/cards.toml."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An input to replace, as link.custom_s=2e-6; may be given several times."""
     out: Path | None = None
@@ -80,76 +84,71 @@ def main() -> None:
         result = project(options)
     except ValueError as error:
         raise SystemExit(f"tools.roofline: {error}") from None
-    console = Console()
-    for title, rows in result["tables"].items():
-        console.print(table_of(title, rows))
-    console.print(table_of("inputs", [{"input": name, **row} for name, row in result["inputs"].items()]))
+    page, console = markdown(result), Console(width=None if sys.stdout.isatty() else 160)
+    console.print(Markdown(page))
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "roofline.json").write_text(json.dumps(result, indent=1) + "\n")
-        plot(
-            result["tables"]["tokens/s of the 2B"],
-            result["by_link"],
-            options.gpu,
-            options.out / "roofline.svg",
-        )
+        write(options.out / "roofline.json", json.dumps(result, indent=1) + "\n")
+        plot(result, options.gpu, options.out / "roofline.svg")
         console.print(f"written: {options.out}/roofline.json, roofline.svg")
     if options.page:
-        picture = options.page.absolute().parents[1] / "images/roofline.svg"
-        for folder in (options.page.parent, picture.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.page, markdown(result))
-        plot(result["tables"]["tokens/s of the 2B"], result["by_link"], options.gpu, picture)
+        write(options.page, page)
+        plot(result, options.gpu, options.page.absolute().parents[1] / "images/roofline.svg")
         console.print(f"written: {options.page}")
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
 
 
 def project(options: Options) -> dict[str, Any]:
     """All tables and inputs, as JSON values. ValueError for options that are wrong."""
-    if options.gpu not in GPUS:
-        raise ValueError(f"--gpu {options.gpu} is unknown; choose from {', '.join(GPUS)}")
     inputs = Inputs.read(dict(replacement(text) for text in options.set))
-    rows = scaling(inputs, options.gpu)
-    node = next(row for row in rows if (row["gpus"], row["link"]) == (8, "custom"))
-    speeds = {"an API today": 100.0, "tensor parallel": node["tensor_parallel"], "delay 2": node["delay_2"]}
-    speeds |= {f"published, 8 x {gpu}": inputs[f"{gpu}.published_tokens_per_s"] for gpu in GPUS}
+    card = inputs.card(options.gpu, *GEOMETRY)
+    rows, cards = scaling(inputs, card), nodes(inputs)
+    shown = {
+        "published",
+        "launch",
+        "link",
+        "agent",
+        "decode",
+        *(each.name.lower() for each in [card, *cards]),
+    }
+    used = {name: row for name, row in inputs.rows.items() if name.split(".")[0] in shown}
+    node = [row for row in rows if (row["gpus"], row["link"]) == (8, "custom")]
+    speeds = {"an API today": 100.0}
+    for name in ("tensor_parallel", "delay_2"):
+        speeds |= {f"8 x {card.name}, {name.replace('_', ' ')}, {r['case']}": r[name] for r in node}
+    published = [each for each in cards if not math.isnan(each.published_tokens_per_s)]
+    speeds |= {f"published, 8 x {each.name}": each.published_tokens_per_s for each in published}
+    if node[-1]["case"] == FITTED:
+        fitted = {"value": fitted_layer_cost_s(inputs, card), "unit": "s", "kind": FITTED}
+        fitted["source"] = "so that the published speed comes out"
+        used[f"{card.name.lower()}.layer_cost_s"] = fitted
     tables = {
         "ceilings, tokens/s": ceilings(inputs),
-        "a kernel launched for every operation": [{"tokens_per_s": launch_limit(inputs)}],
+        "kernels launched for the operations of a layer": launch_limits(inputs),
         "large models, tokens/s at the published share of bandwidth": large_models(inputs),
         "tokens/s of the 2B": rows,
         "an agent's task": agent_loop(inputs, speeds),
     }
-    fitted = {
-        "value": layer_cost_s(inputs, options.gpu),
-        "kind": "fitted",
-        "source": "so that the published speed comes out",
-    }
-    inputs_used = {**inputs.rows(), f"{options.gpu}.layer_cost_s": fitted}
-    return {"tables": tables, "by_link": by_link(inputs, options.gpu), "inputs": inputs_used}
+    return {"tables": tables, "by_link": by_link(inputs, card), "inputs": used}
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The page: every table with what it says, then the inputs."""
     command = shlex.join(["python", "-m", "tools.roofline", *sys.argv[1:]])
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    commit = code_version(Path(__file__).resolve().parents[2])
     parts = [START, f"{time.strftime('%Y-%m-%d', time.gmtime())}, commit {commit}:\n\n    {command}\n"]
-    inputs = [{"input": name, **row} for name, row in result["inputs"].items()]
-    for title, rows in {**result["tables"], "inputs": inputs}.items():
+    for title, rows in {**result["tables"], "inputs": input_rows(result["inputs"])}.items():
         parts.append(f"## {title[0].upper()}{title[1:]}\n")
-        parts.append(
-            table(
-                [name.replace("_", " ") for name in rows[0]],
-                [[number(v) for v in row.values()] for row in rows],
-            )
-            + "\n"
-        )
+        parts.append(records([{name: number(value) for name, value in row.items()} for row in rows]) + "\n")
         parts += [NOTES[title] + "\n"] if title in NOTES else []
     return "\n".join(parts)
 
 
 def number(value: Any) -> Any:
-    return shown(value) if isinstance(value, (int, float)) and value >= 100 else value
+    return f"{value:,.0f}" if isinstance(value, (int, float)) and value >= 100 else value
 
 
 def replacement(text: str) -> tuple[str, float]:
@@ -160,25 +159,9 @@ def replacement(text: str) -> tuple[str, float]:
         raise ValueError(f"--set {text!r} must be NAME=NUMBER") from None
 
 
-def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(*rows[0], title=title, title_justify="left")
-    for row in rows:
-        table.add_row(
-            *(
-                f"{value:,.4g}" if isinstance(value, float) and value < 100 else shown(value)
-                for value in row.values()
-            )
-        )
-    return table
-
-
-def shown(value: Any) -> str:
-    return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
-
-
-def plot(rows: list[dict[str, Any]], links: list[dict[str, float]], gpu: str, path: Path) -> None:
-    """Tokens/s against the number of GPUs (the custom link; two nodes: theirs), and on one
-    node against the link.
+def plot(result: dict[str, Any], gpu: str, path: Path) -> None:
+    """Tokens/s against the number of GPUs (the custom link; two nodes: theirs), and on one node against the link; as
+    fitted, else the central case.
     """
     import matplotlib
 
@@ -186,7 +169,11 @@ def plot(rows: list[dict[str, Any]], links: list[dict[str, float]], gpu: str, pa
     matplotlib.rcParams["svg.hashsalt"] = "laneformer"  # the same file each time
     from matplotlib import pyplot
 
-    chosen = [row for row in rows if row["link"] in ("custom", "between_nodes")]
+    rows, links = result["tables"]["tokens/s of the 2B"], result["by_link"]
+    case = FITTED if rows[-1]["case"] == FITTED else "central"
+    chosen = [
+        row for row in rows if row["case"] == case and row["link"] in ("none", "custom", "between_nodes")
+    ]
     figure, (left, right) = pyplot.subplots(1, 2, sharey=True, figsize=(10, 4))
     for name in VARIANTS:
         left.plot(
@@ -195,12 +182,13 @@ def plot(rows: list[dict[str, Any]], links: list[dict[str, float]], gpu: str, pa
         right.plot([1e6 * r["link_s"] for r in links], [r[name] for r in links])
     left.set_xscale("log", base=2)
     left.set_xticks([r["gpus"] for r in chosen], [str(r["gpus"]) for r in chosen])
-    left.set(xlabel=f"{gpu.upper()}s (16: two nodes)", ylabel="tokens/s, projected", ylim=(0, None))
+    left.set(xlabel=f"{gpu.upper()}s (16: two nodes)", ylabel=f"tokens/s, {case}", ylim=(0, None))
     left.legend(frameon=False)
     right.set_xscale("log")
     right.set(xlabel=f"latency of the link, us, on 8 x {gpu.upper()}")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     pyplot.close(figure)
 

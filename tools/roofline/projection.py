@@ -1,186 +1,163 @@
-"""Decode speed from bandwidth, link latency, bytes a token and the time that a layer costs beside them."""
+"""Decode speed on one and several GPUs, and what the published figures imply."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import tomli
-
 from laneformer import LaneformerConfig
+from tools.cards import CASES, Card, Inputs, tables
+from tools.timeline import Kernel, split_layer, token_s
 
-from .timeline import laneformer_joins, token_s
-
-INPUTS = Path(__file__).parent / "inputs.toml"
-GPUS = ("h200", "mi300x")
 NODE_GPUS = 8
+FITTED = "fitted"
+Row = dict[str, Any]
+Parts = tuple[tuple[float, float], float]  # seconds of attention and MLP of a layer, and of the head
+VARIANTS: dict[
+    str, tuple[dict[str, Any], int]
+] = {  # what differs in the config, modules by which sums are late
+    "tensor_parallel": ({"broadcast_delay": 0}, 0),
+    "ladder": ({"broadcast_delay": 0}, 1),
+    "delay_1": ({"broadcast_delay": 1}, 0),
+    "delay_2": ({"broadcast_delay": 2}, 0),
+    "delay_2_no_early": ({"broadcast_delay": 2, "use_early_comm": False}, 0),
+}
+CONFIG = LaneformerConfig.from_flavor("2b")
 
 
-@dataclass
-class Inputs:
-    """Values of inputs.toml by dotted name, some replaced."""
-
-    tables: dict[str, Any]
-
-    @classmethod
-    def read(cls, replaced: Mapping[str, float] | None = None) -> Inputs:
-        """ValueError for a name that the file has not."""
-        inputs = cls(tomli.loads(INPUTS.read_text(encoding="utf-8")))
-        for name, value in (replaced or {}).items():
-            if name not in inputs.rows():
-                raise ValueError(f"no input {name!r}; choose from {', '.join(inputs.rows())}")
-            inputs.rows()[name] |= {"value": value, "kind": "given", "source": "the command line"}
-        return inputs
-
-    def rows(self) -> dict[str, dict[str, Any]]:
-        """Every input with its kind and source."""
-        return {
-            f"{group}.{name}": row
-            for group, rows in self.tables.items()
-            if group != "large"
-            for name, row in rows.items()
-        }
-
-    def __getitem__(self, name: str) -> float:
-        return self.rows()[name]["value"]
-
-    @cached_property
-    def config(self) -> LaneformerConfig:
-        return LaneformerConfig.from_flavor("2b")
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the 2B in 16 bits, at the first position: all weights but the embedding table."""
-        count = self.config.parameter_count()
-        return 2 * (count["total"] - count["embedding"])
-
-    def usable(self, gpu: str, gpus: int = NODE_GPUS) -> float:
-        """Bytes a second that `gpus` of a kind read together."""
-        return gpus * self[f"{gpu}.bandwidth_bytes_per_s"] * self[f"{gpu}.usable_bandwidth"]
+def bytes_per_token() -> float:
+    """Of the 2B in 16 bits, at the first position: all weights but the embedding table."""
+    count = CONFIG.parameter_count()
+    return 2 * (count["total"] - count["embedding"])
 
 
-def ceilings(inputs: Inputs) -> list[dict[str, Any]]:
+def usable(card: Card, gpus: int = NODE_GPUS) -> float:
+    """Bytes a second that `gpus` read together, as the published ceilings count them."""
+    return gpus * card.bandwidth_bytes_per_s * card.usable_bandwidth
+
+
+def nodes(inputs: Inputs) -> list[Card]:
+    """The cards of the published post, and those after them."""
+    return [inputs.card(name) for name, rows in tables()["cards"].items() if "usable_bandwidth" in rows]
+
+
+def ceilings(inputs: Inputs) -> list[Row]:
     """Tokens/s if nothing but reading weights took time: by the published 4 GB, and by the config's bytes."""
-    return [
-        {
-            "gpus": f"{NODE_GPUS} x {gpu}",
-            "published_bytes": inputs.usable(gpu) / inputs["published.bytes_per_token"],
-            "config_bytes": inputs.usable(gpu) / inputs.bytes_per_token,
-            "published_speed": inputs[f"{gpu}.published_tokens_per_s"],
-            "published_share": inputs[f"{gpu}.published_tokens_per_s"]
-            / inputs.usable(gpu)
-            * inputs.bytes_per_token,
-        }
-        for gpu in GPUS
-    ]
-
-
-def launch_limit(inputs: Inputs) -> float:
-    """Tokens/s of a model that launches a kernel for every operation, if nothing else took time."""
-    return 1 / (inputs["launch.kernel_s"] * inputs["launch.kernels_per_layer"] * inputs["launch.layers"])
-
-
-def large_models(inputs: Inputs) -> list[dict[str, Any]]:
-    """The published table, its rule with nominal bits, and the bits a weight that its figures imply."""
-    share = (
-        inputs["mi300x.published_tokens_per_s"]
-        * inputs["published.bytes_per_token"]
-        / inputs.usable("mi300x")
-    )
     rows = []
-    for name, model in inputs.tables["large"].items():
-        nominal = model["active_parameters"] * model["bits"] / 8
-        row: dict[str, Any] = {"model": name, "bits": model["bits"]}
-        for gpu in GPUS:
-            row[gpu] = share * inputs.usable(gpu) / nominal
-            row[f"{gpu}_published"] = model["published"][gpu]
-        implied = share * inputs.usable("h200") / model["published"]["h200"] * 8 / model["active_parameters"]
-        rows.append({**row, "implied_bits": implied})
+    for card in nodes(inputs):
+        row: Row = {"gpus": f"{NODE_GPUS} x {card.name}"}
+        row["published_bytes"] = usable(card) / inputs.at("published.bytes_per_token")
+        row["config_bytes"] = usable(card) / bytes_per_token()
+        published = None if math.isnan(card.published_tokens_per_s) else card.published_tokens_per_s
+        row["published_speed"] = published
+        rows.append(row | {"published_share": published and published / row["config_bytes"]})
     return rows
 
 
-def layer_cost_s(inputs: Inputs, gpu: str) -> float:
-    """What a layer costs beside reading its weights, so that the published speed comes out (fitted)."""
-    wanted = 1 / inputs[f"{gpu}.published_tokens_per_s"]
-    low, high = 0.0, wanted / inputs.config.num_hidden_layers
-    for _ in range(60):  # the time grows with the cost
-        middle = (low + high) / 2
-        spent = decode_s(inputs, gpu, NODE_GPUS, inputs["link.custom_s"], inputs.config, middle)
-        low, high = (middle, high) if spent < wanted else (low, middle)
-    return low
+def launch_limits(inputs: Inputs) -> list[Row]:
+    """Tokens/s of a model that launches kernels for its operations, if nothing else took time."""
+    per_layer = [inputs.at(f"launch.{name}") for name in ("kernels_per_layer", "fused_kernels_per_layer")]
+    layer_s = inputs.at("launch.kernel_s") * inputs.at("launch.layers")
+    return [{"kernels_per_layer": count, "tokens_per_s": 1 / (layer_s * count)} for count in per_layer]
 
 
-def decode_s(
-    inputs: Inputs,
-    gpu: str,
-    gpus: int,
-    link_s: float,
-    config: LaneformerConfig,
-    layer_cost: float,
-    ladder: bool = False,
-) -> float:
-    """Seconds of a token on `gpus`; the weights of a layer split as attention and MLP have them."""
-    n, count = config.num_hidden_layers, config.parameter_count()
-    per_s = inputs.usable(gpu, gpus)
-    attention = (config.query_size + config.head_dim * config.num_key_value_heads) * 2 * config.hidden_size
-    shares = attention / count["layer"], 1 - attention / count["layer"]
-    layer_s = 2 * count["layer"] / per_s + layer_cost
-    link_s = link_s if gpus > 1 else 0.0
-    attention_s, mlp_s = (layer_s * share for share in shares)
-    through = token_s(n, (attention_s, mlp_s), link_s, laneformer_joins(config), modules_late=int(ladder))
-    return through + 2 * count["lm_head"] / per_s
+def large_models(inputs: Inputs) -> list[Row]:
+    """The published table, its rule (active bytes) with nominal bits, and the bits a weight that its figures imply."""
+    reference, h200 = inputs.card("MI300X"), inputs.card("H200")
+    bytes_per_s = reference.published_tokens_per_s * inputs.at("published.bytes_per_token")
+    share = bytes_per_s / usable(reference)
+    rows = []
+    for name, model in tables()["large"].items():
+        active, published = model["active_parameters"], model["published"]
+        row: Row = {"model": name, "bits": model["bits"]}
+        for card in nodes(inputs):
+            row[card.name] = share * usable(card) * 8 / (active * model["bits"])
+            if card.name in published:
+                row[f"{card.name}_published"] = published[card.name]
+        rows.append(row | {"implied_bits": share * usable(h200) * 8 / (active * published["H200"])})
+    return rows
 
 
-def scaling(inputs: Inputs, gpu: str) -> list[dict[str, Any]]:
-    """The 2B on 1 to 16 GPUs: tokens/s of tensor parallelism, Ladder and delays, for each link.
+def fitted_parts(card: Card, gpus: int, layer_cost_s: float) -> Parts:
+    """Weights read at the published ceilings' rate, and the same further time for every layer."""
+    count, per_s = CONFIG.parameter_count(), usable(card, gpus)
+    return split_layer(CONFIG, 2 * count["layer"] / per_s + layer_cost_s), 2 * count["lm_head"] / per_s
+
+
+def fitted_layer_cost_s(inputs: Inputs, card: Card) -> float:
+    """What a layer costs beside reading its weights, so that the published speed comes out."""
+    from scipy.optimize import brentq
+
+    def excess_s(cost_s: float) -> float:
+        parts = fitted_parts(card, NODE_GPUS, cost_s)
+        return decode_s(parts, CONFIG, inputs.at("link.custom_s")) - 1 / card.published_tokens_per_s
+
+    return float(brentq(excess_s, 0, 1 / card.published_tokens_per_s, xtol=1e-15))
+
+
+def parts_of(inputs: Inputs, card: Card, gpus: int) -> dict[str, Parts]:
+    """By case, and as fitted where there is a published speed. More GPUs than lanes need a model of as many lanes."""
+    config = LaneformerConfig.from_flavor("2b", num_lanes=max(gpus, CONFIG.num_lanes))
+    parts = {case: Kernel(config, card, case, gpus, inputs=inputs).parts_s() for case in CASES}
+    if math.isnan(card.published_tokens_per_s):
+        return parts
+    return {**parts, FITTED: fitted_parts(card, gpus, fitted_layer_cost_s(inputs, card))}
+
+
+def decode_s(parts: Parts, config: LaneformerConfig, link_s: float, modules_late: int = 0) -> float:
+    module_s, head_s = parts
+    return token_s(config, module_s, link_s, modules_late=modules_late) + head_s
+
+
+def speeds(parts: Parts, link_s: float) -> dict[str, float]:
+    """Tokens/s of every variant."""
+    return {
+        name: 1 / decode_s(parts, LaneformerConfig.from_flavor("2b", **values), link_s, late)
+        for name, (values, late) in VARIANTS.items()
+    }
+
+
+def scaling(inputs: Inputs, card: Card) -> list[Row]:
+    """The 2B on 1 to 16 GPUs: tokens/s of tensor parallelism, Ladder and delays, by link and case.
 
     More GPUs than one node's are two nodes, whose link is the slower one; they would need a
     model of 16 lanes.
     """
-    cost = layer_cost_s(inputs, gpu)
-    rows = []
+    rows: list[Row] = []
     for gpus in (1, 2, 4, 8, 16):
-        links = ("between_nodes",) if gpus > NODE_GPUS else ("nccl", "custom", "one_shot")
-        for link in links:
-            row: dict[str, Any] = {"gpus": gpus, "nodes": -(-gpus // NODE_GPUS), "link": link}
-            for name, (values, ladder) in VARIANTS.items():
-                config = LaneformerConfig.from_flavor("2b", **values)
-                row[name] = 1 / decode_s(inputs, gpu, gpus, inputs[f"link.{link}_s"], config, cost, ladder)
-            rows.append(row)
+        links = (
+            ["between_nodes"]
+            if gpus > NODE_GPUS
+            else ["nccl", "custom", "one_shot"]
+            if gpus > 1
+            else ["none"]
+        )
+        for case, parts in parts_of(inputs, card, gpus).items():
+            for link in links:
+                link_s = 0.0 if gpus == 1 else inputs.at(f"link.{link}_s")
+                place = {"gpus": gpus, "nodes": -(-gpus // NODE_GPUS), "link": link, "case": case}
+                rows.append(place | speeds(parts, link_s))
     return rows
 
 
-def by_link(inputs: Inputs, gpu: str) -> list[dict[str, float]]:
-    """Tokens/s of every variant on one node whose link takes 0.5 to 200 us, twenty steps a decade."""
-    cost, rows = layer_cost_s(inputs, gpu), []
-    for step in range(53):
-        row = {"link_s": 0.5e-6 * 10 ** (step / 20)}
-        for name, (values, ladder) in VARIANTS.items():
-            config = LaneformerConfig.from_flavor("2b", **values)
-            row[name] = 1 / decode_s(inputs, gpu, NODE_GPUS, row["link_s"], config, cost, ladder)
-        rows.append(row)
+def by_link(inputs: Inputs, card: Card) -> list[dict[str, float]]:
+    """Tokens/s of every variant on one node whose link takes 0.5 to 200 us, twenty steps a decade; as fitted, else
+    the central case.
+    """
+    parts = parts_of(inputs, card, NODE_GPUS)
+    links_s = [0.5e-6 * 10 ** (step / 20) for step in range(53)]
+    return [{"link_s": link_s, **speeds(parts.get(FITTED, parts["central"]), link_s)} for link_s in links_s]
+
+
+def agent_loop(inputs: Inputs, speeds: Mapping[str, float]) -> list[Row]:
+    """Seconds of an agent's task at each speed, decoding and the tools beside it, and what a node costs meanwhile."""
+    tools_s = inputs.at("agent.tool_calls") * inputs.at("agent.tool_call_s")
+    node_s_usd = NODE_GPUS * inputs.at("agent.gpu_hour_usd") / 3600
+    rows = []
+    for name, speed in speeds.items():
+        decode_s = inputs.at("agent.tokens") / speed
+        task_s = decode_s + tools_s
+        row = {"speed": name, "tokens_per_s": speed, "decode_s": decode_s, "tools_s": tools_s}
+        rows.append(row | {"decode_share": decode_s / task_s, "node_usd": task_s * node_s_usd})
     return rows
-
-
-VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
-    "tensor_parallel": ({"broadcast_delay": 0}, False),
-    "ladder": ({"broadcast_delay": 0}, True),
-    "delay_1": ({"broadcast_delay": 1}, False),
-    "delay_2": ({"broadcast_delay": 2}, False),
-    "delay_2_no_early": ({"broadcast_delay": 2, "use_early_comm": False}, False),
-}
-
-
-def agent_loop(inputs: Inputs, speeds: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Seconds of an agent's task at each speed: decoding, and the tools beside it."""
-    tools_s = inputs["agent.tool_calls"] * inputs["agent.tool_call_s"]
-    return [
-        {
-            "speed": name, "tokens_per_s": speed, "decode_s": inputs["agent.tokens"] / speed, "tools_s": tools_s,
-            "decode_share": inputs["agent.tokens"] / speed / (inputs["agent.tokens"] / speed + tools_s),
-        }
-        for name, speed in speeds.items()
-    ]  # fmt: skip

@@ -11,7 +11,7 @@ from laneformer.engine.bench import after
 from laneformer.engine.cpu.decoder import CpuDecoder
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 from tools.ablate.variants import NeighbourModel
-from tools.roofline.timeline import laneformer_joins, token_s
+from tools.timeline import token_s
 
 LINK_S = 0.01
 LAYERS = 5
@@ -42,8 +42,9 @@ def engine_with(
 
 def floor_s(variant: str, link_s: float = LINK_S) -> float:
     """What a token takes at least where computing takes no time."""
-    joins = laneformer_joins(small_config(**VARIANTS[variant]))
-    return token_s(LAYERS, (0.0, 0.0), link_s, joins, modules_late=int(variant == "ladder"))
+    config = small_config(**VARIANTS[variant])
+    assert config.num_hidden_layers == LAYERS
+    return token_s(config, (0.0, 0.0), link_s, modules_late=int(variant == "ladder"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,5 +1,5 @@
-"""What the benchmarks share: processes that crash, hang or print, the order of trials, tables
-and the command line.
+"""What the benchmarks share: processes that crash, hang or print, the order of trials, the
+file, and the command line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tools.bench import __main__ as commands
-from tools.bench.harness import ROOT, Candidate, alternate, append_section, spread, table
+from tools.bench.harness import ROOT, Candidate, alternate, append_section, spread
 
 CHILD = """
 import os, time
@@ -68,11 +68,6 @@ def test_every_second_round_is_reversed():
 
 def test_spread_of_known_values():
     assert spread([float(n) for n in range(101)]) == {"median": 50, "p10": 10, "p90": 90}
-
-
-def test_tables_show_every_kind_of_value():
-    expected = "| a | b |\n| --- | ---: |\n| x | 1235 |\n| yes | 0.123 |\n| NO | - |"
-    assert table(["a", "b"], [("x", 1234.6), (True, 0.1234), (False, None)]) == expected
 
 
 def test_a_file_grows_by_sections(tmp_path):

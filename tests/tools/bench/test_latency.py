@@ -118,7 +118,7 @@ def test_the_command_measures_resumes_and_draws(tmp_path: Path, capsys):
         assert rows[name, 3000]["high"] <= 1 / floor_s
         assert rows[name, 0]["predicted"] == pytest.approx(rows[name, 0]["tokens_per_s"])
     page, picture = (tmp_path / "page.md").read_text(), (tmp_path / "plot.svg").read_bytes()
-    assert "tools/roofline/timeline.py" in page
+    assert "tools/timeline.py" in page
     assert all(f"| {name} |" in page for name in VARIANTS)
     assert "tensor parallel" in picture.decode()
     ways = {row["way"]: row for row in result["exchanges"]}

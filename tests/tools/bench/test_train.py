@@ -46,12 +46,3 @@ def test_toy_run(tmp_path: Path) -> None:
     assert ours["join_norm"] == "plain", "the kernels need a GPU"
     assert "joins and norms plain" in out.read_text()
     assert f"| laneformer | {ours['parameters']:,} |" in out.read_text()
-
-
-def test_synthetic_ids_of_a_large_vocabulary(tmp_path: Path) -> None:
-    """As `tools.plan --dry-run` writes them for a job with a tokenizer of more than 65,536 pieces."""
-    from data_mixtures.mixture import Mixture
-    from tools.bench.train import write_synthetic_lock
-
-    tokens, _ = Mixture.open(write_synthetic_lock(tmp_path / "data", 4, 16, 128_256)).sequences(0, 4)
-    assert 1 << 16 < tokens.max() < 128_256

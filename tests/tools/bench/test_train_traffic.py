@@ -4,6 +4,7 @@ becomes code for sm_90.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from laneformer import LaneformerConfig
 from tools.bench import sm90, train_traffic
+from tools.cards import INPUTS
 from tools.plan import speed, sums
 
 OPTIONS = train_traffic.Options()
@@ -167,8 +169,10 @@ def test_a_step_moves_no_more_bytes_than_it_did(shipped: sm90.Recorder) -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_knows_what_was_counted(shipped: sm90.Recorder) -> None:
-    counted = train_traffic.summary(OPTIONS, train_traffic.layers_of(shipped))
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_plan_knows_what_was_counted(shipped: sm90.Recorder, gpu: str) -> None:
+    options = dataclasses.replace(OPTIONS, gpu=gpu)
+    counted = train_traffic.summary(options, train_traffic.layers_of(shipped))
     job = sums.Job(
         config=CONFIG, seq_len=OPTIONS.seq_len, steps=1, global_batch=OPTIONS.batch, local_batch=OPTIONS.batch,
         shard=1, replicate=1, checkpointing="selective", reshard=True, checkpoint_interval=1, keep_latest=1,
@@ -176,6 +180,6 @@ def test_the_plan_knows_what_was_counted(shipped: sm90.Recorder) -> None:
     )  # fmt: skip
     held = sums.memory(job)["kept_activations"] + sums.WIDE_IN_BACKWARD * W
     assert counted["peak_bytes"] <= held <= counted["peak_bytes"] + MARGIN * W
-    modelled = speed.tokens_per_s(CONFIG, OPTIONS.batch, OPTIONS.seq_len)
+    modelled = speed.tokens_per_s(CONFIG, OPTIONS.batch, OPTIONS.seq_len, INPUTS.card(gpu))
     for name, rate in counted["tokens_per_s"].items():
         assert modelled[name] == pytest.approx(rate, rel=0.02), "the plan does not know the bytes of products"

@@ -1,0 +1,70 @@
+"""The clock over links is what the update table says, and the three cases are the interval that was set."""
+
+from __future__ import annotations
+
+import pytest
+
+from laneformer import LaneformerConfig
+from tools.cards import INPUTS, Inputs
+from tools.timeline import Kernel, interval, split_layer, token_s
+
+LAYERS, MODULES_S = 15, (4e-6, 16e-6)  # of one layer: 20 us
+CONFIG, H200 = LaneformerConfig.from_flavor("2b"), INPUTS.card("h200")
+
+
+def clock(link_s: float, late: int = 0, **switches: object) -> float:
+    config = LaneformerConfig.from_flavor("2b", **switches)
+    return token_s(config, MODULES_S, link_s, modules_late=late, ends=0)
+
+
+def test_tensor_parallelism_pays_for_every_exchange() -> None:
+    for link_s in (0.0, 1e-6, 8e-6, 1e-3):
+        assert clock(link_s, broadcast_delay=0) == pytest.approx(LAYERS * 20e-6 + 2 * LAYERS * link_s)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3, 4])
+def test_a_delay_hides_a_link_as_slow_as_that_many_layers_and_then_pays_now_and_then(delay: int) -> None:
+    quiet = clock(0.0, broadcast_delay=delay, use_early_comm=False)
+    assert quiet == pytest.approx(LAYERS * 20e-6)
+    assert clock(delay * 20e-6, broadcast_delay=delay, use_early_comm=False) == pytest.approx(quiet)
+    excess = 7e-6
+    waits = (2 * LAYERS - 2 * delay - 1) // (2 * delay + 1) + 1  # a wait helps the 2 * delay joins after it
+    late = clock(delay * 20e-6 + excess, broadcast_delay=delay, use_early_comm=False)
+    assert late == pytest.approx(quiet + waits * excess)
+
+
+def test_early_exchanges_are_on_the_path_where_the_config_has_them() -> None:
+    assert clock(3e-6, broadcast_delay=2) == pytest.approx(LAYERS * 20e-6 + 2 * 2 * 3e-6)
+
+
+def test_ladder_hides_a_link_as_slow_as_the_module_beside_it() -> None:
+    # attention's outputs travel while the MLP runs, the MLP's while attention runs; the last one has nothing
+    # to hide it
+    assert clock(4e-6, late=1, broadcast_delay=0) == pytest.approx(LAYERS * 20e-6 + 4e-6)
+    slow = clock(10e-6, late=1, broadcast_delay=0)
+    assert slow == pytest.approx(LAYERS * 20e-6 + (LAYERS - 1) * 6e-6 + 10e-6)
+
+
+def test_the_interval_of_2b_on_one_h200() -> None:
+    """72, 84 and 90% of 4.8 TB/s over 4.44 GB."""
+    found = interval(CONFIG, H200)
+    assert found == pytest.approx({"pessimistic": 778, "central": 907, "optimistic": 972}, rel=2e-3)
+    share = found["central"] * Kernel(CONFIG, H200).bytes_per_token / H200.bandwidth_bytes_per_s
+    assert share == pytest.approx(0.84, abs=2e-3)
+
+
+def test_one_gpu_takes_as_long_by_the_clock_as_by_the_fluid() -> None:
+    kernel = Kernel(CONFIG, H200)
+    module_s, head_s = kernel.parts_s()
+    assert token_s(CONFIG, module_s, 0.0) + head_s == pytest.approx(kernel.device_s())
+    assert sum(split_layer(CONFIG, 3.0)) == pytest.approx(3.0)
+
+
+def test_longer_stalls_a_deeper_context_and_fewer_gpus_cost_tokens() -> None:
+    base = Kernel(CONFIG, H200).device_s()
+    longer = Inputs.read({"decode.attention_us": 12.0})
+    for change in ({"inputs": longer}, {"filters": True}, {"depth": 4096}, {"wide": True}):
+        assert Kernel(CONFIG, H200, **change).device_s() > base, change
+    assert Kernel(CONFIG, H200, gpus=2).device_s() < base
+    with pytest.raises(ValueError, match="8 lanes need 8 multiprocessors, this GPU has 0"):
+        interval(CONFIG, INPUTS.card("RTX 3090"))

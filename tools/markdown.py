@@ -1,0 +1,26 @@
+"""Markdown tables, as the commands print them and append them to pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table: first column left, the others right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+
+
+def records(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of rows that all have the keys of the first, which are its columns."""
+    return table([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
+
+
+def cell(value: Any) -> str:
+    """Text as it is; numbers with three digits."""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "-" if value is None else str(value)
