@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,25 @@ def test_it_agrees_with_torchtitan_in_every_value(tmp_path: Path) -> None:
         assert light["evals"]["in_loop"] is True
         for section, values in light.items():
             assert values == {key: heavy[section][key] for key in values}, f"{path} [{section}]"
+
+
+@pytest.mark.parametrize(
+    ("key", "flags"), [("unclean_policy", []), ("on_bad_step", ["--resilience.unclean-policy", "skip"])]
+)
+def test_the_former_name_of_a_key_is_read_by_both(tmp_path: Path, key: str, flags: list[str]) -> None:
+    """In the job file, and as a flag that overrides it; the warning names the new key."""
+    path = tmp_path / "job.toml"
+    text = (ROOT / "configs/debug_phase1.toml").read_text()
+    path.write_text(text.replace('on_bad_step = "rollback"', f'{key} = "{"stop" if flags else "skip"}"'))
+    arguments = ["--job.config_file", str(path), *flags]
+    with pytest.warns(FutureWarning, match=r"unclean_policy is now called resilience\.on_bad_step"):
+        assert read_job(arguments).resilience.on_bad_step == "skip"
+    command = [sys.executable, "-m", "train.job_config", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    resolved = tomllib.loads(done.stdout)["resilience"]
+    assert resolved["on_bad_step"] == "skip"
+    assert "unclean_policy" not in resolved
+    assert "is now called resilience.on_bad_step" in done.stderr
 
 
 def test_it_needs_neither_torch_nor_any_package_of_ours() -> None:

@@ -138,6 +138,14 @@ def reads(path: Path) -> str:
     return f"import os\ndef double(x):\n    os.open({str(path)!r}, os.O_RDONLY)\n    return 2 * x\n"
 
 
+def finds(path: Path, shown: Path) -> str:
+    """A solution that is right only if it could see where `path` lies. The folders above `shown` exist in
+    the sandbox, so the first one that is not among them is looked for; that needs no right to read it.
+    """
+    hidden = next(folder for folder in [*reversed(path.parents), path] if not shown.is_relative_to(folder))
+    return f"import os\ndef double(x):\n    os.lstat({str(hidden)!r})\n    return 2 * x\n"
+
+
 def connects(port: int) -> str:
     """A solution that is right only if it reached a port of this machine."""
     return f"import socket\ndef double(x):\n    socket.create_connection(('127.0.0.1', {port}), 2)\n    return 2 * x\n"

@@ -26,6 +26,7 @@ from tests.evals.code.code_assets import (
     UNEQUAL,
     connects,
     deletes,
+    finds,
     needs_evalplus,
     needs_sandbox,
     problem,
@@ -112,7 +113,7 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
         hostile = {
             **HOSTILE,
             "delete a file": deletes(victim),
-            "delete the results": LIBCALL_ON_RESULTS,
+            "find the results": finds(tmp_path, evalplus_environment()),
             "write a file": writes(tmp_path / "new"),
             "write to the system": writes(Path("/usr/new")),
             "connect": connects(server.getsockname()[1]),
@@ -132,11 +133,6 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     assert not Path("/usr/new").exists()
     assert not list(tmp_path.glob(".work-*"))
-
-
-LIBCALL_ON_RESULTS = (
-    "import glob\ndef double(x):\n    assert glob.glob('/tmp/*') + glob.glob('/home/*')\n    return 2 * x\n"
-)
 
 
 @needs_evalplus
