@@ -34,7 +34,7 @@ from rich.table import Table
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import read_manifests, tokenizer_path
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin
-from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, optional
+from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
 from records.files import file_sha256
 
 SPACE = "\u2581"  # ▁, SentencePiece's visible space
@@ -208,13 +208,13 @@ def main(
     return about.append(
         "bits_per_byte",
         figures | {"limit": limit},
-        seconds=time.perf_counter() - started,
+        started,
         data_sha256=digest.hexdigest(),
         **who,
     )
 
 
-COMMAND = EvalCommand("bits_per_byte", main, excludes=SERVER, reads=("--data",))
+COMMAND = EvalCommand("bits_per_byte", main, reads=("--data",))
 
 
 if __name__ == "__main__":

@@ -5,21 +5,16 @@ each of them accepts.
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
-import itertools
 import pkgutil
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
-
-import tyro
 
 import evals
 from evals.scorer import devices_of
-from records.evals import About, EvalCommand, flag, refuse_renamed
+from records.evals import EvalCommand, option_value
 from records.job import JobSections
 
 
@@ -35,7 +30,7 @@ def check(job: JobSections) -> None:
     for command in section.commands:
         _, kind, options = read_command(command)
         try:
-            check_options(kind, options)
+            kind.check(options)
         except ValueError as problem:
             raise ValueError(f"evals.commands: {command!r}: {problem}") from None
 
@@ -71,40 +66,6 @@ def choice(name: str, names: Sequence[str], most: int = 99) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     all_of_them = f"choose from {', '.join(names)}" if len(names) <= most else f"but {len(names):,} others"
     return f"{all_of_them}{f'; nearest: {near[0]}' if near else ''}"
-
-
-def check_options(kind: EvalCommand, options: Sequence[str]) -> None:
-    """Raise ValueError if a command cannot evaluate a checkpoint with these options."""
-    taken = kind.options()
-    if not any(option.positional for option in taken):
-        raise ValueError("it does not evaluate a model, so run it once, not at every checkpoint")
-    by_watcher = {flag(f.name) for f in fields(About)}
-    allowed = sorted({o.flag for o in taken if not o.positional} - by_watcher - {*kind.excludes})
-    refuse_renamed(options)
-    given = {word.split("=")[0].replace("_", "-") for word in options if word.startswith("--")}
-    for name in sorted(given):
-        if name in by_watcher:
-            raise ValueError(f"{name} is set by the watcher; remove it")
-        if name not in allowed and name.replace("--no-", "--", 1) not in allowed:
-            raise ValueError(f"{name} is not an option of it on a checkpoint, {choice(name, allowed)}")
-    required = {*kind.needs, *(o.flag for o in taken if o.required and not o.positional)}
-    if missing := sorted(required - given):
-        raise ValueError(f"{', '.join(missing)} is missing")
-    for name in kind.per_step:
-        value = option_value(name, options)
-        if value and "{step}" not in value:
-            raise ValueError(f"{name} {value} must contain {{step}}, such as {name} {value}/{{step}}")
-    arguments = kind.arguments(Path("model"), options, About(Path("out"), 1, 1, "phase"), "cpu")
-    try:  # the values: parsed as the command will parse them, but not run
-        tyro.cli(functools.wraps(kind.main)(lambda *_, **__: None), args=arguments, console_outputs=False)
-    except SystemExit:
-        raise ValueError("a value is of the wrong type, not among the choices, or one too many") from None
-
-
-def option_value(name: str, options: Sequence[str]) -> str | None:
-    """The value of `--name value` or `--name=value`."""
-    words = [part for option in options for part in option.split("=", 1)]
-    return next((value for word, value in itertools.pairwise(words) if word == name), None)
 
 
 def check_machine(job: JobSections) -> None:

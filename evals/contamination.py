@@ -13,14 +13,14 @@ import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from data_mixtures.shards import read_manifests
 from data_mixtures.stages.decontaminate import known_benchmarks
-from records.evals import NO_MODEL, EvalCommand, append_record, optional
+from records.evals import NO_MODEL, NOWHERE, AboutFlags, EvalCommand
 
 
 def contamination(data: Path) -> dict[str, Any]:
@@ -68,28 +68,20 @@ def show(figures: dict[str, Any]) -> None:
         console.print(note, markup=False)
 
 
-def main(
-    data: Path,
-    out: Annotated[Path | None, optional("FILE", "only printed")] = None,
-    phase: Annotated[str | None, optional("NAME", "not recorded")] = None,
-) -> dict[str, Any]:
+def main(data: Path, about: AboutFlags = NOWHERE) -> dict[str, Any]:
     """Overlap of the evaluation sets with the training text. The last line on stdout is the record, JSON.
 
     Args:
         data: directory written by `python -m data_mixtures.prepare`
-        out: file to append the record to, such as runs/demo/evals.jsonl
-        phase: training phase that reads the data, for the record
     """
     started = time.perf_counter()
     figures = contamination(data)
     show(figures)
     sources = list(read_manifests(data).values())
-    return append_record(
-        out,
+    return about.append(
         "contamination",
         figures,
-        phase=phase,
-        seconds=time.perf_counter() - started,
+        started,
         data_sha256=hashlib.sha256(json.dumps(figures["manifests"], sort_keys=True).encode()).hexdigest(),
         **NO_MODEL | {"tokenizer_sha256": sources[0].get("tokenizer_sha256")},
     )

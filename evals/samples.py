@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from evals.scorer import LOCAL, AnyPrompt, SourceFlags, fast_tokenizer, open_scorer, origin
-from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, optional
+from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
 from records.files import json_lines
 
 PROMPTS: tuple[dict[str, Any], ...] = (
@@ -73,7 +73,7 @@ def main(
     return about.append(
         "samples",
         {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed},
-        seconds=time.perf_counter() - started,
+        started,
         data_sha256=hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
         **origin(hf_dir, scorer),
     )
@@ -97,7 +97,7 @@ def shown(prompt: dict[str, Any]) -> str:
     return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ()) or prompt["text"]
 
 
-COMMAND = EvalCommand("samples", main, excludes=SERVER, reads=("--prompts",))
+COMMAND = EvalCommand("samples", main, reads=("--prompts",))
 
 
 if __name__ == "__main__":

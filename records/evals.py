@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import io
+import itertools
 import json
+import re
 import sys
 import time
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,12 +117,8 @@ def optional(metavar: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
-SERVER = (
-    "--base-url",
-    "--model",
-    "--concurrency",
-    "--timeout-s",
-)  # flags that make no sense for a checkpoint
+SERVER = ("--base-url", "--model", "--concurrency", "--timeout-s")  # of no use for a checkpoint's own files
+FRAME = re.compile(r"[╭╮╰╯│─]+|-{9,}")  # around tyro's messages
 
 
 @dataclass(frozen=True)
@@ -135,17 +134,30 @@ class About:
     phase: Annotated[str | None, optional("NAME", "not recorded")] = None
     """training phase of the checkpoint, for the record"""
 
-    def append(self, kind: str, figures: dict[str, Any], **provenance: Any) -> dict[str, Any]:
-        """`append_record` with these options."""
-        return append_record(
-            self.out,
-            kind,
-            figures,
-            step=self.step,
-            tokens_total=self.tokens_total,
-            phase=self.phase,
-            **provenance,
-        )
+    def append(
+        self, kind: str, figures: dict[str, Any], started: float, **provenance: str | None
+    ) -> dict[str, Any]:
+        """Append an evaluation to `out`, if there is one, and return the record.
+
+        figures: results of this kind of evaluation, by the names of FIELDS. started: time.perf_counter() when
+        it began. The others: PROVENANCE. Raises ValueError if a figure has a name of PROVENANCE, and for NaN
+        or infinity: a figure that could not be measured is left out or null.
+        """
+        if taken := sorted(set(figures) & set(PROVENANCE)):
+            raise ValueError(f"figures of {kind!r} use the provenance names {taken}; rename these figures")
+        seconds = round(time.perf_counter() - started, 3)
+        known = {"kind": kind, "time": time.time(), "seconds": seconds, "code_version": code_at_start()}
+        known |= vars(self) | provenance
+        record = {name: known[name] for name in PROVENANCE} | figures
+        try:
+            line = json.dumps(record, allow_nan=False)
+        except ValueError as error:
+            raise ValueError(
+                f"the record of {kind!r} holds NaN or infinity, which JSON cannot represent: {record}"
+            ) from error
+        if self.out is not None:
+            append_line(self.out, line)
+        return record
 
     def flags(self) -> list[str]:
         """These options as command-line arguments."""
@@ -170,12 +182,12 @@ class EvalCommand:
     """A module of evals/ that runs as `python -m evals.NAME`; it declares `COMMAND = EvalCommand(...)`.
 
     kind: kind of the records that it appends. main: its signature is the command line (tyro), it returns
-    the appended record or None. If it evaluates a model, it takes the folder as positional argument,
+    the appended record or None. If it evaluates a model, it takes the folder as positional argument `hf_dir`,
     AboutFlags and `device`. needs: options that a checkpoint's evaluation requires, though main has
-    defaults for them. excludes: options that it cannot have. per_step: options whose value must contain
-    {step}, such as a folder of one checkpoint's answers. reads: options that name a file or folder which
-    must exist before. ready: gets the options and raises ValueError, with the remedy, if this machine lacks
-    something that the command needs.
+    defaults for them. excludes: options that it cannot have, besides those of a server. per_step: options
+    whose value must contain {step}, such as a folder of one checkpoint's answers. reads: options that name a
+    file or folder which must exist before. ready: gets the options and raises ValueError, with the remedy, if
+    this machine lacks something that the command needs.
     """
 
     kind: str
@@ -204,24 +216,32 @@ class EvalCommand:
         chosen = [option.replace("{step}", str(about.step)) for option in options]
         return [str(folder), *chosen, *about.flags(), *(["--device", device] if device != "auto" else [])]
 
-    def options(self) -> list[Option]:
-        """What main takes."""
-        hints = typing.get_type_hints(self.main, include_extras=True)
-        parameters = inspect.signature(self.main).parameters.values()
-        return [
-            o
-            for p in parameters
-            for o in _options(p.name, hints[p.name], p.default is inspect.Parameter.empty)
-        ]
-
-
-@dataclass(frozen=True)
-class Option:
-    """An argument of a command."""
-
-    flag: str
-    required: bool
-    positional: bool
+    def check(self, options: Sequence[str]) -> None:
+        """Raise ValueError if the command cannot evaluate a checkpoint with these options."""
+        if "hf_dir" not in inspect.signature(self.main).parameters:
+            raise ValueError("it does not evaluate a model, so run it once, not at every checkpoint")
+        refuse_renamed(options)
+        given = flags_in(options)
+        for name in given:
+            if name in {flag(f.name) for f in dataclasses.fields(About)}:
+                raise ValueError(f"{name} is set by the watcher; remove it")
+            if name in (*SERVER, *self.excludes):
+                raise ValueError(f"{name} is not an option of it on a checkpoint; remove it")
+        for name in self.needs:
+            if name not in given:
+                raise ValueError(f"{name} is missing")
+        for name in self.per_step:
+            value = option_value(name, options)
+            if value and "{step}" not in value:
+                raise ValueError(f"{name} {value} must contain {{step}}, such as {name} {value}/{{step}}")
+        arguments = self.arguments(Path("model"), options, About(Path("out"), 1, 1, "phase"), "cpu")
+        parse_only = functools.wraps(self.main)(lambda *_, **__: None)
+        try:
+            with redirect_stderr(io.StringIO()) as said:
+                tyro.cli(parse_only, prog=self.kind, args=arguments)
+        except SystemExit:
+            reason = re.split("For full help|Argument help", FRAME.sub(" ", said.getvalue()))[0]
+            raise ValueError(" ".join(reason.split())) from None
 
 
 def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
@@ -229,9 +249,20 @@ def with_current_names(record: dict[str, Any]) -> dict[str, Any]:
     return {OLD_FIELDS.get(name, name): value for name, value in record.items()}
 
 
+def flags_in(words: Sequence[str]) -> list[str]:
+    """The flags among the words of a command line, as --help names them."""
+    return [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+
+
+def option_value(name: str, words: Sequence[str]) -> str | None:
+    """The value of `--name value` or `--name=value`."""
+    parts = [part for word in words for part in word.split("=", 1)]
+    return next((value for word, value in itertools.pairwise(parts) if word == name), None)
+
+
 def refuse_renamed(words: Sequence[str]) -> None:
     """Raise ValueError for a flag that has another name today."""
-    for word in (word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")):
+    for word in flags_in(words):
         if word in RENAMED:
             raise ValueError(f"{word} is now {RENAMED[word]}, as in every evaluation")
 
@@ -241,59 +272,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _options(name: str, hint: Any, required: bool) -> Iterator[Option]:
-    """The options of a parameter: one, or one per field of a dataclass."""
-    kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind, include_extras=True)
-        for field in dataclasses.fields(kind):
-            bare = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            yield from _options(field.name, hints[field.name], bare and required)
-        return
-    named = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
-    yield Option(flag(named), required, any(mark is tyro.conf.Positional for mark in marks))
-
-
 @functools.cache
 def code_at_start() -> str:
     """The code version of this process, the same however long it runs: the checkout may change meanwhile."""
     return code_version(Path(__file__).parent)
-
-
-def append_record(
-    path: Path | None,
-    kind: str,
-    figures: dict[str, Any],
-    *,
-    seconds: float,
-    tokenizer_sha256: str | None,
-    data_sha256: str | None,
-    model_sha256: str | None,
-    backend: str | None,
-    device: str | None,
-    dtype: str | None,
-    step: int | None = None,
-    tokens_total: int | None = None,
-    phase: str | None = None,
-) -> dict[str, Any]:
-    """Append an evaluation to `path` (None: to no file) and return the record.
-
-    figures: results of this kind of evaluation, by the names of FIELDS. The others: PROVENANCE. Raises
-    ValueError if a figure has a name of PROVENANCE, and for NaN or infinity: a figure that could not be
-    measured is left out or null.
-    """
-    taken = sorted(set(figures) & set(PROVENANCE))
-    if taken:
-        raise ValueError(f"figures of {kind!r} use the provenance names {taken}; rename these figures")
-    values = (kind, step, tokens_total, phase, time.time(), round(seconds, 3), code_at_start())
-    about = (tokenizer_sha256, data_sha256, model_sha256, backend, device, dtype)
-    record = dict(zip(PROVENANCE, (*values, *about), strict=True)) | figures
-    try:
-        line = json.dumps(record, allow_nan=False)
-    except ValueError as error:
-        raise ValueError(
-            f"the record of {kind!r} holds NaN or infinity, which JSON cannot represent: {record}"
-        ) from error
-    if path is not None:
-        append_line(path, line)
-    return record

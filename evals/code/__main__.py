@@ -34,7 +34,7 @@ from evals.intervals import wilson
 from evals.items import FOLDER as ITEMS
 from evals.items import write_items
 from evals.scorer import LOCAL, SourceFlags, fast_tokenizer
-from records.evals import NOWHERE, SERVER, About, AboutFlags, EvalCommand, optional
+from records.evals import NOWHERE, About, AboutFlags, EvalCommand, optional
 from records.files import file_sha256
 from records.workers import usable_cpus
 
@@ -224,7 +224,7 @@ def main(
     head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
     figures["items"] = write_items(about.out, head, answers_of(data, scored))
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
-    return about.append("code", figures, seconds=time.perf_counter() - started, **who)
+    return about.append("code", figures, started, **who)
 
 
 def answers_of(dataset: Dataset, scored: Scored) -> list[dict[str, Any]]:
@@ -261,7 +261,7 @@ def check_here(options: Sequence[str]) -> None:
 
 
 COMMAND = EvalCommand(
-    "code", main, needs=("--dataset",), excludes=("--setup", *SERVER), per_step=("--results",), reads=("--dataset",),
+    "code", main, needs=("--dataset",), excludes=("--setup",), per_step=("--results",), reads=("--dataset",),
     ready=check_here,
 )  # fmt: skip
 

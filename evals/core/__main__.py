@@ -21,7 +21,7 @@ from evals.core.evaluate import Partial, Settings, evaluate, plan, show, show_pl
 from evals.core.tasks import Bundle
 from evals.items import write_items
 from evals.scorer import LOCAL, Encoder, SourceFlags, open_scorer, origin, read_config
-from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, code_at_start, optional
+from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, code_at_start, optional
 
 ALL_ITEMS = Settings()
 SettingsFlags = Annotated[
@@ -69,12 +69,12 @@ def main(
         {"task": label, "item": i, **each} for label, found in answers.items() for i, each in enumerate(found)
     )
     figures["items"] = write_items(about.out, head, lines)
-    record = about.append("core", figures, seconds=time.perf_counter() - started, **who)
+    record = about.append("core", figures, started, **who)
     partial.remove()
     return record
 
 
-COMMAND = EvalCommand("core", main, excludes=("--plan", "--tokens-per-s", *SERVER), reads=("--bundle",))
+COMMAND = EvalCommand("core", main, excludes=("--plan", "--tokens-per-s"), reads=("--bundle",))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from rich.table import Table
 from evals.items import write_items
 from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
 from evals.scorer import LOCAL, SourceFlags, origin
-from records.evals import NOWHERE, SERVER, AboutFlags, EvalCommand, ModelFolder, optional
+from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
 
 if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
@@ -257,10 +257,10 @@ def main(
     who = origin(hf_dir, model.scorer) | {"data_sha256": documents_sha256(result["samples"])}
     head = {"kind": "lm_eval", "step": about.step, **settings, **who}
     figures["items"] = write_items(about.out, head, answers_of(result["samples"]))
-    return about.append("lm_eval", figures, seconds=time.perf_counter() - started, **who)
+    return about.append("lm_eval", figures, started, **who)
 
 
-COMMAND = EvalCommand("lm_eval", main, excludes=SERVER, reads=("--data",))
+COMMAND = EvalCommand("lm_eval", main, reads=("--data",))
 
 
 if __name__ == "__main__":

@@ -136,11 +136,18 @@ def test_arguments_of_a_checkpoint() -> None:
             "--results .* must contain {step}, such as --results r/{step}",
         ),
         ({"commands": ["code --dataset d --results=r"]}, "--results .* must contain {step}"),
-        ({"commands": ["bits_per_byte"]}, "--data is missing"),
-        ({"commands": ["core --bundel b"]}, "--bundel is not an option .*nearest: --bundle"),
+        ({"commands": ["bits_per_byte"]}, "Required options Missing from bits_per_byte: --data PATH"),
+        (
+            {"commands": ["core --bundle b --protocl dclm"]},
+            "Unrecognized .* --protocl, .* --protocol {nanochat",
+        ),
+        (
+            {"commands": ["core --bundel b"]},
+            "Missing from core: --bundle PATH .* Unrecognized options: --bundel b$",
+        ),
         ({"commands": ["core --bundle b --plan"]}, "--plan is not an option"),
         ({"commands": ["decode_speed", "decode_speed --step 3"]}, "--step is set by the watcher"),
-        ({"commands": ["core --bundle b --limit all"]}, "a value is of the wrong type"),
+        ({"commands": ["core --bundle b --limit all"]}, "Error parsing --limit: .*: 'all'$"),
         (
             {"commands": ["core --bundle b --max-per-task 5"]},
             "--max-per-task is now --limit, as in every evaluation",
@@ -151,9 +158,9 @@ def test_arguments_of_a_checkpoint() -> None:
         ),
         (
             {"commands": ["core --bundle b --tasks mmlu"]},
-            "a value is of the wrong type, not among the choices",
+            r"--tasks: \['mmlu'\] are not in CORE",
         ),
-        ({"commands": ["bits_per_byte runs/demo/hf --data d"]}, "one too many"),
+        ({"commands": ["bits_per_byte runs/demo/hf --data d"]}, "Unrecognized options: runs/demo/hf$"),
     ],
 )
 def test_sections_that_ask_for_nothing_are_refused(

@@ -12,6 +12,7 @@ import pytest
 from data_mixtures.shards import write_manifest, write_windows
 from data_mixtures.stages.decontaminate import make_index
 from evals.contamination import contamination, main
+from records.evals import About
 from tests.records.test_fields import check as check_fields
 
 
@@ -40,7 +41,7 @@ def data(tmp_path: Path) -> Path:
 
 def test_counts_add_up_and_never_pass_the_items(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = data / "evals.jsonl"
-    record = main(data, out, phase="phase1")
+    record = main(data, About(out, phase="phase1"))
     assert record == json.loads(out.read_text())
     check_fields(record, None)
     quiz, other = record["benchmarks"]["quiz"], record["benchmarks"]["other"]
