@@ -42,20 +42,6 @@ SETTINGS = {
     "lm_eval": ("num_fewshot", "limit", "add_bos", "chat_template", "haystack"),
     "decode_speed": ("device", "dtype"),
 }
-# how a value is said, and values that go without saying: what the shipped job files ask for
-SAID = {
-    "num_fewshot": "{}-shot", "limit": "limit-{}", "n": "n-{}", "temperature": "t-{}", "top_p": "top-p-{}",
-    "max_new_tokens": "tokens-{}",
-}  # fmt: skip
-WORDS = {("add_bos", False): "no-bos", ("chat_template", True): "chat"}
-USUAL = {
-    "add_bos": True,
-    "chat_template": False,
-    "n": 1,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "max_new_tokens": 768,
-}
 
 
 class Point(NamedTuple):
@@ -69,22 +55,20 @@ class Point(NamedTuple):
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """{name: figure} of a record, with names such as `core/nanochat/limit-500/core_v1`;
-    empty for other kinds.
+    """{name: figure} of a record; empty for other kinds.
 
-    Names consist of letters, digits and -_./ in every tracker, since TensorBoard
-    would rewrite other characters.
+    A name is kind, settings and path in the record. A setting that is text stands for itself, another is
+    NAME-VALUE, one that is null is left out: core/nanochat/limit-500/core_v1. Names consist of letters, digits
+    and -_./ in every tracker, since TensorBoard would rewrite other characters.
     """
     record, kind = with_current_names(record), str(record.get("kind"))
-    said = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
+    asked = [(key, record.get(key)) for key in SETTINGS.get(kind, ())]
     words = [
-        WORDS.get((key, value)) or SAID.get(key, "{}").format(value)
-        for key, value in said if value is not None and USUAL.get(key) != value
-    ]  # fmt: skip
-    prefix = "/".join([kind, *words])
+        value if isinstance(value, str) else f"{key}-{value}" for key, value in asked if value is not None
+    ]
     found = [pair for key, value in record.items() for pair in numbers_in(key, value)]
-    kept = {f"{prefix}/{path}": value for path, value in found if re.fullmatch(FIGURES.get(kind, ""), path)}
-    plain = {name.replace("@", "_at_").replace("+", "_plus"): value for name, value in kept.items()}
+    kept = {path: value for path, value in found if re.fullmatch(FIGURES.get(kind, ""), path)}
+    plain = {"/".join([kind, *words, path]).replace("+", "_plus"): value for path, value in kept.items()}
     return {re.sub(r"[^-./\w]+", "_", name): value for name, value in plain.items()}
 
 

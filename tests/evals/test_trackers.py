@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
-from evals.trackers import Trackers, scalars
+from evals.trackers import SETTINGS, Trackers, scalars
 from records.job import Job, JobSections, Metrics
 from tests.tools.dashboard import made_up_run
 
@@ -119,38 +119,40 @@ def test_samples_of_text_are_a_table_in_wandb(tmp_path: Path) -> None:
 
 def test_names_tell_what_cannot_be_compared() -> None:
     record = made_up_run.core_record(random.Random(0), 0.5, missing=("squad",))
-    named = scalars(record)
-    assert named["core/nanochat/limit-500/tasks/copa/accuracy"] == record["tasks"]["copa"]["accuracy"]
-    assert (
-        named["core/nanochat/limit-500/tasks/copa/standard_error"]
-        == record["tasks"]["copa"]["standard_error"]
-    )
-    assert not any("core_v" in name or "squad" in name or name.endswith("/n") for name in named), (
-        "no CORE, no figure"
-    )
-    assert set(scalars({**record, "protocol": "dclm"})).isdisjoint(named)
-    whole = scalars(made_up_run.core_record(random.Random(0), 0.5))
-    assert {f"core/nanochat/limit-500/core_{v}{se}" for v in ("v1", "v2") for se in ("", "_se")} <= set(whole)
-    by_kind = [scalars(record) for record in made_up_run.evaluations(2000, 1, ())]
-    names = {name for each in by_kind for name in each}
+    named, whole = scalars(record), scalars(made_up_run.core_record(random.Random(0), 0.5))
+    for figure in ("accuracy", "standard_error"):
+        assert named[f"core/nanochat/limit-500/tasks/copa/{figure}"] == record["tasks"]["copa"][figure]
+    told = [name for name in named if "core_v" in name or "squad" in name or name.endswith("/n")]
+    assert not told, "no CORE, no figure"
+    assert {f"core/nanochat/limit-500/core_{v}" for v in ("v1", "v2", "v1_se", "v2_se")} <= set(whole)
+    names = {name for each in made_up_run.evaluations(2000, 1, ()) for name in scalars(each)}
+    code, lm_eval = "temperature-{}/top_p-1.0/max_new_tokens-768", "add_bos-True/chat_template-False"
     assert {
         "bits_per_byte/bits_per_byte", "bits_per_byte/sources/web/bits_per_byte", "decode_speed/bf16/tokens_per_s",
-        "code/humaneval_plus/greedy/chat/164/pass_at_1_plus",
-        "code/mbpp_plus/sampled/chat/378/n-10/t-0.8/pass_at_k/10/plus",
-        "lm_eval/0-shot/upstream/tasks/arc_easy/acc_norm", "lm_eval/limit-50/offline/ruler/2048/ruler_vt",
+        f"code/humaneval_plus/greedy/chat/problems-164/n-1/{code.format('0.0')}/pass_1_plus",
+        f"code/mbpp_plus/sampled/chat/problems-378/n-10/{code.format(0.8)}/pass_k/10/plus",
+        f"lm_eval/num_fewshot-0/{lm_eval}/upstream/tasks/arc_easy/acc_norm",
+        f"lm_eval/limit-50/{lm_eval}/offline/ruler/2048/ruler_vt",
     } <= names  # fmt: skip
-    asked = {"kind": "lm_eval", "tasks": {"arc_easy": {"acc": 0.5}}, "num_fewshot": None, "limit": None,
-             "add_bos": True, "chat_template": False, "haystack": None}  # fmt: skip
-    changes = {"chat_template": True, "add_bos": False, "haystack": "offline", "num_fewshot": 5, "limit": 5}
-    told = [next(iter(scalars({**asked, key: value}))) for key, value in changes.items()]
-    assert [*scalars(asked)] == ["lm_eval/tasks/arc_easy/acc"]
-    assert told == [
-        f"lm_eval/{w}/tasks/arc_easy/acc" for w in ("chat", "no-bos", "offline", "5-shot", "limit-5")
-    ]
-    old, new = (
-        {"kind": "core", "protocol": "dclm", name: 9, "core_v1": 0.2} for name in ("max_per_task", "limit")
-    )
-    assert scalars(old) == scalars(new) == {"core/dclm/limit-9/core_v1": 0.2}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_every_setting_gives_another_name(kind: str) -> None:
+    """Two records that differ in one setting, of whatever type, are never points of one curve."""
+    figure = {"lm_eval": {"tasks": {"arc": 1.0}}, "code": {"pass@1_plus": 1.0}, "core": {"core_v1": 1.0},
+              "bits_per_byte": {"loss": 1.0}, "decode_speed": {"ttft_s": 1.0}}[kind]  # fmt: skip
+    asked = {"kind": kind, **figure}
+    changes = [{}, *({key: value} for key in SETTINGS[kind] for value in ("text", True, False, 7))]
+    names = [name for change in changes for name in scalars(asked | change)]
+    texts = len(SETTINGS[kind]) - 1  # a text stands for itself, whatever setting it is of
+    assert len(names) == len(changes) == len(set(names)) + texts
+    assert scalars(asked | dict.fromkeys(SETTINGS[kind])) == scalars(asked)
+
+
+def test_records_of_any_age_and_kind() -> None:
+    for name in ("max_per_task", "limit"):
+        record = {"kind": "core", "protocol": "dclm", name: 9, "core_v1": 0.2}
+        assert scalars(record) == {"core/dclm/limit-9/core_v1": 0.2}
     assert scalars({"kind": "unheard of", "loss": 1.0}) == scalars({}) == {}
 
 
