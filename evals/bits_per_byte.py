@@ -29,11 +29,11 @@ from typing import Annotated, Any
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import read_manifests, tokenizer_path
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin
+from evals.tables import show_table
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
 from records.files import file_sha256
 
@@ -169,15 +169,13 @@ def _from_tokenizer_json(path: Path) -> np.ndarray:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the figures as a table on stderr."""
-    table = Table(title="Bits per byte, held-out text")
-    for column in ("source", "category", "bits/byte", "loss", "tokens", "bytes"):
-        table.add_column(column, justify="left" if column in ("source", "category") else "right")
+    columns = ("source", "category", "bits/byte", "loss", "tokens", "bytes")
+    rows = []
     for name, source in figures["sources"].items():
         numbers = (f"{source['bits_per_byte']:.4f}", f"{source['loss']:.4f}", f"{source['tokens']:,}")
-        table.add_row(name, source["category"], *numbers, f"{source['bytes']:,}")
-    table.add_section()
-    table.add_row("all", "", f"{figures['bits_per_byte']:.4f}", f"{figures['loss']:.4f}", "", "")
-    Console(stderr=True).print(table)
+        rows.append([name, source["category"], *numbers, f"{source['bytes']:,}"])
+    rows.append(["all", "", f"{figures['bits_per_byte']:.4f}", f"{figures['loss']:.4f}", "", ""])
+    show_table("Bits per byte, held-out text", columns, rows, texts=2)
 
 
 def main(

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from evals.intervals import paired
 from evals.items import read_items
+from evals.tables import show_table
 
 SHARED = (
     "kind",
@@ -92,9 +91,8 @@ def main(
         b: that of the later evaluation
     """
     found = compare(a, b)
-    table = Table(title=f"{b.name} minus {a.name}; ± is a paired standard error")
-    for name in ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte"):
-        table.add_column(name, justify="left" if name == "task" else "right")
+    columns = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte")
+    rows = []
     for task, row in found["tasks"].items():
         bits = (
             f"{row['bits_difference']:+.4f} ± {row['bits_standard_error']:.4f}"
@@ -103,8 +101,8 @@ def main(
         )
         change = f"{row['difference']:+.4f} ± {row['standard_error']:.4f}"
         counts = (str(row["only_a"]), str(row["only_b"]))
-        table.add_row(task, str(row["n"]), f"{row['a']:.4f}", f"{row['b']:.4f}", change, *counts, bits)
-    Console(stderr=True).print(table)
+        rows.append([task, str(row["n"]), f"{row['a']:.4f}", f"{row['b']:.4f}", change, *counts, bits])
+    show_table(f"{b.name} minus {a.name}; ± is a paired standard error", columns, rows)
     print(json.dumps(found))
 
 

@@ -15,11 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from data_mixtures.shards import read_manifests
 from data_mixtures.stages.decontaminate import known_benchmarks
+from evals.tables import console, show_table
 from records.evals import NO_MODEL, NOWHERE, AboutFlags, EvalCommand
 
 
@@ -51,18 +49,14 @@ def contamination(data: Path) -> dict[str, Any]:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the figures as a table on stderr."""
-    table = Table(
-        title="Evaluation items found in the training text; documents that contained them were dropped"
-    )
-    for column in ("benchmark", "items", "searchable", "found (at most)", "documents dropped", "in sources"):
-        table.add_column(column, justify="left" if column in ("benchmark", "in sources") else "right")
+    title = "Evaluation items found in the training text; documents that contained them were dropped"
+    columns = ("benchmark", "in sources", "items", "searchable", "found (at most)", "documents dropped")
+    rows = []
     for name, found in figures["benchmarks"].items():
         counts = (found[key] for key in ("items", "searchable", "touched", "documents_dropped"))
-        table.add_row(
-            name, *("?" if c is None else f"{c:,}" for c in counts), ", ".join(found["sources"]) or "none"
-        )
-    console = Console(stderr=True)
-    console.print(table)
+        sources = ", ".join(found["sources"]) or "none"
+        rows.append([name, sources, *("?" if c is None else f"{c:,}" for c in counts)])
+    show_table(title, columns, rows, texts=2)
     if not figures["benchmarks"]:
         note = "The recipe has no [filter.benchmarks]: nothing was searched for, so the overlap is unknown, not 0."
         console.print(note, markup=False)

@@ -73,32 +73,29 @@ Scored = dict[
 ]  # by problem, of each sample: whether (base, base and plus) tests pass
 
 
-def evaluate(
-    dataset: Dataset, model: Model, sampling: Sampling, chat: bool, evalplus: EvalPlus
-) -> tuple[dict[str, Any], Scored]:
+def evaluate(model: Model, evalplus: EvalPlus) -> tuple[dict[str, Any], Scored]:
     """Score the reference solutions, collect the model's answers and score them: the
     figures, and each answer's.
     """
-    console = Console(stderr=True)
+    console, dataset = Console(stderr=True), evalplus.dataset
     control = evalplus.control()
     console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
     if control["unexpected_failures"]:
         console.print(
             f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?"
         )
-    answers = collect(dataset, model, sampling, chat, evalplus.folder)
-    rows = solutions(dataset, answers, chat, evalplus)
+    answers = collect(dataset, model, evalplus.folder)
+    rows = solutions(answers, model.chat, evalplus)
     rules, scored = [row["rule"] for row in rows], evalplus.evaluate(rows, "samples")
     figures = {
         "dataset": f"{dataset.name}+",
         "version": dataset.version,
         "evalplus": EVALPLUS,
-        "protocol": "greedy" if sampling.temperature == 0 else "sampled",
-        "prompt": "chat" if chat else "completion",
-        **vars(sampling),
+        "protocol": "greedy" if model.sampling.temperature == 0 else "sampled",
+        **model.settings,
         "model": model.identity["model"],
         "problems": len(dataset.problems),
-        **figures_of(scored, sampling.n),
+        **figures_of(scored, model.sampling.n),
         "control": control,
         "answers_empty": sum(not row["answer"].strip() for row in answers),
         "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
@@ -109,15 +106,13 @@ def evaluate(
     return figures, scored
 
 
-def solutions(
-    dataset: Dataset, answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus
-) -> list[dict[str, Any]]:
+def solutions(answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus) -> list[dict[str, Any]]:
     """An EvalPlus row per answer: the code selected from it, by which rule, and that
     code after EvalPlus's sanitize.
 
     What sanitize does not finish, or robs of something it needs, is scored as it was selected.
     """
-    problems = {p["task_id"]: p for p in dataset.problems}
+    problems = {p["task_id"]: p for p in evalplus.dataset.problems}
     texts, rules = [], []
     for row in answers:
         problem, text = problems[row["task_id"]], row["answer"]
@@ -208,14 +203,13 @@ def main(
     started = time.perf_counter()
     data = open_dataset(dataset)
     sandbox = find_sandbox(scoring.unsafe_no_sandbox)
-    chat = is_chat(prompt, hf_dir)
-    model = Model(hf_dir, source, chat, sampling)
-    folder = results or results_of(about, settings_of(data, model, sampling, chat))
+    model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
+    folder = results or results_of(about, settings_of(data, model))
     folder.mkdir(parents=True, exist_ok=True)
     evalplus = EvalPlus(
         data, evalplus_environment(), sandbox, folder.resolve(), scoring.cache, scoring.parallel
     )
-    figures, scored = evaluate(data, model, sampling, chat, evalplus)
+    figures, scored = evaluate(model, evalplus)
     model.scorer.close()
     who = model.origin | {"data_sha256": file_sha256(dataset)}
     protocol = {

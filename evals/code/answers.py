@@ -75,6 +75,7 @@ class Model:
             raise ValueError(f"{folder} has no chat template; use --prompt completion")
         self.scorer = open_scorer(folder, source)
         self.chat, self.sampling, self.parallel = chat, sampling, self.scorer.parallel
+        self.settings = {"prompt": "chat" if chat else "completion", **asdict(sampling)}
         self.origin = origin(folder, self.scorer)
         if folder is not None:
             ran = {key: self.origin[key] for key in ("model_sha256", "backend", "dtype")}
@@ -95,32 +96,29 @@ def prompt_of(problem: dict[str, Any], chat: bool) -> str:
     return INSTRUCTION.format(prompt=prompt) if chat else prompt + "\n"
 
 
-def settings_of(dataset: Dataset, model: Model, sampling: Sampling, chat: bool) -> dict[str, Any]:
-    """All that answers depend on."""
-    prompt = "chat" if chat else "completion"
-    return {**model.identity, "data_md5": dataset.md5, "prompt": prompt, **asdict(sampling)}
+def settings_of(dataset: Dataset, model: Model) -> dict[str, Any]:
+    """Everything that answers depend on."""
+    return {**model.identity, "data_md5": dataset.md5, **model.settings}
 
 
-def collect(
-    dataset: Dataset, model: Model, sampling: Sampling, chat: bool, folder: Path
-) -> list[dict[str, Any]]:
+def collect(dataset: Dataset, model: Model, folder: Path) -> list[dict[str, Any]]:
     """All answers, ordered by problem and sample; those already in `folder`/answers.jsonl are reused.
 
     ValueError if that file comes from another model, data set or sampling.
     """
-    check_settings(folder / "settings.json", settings_of(dataset, model, sampling, chat))
+    check_settings(folder / "settings.json", settings_of(dataset, model))
     path = folder / "answers.jsonl"
     known = {(row["task_id"], row["sample"]): row for row in read_lines(path)}
-    wanted = {(p["task_id"], i): p for p in dataset.problems for i in range(sampling.n)}
+    wanted = {(p["task_id"], i): p for p in dataset.problems for i in range(model.sampling.n)}
     missing = [key for key in wanted if key not in known]
-    stops = () if chat else STOPS_OF[dataset.name] + STOPS
+    stops = () if model.chat else STOPS_OF[dataset.name] + STOPS
 
     recording = Lock()
 
     def ask(key: tuple[str, int]) -> None:
         """Record an answer where it arrives: when another request fails, none that was given is lost."""
-        seed = sampling.seed_of(*key)
-        text, finish = model.answer(prompt_of(wanted[key], chat), seed, stops)
+        seed = model.sampling.seed_of(*key)
+        text, finish = model.answer(prompt_of(wanted[key], model.chat), seed, stops)
         row = {"task_id": key[0], "sample": key[1], "seed": seed, "finish_reason": finish, "answer": text}
         with recording:
             append_line(path, json.dumps(row))

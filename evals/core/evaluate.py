@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -29,18 +27,17 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from evals.core.prompts import FEWSHOT_SEED, Item, Protocol, Unscorable, items
 from evals.core.tasks import CATEGORIES, NOT_CHOSEN, TASKS, WHERE_FROM, Bundle, Task
 from evals.intervals import Z95, wilson
 from evals.scorer import Encoder, Prompt, Scorer, Scores, common_prefix
 from evals.scorer.hf import WINDOW, packed
+from evals.tables import console, show_table
 from records.evals import optional
 from records.files import write_atomically
 
 VERSIONS = ("v1", "v2")
-console = Console(stderr=True)
 Tasks = dict[str, dict[str, Any]]
 Answered = dict[
     str, Any
@@ -232,17 +229,14 @@ def show(figures: dict[str, Any], bundle: Bundle) -> None:
     """Print the tasks that were scored as a table on stderr, and in a line or two why others were not."""
     title = "" if bundle.not_core is None else f"{bundle.not_core}\n"
     title += f"CORE tasks, {figures['protocol']}: accuracy, centered on v1 and v2, gold bits per byte"
-    table = Table(title=title, box=SIMPLE, padding=(0, 0))  # with the longest name 80 columns wide
-    table.add_column("task", no_wrap=True)
-    for name in ("n", "accuracy", "95 %", "v1", "v2", "bits"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []  # with the longest name 80 columns wide
     for label, task in figures["tasks"].items():
         low, high = task["interval"]
         numbers = [f"{task['n']}", f"{task['accuracy']:.3f}", f"{low:.2f}–{high:.2f}"]
         numbers += [f"{task[f'centered_{version}']:.3f}" for version in VERSIONS]
         bits = task["gold_bits_per_byte"]
-        table.add_row(label, *numbers, "" if bits is None else f"{bits:.3f}")
-    console.print(table)
+        rows.append([label, *numbers, "" if bits is None else f"{bits:.3f}"])
+    show_table(title, ("task", "n", "accuracy", "95 %", "v1", "v2", "bits"), rows)
     for version in VERSIONS:
         value, error = figures[f"core_{version}"], figures[f"core_{version}_se"]
         if value is not None:
@@ -314,16 +308,13 @@ def show_plan(counts: dict[str, Any], tokens_per_s: float | None) -> None:
     """Print the plan as a table on stderr."""
     most = "all" if counts["limit"] is None else f"at most {counts['limit']}"
     title = f"What an evaluation reads, protocol {counts['protocol']}, {most} items per task"
-    table = Table(title=title, box=SIMPLE, padding=(0, 0))
-    for name in ("task", *PLANNED.values()):
-        table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
-    for label, row in (*counts["tasks"].items(), ("all", counts)):
-        table.add_row(label, *(f"{row[name]:,}" for name in PLANNED))
+    counted = (*counts["tasks"].items(), ("all", counts))
+    rows = [[label, *(f"{row[name]:,}" for name in PLANNED)] for label, row in counted]
     if tokens_per_s is not None:
         minutes = {
             name: f"{counts[name] / tokens_per_s / 60:.1f} min" for name in PLANNED if "tokens" in name
         }
-        table.add_row(f"at {tokens_per_s:,.0f} tokens/s", *(minutes.get(name, "") for name in PLANNED))
-    console.print(table)
+        rows.append([f"at {tokens_per_s:,.0f} tokens/s", *(minutes.get(name, "") for name in PLANNED)])
+    show_table(title, ("task", *PLANNED.values()), rows)
     if counts["missing"]:
         console.print(f"{len(counts['missing'])} of {len(TASKS)} tasks are not counted.", highlight=False)

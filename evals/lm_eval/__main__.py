@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from evals.items import write_items
 from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
 from evals.scorer import LOCAL, SourceFlags, origin
+from evals.tables import console, show_table
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
 
 if TYPE_CHECKING:
@@ -206,24 +205,20 @@ def documents_sha256(samples: dict[str, list[dict[str, Any]]]) -> str:
 
 def show(figures: dict[str, Any]) -> None:
     """Print the scores as tables on stderr: RULER by length, the other tasks by metric."""
-    console = Console(stderr=True)
-    table = Table(title=figures["protocol"])
-    for column in ("task", "metric", "score", "±", "documents"):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    rows = []
     for name, metrics in figures["tasks"].items():
         for metric in [m for m in metrics if not m.endswith("_stderr") and name not in RULER_TASKS]:
             error = f"{metrics[f'{metric}_stderr']:.4f}" if f"{metric}_stderr" in metrics else ""
-            table.add_row(
-                name, metric, f"{metrics[metric]:.4f}", error, f"{figures['prompts'][name]['documents']:,}"
-            )
-    if table.row_count:
-        console.print(table)
+            documents = f"{figures['prompts'][name]['documents']:,}"
+            rows.append([name, metric, f"{metrics[metric]:.4f}", error, documents])
+    if rows:
+        show_table(figures["protocol"], ("task", "metric", "score", "±", "documents"), rows, texts=2)
     if figures["ruler"]:
-        ruler = Table("task", *figures["ruler"], title=f"RULER by length, {figures['haystack']} haystack")
+        rows = []
         for name in [name for name in figures["tasks"] if name in RULER_TASKS]:
             scores = (of_length.get(name) for of_length in figures["ruler"].values())
-            ruler.add_row(name, *("-" if score is None else f"{score:.3f}" for score in scores))
-        console.print(ruler)
+            rows.append([name, *("-" if score is None else f"{score:.3f}" for score in scores)])
+        show_table(f"RULER by length, {figures['haystack']} haystack", ("task", *figures["ruler"]), rows)
     if figures["cut_prompts"]:
         console.print(
             f"[bold red]{figures['cut_prompts']} prompts lost their head: give a longer --max-length"

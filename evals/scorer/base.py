@@ -125,11 +125,6 @@ class Scorer(Encoder):
     def close(self) -> None:
         """Free the model."""
 
-    def score_one(self, ids: Sequence[int], start: int) -> Scores:
-        """Scores of ids[start:]; 1 <= start <= len(ids) <= scoring_room. The last id is only predicted."""
-        ((scores,),) = self.score([[Prompt(list(ids), start)]])
-        return scores
-
     def rolling(self, ids: Sequence[int]) -> float:
         """log p of a whole text in nats: every id once, after BOS, in disjoint windows with
         all context that fits.

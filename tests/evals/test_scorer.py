@@ -14,7 +14,7 @@ from evals.scorer import Encoder, Prompt, Scorer, Source, choose, common_prefix,
 from evals.scorer import hf as hf_scorer
 from evals.scorer.engine import EngineScorer
 from evals.scorer.hf import TransformersScorer
-from tests.evals.core.core_assets import VOCAB, write_laneformer, write_llama
+from tests.evals.core.core_assets import VOCAB, score_one, write_laneformer, write_llama
 
 # prompts whose prefixes meet in every way: same prompt again, longer, shorter, another, one token
 SEQUENCES = [
@@ -50,7 +50,7 @@ def check(scorer: Scorer, model: torch.nn.Module) -> None:
         # what float32 itself gets wrong on this model, times 8 as sums are taken in another order; 1e-6
         # for tiny ones
         allowed = 8 * np.abs(single - exact).max() + 1e-6
-        for got in (scorer.score_one(ids, start), batched):
+        for got in (score_one(scorer, ids, start), batched):
             assert got.logprobs.dtype == np.float64
             assert got.greedy.dtype == bool
             assert got.logprobs.shape == got.greedy.shape == (len(ids) - start,)
@@ -121,7 +121,7 @@ def test_options_behind_a_long_prefix_are_read_in_two_passes(
     item = [
         Prompt([*prefix, *option], len(prefix)) for option in ([7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14])
     ]
-    alone = [scorer.score_one(*prompt) for prompt in item]
+    alone = [score_one(scorer, *prompt) for prompt in item]
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 100)
     read = read_by(scorer)
     (found,) = scorer.score([item])
@@ -273,8 +273,8 @@ def test_bad_input(tmp_path: Path) -> None:
     scorer = open_scorer(tmp_path, CPU)
     for ids, start in [([1, 2], 0), ([1, 2], 3), ([1] * 130, 1)]:
         with pytest.raises(ValueError, match="1 <= start <= ids <= 129 is required"):
-            scorer.score_one(ids, start)
-    assert len(scorer.score_one([1, 2], 2).logprobs) == 0, "an option without a token of its own"
+            score_one(scorer, ids, start)
+    assert len(score_one(scorer, [1, 2], 2).logprobs) == 0, "an option without a token of its own"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "laneformer", "vocab_size": VOCAB}))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="export the model with it"):
@@ -284,7 +284,7 @@ def test_bad_input(tmp_path: Path) -> None:
 def test_one_id_more_than_the_context_is_only_predicted(tmp_path: Path) -> None:
     model = write_llama(tmp_path)
     ids = [1, *range(3, 131)]
-    scores = open_scorer(tmp_path, CPU).score_one(ids, 1)
+    scores = score_one(open_scorer(tmp_path, CPU), ids, 1)
     assert scores.logprobs.shape == (128,)
     exact, _ = reference(model, ids, 1, torch.float64)
     assert np.abs(scores.logprobs - exact).max() < 1e-4

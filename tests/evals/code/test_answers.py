@@ -125,7 +125,7 @@ def test_answers_of_an_endpoint(endpoint: Endpoint, tmp_path: Path, monkeypatch:
     dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
     sampling = Sampling(n=2, temperature=0.8, seed=3)
     endpoint.failures = [503, 429, 500, 206]
-    rows = collect(dataset, ask(endpoint, sampling, parallel=2), sampling, True, tmp_path / "chat")
+    rows = collect(dataset, ask(endpoint, sampling, parallel=2), tmp_path / "chat")
     assert [(r["task_id"], r["sample"]) for r in rows] == [
         (p["task_id"], k) for p in PROBLEMS for k in range(2)
     ]
@@ -138,9 +138,7 @@ def test_answers_of_an_endpoint(endpoint: Endpoint, tmp_path: Path, monkeypatch:
         {"role": "user", "content": INSTRUCTION.format(prompt=PROBLEMS[0]["prompt"].strip())}
     ]
     assert {body["seed"] for body in endpoint.seen} == {r["seed"] for r in rows}
-    completions = collect(
-        dataset, ask(endpoint, Sampling(), False), Sampling(), False, tmp_path / "completions"
-    )
+    completions = collect(dataset, ask(endpoint, Sampling(), False), tmp_path / "completions")
     assert endpoint.seen[-1]["path"] == "/v1/completions"
     assert completions[0]["answer"] == PROBLEMS[0]["canonical_solution"]  # up to the stop string
     assert completions[0]["finish_reason"] == "stop", "which the endpoint did not know"
@@ -151,21 +149,21 @@ def test_a_run_continues_where_it_ended(endpoint: Endpoint, tmp_path: Path) -> N
     dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling()
     endpoint.failures = [200, *[503] * 50]
     with pytest.raises(ValueError, match=r"no answer in 6 attempts.*HTTP 503.*run again to continue"):
-        collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
+        collect(dataset, ask(endpoint, sampling), tmp_path / "r")
     path = tmp_path / "r/answers.jsonl"
     kept = path.read_text()
     assert len(kept.splitlines()) == 1
     path.write_text(kept + '{"task_id": "HumanEval/901", "sam')  # as a crash leaves it
     endpoint.failures, endpoint.seen = [], []
-    rows = collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
+    rows = collect(dataset, ask(endpoint, sampling), tmp_path / "r")
     assert [r["task_id"] for r in rows] == [p["task_id"] for p in PROBLEMS]
     assert len(endpoint.seen) == 2
     assert path.read_text().startswith(kept)
-    collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
+    collect(dataset, ask(endpoint, sampling), tmp_path / "r")
     assert len(endpoint.seen) == 2
     other = Sampling(seed=1)
     with pytest.raises(ValueError, match="other settings: seed 0, not 1; choose another --results"):
-        collect(dataset, ask(endpoint, other), other, True, tmp_path / "r")
+        collect(dataset, ask(endpoint, other), tmp_path / "r")
 
 
 def test_a_failure_loses_no_answer_that_arrived(
@@ -176,7 +174,7 @@ def test_a_failure_loses_no_answer_that_arrived(
     dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling()
     endpoint.failures = [200, *[400] * 50]
     with pytest.raises(ValueError, match="refused the request"):
-        collect(dataset, ask(endpoint, sampling), sampling, True, tmp_path / "r")
+        collect(dataset, ask(endpoint, sampling), tmp_path / "r")
     assert len((tmp_path / "r/answers.jsonl").read_text().splitlines()) == 1
 
 
@@ -242,9 +240,7 @@ def test_answers_of_other_weights_are_not_reused(model_folder: Path, tmp_path: P
     dataset, sampling = open_dataset(write_dataset(tmp_path / "d.jsonl")), Sampling(max_new_tokens=2)
 
     def answers(source: Source) -> int:
-        return len(
-            collect(dataset, Model(model_folder, source, False, sampling), sampling, False, tmp_path / "r")
-        )
+        return len(collect(dataset, Model(model_folder, source, False, sampling), tmp_path / "r"))
 
     assert answers(Source()) == answers(Source()) == len(PROBLEMS)
     with pytest.raises(ValueError, match=r"other settings: dtype .*, not 'int8'; choose another --results"):

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from evals.core.tasks import TASKS, Bundle, Row, Task
+from evals.scorer import Prompt, Scorer, Scores
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.hf.tokenizer import write_tokenizer
 
@@ -116,6 +118,12 @@ def write_bundle(folder: Path, labels: list[str], root: str = "eval_data") -> Bu
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[task(label).type]))
     return Bundle(folder)
+
+
+def score_one(scorer: Scorer, ids: Sequence[int], start: int) -> Scores:
+    """Scores of ids[start:] as an item of its own."""
+    ((scores,),) = scorer.score([[Prompt(list(ids), start)]])
+    return scores
 
 
 def eval_data() -> Path:

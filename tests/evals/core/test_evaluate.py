@@ -28,7 +28,7 @@ from evals.scorer.engine import EngineScorer
 from evals.scorer.hf import PASS_TOKENS, WORTH_A_PASS, TransformersScorer
 from laneformer import Laneformer
 from records.evals import NOWHERE, About
-from tests.evals.core.core_assets import ROWS, task, write_bundle, write_laneformer, write_llama
+from tests.evals.core.core_assets import ROWS, score_one, task, write_bundle, write_laneformer, write_llama
 from tests.evals.lm_eval.lm_eval_assets import toy_server
 
 LABELS = ["copa", "winograd", "coqa"]
@@ -181,7 +181,8 @@ def test_an_item_that_does_not_fit_makes_its_task_missing(tmp_path: Path) -> Non
 
 def test_all_tasks_give_core(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, terminal = write_bundle(tmp_path, [t.label for t in TASKS]), Console(file=StringIO(), width=80)
-    monkeypatch.setattr(core, "console", terminal)
+    for module in ("evals.tables", "evals.core.evaluate"):
+        monkeypatch.setattr(f"{module}.console", terminal)
     record = run(model_dir, tmp_path, protocol="dclm")
     said = terminal.file.getvalue()  # type: ignore[attr-defined]
     assert f"CORE v2  {record['core_v2']:.4f} ± {record['core_v2_se']:.4f}" in said
@@ -255,7 +256,7 @@ def test_the_plan_counts_what_the_engine_reads(
         for item in items(chosen, bundle.rows(chosen), protocol, scorer, 128):
             asked += 1
             for prompt in item.prompts:
-                scorer.score_one(*prompt)
+                score_one(scorer, *prompt)
                 whole += len(prompt.ids) - 1
                 fresh += len(prompt.ids) - 1 - scorer.engine.statistics.reused_tokens
     scorer.close()
@@ -298,8 +299,8 @@ def test_the_answer_to_every_item_is_kept(model_dir: Path, tmp_path: Path) -> No
         rows = list(items(task(label), bundle.rows(task(label)), "nanochat", scorer, scorer.max_length))
         for item, line in zip(rows, own, strict=True):
             gold = item.prompts[item.gold if len(item.prompts) > 1 else 0]
-            bits -= scorer.score_one(*gold).logprobs.sum() / np.log(2)
-            losses = [-scorer.score_one(*prompt).logprobs.mean() for prompt in item.prompts]
+            bits -= score_one(scorer, *gold).logprobs.sum() / np.log(2)
+            losses = [-score_one(scorer, *prompt).logprobs.mean() for prompt in item.prompts]
             assert line["losses"] == pytest.approx(losses, rel=1e-6)
             size += line["bytes"]
             text = scorer.decode(gold.ids)
