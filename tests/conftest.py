@@ -12,6 +12,8 @@ import pytest
 
 from examples import corpus
 
+pytest_plugins = ["tests.proofs"]
+
 # examples are timed on shared machines: a limit per example would fail on a slow day
 hypothesis.settings.register_profile("shared", deadline=None)
 hypothesis.settings.load_profile("shared")

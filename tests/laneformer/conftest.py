@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.proofs import CACHE
 
 
 @pytest.fixture(scope="session")
 def cuda_builds() -> Path:
     """A folder for built kernels, kept from run to run: each is named by a hash of all that decides it."""
-    return ROOT / "build" / "emulated"
+    return CACHE / "emulated"

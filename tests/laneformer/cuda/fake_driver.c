@@ -19,7 +19,7 @@ typedef struct {
 } Card;
 typedef struct {
   char name[32];
-  int registers, argument_bytes, most_shared, carveout, loaded;
+  int registers, argument_bytes, max_shared, carveout, loaded;
 } Kernel;
 typedef struct {
   unsigned id;
@@ -68,7 +68,7 @@ int cuLibraryLoadData(void** library, const char* image) {
   for (image += used; sscanf(image, "%31s %d %d\n%n", name, &registers, &bytes, &used) == 3; image += used, ++count) {
     strcpy(kernels[count].name, name);
     kernels[count].registers = registers, kernels[count].argument_bytes = bytes;
-    kernels[count].most_shared = 48 * 1024;
+    kernels[count].max_shared = 48 * 1024;
   }
   *library = kernels;
   return SUCCESS;
@@ -83,7 +83,7 @@ int cuLibraryGetKernel(Kernel** kernel, Kernel* library, const char* name) {
 int cuKernelSetAttribute(int attribute, int value, Kernel* kernel, int device) {
   (void)device;
   if (attribute == MAX_DYNAMIC_SHARED && value > card.shared_block) return INVALID_VALUE;
-  if (attribute == MAX_DYNAMIC_SHARED) kernel->most_shared = value;
+  if (attribute == MAX_DYNAMIC_SHARED) kernel->max_shared = value;
   if (attribute == CARVEOUT) kernel->carveout = value;
   return SUCCESS;
 }
@@ -108,15 +108,15 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel* kernel, int
 int cuLaunchKernelEx(const Config* config, Kernel* kernel, void** arguments, void** extra) {
   const int threads = config->block[0], blocks = config->grid[0];
   int resident, cooperative = 0;
-  if (extra || threads > 1024 || (int)config->shared > kernel->most_shared) return INVALID_VALUE;
+  if (extra || threads > 1024 || (int)config->shared > kernel->max_shared) return INVALID_VALUE;
   if (threads * kernel->registers > card.registers) return OUT_OF_RESOURCES;
   cuOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, config->shared);
   for (unsigned i = 0; i < config->attribute_count; ++i)
     if (config->attributes[i].id == COOPERATIVE) cooperative = config->attributes[i].value.value;
   if (cooperative && blocks > least(card.most_blocks, resident * card.multiprocessors)) return TOO_LARGE;
-  LOG("{\"kernel\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, \"most_shared\": %d, ",
+  LOG("{\"kernel\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, \"max_shared\": %d, ",
       kernel->name, config->grid[0], config->grid[1], config->grid[2], config->block[0], config->block[1],
-      config->block[2], config->shared, kernel->most_shared);
+      config->block[2], config->shared, kernel->max_shared);
   LOG("\"stream\": %llu, \"loaded\": %d, \"carveout\": %d, \"resident\": %d, \"attributes\": [",
       (unsigned long long)(uintptr_t)config->stream, kernel->loaded, kernel->carveout, resident);
   for (unsigned i = 0; i < config->attribute_count; ++i)

@@ -24,7 +24,9 @@ from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import Emulated, random_model, tensors_of
 from tests.laneformer.cuda.shapes import SHAPES, Shape, drawn
 from tests.laneformer.cuda.test_kernels import text
+from tests.proofs import KERNEL_SOURCES
 
+pytestmark = pytest.mark.proof(*KERNEL_SOURCES)
 needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 CUTS: dict[str, dict[str, Any]] = {
     "interleaved": {"interleaved": True}, "prefetched": {"prefetch_chunks": 2},

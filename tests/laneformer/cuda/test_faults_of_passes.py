@@ -17,8 +17,13 @@ from tests.laneformer.cuda.emulator import EmulationError, plain_accesses
 from tests.laneformer.cuda.stand_ins import EmulatedPasses
 from tests.laneformer.cuda.test_order import rebuild
 from tests.laneformer.cuda.test_passes import one_by_one, text
+from tests.proofs import KERNEL_SOURCES
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)]
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
 FAULTS = {  # file, was, now: in force while `here`; "numbers" where the emulator has nothing to say
     "a column reads another one's mail": (
         "block.cuh", "own_inbox() const { return inbox(p.device); }",

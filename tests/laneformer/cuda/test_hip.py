@@ -21,7 +21,9 @@ from tests.laneformer.cuda.harness import KERNELS, Emulated
 from tests.laneformer.cuda.hip import CLANG, instructions, loops, machine_code, noted, of_kernel
 from tests.laneformer.cuda.shapes import SHAPES
 from tests.laneformer.cuda.test_kernels import check, text
+from tests.proofs import KERNEL_SOURCES
 
+pytestmark = pytest.mark.proof(*KERNEL_SOURCES)
 compiled = pytest.mark.skipif(
     CLANG is None, reason="no clang-22, which compiles for gfx942: apt-get install clang-22"
 )

@@ -2,7 +2,7 @@
 a CPU can show.
 
 The figures and their reasons: docs/decisions/gpu.md. A gate is a function that raises; each is
-also shown to find a fault that is planted in the kernels' source. Cubins are kept in build/cubins.
+also shown to find a fault that is planted in the kernels' source. Cubins are kept in the cache of tests/proofs.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
 from tests.laneformer.cuda.test_compile import small
+from tests.proofs import CACHE, KERNEL_SOURCES
 
 pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
     pytest.mark.slow,
     pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"),
     pytest.mark.skipif(sass.tools() is None, reason="nvdisasm comes with Triton: pip install triton"),
@@ -96,7 +98,7 @@ def pointer_fields(structure: type[ctypes.Structure], at: int = 0) -> dict[str, 
 
 def compiled(version: str, geometry: Geometry, architecture: str, folder: Path) -> dict[str, Compiled]:
     cubin = folder / f"{version}-{architecture}.cubin"
-    cubin.write_bytes(compile_cubin(version, geometry, architecture, Path("build/cubins").absolute()))
+    cubin.write_bytes(compile_cubin(version, geometry, architecture, CACHE / "cubins"))
     return read(version, geometry, cubin)
 
 

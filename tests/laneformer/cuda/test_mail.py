@@ -22,10 +22,12 @@ from laneformer.engine.cuda.compile import FOLDER
 from laneformer.engine.cuda.geometry import Geometry, Machine
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.harness import small_config
+from tests.proofs import KERNEL_SOURCES
 
 MODEL = Path(__file__).with_name("mail.pml")
 MISSING = [program for program in ("spin", "gcc") if shutil.which(program) is None]
 pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
     pytest.mark.slow,
     pytest.mark.skipif(
         bool(MISSING), reason=f"the model checker needs {' and '.join(MISSING)}: apt-get install spin"

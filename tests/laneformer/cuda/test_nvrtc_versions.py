@@ -27,6 +27,7 @@ from tests.laneformer.cuda.test_machine_code import (
     spills_are_few,
     words_are_whole,
 )
+from tests.proofs import CACHE, KERNEL_SOURCES
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARIES = {"12.9": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "13.0": "nvidia/cu13/lib/libnvrtc.so.13"}
@@ -42,12 +43,13 @@ def compile_all(library: str, version: str, folder: str) -> None:
     compiler = Nvrtc(library)
     assert ".".join(map(str, compiler.version)) == version
     for unit, architecture in UNITS:
-        cubin = compile_cubin(unit, small(), architecture, Path("build/cubins"), compiler=compiler)
+        cubin = compile_cubin(unit, small(), architecture, CACHE / "cubins", compiler=compiler)
         (Path(folder) / f"{unit}-{architecture}.cubin").write_bytes(cubin)
-    cubin = compile_cubin("persistent", large(), "sm_90a", Path("build/cubins"), compiler=compiler)
+    cubin = compile_cubin("persistent", large(), "sm_90a", CACHE / "cubins", compiler=compiler)
     (Path(folder) / "2b.cubin").write_bytes(cubin)
 
 
+@pytest.mark.proof(*KERNEL_SOURCES)
 @pytest.mark.slow
 @pytest.mark.parametrize("version", LIBRARIES)
 def test_an_older_compiler(version: str, tmp_path: Path) -> None:

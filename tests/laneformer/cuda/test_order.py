@@ -28,8 +28,12 @@ from tests.laneformer.cuda.emulator import EmulationError
 from tests.laneformer.cuda.harness import Emulated
 from tests.laneformer.cuda.shapes import SHAPES, drawn
 from tests.laneformer.cuda.test_kernels import check, text
+from tests.proofs import KERNEL_SOURCES
 
-pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
 COUNT = int(os.environ.get("CUDA_SHAPES", "6"))
 TOKENS = 6
 SEEDS = range(3)

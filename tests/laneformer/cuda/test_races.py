@@ -21,8 +21,13 @@ from tests.laneformer.cuda.harness import Emulated
 from tests.laneformer.cuda.shapes import SHAPES
 from tests.laneformer.cuda.test_kernels import text
 from tests.laneformer.cuda.test_order import rebuild
+from tests.proofs import KERNEL_SOURCES
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)]
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
 BULK_SEEDS = 3, 6, 8  # lane 0 copies for its warp; else each lane copies what it alone reads
 
 

@@ -24,6 +24,7 @@ from tests.laneformer.engine.assets import (
     usable_isas,
 )
 from tests.laneformer.engine.test_native import build, hashes, run
+from tests.proofs import CORE_SOURCES
 
 ROOT = Path(__file__).resolve().parents[3]
 BELOW = os.environ.get("BELOW_AMX", "avx512_bf16")  # whose product few columns take
@@ -132,6 +133,7 @@ def test_batches_drafts_and_reused_prefixes_give_the_same_tokens():
                 assert np.abs(gaps).max() < NEAR
 
 
+@pytest.mark.proof(*CORE_SOURCES)
 @pytest.mark.slow
 def test_each_product_alone_and_all_kinds_of_requests_under_sanitizers():
     program = build("address,undefined", "tiles", LANEFORMER_EMULATED_TILES="ON")
@@ -145,6 +147,7 @@ def test_each_product_alone_and_all_kinds_of_requests_under_sanitizers():
         assert error < 3 * errors["portable", math], (isa, math)
 
 
+@pytest.mark.proof(*CORE_SOURCES)
 @pytest.mark.slow
 @pytest.mark.skipif("BELOW_AMX" in os.environ, reason="this is the emulation")
 def test_all_of_it_on_emulated_tiles():

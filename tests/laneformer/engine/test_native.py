@@ -1,12 +1,12 @@
 """The engine's core as a C++ program: under sanitizers, which must also catch planted faults, and
 on aarch64 with NEON.
 
-Each build compiles only what it needs. ThreadSanitizer and the emulated aarch64 run
-under `make sanitize` only.
+Each build compiles only what it needs. They are proofs: while no source changes, they are not repeated.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -16,22 +16,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.proofs import CACHE, CORE_SOURCES
+
 ROOT = Path(__file__).resolve().parents[3]
 AARCH64 = {
     "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64", "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
 }  # fmt: skip
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
-pytestmark = pytest.mark.slow
-only_when_asked = pytest.mark.skipif(
-    "SANITIZE" not in os.environ, reason="minutes: make sanitize, or set SANITIZE"
-)
+pytestmark = [pytest.mark.slow, pytest.mark.proof(*CORE_SOURCES)]
 
 
 def build(check: str, name: str = "", **definitions: str) -> Path:
     """The check program with these sanitizers (or "none"), or with "" the module; what
     is unchanged stays compiled.
     """
-    folder = ROOT / "build" / f"check-{name or check}"
+    folder = CACHE / f"check-{name or check}-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]}"
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cmake = shutil.which("cmake", path=tools)
     if cmake is None:
@@ -73,7 +72,6 @@ def test_a_write_beyond_the_weights_is_caught_and_nothing_else_is(watched):
     assert "heap-buffer-overflow" in caught.stderr, caught.stdout + caught.stderr
 
 
-@only_when_asked
 def test_a_race_is_caught_and_nothing_else_is():
     program = build("thread")
     assert "portable" in hashes(program)
@@ -82,7 +80,6 @@ def test_a_race_is_caught_and_nothing_else_is():
     assert "data race" in caught.stderr, caught.stdout + caught.stderr
 
 
-@only_when_asked
 @pytest.mark.skipif(not ON_X86, reason="compares with x86")
 def test_neon_gives_the_bits_of_avx2(watched):
     """NEON fuses multiply-adds as AVX2 does and every sum has the same order, so nothing may differ."""

@@ -20,6 +20,8 @@ from tools.bench import sm90, train_traffic
 from tools.cards import INPUTS
 from tools.plan import speed, sums
 
+JOBS = ("configs/*.toml", "tools/cards.toml")  # what the shipped jobs and the cards say
+
 OPTIONS = train_traffic.Options()
 CONFIG = LaneformerConfig.from_flavor(OPTIONS.flavor)
 W = 2 * OPTIONS.batch * OPTIONS.seq_len * CONFIG.num_lanes * CONFIG.hidden_size
@@ -145,6 +147,7 @@ def shipped() -> sm90.Recorder:
     return train_traffic.count(OPTIONS, validate=True)
 
 
+@pytest.mark.proof(*JOBS)
 @pytest.mark.slow
 def test_every_graph_of_the_shipped_job_becomes_triton_code(shipped: sm90.Recorder) -> None:
     """fullgraph is the trainer's; what Inductor cannot lower raises."""
@@ -158,6 +161,7 @@ def test_every_graph_of_the_shipped_job_becomes_triton_code(shipped: sm90.Record
         assert "cc=90" in graph.code
 
 
+@pytest.mark.proof(*JOBS)
 @pytest.mark.slow
 def test_a_step_moves_no_more_bytes_than_it_did(shipped: sm90.Recorder) -> None:
     for layer, (forward, backward) in enumerate(train_traffic.layers_of(shipped)):
@@ -168,6 +172,7 @@ def test_a_step_moves_no_more_bytes_than_it_did(shipped: sm90.Recorder) -> None:
         )
 
 
+@pytest.mark.proof(*JOBS)
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_the_plan_knows_what_was_counted(shipped: sm90.Recorder, gpu: str) -> None:

@@ -1,0 +1,182 @@
+"""Proofs that are functions of files: not repeated while nothing that decides them has changed.
+
+    pytestmark = pytest.mark.proof("models/laneformer/engine/cuda/*.cu*")
+
+A test so marked takes minutes and asks the same question of the same bytes each time: machine code, an emulator,
+sanitizers, a model checker. Its key is the SHA-256 of its name, of every Python file of this repository that its
+module reaches by imports (conftest files included), of the files that the mark's patterns match, and of the
+compilers, wheels, processor flags and switches below. When it has passed, its key is left in the cache; the next
+test with this key skips itself and says since when it is proved. Failures and skips leave nothing.
+
+The cache is ${LANEFORMER_CACHE:-~/.cache/laneformer}/ci. `make nightly` starts from an empty one.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(os.environ.get("LANEFORMER_CACHE") or Path.home() / ".cache/laneformer") / "ci"
+ROOTS = {"laneformer": ROOT / "models"}  # every other package lies in ROOT
+PACKAGES = {"records", "laneformer", "data_mixtures", "train", "evals", "tools", "examples", "tests"}
+COMPILERS = ("g++", "gcc", "clang-22", "spin", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
+WHEELS = ("numpy", "torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nanobind", "pytest")
+# what is compiled beside the Python modules that a test reaches
+KERNEL_SOURCES = (
+    "models/laneformer/engine/cuda/*.cu*", "models/laneformer/engine/sampling.h", "tests/laneformer/cuda/*.[chp]*",
+)  # fmt: skip
+CORE_SOURCES = (
+    "CMakeLists.txt", "models/laneformer/engine/cpu/csrc/**/*", "models/laneformer/engine/sampling.h",
+    "tests/laneformer/engine/*.cpp", "tests/laneformer/engine/*.h",
+)  # fmt: skip
+SWITCHES = ("SANITIZE", "CUDA_SHAPES", "CUDA_SEEDS", "BELOW_AMX")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"proof(*patterns): {(__doc__ or '').splitlines()[0]}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if mark := item.get_closest_marker("proof"):
+        key = key_of(item.nodeid.split("@tests/")[0], Path(str(item.path)), mark.args)
+        item.stash[KEY] = key
+        proved = CACHE / "proofs" / key
+        if proved.exists():
+            pytest.skip(f"proved: {key[:12]} on {proved.read_text().strip()}")
+
+
+KEY = pytest.StashKey[str]()
+PASSED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if KEY in item.stash:
+        item.stash[PASSED] = item.stash.get(PASSED, True) and report.passed
+        if report.when == "teardown" and item.stash[PASSED]:
+            leave(item.stash[KEY])
+    return report
+
+
+def leave(key: str) -> None:
+    """Remember that the test of this key has passed."""
+    (CACHE / "proofs").mkdir(parents=True, exist_ok=True)
+    partial = CACHE / "proofs" / f".{key}.{os.getpid()}"
+    partial.write_text(time.strftime("%Y-%m-%d\n"))
+    partial.rename(CACHE / "proofs" / key)
+
+
+def key_of(name: str, module: Path, patterns: tuple[str, ...]) -> str:
+    """The hash of all that decides a test; ValueError for a pattern that matches no file."""
+    whole = hashlib.sha256(f"{name}\n{surroundings()}\n".encode())
+    for path in sorted({*reached(module), *matched(patterns)}):
+        whole.update(f"{path.relative_to(ROOT)} {content_hash(path)}\n".encode())
+    return whole.hexdigest()
+
+
+def matched(patterns: tuple[str, ...]) -> set[Path]:
+    found: set[Path] = set()
+    for pattern in patterns:
+        files = {path for path in ROOT.glob(pattern) if path.is_file()}
+        if not files:
+            raise ValueError(f"the proof's input {pattern!r} matches no file below {ROOT}")
+        found |= files
+    return found
+
+
+@functools.cache
+def content_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@functools.cache
+def surroundings() -> str:
+    """Versions of compilers and wheels, the processor's flags, and the switches of the environment."""
+    lines = [
+        platform.platform(),
+        sys.version,
+        cpu_flags(),
+        *(f"{s}={os.environ.get(s, '')}" for s in SWITCHES),
+    ]
+    for name in COMPILERS:
+        path = shutil.which(name)
+        flag = "-V" if name == "spin" else "--version"
+        said = subprocess.run([path, flag], capture_output=True, text=True).stdout if path else "missing"
+        lines.append(f"{name}: {said.splitlines()[0] if said else path}")
+    for name in WHEELS:
+        lines.append(f"{name}: {version_of(name)}")
+    return "\n".join(lines)
+
+
+def version_of(wheel: str) -> str:
+    try:
+        return importlib.metadata.version(wheel)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def cpu_flags() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+@functools.cache
+def reached(module: Path) -> frozenset[Path]:
+    """The files of this repository that a module imports, directly or not, itself and its conftest files included."""
+    todo, found = [module, *conftests(module)], set()
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            todo += imports(path)
+    return frozenset(found)
+
+
+def conftests(module: Path) -> list[Path]:
+    folders = [folder for folder in module.parents if folder.is_relative_to(ROOT)]
+    return [folder / "conftest.py" for folder in folders if (folder / "conftest.py").exists()]
+
+
+@functools.cache
+def imports(path: Path) -> tuple[Path, ...]:
+    """Files of ours that one file imports, lazily and for typing, too; a module's packages run first."""
+    base = ROOTS["laneformer"] if path.is_relative_to(ROOTS["laneformer"]) else ROOT
+    package = path.relative_to(base).parent.parts
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return tuple(file for name in names for file in files_of(name))
+
+
+@functools.cache
+def files_of(name: str) -> tuple[Path, ...]:
+    """The file of a dotted name and the `__init__.py` of its packages; none if it is not ours."""
+    parts = name.split(".")
+    if parts[0] not in PACKAGES:
+        return ()
+    found, folder = [], ROOTS.get(parts[0], ROOT)
+    for part in parts:
+        candidates = (folder / f"{part}.py", folder / part / "__init__.py")
+        found += [path for path in candidates if path.is_file()]
+        folder = folder / part
+    return tuple(found)
