@@ -123,8 +123,7 @@ def choose_local_batch(options: Options, device: str) -> int:
         return 1
     job = plan_sums.Job(
         config=LaneformerConfig.from_flavor(options.flavor), seq_len=options.seq_len, steps=1,
-        global_batch=options.gpus, local_batch=1, shard=options.gpus, replicate=1,
-        checkpointing=options.checkpointing, reshard=True, checkpoint_interval=1, keep_latest=1, keep_every=0,
+        global_batch=options.gpus, local_batch=1, shard=options.gpus, checkpointing=options.checkpointing,
         param_bytes=plan_sums.BF16 if options.dtype == "bfloat16" else plan_sums.FP32,
     )  # fmt: skip
     batch = plan_sums.largest_local_batch(job, gpu)

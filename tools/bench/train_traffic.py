@@ -223,19 +223,17 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     """Title and body of one section of a benchmark file."""
     parts = [model_table(name, model, result["wide_bytes"]) for name, model in result["models"].items()]
     models = result["models"]
-
-    def rows(values: dict[str, dict[str, float]], shown: str) -> list[list[str]]:
-        return [[name, *(format(by_case[case], shown) for case in CASES)] for name, by_case in values.items()]
-
-    rates = table(["", *CASES], rows(result["rates"], "g"))
     parts_ms = models["laneformer"]["ms"]
-    speeds = [
-        *rows({f"{name}, tokens/s": model["tokens_per_s"] for name, model in models.items()}, ",.0f"),
-        *rows({"laneformer / dense": result["ratio"]}, ".2f"),
-        *rows({f"{part}, ms": {c: parts_ms[c][part] for c in CASES} for part in parts_ms["central"]}, ".0f"),
-    ]
-    said = f"The model of one {result['gpu']}, a micro-batch:\n\n{table(['', *CASES], speeds)}"
-    body = "\n\n".join([*parts, f"Assumed rates:\n\n{rates}", said])
+    speeds = {f"{name}, tokens/s": model["tokens_per_s"] for name, model in models.items()}
+    speeds["laneformer / dense"] = result["ratio"]
+    speeds |= {f"{part}, ms": {case: parts_ms[case][part] for case in CASES} for part in parts_ms["central"]}
+    for title, rows in {
+        "Assumed rates": result["rates"],
+        f"The model of one {result['gpu']}": speeds,
+    }.items():
+        cells = [[name, *by_case.values()] for name, by_case in rows.items()]
+        parts.append(f"{title}:\n\n{table(['', *CASES], cells)}")
+    body = "\n\n".join(parts)
     shape = f"{result['batch']} x {result['seq_len']} tokens, W = {result['wide_bytes'] / 1e9:.3f} GB"
     return f"`{result['flavor']}`, {shape}, torch {result['torch']}", body
 

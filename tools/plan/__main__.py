@@ -256,13 +256,8 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
             "--checkpoint.allow_fresh_start", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb",
             "--metrics.log_freq", "1",
         ]  # fmt: skip
-        env = {
-            **os.environ,
-            "NGPU": str(world_size),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(world_size),
-            "RANK": "0",
-        }
+        world = dict.fromkeys(("NGPU", "WORLD_SIZE"), str(world_size))
+        env = {**os.environ, **world, "LOCAL_RANK": "0", "RANK": "0"}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
         if done.returncode != 0:
             raise ValueError(f"the dry run of {config} failed: {(done.stdout + done.stderr)[-3000:]}")

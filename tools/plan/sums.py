@@ -59,12 +59,12 @@ class Job:
     global_batch: int
     local_batch: int
     shard: int
-    replicate: int
-    checkpointing: str  # none, selective, full
-    reshard: bool  # layers are gathered again for the backward pass
-    checkpoint_interval: int
-    keep_latest: int
-    keep_every: int  # steps between checkpoints that are never deleted, 0: none
+    replicate: int = 1
+    checkpointing: str = "selective"  # or none, full
+    reshard: bool = True  # layers are gathered again for the backward pass
+    checkpoint_interval: int = 1
+    keep_latest: int = 1
+    keep_every: int = 0  # steps between checkpoints that are never deleted, 0: none
     param_bytes: int = BF16
     reduce_bytes: int = FP32
 

@@ -60,7 +60,8 @@ NOTES = {
     "tokens/s of the 2B": "One GPU has no link. Layers before the delay exchange at once (`use_early_comm`), which "
     "is why `delay_2` is behind `delay_1` where the link is slow, and `delay_2_no_early` ahead of both. 16 GPUs are "
     "two nodes and would need a model of 16 lanes. Ladder is a join that is awaited one module late.",
-    "an agent's task": "Once decoding is fast, the tools are half the time: their inputs are assumed, replace them.",
+    "an agent's task": "Once decoding is fast, the tools are half the time: their inputs are assumed, replace them. "
+    "The price is that of a node of eight GPUs which this one task holds.",
 }
 
 
