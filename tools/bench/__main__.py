@@ -27,10 +27,7 @@ def main() -> None:
         print(f"usage: python -m tools.bench NAME [--help] ...\n\n{known}", file=sys.stderr)
         raise SystemExit(0 if name in ("-h", "--help") else 2)
     del sys.argv[1]
-    if name == "load":
-        importlib.import_module("tools.bench.load").main()
-    else:
-        importlib.import_module(f"tools.bench.{name.replace('-', '_')}").main()
+    importlib.import_module(f"tools.bench.{name.replace('-', '_')}").main()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""How long lanes take to give each other one module's outputs, beside gloo's and MPI's
-all-reduce of those bytes.
+"""Latency of one exchange between lanes, beside gloo's all-reduce of the same bytes.
 
 Between two threads and between two processes, through the engine's own exchange (csrc/exchange.h).
 """
@@ -7,13 +6,8 @@ Between two threads and between two processes, through the engine's own exchange
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
 import multiprocessing
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from laneformer.engine.machine import this_machine
-from tools.bench.harness import ROOT, Result
-
-INSTALL_MPI = "no mpi4py, or no mpiexec: pip install mpi4py mpich"
+from tools.bench.harness import Result
 
 
 def compare(payloads: tuple[int, ...], rounds: int) -> list[Result]:
@@ -53,7 +45,6 @@ def ways(floats: int, rounds: int) -> Iterator[tuple[str, Callable[[], np.ndarra
         yield f"one way, {place}", functools.partial(ours, place, floats, rounds, True)
         yield f"all-reduce, {place}", functools.partial(ours, place, floats, rounds, False)
     yield "all-reduce, gloo, processes", functools.partial(gloo, floats, rounds)
-    yield "all-reduce, MPI, processes", functools.partial(mpi, floats, rounds)
 
 
 def ours(place: str, floats: int, rounds: int, to_and_fro: bool) -> np.ndarray:
@@ -104,40 +95,8 @@ def rank_of_gloo(rank: int, path: str, floats: int, rounds: int) -> list[float]:
 
     torch.set_num_threads(1)  # not pinned: its transport has a thread of its own
     distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    values = torch.zeros(floats)
-    return timed(lambda: distributed.all_reduce(values), rounds)
-
-
-def timed(reduce: Callable[[], Any], rounds: int) -> list[float]:
-    times = []
+    values, clock = torch.zeros(floats), [time.perf_counter()]
     for _ in range(rounds):
-        began = time.perf_counter()
-        reduce()
-        times.append(time.perf_counter() - began)
-    return times
-
-
-def mpi(floats: int, rounds: int) -> np.ndarray:
-    launcher = shutil.which("mpiexec")
-    if launcher is None or importlib.util.find_spec("mpi4py") is None:
-        raise RuntimeError(INSTALL_MPI)
-    command = [launcher, "-n", "2", sys.executable, "-m", "tools.bench.exchange", str(floats), str(rounds)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        raise RuntimeError(f"mpiexec ended with status {done.returncode}: {done.stderr[-300:]}")
-    return np.array(json.loads(done.stdout))
-
-
-def main() -> None:
-    """One MPI rank: the first one prints its times."""
-    from mpi4py import MPI
-
-    floats, rounds = map(int, sys.argv[1:])
-    pin(MPI.COMM_WORLD.rank)
-    values, total = np.zeros(floats, np.float32), np.zeros(floats, np.float32)
-    times = timed(lambda: MPI.COMM_WORLD.Allreduce(values, total), rounds)
-    print(json.dumps(times) if MPI.COMM_WORLD.rank == 0 else "", end="")
-
-
-if __name__ == "__main__":
-    main()
+        distributed.all_reduce(values)
+        clock.append(time.perf_counter())
+    return np.diff(clock).tolist()

@@ -26,18 +26,16 @@ import pyarrow.parquet as pq
 from data_mixtures.mixture import Mixture
 from tools.bench import harness
 from tools.bench.harness import Candidate, Result, alternate
-from tools.bench.loader_baselines import BATCH
-from tools.bench.loader_process import LOADERS, cpu_rate, worst_deviation
-from tools.bench.loader_rivals import install
+from tools.bench.loader_baselines import BATCH, LOADERS, VOCAB_SIZE, install
+from tools.bench.loader_process import cpu_rate, worst_deviation
 from tools.markdown import table
 from tools.synthetic import write_lock
 
 WEIGHTS = {"web": 6320, "code": 2100, "math": 630, "multilingual": 500, "qa": 450}
 BARE = "Mixture.sequences"  # without threads, so there is nothing to stall or to resume
-VOCAB_SIZE, ROWS_PER_GROUP = 32_000, 256
+ROWS_PER_GROUP = 256
 OTHER_WORLD_SIZE = {  # ours is tested (tests/train/test_data.py); the others according to their code
     "MixtureLoader": "any, exact",
-    "MixtureLoader, bare queues": "any, exact",
     "torchtitan": "refused (asserts the same number of ranks)",
     "interleave_datasets": "manual (skip)",
     "interleave_datasets, streaming": "no (one state per rank)",

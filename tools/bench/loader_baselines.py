@@ -1,20 +1,20 @@
-"""The candidates of `tools.bench loader`, each in a process of its own: the same windows,
-batches of BATCH, int64.
+"""The loaders that `tools.bench loader` compares: ours and the baselines, on the same windows.
 
-A loader yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None). The
-baselines are unmodified; each reads already tokenized data in the form that its documentation asks for, in
-the faster of its ways.
+A loader yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None). The baselines are
+unmodified; each reads tokenized data in the format that its documentation recommends, in its faster mode. Some
+have to be installed, each into a folder of its own beside the environment.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import sys
 import types
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,23 @@ from data_mixtures.mixture import Mixture, read_lock
 
 BATCH = 8
 EPOCH = 20_000  # samples, where a baseline asks for it
+FOLDER = Path(sys.prefix)
+PACKAGES = {
+    "mosaicml-streaming": "mosaicml-streaming zstd python-snappy cramjam Brotli catalogue",
+    "olmo-core": "ai2-olmo-core bettermap cached-path dataclass-extensions",
+    "megatron-core": "megatron-core",
+}
+VOCAB_SIZE, EOS = 32_000, 2
+LARGEST_ORDER = 2_000_000  # samples; olmo-core and megatron-core build files of the whole order before step 1
+DOCUMENT_TOKENS = 1024  # Megatron shuffles documents and cuts them into windows afterwards
 Batches = Iterator[tuple[torch.Tensor, np.ndarray | None]]
+
+
+def install(name: str) -> str | None:
+    """The line that installs a loader; None where it is installed, or comes with the environment."""
+    if name not in PACKAGES or (FOLDER / name).is_dir():
+        return None
+    return f"{sys.executable} -m pip install --no-deps --target {FOLDER / name} {PACKAGES[name]}"
 
 
 class Loader:
@@ -80,43 +96,6 @@ class OurLoader(Loader):
             yield inputs["input"], inputs["source"].numpy()
 
 
-class BareQueues(OurLoader):
-    """Ours with a pair of C queues for each thread in place of torchdata: the
-    difference is torchdata's price.
-    """
-
-    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
-        import train.data
-
-        train.data.read_ahead = through_queues
-        yield from super().batches(state, workers)
-
-
-def through_queues(read: Callable[[int], Any], threads: int) -> Iterator[Any]:
-    """`train.data.read_ahead` without torchdata; taking a batch costs no lock that a reader can hold."""
-    from train.data import READ_AHEAD_BATCHES
-
-    asked: list[SimpleQueue] = [SimpleQueue() for _ in range(threads)]
-    done: list[SimpleQueue] = [SimpleQueue() for _ in range(threads)]
-
-    def serve(asked: SimpleQueue, done: SimpleQueue) -> None:
-        while (number := asked.get()) is not None:
-            done.put(read(number))
-
-    for queues in zip(asked, done, strict=True):
-        Thread(target=serve, args=queues, daemon=True).start()
-    try:
-        for number in range(threads * READ_AHEAD_BATCHES):
-            asked[number % threads].put(number)
-        for number in count():
-            result = done[number % threads].get()
-            asked[number % threads].put(number + threads * READ_AHEAD_BATCHES)
-            yield result
-    finally:
-        for queue in asked:
-            queue.put(None)
-
-
 class TorchTitan(Loader):
     """Its own data set and loader on rows of token ids, mixed beforehand, as it reads a single data set."""
 
@@ -139,9 +118,11 @@ class TorchTitan(Loader):
 
 
 class Interleave(Loader):
-    """datasets.interleave_datasets over Arrow files, memory-mapped."""
+    """datasets.interleave_datasets over memory-mapped Arrow files, or over streamed Parquet files."""
 
-    streaming = False
+    def __init__(self, data: Path, streaming: bool = False):
+        super().__init__(data)
+        self.streaming = streaming
 
     def mixed(self, state: Any = 0) -> Any:
         import datasets
@@ -154,9 +135,16 @@ class Interleave(Loader):
         return mixed.skip(state) if state and not self.streaming else mixed
 
     def state_at(self, sequence: int) -> Any:
-        if sequence >= (length := len(self.mixed())):
+        mixed = self.mixed()
+        if self.streaming and sequence > EPOCH:
+            raise LookupError(f"only by reading beyond {EPOCH} sequences")
+        if not self.streaming and sequence >= (length := len(mixed)):
             raise LookupError(f"impossible beyond its {length} rows")
-        return sequence
+        if not self.streaming:
+            return sequence
+        for _ in islice(mixed.iter(BATCH), sequence // BATCH):
+            pass
+        return mixed.state_dict()
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
         mixed = self.mixed(state)
@@ -168,30 +156,183 @@ class Interleave(Loader):
             mixed = self.mixed()
 
 
-class InterleaveStreaming(Interleave):
-    """datasets.interleave_datasets over Parquet files, streamed."""
-
-    streaming = True
-
-    def state_at(self, sequence: int) -> Any:
-        if sequence > EPOCH:
-            raise LookupError(f"only by reading beyond {EPOCH} sequences")
-        mixed = self.mixed()
-        for _ in islice(mixed.iter(BATCH), sequence // BATCH):
-            pass
-        return mixed.state_dict()
-
-
 def collate(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, np.ndarray]:
     tokens = np.stack([row["tokens"] for row in rows]).astype(np.int64)
     return torch.from_numpy(tokens), np.array([int(row["source"]) for row in rows])
 
 
-BASELINES: dict[str, type[Loader]] = {
+class Installed(Loader):
+    """A loader in a folder beside the environment, without its dependencies, which reading tokens does not need."""
+
+    name = ""
+
+    def __init__(self, data: Path):
+        super().__init__(data)
+        sys.path.append(str(FOLDER / self.name))
+
+    def tokens_of(self, source: str) -> np.ndarray:
+        """All tokens of a source, uint16, as the shards have them."""
+        rows = pq.read_table(self.data / f"{source}.parquet")["tokens"].combine_chunks()
+        return rows.flatten().to_numpy().reshape(-1, self.seq_len + 1)
+
+
+class Mosaic(Installed):
+    """mosaicml-streaming's StreamingDataset with a proportion per stream and its default shuffle."""
+
+    name = "mosaicml-streaming"
+
+    def __init__(self, data: Path):
+        super().__init__(data)
+        package = types.ModuleType("streaming")  # its own one imports its image data sets, hence torchvision
+        package.__path__ = [str(FOLDER / self.name / "streaming")]
+        sys.modules["streaming"] = package
+        torch._utils._get_available_device_type = lambda: "cpu"
+        if (data / "mds").is_dir():
+            return
+        from streaming.base import MDSWriter
+
+        columns = {"tokens": f"ndarray:uint16:{self.seq_len + 1}", "source": "uint16"}
+        for index, name in enumerate(self.names):
+            with MDSWriter(out=str(data / "mds" / name), columns=columns) as writer:
+                for window in self.tokens_of(name):
+                    writer.write({"tokens": window, "source": np.uint16(index)})
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        from streaming.base import Stream, StreamingDataLoader, StreamingDataset
+        from streaming.base.util import clean_stale_shared_memory
+
+        clean_stale_shared_memory()
+        streams = [
+            Stream(local=str(self.data / "mds" / name), proportion=share)
+            for name, share in zip(self.names, self.shares, strict=True)
+        ]
+        dataset = StreamingDataset(streams=streams, batch_size=BATCH, epoch_size=EPOCH, num_canonical_nodes=1,
+                                   shuffle=True, shuffle_seed=1)  # fmt: skip
+        if state:
+            epoch, within = divmod(state, EPOCH)
+            dataset.load_state_dict({**dataset.state_dict(within, True), "epoch": epoch})
+        for _ in range(1000):
+            yield from StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=collate)
+
+
+class Ordered(Installed):
+    """One whose order of the whole run is in files; they are there when a job resumes."""
+
+    def state_at(self, sequence: int) -> Any:
+        if sequence > LARGEST_ORDER:
+            raise LookupError(
+                f"not tried beyond {LARGEST_ORDER:,}: an order of that many samples would be built first"
+            )
+        next(self.batches(sequence))
+        return sequence
+
+
+class OlmoCore(Ordered):
+    """OLMo-core's NumpyFSLDataLoader over a source mixture: the order of the trainer of OLMo 2 and 3."""
+
+    name = "olmo-core"
+
+    def __init__(self, data: Path):
+        super().__init__(data)
+        (data / "olmo").mkdir(exist_ok=True)
+        for name in self.names:
+            if not (path := data / "olmo" / f"{name}.npy").is_file():  # raw tokens, whatever the suffix says
+                np.append(self.tokens_of(name)[:, :-1], np.uint16(EOS)).tofile(path)  # it looks for an end
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        from olmo_core.data import DataCollator, NumpyFSLDataLoader, NumpyFSLDatasetConfig, TokenizerConfig
+        from olmo_core.data.source_mixture import (
+            SourceMixtureConfig,
+            SourceMixtureDatasetConfig,
+            SourceMixtureList,
+        )
+
+        sources = [
+            SourceMixtureConfig(name, share, [str(self.data / f"olmo/{name}.npy")], max_repetition_ratio=1e4)
+            for name, share in zip(self.names, self.shares, strict=True)
+        ]
+        size, batch = max(EPOCH, state + 100 * BATCH), BATCH * self.seq_len
+        mixture = SourceMixtureDatasetConfig(
+            SourceMixtureList(sources), size * self.seq_len, batch, render_tables=False, quiet=True
+        )
+        tokenizer = TokenizerConfig(vocab_size=VOCAB_SIZE, eos_token_id=EOS, pad_token_id=0)
+        folder = str(self.data / f"olmo/work-{size}")
+        dataset = NumpyFSLDatasetConfig.from_src_mix(
+            mixture, tokenizer=tokenizer, sequence_length=self.seq_len, work_dir=folder
+        ).build()
+        dataset.prepare()
+        loader = NumpyFSLDataLoader(
+            dataset, collator=DataCollator(pad_token_id=0), global_batch_size=batch, work_dir=folder, seed=1,
+            num_workers=workers,
+        )  # fmt: skip
+        ends = np.array([end for _, end in dataset.offsets])
+        source_of = np.array([self.names.index(Path(path).stem) for path in dataset.paths])
+        loader.reshuffle(epoch=1)
+        loader.batches_processed = state // BATCH
+        while True:
+            for each in loader:
+                index = each["index"].numpy()
+                yield each["input_ids"].long(), source_of[np.searchsorted(ends, index, side="right")]
+            loader.reset()
+            loader.reshuffle()
+
+
+class Tokenizer:
+    """What Megatron's data set asks of one."""
+
+    vocab_size, eod, pad = VOCAB_SIZE, EOS, 0
+    unique_identifiers: dict[str, str] = {"class": "Tokenizer"}  # noqa: RUF012
+
+
+class Megatron(Ordered):
+    """megatron-core's blended GPTDataset; its sampler, of Megatron-LM, reads the samples in a row."""
+
+    name = "megatron-core"
+
+    def __init__(self, data: Path):
+        super().__init__(data)
+        logging.disable(logging.WARNING)
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group(
+                "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+            )
+        (data / "megatron").mkdir(exist_ok=True)
+        for name in self.names:
+            path = data / "megatron" / name
+            if not path.with_suffix(".idx").is_file():
+                builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.uint16)
+                tokens = self.tokens_of(name)[:, :-1].ravel()
+                for first in range(0, len(tokens), DOCUMENT_TOKENS):
+                    document = tokens[first : first + DOCUMENT_TOKENS]
+                    builder.add_document(document, [len(document)])
+                builder.finalize(f"{path}.idx")
+
+    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+        size = max(EPOCH, state + 100 * BATCH)
+        config = GPTDatasetConfig(
+            random_seed=1, sequence_length=self.seq_len, split="1,0,0", tokenizer=Tokenizer(),
+            blend=([str(self.data / "megatron" / name) for name in self.names], self.shares),
+            path_to_cache=str(self.data / "megatron/cache"), reset_position_ids=False, reset_attention_mask=False,
+            eod_mask_loss=False, create_attention_mask=False,
+        )  # fmt: skip
+        dataset, *_ = BlendedMegatronDatasetBuilder(GPTDataset, [size, 0, 0], lambda: True, config).build()
+        while True:
+            order = torch.arange(state, size // BATCH * BATCH).view(-1, BATCH).tolist()
+            for each in torch.utils.data.DataLoader(dataset, batch_sampler=order, num_workers=workers):
+                yield each["tokens"], each["dataset_id"].numpy()
+            state = 0
+
+
+LOADERS: dict[str, Callable[[Path], Loader]] = {
     "Mixture.sequences": Sequences,
     "MixtureLoader": OurLoader,
-    "MixtureLoader, bare queues": BareQueues,
     "torchtitan": TorchTitan,
     "interleave_datasets": Interleave,
-    "interleave_datasets, streaming": InterleaveStreaming,
+    "interleave_datasets, streaming": functools.partial(Interleave, streaming=True),
+    **{kind.name: kind for kind in (Mosaic, OlmoCore, Megatron)},
 }

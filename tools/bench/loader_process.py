@@ -16,11 +16,8 @@ import psutil
 import torch
 
 from tools.bench.harness import Result, serve
-from tools.bench.loader_baselines import BASELINES, BATCH, Loader
-from tools.bench.loader_rivals import RIVALS
+from tools.bench.loader_baselines import BATCH, LOADERS, Loader
 from train.job_config import patch_torch_for_cpu
-
-LOADERS = {**BASELINES, **RIVALS}
 
 
 def cpu_rate(read: Callable[[], int], seconds: float) -> float:

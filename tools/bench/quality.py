@@ -81,9 +81,9 @@ def measure(options: Options, console: Any) -> Result:
     rows[FP8] = compared(reference, logits, windows, text_bytes) | {"bits": rows["int8, math exact"]["bits"]}
     for kind in LLAMACPP if options.llamacpp else ():
         with console.status(f"llama.cpp {kind}"):
-            rival = LlamaCpp(None, options.model, kind, options.threads)
-            logits = [rival.logits(ids) for ids in windows]
-        bits = 8 * rival.weight_bytes / parameters
+            baseline = LlamaCpp(None, options.model, kind, options.threads)
+            logits = [baseline.logits(ids) for ids in windows]
+        bits = 8 * baseline.weight_bytes / parameters
         rows[f"llama.cpp {kind}"] = compared(reference, logits, windows, text_bytes) | {"bits": bits}
         console.print(f"llama.cpp {kind}: {rows[f'llama.cpp {kind}']}", style="dim")
     return {"model": str(options.model), "tokens": sum(map(len, windows)), "types": rows}

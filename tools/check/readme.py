@@ -1,45 +1,28 @@
-"""Writes the parts of README.md that are computed: the table of figures and the picture of the lanes.
+"""Writes the computed parts of the README: its measured claim and the picture of the lanes.
 
-    python -m tools.check.readme    (rewrites README.md and docs/images/lanes.svg)
+    python -m tools.check.readme [--check]
 
-The figures are read from the tables of the newest pages in docs/benchmarks and from the fault tests, so that
-README repeats no number that it could get wrong. tests/tools/check/test_readme.py holds both.
+The claim is computed from the tables of the newest page of decode speed in docs/benchmarks. `make nightly`
+checks that the files are up to date.
 """
 
 from __future__ import annotations
 
-import ast
+import argparse
 import random
 import re
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- figures: python -m tools.check.readme -->", "<!-- end of figures -->"
 PICTURE = Path("docs/images/lanes.svg")
-FAULT_TESTS = Path("tests/train/test_faults.py")
 
 Row = dict[str, str]  # cells by the header of their column; the first column's header may be empty
 
-# --- figures
+# --- the claim
 # ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Section:
-    """One `##` section of a page: its heading, its prose and its Markdown tables."""
-
-    heading: str
-    text: str
-    tables: list[list[Row]] = field(default_factory=list)
-
-    def row(self, column: str, *names: str) -> Row:
-        """The row that begins with the cells `names` in the table that has `column`. Raises ValueError."""
-        for table in self.tables:
-            for row in table:
-                if column in row and tuple(c.strip("`") for c in row.values())[: len(names)] == names:
-                    return row
-        raise ValueError(f"section {self.heading!r} has no table with a column {column!r} and a row {names}")
 
 
 def newest_page(root: Path, topic: str) -> Path:
@@ -50,95 +33,46 @@ def newest_page(root: Path, topic: str) -> Path:
     return pages[-1]
 
 
-def sections(page: Path) -> list[Section]:
-    """The dated sections of a page, oldest first."""
+def rows_of(section: str) -> Iterator[Row]:
+    """The rows of a section's Markdown tables; of columns with the same header the first one counts."""
+    for block in re.findall(r"(?m)(?:^\|.*\n?)+", section):
+        header, _, *body = (
+            [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
+            for line in block.strip().split("\n")
+        )
+        for cells in body:
+            yield dict(reversed(list(zip(header, cells, strict=True))))
+
+
+def medians(page: Path, heading: str) -> list[tuple[int, float]]:
+    """Percent of the probe and ratio to llama.cpp of each run whose heading has `heading`.
+
+    Left out: runs without llama.cpp, and those of other workloads.
+    """
     found = []
-    for part in re.split(r"(?m)^## ", page.read_text(encoding="utf-8"))[1:]:
-        heading, _, text = part.partition("\n")
-        blocks = re.findall(r"(?m)(?:^\|.*\n?)+", text)
-        found.append(Section(heading, text, [table(block) for block in blocks]))
-    return sorted(found, key=lambda section: section.heading[:20])
+    for section in re.split(r"(?m)^## ", page.read_text(encoding="utf-8"))[1:]:
+        if heading in section.partition("\n")[0]:
+            rows = [row for row in rows_of(section) if row.get("workload") == "decode at depth 0"]
+            percents = [row["% of probe"] for row in rows if row.get("") == "laneformer"]
+            ratios = [
+                row["median"] for row in rows if row.get("over") == "llamacpp" and row["ours"] == "laneformer"
+            ]
+            found += [(int(percents[0]), float(ratio)) for ratio in ratios]
+    if not found:
+        raise ValueError(f"{page.name} has no run of {heading} beside llama.cpp")
+    return found
 
 
-def table(block: str) -> list[Row]:
-    """The rows of a Markdown table; of columns with the same header the first one counts."""
-    lines = [
-        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().split("\n")
-    ]
-    header, _, *body = lines
-    named = [(i, name) for i, name in enumerate(header) if name not in header[:i]]
-    return [{name: cells[i] for i, name in named} for cells in body]
-
-
-def newest_with(found: list[Section], needed: str) -> Section:
-    """The newest section whose heading or text has `needed`. Raises ValueError without one."""
-    for section in reversed(found):
-        if needed in section.heading or needed in section.text:
-            return section
-    raise ValueError(f"no section holds {needed!r}")
-
-
-def fault_kinds(root: Path) -> list[str]:
-    """The kinds of fault that one run of the fault tests goes through."""
-    for node in ast.parse((root / FAULT_TESTS).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FAULTS" and node.value:
-            return sorted({fault["kind"] for fault in ast.literal_eval(node.value)})
-    raise ValueError(f"{FAULT_TESTS} has no list FAULTS")
-
-
-def first(pattern: str, text: str) -> str:
-    """The first match's group. Raises ValueError without a match."""
-    if found := re.search(pattern, text, re.MULTILINE):
-        return found[1]
-    raise ValueError(f"no match of {pattern!r} in {text[:200]!r}...")
-
-
-def figures(root: Path = ROOT) -> str:
-    """The table of README's first screen, in Markdown."""
-    decode, loader = newest_page(root, "cpu-decode"), newest_page(root, "loader")
-    alone = "decode at depth 0"
-    of_300m = [section for section in sections(decode) if "`300m` in bf16" in section.heading]
-    paired = newest_with(of_300m, f"| {alone} | laneformer | llamacpp |")
-    ours, ratio = (
-        paired.row("% of probe", alone, "laneformer"),
-        paired.row("median", alone, "laneformer", "llamacpp"),
+def claim(root: Path = ROOT) -> str:
+    """README's measured claim: the range over all runs on the newest page of decode speed, not the best one."""
+    page = newest_page(root, "cpu-decode")
+    percents, ratios = zip(*medians(page, "`300m` in bf16"), strict=True)
+    text = (
+        f"Two CPU cores, `300m` in bf16, one request, medians of several runs: {min(percents)} to {max(percents)}% of "
+        f"the memory bandwidth probed in the same run, {min(ratios):.2f} to {max(ratios):.2f} times llama.cpp "
+        f"([runs]({page.relative_to(root)})). Not yet run on a GPU."
     )
-    large = newest_with(sections(decode), "`2b` in bf16").row("% of probe", alone, "laneformer")
-    loading = sections(loader)[-1]
-    speeds = {row["loader"]: float(row["M tokens/s/core"]) for row in loading.tables[0]}
-    others = [speed for name, speed in speeds.items() if not name.startswith("Mix")]
-    kinds = fault_kinds(root)
-    setting, rounds = paired.heading.partition(": ")[2], first(r"(\d+) rounds of", paired.text)
-    windows = first(r"of (\d+) tokens from", loading.text)
-    rows = [
-        (
-            f"{ours['% of probe']}%",
-            f"of the machine's read bandwidth, probed in the same run: decoding one request, {setting}, {alone[10:]} "
-            f"({first(r'^(.+?, [0-9]+ CPUs)', paired.text)}; {rounds} rounds). `2b`: {large['% of probe']}%",
-            decode,
-        ),
-        (
-            f"{ratio['median']}x",
-            f"llama.cpp's tokens/s in the same rounds, ahead in {ratio['ahead in']}",
-            decode,
-        ),
-        (
-            f"{speeds['MixtureLoader']:.0f} M",
-            f"tokens/s per core from the data loader, windows of {windows} tokens in the page cache; "
-            f"{speeds['MixtureLoader'] / max(others):.1f}x the fastest of {len(others)} other loaders",
-            loader,
-        ),
-        (
-            f"{len(kinds)}",
-            "kinds of fault in one training run (killed ranks, a hang, NaN, a full disk, a truncated checkpoint, ...): "
-            "it restarts by itself and ends in the weights of an undisturbed run, bit for bit",
-            root / FAULT_TESTS,
-        ),
-    ]
-    lines = [
-        f"| **{number}** | {what} | [{page.name}]({page.relative_to(root)}) |" for number, what, page in rows
-    ]
-    return "\n".join(["| measured | what, and where | source |", "|---:|---|---|", *lines])
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 # --- the picture
@@ -253,21 +187,27 @@ def picture() -> str:
 
 
 def generated(root: Path = ROOT) -> dict[Path, str]:
-    """README.md and the picture as they should be. Raises ValueError when README lacks the
-    marks of its table.
-    """
+    """README.md and the picture as they should be. Raises ValueError when README lacks the marks of its claim."""
     text = (root / "README.md").read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"README.md must hold {BEGIN!r} and {END!r} once each")
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    return {Path("README.md"): f"{before}{BEGIN}\n\n{figures(root)}\n\n{after}", PICTURE: picture()}
+    return {Path("README.md"): f"{before}{BEGIN}\n{claim(root)}\n{after}", PICTURE: picture()}
 
 
-def main() -> None:
-    """Write the computed parts of README.md."""
-    for path, text in generated().items():
-        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-        (ROOT / path).write_text(text, encoding="utf-8")
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> None:
+    parser = argparse.ArgumentParser("python -m tools.check.readme", description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if a file is out of date"
+    )
+    check = parser.parse_args(arguments).check
+    for path, text in generated(root).items():
+        if (root / path).is_file() and (root / path).read_text(encoding="utf-8") == text:
+            continue
+        if check:
+            raise SystemExit(f"{path} is out of date; run python -m tools.check.readme")
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, encoding="utf-8")
         print(f"written: {path}")
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 pytest.importorskip("torchtitan")
-from tools.bench import loader, loader_rivals
-from tools.bench.loader_process import LOADERS, worst_deviation
+from tools.bench import loader, loader_baselines
+from tools.bench.loader_baselines import LOADERS
+from tools.bench.loader_process import worst_deviation
 
 
 @pytest.mark.slow
 def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loader_rivals, "FOLDER", tmp_path)
+    monkeypatch.setattr(loader_baselines, "FOLDER", tmp_path)
     out = tmp_path / "loader.md"
     only = ("MixtureLoader", "interleave_datasets", "mosaicml-streaming")
     toy = "--windows 1200 --seq-len 64 --rounds 1 --seconds 0.1 --steps 5 --sequences 1000 --resume-at 80 1000000"
@@ -36,9 +37,9 @@ def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*loader_rivals.PACKAGES, "MixtureLoader, bare queues"])
-def test_a_rival_reads_the_same_windows(name, tmp_path):
-    if line := loader_rivals.install(name):
+@pytest.mark.parametrize("name", [*loader_baselines.PACKAGES])
+def test_a_baseline_reads_the_same_windows(name, tmp_path):
+    if line := loader_baselines.install(name):
         pytest.skip(line)
     options = loader.Options(windows=1200, seq_len=64)
     loader.write_data(tmp_path, options)
