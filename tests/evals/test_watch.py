@@ -111,7 +111,8 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path: Path) -> None:
     run.mkdir()
     (run / "config.toml").write_text('[evals]\nevery_steps = 1\ncommands = ["decode_speed"]\n')
     process = watcher(run)
-    while not (run / ".evals-watch.lock").exists():
+    until = time.monotonic() + 120
+    while not (run / ".evals-watch.lock").exists() and time.monotonic() < until:
         time.sleep(0.02)
     assert process.poll() is None, "no checkpoint yet: it waits"
     with pytest.raises(ValueError, match="another watcher"), only_watcher(run):

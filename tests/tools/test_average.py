@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -151,16 +150,15 @@ def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
 def test_interrupted_it_leaves_nothing(trained: Path, tmp_path: Path) -> None:
     """A SIGTERM while the tensors are written: neither the folder nor its temporary one stays behind."""
     program = (
-        "import runpy, sys, time; import torch.distributed.checkpoint as dcp; load = dcp.load;"
-        "dcp.load = lambda *a, **k: (print('loading', flush=True), time.sleep(0.05), load(*a, **k));"
+        "import runpy, signal, sys; import torch.distributed.checkpoint as dcp; load = dcp.load;"
+        "dcp.load = lambda *a, **k: (load(*a, **k), print('loaded', flush=True), signal.pause());"
         "sys.argv[0] = 'average'; runpy.run_module('tools.average', run_name='__main__')"
     )
     command = [sys.executable, "-c", program, str(trained), "--last", "3", "--out", str(tmp_path / "mean")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "loading\n"
+    assert process.stdout.readline() == "loaded\n"
     assert [path.name for path in tmp_path.iterdir()] == ["mean.part"]
-    time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=30)[1]
     assert (process.returncode, said.splitlines()[-1]) == (

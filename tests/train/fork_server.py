@@ -1,55 +1,100 @@
-"""Forks training workers from a process that has imported TorchTitan once: a job then starts in a
-fraction of a second.
+"""A process that has imported TorchTitan once, and in which `python -m train` is a fork instead of a start.
 
     python -m tests.train.fork_server
 
-Each line of stdin is a job, {"arguments", "ranks", "environment", "port", "log"}; the answer is the list
-of exit statuses. The workers are processes that run `train.__main__.main` with the environment that
-torchrun would set, and as with torchrun, the first failure ends the others. What depends on torchrun
-itself is tested with torchrun.
+Imports take eight seconds, a fork a few milliseconds. In this process and in what is forked from it,
+`subprocess` runs `python -m NAME` for the programs in WARM by a fork that becomes that program: with its
+arguments, environment, signal handlers and descriptors as they would be after exec. Everything else is the
+real thing: the supervisor is a process, torchrun's own agent its child and the ranks that one's children.
+tests/train/test_fork_server.py compares the two.
+
+Each line of stdin is a job, {"command", "environment", "log"}, and its answer the exit status. `command` is
+the command line of one process; or, with "ranks" and "port", the arguments of `python -m train` for that
+many processes without torchrun: the answer is then the list of their exit statuses, and the first failure
+ends the others.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib
+import io
 import json
 import os
+import runpy
 import signal
+import subprocess
 import sys
 import time
 import traceback
 import types
+from pathlib import Path
 from typing import Any, NoReturn
 
-import train.__main__ as program  # isort: skip - patches torch for CPUs before TorchTitan is imported
-import torchtitan.train
-from torchtitan.config import ConfigManager
-
-import train.spec
-import train.trainer  # noqa: F401
-from train.supervise.signals import WORKER
-
+ENVIRONMENT = dict(os.environ)  # without what imports add to it
 GRACE_S = 5.0  # for the other ranks, to say what they saw of a failure
+TIMEOUT_S = 500.0
+WARM = ("train", "train.supervise", "train.job_config", "torch.distributed.run", "tests.train.rank")
 
 
-def work(job: dict[str, Any], rank: int) -> NoReturn:
-    """Become one rank of the job."""
+class Popen(subprocess.Popen):
+    """subprocess.Popen whose process is a fork of this one where it would be a warm program."""
+
+    def __init__(self, args: Any, **options: Any):
+        if (program := warm_program(args)) is not None:
+            environment = options.get("env")
+            become = functools.partial(
+                become_program, program, dict(os.environ if environment is None else environment)
+            )
+            options["preexec_fn"] = become  # never returns, so nothing is executed
+        super().__init__(args, **options)
+
+
+def warm_program(command: Any) -> list[str] | None:
+    """NAME and arguments of `python [-u] -m NAME ...` if it is warm."""
+    if isinstance(command, str | bytes | os.PathLike) or command[0] != sys.executable:
+        return None
+    rest = [part for part in command[1:3] if part != "-u"] + list(command[3:])
+    return rest[1:] if rest[:1] == ["-m"] and rest[1] in WARM else None
+
+
+def become_program(program: list[str], environment: dict[str, str]) -> NoReturn:
+    """In a new process: run a module as `python -m` does, and end."""
     status = 1
     try:
-        log = os.open(job["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"],
-                 "MASTER_ADDR": "localhost", "MASTER_PORT": job["port"]}  # fmt: skip
-        os.environ.update({**job["environment"], **{name: str(value) for name, value in place.items()}})
-        sys.argv = [program.__file__, *job["arguments"]]
-        ConfigManager.parse_args.__defaults__ = (job["arguments"],)  # sys.argv[1:] as it was at the import
+        gc.enable()  # subprocess turns it off around a fork
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        ):  # subprocess resets them, a new interpreter ignores them
+            signal.signal(number, signal.SIG_IGN)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # whoever started this learns by it that all went well
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(io.FileIO(n, "wb", closefd=False), write_through=True) for n in (1, 2)
+        )
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["-m", *program[1:]]
+        titan: Any = importlib.import_module("torchtitan.train")
+        titan.ConfigManager.parse_args.__defaults__ = (program[1:],)  # sys.argv[1:] as it was at the import
         # its pause of two seconds "for other ranks to complete": our trainer ends in a barrier
-        torchtitan.train.time = types.SimpleNamespace(**{**vars(time), "sleep": lambda s: None})  # type: ignore[attr-defined]
-        WORKER.install()
-        program.main()
+        titan.time = types.SimpleNamespace(**{**vars(time), "sleep": lambda s: None})
+        for name in (program[0], f"{program[0]}.__main__"):
+            if not hasattr(sys.modules.get(name), "__path__"):
+                sys.modules.pop(name, None)  # what runs is a module of its own, as with `python -m`
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -58,24 +103,58 @@ def work(job: dict[str, Any], rank: int) -> NoReturn:
         os._exit(status)
 
 
-def run(job: dict[str, Any]) -> list[int]:
-    """Exit statuses by rank, negative for a signal."""
-    sys.stdout.flush()
-    running = {os.fork() or work(job, rank): rank for rank in range(job["ranks"])}
-    statuses, deadline = [0] * job["ranks"], None
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            statuses[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-            deadline = time.monotonic() + GRACE_S if status and deadline is None else deadline
-        elif deadline is not None and time.monotonic() > deadline:
-            for other in running:
-                os.kill(other, signal.SIGKILL)
-            deadline = float("inf")
-        else:
-            time.sleep(0.01)
-    return statuses
+def run(job: dict[str, Any]) -> int | list[int]:
+    """Exit statuses, negative for a signal."""
+    with open(job["log"], "ab") as log:
+        if "ranks" not in job:
+            environment = {**ENVIRONMENT, **job["environment"]}
+            with Popen(
+                job["command"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            ) as process:
+                Path(job["pid"]).write_text(str(process.pid))
+                try:
+                    return process.wait(TIMEOUT_S)
+                finally:
+                    process.kill()
+        return run_ranks(job, log)
 
+
+def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
+    """All ranks at once; when one has failed, the others have GRACE_S to say what they saw of it."""
+    size = job["ranks"]
+    place = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": job["port"],
+    }
+    command, running = [sys.executable, "-m", "train", *job["command"]], []
+    for rank in range(size):
+        numbers = {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        environment = {**ENVIRONMENT, **job["environment"], **numbers}
+        running.append(Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+    deadline_s = None
+    while any(process.poll() is None for process in running):
+        if deadline_s is None and any(process.returncode for process in running):
+            deadline_s = time.monotonic() + GRACE_S
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            for process in running:
+                process.kill()
+        time.sleep(0.01)
+    return [process.returncode for process in running]
+
+
+subprocess.Popen = Popen  # type: ignore[misc] - before torch's agent takes it by name
+
+for name in (
+    "train.__main__",  # patches torch for CPUs before TorchTitan is imported
+    "torch.distributed.run",
+    "torchtitan.train",
+    "train.spec",
+    "train.trainer",
+    "train.supervise.__main__",
+):
+    importlib.import_module(name)
 
 if __name__ == "__main__":
     for line in sys.stdin:

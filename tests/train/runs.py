@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -65,14 +67,25 @@ def launch(
 
 def run_job(run: Path, arguments: list[str], ranks: int, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m train` with these arguments on `ranks` processes; stdout holds the output of all."""
-    server, log = fork_server(), run.with_name(f"{run.name}.{time.monotonic_ns()}.log")
-    job = {"arguments": arguments, "ranks": ranks, "port": free_port(), "log": str(log),
+    log = run.with_name(f"{run.name}.{time.monotonic_ns()}.log")
+    job = {"command": arguments, "ranks": ranks, "port": free_port(), "log": str(log),
            "environment": {"WANDB_MODE": "offline", **env}}  # fmt: skip
+    statuses = ask(job)
+    return subprocess.CompletedProcess(arguments, next(filter(None, statuses), 0), log.read_text(), "")
+
+
+def ask(job: dict[str, Any], meanwhile: Callable[[], None] = lambda: None) -> Any:
+    """The fork server's answer to a job; `meanwhile` is called when it has the job."""
+    server = fork_server()
     assert server.stdin is not None
     assert server.stdout is not None
     print(json.dumps(job), file=server.stdin, flush=True)
-    statuses = json.loads(server.stdout.readline())
-    return subprocess.CompletedProcess(arguments, next(filter(None, statuses), 0), log.read_text(), "")
+    meanwhile()
+    return json.loads(server.stdout.readline())
+
+
+def environment() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 
 
 def succeed(run: Path, lock: Path, *overrides: str, **options) -> list[dict]:

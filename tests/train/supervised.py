@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.train.runs import run_job
+from tests.train.runs import ask, run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN, GLOBAL_BATCH, RANKS = 32, 4, 2
@@ -63,9 +63,18 @@ def faulty(
 
 
 def supervise(
-    folder: Path, lock: Path, steps: int, interval: int, faults: list[dict[str, Any]], *more: str
+    folder: Path,
+    lock: Path,
+    steps: int,
+    interval: int,
+    faults: list[dict[str, Any]],
+    *more: str,
+    warm: bool = True,
 ) -> tuple[Path, int, str]:
-    """One life of the supervisor: (run folder, its exit status, what it said)."""
+    """One life of the supervisor: (run folder, its exit status, what it said).
+
+    warm: it and the attempts' processes are forked by the fork server; otherwise all is really started.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "faults.json"
     plan.write_text(json.dumps([{"rank": None, **fault} for fault in faults]))
@@ -73,15 +82,20 @@ def supervise(
         sys.executable, "-m", "train.supervise", "--nproc-per-node", str(RANKS),
         *arguments(folder / "run", lock, steps, interval), "--experimental.custom_import", "tests.train.faults", *more,
     ]  # fmt: skip
-    env = {**environment(), "LANEFORMER_FAULTS": str(plan)}
-    with open(folder / "supervisor.log", "a+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-        (folder / "supervisor.pid").write_text(str(process.pid))
-        try:
-            status = process.wait(timeout=500)
-        finally:
-            process.kill()
-    return folder / "run", status, (folder / "supervisor.log").read_text()
+    env, said, pid = {"LANEFORMER_FAULTS": str(plan)}, folder / "supervisor.log", folder / "supervisor.pid"
+    if warm:
+        status = ask({"command": command, "environment": env, "log": str(said), "pid": str(pid)})
+    else:
+        with open(said, "a") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env={**environment(), **env}, stdout=log, stderr=subprocess.STDOUT
+            )
+            pid.write_text(str(process.pid))
+            try:
+                status = process.wait(timeout=500)
+            finally:
+                process.kill()
+    return folder / "run", status, said.read_text()
 
 
 def environment() -> dict[str, str]:

@@ -42,7 +42,7 @@ def test_a_killed_rank_changes_nothing(prepared_data: Path, tmp_path: Path) -> N
     """The short form that `make test` runs: one rank dies two steps after a checkpoint."""
     lock, steps = prepared_data / "phase1.lock.json", 2 * INTERVAL
     fault = {"kind": "kill", "step": INTERVAL + 2, "rank": 1}
-    run, status, said = supervise(tmp_path / "killed", lock, steps, INTERVAL, [fault])
+    run, status, said = supervise(tmp_path / "killed", lock, steps, INTERVAL, [fault], warm=False)
     assert status == 0, said
     assert_same(run, undisturbed(tmp_path / "reference", lock, steps, INTERVAL), steps)
     attempts = read_lines(run / "attempts.jsonl")

@@ -128,7 +128,8 @@ def test_a_stream_keeps_its_tokens_when_its_request_is_done_but_not_read():
         expected = engine.generate([1], max_new_tokens=5)
         stream = engine.stream([1], max_new_tokens=5)
         first = next(stream)
-        time.sleep(0.2)  # long done by now
+        while not engine._decoder.poll(0, 1.0, True)[1]:
+            pass
         with pytest.raises(RuntimeError, match="busy"):
             engine.generate([2])
         assert [first, *stream] == expected

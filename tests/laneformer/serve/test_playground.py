@@ -185,7 +185,7 @@ RENDER = """import('/playground/markdown.js').then(({ Markdown }) => {
 def test_what_a_model_writes_never_runs(page: Page, server: StandIn) -> None:
     server.texts["attack"] = "\n\n".join(HOSTILE)
     say(page, "attack")
-    time.sleep(0.1)
+    page.run("new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)))")
     assert page.run("typeof window.pwned") == "undefined"
     forbidden = (
         "script, img, svg, iframe, style, b, [onerror], [onclick], [onload], [onmouseover], [style], [srcdoc]"

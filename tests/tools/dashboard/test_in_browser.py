@@ -180,7 +180,9 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
         for clicks in (1, 2):
             for kind in ("mousePressed", "mouseReleased"):
                 mouse(page, kind, left + width / 2, middle, clicks)
-        time.sleep(1)
+        settled_s = time.monotonic() + 1  # a click that is not answered within a second was lost
+        while not page.run(f"{state}.x === null") and time.monotonic() < settled_s:
+            time.sleep(0.02)
     page.run(f"render(document.getElementById('{TRAINING}'))")
     assert (axis(page, TRAINING), axis(page, TRAINING, "xaxis")) == at_first
     press(page, TRAINING, "[data-act=autoscale]")

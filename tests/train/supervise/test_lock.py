@@ -212,5 +212,5 @@ def test_workers_outlive_their_supervisor_and_keep_others_out(prepared_data: Pat
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
-    _, status, said = supervise(tmp_path, lock, 6, 2, [{"kind": "stop", "step": 3, "rank": 1}])
+    _, status, said = supervise(tmp_path, lock, 6, 2, [{"kind": "stop", "step": 3, "rank": 1}], warm=False)
     assert status == 0, said

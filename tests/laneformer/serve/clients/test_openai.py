@@ -30,7 +30,7 @@ def test_a_full_queue_is_429_and_the_client_tries_again(
 ) -> None:
     asked = Asked(server(model_folder, max_waiting=0).url, "tiny", "none")
     held: list[Any] = []
-    with asked.sync() as client, asked.sync(max_retries=40) as patient:
+    with asked.sync() as client, asked.sync(max_retries=400) as patient:
 
         def fill() -> None:
             while len(held) < 100:  # nobody reads them, so they run on
@@ -45,7 +45,7 @@ def test_a_full_queue_is_429_and_the_client_tries_again(
             retries.append(1)
             for stream in held:
                 stream.close()
-            time.sleep(0.1)  # until the server sees it
+            time.sleep(0.02)  # each retry asks whether the server has seen it
 
         monkeypatch.setattr(patient, "_sleep_for_retry", leave)
         assert asked.chat(patient).choices

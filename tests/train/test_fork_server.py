@@ -1,0 +1,122 @@
+"""A torchrun of the fork server against the real one: what ranks find at their start, exit statuses, and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.train.runs import ask, environment
+from train.supervise.attempt import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+def command(folder: Path, how: str) -> list[str]:
+    folder.mkdir()
+    torchrun = ["--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=static", "--node-rank=0", "--tee=3"]
+    torchrun += [f"--rdzv-endpoint=localhost:{free_port()}", f"--log-dir={folder / 'logs'}"]
+    rank = ["-m", "tests.train.rank", str(folder), how]
+    return [sys.executable, "-m", "torch.distributed.run", *torchrun, *rank]
+
+
+def real(folder: Path, how: str, meanwhile: Callable[[Path], None]) -> int:
+    with open(folder.with_suffix(".log"), "wb") as log:
+        env = {**os.environ, **environment(), "GIVEN": "a value"}
+        with subprocess.Popen(command(folder, how), cwd=ROOT, env=env, stdout=log, stderr=log) as process:
+            folder.with_suffix(".pid").write_text(str(process.pid))
+            meanwhile(folder)
+            return process.wait(60)
+
+
+def forked(folder: Path, how: str, meanwhile: Callable[[Path], None]) -> int:
+    places = {"log": str(folder.with_suffix(".log")), "pid": str(folder.with_suffix(".pid"))}
+    job = {"command": command(folder, how), "environment": {**environment(), "GIVEN": "a value"}, **places}
+    return ask(job, lambda: meanwhile(folder))
+
+
+def wait_for(what: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline_s, "nothing happened"
+        time.sleep(0.01)
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def signal_it(folder: Path, number: int) -> None:
+    """A signal to torchrun once both ranks are there."""
+    wait_for(lambda: len(list(folder.glob("rank.*.json"))) == 2)
+    os.kill(int(folder.with_suffix(".pid").read_text()), number)
+
+
+def terminate(folder: Path) -> None:
+    signal_it(folder, signal.SIGTERM)
+
+
+def kill(folder: Path) -> None:
+    signal_it(folder, signal.SIGKILL)
+
+
+def facts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank.{rank}.json").read_text()) for rank in range(2)]
+
+
+def report(folder: Path) -> list[tuple[str, ...]]:
+    """What torchrun says of the first rank to fail."""
+    text = folder.with_suffix(".log").read_text()
+    return re.findall(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("how", "meanwhile", "status", "cause"),
+    [
+        ("well", nothing, 0, []),
+        ("fail", nothing, 1, [("1", "3")]),
+        ("raise", nothing, 1, [("1", "1")]),
+        ("killed", nothing, 1, [("1", "-9")]),
+        ("wait", terminate, 1, []),
+        ("wait", kill, -signal.SIGKILL, []),
+    ],
+    ids=["well", "fail", "raise", "killed", "terminated", "torchrun killed"],
+)
+def test_it_ends_as_the_real_one(
+    tmp_path: Path, how: str, meanwhile: Callable[[Path], None], status: int, cause: list
+) -> None:
+    statuses = [start(tmp_path / start.__name__, how, meanwhile) for start in (real, forked)]
+    said = (tmp_path / "forked.log").read_text()
+    assert statuses == [status, status], said
+    assert report(tmp_path / "real") == report(tmp_path / "forked") == cause, said
+    if how != "wait":  # torchrun has passed on what its ranks say, and kept it
+        assert "[default1]:rank 1 says hello" in said
+        (kept,) = (tmp_path / "forked/logs").rglob("1/stdout.log")
+        assert kept.read_text() == "rank 1 says hello\n"
+    theirs, ours = facts(tmp_path / "real"), facts(tmp_path / "forked")
+    for a, b in zip(theirs, ours, strict=True):
+        assert b["parent"] == int((tmp_path / "forked.pid").read_text()), "a rank is torchrun's child"
+        assert b["leads_its_group"]
+        changing = {"pid", "parent", "arguments"}
+        assert {k: v for k, v in a.items() if k not in changing} == {
+            k: v for k, v in b.items() if k not in changing
+        }
+    if meanwhile is kill:  # its ranks live on in both cases, as orphans
+        for fact in (*theirs, *ours):
+            rank = psutil.Process(fact["pid"])
+            assert rank.ppid() != fact["parent"]
+            rank.kill()
+    else:
+        pids = {fact["pid"] for fact in ours}
+        wait_for(lambda: not pids & set(psutil.pids()))
