@@ -15,7 +15,7 @@ enum { NUM_REGS = 4, MAX_DYNAMIC_SHARED = 8, CARVEOUT = 9, COOPERATIVE = 2 };
 
 typedef struct {
   int driver, architecture, multiprocessors, threads, registers, shared_total, shared_block;
-  int most_blocks;  // of a cooperative launch, where others use the GPU as well; what the occupancy does not know
+  int max_blocks;  // of a cooperative launch, where others use the GPU as well; what the occupancy does not know
 } Card;
 typedef struct {
   char name[32];
@@ -113,7 +113,7 @@ int cuLaunchKernelEx(const Config* config, Kernel* kernel, void** arguments, voi
   cuOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, config->shared);
   for (unsigned i = 0; i < config->attribute_count; ++i)
     if (config->attributes[i].id == COOPERATIVE) cooperative = config->attributes[i].value.value;
-  if (cooperative && blocks > least(card.most_blocks, resident * card.multiprocessors)) return TOO_LARGE;
+  if (cooperative && blocks > least(card.max_blocks, resident * card.multiprocessors)) return TOO_LARGE;
   LOG("{\"kernel\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %u, \"max_shared\": %d, ",
       kernel->name, config->grid[0], config->grid[1], config->grid[2], config->block[0], config->block[1],
       config->block[2], config->shared, kernel->max_shared);
