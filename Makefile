@@ -6,8 +6,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
 TORCH ?= torch==2.13.0
-# test files run side by side, with one OpenMP thread each: threads that wait for each other on shared cores spin
-TEST_WORKERS ?= 2
+# more workers than cores, since many tests wait for processes; with one OpenMP thread each: threads that wait for
+# each other on shared cores spin
+TEST_WORKERS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 SERVING := chat,gguf,serve,grammar
@@ -110,18 +111,18 @@ lint: setup
 structure: setup
 	$(BIN)/python -m tools.check.structure
 
-# -rs: a test that skips itself says why
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(TEST_WORKERS) --dist loadfile
+# -rs: a test that skips itself says why; groups and their order: tests/schedule.py
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
 test: lint structure browser
-	$(PYTEST) -m "not slow" --durations 10 --durations-min 5
+	$(PYTEST) -m "not slow"
 
 # what tests need beyond the set-up; without it they skip themselves
 extras: browser slurm bwrap spin amdgpu $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
 	$(VENV)/nvrtc-12.9 $(VENV)/nvrtc-13.0
 
 test-all: lint structure extras
-	$(PYTEST) $(SELECT) --durations 40 --durations-min 5
+	$(PYTEST) $(SELECT)
 
 # the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
 sanitize: setup cross

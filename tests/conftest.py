@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from examples import corpus
 
-pytest_plugins = ["tests.proofs"]
+if TYPE_CHECKING:  # as a plugin it must be imported by pytest first, for its asserts
+    from tests.shared import Shared
+
+pytest_plugins = ["tests.proofs", "tests.schedule", "tests.shared"]
 
 # examples are timed on shared machines: a limit per example would fail on a slow day
 hypothesis.settings.register_profile("shared", deadline=None)
@@ -64,11 +68,14 @@ web = 0
 
 
 @pytest.fixture(scope="session")
-def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared_data(shared: Shared) -> Path:
     """A data directory with three small sources, a 512-piece tokenizer and the locks of two
     phases, windows of 32.
     """
-    folder = tmp_path_factory.mktemp("data")
+    return shared("prepared_data", prepare) / "out"
+
+
+def prepare(folder: Path) -> None:
     recipe = folder / "recipe.toml"
     recipe.write_text(RECIPE)
     corpus.write(folder, {"web": [(corpus.read(corpus.docstrings, "{stdlib}/*.py"), 70_000)]})
@@ -76,4 +83,3 @@ def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["--workers", "1"]  # so little text is done before other processes have started
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return folder / "out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +36,11 @@ def rows_of(run: Path) -> list[dict]:
 
 
 def checkpoint_model(run: Path, step: int) -> Laneformer:
-    target = run / f"step-{step}.pt"
-    dcp_to_torch_save(run / f"checkpoint/step-{step}", target)
+    with tempfile.NamedTemporaryFile() as target:
+        dcp_to_torch_save(run / f"checkpoint/step-{step}", target.name)
+        state = torch.load(target.name, weights_only=False)
     model = Laneformer(SMALL)
-    model.load_state_dict(
-        {k: v for k, v in torch.load(target, weights_only=False).items() if k in model.state_dict()}
-    )
+    model.load_state_dict({k: v for k, v in state.items() if k in model.state_dict()})
     return model
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,9 +106,9 @@ def metrics(run: Path) -> list[dict]:
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    target = run / f"step-{step}.pt"
-    dcp_to_torch_save(run / f"checkpoint/step-{step}", target)
-    state = torch.load(target, weights_only=False)
+    with tempfile.NamedTemporaryFile() as target:
+        dcp_to_torch_save(run / f"checkpoint/step-{step}", target.name)
+        state = torch.load(target.name, weights_only=False)
     return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
 
 

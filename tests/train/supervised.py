@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,9 @@ def curve(run: Path) -> dict[int, dict[str, Any]]:
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Weights and moments of a checkpoint."""
-    target = run / f"step-{step}.pt"
-    dcp_to_torch_save(run / f"checkpoint/step-{step}", target)
-    state = torch.load(target, weights_only=False)
+    with tempfile.NamedTemporaryFile() as target:
+        dcp_to_torch_save(run / f"checkpoint/step-{step}", target.name)
+        state = torch.load(target.name, weights_only=False)
     return {k: v for k, v in {**state, **state["optimizer"]}.items() if isinstance(v, torch.Tensor)}
 
 

@@ -10,16 +10,20 @@ import pytest
 from data_mixtures import shards
 from data_mixtures.stages import sorted_runs
 from tests.data_mixtures.stages.shuffle_assets import plan_of, prepared, texts_of
+from tests.shared import Shared
 
 
 @pytest.fixture(scope="session")
-def two_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_sources(shared: Shared) -> Path:
+    return shared("two_sources", make_two_sources) / "data"
+
+
+def make_two_sources(folder: Path) -> None:
     texts = {"notes": texts_of(130), "sums": texts_of(90, seed=1)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "BLOCK_BYTES", 128)
         patch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
-        folder = tmp_path_factory.mktemp("two") / "data"
-        return prepared(folder, plan_of(("notes", "sums"), windows_per_shard=20), texts)
+        prepared(folder / "data", plan_of(("notes", "sums"), windows_per_shard=20), texts)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import pytest
 
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
 from tests.laneformer.test_chat_template import SMOLLM2
+from tests.shared import Shared
 from tests.tokenizer_assets import byte_level, save
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,13 +103,13 @@ def write_model(folder: Path, **sizes: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(shared: Shared) -> Path:
     """A model of some ten thousand tokens a second, with sliding windows; its context is 512 tokens."""
-    return write_model(tmp_path_factory.mktemp("served") / "tiny", max_position_embeddings=512)
+    return shared("served", lambda folder: write_model(folder, max_position_embeddings=512))
 
 
 @pytest.fixture(scope="session")
-def slow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slow_folder(shared: Shared) -> Path:
     """A model of a thousand tokens a second at most: its 8,192 tokens run while a test looks."""
     sizes = {
         "hidden_size": 320,
@@ -116,7 +117,7 @@ def slow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_hidden_layers": 8,
         "max_position_embeddings": 8192,
     }
-    return write_model(tmp_path_factory.mktemp("served") / "slow", **sizes)
+    return shared("served_slowly", lambda folder: write_model(folder, **sizes))
 
 
 @pytest.fixture(scope="session")

@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared import Shared
 from tests.train.runs import STEPS, succeed
 from tests.train.sft import chats
 
 
 @pytest.fixture(scope="session")
-def lock(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lock(prepared_data: Path, shared: Shared) -> Path:
     """A mixture of packed conversations in windows of chats.SEQ_LEN tokens."""
-    return chats.prepare(tmp_path_factory.mktemp("chats"), prepared_data / "tokenizer.model", 300)
+    tokenizer = prepared_data / "tokenizer.model"
+    return shared("chats", lambda folder: chats.prepare(folder, tokenizer, 300)) / "data/sft.lock.json"
 
 
 @pytest.fixture(scope="session")
-def parent(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def parent(prepared_data: Path, shared: Shared) -> Path:
     """The last checkpoint of a short phase 1."""
-    run = tmp_path_factory.mktemp("parent") / "run"
-    flags = (*chats.FLAGS[:4], "--validation.no-enable")
-    succeed(run, prepared_data / "phase1.lock.json", *flags, ranks=1)
-    return run / f"checkpoint/step-{STEPS}"
+    lock, flags = prepared_data / "phase1.lock.json", (*chats.FLAGS[:4], "--validation.no-enable")
+    made = shared("parent", lambda folder: succeed(folder / "run", lock, *flags, ranks=1))
+    return made / f"run/checkpoint/step-{STEPS}"

@@ -1,0 +1,103 @@
+"""The order in which pytest-xdist starts tests: groups by file, the longest group first.
+
+A group runs in one worker. Tests that use a fixture of module scope stay together; the others of a long file are
+cut into groups of about GROUP_S. Workers write the groups to a file, which the scheduler reads: the marks of
+`--dist loadgroup` get lost with pytest 9.2, where xdist 3.8 appends them to an attribute that nobody reads.
+`--no-loadscope-reorder` keeps xdist from sorting groups by their number of tests.
+Durations come from durations.json, which `pytest --write-durations` brings up to date.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+DURATIONS = Path(__file__).with_name("durations.json")
+GROUPS = "groups.json"
+GROUP_S = 30.0
+UNKNOWN_S, UNKNOWN_SLOW_S = 0.1, 5.0  # of a test that durations.json does not name
+LEAST_S = 1.0  # shorter tests are not listed
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help=f"update {DURATIONS.name} from this run")
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not getattr(config.option, "loadgroup", False):  # set by xdist in its workers
+        return
+    durations: dict[str, float] = json.loads(DURATIONS.read_text())
+    seconds: defaultdict[str, float] = defaultdict(float)  # of a group
+    group_of: dict[pytest.Item, str] = {}
+    number: defaultdict[str, int] = defaultdict(int)  # of the group of a file that is being filled
+    for item in items:
+        file = group = item.nodeid.split("::")[0]
+        slow = item.get_closest_marker("slow") is not None
+        duration = durations.get(item.nodeid, UNKNOWN_SLOW_S if slow else UNKNOWN_S)
+        if not shares_a_fixture(item):
+            if number[file] == 0 or seconds[f"{file}#{number[file]}"] + duration > GROUP_S:
+                number[file] += 1
+            group = f"{file}#{number[file]}"
+        seconds[group] += duration
+        group_of[item] = group
+    items.sort(key=lambda item: (-seconds[group_of[item]], group_of[item]))
+    folder = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    (folder / GROUPS).write_text(json.dumps({item.nodeid: group for item, group in group_of.items()}))
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """One worker runs all tests of a group; groups start in the order of collection."""
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        self.group_of: dict[str, str] = {}
+
+    def _split_scope(self, nodeid: str) -> str:
+        if not self.group_of:  # all workers collected the same
+            folder = self.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+            self.group_of = json.loads(next(folder.glob(f"popen-*/{GROUPS}")).read_text())
+        return self.group_of[nodeid]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether it uses a fixture that is made once for a module or a class."""
+    known = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    return any(fixtures[-1].scope in ("module", "class", "package") for fixtures in known.values())
+
+
+class Stopwatch:
+    """Sums what set-up, call and tear-down of each test took; in the process that controls the workers."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.skipped: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if report.skipped:
+            self.skipped.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        DURATIONS.write_text(merged(json.loads(DURATIONS.read_text()), self.seconds, self.skipped))
+
+
+def merged(known: dict[str, float], measured: dict[str, float], skipped: set[str]) -> str:
+    """The file's content: measured tests replace known ones, but for those that were skipped."""
+    ran = {name: round(taken, 1) for name, taken in measured.items() if name not in skipped}
+    kept = {name: taken for name, taken in {**known, **ran}.items() if taken >= LEAST_S}
+    return json.dumps(dict(sorted(kept.items())), indent=1) + "\n"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch())

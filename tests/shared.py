@@ -1,0 +1,96 @@
+"""Folders that tests of all pytest-xdist workers read, each made once in a session.
+
+`shared(name, make)` calls make(folder) in whichever worker needs the folder first; the others wait for it, and
+where it failed they fail at once with the same error. Nobody may change such a folder: at the session's end each
+is compared with what it was when it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+IGNORED = {"__pycache__", ".git"}  # running code and asking git may write there
+
+
+@dataclass(frozen=True)
+class Shared:
+    """root: of all shared folders of a session."""
+
+    root: Path
+
+    def __call__(self, name: str, make: Callable[[Path], object]) -> Path:
+        self.root.mkdir(parents=True, exist_ok=True)
+        folder, done, failed = (self.root / f"{name}{suffix}" for suffix in ("", ".done", ".failed"))
+        with FileLock(self.root / f"{name}.lock"):
+            if failed.exists():
+                pytest.fail(f"{name} could not be made:\n{failed.read_text()}", pytrace=False)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that died while it made it
+                folder.mkdir()
+                try:
+                    make(folder)
+                except (Exception, pytest.fail.Exception):
+                    failed.write_text(traceback.format_exc())
+                    raise
+                done.write_text(json.dumps(digest(folder)))
+        return folder
+
+    def changes(self) -> list[str]:
+        """What is not as it was when it was made, a line for each file."""
+        lines = []
+        for done in sorted(self.root.glob("*.done")):
+            was, now = json.loads(done.read_text()), digest(done.with_suffix(""))
+            changed = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+            lines += [f"{done.stem}/{name} {kind(name, was, now)}" for name in changed]
+        return lines
+
+
+def kind(name: str, was: dict[str, str], now: dict[str, str]) -> str:
+    return "was added" if name not in was else "was deleted" if name not in now else "was changed"
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Path below the folder -> hash of the file's content and time of its last change."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not IGNORED & set(path.relative_to(folder).parts):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[str(path.relative_to(folder))] = f"{content} {path.stat().st_mtime_ns}"
+    return found
+
+
+def root_of(config: pytest.Config) -> Path:
+    """The same in all workers of a session and in the process that controls them."""
+    base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    return (base.parent if hasattr(config, "workerinput") else base) / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared(pytestconfig: pytest.Config) -> Shared:
+    return Shared(root_of(pytestconfig))
+
+
+CHANGES = pytest.StashKey[list[str]]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return
+    session.config.stash[CHANGES] = changes = Shared(root_of(session.config)).changes()
+    if changes and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if changes := config.stash.get(CHANGES, []):
+        terminalreporter.section("A test changed a folder that all tests share", red=True)
+        terminalreporter.write_line("\n".join(changes))
