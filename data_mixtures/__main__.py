@@ -1,70 +1,106 @@
-"""`python -m data_mixtures STAGE RECIPE.toml --out DIR`: one stage from text to shards.
+"""`python -m data_mixtures COMMAND ...`: from text to shards, and what is in them.
 
-    plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: in this order; each can be killed and
-    restarted verify, stats: check and describe prepared data free: delete the files of a stage (--stage)
-    that the next stage has read, to save disk space show LOCK|RUN: what training reads, as text, and where
-    it came from (`show --help`)
-
-`python -m data_mixtures.prepare` runs them all.
+prepare RECIPE.toml --out DIR: all stages (`python -m data_mixtures.prepare` is the same)
+plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: one stage; in this order; each can be killed
+and restarted
+verify, stats: check and describe prepared data
+free --stage NAME: delete the files of a stage that the next stage has read, to save disk space
+show LOCK|RUN: what training reads, as text, and where it came from
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
 
+import tyro
 from rich.console import Console
 
 from data_mixtures import prepare, recipe, show
+from data_mixtures.prepare import Arguments
 from data_mixtures.stages import pipeline, stage
+from data_mixtures.stages import stats as statistics
+
+Given = tyro.conf.OmitArgPrefixes[Arguments]
+Sources = Annotated[
+    str, tyro.conf.arg(help="names of sources, separated by commas; default: all of the recipe")
+]
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["show"]:  # of a lock or a run folder, not of a recipe
-        shown = show.parser().parse_args(sys.argv[2:])
-        return prepare.reported(lambda: show.run(shown, Console()))
-    arguments = parser().parse_args()
-    return prepare.reported(lambda: run(arguments, Console()))
+    return prepare.reported(lambda: run(sys.argv[1:]))
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m data_mixtures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def run(arguments: Sequence[str]) -> None:
+    """One command. ValueError for everything that a user can fix."""
+    commands: dict[str, Callable[..., Any]] = {
+        "prepare": prepare.run,
+        **{name: functools.partial(one_stage, name) for name in pipeline.TO_SHARDS},
+        "manifest": manifest,
+        "verify": verify,
+        "stats": stats,
+        "free": free,
+        "show": show.command,
+    }
+    tyro.extras.subcommand_cli_from_dict(
+        commands, prog="python -m data_mixtures", description=__doc__, args=arguments
     )
-    made.add_argument("command", choices=pipeline.STAGES)
-    prepare.add_arguments(made)
-    made.add_argument("--sources", help="names of sources, separated by commas; default: all of the recipe")
-    made.add_argument(
-        "--stage", choices=tuple(pipeline.READERS), help="free: the stage whose files to delete"
-    )
-    made.add_argument(
-        "--repair", action="store_true", help="verify: restore single damaged blocks from parity"
-    )
-    made.add_argument(
-        "--quarantine", action="store_true", help="verify: --repair, then take damaged shards out"
-    )
-    made.add_argument("--sequences", help="stats: length of each phase, such as phase1=1000000,phase2=500000")
-    return made
 
 
-def run(arguments: argparse.Namespace, console: Console) -> None:
-    """One stage. ValueError for everything that a user can fix."""
-    loaded = recipe.load(arguments.recipe)
-    names = tuple(source.name for source in loaded.sources)
-    sources = tuple(arguments.sources.split(",")) if arguments.sources else names
-    recipe.check_known("source", sources, names)
-    with stage.exclusive(arguments.out):
-        context = pipeline.RunContext(
-            loaded, arguments.out, sources, prepare.options(arguments), console, arguments.mirror,
-            budget_bytes=arguments.budget_bytes, to_free=arguments.stage, repair=arguments.repair,
-            quarantine=arguments.quarantine, sequences=_sequences(arguments.sequences), replace=arguments.replace,
-        )  # fmt: skip
-        context.do(arguments.command)
+@contextmanager
+def begun(given: Arguments, names: str) -> Iterator[pipeline.RunContext]:
+    loaded = recipe.load(given.recipe)
+    known = tuple(source.name for source in loaded.sources)
+    sources = tuple(names.split(",")) if names else known
+    recipe.check_known("source", sources, known)
+    with stage.exclusive(given.out):
+        yield pipeline.RunContext(loaded, given.out, sources, given.options(), Console())
 
 
-def _sequences(given: str | None) -> dict[str, int]:
+def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:
+    """One stage from text to shards."""
+    with begun(given, sources) as context:
+        step = pipeline.stages_to_shards(given.mirror, given.budget_bytes)[name]
+        pipeline.do(context, step, given.replace)
+
+
+def manifest(given: Given, sources: Sources = "") -> None:
+    """Publish the shards with their manifests, and pin the phases."""
+    with begun(given, sources) as context:
+        pipeline.publish(context, given.replace)
+
+
+def verify(given: Given, sources: Sources = "") -> None:
+    """Compare every byte with its manifest; for damage, print the commands that restore it."""
+    with begun(given, sources) as context:
+        pipeline.check_data(context, given.recipe)
+
+
+def stats(given: Given, sources: Sources = "", sequences: str = "") -> None:
+    """Tables of what prepared data holds, and DIR/stats.json.
+
+    Args:
+        sequences: length of each phase, such as phase1=1000000,phase2=500000
+    """
+    with begun(given, sources) as context:
+        lengths, threads = _sequences(sequences), context.options.threads
+        statistics.write(context.out, context.sources, context.console, lengths, threads)
+
+
+def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], sources: Sources = "") -> None:
+    """Delete the files of a stage, if the stage that reads them has done all units.
+
+    Args:
+        stage: the stage whose files to delete
+    """
+    with begun(given, sources) as context:
+        pipeline.free(context, stage)
+
+
+def _sequences(given: str) -> dict[str, int]:
     pairs = [pair.partition("=") for pair in given.split(",")] if given else []
     for phase, _, count in pairs:
         if not count.isdecimal():

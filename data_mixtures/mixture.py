@@ -102,9 +102,7 @@ def read_lock(path: Path) -> dict[str, Any]:
 class Mixture:
     """The sequences of one phase, by index; any number of threads may read. Open it with `Mixture.open`."""
 
-    def __init__(
-        self, lock: Mapping[str, Any], files: Sequence[TokenFile], shared_checks: bool = False
-    ) -> None:
+    def __init__(self, lock: Mapping[str, Any], files: Sequence[TokenFile]) -> None:
         sources = lock["sources"]
         self.fingerprint: str = lock["fingerprint"]
         self.phase: str = lock["phase"]
@@ -122,10 +120,10 @@ class Mixture:
         self._windows = np.array([source["windows"] for source in sources], dtype=np.int64)
         self._caps = np.array([source["epoch_cap"] for source in sources], dtype=np.int64)
         # all windows of all sources in a row: where each source and each file begins
-        self._files = WindowFiles(files, self.seq_len, shared_checks)
+        self._files = WindowFiles(files, self.seq_len)
         self.packed: bool = lock["packing"] == CONVERSATIONS
         flags = [_flags_of(file) for file in files] if self.packed else []
-        self._flags = WindowFiles(flags, self.seq_len, shared_checks) if self.packed else None
+        self._flags = WindowFiles(flags, self.seq_len) if self.packed else None
         self._source_begins = np.cumsum(self._windows) - self._windows
         lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
         self._file_begins = np.cumsum(lengths) - lengths
@@ -143,21 +141,16 @@ class Mixture:
         )
 
     @classmethod
-    def open(
-        cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None, shared_checks: bool = False
-    ) -> Mixture:
+    def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
         """Open a lock file and the sources beside it.
 
         offsets: windows of each source that earlier phases consumed (their `windows_per_source`).
-        shared_checks: the ranks of a node check each block once together, and the first of them the sizes of
-        the files. ValueError for a lock that was edited, a manifest that is not the pinned one, a shard of
-        the wrong size, or a negative offset.
+        ValueError for a lock that was edited, a manifest that is not the pinned one, a shard of the wrong
+        size, or a negative offset.
         """
         path = Path(lock_path)
         lock = read_lock(path)
-        sizes = not shared_checks or os.environ.get("LOCAL_RANK", "0") == "0"
-        files = [file for entry in lock["sources"] for file in _open_source(path, entry, sizes)]
-        mixture = cls(lock, files, shared_checks)
+        mixture = cls(lock, [file for entry in lock["sources"] for file in _open_source(path, entry)])
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
@@ -248,7 +241,7 @@ class Mixture:
         return index, file, np.where(epochs == 0, (window * stride + begin) % count, window), epochs
 
 
-def _open_source(lock_path: Path, entry: Mapping[str, Any], sizes: bool) -> list[TokenFile]:
+def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> list[TokenFile]:
     folder = lock_path.parent / entry["name"]
     manifest = shards.read_manifest(folder)
     if manifest["content_sha256"] != entry["content_sha256"]:
@@ -257,8 +250,7 @@ def _open_source(lock_path: Path, entry: Mapping[str, Any], sizes: bool) -> list
             f"{manifest['content_sha256']}, pinned is {entry['content_sha256']}): another text, tokenizer, seed or "
             "length. Use the lock file that belongs to it, or prepare both again"
         )
-    if sizes:
-        shards.check_sizes(folder, manifest)
+    shards.check_sizes(folder, manifest)
     return [(os.path.join(folder, shard["name"]), shard) for shard in manifest["shards"]]
 
 

@@ -13,18 +13,20 @@ both commands are here.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
 from data_mixtures import recipe, shards
 from data_mixtures.stages import pipeline, stage
-from data_mixtures.stages.run import AGAIN, KINDS, Options, figures
+from data_mixtures.stages.run import AGAIN, Options, figures
 from records.workers import usable_cpus
 
 SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
@@ -46,13 +48,11 @@ def prepare(
     sources = tuple(source.name for source in loaded.sources)
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
     with stage.exclusive(out):
-        context = pipeline.RunContext(
-            loaded, out, sources, options, console, mirror, budget_bytes, tables=False, replace=replace
-        )
+        context = pipeline.RunContext(loaded, out, sources, options, console, tables=False)
         pipeline.check(loaded, out)
-        for name in pipeline.TO_SHARDS:
-            context.do(name)
-        made = context.publish()
+        for step in pipeline.stages_to_shards(mirror, budget_bytes).values():
+            pipeline.do(context, step, replace)
+        made = pipeline.publish(context, replace)
     console.print(_summary(out, made))
     for phase, weights in loaded.phases.items():
         shares = ", ".join(
@@ -73,38 +73,46 @@ def _summary(out: Path, made: dict[str, str]) -> Table:
     return figures(f"data in {out}", head, rows)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, help="a recipe TOML, e.g. data_mixtures/demo.toml")
-    parser.add_argument("--out", type=Path, required=True, help="the data folder that is written")
-    workers = "processes at a time; default: the CPUs here. With --executor slurm: tasks of the array at a time (its %%N)"  # noqa: E501
-    parser.add_argument("--workers", type=int, help=f"{workers}; default: {SLURM_WORKERS}")
-    parser.add_argument(
-        "--mirror", help="read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub"
-    )
-    parser.add_argument("--budget-bytes", type=int, help="refuse to fetch if DIR/fetch would become larger")
-    parser.add_argument(
-        "--replace", action="store_true", help="let other data replace sources that a lock pins"
-    )
-    parser.add_argument("--executor", choices=KINDS, default="local", help="where units run")
-    for name in SBATCH:
-        parser.add_argument(f"--{name}", help="passed to sbatch; needs --executor slurm")
-    more = "any other option of sbatch; can be repeated"
-    parser.add_argument("--sbatch", action="append", default=[], metavar="KEY[=VALUE]", help=more)
+@dataclass(frozen=True)
+class Arguments:
+    """What all commands that work on a recipe take."""
 
+    recipe: tyro.conf.Positional[Path]
+    """A recipe TOML, e.g. data_mixtures/demo.toml"""
+    out: Path
+    """The data folder that is written"""
+    workers: int | None = None
+    """Processes at a time; default: the CPUs here. With --executor slurm: tasks of the array at a time; default: 64"""
+    mirror: str | None = None
+    """Read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub"""
+    budget_bytes: int | None = None
+    """Refuse to fetch if DIR/fetch would become larger"""
+    replace: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Let other data replace sources that a lock pins"""
+    executor: Literal["local", "slurm"] = "local"
+    """Where units run"""
+    partition: str | None = None
+    """Passed to sbatch, as are the next four; needs --executor slurm"""
+    time: str | None = None
+    cpus_per_task: str | None = None
+    mem_per_cpu: str | None = None
+    account: str | None = None
+    sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Any other option of sbatch, KEY or KEY=VALUE; can be repeated"""
 
-def options(arguments: argparse.Namespace) -> Options:
-    """The executor that the arguments ask for. ValueError for options of another one."""
-    default = SLURM_WORKERS if arguments.executor == "slurm" else usable_cpus()
-    workers = default if arguments.workers is None else arguments.workers
-    recipe.check_integer("--workers", workers)
-    given = {name: getattr(arguments, name.replace("-", "_")) for name in SBATCH}
-    sbatch = {name: value for name, value in given.items() if value is not None}
-    sbatch |= {key.lstrip("-"): value for key, _, value in (each.partition("=") for each in arguments.sbatch)}
-    if sbatch and arguments.executor != "slurm":
-        raise ValueError(
-            f"--{next(iter(sbatch))} is for --executor slurm, this is --executor {arguments.executor}"
-        )
-    return Options(workers, arguments.executor, sbatch)
+    def options(self) -> Options:
+        """The executor that these ask for. ValueError for options of another one."""
+        default = SLURM_WORKERS if self.executor == "slurm" else usable_cpus()
+        workers = default if self.workers is None else self.workers
+        recipe.check_integer("--workers", workers)
+        given = {name: getattr(self, name.replace("-", "_")) for name in SBATCH}
+        sbatch = {name: value for name, value in given.items() if value is not None}
+        sbatch |= {key.lstrip("-"): value for key, _, value in (each.partition("=") for each in self.sbatch)}
+        if sbatch and self.executor != "slurm":
+            raise ValueError(
+                f"--{next(iter(sbatch))} is for --executor slurm, this is --executor {self.executor}"
+            )
+        return Options(workers, self.executor, sbatch)
 
 
 def reported(run: Callable[[], None]) -> int:
@@ -120,23 +128,15 @@ def reported(run: Callable[[], None]) -> int:
     return 0
 
 
+def run(given: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
+    """All stages, from text to shards, manifests and lock files."""
+    prepare(
+        given.recipe, given.out, given.options(), Console(), given.mirror, given.budget_bytes, given.replace
+    )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m data_mixtures.prepare", description=__doc__.split("\n")[0]
-    )
-    add_arguments(parser)
-    given = parser.parse_args()
-    return reported(
-        lambda: prepare(
-            given.recipe,
-            given.out,
-            options(given),
-            Console(),
-            given.mirror,
-            given.budget_bytes,
-            given.replace,
-        )
-    )
+    return reported(lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ ids and uint32 where it has more; window i is tokens[i * S : i * S + S + 1], so 
 and every token is a target exactly once. Neighbouring shards share one token for the same reason.
 `shard-NNNNN.docs.zst` lists the documents that begin in the shard, zstd-compressed: uint64 count, uint64 ids,
 uint32 lengths in tokens, uint32 lengths of the origins in bytes, and the origins: where each came from, as
-JSON. `valid.bin` has the same window form. `NAME.parity` is the XOR of the 16 MiB blocks of NAME.bin, from
-which `repair` restores any one of them.
+JSON. `valid.bin` has the same window form. Folders made before parity files were dropped also hold NAME.parity,
+which nothing reads.
 
 `source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no time, no
 path, no host. What a lock pins of it is its content (`content_sha256`): code version, plan, counts and
@@ -77,12 +77,11 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> dict[str, Any
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict[str, Any]:
-    """Write windows whose tokens come in pieces, and their parity; returns the file's entry in the manifest.
+    """Write windows whose tokens come in pieces; returns the file's entry in the manifest.
 
     A token takes as many bytes as in the pieces, which are all uint16 or all uint32.
     """
     whole, block, blocks, room, size, tokens = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0, 0
-    parity = np.zeros(BLOCK_BYTES, np.uint8)
     with path.open("wb") as file:
         for piece in pieces:
             assert piece.dtype.kind == "u", f"tokens are {piece.dtype}, not unsigned integers"
@@ -92,7 +91,6 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
             whole.update(data)
             while data:
                 block.update(data[:room])
-                parity[BLOCK_BYTES - room :][: len(data)] ^= np.frombuffer(data[:room], np.uint8)
                 data, room = data[room:], max(room - len(data), 0)
                 if not room:
                     blocks.append(block.hexdigest())
@@ -101,18 +99,7 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict
         blocks.append(block.hexdigest())
     sizes = {"bytes": size, "windows": windows_in(tokens, seq_len), "tokens": tokens}
     token_dtype(sizes)
-    path.with_suffix(".parity").write_bytes(parity[:size].data)
-    of_parity = {
-        "name": path.with_suffix(".parity").name,
-        "xxh3": xxhash.xxh3_64_hexdigest(parity[:size].data),
-    }
-    return {
-        "name": path.name,
-        **sizes,
-        "sha256": whole.hexdigest(),
-        "xxh3_blocks": blocks,
-        "parity": of_parity,
-    }
+    return {"name": path.name, **sizes, "sha256": whole.hexdigest(), "xxh3_blocks": blocks}
 
 
 def read_blocks(path: Path, size: int) -> Iterator[memoryview]:

@@ -15,17 +15,18 @@ in no document index.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain, starmap, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pyarrow.compute
+import tyro
 from rich.console import Console
 from rich.progress import track
 
@@ -34,33 +35,44 @@ from data_mixtures.mixture import BEGINS, CONVERSATIONS, Mixture, read_lock
 from records import skips
 from records.files import read_lines
 
+T = TypeVar("T")
 Found = dict[str, Any]
 Wanted = Callable[[np.ndarray, pyarrow.Array], np.ndarray]  # ids, origins -> bool, (documents,) each
 Place = tuple[Path, dict[str, int], np.ndarray]
 CHUNK_TOKENS = 1 << 20
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m data_mixtures show",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("data", type=Path, metavar="LOCK|RUN", help="a lock file, or a run folder")
-    what = made.add_mutually_exclusive_group()
-    what.add_argument("--step", type=int, help="a training step, from 1")
-    what.add_argument("--bad-step", type=int, help="a step at which batches were refused")
-    what.add_argument("--document", help="a document's id, 16 hexadecimal digits")
-    what.add_argument("--origin", help="part of an origin: a url, repository, file, licence")
-    made.add_argument(
-        "--sequence", type=int, help="a sequence of the mixture; with --step: of the step; from 0"
-    )
-    made.add_argument("--global-batch", type=int, help="sequences per step; a run folder knows it")
-    made.add_argument("--json", action="store_true", help="JSON lines in place of text")
-    return made
+_OneOf = Annotated[T | None, tyro.conf.create_mutex_group(required=False, title="what to show")]
 
 
-def run(given: argparse.Namespace, console: Console) -> None:
+@dataclass(frozen=True)
+class Question:
+    """What to show of which data."""
+
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LOCK|RUN")]
+    """A lock file, or a run folder"""
+    step: _OneOf[int] = None
+    """A training step, from 1"""
+    bad_step: _OneOf[int] = None
+    """A step at which batches were refused"""
+    document: _OneOf[str] = None
+    """A document's id, 16 hexadecimal digits"""
+    origin: _OneOf[str] = None
+    """Part of an origin: a url, repository, file, licence"""
+    sequence: int | None = None
+    """A sequence of the mixture; with --step: of the step; from 0"""
+    global_batch: int | None = None
+    """Sequences per step; a run folder knows it"""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """JSON lines in place of text"""
+
+
+def command(question: tyro.conf.OmitArgPrefixes[Question]) -> None:
+    """What training reads, as text, and where it came from."""
+    run(question, Console())
+
+
+def run(given: Question, console: Console) -> None:
     """ValueError for everything that a user can fix."""
     if not given.data.exists():
         raise ValueError(
@@ -81,17 +93,17 @@ def run(given: argparse.Namespace, console: Console) -> None:
         raise ValueError("no such document in the training data; held-out documents are in no document index")
 
 
-def _wanted(given: argparse.Namespace) -> Wanted:
+def _wanted(given: Question) -> Wanted:
     if given.origin:
         return lambda _, origins: pyarrow.compute.match_substring(origins, given.origin).to_numpy(False)
-    if not re.fullmatch(r"[0-9a-f]{16}", given.document):
+    if not re.fullmatch(r"[0-9a-f]{16}", given.document or ""):
         raise ValueError(
             f"--document {given.document!r} must be 16 hexadecimal digits, as in the output of show"
         )
-    return lambda ids, _: ids == np.uint64(int(given.document, 16))
+    return lambda ids, _: ids == np.uint64(int(given.document or "", 16))
 
 
-def _asked(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[Place]:
+def _asked(given: Question, attempts: list[skips.Reading]) -> list[Place]:
     """What is to be shown: lock, offsets of its sources, sequence numbers."""
     step, sequence = given.step, given.sequence
     if given.bad_step is not None:
@@ -117,7 +129,7 @@ def _asked(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[Pla
     return [(lock, offsets, numbers if sequence is None else numbers[sequence : sequence + 1])]
 
 
-def _refused(given: argparse.Namespace, attempts: list[skips.Reading]) -> list[Place]:
+def _refused(given: Question, attempts: list[skips.Reading]) -> list[Place]:
     found = []
     for event in read_lines(given.data / "events.jsonl"):
         if event.get("kind") == "bad_step" and event["step"] == given.bad_step:

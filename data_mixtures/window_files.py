@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from data_mixtures import shards
-from data_mixtures.node_marks import NodeMarks
 
 OPEN_FILES = (
     256  # a map holds a file descriptor, of which a process has 1024 and a 6T-token corpus 11,000 shards
@@ -32,11 +30,8 @@ TokenFile = tuple[str, Mapping[str, Any]]  # path, its entry of the manifest
 class WindowFiles:
     """Many files of windows, read by any number of threads; at most OPEN_FILES of them are mapped at a time."""
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int, shared: bool = False) -> None:
-        """ValueError when an entry's hashes do not cover its bytes.
-
-        shared: a block that one process of this launch on this node has checked is good for the others.
-        """
+    def __init__(self, files: Sequence[TokenFile], seq_len: int) -> None:
+        """ValueError when an entry's hashes do not cover its bytes."""
         self.seq_len = seq_len
         self._paths = [path for path, _ in files]
         self._bytes = [entry["bytes"] for _, entry in files]
@@ -49,11 +44,7 @@ class WindowFiles:
                     f"the manifest of {path} has {count} block hashes for {size} bytes, one for each "
                     f"{shards.BLOCK_BYTES} is needed; prepare the data again"
                 )
-        self._first_blocks = [0, *accumulate(blocks)]
-        content = xxhash.xxh3_128_hexdigest("\n".join(self._paths).encode() + b"".join(self._digests))
-        self._marks = NodeMarks(sum(blocks), content if shared else None)
-        view = memoryview(self._marks.bytes)
-        self._checked = [view[first:last] for first, last in pairwise(self._first_blocks)]  # 1: block is good
+        self._checked = [bytearray(count) for count in blocks]  # by file, a byte a block; 1: it is good
         self._checking = [threading.Lock() for _ in range(CHECKS_AT_A_TIME)]
         self._maps: dict[int, np.ndarray] = {}  # the oldest first
         self._mapping = threading.Lock()
@@ -80,9 +71,8 @@ class WindowFiles:
             return self._maps[file]
 
     def _check(self, file: int, block: int) -> None:
-        claim = self._marks.claimed(self._first_blocks[file] + block)
-        with self._checking[file % CHECKS_AT_A_TIME], claim:
-            if not self._checked[file][block]:  # else another thread or process was faster
+        with self._checking[file % CHECKS_AT_A_TIME]:
+            if not self._checked[file][block]:  # else another thread was faster
                 self._compare(file, block)
                 self._checked[file][block] = 1
 
@@ -102,9 +92,9 @@ class WindowFiles:
 
 
 _FIX = (
-    "Nothing of it was used. `python -m data_mixtures verify RECIPE --out DIR` finds what else is wrong; make that "
-    "source again (fetch and the stages after it; for conversations, what packed them), or take the file out with "
-    "verify's --quarantine: a new manifest and lock file, so a new fingerprint"
+    "No token of it was used. Restore the file from a copy, or run `python -m data_mixtures verify RECIPE --out DIR`, "
+    "which finds all damage and prints the commands that make these files again with the same bytes (packed "
+    "conversations: pack them again). The job then resumes with the same lock"
 )
 
 

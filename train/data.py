@@ -45,7 +45,7 @@ class MixtureLoader(BaseDataLoader):
         skips: SkipList,
     ):
         self.lock, self.skips = lock, skips
-        self.mixture = Mixture.open(lock, shared_checks=True)
+        self.mixture = Mixture.open(lock)
         self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used up
         self.left_out: dict[str, int] = {}  # those among them that were skipped
         self.sequences = 0  # positions that the trainer has taken, all ranks together

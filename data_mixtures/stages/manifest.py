@@ -110,10 +110,6 @@ def _pins(out: Path, source: str) -> dict[str, str]:
 def _refuse_other_data(out: Path, source: str, description: dict[str, Any]) -> None:
     """ValueError when a lock pins data of a source that this description would replace by other data."""
     published, new = _manifest(out / source), shards.content_sha256(description)
-    if "quarantined" in published:
-        every = sorted([*published["shards"], *published["quarantined"]], key=lambda entry: entry["name"])
-        if new == shards.content_sha256({**published, "shards": every, "windows": description["windows"]}):
-            return
     pins = _pins(out, source).items()
     if locks := [name for name, pin in pins if pin != new and pin == published.get("content_sha256", pin)]:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,11 +18,9 @@ from data_mixtures.stages import (
     manifest,
     plan,
     quality,
-    repair,
     shuffle,
     sorted_runs,
     stage,
-    stats,
     tokenize,
     verify,
 )
@@ -44,44 +43,51 @@ READERS: Mapping[str, type[stage.Stage]] = {
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a stage is run on.
-
-    mirror: where files come from instead of the hub. budget_bytes: how much `fetch` may hold. to_free: the
-    stage whose files `free` deletes. repair, quarantine: whether `verify` restores single blocks, and also
-    takes the other damaged shards out of their manifests. sequences: how many of each phase, for the epochs
-    in `stats`. tables: whether to print a table after every stage. replace: whether other data may replace
-    what a lock pins.
-    """
+    """What every stage is run on. tables: whether to print a table after each stage."""
 
     recipe: Recipe
     out: Path
     sources: tuple[str, ...]
     options: Options
     console: Console
-    mirror: str | None = None
-    budget_bytes: int | None = None
-    to_free: str | None = None
-    repair: bool = False
-    quarantine: bool = False
-    sequences: Mapping[str, int] | None = None
     tables: bool = True
-    replace: bool = False
-
-    def do(self, name: str) -> None:
-        """One stage. ValueError also when other data would replace what a lock pins, unless `replace`."""
-        if name in TO_SHARDS and not self.replace:
-            manifest.check_pinned(self.recipe, self.out, self.sources)
-        STAGES[name](self)
-
-    def publish(self) -> dict[str, str]:
-        return manifest.write(self.recipe, self.out, self.sources, self.console, self.replace)
 
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
-        receipts = run_units(
-            work := kind(self.recipe, self.out, self.sources, *more), self.options, self.console
-        )
+        work = kind(self.recipe, self.out, self.sources, *more)
+        receipts = run_units(work, self.options, self.console)
         if self.tables and receipts:
             self.console.print(summary(work.name, receipts))
+
+
+Step = Callable[[RunContext], object]
+
+
+def stages_to_shards(mirror: str | None = None, budget_bytes: int | None = None) -> dict[str, Step]:
+    """The stages before `manifest`, in their order.
+
+    mirror: where files come from instead of the hub. budget_bytes: how much DIR/fetch may hold.
+    """
+    return {
+        "plan": functools.partial(_plan, mirror=mirror),
+        "fetch": functools.partial(_fetch, mirror=mirror, budget_bytes=budget_bytes),
+        "filter": _filter,
+        "dedup": _dedup,
+        "tokenize": _tokenize,
+        "runs": _runs,
+        "shuffle": _shuffle,
+    }
+
+
+def do(context: RunContext, step: Step, replace: bool) -> None:
+    """One stage of those before `manifest`. replace: even if other data would replace what a lock pins."""
+    if not replace:
+        manifest.check_pinned(context.recipe, context.out, context.sources)
+    step(context)
+
+
+def publish(context: RunContext, replace: bool) -> dict[str, str]:
+    """The stage `manifest`: "built" or "reused" by source."""
+    return manifest.write(context.recipe, context.out, context.sources, context.console, replace)
 
 
 def check(recipe: Recipe, out: Path) -> None:
@@ -93,8 +99,8 @@ def check(recipe: Recipe, out: Path) -> None:
     decontaminate.make_index(recipe.filter.benchmarks, out)
 
 
-def _plan(context: RunContext) -> None:
-    planned = plan.make(context.recipe, context.out, context.sources, context.mirror)
+def _plan(context: RunContext, mirror: str | None) -> None:
+    planned = plan.make(context.recipe, context.out, context.sources, mirror)
     made = planned["sources"]
     units = sum(len(made[name]["units"]) for name in context.sources)
     context.console.print(f"plan     {units:6} units of {len(context.sources)} sources", highlight=False)
@@ -112,10 +118,11 @@ def _plan(context: RunContext) -> None:
         )
 
 
-def _fetch(context: RunContext) -> None:
-    Fetch(context.recipe, context.out, context.sources, context.mirror).check_room(context.budget_bytes)
-    context.run(Fetch, context.mirror)
-    Fetch(context.recipe, context.out, context.sources).remove_parts()
+def _fetch(context: RunContext, mirror: str | None, budget_bytes: int | None) -> None:
+    work = Fetch(context.recipe, context.out, context.sources, mirror)
+    work.check_room(budget_bytes)
+    context.run(Fetch, mirror)
+    work.remove_parts()
     check_dropped(context.recipe, context.out, context.sources, ("fetch",))
     check_enough(context.recipe, context.out, context.sources)
 
@@ -148,53 +155,32 @@ def _shuffle(context: RunContext) -> None:
     context.run(shuffle.WriteShards)
 
 
-def _verify(context: RunContext) -> None:
+def check_data(context: RunContext, recipe_path: Path) -> None:
+    """The stage `verify`. ValueError for damage, with the commands that restore what is damaged."""
     damage = verify.verify(context.out, context.sources, context.console, context.options.threads)
-    if damage and (context.repair or context.quarantine):
-        damage = repair.repair(damage, context.console)
-    if context.quarantine and damage:
-        verify.quarantine(context.out, damage, context.console)
-    elif damage:
+    if damage:
+        commands = "\n  ".join(verify.remedy(recipe_path, context.out, damage))
         raise ValueError(
-            f"{len(damage)} damaged, named above; --repair restores single blocks of 16 MiB from parity, --quarantine "
-            "does so and removes the other damaged shards from the data"
+            f"{len(damage)} damaged, named above. Restore these files from a copy, or make them again from their "
+            "units, with the same bytes (with the options of the first preparation, such as --mirror):\n"
+            f"  {commands}"
         )
 
 
-def _stats(context: RunContext) -> None:
-    workers = context.options.threads
-    stats.write(context.out, context.sources, context.console, context.sequences, workers=workers)
-
-
-def _free(context: RunContext) -> None:
+def free(context: RunContext, name: str) -> None:
     """Delete the files of a stage, source by source, if the stage that reads them has done all units."""
-    if context.to_free is None:
-        raise ValueError(f"free needs --stage, one of {', '.join(READERS)}")
     for source in context.sources:
         of_source = context.recipe, context.out, (source,)
         merged = sorted_runs.Runs(*of_source).units()
-        units = merged if context.to_free == "runs" else stage.planned_units(context.out, source)
-        kind = READERS[context.to_free]
+        units = merged if name == "runs" else stage.planned_units(context.out, source)
+        kind = READERS[name]
         reader = (kind if merged or kind is not sorted_runs.Runs else shuffle.WriteShards)(*of_source)
         if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
             raise ValueError(
-                f"{context.to_free} of {source!r} is still needed: {len(left)} units are not through {reader.name}"
+                f"{name} of {source!r} is still needed: {len(left)} units are not through {reader.name}"
             )
-        freed = sum(stage.free(context.out, context.to_free, unit) for unit in units)
-        context.console.print(f"{source}: {freed:,} bytes of {context.to_free} are free", highlight=False)
+        freed = sum(stage.free(context.out, name, unit) for unit in units)
+        context.console.print(f"{source}: {freed:,} bytes of {name} are free", highlight=False)
 
 
-STAGES: Mapping[str, Callable[[RunContext], object]] = {
-    "plan": _plan,
-    "fetch": _fetch,
-    "filter": _filter,
-    "dedup": _dedup,
-    "tokenize": _tokenize,
-    "runs": _runs,
-    "shuffle": _shuffle,
-    "manifest": lambda context: context.publish(),
-    "verify": _verify,
-    "stats": _stats,
-    "free": _free,
-}
-TO_SHARDS = ("plan", "fetch", "filter", "dedup", "tokenize", "runs", "shuffle")  # `manifest` follows
+TO_SHARDS = tuple(stages_to_shards())  # `manifest` follows

@@ -43,7 +43,6 @@ from data_mixtures.stages.stage import (
 )
 from records.workers import end_with_parent, usable_cpus
 
-KINDS = ("local", "slurm")
 AGAIN = "run the same command again: it continues with the unfinished units"
 
 

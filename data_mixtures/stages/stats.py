@@ -51,9 +51,6 @@ def write(
             source: {
                 **{name: manifest[name] for name in _FACTS},
                 "valid_windows": manifest["valid"]["windows"],
-            }
-            | {
-                "quarantined": len(manifest.get("quarantined", ())),
                 "lengths": _lengths(out / source, manifest, pool),
             }
             for source, manifest in manifests.items()
@@ -96,12 +93,12 @@ def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list
         [name, page.short(each["tokens"]),
          *(page.percent(phase["shares"].get(name, 0), ".2f") for phase in phases.values()),
          *(f"{done.get(name, 0):.3f}" for done in epochs.values()),
-         *map(page.short, (each["windows"], each["valid_windows"], each["quarantined"]))]
+         *map(page.short, (each["windows"], each["valid_windows"]))]
         for name, each in sources.items()
     ]  # fmt: skip
     yield (
         "Sources",
-        [*head, "windows", "held out", "quarantined"],
+        [*head, "windows", "held out"],
         rows,
         f"Windows of {stats['seq_len']:,} tokens.",
     )

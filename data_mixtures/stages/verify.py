@@ -4,16 +4,16 @@ One pass over a file gives its sha256, the hash of each 16 MiB block (which loca
 of `bos_id`, which must be where the document index says that documents begin. Locks are checked against
 manifests. Threads suffice: hashing and searching release the interpreter lock.
 
-`repair` restores single blocks. `quarantine` removes damaged shards from their manifest, with the reason, and
-every lock that pins it gets a new fingerprint. No shard file is deleted. The shuffle receipt of such a shard
-is deleted, so that the next preparation writes it again from the tokenized units, with the same bytes: then
-manifest, locks and fingerprints are what they were before the damage.
+Nothing is changed. `remedy` says which commands make the damaged files again: from the tokenized units, with
+the same bytes, so manifest, locks and fingerprints stay what they were.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,11 +39,6 @@ from data_mixtures.stages.stage import Unit
 from records.files import file_sha256
 from records.workers import usable_cpus
 
-AFTER_A_CHANGE = (
-    "a job of the old fingerprint stops where it meets the damage; the new lock does not fit its checkpoints. Either "
-    "prepare the data again, which writes the shard again and restores the old fingerprint, and resume; or start a new "
-    "run from its weights with the new lock"
-)
 # of a whole shard: its number, where its first document begins, and where the one after its last
 # would, in tokens
 Span = tuple[int, int, int]
@@ -103,9 +98,6 @@ def _check_file(
 ) -> tuple[list[Damage], Span | None]:
     """The tokens of a file, its document index, and both against each other."""
     damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
-    path = folder / entry["parity"]["name"]
-    if not path.is_file() or xxhash.xxh3_64_hexdigest(path.read_bytes()) != entry["parity"]["xxh3"]:
-        damage.append(Damage(path, "is missing or not the parity of its file"))
     if "docs" not in entry:
         return damage, None
     path = folder / entry["docs"]["name"]
@@ -216,81 +208,23 @@ def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage
     return damage
 
 
-def quarantine(out: Path, damage: Sequence[Damage], console: Console) -> None:
-    """Remove damaged shards (as `verify` reports them) from their manifests, and pin the changed manifests.
+def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
+    """The shell commands that restore damaged files: what to delete, and the preparation that writes it again.
 
-    ValueError, and nothing is changed, when other files than shards are damaged, or a source would
-    be left without any.
+    A published file is a hard link to its unit's in `shuffle`, so both go, and the shard is made again from the
+    tokenized units. `prepare` compares manifests, locks and the tokenizer by itself.
     """
-    manifests = {
-        path.parent.name: shards.read_manifest(path.parent) for path in out.glob(f"*/{shards.MANIFEST}")
-    }
-    reasons: dict[Path, list[str]] = {}
-    for each in damage:
-        reasons.setdefault(each.path, []).append(str(each).removeprefix(f"{each.path.parent}/"))
-    changed = {}
-    for source, manifest in manifests.items():
-        kept: list[dict[str, Any]] = []
-        gone: list[dict[str, Any]] = []
-        for entry in manifest["shards"]:
-            why = [
-                reason for name in shards.files_of(entry) for reason in reasons.pop(out / source / name, [])
-            ]
-            (gone if why else kept).append({**entry, "reason": "; ".join(why)} if why else entry)
-        if gone and not kept:
-            raise ValueError(
-                f"all shards of {out / source} are damaged: nothing would be left. Prepare the data again"
-            )
-        if gone:
-            windows, before = sum(entry["windows"] for entry in kept), manifest.get("quarantined", [])
-            changed[source] = {
-                **manifest,
-                "windows": windows,
-                "shards": kept,
-                "quarantined": [*before, *gone],
-            }
-    manifests |= changed
-    _refuse_others(out, list(reasons), manifests)
-    locks = {path: mixture.read_lock(path) for path in sorted(out.glob("*.lock.json"))}
-    for source, manifest in changed.items():
-        for entry in manifest["quarantined"]:
-            stage.forget(out, shuffle.SHUFFLE, Unit(source, shards.shard_number(entry["name"])))
-            line = f"quarantined: {out / source / entry['name']}: {entry['reason']}"
-            console.print(line, markup=False, soft_wrap=True)
-        shards.write_manifest(out / source, manifest)
-    pinned = [path for path, lock in locks.items() if _pin(out, path, lock, manifests, console)]
-    if pinned:
-        console.print(AFTER_A_CHANGE, highlight=False, soft_wrap=True)
-
-
-def _refuse_others(out: Path, damaged: list[Path], manifests: dict[str, dict[str, Any]]) -> None:
-    """ValueError for damage that leaving out shards does not repair; an extra file does no harm."""
-    for path in damaged:
-        if path.parent.name in manifests and path.name not in (shards.MANIFEST, shards.VALID):
-            continue
-        if path.name.endswith(".lock.json") and any("quarantined" in each for each in manifests.values()):
-            continue  # a quarantine was interrupted after its manifest; a lock that is broken itself is refused later
-        fix = f"prepare the data again (python -m data_mixtures.prepare RECIPE --out {out})"
-        if path.name == shards.VALID:
-            fix = f"remove the last unit of {out / shuffle.SHUFFLE / path.parent.name}, then {fix}: it is written again"
-        raise ValueError(
-            f"{path} is damaged and is no shard, so it cannot be left out; nothing was changed. To repair it, {fix}"
-        )
-
-
-def _pin(
-    out: Path, path: Path, lock: dict[str, Any], manifests: dict[str, dict[str, Any]], console: Console
-) -> bool:
-    """Rewrite the lock when one of its sources has quarantined shards; returns
-    whether its fingerprint changed.
-    """
-    for entry in lock["sources"]:
-        manifest = manifests.get(entry["name"], {})
-        if "quarantined" in manifest:
-            entry["windows"] = manifest["windows"]
-            entry["content_sha256"] = shards.content_sha256(manifest)
-    old, new = lock["fingerprint"], mixture.fingerprint(lock)
-    if new != old:
-        shards.write_json(path, {**lock, "fingerprint": new})
-        console.print(f"{path}: fingerprint {old} is now {new}", highlight=False, soft_wrap=True)
-    return new != old
+    gone: dict[Path, None] = {}
+    for path in [
+        each.path for each in damage if each.path.parent != out and each.path.name != shards.MANIFEST
+    ]:
+        number = re.match(r"shard-(\d+)\.", path.name)
+        if path.name == shards.VALID:  # its unit follows those of the shards
+            unit = Unit(path.parent.name, len(shards.read_manifest(path.parent)["shards"]))
+            gone[stage.unit_folder(out, shuffle.SHUFFLE, unit)] = None
+        elif number:
+            gone[stage.unit_folder(out, shuffle.SHUFFLE, Unit(path.parent.name, int(number[1])))] = None
+        gone[path] = None
+    removal = [["rm", "-rf", *map(str, gone)]] if gone else []
+    again = ["python", "-m", "data_mixtures.prepare", str(recipe_path), "--out", str(out)]
+    return [shlex.join(command) for command in (*removal, again)]

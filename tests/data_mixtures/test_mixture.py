@@ -163,22 +163,6 @@ def test_wrong_data_is_a_clear_error(counting_data, damage, message):
         Mixture.open(data / "phase1.lock.json")
 
 
-def test_the_first_rank_of_a_node_checks_sizes_for_all_and_no_rank_reads_wrong_data(
-    counting_data, monkeypatch
-):
-    data = counting_data()
-    truncate_shard(data)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ValueError, match=r"s0/shard-00002\.bin has 64 bytes"):
-        Mixture.open(data / "phase1.lock.json")
-    other = Mixture.open(data / "phase1.lock.json", shared_checks=True)
-    with pytest.raises(ValueError, match=r"s0/shard-00002\.bin: block 0 .* is damaged"):
-        other.sequences(0, 50)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ValueError, match=r"s0/shard-00002\.bin has 64 bytes"):
-        Mixture.open(data / "phase1.lock.json", shared_checks=True)
-
-
 def test_valid_windows(counting_data):
     data = counting_data()
     windows = valid_windows(data, "s1", max_windows=5)

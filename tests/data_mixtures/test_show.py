@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tyro
 from rich.console import Console
 
 from data_mixtures import mixture, shards, show, tokenizer
@@ -22,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str]):
     def call(*arguments: Any) -> Any:
         capsys.readouterr()
         console = Console(width=80)
-        show.run(show.parser().parse_args([str(each) for each in arguments]), console)
+        show.run(tyro.cli(show.Question, args=[str(each) for each in arguments]), console)
         printed = capsys.readouterr().out
         return [json.loads(line) for line in printed.splitlines()] if "--json" in arguments else printed
 

@@ -62,9 +62,7 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
     for window in range(WINDOWS):
         first, last = 2 * window * SEQ_LEN // BLOCK, (2 * (window + 1) * SEQ_LEN + 1) // BLOCK
         if first <= bad <= last:
-            with pytest.raises(
-                ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*quarantine"
-            ):
+            with pytest.raises(ValueError, match=rf"shard-00007\.bin: block {bad} of 3 .* damaged.*verify"):
                 read(files, window)
         else:
             assert read(files, window)[0] == window * SEQ_LEN

@@ -47,7 +47,7 @@ def test_a_damaged_block_ends_the_job_with_its_name(prepared_data: Path, tmp_pat
         event for event in crashes if f"{shard}: block 0 of 1 (bytes 0 to 4098) is damaged" in event["reason"]
     ]
     assert named, crashes
-    assert all("verify" in event["reason"] and "--quarantine" in event["reason"] for event in named)
+    assert all("verify" in event["reason"] and "same bytes" in event["reason"] for event in named)
     assert named[0]["step"] == clean + 1
     assert outcome["code"] == 1
     assert f"{shard}: block 0 of 1" in job.stderr + job.stdout

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from rich.console import Console
 
 pytest.importorskip("torchtitan")
@@ -22,7 +23,7 @@ from train.data import MixtureLoader
 
 def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any]]:
     capsys.readouterr()
-    show.run(show.parser().parse_args([*(str(each) for each in given), "--json"]), Console())
+    show.run(tyro.cli(show.Question, args=[*(str(each) for each in given), "--json"]), Console())
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 

@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +189,7 @@ def in_memory(texts: Sequence[str], plan: Recipe) -> dict[str, bytes]:
             files[f"shard-{number:05d}.docs.zst"] = b"".join(
                 [len(here).to_bytes(8, "little"), *columns, *origins]
             )
-    return files | {
-        name.replace(".bin", ".parity"): parity(data) for name, data in files.items() if ".bin" in name
-    }
-
-
-def parity(data: bytes) -> bytes:
-    """The XOR of the blocks, byte by byte."""
-    blocks = [data[at : at + shards.BLOCK_BYTES] for at in range(0, len(data), shards.BLOCK_BYTES)] or [b""]
-    return bytes(functools.reduce(int.__xor__, column) for column in zip_longest(*blocks, fillvalue=0))
+    return files
 
 
 def shuffled_files(out: Path, source: str) -> dict[str, bytes]:

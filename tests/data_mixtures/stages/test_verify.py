@@ -1,11 +1,10 @@
-"""Verify and quarantine: every planted damage is named by file and block; what is left is
-pinned anew, or mended.
-"""
+"""Verify: every planted damage is named by file and block, and the commands that it prints restore the bytes."""
 
 from __future__ import annotations
 
 import io
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from rich.console import Console
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.stages import manifest, shuffle, stage, verify
-from data_mixtures.stages.verify import quarantine
-from tests.data_mixtures.stages.shuffle_assets import plan_of, read_json, run
+from tests.data_mixtures.stages.shuffle_assets import plan_of, run
 
 SOURCES = ("notes", "sums")
 
@@ -138,65 +136,34 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
     assert any("notes/source.json: 0 documents read are not those kept and dropped" in line for line in found)
 
 
-def test_a_quarantined_shard_is_gone_and_the_old_lock_does_not_fit(data):
-    lock, old = data / "phase1.lock.json", (data / "phase1.lock.json").read_bytes()
-    before = Mixture.open(lock)
-    original = read_json(data / "notes/source.json")
-    flip(data / "notes/shard-00003.bin", 140)
-    (data / "sums/shard-00001.docs.zst").unlink()
-    console = Console(record=True, width=300, file=io.StringIO())
-    quarantine(data, report(data), console)
-
-    after = Mixture.open(lock)
-    assert after.fingerprint != before.fingerprint
-    printed = console.export_text()
-    assert "shard-00003.bin: shard-00003.bin: block 1 does not have its hash" in printed
-    assert "shard-00001.docs.zst: missing" in printed
-    assert f"fingerprint {before.fingerprint} is now {after.fingerprint}" in printed
-    assert "the new lock does not fit its checkpoints" in printed
-    content = read_json(data / "notes/source.json")
-    assert [entry["name"] for entry in content["quarantined"]] == ["shard-00003.bin"]
-    assert (
-        content["windows"] == original["windows"] - 20 == sum(entry["windows"] for entry in content["shards"])
-    )
-    assert (data / "notes/shard-00003.bin").is_file()
-    assert not report(data)  # what is left is whole, and the files in quarantine are known
-    served = {place["shard"] for place in after.locate(np.arange(40)) if place["source"] == "notes"}
-    assert served
-    assert "shard-00003.bin" not in served
-
-    lock.write_bytes(old)
-    with pytest.raises(ValueError, match=r"notes/source\.json is not of the data that .* pins"):
-        Mixture.open(lock)
+REMADE = {
+    "notes/shard-00003.bin": ["shuffle/notes/unit-00003", "notes/shard-00003.bin"],
+    "sums/shard-00001.docs.zst": ["shuffle/sums/unit-00001", "sums/shard-00001.docs.zst"],
+    "notes/valid.bin": ["shuffle/notes/unit-{last:05d}", "notes/valid.bin"],
+    "sums/shard-00099.bin": ["shuffle/sums/unit-00099", "sums/shard-00099.bin"],
+    "tokenizer.model": [],
+    "phase1.lock.json": [],
+}
 
 
-def test_an_interrupted_quarantine_is_finished_by_the_next(data, monkeypatch):
-    flip(data / "notes/shard-00003.bin", 140)
-    lock = data / "phase1.lock.json"
-    with monkeypatch.context() as patch:
-        write_json = shards.write_json
-        patch.setattr(
-            shards, "write_json", lambda path, value: 1 / 0 if path == lock else write_json(path, value)
-        )
-        with pytest.raises(ZeroDivisionError):
-            quarantine(data, report(data), Console(quiet=True))
-    with pytest.raises(ValueError, match="is not of the data"):
-        Mixture.open(lock)
-    quarantine(data, report(data), Console(quiet=True))
-    Mixture.open(lock)
-    assert not report(data)
+@pytest.mark.parametrize("path", REMADE)
+def test_every_damage_has_its_remedy(data, path):
+    last = len(shards.read_manifest(data / "notes")["shards"])
+    commands = verify.remedy(Path("a recipe.toml"), data, [verify.Damage(data / path, "is damaged")])
+    gone = [str(data / each.format(last=last)) for each in REMADE[path]]
+    assert commands[:-1] == ([f"rm -rf {' '.join(gone)}"] if gone else [])
+    assert commands[-1] == f"python -m data_mixtures.prepare 'a recipe.toml' --out {data}"
 
 
-def test_preparing_again_mends_and_gives_the_fingerprint_back(data):
+def test_a_shard_is_made_again_with_the_same_bytes_and_fingerprint(data):
     lock, original = (data / "phase1.lock.json").read_bytes(), (data / "notes/source.json").read_bytes()
     flip(data / "notes/shard-00003.bin", 140)
-    quarantine(data, report(data), Console(quiet=True))
+    (removal, _) = verify.remedy(Path("r.toml"), data, report(data))
+    subprocess.run(["bash", "-euc", removal], check=True)
     plan = plan_of(SOURCES, windows_per_shard=20)
     work = shuffle.WriteShards(plan, data, SOURCES)
     todo = [unit for unit in work.units() if not stage.is_done(work, unit)]
     assert [str(unit) for unit in todo] == ["notes/unit-00003"]
-    with pytest.raises(ValueError, match=r"notes/unit-00003 has not been through 'shuffle' yet"):
-        manifest.write(plan, data, SOURCES, Console(quiet=True))
     run(work)
     assert manifest.write(plan, data, SOURCES, Console(quiet=True))["notes"] == "built"
     assert not report(data)
@@ -204,18 +171,14 @@ def test_preparing_again_mends_and_gives_the_fingerprint_back(data):
     assert (data / "notes/source.json").read_bytes() == original
 
 
-@pytest.mark.parametrize("path", ["notes/valid.bin", "tokenizer.model"])
-def test_what_is_no_shard_cannot_be_left_out(data, path):
-    flip(data / path, 20)
-    flip(data / "notes/shard-00003.bin", 140)
-    before = (data / "notes/source.json").read_bytes()
-    with pytest.raises(ValueError, match=rf"{path} is damaged and is no shard.*nothing was changed"):
-        quarantine(data, report(data), Console(quiet=True))
-    assert (data / "notes/source.json").read_bytes() == before
-
-
-def test_a_source_of_damaged_shards_only_is_refused(data):
-    for path in (data / "sums").glob("shard-*.bin"):
-        flip(path, 3)
-    with pytest.raises(ValueError, match=r"all shards of .*sums are damaged"):
-        quarantine(data, report(data), Console(quiet=True))
+def test_a_folder_with_parity_and_quarantined_shards_of_an_older_version_is_read(data):
+    content = shards.read_manifest(data / "notes")
+    entries = [
+        {**e, "parity": {"name": e["name"].replace(".bin", ".parity"), "xxh3": "0"}}
+        for e in content["shards"]
+    ]
+    for entry in entries:
+        (data / "notes" / entry["parity"]["name"]).write_bytes(b"parity")
+    edited(data, "notes", shards=entries, quarantined=[])
+    Mixture.open(data / "phase1.lock.json").sequences(0, 20)
+    assert not report(data)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import tyro
 from rich.console import Console
 
 from data_mixtures import show
@@ -75,7 +76,9 @@ def test_every_label_is_the_next_token_of_its_own_document(lock: Path) -> None:
 
 def test_show_separates_conversations(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mixture = Mixture.open(lock)
-    show.run(show.parser().parse_args([str(lock), "--step", "1", "--global-batch", "4", "--json"]), Console())
+    show.run(
+        tyro.cli(show.Question, args=[str(lock), "--step", "1", "--global-batch", "4", "--json"]), Console()
+    )
     for number, line in enumerate(capsys.readouterr().out.splitlines()):
         shown, begins = json.loads(line), mixture.flags(number, 1)[0] & BEGINS
         assert [part["begins"] for part in shown["documents"]] == sorted(
@@ -83,4 +86,4 @@ def test_show_separates_conversations(lock: Path, capsys: pytest.CaptureFixture[
         )
         assert shown["tokens"] == mixture.sequences(number, 1)[0][0].tolist()
     with pytest.raises(ValueError, match="packed conversations, which have no document index"):
-        show.run(show.parser().parse_args([str(lock), "--origin", "x"]), Console())
+        show.run(tyro.cli(show.Question, args=[str(lock), "--origin", "x"]), Console())
