@@ -1,5 +1,6 @@
 // Every chart is drawn from the JSON beside it and the state of its element: what is chosen, hidden and zoomed to.
 // `layout.meta` names the choices and the layout of each option, `trace.meta` what an option changes of a trace.
+// The legend has a button for each legendgroup.
 const CONFIG = {responsive: true, displayModeBar: false, doubleClick: false};
 const SPIKES = 400;  // more values than this are fitted without the highest 0.5 %
 const set = (object, changes) => {
@@ -30,7 +31,7 @@ function fit(data, layout, [from, to], whole) {
   }
 }
 async function render(place) {
-  const {figure, state} = place, layout = structuredClone(figure.layout), choices = layout.meta?.choices ?? {};
+  const {figure, state} = place, layout = structuredClone(figure.layout), choices = layout.meta ?? {};
   const data = figure.data.map(trace => {
     const shown = {...trace};
     for (const [name, option] of Object.entries(state.chosen)) Object.assign(shown, trace.meta?.[name]?.[option]);
@@ -59,11 +60,45 @@ function zoom(place, change) {
   for (const name of names) if (name !== 'xaxis') place.state.y[name] = ends(name);
   if (names.length) render(place);
 }
+const ACTS = {autoscale: 'fit y to all that is visible', reset: 'as at first; so does a double click'};
+const STROKES = {dash: 'dashed', dot: 'dotted'};
+function button(text, attributes, ...inside) {
+  const made = document.createElement('button');
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...inside, text);
+  return made;
+}
+function span(kind, ...inside) {
+  const made = document.createElement('span');
+  made.className = kind;
+  made.append(...inside);
+  return made;
+}
+// the legend and the choices of a figure
+function controls({data, layout}) {
+  const groups = new Map(), choices = [];
+  for (const trace of data) if (trace.legendgroup && !groups.has(trace.legendgroup)) groups.set(trace.legendgroup, trace);
+  const legend = [...groups].map(([group, {line}]) => {
+    const stroke = document.createElement('i');
+    stroke.style.borderTop = `3px ${STROKES[line.dash] ?? 'solid'} ${line.color}`;
+    return button(group, {class: 'chip', 'data-group': group, 'aria-pressed': true}, stroke);
+  });
+  for (const [choice, options] of Object.entries(layout.meta ?? {})) {
+    const of = Object.keys(options).map(option => button(option, {'data-choice': choice, 'data-option': option, 'aria-pressed': true}));
+    const label = document.createElement('small');
+    label.textContent = choice;
+    if (of.length > 1) choices.push(span('choice', ...choice === 'x' ? [] : [label], ...of));
+  }
+  if (!layout.yaxis.fixedrange) choices.push(span('choice', ...Object.entries(ACTS).map(([act, title]) => button(act, {'data-act': act, title}))));
+  return [span('chips', ...legend), span('controls', ...choices)];
+}
+const firsts = meta => Object.fromEntries(Object.entries(meta ?? {}).map(([choice, options]) => [choice, Object.keys(options)[0]]));
 async function draw(root) {
   for (const text of root.querySelectorAll('.chart > script')) {
     const place = document.getElementById(text.previousElementSibling.id), first = !place.state;
     place.figure = JSON.parse(text.textContent);
-    place.state ??= {chosen: {...place.figure.layout.meta?.chosen}, off: new Set(), x: null, y: {}, whole: false};
+    place.state ??= {chosen: firsts(place.figure.layout.meta), off: new Set(), x: null, y: {}, whole: false};
+    place.closest('.figure').querySelector('.tools').replaceChildren(...controls(place.figure));
     await render(place);
     if (!first) continue;
     place.on('plotly_relayout', change => zoom(place, change));

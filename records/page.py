@@ -19,8 +19,6 @@ from records.run import number
 FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 PALETTE = ("#4f8ff7", "#f0994b", "#2fb5a0", "#c77dff", "#e5647c", "#8fb339", "#3fa9d6", "#c9a227")
 NEUTRAL, BAD = "#8a94a6", "#d93a4e"  # legible in both themes
-UNLABELLED = ("x", "baselines")  # choices whose options say enough
-ACTS = {"autoscale": "fit y to all that is visible", "reset": "as at first; so does a double click"}
 DASHES = ("solid", "dash", "dot")  # of curves, once the palette is used up
 PLOT = {  # the layout of a plotly figure on a page
     "template": "none", "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "showlegend": False,
@@ -77,29 +75,6 @@ def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
     return f'<div class="tiles{" four" * (len(each) % 4 == 0)}">{"".join(each)}</div>'
 
 
-def chip(tint: str, text: str) -> str:
-    return f'<span class="chip"><i style="background:{tint}"></i>{escape(text)}</span>'
-
-
-def line_chip(index: int, text: str) -> str:
-    """The chip of curve `index`, in its colour and dash."""
-    return f'<span class="chip">{_stroke(colour(index), dash(index))}{escape(text)}</span>'
-
-
-def _stroke(tint: str, dashes: str) -> str:
-    style = {"solid": "solid", "dash": "dashed", "dot": "dotted"}[dashes]
-    return f'<i class="line" style="border-top:3px {style} {tint}"></i>'
-
-
-def legend_entry(group: str, place: int | str, text: str = "", dashes: str = "solid") -> str:
-    """A button that hides and shows the traces whose legendgroup is `group`; place: in the
-    palette, or a colour.
-    """
-    mark = _stroke(colour(place), dash(place)) if isinstance(place, int) else _stroke(place, dashes)
-    name = escape(text or group)
-    return f'<button class="chip" data-group="{escape(group)}" aria-pressed="true">{mark}{name}</button>'
-
-
 def bar(share: float, tint: str) -> str:
     """A bar of which `share`, at most 1, is filled."""
     return f'<div class="bar"><i style="width:{100 * min(share, 1):.2f}%;background:{tint}"></i></div>'
@@ -114,30 +89,17 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") ->
     return f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def chart(figure: Any, name: str, legend: Iterable[str] = ()) -> str:
-    """A plotly figure under its legend (HTML of `legend_entry`) and the buttons of its choices.
+def chart(figure: Any, name: str) -> str:
+    """A plotly figure under its legend and the buttons of its choices, which the page's script makes.
 
-    It is an empty element named `name`, and beside it the JSON that the page's script draws into it.
-    layout.meta: {"choices": {choice: {option: changes of the layout}}, "chosen": {choice: option}}; a trace's
-    meta: {choice: {option: changes of the trace}}.
+    It is an empty element named `name`, and beside it the JSON that the script draws into it. layout.meta:
+    {choice: {option: changes of the layout}}, the first option is chosen; a trace's meta: {choice: {option:
+    changes of the trace}}. The legend names each legendgroup once.
     """
     content = figure.to_json().replace("</", "<\\/")  # the text must not end the element that it stands in
     place = f'<div id="{escape(name)}"></div><script type="application/json">{content}</script>'
-    meta = figure.layout.meta or {"choices": {}, "chosen": {}}
-    controls = ""
-    for choice, options in meta["choices"].items():
-        button = f'<button data-choice="{choice}" data-option="{{0}}" aria-pressed="{{1}}">{{0}}</button>'
-        chosen = [button.format(option, str(option == meta["chosen"][choice]).lower()) for option in options]
-        label = "" if choice in UNLABELLED else f"<small>{choice}</small>"
-        controls += f'<span class="choice">{label}{"".join(chosen)}</span>' if len(chosen) > 1 else ""
-    if not figure.layout.yaxis.fixedrange:
-        acts = "".join(f'<button data-act="{act}" title="{why}">{act}</button>' for act, why in ACTS.items())
-        controls += f'<span class="choice">{acts}</span>'
-    tools = (
-        f'<div class="tools"><p class="chips">{"".join(legend)}</p><p class="controls">{controls}</p></div>'
-    )
     drawing = f'<div class="chart" style="height:{figure.layout.height}px">{place}</div>'
-    return f'<div class="figure">{tools if controls or legend else ""}{drawing}</div>'
+    return f'<div class="figure"><div class="tools"></div>{drawing}</div>'
 
 
 def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:

@@ -1,7 +1,6 @@
 """One self-contained HTML page of one or more runs: what was trained, its progress, and what was measured.
 
     python -m tools.dashboard runs/demo --out runs/demo/dashboard.html    (once)
-    python -m tools.dashboard runs/phase1 runs/phase2 --watch             (rewritten whenever the runs change)
     python -m tools.dashboard runs/phase1 --serve --port 8765             (served locally, charts updated in place)
 
 The page is one file with plotly.js inside; its policy makes the browser refuse the network. What has
@@ -16,24 +15,27 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import parse_qs, urlsplit
 
 import tyro
 from plotly.offline import get_plotlyjs
 
 from records.files import write_atomically
-from records.page import card, chart, html_page, legend_entry, utc
+from records.page import card, chart, html_page, utc
 from records.run import Run, read_run, stamp
 from tools.dashboard import cards
-from tools.dashboard.core import core_card, core_of_all, tasks_card
+from tools.dashboard.core import core_card, core_of_all
 from tools.dashboard.figures import comparison_figure, prepare
 from tools.dashboard.health import incidents_card, layers_card, usage_card
-from tools.dashboard.scores import contamination_card, evaluations_card, samples_card, scores_card
+from tools.dashboard.listings import contamination_card, evaluations_card, samples_card
+from tools.dashboard.scores import scores_card
+from tools.dashboard.tasks import tasks_card
 
 HOST = "127.0.0.1"
 PARTS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
@@ -57,10 +59,8 @@ def page_body(runs: Sequence[Run], now: float) -> str:
 
 
 def comparison(runs: Sequence[Run]) -> str:
-    legend = [legend_entry(run.name, i) for i, run in enumerate(runs)]
     caption = "Smoothed. Diamonds: validation loss. A ring: the run began at another run's checkpoint."
-    figure = chart(comparison_figure(runs), "comparison", legend)
-    return card("Loss of all runs", figure, caption) + core_of_all(runs)
+    return card("Loss of all runs", chart(comparison_figure(runs), "comparison"), caption) + core_of_all(runs)
 
 
 def run_section(run: Run, index: int, now: float) -> str:
@@ -77,10 +77,9 @@ def run_section(run: Run, index: int, now: float) -> str:
     return f'<article>{head}{told}{cards.tiles_of(run)}<nav class="jump">{links}</nav>{body}{rest}</article>'
 
 
-def page(runs: Sequence[Run], now: float, reload_s: float | None = None) -> str:
-    """The whole page as text; with reload_s the browser reloads it at this interval."""
-    live = f"setTimeout(() => location.reload(), {1000 * reload_s:.0f});" if reload_s else ""
-    return html_page(" · ".join(run.name for run in runs), page_body(runs, now), get_plotlyjs(), live)
+def page(runs: Sequence[Run], now: float) -> str:
+    """The whole page as text."""
+    return html_page(" · ".join(run.name for run in runs), page_body(runs, now), get_plotlyjs())
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -95,12 +94,10 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def write_page(
-    folders: Sequence[Path], out: Path, now: float | None = None, reload_s: float | None = None
-) -> list[Run]:
+def write_page(folders: Sequence[Path], out: Path, now: float | None = None) -> list[Run]:
     """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
     runs = read_runs(folders)
-    text = page(runs, time.time() if now is None else now, reload_s)
+    text = page(runs, time.time() if now is None else now)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text)
     return runs
@@ -113,19 +110,6 @@ def write_page(
 def version_of(folders: Sequence[Path]) -> str:
     """Changes with the runs' files, and with the minute: the page says since when a run has been quiet."""
     return f"{hash((stamp(folders), int(time.time() // 60))) & 0xFFFFFFFFFFFF:x}"
-
-
-def watch(folders: Sequence[Path], write: Callable[[], Any], every_s: float) -> None:
-    """Call `write` whenever the runs have changed, until the process is interrupted (KeyboardInterrupt)."""
-    written = ""
-    while True:
-        version = version_of(folders)
-        if version != written:
-            started = time.monotonic()
-            write()
-            written = version
-            every_s = max(every_s, REST * (time.monotonic() - started))
-        time.sleep(every_s)
 
 
 @dataclass
@@ -180,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
-    def log_message(self, *unused: Any) -> None:
+    def log_message(self, *unused: object) -> None:
         """Polling requests are not logged."""
 
 
@@ -215,7 +199,6 @@ def serve_pages(folders: Sequence[Path], port: int, every_s: float) -> None:
 def main(
     run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     out: Path = Path("dashboard.html"),
-    watch_runs: Annotated[bool, tyro.conf.arg(name="watch")] = False,
     serve_runs: Annotated[bool, tyro.conf.arg(name="serve")] = False,
     port: int = 8765,
     every_s: float = 5.0,
@@ -225,10 +208,9 @@ def main(
     Args:
         run_dirs: run folders; several are compared
         out: HTML file to write
-        watch_runs: rewrite the file whenever the runs change, until Ctrl-C; the page reloads itself meanwhile
         serve_runs: serve the page on 127.0.0.1 instead of writing a file; its charts are updated in place
         port: port to serve on; 0 takes a free one
-        every_s: seconds between two checks for changes of the runs
+        every_s: with --serve, seconds between two checks for changes of the runs
     """
     if not run_dirs:
         raise ValueError(
@@ -238,15 +220,10 @@ def main(
         raise ValueError(
             f"--every-s {every_s} is not a positive number of seconds; give a value above 0, such as 5"
         )
-    try:
-        if serve_runs:
+    if serve_runs:
+        with suppress(KeyboardInterrupt):
             serve_pages(run_dirs, port, every_s)
-        if watch_runs:
-            print(f"keeping {out} up to date  (Ctrl-C to stop)", flush=True)
-            watch(run_dirs, lambda: write_page(run_dirs, out, reload_s=max(every_s, 1.0)), every_s)
-    except KeyboardInterrupt:
-        if serve_runs:
-            return
+        return
     for run in write_page(run_dirs, out):
         print(f"{run.name}: {len(run.kept_rows)} logged steps, {len(run.evals)} evaluations")
         for warning in run.warnings:

@@ -15,10 +15,9 @@ from records.page import (
     chart,
     code,
     colour,
-    legend_entry,
-    line_chip,
     measured,
     none,
+    percent,
     short,
     table,
     tiles,
@@ -126,14 +125,7 @@ def recent(run: Run, key: str) -> float | None:
 def training_card(run: Run) -> str:
     if len(panels.not_measured(run, panels.TRAINING)) == len(panels.TRAINING):
         return card("Training", none("not measured: metrics.jsonl has no figures yet"))
-    legend = []
-    for index, phase in enumerate(run.phases):
-        many = sum(of == phase for of, _ in panels.attempts_of(run))
-        legend.append(legend_entry(phase, colour(index), f"{phase}{f' · {many} attempts' * (many > 1)}"))
-    if any(row["valid_loss"] is not None for row in run.kept_rows):
-        legend.append(legend_entry("validation", panels.VALID, "validation loss"))
-    figure = chart(panels.training_figure(run), f"training-{run.name}", legend)
-    return card("Training", figure, training_caption(run))
+    return card("Training", chart(panels.training_figure(run), f"training-{run.name}"), training_caption(run))
 
 
 def machine_card(run: Run) -> str:
@@ -179,15 +171,13 @@ def sources_card(run: Run) -> str:
     losses, valid_losses, counts = last.values()
     total = sum(number(count) or 0.0 for count in counts.values()) or 1.0
     rows = []
-    places, legend = figures.source_places(run), []
     for name in figures.sources_of(run):
-        count, place = number(counts.get(name)), places[name]
-        legend.append(legend_entry(name, place))
-        cells = [line_chip(place, name), short(count), measured(count and 100 * count / total, ".1f", " %")]
+        count = number(counts.get(name))
+        cells = [escape(name), short(count), percent(count and count / total)]
         rows.append([*cells, *(measured(by_source.get(name), ".4f") for by_source in (losses, valid_losses))])
     head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
     caption = "Lines: smoothed loss of the training batches. Diamonds: the same held-out windows each time."
-    figure = chart(figures.sources_figure(run), f"sources-{run.name}", legend)
+    figure = chart(figures.sources_figure(run), f"sources-{run.name}")
     return card("Loss by source", figure + table(head, rows, "numbers"), caption)
 
 
@@ -202,18 +192,14 @@ def bits_card(run: Run) -> str:
     last, places = points[-1], figures.source_places(run)
     bits = {name: bits_of(last, name) for name in last["sources"]}
     names = sorted(bits, key=lambda name: bits[name] or 0.0)
-    longest, bars = max((value or 0.0 for value in bits.values()), default=0) or 1.0, ""
-    for name in names:
-        label = f"{escape(name)}<small>{escape(str(last['sources'][name].get('category', '')))}</small>"
-        filled, text = bar((bits[name] or 0) / longest, colour(places[name])), measured(bits[name], ".3f")
-        bars += f'<div class="row"><span>{label}</span>{filled}<b>{text}</b></div>'
-    body = f"<div>{bars}</div>"
+    rows = [[escape(name), escape(str(last["sources"][name].get("category", ""))), measured(bits[name], ".3f")]
+            for name in names]  # fmt: skip
+    body = table(("source", "category", "bits per byte"), rows)
     if len(points) > 1:
         figure = figures.checkpoint_figure(points, names, bits_of, [places[name] for name in names])
-        legend = [legend_entry(name, places[name]) for name in names]
-        body += chart(figure, f"bits-{run.name}", legend)
+        body = f'<div class="beside">{body}{chart(figure, f"bits-{run.name}")}</div>'
     caption = f"Held-out text, {escape(where_evaluated(last))}. Lower is better."
-    return card("Bits per byte", f'<div class="{"bits" if len(points) > 1 else ""}">{body}</div>', caption)
+    return card("Bits per byte", body, caption)
 
 
 def decode_card(run: Run) -> str:

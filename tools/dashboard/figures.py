@@ -26,8 +26,6 @@ AXES = {  # name -> key of a row or record, title
     "steps": ("x_step", "step, all phases"),
     "FLOPs": ("x_flops", "training FLOPs, all phases"),
 }
-SMOOTHING = {"light": 0.2, "medium": 1.0, "strong": 5.0}  # and "off"; factors of the half-life
-SMOOTH_KEYS = {level: "smooth_loss" if level == "medium" else f"smooth_loss_{level}" for level in SMOOTHING}
 
 
 # curves
@@ -43,10 +41,9 @@ def curve(points: Points, tint: str, width: float = 2, marks: str = "", **more: 
     ).update(more)  # fmt: skip
 
 
-def smoothed(trace: go.Scatter, levels: dict[str, list[float | None]], off: dict[str, Any]) -> go.Scatter:
-    """The curve with its other levels of smoothing; it is drawn at "medium". off: changes without smoothing."""
-    others = {level: {"y": values} for level, values in levels.items() if level != "medium"}
-    trace.meta = {**trace.meta, "smoothing": {"off": off, **others}}
+def smoothed(trace: go.Scatter, logged: Sequence[float | None]) -> go.Scatter:
+    """A smoothed curve, with the logged values as its y where the reader switches smoothing off."""
+    trace.meta = {**trace.meta, "smoothing": {"off": {"y": logged}}}
     return trace
 
 
@@ -58,17 +55,9 @@ def points(rows: Rows, key: str) -> list[tuple[dict[str, Any], float | None]]:
 def key_curve(
     rows: Rows, key: str, tint: str, width: float = 1.2, marks: str = "", **more: Any
 ) -> go.Scatter:
-    """The curve of one figure of a run's rows; that of a loss has its levels of smoothing."""
+    """The curve of one figure of a run's rows; a smoothed loss can be switched to the logged one."""
     trace = curve(points(rows, key), tint, width, marks, **more)
-    if key == "smooth_loss":
-        return smoothed(
-            trace, {level: values_of(rows, of) for level, of in SMOOTH_KEYS.items()}, {"visible": False}
-        )
-    return smoothed(trace, {}, {"opacity": 1}) if key == "loss" else trace
-
-
-def values_of(rows: Rows, key: str) -> list[float | None]:
-    return [value for _, value in points(rows, key)]
+    return smoothed(trace, [y for _, y in points(rows, "loss")]) if key == "smooth_loss" else trace
 
 
 def lines_figure(curves: Sequence[go.Scatter], height: int = 380, **y_axis: Any) -> go.Figure:
@@ -98,17 +87,17 @@ def checkpoint_figure(
     return lines_figure(curves, 276, hoverformat=".4f", range=span(later))
 
 
-def add_choice(figure: go.Figure, name: str, options: dict[str, dict[str, Any]], chosen: str) -> None:
-    """A row of buttons above the chart, see records.page.chart. options: {option: changes of the layout}."""
-    meta = figure.layout.meta or {"choices": {}, "chosen": {}}
-    choices, known = {**meta["choices"], name: options}, {**meta["chosen"], name: chosen}
-    figure.update_layout(meta={"choices": choices, "chosen": known})
+def add_choice(figure: go.Figure, name: str, options: dict[str, dict[str, Any]]) -> None:
+    """A row of buttons above the chart, see records.page.chart. options: {option: changes of the layout}; the
+    first one is chosen.
+    """
+    figure.update_layout(meta={**(figure.layout.meta or {}), name: options})
 
 
 def add_smoothing(figure: go.Figure) -> None:
     """The choices of a figure whose first y axis is a loss."""
-    add_choice(figure, "smoothing", {level: {} for level in ("off", *SMOOTHING)}, "medium")
-    add_choice(figure, "scale", {"linear": {}, "log": {"yaxis.type": "log"}}, "linear")
+    add_choice(figure, "smoothing", {"on": {}, "off": {}})
+    add_choice(figure, "scale", {"linear": {}, "log": {"yaxis.type": "log"}})
 
 
 def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None = None) -> None:
@@ -123,7 +112,7 @@ def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None 
         trace.update(x=at[known[0]]["x"])
         trace.meta = {**trace.meta, "x": {axis: at[axis] for axis in known[1:]}}
     figure.update_layout({path.replace(".", "_"): value for path, value in changes(known[0]).items()})
-    add_choice(figure, "x", {axis: changes(axis) for axis in known}, known[0])
+    add_choice(figure, "x", {axis: changes(axis) for axis in known})
     figure.update_xaxes(title_font_size=12, exponentformat="SI", nticks=8, zeroline=False)
 
 
@@ -165,7 +154,7 @@ def half_life_rows(run: Run) -> float:
 
 
 def prepare(run: Run) -> None:
-    """Set `smooth_loss`, in all levels of SMOOTHING and phase by phase, and `x_flops` of all rows and events."""
+    """Set `smooth_loss`, phase by phase, and `x_flops` of all rows and events."""
     flops = flops_of(run)
     for row in (*run.events, *(row for segment in run.segments for row in segment.rows)):
         row["x_flops"] = (
@@ -173,10 +162,8 @@ def prepare(run: Run) -> None:
         )
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
-        for level, factor in SMOOTHING.items():
-            means = smooth([row["loss"] for row in rows], factor * half_life_rows(run))
-            for row, mean in zip(rows, means, strict=True):
-                row[SMOOTH_KEYS[level]] = mean
+        for row, mean in zip(rows, smooth([row["loss"] for row in rows], half_life_rows(run)), strict=True):
+            row["smooth_loss"] = mean
 
 
 def flops_of(run: Run) -> int | None:
@@ -217,8 +204,7 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
         known = points([row for row in rows if row["smooth_loss"] is not None], "smooth_loss")
         look: dict[str, Any] = {"name": run.name, "legendgroup": run.name}
         line = curve(points(rows, "smooth_loss"), colour(index), line_dash=dash(index), **look)
-        levels = {level: values_of(rows, key) for level, key in SMOOTH_KEYS.items()}
-        curves.append(smoothed(line, levels, {"y": values_of(rows, "loss")}))
+        curves.append(smoothed(line, [y for _, y in points(rows, "loss")]))
         look |= {"name": f"{run.name}, validation", "mode": "markers"}
         curves.append(curve(validated, colour(index), marks="diamond", **look))
         parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
@@ -258,19 +244,17 @@ def sources_figure(run: Run) -> go.Figure:
             raw = [number(row["loss_by_source"].get(name)) for row in rows]
             drawn = [i for i, value in enumerate(raw) if value is not None]
             drawn = [*drawn[::every], *drawn[-1:]]
-            levels = {
-                level: rounded(smooth(raw, factor * half_life), drawn) for level, factor in SMOOTHING.items()
-            }
             valid = [
                 (row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None
             ]
             look: dict[str, Any] = {"legendgroup": name, "line_dash": dash(sources[name])}
-            line = [(rows[i], y) for i, y in zip(drawn, levels["medium"], strict=True)]
+            means = rounded(smooth(raw, half_life), drawn)
+            line = [(rows[i], y) for i, y in zip(drawn, means, strict=True)]
             trace = curve(line, colour(sources[name]), 1.8, name=name, **look)
-            curves.append(smoothed(trace, levels, {"y": rounded(raw, drawn)}))
+            curves.append(smoothed(trace, rounded(raw, drawn)))
             look |= {"name": f"{name}, validation", "opacity": 0.8}
             curves.append(curve(valid, colour(sources[name]), 0.8, "diamond").update(look))
-            shown += [*settled(levels["medium"]), *sorted(y for _, y in valid)[:1]]
+            shown += [*settled(means), *sorted(y for _, y in valid)[:1]]
     figure = lines_figure(curves, range=span(shown), hoverformat=".4f")
     add_smoothing(figure)
     return figure

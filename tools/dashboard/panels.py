@@ -86,10 +86,10 @@ def training_figure(run: Run) -> go.Figure:
     of steps or tokens.
     """
     figure = go.Figure(layout=PLOT)
+    panels = draw_panels(figure, run, TRAINING)
     for place, rows in _sampled(run, TRAINING, kept=False):
         look = {"line_dash": "dot", "opacity": 0.6, "hoverinfo": "skip", "legendgroup": rows[0]["phase"]}
         figure.add_trace(key_curve(rows, "loss", tint(run, place), **look))
-    panels = draw_panels(figure, run, TRAINING)
     draw_validation(figure, run)
     losses = sorted(settled([row["loss"] for row in run.kept_rows]))
     if len(losses) >= LONG:
@@ -109,7 +109,7 @@ def draw_validation(figure: go.Figure, run: Run, axis: str = "y") -> None:
     """
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase and row["valid_loss"] is not None]
-        look = {"yaxis": axis, "legendgroup": "validation", "hoverinfo": "skip"}
+        look = {"yaxis": axis, "legendgroup": "validation loss", "hoverinfo": "skip"}
         figure.add_trace(key_curve(rows, "valid_loss", VALID, 1.4, "diamond", **look))
 
 

@@ -5,7 +5,6 @@ A missing score is red, and then there is no mean: the mean of the others would 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import fmean
@@ -17,26 +16,17 @@ from records.page import (
     chart,
     code,
     colour,
-    legend_entry,
-    measured,
     missing,
     none,
     percent,
     short,
     table,
-    utc,
 )
 from records.run import Run, number
 from tools.dashboard.core import Point, newest, points_of, where_evaluated
 from tools.dashboard.figures import Points, curve, lines_figure, span
 from tools.dashboard.references import CODE, LM_EVAL, MODEL, RULER, RULER_LENGTHS
 
-SAMPLES = 8  # checkpoints of a prompt that are shown
-LISTED = 40  # more evaluations than this are counted, not listed
-# in the list of evaluations: how each was made, and by what
-HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
-       "limit": "limit ", "haystack": "haystack "}  # fmt: skip
-BY = ("scorer", "backend", "device", "dtype")
 NAMES = {
     "humaneval+": "HumanEval+",
     "mbpp+": "MBPP+",
@@ -70,36 +60,30 @@ def scores_card(run: Run) -> str:
         f"<details><summary>{title}</summary>{body}</details>" for title, body in tables.items() if body
     )
     body = (f'<div class="triple">{panels}</div>' if panels else "") + ruler_table(run) + details
-    caption = f"The mark in a bar, the grey figure beside it and the dotted line are what {MODEL}'s authors published "
-    caption += "of their instruction-tuned model, asked greedily."
+    caption = f"Published, and dotted: what {MODEL}'s authors give for their instruction-tuned model, asked greedily."
     return card(f"Beside {MODEL}", body, caption) if body else ""
 
 
 def panel(series: Sequence[Series], name: str) -> str:
-    """Bars of the newest values, and curves where there are several checkpoints."""
-    entries, curves, values = [], [], list[float]()
-    for index, (label, points, published) in enumerate(series):
-        tint, last = colour(index), points[-1][1]
-        mark = "" if published is None else f'<u style="left:{100 * published:.1f}%"></u>'
-        beside = "" if published is None else f"<small>{percent(published)}</small>"
-        bar = (
-            f'<span class="bar"><i style="width:{100 * (last or 0):.1f}%;background:{tint}"></i>{mark}</span>'
-        )
-        entries.append(
-            f'<span class="bullet">{legend_entry(label, tint)}{bar}<b>{percent(last)}</b>{beside}</span>'
-        )
-        curves.append(curve(points, tint, marks="circle", name=label, legendgroup=label))
-        values += [y for y in (*(y for _, y in points), published) if y is not None]
+    """The newest values in a table, above their curves where there are several checkpoints."""
+    rows = [[escape(label), percent(points[-1][1]), none("not given") if published is None else percent(published)]
+            for label, points, published in series]  # fmt: skip
+    text = table(("", "ours", "published"), rows, "numbers")
     if all(len(points) < 2 for _, points, _ in series):
-        return f'<p class="chips">{"".join(entries)}</p>'
+        return text
+    curves = [curve(points, colour(i), marks="circle", name=label, legendgroup=label)
+              for i, (label, points, _) in enumerate(series)]  # fmt: skip
+    known = [
+        y for _, points, published in series for y in (*(y for _, y in points), published) if y is not None
+    ]
     figure = lines_figure(
-        curves, 230, range=span(values), tickformat=".0%", hoverformat=".1%", fixedrange=True
+        curves, 230, range=span(known), tickformat=".0%", hoverformat=".1%", fixedrange=True
     )
     for index, each in enumerate(series):
         if each.published is not None:
             figure.add_hline(each.published, line={"color": colour(index), "width": 1.4, "dash": "dot"})
     figure.update_layout(meta=None, xaxis_nticks=5)
-    return chart(figure, name, entries)
+    return text + chart(figure, name)
 
 
 def code_series(run: Run) -> list[Series]:
@@ -291,100 +275,3 @@ def how_asked(point: Point) -> str:
     how += ["without BOS"] if point.get("add_bos") is False else []
     how += [f"{cut} prompts cut"] if (cut := point.get("cut_prompts")) else []
     return "".join(f", {part}" for part in how)
-
-
-def contamination_card(run: Run) -> str:
-    """What the training text held of the evaluation sets before its documents were dropped."""
-    points, rows = newest(points_of(run, "contamination"), "phase", "data_sha256"), []
-    for point in points:
-        for name, found in (point.get("benchmarks") or {}).items():
-            items, touched = number(found.get("items")), number(found.get("touched"))
-            share = touched / items if items and touched is not None else None
-            counts = [
-                short(items),
-                short(touched),
-                percent(share, ".2f"),
-                short(found.get("documents_dropped")),
-            ]
-            where = escape(str(point.get("phase") or ""))
-            rows.append([escape(name), where, *counts, escape(", ".join(found.get("sources") or {}))])
-    if not points:
-        return ""
-    head = (
-        "evaluation set",
-        "phase",
-        "items",
-        "touched, at most",
-        "share",
-        "documents dropped",
-        "in sources",
-    )
-    caption = (
-        "Items of which the training text held at least half of the 13-grams; the documents were left out."
-    )
-    unsearched = none("the data were not searched for evaluation items")
-    return card("Contamination", table(head, rows) if rows else unsearched, caption)
-
-
-def samples_card(run: Run) -> str:
-    """What the checkpoints wrote after the same prompts, prompt by prompt, the newest checkpoint first."""
-    prompts: dict[str, tuple[str, list[list[str]]]] = {}
-    for record in reversed(points_of(run, "samples")):
-        for text in record.get("samples") or []:
-            rows = prompts.setdefault(str(text.get("name")), (str(text.get("prompt")), []))[1]
-            # a model that has learned little writes pages of empty lines
-            written = (re.sub(r"\n{3,}", lambda run: f" ↵×{len(run[0])} ", escape(str(text.get(way, ""))))
-                       for way in ("greedy", "sampled"))  # fmt: skip
-            rows.append([escape(where_evaluated(record)), *written])
-    body = ""
-    for name, (prompt, rows) in prompts.items():
-        every = max(1, (len(rows) - 1) / (SAMPLES - 1))
-        shown = [
-            rows[round(i * every)] for i in range(min(SAMPLES, len(rows)))
-        ]  # the newest and the oldest among them
-        texts = table(("checkpoint", "greedy", "one seeded sample"), shown, "texts")
-        head = f"<b>{escape(name)}</b> <small>{escape(prompt)}</small>"
-        body += f"<details{'' if body else ' open'}><summary>{head}</summary>{texts}</details>"
-    return (
-        card("Samples", body, "What each evaluated checkpoint writes after the same prompts.") if body else ""
-    )
-
-
-def evaluations_card(run: Run) -> str:
-    """The evaluations on record, the newest first."""
-    rows = []
-    for record in run.evals[: -LISTED - 1 : -1]:
-        how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
-        by = ", ".join(str(record[key]) for key in BY if record.get(key))
-        texts = [
-            escape(str(text))
-            for text in (record.get("kind", "?"), where_evaluated(record), result_of(record))
-        ]
-        took, at = measured(record.get("seconds"), ",.1f", " s"), utc(record.get("time"))
-        model = code(record["model_sha256"]) if record.get("model_sha256") else ""
-        rows.append([at, *texts, took, escape(how), escape(by), model, code(record.get("code_version"))])
-    head = ("time (UTC)", "evaluation", "checkpoint", "result", "took", "how", "by", "model", "code")
-    more = f", the newest {len(rows)}" if len(run.evals) > len(rows) else ""
-    if not rows:
-        return ""
-    summary = f"<summary>{len(run.evals):,} records in evals.jsonl{more}</summary>"
-    return card("Evaluations", f"<details>{summary}{table(head, rows)}</details>")
-
-
-def result_of(record: Point) -> str:
-    """The figures that a record is about."""
-    tasks = metrics_of(record)
-    results = {
-        "core": [("CORE v2", record.get("core_v2"), ".4f"), ("v1", record.get("core_v1"), ".4f")],
-        "code": [("pass@1", record.get("pass@1_plus"), ".1%")],
-        "bits_per_byte": [("bits per byte", record.get("bits_per_byte"), ".4f")],
-        "decode_speed": [("tokens/s", record.get("tokens_per_s"), ",.4g")],
-        "lm_eval": [(f"{task} {name}", value, ".1%") for task, metrics in tasks.items()
-                    for name, value in metrics.items() if name in ("acc", "acc_norm")],
-    }.get(str(record.get("kind")), [])  # fmt: skip
-    known = [
-        f"{name} {value:{form}}" for name, found, form in results if (value := number(found)) is not None
-    ]
-    if not known and record.get("kind") == "core":
-        return f"{len(record.get('tasks') or {})} tasks, no CORE"
-    return ", ".join(known[:4]) or "see its card"

@@ -19,7 +19,7 @@ from records.usage import RECENT, money, usage_of, whole
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.cards import tiles_of
 from tools.dashboard.health import incidents_card, layers_card, layers_figure, usage_card
-from tools.dashboard.scores import samples_card
+from tools.dashboard.listings import samples_card
 
 PRICE = {"gpu_hour_price": 2.5, "currency": "EUR"}
 

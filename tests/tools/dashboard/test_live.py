@@ -1,6 +1,4 @@
-"""The dashboard while a job runs: the watched file, the served page, and its charts updated
-in a real browser.
-"""
+"""The dashboard while a job runs: the served page, and its charts updated in a real browser."""
 
 from __future__ import annotations
 
@@ -74,21 +72,6 @@ def served(run_folder: Path) -> Iterator[tuple[Path, str]]:
 def get(address: str, **headers: str) -> tuple[int, str]:
     with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=30) as answer:
         return answer.status, answer.read().decode()
-
-
-def test_a_watched_file_follows_the_run_and_stands_still_at_the_end(run_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "live.html"
-    process = dashboard(str(run_folder), "--watch", "--every-s", "0.1", "--out", str(out))
-    until(out.is_file)
-    assert "location.reload()" in out.read_text()
-    log_step(run_folder, 31, 1.234567)
-    until(lambda: "1.23457" in out.read_text())
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert "location.reload()" not in out.read_text()
-    assert "1.23457" in out.read_text()
-    assert not list(tmp_path.glob(".live.html*")), "a temporary file stayed behind"
 
 
 def test_the_server_answers_with_what_is_new(served: tuple[Path, str]) -> None:

@@ -26,27 +26,23 @@ from tools.dashboard.core import (
     along_figure,
     core_curves,
     core_figure,
-    curve_points,
     draw_references,
-    heat_figure,
-    missing_part,
     points_of,
-    task_table,
-    tasks_card,
+    reference_table,
 )
-from tools.dashboard.figures import prepare
+from tools.dashboard.figures import curve, prepare
+from tools.dashboard.listings import evaluations_card
 from tools.dashboard.references import CORE_REFERENCES, RULER
 from tools.dashboard.scores import (
     code_series,
-    evaluations_card,
     lm_eval_series,
     ruler_series,
     ruler_table,
     scores_card,
 )
+from tools.dashboard.tasks import heat_figure, missing_part, task_table, tasks_card
 
 NOW = 1.79e9 + 3600
-DRAWN = ("annotations", "shapes")  # in a figure
 
 
 @pytest.fixture(scope="module")
@@ -82,57 +78,45 @@ def test_core_and_its_errors_over_tokens_steps_and_flops(whole: Path) -> None:
     run = read_run(whole)
     figure = core_figure(core_curves([run]))
     written = records(whole, "core")
-    v1, v2 = figure.data
-    for trace, version in ((v1, "v1"), (v2, "v2")):
-        assert list(trace.y) == [r[f"core_{version}"] for r in written]
-        assert list(trace.error_y.array) == [r[f"core_{version}_se"] for r in written]
-    x = {"tokens": v1.x} | {axis: place["x"] for axis, place in v1.meta["x"].items()}
-    assert list(figure.layout.meta["choices"]["x"]) == ["tokens", "steps", "FLOPs"]
+    (v2,) = figure.data
+    assert list(v2.y) == [r["core_v2"] for r in written]
+    assert list(v2.error_y.array) == [r["core_v2_se"] for r in written]
+    x = {"tokens": v2.x} | {axis: place["x"] for axis, place in v2.meta["x"].items()}
+    assert list(figure.layout.meta["x"]) == ["tokens", "steps", "FLOPs"]
     assert list(x["tokens"]) == [r["tokens_total"] for r in written]
     assert x["steps"] == [r["tokens_total"] / made_up_run.TOKENS_A_STEP for r in written], "phase 2 goes on"
     flops = flops_per_token(LaneformerConfig.from_dict(made_up_run.MODEL), 4096)
     assert x["FLOPs"] == [r["tokens_total"] * flops for r in written]
 
 
-def test_references_say_their_version_and_do_not_flatten_the_curve(whole: Path) -> None:
-    figure = core_figure(core_curves([read_run(whole)]))
-    texts = [note.text for note in figure.layout.annotations]
-    assert "GPT-2 XL 0.2565 (v1)" in texts
-    assert not any("DCLM" in text for text in texts), "0.41 is far above a curve that ends at 0.27"
-    assert all(text.endswith(("(v1)", "(v2)")) for text in texts)
-    higher = go.Figure()
-    draw_references(higher, [0.3, 0.55])
+def test_only_references_of_the_drawn_version_are_lines_and_none_flattens_the_curve(whole: Path) -> None:
+    assert not core_figure(core_curves([read_run(whole)])).layout.annotations, "0.41 is far above 0.27"
+    higher = go.Figure(
+        [curve([({"x_step": i}, y) for i, y in enumerate((0.3, 0.55))], "red", error_y_array=[0, 0])]
+    )
+    draw_references(higher)
     drawn = {
-        (note.text, note.yanchor): shape
-        for note, shape in zip(*(higher.layout[k] for k in DRAWN), strict=True)
+        note.text: shape.y0
+        for note, shape in zip(higher.layout.annotations, higher.layout.shapes, strict=True)
     }
-    assert {text for text, _ in drawn} == {f"{r.name} {r.value:.4f} ({r.version})" for r in CORE_REFERENCES}
-    v1, v2 = drawn["DCLM-7B 0.5714 (v1)", "bottom"], drawn["DCLM-7B 0.5596 (v2)", "top"]
-    assert (v1.y0, v1.line.dash, v2.y0, v2.line.dash) == (0.57136, "solid", 0.55961, "dash")
+    assert drawn == {f"{r.name} {r.value:.4f}": r.value for r in CORE_REFERENCES if r.version == "v2"}
+    assert higher.layout.yaxis.range[1] > max(drawn.values())
 
 
-def test_no_reference_is_written_across_a_curve(whole: Path, tmp_path: Path) -> None:
-    """Also on the page of two runs, where a name of 46 % of the width (a phone) crossed
-    the other run's curve.
-    """
-    other = made_up_run.write_run(tmp_path / "other", steps=42, every=1, checkpoints=5)
-    one, two = read_run(whole), read_run(other)
-    prepare(one)
-    for runs, figure in (
-        ([one], core_figure(core_curves([one]))),
-        ([one, two], core_figure(core_curves([one, two]))),
-        ([one], along_figure(one, core_curves([one]))),
-    ):
-        of_core = [trace for trace in figure.data if trace.error_y.array is not None]
-        figure = go.Figure(of_core, {key: figure.layout[key] for key in ("annotations", "yaxis")})
-        figure.layout.annotations = [note for note in figure.layout.annotations if "(v" in note.text]
-        points, (bottom, top) = curve_points(figure), figure.layout.yaxis.range
-        height = 0.05 * (top - bottom)
-        assert len(points) > 150 * len(runs)
-        for note in figure.layout.annotations:
-            low, left = note.y - height * (note.yanchor == "top"), 0.55 * (note.xanchor == "right")
-            crossed = [(x, y) for x, y in points if left <= x <= left + 0.45 and low <= y <= low + height]
-            assert not crossed, note.text
+def test_the_newest_core_stands_among_the_published_ones_by_version(whole: Path) -> None:
+    run = read_run(whole)
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(
+        r"<tr>(<td>.*?)</tr>", reference_table(core_curves([run])))]  # fmt: skip
+    for each in CORE_REFERENCES:
+        (row,) = [row for row in rows if row[0] == each.name]
+        assert row[("v1", "v2").index(each.version) + 1] == f"{each.value:.4f}"
+    last = records(whole, "core")[-1]
+    (ours,) = [row for row in rows if row[0].startswith("<b>phase2")]
+    for cell, version in zip(ours[1:], ("v1", "v2"), strict=True):
+        assert f"{last[f'core_{version}']:.4f}</b> ± {last[f'core_{version}_se']:.4f}" in cell
+    values = [float(re.findall(r"\d\.\d{4}", row[1])[0]) for row in rows]
+    assert values == sorted(values), "ascending in v1"
+    assert sum("not given" in row[2] for row in rows) == 4, "GPT-2 has no v2"
 
 
 def test_missing_tasks_are_one_line_and_there_is_no_core(gappy: Path, tmp_path: Path) -> None:
@@ -248,7 +232,7 @@ def test_core_stands_above_loss_and_learning_rate_with_the_phases(whole: Path) -
     prepare(run)
     figure = along_figure(run, core_curves([run]))
     of_axis = {axis: [t for t in figure.data if (t.yaxis or "y") == axis] for axis in ("y", "y2", "y3")}
-    assert list(of_axis["y"][0].y) == [r["core_v1"] for r in records(whole, "core")]
+    assert list(of_axis["y"][0].y) == [r["core_v2"] for r in records(whole, "core")]
     last = run.kept_rows[-1]
     assert any(last["lr"] == pytest.approx(t.y[-1], rel=1e-5) for t in of_axis["y3"])
     assert any(last["smooth_loss"] == pytest.approx(t.y[-1], rel=1e-5) for t in of_axis["y2"])
@@ -345,8 +329,9 @@ def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> 
     write_page([gappy, whole], tmp_path / "x.html", now=NOW)
     text = (tmp_path / "x.html").read_text()
     head = text[text.index("CORE of all runs") : text.index("<article>")]
-    assert re.findall(r"(#\w+)\"></i>(whole: nanochat, 500 items a task, v\d)<", head) == [
-        (colour(1), f"whole: nanochat, 500 items a task, {v}") for v in ("v1", "v2")
+    (figure,) = re.findall(r'id="core-comparison"></div><script type="application/json">(.*?)</script>', head)
+    assert [(t["line"]["color"], t["legendgroup"]) for t in json.loads(figure)["data"]] == [
+        (colour(1), "whole: nanochat, 500 items a task")
     ], "the colour that the run has in the figure of losses, though it is the only one with a CORE"
     assert '<span class="missing" title="">missing</span>' in head
     assert len(re.findall(r'id="(core-[a-z0-9]+)"', text)) == 2, "the comparison, and the run that has a CORE"

@@ -1,0 +1,115 @@
+"""The cards that list records: contamination of the training text, samples, and all evaluations."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+from records.page import card, code, measured, none, percent, short, table, utc
+from records.run import Run, number
+from tools.dashboard.core import Point, newest, points_of, where_evaluated
+from tools.dashboard.scores import metrics_of
+
+SAMPLES = 8  # checkpoints of a prompt that are shown
+LISTED = 40  # more evaluations than this are counted, not listed
+# in the list of evaluations: how each was made, and by what
+HOW = {"dataset": "", "protocol": "", "seed": "seed ", "max_per_task": "at most ", "num_fewshot": "shots ",
+       "limit": "limit ", "haystack": "haystack "}  # fmt: skip
+BY = ("scorer", "backend", "device", "dtype")
+
+
+def contamination_card(run: Run) -> str:
+    """What the training text held of the evaluation sets before its documents were dropped."""
+    points, rows = newest(points_of(run, "contamination"), "phase", "data_sha256"), []
+    for point in points:
+        for name, found in (point.get("benchmarks") or {}).items():
+            items, touched = number(found.get("items")), number(found.get("touched"))
+            share = touched / items if items and touched is not None else None
+            counts = [
+                short(items),
+                short(touched),
+                percent(share, ".2f"),
+                short(found.get("documents_dropped")),
+            ]
+            where = escape(str(point.get("phase") or ""))
+            rows.append([escape(name), where, *counts, escape(", ".join(found.get("sources") or {}))])
+    if not points:
+        return ""
+    head = (
+        "evaluation set",
+        "phase",
+        "items",
+        "touched, at most",
+        "share",
+        "documents dropped",
+        "in sources",
+    )
+    caption = (
+        "Items of which the training text held at least half of the 13-grams; the documents were left out."
+    )
+    unsearched = none("the data were not searched for evaluation items")
+    return card("Contamination", table(head, rows) if rows else unsearched, caption)
+
+
+def samples_card(run: Run) -> str:
+    """What the checkpoints wrote after the same prompts, prompt by prompt, the newest checkpoint first."""
+    prompts: dict[str, tuple[str, list[list[str]]]] = {}
+    for record in reversed(points_of(run, "samples")):
+        for text in record.get("samples") or []:
+            rows = prompts.setdefault(str(text.get("name")), (str(text.get("prompt")), []))[1]
+            # a model that has learned little writes pages of empty lines
+            written = (re.sub(r"\n{3,}", lambda run: f" ↵×{len(run[0])} ", escape(str(text.get(way, ""))))
+                       for way in ("greedy", "sampled"))  # fmt: skip
+            rows.append([escape(where_evaluated(record)), *written])
+    body = ""
+    for name, (prompt, rows) in prompts.items():
+        every = max(1, (len(rows) - 1) / (SAMPLES - 1))
+        shown = [
+            rows[round(i * every)] for i in range(min(SAMPLES, len(rows)))
+        ]  # the newest and the oldest among them
+        texts = table(("checkpoint", "greedy", "one seeded sample"), shown, "texts")
+        head = f"<b>{escape(name)}</b> <small>{escape(prompt)}</small>"
+        body += f"<details{'' if body else ' open'}><summary>{head}</summary>{texts}</details>"
+    return (
+        card("Samples", body, "What each evaluated checkpoint writes after the same prompts.") if body else ""
+    )
+
+
+def evaluations_card(run: Run) -> str:
+    """The evaluations on record, the newest first."""
+    rows = []
+    for record in run.evals[: -LISTED - 1 : -1]:
+        how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
+        by = ", ".join(str(record[key]) for key in BY if record.get(key))
+        texts = [
+            escape(str(text))
+            for text in (record.get("kind", "?"), where_evaluated(record), result_of(record))
+        ]
+        took, at = measured(record.get("seconds"), ",.1f", " s"), utc(record.get("time"))
+        model = code(record["model_sha256"]) if record.get("model_sha256") else ""
+        rows.append([at, *texts, took, escape(how), escape(by), model, code(record.get("code_version"))])
+    head = ("time (UTC)", "evaluation", "checkpoint", "result", "took", "how", "by", "model", "code")
+    more = f", the newest {len(rows)}" if len(run.evals) > len(rows) else ""
+    if not rows:
+        return ""
+    summary = f"<summary>{len(run.evals):,} records in evals.jsonl{more}</summary>"
+    return card("Evaluations", f"<details>{summary}{table(head, rows)}</details>")
+
+
+def result_of(record: Point) -> str:
+    """The figures that a record is about."""
+    tasks = metrics_of(record)
+    results = {
+        "core": [("CORE v2", record.get("core_v2"), ".4f"), ("v1", record.get("core_v1"), ".4f")],
+        "code": [("pass@1", record.get("pass@1_plus"), ".1%")],
+        "bits_per_byte": [("bits per byte", record.get("bits_per_byte"), ".4f")],
+        "decode_speed": [("tokens/s", record.get("tokens_per_s"), ",.4g")],
+        "lm_eval": [(f"{task} {name}", value, ".1%") for task, metrics in tasks.items()
+                    for name, value in metrics.items() if name in ("acc", "acc_norm")],
+    }.get(str(record.get("kind")), [])  # fmt: skip
+    known = [
+        f"{name} {value:{form}}" for name, found, form in results if (value := number(found)) is not None
+    ]
+    if not known and record.get("kind") == "core":
+        return f"{len(record.get('tasks') or {})} tasks, no CORE"
+    return ", ".join(known[:4]) or "see its card"

@@ -1,0 +1,139 @@
+"""The tasks of CORE on the page: the heat map over checkpoints, means by category, the newest record in full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+import plotly.graph_objects as go
+
+from evals.core.tasks import NOT_CHOSEN
+from records.page import BAD, NEUTRAL, PLOT, card, chart, code, measured, missing, short, table
+from records.run import Run, number
+from tools.dashboard.core import (
+    VERSIONS,
+    Point,
+    core_curves,
+    figure_of,
+    settings_text,
+    tasks_of,
+    where_evaluated,
+)
+from tools.dashboard.figures import checkpoint_figure
+
+BETTER = "#2f6fe0"  # than the baseline; BAD is worse
+FEW = 8  # a table of at most so many tasks is not folded
+NOISY = 0.03  # a standard error of the accuracy above which a task alone says little
+
+
+def heat_figure(points: Sequence[Point]) -> go.Figure:
+    """Centered accuracy (v2) of each task (rows) at each checkpoint (columns); a gap where a
+    checkpoint lacks the task.
+    """
+    tasks, labels = tasks_of(points), [checkpoint_text(p) for p in points]
+    z = [[figure_of(p, task, "centered_v2") for p in points] for task in tasks]
+    reach = max([0.1, *(abs(c) for row in z for c in row if c is not None)])
+    scale = [[0, BAD], [0.5, "rgba(138,148,166,0.12)"], [1, BETTER]]
+    bar = {"thickness": 8, "outlinewidth": 0, "nticks": 5, "len": 1, "tickfont": {"size": 11}}
+    figure = go.Figure(layout={**PLOT, "height": 64 + 21 * len(tasks)})
+    figure.add_heatmap(
+        z=z, y=tasks, customdata=[labels] * len(tasks), colorscale=scale, zmin=-reach, zmax=reach, colorbar=bar,
+        hovertemplate="%{y}<br>%{customdata}<br>centered %{z:.4f}<extra></extra>", hoverongaps=False, ygap=1,
+        xgap=int(len(points) < 60),
+    )  # fmt: skip
+    ticks = sorted({0, (len(points) - 1) // 2, len(points) - 1})
+    still = {"fixedrange": True, "showgrid": False, "zeroline": False}
+    figure.update_xaxes(tickvals=ticks, ticktext=[labels[i] for i in ticks], tickangle=0, **still)
+    figure.update_yaxes(autorange="reversed", tickvals=tasks, tickfont={"size": 11}, automargin=True, **still)
+    figure.update_layout(hovermode="closest", margin_t=8)
+    return figure
+
+
+def tasks_card(run: Run) -> str:
+    """The tasks of CORE: by checkpoint, by category, and the newest in full."""
+    curves = core_curves([run])
+    if not curves:
+        return ""
+    points, last = curves[-1].points, curves[-1].last
+    toy, body = last.get("not_core"), ""
+    if toy:
+        rest = len(last.get("missing") or {})
+        body = f"<p>{escape(str(toy))}</p><p class='caption'>The other {rest} tasks of CORE are not in this bundle.</p>"
+    if len(points) > 1 and tasks_of(points):
+        heat = chart(heat_figure(points), f"heat-{run.name}")
+        body += f'<h3>Centered accuracy (v2) by checkpoint (tokens seen)</h3><div class="scroll wide">{heat}</div>'
+    if not toy:
+        body += categories_part(points, f"categories-{run.name}")
+    opened = " open" if len(last["tasks"]) <= FEW else ""
+    words = f"Accuracy of each task, {escape(settings_text({**last, 'not_core': None}))}"
+    body += f"<details{opened}><summary>{words}</summary>{task_table(last)}</details>{missing_part(last)}"
+    hashes = (("data", "data_sha256"), ("tokenizer", "tokenizer_sha256"), ("code", "code_version"))
+    made = [
+        f"seed {escape(str(last.get('seed')))}",
+        *(f"{name} {code(last.get(key))}" for name, key in hashes),
+    ]
+    title = "Tasks of a toy bundle, not CORE" if toy else "CORE by task"
+    return card(title, body, f"{escape(where_evaluated(last))}: {', '.join(made)}.")
+
+
+def checkpoint_text(point: Point) -> str:
+    return (
+        where_evaluated(point) if number(point.get("tokens_total")) is None else short(point["tokens_total"])
+    )
+
+
+def categories_part(points: Sequence[Point], name: str) -> str:
+    """The means by category over checkpoints; a category that lacks a task has none."""
+
+    def mean(point: Point, category: str) -> float | None:
+        return number((point.get("categories") or {}).get(category, {}).get("centered_v2"))
+
+    means = {category: mean(points[-1], category) for category in points[-1].get("categories") or {}}
+    if all(mean is None for mean in means.values()):
+        return ""
+    known = [category for category, m in means.items() if m is not None]
+    figure = checkpoint_figure(points, known, mean)
+    figure.update_yaxes(zeroline=True, zerolinecolor=NEUTRAL)  # the baseline
+    absent = [category for category, m in means.items() if m is None]
+    words = f'<p class="caption">{missing("N/A")}: {escape(", ".join(absent))}</p>' if absent else ""
+    return f"<h3>Means by category, centered on v2</h3>{chart(figure, name)}{words}"
+
+
+def task_table(point: Point) -> str:
+    """The scored tasks of one record with how they were asked."""
+    rows, gold = [], any("gold_bits_per_byte" in found for found in point["tasks"].values())
+    for task, found in point["tasks"].items():
+        accuracy, n = number(found.get("accuracy")) or 0.0, number(found.get("n")) or 0.0
+        likely = (accuracy * n + 0.5) / (n + 1)  # none right of four is no certainty
+        noisy = " <small>noisy</small>" if (likely * (1 - likely) / (n + 1)) ** 0.5 > NOISY else ""
+        ends = found.get("interval")
+        error = f" ± {measured(found.get('standard_error'), '.4f')}"
+        error = f" ({' – '.join(measured(end, '.3f') for end in ends)})" if isinstance(ends, list) else error
+        bases = " / ".join(dict.fromkeys(measured(found.get(f"baseline_{v}"), "g") for v in VERSIONS))
+        rows.append([
+            *(escape(str(text)) for text in (task, found.get("category", ""), found.get("type", ""))),
+            short(found.get("shots")), f"{short(found.get('n'))} of {short(found.get('n_total'))}",
+            f"{measured(found.get('accuracy'), '.4f')}{error}{noisy}", f"{bases} %",
+            *(measured(found.get(f"centered_{v}"), ".4f") for v in VERSIONS),
+            *([measured(found.get("gold_bits_per_byte"), ".3f")] if gold else []),
+        ])  # fmt: skip
+    head = ("task", "category", "type", "shots", "items", "accuracy", "baseline", "centered v1", "centered v2",
+            *(["gold bits per byte"] if gold else []))  # fmt: skip
+    return table(head, rows) if rows else ""
+
+
+def missing_part(point: Point) -> str:
+    """One line for the tasks that a record lacks, with their reasons; of a toy bundle the card has said it."""
+    reasons = {} if point.get("not_core") else point.get("missing") or {}
+    absent = {task: reason for task, reason in reasons.items() if reason != NOT_CHOSEN}
+    text = (
+        f'<p class="caption">{len(reasons) - len(absent)} tasks were not chosen.</p>'
+        if absent != reasons
+        else ""
+    )
+    if not absent:
+        return text
+    why = escape("".join(f"{task}: {reason}\n" for task, reason in absent.items()))
+    words = missing(f"{len(absent)} of {len(reasons) + len(point['tasks'])} tasks missing")
+    names = escape(", ".join(absent))
+    return f"{text}<details><summary>{words}, hence no CORE: {names}</summary><pre>{why}</pre></details>"
