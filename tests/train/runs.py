@@ -105,11 +105,15 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+def saved(run: Path, step: int = STEPS) -> dict[str, Any]:
+    """All that a checkpoint holds."""
     with tempfile.NamedTemporaryFile() as target:
         dcp_to_torch_save(run / f"checkpoint/step-{step}", target.name)
-        state = torch.load(target.name, weights_only=False)
-    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        return torch.load(target.name, weights_only=False)
+
+
+def weights(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in saved(run, step).items() if isinstance(v, torch.Tensor)}
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

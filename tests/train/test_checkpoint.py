@@ -30,6 +30,7 @@ from tests.train.runs import (
     largest_difference,
     launch,
     metrics,
+    saved,
     succeed,
     weights,
 )  # fmt: skip
@@ -154,10 +155,9 @@ def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_
     assert rows[0]["lr"] == 1.5e-3, "the schedule and the learning rate are phase 2's"
     assert rows[0]["tokens_total"] == (STEPS + 1) * GLOBAL_BATCH * SEQ_LEN
     assert json.loads((run / "lineage.json").read_text())["parent"] == str(parent)
-    weights(run)  # as a plain file, step-4.pt
     # DCP brings the old settings along with the moments; the checkpoint must hold this job's, and
     # the moments too
-    optimizer = torch.load(run / "step-4.pt", weights_only=False)["optimizer"]
+    optimizer = saved(run)["optimizer"]
     assert optimizer["param_groups.tok_embeddings.weight.weight_decay"] == 0.05
     assert optimizer["param_groups.norm.weight.weight_decay"] == 0.0
     assert optimizer["param_groups.norm.weight.initial_lr"] == 1.5e-3
