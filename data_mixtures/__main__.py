@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from data_mixtures import prepare, recipe, show
+from data_mixtures import prepare, recipe, recipe_file, show
 from data_mixtures.prepare import Arguments
 from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages import stats as statistics
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def begun(given: Arguments, names: str) -> Iterator[pipeline.RunContext]:
-    loaded = recipe.load(given.recipe)
+    loaded = recipe_file.load(given.recipe)
     known = tuple(source.name for source in loaded.sources)
     sources = tuple(names.split(",")) if names else known
     recipe.check_known("source", sources, known)

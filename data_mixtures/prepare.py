@@ -24,7 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures import recipe, shards
+from data_mixtures import recipe, recipe_file, shards
 from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages.run import AGAIN, Options, figures
 from records.workers import usable_cpus
@@ -44,7 +44,7 @@ def prepare(
 ) -> None:
     """Run all stages. ValueError for a wrong recipe, missing text, a full disk...; finished units are kept."""
     started = time.monotonic()
-    loaded = recipe.load(recipe_path)
+    loaded = recipe_file.load(recipe_path)
     sources = tuple(source.name for source in loaded.sources)
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
     with stage.exclusive(out):

@@ -164,12 +164,16 @@ class RunMetrics(MetricsProcessor):
             self._survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
         self.last_logged_tokens = tokens
         if first:
-            self.row = row
-            written = append_or_keep(self.path, _json_line(row))
-            if not written and not self.disk_full:  # the event waits for room as well, with the time of now
-                reason = f"no room for {self.path}; its rows wait in memory"
-                record_event(self.path.parent, "disk_full", attempt=self.attempt, step=step, reason=reason)
-            self.disk_full = not written
+            self._append(row)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        """Write a row, or keep it in memory while the disk is full."""
+        self.row = row
+        written = append_or_keep(self.path, _json_line(row))
+        if not written and not self.disk_full:  # the event waits for room as well, with the time of now
+            reason = f"no room for {self.path}; its rows wait in memory"
+            record_event(self.path.parent, "disk_full", attempt=self.attempt, step=row["step"], reason=reason)
+        self.disk_full = not written
 
     def _survive(self, log: Callable[[], None]) -> None:
         """Log, without TensorBoard and wandb from the moment at which a full disk has ended their threads."""

@@ -2,7 +2,7 @@
 only says which ones.
 
 The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row
-(`stage.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
+(`origins.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
 fsspec, so that the URL may be of https or of s3. An object may be gzip-compressed, as Software Heritage's
 are; a content counts only if it has its sha1.
 
@@ -32,8 +32,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_mixtures.readers import local
+from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped, origin
 from data_mixtures.recipe import Input
-from data_mixtures.stages import stage
 
 UNIT_ROWS = 500_000  # of one unit, at least; its receipt says that they have come or are counted as missing
 PART_CONTENTS = 10_000  # asked for at a time and then saved: as much a kill may lose, and is in memory
@@ -99,7 +99,7 @@ def units(path: str) -> list[list[int]]:
     """Row groups of a resolved file that make a unit each, by its footer. ValueError when it has no sha1."""
     with _opened(path) as parquet:
         sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
-    return list(stage.grouped(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
+    return list(grouped(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
 
 
 def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, str], Counter[str]]:
@@ -107,7 +107,7 @@ def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, st
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
     with _opened(path) as parquet:
-        columns = ["sha1", *(each for each in stage.ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
+        columns = ["sha1", *(each for each in ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
         first = sum(parquet.metadata.row_group(number).num_rows for number in range(groups[0]))
         batches = parquet.iter_batches(row_groups=groups, columns=columns)
         for row, fields in enumerate((row for batch in batches for row in batch.to_pylist()), start=first):
@@ -118,7 +118,7 @@ def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, st
             elif len(sha1) != 20:
                 raise ValueError(f"{path}, row {row}: sha1 has {len(sha1)} bytes, not 20")
             else:
-                origins[sha1] = stage.origin(name, row, fields)
+                origins[sha1] = origin(name, row, fields)
     return origins, left_out
 
 

@@ -24,6 +24,8 @@ import pyarrow.parquet
 from huggingface_hub import errors as hub_errors
 
 from data_mixtures.readers import content, hub, local
+from data_mixtures.readers.origins import grouped
+from data_mixtures.readers.origins import origin as origin_of
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.stages import plan, stage
 from data_mixtures.stages.stage import RAW, Entry, Stage, Unit, is_done, key_of
@@ -35,7 +37,7 @@ ATTEMPTS = 5
 FIRST_WAIT_S = (
     2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
 )
-_READERS = ("stages/fetch.py", "readers/local.py")
+_READERS = ("stages/fetch.py", "readers/local.py", "readers/origins.py")
 
 
 class Damaged(ValueError):
@@ -228,9 +230,9 @@ def _write(
 ) -> Entry:
     documents, size, found = 0, 0, local.documents(_input(entry), files, dropped)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
-        for group in stage.grouped(found, lambda document: len(document[0]), ROW_GROUP_BYTES):
+        for group in grouped(found, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]
-            origins = [stage.origin(names[name], row, fields) for _, name, row, fields in group]
+            origins = [origin_of(names[name], row, fields) for _, name, row, fields in group]
             writer.write_batch(pyarrow.record_batch([texts, origins], schema=TEXT_SCHEMA))
             documents += len(texts)
             size += sum(len(text.encode()) for text in texts)

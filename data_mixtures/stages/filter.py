@@ -22,10 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
+from data_mixtures.readers.origins import origin as origin_of
 from data_mixtures.recipe import Recipe
-from data_mixtures.stages import decontaminate, quality, stage
+from data_mixtures.stages import decontaminate, quality, stage, word_hashes
 from data_mixtures.stages.quality import Step
-from data_mixtures.stages.stage import DOCUMENTS, ORIGIN_FIELDS, RAW, Stage, Unit
+from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
 from data_mixtures.stages.tokenize import key_of_id
 
 REASONS = ("not_utf8", "empty", "too_short", "too_long", "not_kept", "contaminated")
@@ -33,7 +35,7 @@ SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin",
 ORIGIN = "origin"  # a column of raw.parquet where the file's own rows are not those of the input
 _BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
 _ROW_GROUP_BYTES = 64 << 20
-_MODULES = ("stages/filter.py", "stages/quality.py", *decontaminate.CODE)
+_MODULES = ("stages/filter.py", "stages/quality.py", "readers/origins.py", *decontaminate.CODE)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Rows(NamedTuple):
         if ORIGIN in self.fields:
             return self.fields[ORIGIN][place]
         fields = {name: values[place] for name, values in self.fields.items()}
-        return stage.origin(self.file or "", self.first + place, fields)
+        return origin_of(self.file or "", self.first + place, fields)
 
 
 class Document(NamedTuple):
@@ -136,7 +138,7 @@ class DocumentFilter:
         if len(text) > self.limits.max_chars and text.strip():
             self._dropped["too_long"] += 1
             return []
-        pieces = list(decontaminate.cut(text, self.max_document_chars))
+        pieces = list(word_hashes.cut(text, self.max_document_chars))
         self._cut += len(pieces) - 1
         return [piece for piece in pieces if self._long_enough(piece)]
 
@@ -248,9 +250,7 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
     }
     kept = (batch for batch in batches if batch)
     with pq.ParquetWriter(path, SCHEMA, **options) as writer:
-        for group in stage.grouped(
-            kept, lambda batch: sum(len(text) for _, text, _ in batch), _ROW_GROUP_BYTES
-        ):
+        for group in grouped(kept, lambda batch: sum(len(text) for _, text, _ in batch), _ROW_GROUP_BYTES):
             ids, texts, origins = zip(*(document for batch in group for document in batch), strict=True)
             strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8
             columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]

@@ -23,9 +23,9 @@ import pyarrow.parquet
 import xxhash
 
 from data_mixtures import shards
-from data_mixtures.readers import content, hub, local
+from data_mixtures.readers import content, hub, local, origins
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
-from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, grouped, read_plan
+from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, read_plan
 
 UNIT_BYTES = 64 << 20  # of local files in one unit
 _TEXT = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
@@ -94,7 +94,11 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Entry:
                 decides.append(["resolved", local.portable(listed[0], roots), listed[1], rows])
             continue
         parquet, capped = source_input.kind == "parquet", source_input.max_bytes is not None
-        groups = [[file] for file in files] if parquet else grouped(files, lambda file: file[1], UNIT_BYTES)
+        groups = (
+            [[file] for file in files]
+            if parquet
+            else origins.grouped(files, lambda file: file[1], UNIT_BYTES)
+        )
         for group in [files] if capped else groups:
             number = {"source": each.name, "number": len(entries), "kind": "local"}
             names = [[local.portable(name, roots), size] for name, size, _ in group]

@@ -23,7 +23,7 @@ import resource
 import shutil
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TextIO, TypeVar
@@ -39,7 +39,6 @@ PLAN_FORMAT = 1
 RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
 # what a document's origin says of it besides its file and row, where the input has such columns or fields
-ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
 FOR_USERS = (
     ValueError,
     OSError,
@@ -127,17 +126,6 @@ def planned_unit(out: Path, unit: Unit) -> Entry:
 def text_column(out: Path, unit: Unit) -> str:
     """The column of a unit's raw.parquet that holds its text."""
     return planned_unit(out, unit).get("text_column", "text")
-
-
-def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
-    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines and
-    Parquet), and its fields.
-    """
-    known = {name: fields[name] for name in ORIGIN_FIELDS if fields.get(name) is not None}
-    said = json.dumps(
-        {"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str
-    )
-    return said.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
 
 
 def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
@@ -295,20 +283,6 @@ def exclusive(out: Path) -> TextIO:
     ]  # workers inherit it: all runs of a source are open at a time
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return hold_lock(out / ".lock", f"another process is preparing {out}; wait for it, or use another --out")
-
-
-def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items in lists; each ends with the item that brings its total size to the limit."""
-    group: list[T] = []
-    size = 0
-    for item in items:
-        group.append(item)
-        size += size_of(item)
-        if size >= limit:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def remove_partial(out: Path, stage: str) -> None:

@@ -8,7 +8,7 @@ whatever source they come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
@@ -69,26 +69,33 @@ def write(
     return result
 
 
-def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]], str]]:
-    """(title, head, rows, caption): what stats.json holds, as text."""
-    sources, phases = stats["sources"], stats["phases"]
+Table = tuple[str, list[str], list[list[str]], str]  # title, head, rows, caption
+
+
+def tables(stats: Mapping[str, Any]) -> list[Table]:
+    """What stats.json holds, as text."""
+    made = (_categories_table, _sources_table, _lengths_table, _dropped_table, _shared_table)
+    return [table(stats, stats["sources"], stats["phases"]) for table in made]
+
+
+def _categories_table(
+    stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]
+) -> Table:
     tokens = sum(each["tokens"] for each in sources.values())
     rows = []
     for category in dict.fromkeys(each["category"] for each in sources.values()):
         names = [name for name, each in sources.items() if each["category"] == category]
         shares = [sum(phase["shares"].get(name, 0) for name in names) for phase in phases.values()]
         have = sum(sources[name]["tokens"] for name in names)
-        rows.append(
-            [category, page.short(have), *(page.percent(each, ".2f") for each in (have / tokens, *shares))]
-        )
-    yield (
-        "Categories",
-        ["category", "tokens", "share", *phases],
-        rows,
-        "What there is, and what each phase draws.",
-    )
+        percents = (page.percent(each, ".2f") for each in (have / tokens, *shares))
+        rows.append([category, page.short(have), *percents])
+    head = ["category", "tokens", "share", *phases]
+    return "Categories", head, rows, "What there is, and what each phase draws."
+
+
+def _sources_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]) -> Table:
     epochs = {name: phase["epochs_at_end"] for name, phase in phases.items() if "sequences" in phase}
-    head = ["source", "tokens", *phases, *(f"epochs after {name}" for name in epochs)]
+    after = [f"epochs after {name}" for name in epochs]
     rows = [
         [name, page.short(each["tokens"]),
          *(page.percent(phase["shares"].get(name, 0), ".2f") for phase in phases.values()),
@@ -96,48 +103,42 @@ def tables(stats: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list
          *map(page.short, (each["windows"], each["valid_windows"]))]
         for name, each in sources.items()
     ]  # fmt: skip
-    yield (
-        "Sources",
-        [*head, "windows", "held out"],
-        rows,
-        f"Windows of {stats['seq_len']:,} tokens.",
-    )
+    head = ["source", "tokens", *phases, *after, "windows", "held out"]
+    return "Sources", head, rows, f"Windows of {stats['seq_len']:,} tokens."
+
+
+def _lengths_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]) -> Table:
     bins = max(each["lengths"]["longest"] for each in sources.values()).bit_length()
-    rows = [
-        [name, page.short(each["documents"]), f"{each['bytes'] / max(each['tokens'], 1):.2f}", f"{found['mean']:,.0f}",
-         f"{found['longest']:,}", _bars(found["histogram"][:bins])]
-        for name, each, found in ((name, each, each["lengths"]) for name, each in sources.items())
-    ]  # fmt: skip
+    rows = []
+    for name, each in sources.items():
+        found, per_token = each["lengths"], each["bytes"] / max(each["tokens"], 1)
+        lengths = [f"{found['mean']:,.0f}", f"{found['longest']:,}", _bars(found["histogram"][:bins])]
+        rows.append([name, page.short(each["documents"]), f"{per_token:.2f}", *lengths])
     head = ["source", "documents", "bytes per token", "mean length", "longest", "by length"]
-    yield (
-        "Lengths of documents",
-        head,
-        rows,
-        "In tokens; by length: documents of 1, 2 to 3, 4 to 7, 8 to 15... tokens.",
-    )
-    reasons = sorted(
-        {reason for each in sources.values() for reason, count in each["dropped"].items() if count}
-    )
+    caption = "In tokens; by length: documents of 1, 2 to 3, 4 to 7, 8 to 15... tokens."
+    return "Lengths of documents", head, rows, caption
+
+
+def _dropped_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]) -> Table:
+    reasons = sorted({name for each in sources.values() for name, count in each["dropped"].items() if count})
     rows = [
         [name, page.short(each["read"]), *(page.short(each["dropped"].get(reason, 0)) for reason in reasons),
          page.percent(each["kept"] / max(each["read"], 1), ".2f")]
         for name, each in sources.items()
     ]  # fmt: skip
-    yield (
-        "Dropped",
-        ["source", "read", *reasons, "kept"],
-        rows,
-        "Every document that was read is kept or counted here.",
-    )
+    head = ["source", "read", *reasons, "kept"]
+    return "Dropped", head, rows, "Every document that was read is kept or counted here."
+
+
+def _shared_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]) -> Table:
     shared = stats["shared_documents"]
     rows = []
     for pair in shared.get("pairs", ())[:PAIRS]:
         of = [page.percent(pair["documents"] / sources[name]["documents"], ".2f") for name in pair["sources"]]
         rows.append([", ".join(pair["sources"]), f"{pair['documents']:,}", *of])
-    caption = (
-        f"Not counted: {shared['unknown']}" if "unknown" in shared else "The same text in both, by its hash."
-    )
-    yield (
+    counted = "The same text in both, by its hash."
+    caption = f"Not counted: {shared['unknown']}" if "unknown" in shared else counted
+    return (
         "Documents that sources share",
         ["sources", "documents", "of the first", "of the second"],
         rows,

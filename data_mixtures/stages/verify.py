@@ -225,6 +225,5 @@ def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
         elif number:
             gone[stage.unit_folder(out, shuffle.SHUFFLE, Unit(path.parent.name, int(number[1])))] = None
         gone[path] = None
-    removal = [["rm", "-rf", *map(str, gone)]] if gone else []
-    again = ["python", "-m", "data_mixtures.prepare", str(recipe_path), "--out", str(out)]
-    return [shlex.join(command) for command in (*removal, again)]
+    removal = [shlex.join(["rm", "-rf", *map(str, gone)])] if gone else []
+    return [*removal, f"python -m data_mixtures.prepare {shlex.join([str(recipe_path), '--out', str(out)])}"]

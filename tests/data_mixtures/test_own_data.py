@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data_mixtures import prepare, recipe, shards
+from data_mixtures import prepare, recipe, recipe_file, shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.stages import plan, stage
 from data_mixtures.stages.run import Options
@@ -223,7 +223,7 @@ def test_a_file_in_two_sources_is_reported(folder: Path) -> None:
 def test_a_file_that_changes_after_the_plan_is_found_and_mends_itself(folder: Path, name: str) -> None:
     text = own(JSONL, PARQUET)
     (folder / "own.toml").write_text(text)
-    loaded = recipe.load(folder / "own.toml")
+    loaded = recipe_file.load(folder / "own.toml")
     plan.make(loaded, folder / "out", ["s0", "s1"])
     source = "s0" if "json" in name else "s1"
     work = plan_work(loaded, folder)
@@ -327,7 +327,7 @@ def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
     text = tokenizer + "".join(tables) + "[phase1]\n" + "".join(f"{name} = 1\n" for name in names)
     for path, content in ((tmp_path / "whole.toml", whole), (tmp_path / "parts.toml", text)):
         path.write_text(content)
-        assert recipe.load(path).phases
+        assert recipe_file.load(path).phases
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures import recipe
+from data_mixtures import recipe_file
 from data_mixtures.mixture import Mixture
 from data_mixtures.stages import pipeline
 from tests.data_mixtures.stages import fake_hub
@@ -49,7 +49,7 @@ def commands() -> str:
 def test_the_loop_has_all_sources_and_all_stages():
     (names,) = re.findall(r'sources="(.*?)"', commands(), re.S)
     assert sorted(names.split()) == sorted(
-        source.name for source in recipe.load(FOLDER / "nemotron.toml").sources
+        source.name for source in recipe_file.load(FOLDER / "nemotron.toml").sources
     )
     stages = re.findall(r"^ *stage (\w+)(?:.*--stage (\w+))?", commands(), re.M)
     # near copies are sought over all sources at once, so `dedup` does not fit a loop over sources; the

@@ -13,7 +13,7 @@ import sentencepiece
 import xxhash
 from rich.console import Console
 
-from data_mixtures import prepare, recipe, shards, tokenizer
+from data_mixtures import prepare, recipe, recipe_file, shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
 from data_mixtures.stages import plan, stats, verify
 from evals.bits_per_byte import load_windows
@@ -288,7 +288,7 @@ def test_what_the_last_stages_need_is_missed_before_the_first(recipe_path, run_p
 
 @pytest.mark.parametrize("name", ["nemotron.toml", "nemotron-code.toml"])
 def test_the_recipes_of_the_2b_run_are_planned_and_all_refusals_named(name, tmp_path):
-    read = recipe.load(Path(prepare.__file__).parent / name)
+    read = recipe_file.load(Path(prepare.__file__).parent / name)
     (tmp_path / "mirror").mkdir()
     with pytest.raises(ValueError, match=r"9 repositories refuse to be read") as caught:
         plan.make(read, tmp_path / "out", [source.name for source in read.sources], str(tmp_path / "mirror"))

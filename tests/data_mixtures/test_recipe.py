@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures import recipe
+from data_mixtures import recipe, recipe_file
 
 FOLDER = Path(recipe.__file__).parent
 PUBLISHED_PERCENT = {
@@ -35,14 +35,14 @@ def category_sums(plan: recipe.Recipe, phase: str) -> dict[str, int]:
     ],
 )
 def test_shipped_recipes_have_the_published_shares(name, phase):
-    sums = category_sums(recipe.load(FOLDER / f"{name}.toml"), phase)
+    sums = category_sums(recipe_file.load(FOLDER / f"{name}.toml"), phase)
     assert sums == {category: round(100 * share) for category, share in PUBLISHED_PERCENT[phase].items()}
     assert sum(sums.values()) == {"phase1": 10_000, "phase2": 10_002}[phase]
 
 
 @pytest.mark.parametrize("profile", ["", "-code"])
 def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap(profile):
-    loaded = recipe.load(FOLDER / f"nemotron{profile}.toml")
+    loaded = recipe_file.load(FOLDER / f"nemotron{profile}.toml")
     for source in loaded.sources:
         shares = {
             phase: weights[source.name] / sum(weights.values()) for phase, weights in loaded.phases.items()
@@ -52,7 +52,7 @@ def test_no_source_of_the_2b_run_is_repeated_beyond_its_cap(profile):
 
 
 def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
-    sources = recipe.load(FOLDER / "nemotron.toml").sources
+    sources = recipe_file.load(FOLDER / "nemotron.toml").sources
     assert len(sources) == 36
     for source in sources:
         assert re.fullmatch(r"nvidia/Nemotron-[\w.-]+", source.repo)
@@ -67,7 +67,7 @@ def test_every_source_of_the_2b_run_says_where_it_is_and_on_what_terms():
 
 
 def test_with_code_contents_the_same_sources_and_two_more_that_take_their_share():
-    with_, without = (recipe.load(FOLDER / f"nemotron{profile}.toml") for profile in ("-code", ""))
+    with_, without = (recipe_file.load(FOLDER / f"nemotron{profile}.toml") for profile in ("-code", ""))
     names = {source.name for source in without.sources}
     more = [source for source in with_.sources if source.name not in names]
     assert [source.name for source in more] == ["code1-files", "code2-files"]
@@ -85,7 +85,7 @@ def test_with_code_contents_the_same_sources_and_two_more_that_take_their_share(
 
 
 def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says_instead():
-    sources = {source.name: source for source in recipe.load(FOLDER / "nemotron.toml").sources}
+    sources = {source.name: source for source in recipe_file.load(FOLDER / "nemotron.toml").sources}
     assert "fact-seeking" not in sources, "listed, and in no phase"
     rqa, wiki = sources["rqa"], sources["wiki-rewrite"]
     assert (rqa.repo, rqa.revision, rqa.gate) == (wiki.repo, wiki.revision, wiki.gate)
@@ -96,16 +96,16 @@ def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says
 
 
 def test_benchmarks_lie_beside_the_recipe_and_can_be_left_out(recipe_path):
-    found = recipe.load(FOLDER / "nemotron.toml").filter
+    found = recipe_file.load(FOLDER / "nemotron.toml").filter
     assert list(found.benchmarks) == ["humaneval", "mbpp", "gsm8k", "arc", "core"]
     assert found.benchmarks["mbpp"] == str(FOLDER / "benchmarks/mbpp.jsonl")
-    assert recipe.load(recipe_path).filter == recipe.Filter()
+    assert recipe_file.load(recipe_path).filter == recipe.Filter()
     recipe_path.write_text(recipe_path.read_text() + "\n[filter]\nmin_chars = 10\n[filter.benchmarks]\n")
-    assert recipe.load(recipe_path).filter == recipe.Filter(min_chars=10)
+    assert recipe_file.load(recipe_path).filter == recipe.Filter(min_chars=10)
 
 
 def test_the_demo_has_a_source_for_every_category_and_little_text():
-    plan = recipe.load(FOLDER / "demo.toml")
+    plan = recipe_file.load(FOLDER / "demo.toml")
     assert {source.category for source in plan.sources} == set(PUBLISHED_PERCENT["phase1"])
     assert sum(i.max_bytes for source in plan.sources for i in source.inputs) <= 30_000_000
 
@@ -141,7 +141,7 @@ def test_wrong_recipes_are_refused(recipe_path, old, new, message):
     assert old in text
     recipe_path.write_text(text.replace(old, new, 1))
     with pytest.raises(ValueError, match=message):
-        recipe.load(recipe_path)
+        recipe_file.load(recipe_path)
 
 
 SHORTEST = """
@@ -159,7 +159,7 @@ theirs = 40
 
 def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
     (tmp_path / "own.toml").write_text(SHORTEST)
-    read = recipe.load(tmp_path / "own.toml")
+    read = recipe_file.load(tmp_path / "own.toml")
     mine, theirs = read.sources
     assert mine.inputs[0].paths == ("{recipe}/corpus/*.jsonl.gz", "s3://bucket/*.jsonl", "/there/*")
     assert (mine.inputs[0].field, mine.category, mine.min_bytes) == ("text", "other", 1)
@@ -221,9 +221,9 @@ def test_values_of_another_type_are_refused(tmp_path, old, new, message):
     assert old in SHORTEST
     (tmp_path / "own.toml").write_text(SHORTEST.replace(old, new, 1))
     with pytest.raises(ValueError, match=message):
-        recipe.load(tmp_path / "own.toml")
+        recipe_file.load(tmp_path / "own.toml")
 
 
 def test_a_missing_recipe_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no such file: .*none\.toml"):
-        recipe.load(tmp_path / "none.toml")
+        recipe_file.load(tmp_path / "none.toml")

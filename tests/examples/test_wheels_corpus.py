@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures import recipe
+from data_mixtures import recipe_file
 from examples import wheels_corpus
 from tests.examples.test_corpus import MODULE
 
@@ -75,7 +75,7 @@ def test_every_pin_has_a_hash_and_every_package_a_pin():
     ]
     assert all(flag.startswith("--hash=sha256:") for _, flag in lines)
     assert {pin.partition("==")[0] for pin, _ in lines} == {*wheels_corpus.PROSE, *wheels_corpus.CODE}
-    assert recipe.load(Path("data_mixtures/ablation.toml")).corpus == "examples.wheels_corpus"
+    assert recipe_file.load(Path("data_mixtures/ablation.toml")).corpus == "examples.wheels_corpus"
 
 
 def test_as_a_command(tmp_path: Path):

@@ -17,7 +17,7 @@ import tomli
 import torch
 from scipy.stats import t as student_t
 
-from data_mixtures import recipe
+from data_mixtures import recipe_file
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import flops_per_token
 from laneformer.engine.folder import read_checkpoint
@@ -245,7 +245,7 @@ SIZES = ("0m5", "1m", "2m5", "10m", "30m", "100m")
 
 def test_every_variant_and_size_of_the_shipped_config_builds():
     plan = Plan.read(Options(SHIPPED, Path("unused"), sizes=SIZES))
-    assert "512" in repr(recipe.load(Path("data_mixtures/ablation.toml")).tokenizer)
+    assert "512" in repr(recipe_file.load(Path("data_mixtures/ablation.toml")).tokenizer)
     parameters = {}
     for job in plan.jobs():
         if (job.seed, job.learning_rate) != (plan.seeds[0], plan.learning_rates[0]):

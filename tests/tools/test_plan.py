@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures import recipe
+from data_mixtures import recipe_file
 from data_mixtures.shards import write_json
 from data_mixtures.stages import stage
 from laneformer import LaneformerConfig
@@ -108,7 +108,7 @@ def test_recipes_keep_what_their_runs_read_and_a_margin(runs, name: str, command
     code, said, error = runs[command]
     assert code == 0, error
     found = json.loads(said.splitlines()[-1])["preparation"]
-    kept = {each.name: each.keep for each in recipe.load(ROOT / f"data_mixtures/{name}.toml").sources}
+    kept = {each.name: each.keep for each in recipe_file.load(ROOT / f"data_mixtures/{name}.toml").sources}
     assert {part["name"]: part["keep"] for part in found["parts"]} == kept
     for part in found["parts"]:
         assert part["kept_epochs"] <= max(1, part["need_tokens"] / part["pool_tokens"])

@@ -1,6 +1,6 @@
 """A random fault every 20 steps, drawn from a seed; the final weights are the undisturbed ones, bit for bit.
 
-CI runs 40 steps with 2 faults, since a start costs its imports; `make chaos` runs 200 steps with 10.
+CI runs 40 steps with 2 faults, since a start costs its imports; `make nightly` runs 200 steps with 10.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from data_mixtures import recipe
+from data_mixtures import recipe, recipe_file
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/recipe-keys.md"
 CLASSES = (
@@ -36,7 +36,7 @@ def section(cls: Any) -> str:
     """A heading and a table of the keys that a class adds to its base."""
     texts, hints = help_texts(cls), typing.get_type_hints(cls)
     rows = [
-        f"| `{field.name}` | {recipe.in_toml(hints[field.name])} | {default(field)} | {texts[field.name]} |"
+        f"| `{field.name}` | {recipe_file.in_toml(hints[field.name])} | {default(field)} | {texts[field.name]} |"
         for field in dataclasses.fields(cls)
         if field.name in texts
     ]

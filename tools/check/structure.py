@@ -26,12 +26,12 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
-    "records": 11_500,
+    "records": 11_300,
     "laneformer": 93_500,
-    "data_mixtures": 54_500,
-    "train": 29_500,
-    "evals": 33_000,
-    "tools": 109_000,
+    "data_mixtures": 53_000,
+    "train": 29_300,
+    "evals": 32_400,
+    "tools": 107_500,
 }
 SLACK = 0.03
 FILE_LINES, KERNEL_LINES, FUNCTION_LINES, CLASS_LINES = 400, 600, 60, 200
@@ -46,8 +46,11 @@ LAYOUT = {
 }  # fmt: skip
 SAMPLING_RULE = re.compile(r"\bmin_?p\b", re.IGNORECASE)  # stands in every file that knows the rule
 # the engine's schedule, once it stands in C++ alone, cuts these
-LONG_CLASSES = {"Engine", "CudaDecoder", "Geometry", "SequenceDecoder", "Scheduler"}
-LONG_FILES = {"models/laneformer/engine/engine.py"}
+LONG_CLASSES = {
+    "Engine", "CudaDecoder", "Geometry", "SequenceDecoder", "Scheduler",
+    "LaneformerTrainer", "PhaseCheckpointManager",  # to be cut with the hooks that experiments need
+}  # fmt: skip
+LONG_FILES = {"models/laneformer/engine/engine.py", "tools/bench/cuda_steps.py"}
 
 
 @dataclass

@@ -26,7 +26,7 @@ import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
-from data_mixtures import recipe
+from data_mixtures import recipe, recipe_file
 from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from records.files import read_lines
@@ -186,7 +186,7 @@ def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Resul
     )  # data/nemotron/phase1.lock.json: nemotron
     if mixture is None and not file.is_file():
         return []
-    read, phase = recipe.load(file), titan_job.phase.name
+    read, phase = recipe_file.load(file), titan_job.phase.name
     if phase not in read.phases:
         raise ValueError(f"{file} has no [{phase}], the phase.name of {path}; it has {list(read.phases)}")
     expected = {s.name: s.expected_tokens_b * 1e9 for s in read.sources if s.expected_tokens_b is not None}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_mixtures.stages import decontaminate
+from data_mixtures.stages import decontaminate, word_hashes
 
 LICENCE = """Redistribution and use in source and binary forms, with or without modification, are permitted provided
 that the following conditions are met: redistributions of source code must retain the above copyright notice and this
@@ -91,7 +91,7 @@ def test_equal_to_the_reference(items, texts, plant, window):
             part = words(passages[number % len(passages)])[start : start + size]
             texts[number % len(texts)] += " / " + " ".join(part) + " / end"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decontaminate, "WINDOW_CHARS", window)
+        patch.setattr(word_hashes, "WINDOW_CHARS", window)
         whole = all(len(word) < window for text in (*texts, *passages) for word in words(text))
         expected = [
             {n for n, item in enumerate(items) if any(holds(text, p) for p in item)} for text in texts
@@ -199,7 +199,7 @@ def test_wrong_benchmark_files_are_named(tmp_path, file, content, said):
 
 
 def test_a_long_text_is_cut_between_words(monkeypatch):
-    monkeypatch.setattr(decontaminate, "WINDOW_CHARS", 300)
+    monkeypatch.setattr(word_hashes, "WINDOW_CHARS", 300)
     filler = " ".join(f"filler{i}" for i in range(500))
     text = filler + " " + QUESTION + " " + filler
     assert found(index_of([QUESTION]), text, filler, "x" * 10_000 + " " + QUESTION) == [{0}, set(), {0}]

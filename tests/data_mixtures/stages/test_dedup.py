@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from data_mixtures import recipe, shards
+from data_mixtures import recipe, recipe_file, shards
 from data_mixtures.stages import dedup, stage
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
 
@@ -187,7 +187,7 @@ def test_settings_without_sense_are_refused(tmp_path):
     for name in ("n_grams", "buckets", "hashes_per_bucket"):
         (tmp_path / "recipe.toml").write_text(f"[dedup]\n{name} = 0")
         with pytest.raises(ValueError, match=f"dedup: {name} = 0 must be an integer from 1"):
-            recipe.load(tmp_path / "recipe.toml")
+            recipe_file.load(tmp_path / "recipe.toml")
 
 
 @pytest.mark.slow  # spacy takes seconds to be imported

@@ -10,7 +10,8 @@ import pytest
 import xxhash
 
 from data_mixtures import shards
-from data_mixtures.stages import decontaminate, filter, stage
+from data_mixtures.readers import origins
+from data_mixtures.stages import decontaminate, filter, stage, word_hashes
 from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, write_raw
 
@@ -126,7 +127,7 @@ def test_a_missing_column_and_a_file_without_rows(out):
 
 def test_long_documents_are_cut_at_newlines_and_nothing_is_lost():
     whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
-    pieces = list(decontaminate.cut(whole, 1000))
+    pieces = list(word_hashes.cut(whole, 1000))
     assert "".join(pieces) == whole
     assert max(map(len, pieces)) <= 1000
     assert all(piece.endswith("\n") for piece in pieces[: len(pieces) - 4])
@@ -185,7 +186,7 @@ def test_an_origin_that_is_not_utf8_is_kept_as_far_as_it_is(out):
     found = documents(write_parquet(out, columns, {"path": "0.parquet"}))[0].column("origin").to_pylist()
     assert [json.loads(each).get("url") for each in found] == ["http://a/\ufffd", None, "", "http://b"]
     assert [json.loads(each)["id"] for each in found] == [1, 2, 3, 4]
-    assert json.loads(stage.origin("a.jsonl", 0, {"url": "x\ud800"}).encode()) == {
+    assert json.loads(origins.origin("a.jsonl", 0, {"url": "x\ud800"}).encode()) == {
         "file": "a.jsonl",
         "row": 0,
         "url": "x?",

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from data_mixtures import recipe as recipes
+from data_mixtures import recipe_file
 from data_mixtures.readers import hub
 from data_mixtures.readers.local import find, roots
 from data_mixtures.stages import decontaminate, fetch, filter, plan, run, stage, tokenize
@@ -36,7 +37,7 @@ def quiet() -> Console:
 
 
 def planned(path: Path, out: Path, mirror: Path | None = None) -> recipes.Recipe:
-    read = recipes.load(path)
+    read = recipe_file.load(path)
     plan.make(read, out, [source.name for source in read.sources], str(mirror) if mirror else None)
     return read
 
