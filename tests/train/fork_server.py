@@ -134,7 +134,7 @@ def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
         environment = {**ENVIRONMENT, **job["environment"], **numbers}
         running.append(Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
     deadline_s = None
-    while any(process.poll() is None for process in running):
+    while None in [process.poll() for process in running]:  # all are asked, each time
         if deadline_s is None and any(process.returncode for process in running):
             deadline_s = time.monotonic() + GRACE_S
         if deadline_s is not None and time.monotonic() > deadline_s:

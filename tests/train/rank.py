@@ -25,7 +25,8 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     facts = {
         "environment": {name: os.environ.get(name) for name in FACTS},
-        "names": sorted(os.environ.keys() - {"_"}),
+        # the shell's own and what torch notes in a process that compiles begin with an underscore
+        "names": sorted(name for name in os.environ if not name.startswith("_")),
         "arguments": sys.argv[1:],
         "module": sys.modules["__main__"].__spec__.name,
         "leads_its_group": os.getpgrp() == os.getsid(0) == os.getpid(),

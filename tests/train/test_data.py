@@ -16,7 +16,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("torchtitan")
-from data_mixtures import window_files
 from data_mixtures.mixture import Mixture
 from records.skips import SkipList
 from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
@@ -291,15 +290,3 @@ raise SystemExit(7)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7, done.stderr[-2000:]
-
-
-def test_the_loaders_of_a_node_check_a_block_once(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[tuple] = []
-    digest = window_files._digest
-    monkeypatch.setattr(window_files, "_digest", lambda *place: (hashed.append(place), digest(*place))[1])
-    loaders = [loader(lock, rank, 2, 8) for rank in range(2)]
-    for batches in [iter(each) for each in loaders]:
-        next(batches)
-        batches.close()
-    assert hashed
-    assert len(hashed) == len(set(hashed))

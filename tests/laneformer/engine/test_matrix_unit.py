@@ -134,6 +134,7 @@ def test_batches_drafts_and_reused_prefixes_give_the_same_tokens():
 
 
 @pytest.mark.proof(*CORE_SOURCES)
+@pytest.mark.timeout(2400)
 @pytest.mark.slow
 def test_each_product_alone_and_all_kinds_of_requests_under_sanitizers():
     program = build("address,undefined", "tiles", LANEFORMER_EMULATED_TILES="ON")
@@ -148,6 +149,7 @@ def test_each_product_alone_and_all_kinds_of_requests_under_sanitizers():
 
 
 @pytest.mark.proof(*CORE_SOURCES)
+@pytest.mark.timeout(2400)
 @pytest.mark.slow
 @pytest.mark.skipif("BELOW_AMX" in os.environ, reason="this is the emulation")
 def test_all_of_it_on_emulated_tiles():

@@ -23,7 +23,13 @@ AARCH64 = {
     "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64", "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
 }  # fmt: skip
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
-pytestmark = [pytest.mark.slow, pytest.mark.proof(*CORE_SOURCES)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.proof(*CORE_SOURCES),
+    pytest.mark.timeout(
+        2400
+    ),  # the first build of every instruction set under a sanitizer, beside other tests
+]
 
 
 def build(check: str, name: str = "", **definitions: str) -> Path:
@@ -45,7 +51,7 @@ def build(check: str, name: str = "", **definitions: str) -> Path:
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=500)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1200)
 
 
 def hashes(*command: str | Path) -> dict[str, str]:
