@@ -112,8 +112,8 @@ lint: setup
 structure: setup
 	$(BIN)/python -m tools.check.structure
 
-# -rs: a test that skips itself says why; groups and their order: tests/schedule.py
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
+# -rsfE: tests that skip themselves say why, and the last lines name what failed; groups and their order: tests/schedule.py
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rsfE -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
 test: lint structure browser
 	$(PYTEST) -m "not slow"

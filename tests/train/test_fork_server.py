@@ -42,7 +42,12 @@ def real(folder: Path, how: str, meanwhile: Callable[[Path], None]) -> int:
 
 def forked(folder: Path, how: str, meanwhile: Callable[[Path], None]) -> int:
     places = {"log": str(folder.with_suffix(".log")), "pid": str(folder.with_suffix(".pid"))}
-    job = {"command": command(folder, how), "environment": {**environment(), "GIVEN": "a value"}, **places}
+    env = {
+        **os.environ,
+        **environment(),
+        "GIVEN": "a value",
+    }  # imports have added to this process's since the fork
+    job = {"command": command(folder, how), "environment": env, **places}
     return ask(job, lambda: meanwhile(folder))
 
 
