@@ -16,6 +16,7 @@ ends the others.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import importlib
@@ -79,6 +80,7 @@ def become_program(program: list[str], environment: dict[str, str]) -> NoReturn:
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(io.FileIO(n, "wb", closefd=False), write_through=True) for n in (1, 2)
         )
+        faulthandler.enable(2)
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = ["-m", *program[1:]]
@@ -112,11 +114,19 @@ def run(job: dict[str, Any]) -> int | list[int]:
                 job["command"], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             ) as process:
                 Path(job["pid"]).write_text(str(process.pid))
-                try:
-                    return process.wait(TIMEOUT_S)
-                finally:
-                    process.kill()
+                return ended(process, job["log"])
         return run_ranks(job, log)
+
+
+def ended(process: subprocess.Popen, log: str) -> int:
+    """Its exit status; a process that does not end says where it is, and is killed."""
+    try:
+        return process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # faulthandler prints all stacks
+        with open(log, "a") as file:
+            file.write(f"{process.args}: did not end within {TIMEOUT_S} s\n")
+        return process.wait(30)
 
 
 def run_ranks(job: dict[str, Any], log: Any) -> list[int]:

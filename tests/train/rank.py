@@ -36,7 +36,8 @@ def main() -> None:
     }
     (folder / f"part.{rank}").write_text(json.dumps({**facts, "pid": os.getpid(), "parent": os.getppid()}))
     (folder / f"part.{rank}").rename(folder / f"rank.{rank}.json")
-    print(f"rank {rank} says hello")
+    print(f"rank {rank} says hello", flush=True)
+    print(f"rank {rank} warns", file=sys.stderr, flush=True)
     while len(list(folder.glob("rank.*.json"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
     if how != "wait" and (rank == 0 or how == "well"):

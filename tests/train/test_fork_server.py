@@ -71,8 +71,10 @@ def nothing(folder: Path) -> None:
 
 
 def signal_it(folder: Path, number: int) -> None:
-    """A signal to torchrun once both ranks are there."""
-    wait_for(lambda: len(list(folder.glob("rank.*.json"))) == 2)
+    """A signal to torchrun once it passes on all streams: one that comes while it starts their threads hangs it."""
+    lines = {f"[default{rank}]:rank {rank} {says}" for rank in range(2) for says in ("says hello", "warns")}
+    log = folder.with_suffix(".log")
+    wait_for(lambda: log.exists() and lines <= set(log.read_text().splitlines()))
     os.kill(int(folder.with_suffix(".pid").read_text()), number)
 
 
