@@ -10,7 +10,7 @@ import multiprocessing
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from laneformer.engine.cuda.launch import architecture_name, describe
 from laneformer.engine.cuda.passes import plan_columns
 from laneformer.engine.cuda.sequence import geometry_for
 from laneformer.engine.device import driver_version
+from tools.bench.cuda_session import Session
 from tools.check.reference import planted_faults
 
 CUTS: dict[str, dict[str, Any]] = {  # of the persistent version, each compared with the one that decodes
@@ -32,20 +33,7 @@ SMOKE_SHAPE: dict[str, Any] = {"blocks_per_lane": 4, "warps": 4}
 FAULTS_FLAVOR = {"2b": "300m"}  # each planted fault needs a model of its own, so a smaller one
 
 
-class Session(Protocol):
-    """What is asked of the steps' Session."""
-
-    flavor: str
-    dtype: str
-    config: LaneformerConfig
-
-    @property
-    def version(self) -> str: ...
-    def smaller(self, flavor: str) -> Session: ...
-    def time_left(self) -> float: ...
-
-
-def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
+def units(session: Session) -> Iterator[tuple[str, Geometry]]:
     """(version, geometry) of all kernels that the steps launch, the first ones first."""
 
     def of(
@@ -53,7 +41,7 @@ def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
     ) -> tuple[str, Geometry]:
         return version, geometry_for(config, dtype, [torch.device(device)], version, **shape)
 
-    own = session.config
+    own, device = session.config, session.device
     nothing: defaultdict[str, torch.Tensor] = defaultdict(
         lambda: torch.zeros(2, 1)
     )  # only the shapes count here
@@ -71,10 +59,10 @@ def units(session: Session, device: str) -> Iterator[tuple[str, Geometry]]:
     yield from (of("persistent", one_lane(own), blocks_per_lane=blocks) for blocks in alone_blocks(device))
 
 
-def prepare(session: Session, device: str) -> dict[str, Any]:
+def prepare(session: Session) -> dict[str, Any]:
     """Compile everything at once, a process each; what is late is left to the step that needs it."""
-    options = architecture_name(torch.device(device)), None, driver_version()
-    different = {source_of(*unit): unit for unit in units(session, device)}
+    options = architecture_name(torch.device(session.device)), None, driver_version()
+    different = {source_of(*unit): unit for unit in units(session)}
     start, fork, running = time.monotonic(), multiprocessing.get_context("fork"), {}
     for number, unit in enumerate(
         different.values(), 1

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from transformers import CompileConfig
 from laneformer import LaneformerConfig
 from laneformer.config import MODULES, Join
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.compile import VERSIONS
 from laneformer.engine.cuda.decoding import Decoding
 from laneformer.engine.cuda.passes import PassDecoder
@@ -39,84 +38,21 @@ from tools.bench.cuda_prepare import (
     SMOKE_SHAPE,
     alone_blocks,
     one_lane,
-    prepare,
+    prepare,  # noqa: F401  (a step)
     smoke_config,
 )
+from tools.bench.cuda_report import STEPS, Step
+from tools.bench.cuda_session import LIMIT_S, Session, as_asked
 from tools.bench.harness import Trial, paired, serve
 from tools.check import cuda as check
-from tools.check.reference import TORCH_DTYPES, Weights, dequantised, hf_model, random_weights, tensors_of
+from tools.check.reference import TORCH_DTYPES, dequantised, hf_model, random_weights, tensors_of
 
-DEVICE = "cuda:0"
-LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
 SANITIZER_LIMIT_S = 120.0  # the same wait in a kernel that runs a hundred times slower
 TRIAL_TOKENS = 128
 GREEDY_PROMPTS = 8
-SMALLER_RUNS = 10  # that must be bit-identical, of a smaller model
 PACKAGES = ("torch", "transformers", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy")
 QUERIES = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 Report = dict[str, Any]
-
-
-class Session:
-    """One model with random weights on the GPU; everything is made when a step first needs it."""
-
-    def __init__(self, flavor: str, dtype: str, runs: int = 100, without: Sequence[str] = ()):
-        """`without`: versions that are known to fail."""
-        self.flavor, self.dtype, self.runs, self.without = flavor, dtype, runs, without
-        self.config, self.deadline = LaneformerConfig.from_flavor(flavor), float("inf")
-
-    def time_left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    @functools.cached_property
-    def weights(self) -> Weights:
-        """bf16 or fp16 matrices."""
-        return random_weights(self.config, dtype=TORCH_DTYPES[self.dtype], device=DEVICE)
-
-    @functools.cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        return tensors_of(self.weights)
-
-    @property
-    def version(self) -> str:
-        """The better one of those that work."""
-        return "graph" if "persistent" in self.without else "persistent"
-
-    def make(
-        self, version: str | None = None, config: LaneformerConfig | None = None,
-        tensors: dict[str, Tensor] | None = None, limit_s: float = LIMIT_S, dtype: str | None = None, **shape: Any,
-    ) -> SequenceDecoder:  # fmt: skip
-        """The better version of this model, unless told otherwise; RuntimeError for a version that
-        is known to fail.
-        """
-        version, tensors = version or self.version, tensors or self.tensors
-        if version in self.without:
-            raise RuntimeError(f"the {version} version failed at its first tokens")
-        dtype = dtype or next(iter(tensors.values())).dtype
-        decoder = SequenceDecoder(config or self.config, tensors, dtype, (DEVICE,), version, limit_s, **shape)
-        return as_asked(decoder, version)
-
-    def smaller(self, flavor: str) -> Session:
-        """The same for another model, which goes with the step."""
-        other = Session(flavor, self.dtype, min(self.runs, SMALLER_RUNS), self.without)
-        other.deadline = self.deadline
-        return other
-
-    @functools.cache  # noqa: B019  (a session lives as long as its process)
-    def decoder(self, version: str | None = None) -> SequenceDecoder:
-        """One per version, kept; without a name the better one."""
-        return self.decoder(self.version) if version is None else self.make(version)
-
-    @functools.cached_property
-    def bandwidth(self) -> dict[str, float]:
-        return read_bandwidth(self.decoder().memories[0])
-
-
-def as_asked(decoder: SequenceDecoder, version: str) -> SequenceDecoder:
-    """RuntimeError where another version decodes, so that no figure is of something else."""
-    if decoder.version != version:
-        raise RuntimeError(f"the {version} version cannot run here; {decoder.version} would decode instead")
-    return decoder
 
 
 def say(text: str) -> None:
@@ -125,8 +61,8 @@ def say(text: str) -> None:
 
 def machine(session: Session) -> Report:
     """Name, sizes, clocks under load and versions; no clocks where nvidia-smi is missing."""
-    properties = torch.cuda.get_device_properties(DEVICE)
-    load_gpu()
+    properties = torch.cuda.get_device_properties(session.device)
+    load_gpu(session.device)
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader"]
     said = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -140,9 +76,9 @@ def machine(session: Session) -> Report:
     }  # fmt: skip
 
 
-def load_gpu() -> None:
+def load_gpu(device: str) -> None:
     """A few hundred milliseconds of work, so that the clocks are not idle ones; it may still run on return."""
-    matrix = torch.ones(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    matrix = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16)
     for _ in range(200):
         matrix = matrix @ matrix * 1e-4
 
@@ -216,7 +152,7 @@ def correctness(session: Session) -> Report:
     say("planted faults")
     flavor = FAULTS_FLAVOR.get(session.flavor, session.flavor)
     config = LaneformerConfig.from_flavor(flavor)
-    weights = random_weights(config, dtype=TORCH_DTYPES[session.dtype], device=DEVICE)
+    weights = random_weights(config, dtype=TORCH_DTYPES[session.dtype], device=session.device)
     planted = check.check_faults(config, weights, lambda *wrong: session.make(None, *wrong))
     report["passed"][f"planted faults are refused ({flavor})"] = planted["holds"]
     failed = [name for name, held in report["passed"].items() if not held]
@@ -339,7 +275,7 @@ def lane_alone(session: Session) -> Report:
     """One lane on all multiprocessors, as each GPU of a machine with one lane per GPU would run it."""
     config, rows = one_lane(session.config), []
     tensors = {name: first_lane(name, tensor) for name, tensor in session.tensors.items()}
-    for blocks in alone_blocks(DEVICE):
+    for blocks in alone_blocks(session.device):
         decoder = session.make("persistent", config, tensors, blocks_per_lane=blocks)
         rows.append({"blocks": blocks, "tokens_per_s": median_speed(decoder)})
     bytes_per_token = bench.weight_bytes(decoder.geometry) + decoder.config.cached_bytes(TRIAL_TOKENS / 2, 2)
@@ -354,7 +290,7 @@ def passes(session: Session) -> Report:
     """Tokens/s of batches, and of draft tokens behind a text that repeats itself; each sequence
     as it is alone.
     """
-    decoder = PassDecoder(session.config, session.tensors, session.dtype, (DEVICE,), LIMIT_S)
+    decoder = PassDecoder(session.config, session.tensors, session.dtype, (session.device,), LIMIT_S)
     columns, report = decoder.geometry.mma_columns, dict[str, Any]()
 
     def run(*prompts: list[int], **options: Any) -> tuple[list[Decoding], float]:
@@ -390,16 +326,9 @@ def first_lane(name: str, tensor: Tensor) -> Tensor:
     return tensor if whole else Tensor(tensor.dtype, tensor.values[:1])
 
 
-STEPS: dict[str, Callable[[Session], Report]] = {
-    "machine": machine, "prepare": lambda session: prepare(session, DEVICE),
-    **{f"tiny_{version}": functools.partial(first, version=version, flavor="tiny") for version in VERSIONS},
-    **{flavor: functools.partial(smaller, flavor=flavor) for flavor in ("tiny", "300m")},
-    "sanitizer": sanitizer, "load": load,
-    **{f"first_{version}": functools.partial(first, version=version) for version in VERSIONS},
-    "probe": probe, "correctness": correctness, "decode": decode, "baselines": baselines,
-    **{dtype: functools.partial(other_type, dtype=dtype) for dtype in ("fp16", "int8", "fp8")},
-    "lane_alone": lane_alone, "compiled": compiled, "passes": passes,
-}  # fmt: skip
+def run(step: Step, session: Session) -> Report:
+    function: Callable[..., Report] = globals()[step.function or step.name]
+    return function(session, **step.arguments)
 
 
 def context_alive() -> bool:
@@ -423,7 +352,8 @@ def main() -> None:
 
     def answer(do: str, seconds: float) -> Report:
         session.deadline = time.monotonic() + seconds
-        return STEPS[do](session)
+        step = next(step for step in STEPS if step.name == do)
+        return run(step, session)
 
     if options.smoke:
         smoke(session)

@@ -10,7 +10,9 @@ from typing import Annotated
 
 import tyro
 
-CHECKS = ("engine", "int8", "parity", "smollm2", "structure")  # modules that run as a command, and smollm2
+# other words for a check with these options
+SPELLINGS = {"int8": ("--against", "int8"), "parity": ("--against", "published", "--prompts", "4")}
+CHECKS = ("engine", *SPELLINGS, "smollm2", "structure")  # modules that run as a command, and smollm2
 
 
 def main() -> None:
@@ -23,7 +25,8 @@ def main() -> None:
             print(usage)
             raise SystemExit(0)
         raise SystemExit(f"{usage}: unknown check {name!r}{hint}")
-    del sys.argv[1]
+    sys.argv[1:2] = SPELLINGS.get(name, ())
+    name = "engine" if name in SPELLINGS else name
     if name != "smollm2":
         runpy.run_module(f"tools.check.{name}", run_name="__main__", alter_sys=True)
         return

@@ -1,7 +1,9 @@
 """Is the decode engine right? Modules, logits, greedy tokens and bits against PyTorch;
 planted faults must fail.
 
-    python -m tools.check.engine runs/demo/hf        python -m tools.check.engine tiny
+    python -m tools.check engine runs/demo/hf        python -m tools.check engine tiny
+    python -m tools.check engine runs/demo/hf --against int8 --data runs/demo/data
+    python -m tools.check engine FOLDER --against published --trust-remote-code
 
 The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32
 forward on the same weights shows it, and the engine, which sums in another order, gets four times its largest
@@ -17,28 +19,25 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 from laneformer import Engine, LaneformerConfig
-from laneformer.config import FLAVORS
-from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from records.files import code_version
+from tools.check import int8, published
+from tools.check.gates import MARGIN, Options, compare_greedy, load, verdict
 from tools.check.reference import (
     BLOCK,
     Weights,
     chosen_positions,
-    first_difference,
-    hf_greedy,
     hf_logits,
     hf_model,
     mean_kl,
@@ -46,15 +45,12 @@ from tools.check.reference import (
     module_report,
     plain_model,
     planted_faults,
-    random_prompts,
-    random_weights,
     relative_errors,
     tensors_of,
-    weights_of,
 )
+from tools.markdown import records
 
 ROOT = Path(__file__).resolve().parents[2]
-MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 FAULT_POSITIONS = 48
 REPEATED_POSITIONS = 24
 BF16_POSITIONS = (
@@ -62,59 +58,18 @@ BF16_POSITIONS = (
 )
 
 
-@dataclass
-class Options:
-    """Check the engine; a table, and the last line of stdout is JSON. Exit status 1 when a check fails."""
-
-    model: Annotated[str, tyro.conf.Positional]
-    """A Hugging Face folder (the Llama family's, too), or a flavor (2b, 300m, tiny) with random bf16 weights.
-    """
-    prompts: int = 8
-    """Prompts whose greedy continuation is compared token for token."""
-    new_tokens: int = 32
-    """Length of those continuations."""
-    runs: int = 100
-    """Repeated runs for each number of threads, which must agree to the last bit."""
-    threads: tuple[int, ...] = (1, 2, 3)
-    """Numbers of threads that must give the same bits."""
-    math: Literal["exact", "bf16"] = "exact"
-    """The engine's arithmetic; with bf16 the allowed error is that of Transformers in bf16."""
-    json: bool = False
-    """Print nothing but the JSON line."""
-
-
 def main(arguments: list[str] | None = None) -> None:
-    def measure(options: Options, console: Console) -> dict[str, Any]:
-        return check(*load(options.model), options, console)
-
-    run(
-        "check_engine",
-        Options,
-        __doc__,
-        measure,
-        lambda report: [module_table(report["modules"]), table(report)],
-        arguments,
-    )
-
-
-def run(
-    name: str, options_type: Any, about: str | None, measure: Callable[[Any, Console], dict[str, Any]],
-    tables: Callable[[dict[str, Any]], list[Table]], arguments: list[str] | None,
-) -> NoReturn:  # fmt: skip
-    """A check as a command: tables on stderr, one JSON line on stdout; `measure` returns
-    what `passed` and figures.
-    """
-    prog, started = f"python -m tools.check {name.removeprefix('check_')}", time.monotonic()
-    options = tyro.cli(options_type, args=arguments, prog=prog, description=about)
+    started = time.monotonic()
+    options = tyro.cli(Options, args=arguments, prog="python -m tools.check engine", description=__doc__)
     console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
     try:
-        report = measure(options, console)
+        report = CHECKS[options.against](options, console)
     except ValueError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"check_engine: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
-    for shown in tables(report):
-        console.print(shown)
+    for title, rows in {**report.pop("tables", {}), "Checks": report["gates"]}.items():
+        console.print(Markdown(f"{title}:\n\n{records(rows)}"))
     console.print(
         "[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]"
     )
@@ -122,23 +77,11 @@ def run(
     raise SystemExit(not report["ok"])
 
 
-def verdict(passed: dict[str, bool]) -> dict[str, Any]:
-    failed = [name for name, held in passed.items() if not held]
-    return {"passed": passed, "failed": failed, "ok": not failed}
+def measure(options: Options, console: Console) -> dict[str, Any]:
+    return check(*load(options.model), options, console)
 
 
-def load(name: str) -> tuple[LaneformerConfig, Weights]:
-    """Config and weights of a folder, or of a flavor with random weights."""
-    if name in FLAVORS:
-        config = LaneformerConfig.from_flavor(name)
-        return config, random_weights(config)
-    folder = Path(name)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{name!r} is neither a folder with config.json nor a flavor; flavors: {sorted(FLAVORS)}"
-        )
-    checkpoint = read_checkpoint(folder)
-    return checkpoint.config, weights_of(checkpoint.tensors)
+CHECKS = {"pytorch": measure, "int8": int8.measure, "published": published.check}
 
 
 @dataclass
@@ -186,7 +129,7 @@ def reference_of(config: LaneformerConfig, weights: Weights, options: Options, c
 
 def check(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> dict[str, Any]:
     """Every check on one model; returns the report that main prints, with `ok` and the
-    names of what `failed`.
+    names of what `failed`, and `tables` of rows by title.
     """
     truth = reference_of(config, weights, options, console)
     console.print("the engine", style="dim")
@@ -200,26 +143,36 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
     differing = differing_runs(config, weights, truth.ids[:REPEATED_POSITIONS], options)
     faults, found = measure_faults(config, weights, truth, options, console)
-    passed = {
-        "modules": modules["first_wrong"] is None,
-        "relative error": bool(errors["engine"].max() <= truth.allowed),
-        "KL": kl["engine"] <= kl["hf_bf16"],
-        "greedy tokens": greedy["unexplained"] == 0,
-        "repeated runs": differing == 0,
-        **{f"refuses: {name}": error > truth.allowed for name, error in faults.items()},
-        **{f"locates: {name}": where["planted_in"] == where["first_wrong"] for name, where in found.items()},
-    }
+    worst = {who: float(error.max()) for who, error in errors.items()}
+    gates = {
+        "modules": (modules["of_allowed"], 1.0, modules["first_wrong"] is None),
+        "relative error": (worst["engine"], truth.allowed, worst["engine"] <= truth.allowed),
+        "KL": (kl["engine"], kl["hf_bf16"], kl["engine"] <= kl["hf_bf16"]),
+        "greedy tokens": (greedy["unexplained"], 0, greedy["unexplained"] == 0),
+        "repeated runs": (differing, 0, differing == 0),
+        **{f"refuses: {name}": (error, truth.allowed, error > truth.allowed) for name, error in faults.items()},
+        **{f"locates: {name}": (*where.values(), where["planted_in"] == where["first_wrong"])
+           for name, where in found.items()},
+    }  # fmt: skip
     length = len(truth.ids)
     by_depth = {
         d: {who: float(e[d - 1]) for who, e in errors.items() if d <= len(e)} for d in depths(config, length)
     }
+    shown: dict[Any, dict[str, float]] = {**by_depth, "worst": worst}
+    tables = {
+        "Modules' partial outputs against float64, worst of layers and lanes": modules["by_depth"],
+        "Relative error of the logits": [
+            {"depth": d, **{who: row.get(who) for who in errors}} for d, row in shown.items()
+        ],
+    }  # fmt: skip
+    if greedy["parted"]:
+        tables[f"Greedy continuations that part; a tie is below {greedy['tie']:.2e}"] = greedy["parted"]
     return {
         "model": options.model, "math": options.math, "isa": isa,
-        "positions": length, "allowed": truth.allowed, "relative_error": by_depth,
-        "relative_error_max": {who: float(error.max()) for who, error in errors.items()},
+        "positions": length, "allowed": truth.allowed, "relative_error": by_depth, "relative_error_max": worst,
         "modules": modules, "located": found, "kl": kl, "greedy": greedy,
         "runs": options.runs, "threads": list(options.threads),
-        "differing_runs": differing, "faults": faults, **verdict(passed),
+        "differing_runs": differing, "faults": faults, "tables": tables, **verdict(gates),
     }  # fmt: skip
 
 
@@ -238,7 +191,7 @@ def measure_faults(
             wrong, partials = engine.logits(ids), engine._partials(ids, near)
         faults[name] = float(relative_errors(wrong, truth.logits[:FAULT_POSITIONS]).max())
         seen = module_report(config, partials, truth.outputs[: len(near)], near, options.math)["first_wrong"]
-        found[name] = {"planted_in": planted_in, "first_wrong": seen}
+        found[name] = {"first_wrong": seen, "planted_in": planted_in}
     return faults, found
 
 
@@ -255,27 +208,6 @@ def depths(config: LaneformerConfig, length: int) -> list[int]:
     return sorted(d for d in wanted if 1 <= d <= length)
 
 
-def compare_greedy(
-    engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float
-) -> dict[str, Any]:
-    """Continuations of random prompts, short ones and some beyond the window; where they part,
-    and by what lead.
-    """
-    config, parted, leads = engine.config, [], []
-    lengths = (1, 5, 11, min(config.sliding_window + 3, 200))
-    for index, prompt in enumerate(random_prompts(config, options.prompts, lengths, options.new_tokens)):
-        ours = engine.generate(prompt, max_new_tokens=options.new_tokens, ignore_eos=True)
-        theirs, lead = hf_greedy(model, prompt, len(ours))
-        leads.append(min(lead))
-        if (first := first_difference(ours, theirs)) is not None:
-            parted.append({"prompt": index, "token": first, "lead": lead[first]})
-    return {
-        "prompts": options.prompts, "new_tokens": options.new_tokens, "same": options.prompts - len(parted),
-        "parted": parted, "tie": tie, "smallest_lead": min(leads, default=None),
-        "unexplained": sum(p["lead"] > tie for p in parted),
-    }  # fmt: skip
-
-
 def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], options: Options) -> int:
     """How many repeated runs, over all numbers of threads, differ in a bit from the
     first: logits, sampled tokens.
@@ -290,57 +222,6 @@ def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], o
                 first = first or found
                 differing += found != first
     return differing
-
-
-def table(report: dict[str, Any]) -> Table:
-    shown = Table(title=f"{report['model']}: engine ({report['isa']}, math {report['math']}) against PyTorch")
-    for column in ("", "engine", "HF float32", "HF bf16", "allowed", ""):
-        shown.add_column(column, justify="right" if column else "left")
-    rows = {f"logits at depth {d}": row for d, row in report["relative_error"].items()}
-    rows["logits, worst of all depths"] = report["relative_error_max"]
-    for name, row in rows.items():
-        cells = [f"{row[who]:.2e}" if who in row else "" for who in ("engine", "hf_fp32", "hf_bf16")]
-        shown.add_row(name, *cells, f"{report['allowed']:.2e}", mark(row["engine"] <= report["allowed"]))
-    kl, greedy, passed = report["kl"], report["greedy"], report["passed"]
-    shown.add_section()
-    limit = f"{kl['hf_bf16']:.2e}"
-    shown.add_row("KL against HF float32, nats", f"{kl['engine']:.2e}", "0", limit, limit, mark(passed["KL"]))
-    same = f"{greedy['same']} of {greedy['prompts']}"
-    shown.add_row("greedy continuations alike", same, "", "", "", mark(passed["greedy tokens"]))
-    for p in greedy["parted"]:
-        lead = f"lead {p['lead']:.2e}"
-        shown.add_row(
-            f"  prompt {p['prompt']} parts at {p['token']}", lead, "", "", f"{greedy['tie']:.2e}", ""
-        )
-    runs = f"{report['differing_runs']} of {report['runs'] * len(report['threads'])}"
-    shown.add_row(
-        f"runs that differ, threads {report['threads']}", runs, "", "", "0", mark(passed["repeated runs"])
-    )
-    shown.add_section()
-    for name, error in report["faults"].items():
-        refused = mark(passed[f"refuses: {name}"])
-        shown.add_row(f"planted: {name}", f"{error:.2e}", "", "", f"> {report['allowed']:.2e}", refused)
-        where = report["located"][name]
-        shown.add_row(
-            f"  first wrong module {where['first_wrong']}", "", "", "", "", mark(passed[f"locates: {name}"])
-        )
-    return shown
-
-
-def mark(held: bool) -> str:
-    return "[green]ok[/]" if held else "[red]FAILED[/]"
-
-
-def module_table(report: dict[str, Any]) -> Table:
-    shown = Table(title="modules' partial outputs against float64, worst of layers and lanes")
-    for column in ("depth", "module", "relative error", "cosine", "of allowed", "in layer"):
-        shown.add_column(column, justify="left" if column == "module" else "right")
-    for row in report["by_depth"]:
-        shown.add_row(
-            str(row["depth"]), row["module"], f"{row['relative_error']:.2e}", f"1 - {1 - row['cosine']:.1e}",
-            f"{row['of_allowed']:.1%}", str(row["layer"]),
-        )  # fmt: skip
-    return shown
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What int8 weights cost, in nats and in bits per byte against bf16; and does the engine
 compute what int8 means?
 
-    python -m tools.check.int8 runs/demo/hf --data runs/demo/data
+    python -m tools.check engine runs/demo/hf --against int8 --data runs/demo/data
 
 What they mean is written down in `dequantised`. model.py in float64 on those weights is the reference; how far float32
 may be from it, the engine shows on fp32 copies of them, and the int8 engine gets four times that error. An engine with
@@ -11,15 +11,12 @@ what a model may lose is its user's decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from rich.console import Console
-from rich.table import Table
 
 from data_mixtures.shards import tokenizer_path
 from evals.bits_per_byte import bits_per_byte, load_windows, matching_token_bytes
@@ -27,37 +24,27 @@ from evals.scorer.engine import EngineScorer
 from laneformer import Engine, LaneformerConfig
 from laneformer.engine.cpu.decoder import CpuDecoder
 from records.files import file_sha256
-from tools.check.engine import MARGIN, load, mark, run, verdict
+from tools.check.gates import MARGIN, Options, load, verdict
 from tools.check.reference import Weights, dequantised, mean_kl, plain_model, relative_errors, tensors_of
-
-POSITIONS = 128  # for the gate
-
-
-@dataclass
-class Options:
-    """Check the int8 engine and measure what it loses; a table, and the last line of stdout is JSON."""
-
-    hf_dir: tyro.conf.Positional[Path]
-    """A Hugging Face folder."""
-    data: Path
-    """Directory made by `python -m data_mixtures.prepare`: its held-out windows are scored."""
-    windows: int = 32
-    """Windows of each source."""
-    json: bool = False
-    """Print nothing but the JSON line."""
-
-
-def main(arguments: list[str] | None = None) -> None:
-    run("check_int8", Options, __doc__, measure, lambda report: [table(report)], arguments)
 
 
 def measure(options: Options, console: Console) -> dict[str, Any]:
+    """The gate, and what int8 costs. ValueError where there is nothing to score."""
+    if options.data is None:
+        raise ValueError("--against int8 needs --data, a directory made by python -m data_mixtures.prepare")
+    folder = Path(options.model)
+    config, weights = load(options.model)
     windows, categories = load_windows(options.data, options.windows)
-    token_bytes = matching_token_bytes(options.hf_dir, options.data)
-    config, weights = load(str(options.hf_dir))
-    ids = next(iter(windows.values()))[0][: min(POSITIONS, config.max_position_embeddings)].tolist()
-    about = {"model": str(options.hf_dir), "tokenizer_sha256": file_sha256(tokenizer_path(options.data))}
-    return about | check(config, weights, ids) | cost(options.hf_dir, windows, categories, token_bytes)
+    token_bytes = matching_token_bytes(folder, options.data)
+    ids = next(iter(windows.values()))[0][: min(options.positions, config.max_position_embeddings)].tolist()
+    about = {"model": options.model, "tokenizer_sha256": file_sha256(tokenizer_path(options.data))}
+    costs = cost(folder, windows, categories, token_bytes)
+    return {
+        **about,
+        **check(config, weights, ids),
+        **costs,
+        "tables": {"int8 weights against bf16": table_of(costs)},
+    }
 
 
 def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[str, Any]:
@@ -81,9 +68,12 @@ def check(config: LaneformerConfig, weights: Weights, ids: list[int]) -> dict[st
         )  # of the scales: that of a query row of the first lane and layer
         decoder.part(0)[first : first + 4].view(np.float32)[:] *= 2
         planted = error_of(engine)
-    passed = {"relative error": error <= allowed, "refuses: one scale doubled": planted > allowed}
+    gates = {
+        "relative error": (error, allowed, error <= allowed),
+        "refuses: one scale doubled": (planted, allowed, planted > allowed),
+    }
     figures = {"relative_error": error, "allowed": allowed, "planted": planted, "positions": len(ids)}
-    return {**figures, **verdict(passed)}
+    return {**figures, **verdict(gates)}
 
 
 def cost(
@@ -113,22 +103,10 @@ def cost(
     }  # fmt: skip
 
 
-def table(report: dict[str, Any]) -> Table:
-    shown = Table(title=f"{report['model']}: int8 weights against bf16")
-    for column in ("", "bf16", "int8", "allowed", ""):
-        shown.add_column(column, justify="right" if column else "left")
-    error, planted, allowed = (f"{report[key]:.2e}" for key in ("relative_error", "planted", "allowed"))
-    right, refused = (mark(held) for held in report["passed"].values())
-    shown.add_row(f"logits of {report['positions']} positions, relative error", "", error, allowed, right)
-    shown.add_row("planted: one scale doubled", "", planted, f"> {allowed}", refused)
-    shown.add_section()
-    for name in ("bits_per_byte", "loss", "weight_bytes"):
-        pair = (f"{report[name][dtype]:,.4f}".removesuffix(".0000") for dtype in ("bf16", "int8"))
-        shown.add_row(name.replace("_", " "), *pair)
-    shown.add_row("KL(bf16 || int8), nats a token", "", f"{report['kl']:.2e}")
-    shown.add_row(f"same best id, of {report['tokens']:,} tokens", "", f"{report['same_best_id']:.2%}")
-    return shown
-
-
-if __name__ == "__main__":
-    main()
+def table_of(costs: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = [{"": name.replace("_", " "), **costs[name]} for name in ("bits_per_byte", "loss", "weight_bytes")]
+    rows.append({"": r"KL(bf16 \|\| int8), nats a token", "bf16": "", "int8": costs["kl"]})
+    rows.append(
+        {"": f"same best id, of {costs['tokens']:,} tokens", "bf16": "", "int8": costs["same_best_id"]}
+    )
+    return rows

@@ -11,7 +11,7 @@ whose error is beyond what rounding explains. How much that is follows from the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -162,26 +162,28 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 @torch.no_grad()
+def hooked(
+    model: Any, modules: Iterable[torch.nn.Module], ids: Sequence[int], take: Callable[[Any], torch.Tensor]
+) -> tuple[Any, list[torch.Tensor]]:
+    """The model's output on `ids`, and what `take` keeps of each module's, in order of execution."""
+    kept: list[torch.Tensor] = []
+    hooks = [module.register_forward_hook(lambda m, i, out: kept.append(take(out))) for module in modules]
+    try:
+        return model(torch.tensor([list(ids)])), kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def model_outputs(
     model: Laneformer, ids: Sequence[int], positions: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits (S, V) and the modules' partial outputs (P, N, 2, L, D), both in the model's dtype."""
-    kept: list[torch.Tensor] = []
-    modules = [
-        layer.get_submodule(name)
-        for layer in model.layers.children()
-        for name in ("attention", "feed_forward")
+    parts = [
+        layer.get_submodule(n) for layer in model.layers.children() for n in ("attention", "feed_forward")
     ]
-    hooks = [
-        module.register_forward_hook(lambda m, i, out: kept.append(out[0, list(positions)]))
-        for module in modules
-    ]
-    try:
-        logits = model(torch.tensor([list(ids)]))[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return logits.numpy(), torch.stack(kept, 1).unflatten(1, (-1, len(MODULES))).numpy()
+    logits, kept = hooked(model, parts, ids, lambda out: out[0, list(positions)])
+    return logits[0].numpy(), torch.stack(kept, 1).unflatten(1, (-1, len(MODULES))).numpy()
 
 
 def chosen_positions(config: LaneformerConfig, length: int) -> list[int]:

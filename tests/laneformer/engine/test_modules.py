@@ -22,7 +22,6 @@ from tests.laneformer.engine.assets import (
     usable_isas,
     widened,
 )
-from tools.check.engine import module_table
 from tools.check.reference import (
     BLOCK,
     allowed_error,
@@ -64,8 +63,6 @@ def test_every_module_is_within_rounding(isa, dtype, math):
     assert widest < 2.0**-12
     if math == "bf16":
         assert output_errors(partials, reference).max() > widest, "activations were not rounded"
-    shown = module_table(report)
-    assert len(shown.rows) == len(report["by_depth"])
 
 
 @pytest.mark.parametrize(

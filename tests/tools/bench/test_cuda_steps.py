@@ -22,9 +22,10 @@ from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.stand_ins import LoopPasses
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
-from tools.bench import cuda, cuda_prepare, cuda_steps
-from tools.bench.cuda_prepare import CUTS
-from tools.bench.cuda_steps import Session, first_lane, one_lane
+from tools.bench import cuda_prepare, cuda_report, cuda_session, cuda_steps
+from tools.bench.cuda_prepare import CUTS, one_lane
+from tools.bench.cuda_session import Session
+from tools.bench.cuda_steps import first_lane
 from tools.bench.harness import paired
 from tools.check.reference import dequantised, plain_model, random_weights, tensors_of
 
@@ -32,6 +33,7 @@ CONFIG = LaneformerConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
     num_lanes=2, broadcast_delay=1, sliding_window=6, swa_layers=(0, 1), max_position_embeddings=320, vocab_size=96,
 )  # fmt: skip
+STEPS = {step.name: step for step in cuda_report.STEPS}
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
@@ -80,11 +82,11 @@ class Event:
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on the CPU in which a token takes 1/800 s."""
-    monkeypatch.setattr(cuda_steps, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_steps, "SequenceDecoder", StandIn)
+    monkeypatch.setattr(Session, "device", "cpu")
+    monkeypatch.setattr(cuda_session, "SequenceDecoder", StandIn)
     monkeypatch.setattr(cuda_steps, "PassDecoder", LoopPasses)
-    monkeypatch.setattr(cuda_steps, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
-    monkeypatch.setattr(cuda_steps, "load_gpu", lambda: None)
+    monkeypatch.setattr(cuda_session, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
+    monkeypatch.setattr(cuda_steps, "load_gpu", lambda device: None)
     monkeypatch.setattr(cuda_steps, "GREEDY_PROMPTS", 2)
     monkeypatch.setattr(cuda_steps, "TRIAL_TOKENS", 8)
     monkeypatch.setattr(bench, "arrivals", lambda decoder, prompt, tokens: np.arange(tokens) / 800)
@@ -102,7 +104,9 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
 
 def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_steps.shutil, "which", lambda name: None)
-    results = {name: {"result": step(session)} for name, step in cuda_steps.STEPS.items() if name != "300m"}
+    results = {
+        name: {"result": cuda_steps.run(step, session)} for name, step in STEPS.items() if name != "300m"
+    }
     results["300m"] = results["tiny"]  # the same function
     steps = json.loads(json.dumps(results))  # as the worker hands them over
     assert steps["prepare"]["result"]["late"] == steps["prepare"]["result"]["failed"] == "none"
@@ -126,7 +130,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     ]  # fmt: skip
     assert shared["drafts, passes"] < 24 + 8
     head = {"date": "2026-01-01", "command": "x", "commit": "abc", "flavor": "tiny", "dtype": "bf16"}
-    page = cuda.markdown({**head, "steps": steps})
+    page = cuda_report.markdown({**head, "steps": steps})
     assert "not measured" not in page
     assert "compute-sanitizer is not on the PATH" in page
 
@@ -148,7 +152,7 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
 
     monkeypatch.setattr(cuda_prepare, "compile_cubin", compile_cubin)
     session.deadline = time.monotonic() + cuda_prepare.RESERVE_S + 15
-    report = cuda_steps.STEPS["prepare"](session)
+    report = cuda_steps.run(STEPS["prepare"], session)
     made = sorted(path.name.rpartition(" ")[0] for path in tmp_path.iterdir())
     assert report["late"].startswith("probe")
     assert report["failed"].count("persistent") == 2  # one lane on 128 and on 132 blocks
@@ -160,19 +164,19 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
 def test_no_figure_is_of_a_version_that_was_not_asked_for(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = cuda_steps.SequenceDecoder
+    make = cuda_session.SequenceDecoder
 
     def falls_back(*given: Any, **shape: Any) -> Any:
         decoder = make(*given, **shape)
         decoder.version = "graph"
         return decoder
 
-    monkeypatch.setattr(cuda_steps, "SequenceDecoder", falls_back)
+    monkeypatch.setattr(cuda_session, "SequenceDecoder", falls_back)
     with pytest.raises(
         RuntimeError, match="the persistent version cannot run here; graph would decode instead"
     ):
-        cuda_steps.STEPS["first_persistent"](session)
-    assert cuda_steps.STEPS["first_graph"](session)["version"] == "graph"
+        cuda_steps.run(STEPS["first_persistent"], session)
+    assert cuda_steps.run(STEPS["first_graph"], session)["version"] == "graph"
 
 
 def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +191,7 @@ def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: p
 def test_without_the_persistent_kernel_the_graph_is_measured(session: Session) -> None:
     session.without = ("persistent",)
     with pytest.raises(RuntimeError, match="the persistent version failed at its first tokens"):
-        cuda_steps.STEPS["first_persistent"](session)
+        cuda_steps.run(STEPS["first_persistent"], session)
     assert {row["version"] for row in cuda_steps.decode(session)["depths"].values()} == {"graph"}
     trials = cuda_steps.baselines(session)
     assert set(trials["failed"]) == {"persistent", *CUTS}

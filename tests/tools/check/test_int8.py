@@ -1,4 +1,4 @@
-"""tools.check.int8 from the command line, on real held-out text and a small model."""
+"""The check of int8 weights from the command line, on real held-out text and a small model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evals.scorer.engine import EngineScorer
 from laneformer import Engine, LaneformerConfig
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from tests.laneformer.engine.assets import random_model, write_folder
-from tools.check import int8 as check_int8
+from tools.check import engine as check_engine
 
 
 def test_a_folder_is_checked_and_measured(prepared_data, tmp_path, capsys):
@@ -21,7 +21,9 @@ def test_a_folder_is_checked_and_measured(prepared_data, tmp_path, capsys):
     config = LaneformerConfig.from_flavor("tiny", num_hidden_layers=2, swa_layers=(0,), vocab_size=vocab)
     write_folder(tmp_path, random_model(config))
     with pytest.raises(SystemExit) as ended:
-        check_int8.main([str(tmp_path), "--data", str(prepared_data), "--windows", "1"])
+        check_engine.main(
+            [str(tmp_path), "--against", "int8", "--data", str(prepared_data), "--windows", "1"]
+        )
     printed = capsys.readouterr()
     report = json.loads(printed.out.splitlines()[-1])
     assert (ended.value.code, report["ok"]) == (0, True)
@@ -50,6 +52,6 @@ def test_a_folder_is_checked_and_measured(prepared_data, tmp_path, capsys):
 
 def test_mistakes_end_with_a_message(prepared_data, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        check_int8.main([str(tmp_path), "--data", str(tmp_path)])
+        check_engine.main([str(tmp_path), "--against", "int8", "--data", str(tmp_path)])
     assert ended.value.code == 2
-    assert "check_int8: " in capsys.readouterr().err
+    assert "check_engine: " in capsys.readouterr().err

@@ -13,7 +13,8 @@ from laneformer import LaneformerConfig
 from laneformer.engine.folder import config_of, read_checkpoint
 from laneformer.hf.load_folder import import_folder
 from tests.tools.check.published_assets import OLDER, write_published
-from tools.check import parity
+from tools.check import published
+from tools.check.gates import Options
 
 MEANT = LaneformerConfig(
     hidden_size=48, intermediate_size=80, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
@@ -41,9 +42,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def checked(folder: Path, **options: Any) -> dict[str, Any]:
-    return parity.check(
-        parity.Options(folder, positions=24, prompts=2, new_tokens=8, **options), Console(quiet=True)
-    )
+    wanted = Options(str(folder), positions=24, prompts=2, new_tokens=8, **options)
+    return published.check(wanted, Console(quiet=True))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Does a model compute the same in the engine, in our modeling code, and in the code that
 it was published with?
 
-    python -m tools.check parity FOLDER --trust-remote-code        python -m tools.check parity model.gguf
+    python -m tools.check engine FOLDER --against published --trust-remote-code
+    python -m tools.check engine model.gguf --against published
 
 The reference is model.py in float64 on the weights as the engine reads them. Our modeling code in float32 shows what
 rounding costs; everybody gets four times its largest error, for the logits and for the stream after each layer, so the
@@ -14,58 +15,32 @@ first layer beyond that is where a difference begins. The published code is the 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from rich.console import Console
-from rich.table import Table
 
 from laneformer import Engine
 from laneformer.engine.folder import read_checkpoint, read_json
-from tools.check.engine import MARGIN, compare_greedy, run, verdict
+from tools.check.gates import MARGIN, Options, compare_greedy, verdict
 from tools.check.reference import (
-    TORCH_DTYPES,
     hf_model,
+    hooked,
     model_outputs,
     module_report,
     plain_model,
     relative_errors,
+    weights_of,
 )
 
 
-@dataclass
-class Options:
-    """Compare engine, our code and published code; the last line of stdout is JSON. Exit status
-    1 if they differ.
-    """
-
-    model: Annotated[Path, tyro.conf.Positional]
-    """A Hugging Face folder of a Laneformer or of the Llama family, or a GGUF file."""
-    trust_remote_code: bool = False
-    """Run the Python code in the folder."""
-    positions: int = 128
-    """Length of the compared text."""
-    prompts: int = 4
-    """Prompts whose greedy continuation is compared token for token."""
-    new_tokens: int = 32
-    """Length of those continuations."""
-    json: bool = False
-    """Print nothing but the JSON line."""
-
-
-def main(arguments: list[str] | None = None) -> None:
-    run("parity", Options, __doc__, check, lambda report: [table(report)], arguments)
-
-
 def check(options: Options, console: Console) -> dict[str, Any]:
-    checkpoint = read_checkpoint(options.model, dtype="fp32")
-    config, weights = checkpoint.config, {}
-    for name, tensor in checkpoint.tensors.items():
-        weights[name] = torch.from_numpy(np.array(tensor.values)).view(TORCH_DTYPES[tensor.dtype])
+    """Errors of engine, modeling code and published code, with `ok` and the names of what `failed`."""
+    path = Path(options.model)
+    checkpoint = read_checkpoint(path, dtype="fp32")
+    config, weights = checkpoint.config, weights_of(checkpoint.tensors)
     length = min(options.positions, config.max_position_embeddings)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     console.print(f"model.py in float64 on {length} positions", style="dim")
@@ -81,8 +56,8 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     tie = 2 * (MARGIN + 1) * float(np.abs(logits_of["modeling code"] - logits).max())
     greedy: dict[str, Any] = {}
     console.print("the engine", style="dim")
-    dtype = "fp32" if options.model.is_file() else "auto"  # a GGUF file's weights as they are
-    with Engine.from_pretrained(options.model, device="cpu", dtype=dtype, cache=False) as engine:
+    dtype = "fp32" if path.is_file() else "auto"  # a GGUF file's weights as they are
+    with Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=False) as engine:
         logits_of["engine"] = engine.logits(ids)
         positions = list(range(0, length, max(1, length // 16)))
         reference = model_outputs(truth, ids, positions)[1]
@@ -92,7 +67,7 @@ def check(options: Options, console: Console) -> dict[str, Any]:
         if (published := published_model(options)) is not None:
             console.print(f"the published code: {type(published).__name__}", style="dim")
             logits_of["published code"], streams_of["published code"] = outputs(published, ids)
-            greedy = compare_greedy(engine, published, options, tie)  # type: ignore[arg-type]
+            greedy = compare_greedy(engine, published, options, tie)
     errors = {who: float(relative_errors(found, logits).max()) for who, found in logits_of.items()}
     layers = {who: stream_errors(found, streams) for who, found in streams_of.items()}
     allowed, allowed_stream = (
@@ -101,13 +76,15 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     )
     beyond = [i for i, error in enumerate(layers.get("published code", [])) if not error <= allowed_stream[i]]
     first = {"engine": modules["first_wrong"], "published code": beyond[0] if beyond else None}
-    passed = {f"logits: {who}": error <= allowed for who, error in errors.items()}
-    passed |= {f"layers: {who}": where is None for who, where in first.items()}
-    passed["greedy tokens"] = not greedy.get("unexplained")
+    gates: dict[str, Any] = {
+        f"logits: {who}": (error, allowed, error <= allowed) for who, error in errors.items()
+    }
+    gates |= {f"layers: {who}": (where, "no first difference", where is None) for who, where in first.items()}
+    gates["greedy tokens"] = greedy.get("unexplained"), 0, not greedy.get("unexplained")
     report = {
-        "model": str(options.model), "positions": length, "allowed": allowed, "relative_error": errors,
+        "model": options.model, "positions": length, "allowed": allowed, "relative_error": errors,
         "layers": layers, "first_wrong": first, "greedy": greedy,
-        "published_code": None if published is None else type(published).__name__, **verdict(passed),
+        "published_code": None if published is None else type(published).__name__, **verdict(gates),
     }  # fmt: skip
     if beyond:  # the one point on which public readings of the architecture differ
         other = dataclasses.replace(config, rebroadcast_early=not config.rebroadcast_early)
@@ -115,6 +92,7 @@ def check(options: Options, console: Console) -> dict[str, Any]:
             logits_of["published code"], outputs(plain_model(other, weights), ids)[0]
         ).max()
         report["agrees_with"] = {"rebroadcast_early": other.rebroadcast_early} if rest <= allowed else None
+        console.print(f"the published code agrees with {report['agrees_with']}")
     return report
 
 
@@ -122,7 +100,7 @@ def published_model(options: Options) -> Any:
     """Transformers' model in float32; None where that is the folder's own code, which may not run."""
     from transformers import AutoModelForCausalLM
 
-    folder, arguments = options.model, dict[str, Any](trust_remote_code=options.trust_remote_code)
+    folder, arguments = Path(options.model), dict[str, Any](trust_remote_code=options.trust_remote_code)
     if folder.is_file():
         folder, arguments = folder.parent, {"gguf_file": folder.name}
     elif "auto_map" in read_json(folder / "config.json") and not options.trust_remote_code:
@@ -133,20 +111,12 @@ def published_model(options: Options) -> Any:
         raise ValueError(f"the published code of {options.model} does not load: {error}") from error
 
 
-@torch.no_grad()
 def outputs(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Logits (S, V) and the streams after each layer (N, S, L, D), L = 1 where lanes have no
     streams of their own.
     """
-    kept: list[torch.Tensor] = []
     layers = getattr(model, "model", model).layers.children()
-    keep = lambda module, given, out: kept.append((out[0] if isinstance(out, tuple) else out)[0])  # noqa: E731
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        out = model(torch.tensor([ids]))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    out, kept = hooked(model, layers, ids, lambda out: (out[0] if isinstance(out, tuple) else out)[0])
     streams = torch.stack([h if h.dim() == 3 else h[:, None] for h in kept])
     return (out if isinstance(out, torch.Tensor) else out.logits)[0].numpy(), streams.numpy()
 
@@ -155,18 +125,3 @@ def stream_errors(streams: np.ndarray, reference: np.ndarray) -> list[float]:
     """For each layer the largest distance of a stream over its length."""
     distance = np.linalg.norm(streams - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
     return [float(error) for error in distance.max((1, 2))]
-
-
-def table(report: dict[str, Any]) -> Table:
-    shown = Table("", "logits", "first difference", title=f"relative error, allowed {report['allowed']:.2g}")
-    for who, error in report["relative_error"].items():
-        first = report["first_wrong"].get(who)
-        shown.add_row(who, f"{error:.2g}", "none" if first is None else f"layer {first}")
-    shown.caption = (
-        f"the published code agrees with {report['agrees_with']}" if report.get("agrees_with") else None
-    )
-    return shown
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,229 @@
+"""The steps of `tools.bench cuda`, in the order of a run, and the page that shows their figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from laneformer.engine.cuda.bench import datasheet, shares
+from tools.bench.harness import Result
+from tools.markdown import cell, table
+
+HOP_US = 2.0  # assumed: a word to another GPU and back into its reader's poll over NVLink
+START = """# Decode speed on one GPU
+
+Random weights of one shape, one request, greedy; a token is timed when it becomes visible to the host, after the prompt
+and the launch. "of probe": bytes read per second over the best rate that one of our kernels reached on the same bytes
+in the same run; "of datasheet": over the vendor's figure. c: exposed latency per layer in microseconds, (time per token
+- bytes / probe) / layers. Bytes are weights without the padding of the tapes' last chunks, plus keys and values."""
+
+
+def facts_section(result: Result, steps: Result) -> str:
+    simple = (bool, int, float)
+    return table(["", ""], ((k, v if isinstance(v, simple) else one_line(v)) for k, v in result.items()))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A measurement: `function` of cuda_steps.py, which gets the session and `arguments`, and its section.
+
+    It is worth starting with `min_s` seconds left, and may take `max_s`. Without a title, the page's head shows it.
+    """
+
+    name: str
+    min_s: float
+    max_s: float
+    title: str = ""
+    function: str = ""  # the step's name, unless given
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    write: Callable[[Result, Result], str] = facts_section
+
+    @property
+    def first_of(self) -> str | None:
+        """The version whose first tokens these are; if they fail, no later step tries it."""
+        return self.arguments.get("version")
+
+
+def markdown(report: Result) -> str:
+    """The whole page; `report["steps"]` may hold any part of the steps."""
+    verdict = verdict_of(report["steps"].get("correctness", {}))
+    parts = [
+        START, f"## {report['date']}: `{report['flavor']}` in {report['dtype']}", f"    {report['command']}",
+        machine_line(report), f"**Correctness: {verdict}.**",
+    ]  # fmt: skip
+    for step in STEPS:
+        if step.title:
+            parts += [f"### {step.title}", section(report["steps"], step)]
+    return "\n\n".join(parts) + "\n"
+
+
+def section(steps: Result, step: Step) -> str:
+    done = steps.get(step.name, {"not_measured": "the run has not reached it"})
+    return (
+        step.write(done["result"], steps)
+        if "result" in done
+        else f"not measured: {one_line(reason_of(done))}"
+    )
+
+
+def reason_of(step: Result) -> str:
+    return step.get("error") or step.get("not_measured") or "not measured"
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())[:400].replace("|", "/")
+
+
+def verdict_of(step: Result) -> str:
+    if "result" not in step:
+        return f"not proven ({reason_of(step)})"
+    failed = "; ".join(step["result"]["failed"])
+    return "all checks hold" if step["result"]["holds"] else f"FAILED: {failed}"
+
+
+def bandwidth(steps: Result) -> tuple[float | None, float | None]:
+    """Measured and stated bytes/s, None where unknown."""
+    probe, machine = (steps.get(name, {}).get("result", {}) for name in ("probe", "machine"))
+    return probe.get("bytes_per_s"), datasheet(machine.get("gpu", ""))
+
+
+def machine_line(report: Result) -> str:
+    facts = report["steps"].get("machine", {}).get("result")
+    if facts is None:
+        return f"Commit {report['commit']}. Machine: not measured."
+    known = ("gpu", "multiprocessors", "l2_bytes", "memory_bytes")
+    others = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in known)
+    return (
+        f"{facts['gpu']}, {facts['multiprocessors']} multiprocessors, L2 {facts['l2_bytes'] / 2**20:.0f} MiB, "
+        f"{facts['memory_bytes'] / 2**30:.0f} GiB; {others}. Commit {report['commit']}."
+    )
+
+
+def probe_section(result: Result, steps: Result) -> str:
+    stated = bandwidth(steps)[1]
+    names = {"stream": "our ring of bulk copies", "loads": "plain 16-byte loads",
+             "torch_copy": "torch copy (reads and writes)"}  # fmt: skip
+    rates = {title: result[f"{key}_bytes_per_s"] for key, title in names.items()}
+    rows = [(title, rate / 1e9, stated and 100 * rate / stated) for title, rate in rates.items()]
+    return table(["read by", "GB/s", "% of datasheet"], rows) + (
+        f"\n\nWeights: {result['weight_bytes'] / 1e9:.3f} GB per token; {result['tape_bytes'] / 1e9:.3f} GB with the "
+        "padding of the tapes' last chunks."
+    )
+
+
+def correctness_section(result: Result, steps: Result) -> str:
+    rows: list[Sequence[Any]] = [
+        ("HF bf16", *(result["hf_bf16"][k] for k in ("relative_error", "kl")), None, None)
+    ]
+    ties = []
+    for version in ("persistent", "graph"):
+        found = result.get(version, {})
+        greedy = found.get("greedy", {})
+        same = f"{greedy['same']} of {greedy['prompts']}" if greedy else None
+        rows.append(
+            (version, found.get("relative_error"), found.get("kl"), same, found.get("differing_runs"))
+        )
+        ties += [
+            f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
+            f"(a tie below {p['tie']:.2e})."
+            for p in greedy.get("diverged", ())
+        ]
+    columns = [
+        "against HF float32",
+        "largest relative error",
+        "KL, nats",
+        "prompts alike",
+        "runs that differ",
+    ]
+    faults = [
+        (name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()
+    ]
+    return "\n\n".join([
+        table(columns, rows), *ties,
+        table(["planted fault", "relative error", "KL, nats", "passes the gate"], faults),
+        table(["check", "holds"], result["passed"].items()),
+    ])  # fmt: skip
+
+
+DECODE_COLUMNS = {
+    "depth": "depth", "tokens_per_s": "tokens/s", "first_tokens_per_s": "first 32", "last_tokens_per_s": "last 32",
+    "bytes_per_token": "MB/token", "percent_of_probe": "% of probe", "percent_of_datasheet": "% of datasheet",
+    "exposed_us_per_layer": "c, us/layer", "prefill_tokens_per_s": "prompt tokens/s", "ttft_s": "s to first token",
+    "version": "version",
+}  # fmt: skip
+
+
+def decode_section(result: Result, steps: Result) -> str:
+    rows = ({**row, "bytes_per_token": row["bytes_per_token"] / 1e6} for row in result["depths"].values())
+    return table(list(DECODE_COLUMNS.values()), ([row[key] for key in DECODE_COLUMNS] for row in rows))
+
+
+def baselines_section(result: Result, steps: Result) -> str:
+    """Medians of the rounds, and ratios within a round."""
+    probe, stated = bandwidth(steps)
+    sizes = steps.get("probe", {}).get("result", {})
+    size, layers = sizes.get("weight_bytes"), sizes.get("layers", 0)
+    ours, rows = result["tokens_per_s"].get("persistent", []), []
+    for name, speeds in result["tokens_per_s"].items():
+        median = statistics.median(speeds)
+        part = shares(median, size, probe, stated, 1, layers) if size and probe else {}
+        ratio = statistics.median(a / b for a, b in zip(ours, speeds, strict=False)) if ours else None
+        percents = (
+            part.get(key) for key in ("percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer")
+        )
+        rows.append((name, median, min(speeds), max(speeds), *percents, ratio))
+    columns = [f"trials of {result['tokens']} tokens", "tokens/s", "min", "max", "% of probe", "% of datasheet",
+               "c, us/layer", "ours over it"]  # fmt: skip
+    failed = "".join(
+        f"\n\n{name}: not measured, {one_line(reason)}" for name, reason in result["failed"].items()
+    )
+    mode = f"torch.compile mode {result['mode']}.\n\n" if "mode" in result else ""
+    return mode + table(columns, rows) + failed
+
+
+def projection(result: Result, probe: float | None, hop_us: float = HOP_US) -> Result:
+    """{"tokens_per_s", "exposed_us_per_layer"} of one lane per GPU: the lane's own time, and a round trip
+    between GPUs wherever all lanes wait for each other; delayed outputs are assumed to arrive in time.
+    """
+    alone_s = 1 / max(row["tokens_per_s"] for row in result["rows"])
+    whole_s = alone_s + result["blocking_exchanges"] * hop_us * 1e-6
+    exposed = (
+        None if probe is None else 1e6 * (alone_s - result["bytes_per_token"] / probe) / result["layers"]
+    )
+    return {"tokens_per_s": 1 / whole_s, "exposed_us_per_layer": exposed}
+
+
+def alone_section(result: Result, steps: Result) -> str:
+    projected = projection(result, bandwidth(steps)[0])
+    rows = [(row["blocks"], row["tokens_per_s"]) for row in result["rows"]]
+    exposed = cell(projected["exposed_us_per_layer"])
+    return table(["blocks", "tokens/s of one lane alone"], rows) + (
+        f"\n\n**A projection, not a measurement**: {result['lanes']} GPUs with one lane each would make "
+        f"{projected['tokens_per_s']:.0f} tokens/s (c {exposed} us/layer), if the other lanes' outputs arrive within "
+        f"the delay and each of {result['blocking_exchanges']} blocking exchanges a token costs {HOP_US} us (assumed)."
+    )
+
+
+STEPS = (  # in the order of a run; the limits and RESERVE_S are nine minutes together
+    Step("machine", 5, 10),
+    Step("prepare", 10, 95, "Kernels compiled"),
+    Step("tiny_persistent", 5, 10, "The persistent kernel's first tokens, `tiny`", "first",
+         {"version": "persistent", "flavor": "tiny"}),
+    Step("tiny_graph", 5, 10, "The graph's first tokens, `tiny`", "first", {"version": "graph", "flavor": "tiny"}),
+    Step("tiny", 5, 15, "Correctness of `tiny`", "smaller", {"flavor": "tiny"}),
+    Step("300m", 10, 30, "Correctness of `300m`", "smaller", {"flavor": "300m"}),
+    Step("sanitizer", 15, 35, "compute-sanitizer"),
+    Step("load", 10, 30, "Weights packed and loaded"),
+    Step("first_persistent", 5, 10, "The persistent kernel's first tokens", "first", {"version": "persistent"}),
+    Step("first_graph", 5, 10, "The graph's first tokens", "first", {"version": "graph"}),
+    Step("probe", 5, 15, "Read bandwidth", write=probe_section),
+    Step("correctness", 20, 65, "Correctness", write=correctness_section),
+    Step("decode", 10, 40, "Decode", write=decode_section),
+    Step("baselines", 15, 40, "Baselines, alternating", write=baselines_section),
+    *(Step(dtype, 10, 20, dtype, "other_type", {"dtype": dtype}) for dtype in ("fp16", "int8", "fp8")),
+    Step("lane_alone", 10, 15, "One lane on all multiprocessors", write=alone_section),
+    Step("compiled", 10, 15, "Transformers, compiled", write=baselines_section),
+    Step("passes", 10, 30, "Passes of several columns"),
+)  # fmt: skip
