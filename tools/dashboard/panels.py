@@ -131,16 +131,10 @@ def not_measured(run: Run, panels: Sequence[Panel]) -> list[str]:
     ]
 
 
-def attempts_of(run: Run) -> list[tuple[str, int]]:
-    """(phase, attempt) in the order of the run."""
-    return list(dict.fromkeys((s.phase, s.attempt) for s in run.segments))
-
-
 def tint(run: Run, place: tuple[str, int]) -> str:
     """The colour of (phase, attempt): that of the phase, every other attempt paler."""
-    phase, _ = place
-    of_phase = [each for each in attempts_of(run) if each[0] == phase]
-    return colour(run.phases.index(phase)) + ("99" if of_phase.index(place) % 2 else "")
+    phase, attempt = place
+    return colour(run.phases.index(phase)) + "99" * (attempt % 2 == 0)
 
 
 def _sampled(
