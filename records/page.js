@@ -3,6 +3,7 @@
 // The legend has a button for each legendgroup.
 const CONFIG = {responsive: true, displayModeBar: false, doubleClick: false};
 const SPIKES = 400;  // more values than this are fitted without the highest 0.5 %
+const STEEP = 20;  // as many values of one legend entry are fitted without their first 1/16 of x
 const set = (object, changes) => {
   for (const [path, value] of Object.entries(changes ?? {})) {
     const keys = path.split('.'), last = keys.pop();
@@ -11,15 +12,32 @@ const set = (object, changes) => {
 };
 const axes = layout => Object.keys(layout).filter(key => key.startsWith('yaxis') && layout[key].visible !== false);
 
-// y ranges of all axes that show what is visible within the range of x; whole: with the tips of spikes
-function fit(data, layout, [from, to], whole) {
+// what a trace has of x that counts for its axis: all of a zoom; else, of a long curve, not its steep first part
+function starts(data, whole) {
+  const spans = {};
+  if (!whole) for (const {legendgroup, x, visible} of data) {
+    if (!x?.length || visible === false) continue;
+    const span = spans[legendgroup] ??= {low: Infinity, high: -Infinity, values: 0};
+    span.low = Math.min(span.low, x[0]), span.high = Math.max(span.high, x[x.length - 1]), span.values += x.length;
+  }
+  return ({legendgroup}) => {
+    const span = spans[legendgroup];
+    return span?.values >= STEEP ? span.low + (span.high - span.low) / 16 : -Infinity;
+  };
+}
+// y ranges that show what is visible within the range of x, without the tips of spikes; whole: all of it.
+// An axis that begins at zero fits by itself as long as nothing is zoomed or hidden.
+function fit(data, layout, {x, whole, off}) {
+  const begin = starts(data, whole || x), [from, to] = x ?? [-Infinity, Infinity];
   for (const name of axes(layout)) {
     const log = layout[name].type === 'log', values = [];
+    if (layout[name].fixedrange || layout[name].rangemode === 'tozero' && !(x || whole || log || off.size)) continue;
     for (const trace of data) {
       const here = (trace.yaxis ?? 'y') === name.replace('axis', '') && trace.visible !== false;
       if (!here || !trace.x || !trace.y) continue;
+      const first = Math.max(from, begin(trace));
       trace.y.forEach((y, i) => {
-        if (y !== null && (y > 0 || !log) && trace.x[i] >= from && trace.x[i] <= to) values.push(log ? Math.log10(y) : y);
+        if (y !== null && (y > 0 || !log) && trace.x[i] >= first && trace.x[i] <= to) values.push(log ? Math.log10(y) : y);
       });
     }
     if (!values.length) continue;
@@ -39,8 +57,7 @@ async function render(place) {
     return shown;
   });
   for (const [name, option] of Object.entries(state.chosen)) set(layout, choices[name]?.[option]);
-  const log = axes(layout).some(name => layout[name].type === 'log');
-  if (state.x || state.whole || log || state.off.size) fit(data, layout, state.x ?? [-Infinity, Infinity], state.whole);
+  fit(data, layout, state);
   if (state.x) set(layout, {'xaxis.range': [...state.x]});
   for (const [name, range] of Object.entries(state.y)) layout[name].range = [...range];
   await Plotly.react(place, data, layout, CONFIG);

@@ -64,6 +64,11 @@ def none(text: str = "not measured") -> str:
     return f'<span class="none">{escape(text)}</span>'
 
 
+def fold(summary: str, body: str, opened: bool = False) -> str:
+    """`body` that a click on `summary` shows; both are HTML."""
+    return f"<details{' open' * opened}><summary>{summary}</summary>{body}</details>"
+
+
 def missing(text: str, reason: Any = "") -> str:
     return f'<span class="missing" title="{escape(str(reason))}">{escape(text)}</span>'
 
@@ -102,10 +107,10 @@ def chart(figure: Any, name: str) -> str:
     return f'<div class="figure"><div class="tools"></div>{drawing}</div>'
 
 
-def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
-    """A figure as text, "not measured" where there is none."""
+def measured(value: Any, form: str = ",.0f", unit: str = "", gap: str = "") -> str:
+    """A figure as text; where there is none `gap`, or "not measured"."""
     known = number(value)
-    return none() if known is None else f"{known:{form}}{unit}"
+    return gap or none() if known is None else f"{known:{form}}{unit}"
 
 
 def short(value: Any, unit: str = "") -> str:

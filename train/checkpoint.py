@@ -12,7 +12,7 @@ import atexit
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from torchtitan.tools.logging import logger
 from laneformer.config import LaneformerConfig
 from records import checkpoints
 from records.events import record_event
-from records.files import read_lines
 
+from .checkpoint_checks import Contents, check_tensors, first_problem, on_rank_zero, require_nothing_lost
 from .checkpoint_writer import HashingWriter, end_background
 from .optimizer import apply_optimizer_settings
 from .supervise.heartbeat import enter
@@ -95,18 +95,18 @@ class PhaseCheckpointManager(CheckpointManager):
         """
         super().__init__(**titan)
         atexit.register(end_background)  # runs before multiprocessing's own, which was registered earlier
-        section = job_config.checkpoint
+        section, resilience = job_config.checkpoint, job_config.resilience
         self.architecture, self.allow_changes = architecture(), section.allow_changes
         self.run = Path(job_config.job.dump_folder)
-        self.keep_every_steps = job_config.resilience.keep_every_steps
-        self.max_failed_saves = job_config.resilience.max_failed_saves
+        self.keep_every_steps = resilience.keep_every_steps
+        self.max_failed_saves = resilience.max_failed_saves
         self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
         # checkpoint of another run, to continue from with all states
         self.resume_from = Path(section.initial_load_path) if section.initial_load_all_states else None
         self.stopping, self.after_save = stopping, after_save
         self.times = CheckpointTimes()
-        self.undamaged: set[Path] = set()  # checkpoints whose contents were read and compared
+        self.contents = Contents()
 
     def maybe_wait_for_staging(self) -> None:
         """TorchTitan's, timed."""
@@ -118,73 +118,33 @@ class PhaseCheckpointManager(CheckpointManager):
         that is not safe.
         """
         if not self.enable:
-            self._require_fresh_start("checkpoint.enable = false")
+            require_fresh_start(self.allow_fresh_start, "checkpoint.enable = false")
             return False
         folder = Path(self.folder)
-        own = folder / f"step-{step}" if step != -1 else self._newest_undamaged(folder)
+        own = folder / f"step-{step}" if step != -1 else self.contents.newest_undamaged(folder)
         if own is not None:
-            self._check(own, ())
+            self.contents.check(own, self.architecture)
         else:
-            on_rank_zero(self._require_nothing_lost)
+            on_rank_zero(
+                lambda: require_nothing_lost(self.run, folder, self.interval * self.max_failed_saves)
+            )
         if not self.load_only:
-            on_rank_zero(lambda: self._clear_branch(folder, own))
+            on_rank_zero(lambda: clear_branch(self.run, folder, own))
         if own is None and self.resume_from is not None:
             own = self.resume_from  # a branch: the first start is a restart from another run's checkpoint
-            self._check(own, self.allow_changes)
+            self.contents.check(own, self.architecture, self.allow_changes)
         if own is not None:
             self._load(own, list(self.states))
             self.started_from = own
         elif self.initial_load_path:
             self._start_phase(Path(self.initial_load_path))
         else:
-            self._require_fresh_start(
-                f"no complete checkpoint in {self.folder} and no checkpoint.initial_load_path"
+            require_fresh_start(
+                self.allow_fresh_start,
+                f"no complete checkpoint in {self.folder} and no checkpoint.initial_load_path",
             )
             return False
         return True
-
-    def _newest_undamaged(self, folder: Path) -> Path | None:
-        """The newest complete checkpoint whose contents are as they were saved."""
-        damaged: list[Path] = []
-        while True:
-            newest = on_rank_zero(lambda: checkpoints.newest_complete_checkpoint(folder, damaged))
-            if newest is None or (problem := self._contents_problem(newest)) is None:
-                return newest
-            logger.warning(f"Skipping a checkpoint: {problem}")
-            damaged.append(newest)
-
-    def _contents_problem(self, checkpoint: Path) -> str | None:
-        """What is wrong with a checkpoint's files, equal on all ranks, each of which reads its
-        share; None if nothing.
-
-        Reads a checkpoint once, however often it is asked about it.
-        """
-        if checkpoint in self.undamaged:
-            return None
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        problem, started = None, time.perf_counter()
-        try:
-            checkpoints.check_contents(checkpoint, rank, ranks)
-        except ValueError as found:
-            problem = str(found)
-        problems: list[str | None] = [None] * ranks
-        torch.distributed.all_gather_object(problems, problem)
-        if not any(problems):
-            self.undamaged.add(checkpoint)
-            logger.info(f"The contents of {checkpoint} are as saved ({time.perf_counter() - started:.1f} s)")
-        return next(filter(None, problems), None)
-
-    def _check(self, checkpoint: Path, allow_changes: Sequence[str]) -> None:
-        """ValueError for a checkpoint that is incomplete, damaged, or of another architecture."""
-        on_rank_zero(lambda: checkpoints.check_complete(checkpoint))
-        if problem := self._contents_problem(checkpoint):
-            raise ValueError(f"{problem}; start from another checkpoint")
-        on_rank_zero(lambda: check_architecture(checkpoint, self.architecture, allow_changes))
-
-    def _clear_branch(self, folder: Path, start: Path | None) -> None:
-        for name, what in checkpoints.clear_branch(folder, start).items():
-            logger.warning(f"{name} is newer than where this job starts: {what}")
-            record_event(self.run, "checkpoint_removed", checkpoint=name, what=what)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save where TorchTitan would, or when a stop was asked for; a failure costs this
@@ -218,7 +178,7 @@ class PhaseCheckpointManager(CheckpointManager):
 
     def finish(self) -> None:
         """Wait until the save under way is on disk, or is known to have failed and taken back."""
-        if not self.enable or self.pending_step is None:
+        if self.pending_step is None:
             return
         problem = None
         try:
@@ -235,9 +195,7 @@ class PhaseCheckpointManager(CheckpointManager):
         """
         step, self.pending_step = self.pending_step, None
         enter(f"the verdict on the save of step {step}")  # a rank whose save never ends has not come here
-        problems: list[str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(problems, problem)
-        problem = next((p for p in problems if p), None)
+        problem = first_problem(problem)
         if problem is None:
             self.failed_saves = 0
             return
@@ -245,18 +203,15 @@ class PhaseCheckpointManager(CheckpointManager):
         end_background()
         reason = problem.strip().splitlines()[-1]
         logger.warning(f"Saving step {step} failed ({self.failed_saves} in a row): {reason}")
-        on_rank_zero(lambda: self._take_back(Path(self._create_checkpoint_id(step)), reason))
+        partial = Path(self._create_checkpoint_id(step))
+        on_rank_zero(
+            lambda: take_back(self.run, partial, step=step, in_a_row=self.failed_saves, reason=reason)
+        )
         if self.failed_saves >= self.max_failed_saves:
             raise RuntimeError(
                 f"{self.failed_saves} saves in a row have failed, last: {reason}; make room below {self.folder} (old "
                 "runs, checkpoint-aside), lower checkpoint.keep_latest_k, or raise resilience.max_failed_saves"
             )
-
-    def _take_back(self, partial: Path, reason: str) -> None:
-        if partial.is_dir():
-            shutil.rmtree(checkpoints.to_trash(partial), ignore_errors=True)
-        step = int(partial.name.removeprefix("step-"))
-        record_event(self.run, "save_failed", step=step, in_a_row=self.failed_saves, reason=reason)
 
     def _purge_stale_checkpoints(self) -> None:
         """Called by TorchTitan after each dispatch; its thread deletes what is handed to it."""
@@ -264,29 +219,9 @@ class PhaseCheckpointManager(CheckpointManager):
             for path in checkpoints.superseded(Path(self.folder), self.keep_latest_k, self.keep_every_steps):
                 self.purge_queue.put(str(checkpoints.to_trash(path)))
 
-    def _require_nothing_lost(self) -> None:
-        """ValueError where the run's metrics tell that it has saved: a file system is away, or was purged."""
-        steps = (row.get("step") for row in read_lines(self.run / "metrics.jsonl"))
-        reached = max((step for step in steps if isinstance(step, int)), default=0)
-        if (
-            reached > self.interval * self.max_failed_saves
-        ):  # a run without a checkpoint does not come this far
-            raise ValueError(
-                f"{self.run / 'metrics.jsonl'} ends at step {reached}, but {self.folder} holds no complete checkpoint: "
-                "the job would begin again; bring the checkpoints back, or move the run folder away"
-            )
-
-    def _require_fresh_start(self, why: str) -> None:
-        if not self.allow_fresh_start:
-            raise ValueError(
-                f"{why}: the job would start from random weights; set checkpoint.allow_fresh_start = true if that is "
-                "meant, or checkpoint.initial_load_path to the checkpoint to continue from"
-            )
-        logger.info("Starting from random weights (checkpoint.allow_fresh_start)")
-
     def _start_phase(self, parent: Path) -> None:
         wanted = [MODEL] if self.initial_load_model_only else [MODEL, OPTIMIZER]
-        self._check(parent, self.allow_changes)
+        self.contents.check(parent, self.architecture, self.allow_changes)
         stored = self._load(parent, wanted)
         self.started_from = parent
         if f"{DATALOADER}.mixture" in stored:
@@ -330,68 +265,30 @@ class PhaseCheckpointManager(CheckpointManager):
             return None
         background: dict[str, Any] = {}
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            background = {
-                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
-                "async_stager": self.stager,
-            }
+            background["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+            background["async_stager"] = self.stager
         return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **background)
 
 
-def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequence[str]) -> None:
-    """Raise ValueError, with the fields that differ, for a checkpoint of another architecture than the job's."""
-    stored = checkpoints.read_architecture(checkpoint)
-    if stored is None:
-        logger.warning(
-            f"{checkpoint} does not say its architecture (model.json): only tensor shapes are compared"
-        )
-        return
-    there, here = LaneformerConfig.from_dict(stored).to_dict(), config.to_dict()
-    different = [name for name in here if there[name] != here[name] and name not in allowed]
-    if different:
-        listing = ", ".join(f"{name} = {there[name]} (this job: {here[name]})" for name in different)
+def clear_branch(run: Path, folder: Path, start: Path | None) -> None:
+    """Put aside the checkpoints that are newer than the one that the job starts from."""
+    for name, what in checkpoints.clear_branch(folder, start).items():
+        logger.warning(f"{name} is newer than where this job starts: {what}")
+        record_event(run, "checkpoint_removed", checkpoint=name, what=what)
+
+
+def take_back(run: Path, partial: Path, **facts: Any) -> None:
+    """Delete what a failed save has written, and record the failure."""
+    if partial.is_dir():
+        shutil.rmtree(checkpoints.to_trash(partial), ignore_errors=True)
+    record_event(run, "save_failed", **facts)
+
+
+def require_fresh_start(allowed: bool, why: str) -> None:
+    """ValueError for a job that would start from random weights, unless that is allowed."""
+    if not allowed:
         raise ValueError(
-            f"{checkpoint} was trained with another architecture: {listing}; set [model] and [architecture] to the "
-            "checkpoint's values, or, for a new phase that means the change, name the fields in "
-            "checkpoint.allow_changes"
+            f"{why}: the job would start from random weights; set checkpoint.allow_fresh_start = true if that is "
+            "meant, or checkpoint.initial_load_path to the checkpoint to continue from"
         )
-
-
-def check_tensors(
-    checkpoint: Path, stored: dict[str, Any], model: dict[str, Any], states: Iterable[str]
-) -> None:
-    """Raise ValueError unless the checkpoint holds exactly the model's tensors. states: what
-    else it may hold.
-    """
-    others = tuple(f"{name}." for name in states)
-    shapes = {name: list(entry.size) for name, entry in stored.items() if not name.startswith(others)}
-    expected = {name: list(tensor.shape) for name, tensor in model.items()}
-    for what, names in (
-        ("lacks", expected.keys() - shapes.keys()),
-        ("holds, beyond this model's,", shapes.keys() - expected.keys()),
-        (
-            "has in another shape",
-            {name for name in expected if expected[name] != shapes.get(name, expected[name])},
-        ),
-    ):
-        if names:
-            raise ValueError(
-                f"{checkpoint} {what} {len(names)} tensors, first {min(names)!r}; set model.flavor and "
-                "[architecture] to those of the checkpoint"
-            )
-
-
-def on_rank_zero(decide: Callable[[], Any]) -> Any:
-    """Let rank 0 look at the shared disk and tell the others, so that all ranks start from the same place.
-
-    Its ValueError is raised on every rank: nobody waits for a rank that has given up.
-    """
-    answer: list[Any] = [None, None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            answer[0] = decide()
-        except ValueError as problem:
-            answer[1] = str(problem)
-    torch.distributed.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise ValueError(answer[1])
-    return answer[0]
+    logger.info("Starting from random weights (checkpoint.allow_fresh_start)")

@@ -60,12 +60,10 @@ class MixtureLoader(BaseDataLoader):
         )
         tokens = torch.from_numpy(parts[0] if len(runs) == 1 else np.concatenate(parts))
         source = torch.from_numpy(np.concatenate(sources))
-        marks = (
-            [self.mixture.flags(number, last - number) for number, last in runs]
-            if self.mixture.packed
-            else []
-        )
-        flags = torch.from_numpy(np.concatenate(marks)) if marks else None
+        flags = None
+        if self.mixture.packed:
+            marks = [self.mixture.flags(number, last - number) for number, last in runs]
+            flags = torch.from_numpy(np.concatenate(marks))
         if torch.cuda.is_available():  # in a context that the process has already, whatever device it is on
             tokens, source = tokens.pin_memory(), source.pin_memory()
         inputs, labels = inputs_and_labels(tokens, flags)

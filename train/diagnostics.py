@@ -15,6 +15,13 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 
 
+def gather_ranks(mine: Tensor) -> Tensor:
+    """One all-gather: a vector (n,) of each rank -> (ranks, n)."""
+    everyone = mine.new_empty(torch.distributed.get_world_size() * len(mine))
+    torch.distributed.all_gather_into_tensor(everyone, mine)
+    return everyone.view(-1, len(mine))
+
+
 class Diagnostics:
     """In this order at a logged step: `begin`, `see_logits` after each forward
     pass, `see_gradients`, `gather`.
@@ -72,9 +79,7 @@ class Diagnostics:
         logits = torch.stack(self.logits)
         rms = torch.stack(self.mean_squares) / ranks
         mine = torch.cat([self.squared_norms, rms, logits[:, :2].sum(0), logits[:, 2].max()[None]])
-        everyone = mine.new_empty(ranks * len(mine))
-        torch.distributed.all_gather_into_tensor(everyone, mine)
-        table = everyone.view(ranks, -1)
+        table = gather_ranks(mine)
         *sums, peak = torch.cat([table[:, :-1].sum(0), table[:, -1].max()[None]]).tolist()
         return {
             "z_loss": sums[-2] / sums[-1] if sums[-1] else math.nan,

@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 from records.events import record_event
 
 from .supervise import signals
+from .supervise.attempt import end_workers
 
 POLL_S = 0.2
 END_S = 30.0  # from SIGTERM to SIGKILL
@@ -86,12 +87,7 @@ class InLoop:
             time.sleep(POLL_S)
             stopping = bool(signals.WORKER.asked) or (self.run / "stop").exists()
             if stopping or time.monotonic() - began_s > self.limit_s:
-                process.terminate()  # and what it started
-                try:
-                    process.wait(END_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                end_workers(process, END_S)  # and what it started
                 # after a stop the next start catches up
                 return (
                     None if stopping else f"ended after {self.limit_s:.0f} s; raise resilience.hang_timeout_s"

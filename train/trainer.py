@@ -8,11 +8,7 @@ the same step boundary.
 from __future__ import annotations
 
 import functools
-import json
 import os
-import shutil
-import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +20,6 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from data_mixtures.shards import tokenizer_files
-from records.checkpoints import newest_saved_step
 from records.events import (
     BAD_STEP,
     DONE,
@@ -33,19 +27,18 @@ from records.events import (
     STOPPED_UNSAVED,
     crash_on_record,
     next_attempt,
-    record_event,
     write_outcome,
 )
-from records.files import append_or_keep, code_version, survive_full_disk, write_atomically
-from records.skips import leave_out, windows_of
+from records.files import survive_full_disk
 
-from .checkpoint import PhaseCheckpointManager, on_rank_zero
+from .attempt_record import describe_attempt, describe_run, describe_start
+from .bad_steps import BadSteps
+from .checkpoint import PhaseCheckpointManager
 from .data import Batch, of_packed
-from .diagnostics import Diagnostics
+from .diagnostics import Diagnostics, gather_ranks
 from .guard import BadStep, Guard
 from .in_loop import InLoop
 from .job_checks import check_job
-from .job_config import resolved_toml
 from .metrics import loss_sums_by_source
 from .supervise import signals
 from .supervise.heartbeat import Heartbeat
@@ -85,12 +78,13 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         )
         super().__init__(job_config)
         self.guard = Guard(section)
-        self.refused: list[int] = []  # steps whose batches were refused, the last spike_window steps
+        self.bad_steps = BadSteps(self.run, self.attempt, job_config, self.dataloader)
         (model,) = self.model_parts
         self.diagnostics = Diagnostics(model, self.parallel_dims)
         model.lm_head.z_loss_weight = job_config.training.z_loss_weight
         self.in_loop = InLoop(job_config) if job_config.evals.in_loop else None
-        self._check_vocabulary()
+        check_vocabulary(self.dataloader, self.model_args.config.vocab_size)
+        model.model_args.bos_id = self.dataloader.mixture.bos_id
 
     def _evaluate(self, step: int) -> None:
         """With evals.in_loop: evaluate the checkpoint just saved, once it is on disk; no
@@ -101,16 +95,6 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             self.metrics_processor.time_last_log += self.in_loop.evaluate(step)
             self.heartbeat.beat(step)
 
-    def _check_vocabulary(self) -> None:
-        mixture, vocab_size = self.dataloader.mixture, self.model_args.config.vocab_size
-        if mixture.vocab_size > vocab_size:
-            raise ValueError(
-                f"{self.dataloader.lock} has a vocabulary of {mixture.vocab_size}, but the model's vocab_size is "
-                f"{vocab_size}; set architecture.vocab_size to {mixture.vocab_size} or more"
-            )
-        for model in self.model_parts:
-            model.model_args.bos_id = mixture.bos_id
-
     def batch_generator(self, data_iterable: Any) -> Iterator[Batch]:
         """Begins the attempt: TorchTitan calls this once, right after the checkpoint is loaded."""
         loader, training, dims = self.dataloader, self.job_config.training, self.parallel_dims
@@ -120,56 +104,12 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.metrics_processor.begin_attempt(self.attempt, self.step, seen, loader.tokens_before())
         if torch.distributed.get_rank() == 0:
             with survive_full_disk(self.run):
-                self._describe_run()
-            self._describe_attempt()
+                describe_run(self.run, self.attempt, self.job_config, self.model_args.config, loader)
+            tokens_before = self.metrics_processor.tokens_before
+            origin = describe_start(self.run, self.checkpointer.started_from, tokens_before)
+            describe_attempt(self.run, self.attempt, self.step, origin, loader, training.global_batch_size)
         self.starting = False
         return super().batch_generator(data_iterable)
-
-    def _describe_attempt(self) -> None:
-        """One line in attempts.jsonl; the first attempt leaves lineage.json."""
-        source, tokens_before = self.checkpointer.started_from, self.metrics_processor.tokens_before
-        if not (self.run / "lineage.json").is_file():
-            # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
-            other = source is not None and self.run.resolve() not in source.resolve().parents
-            lineage = {
-                "parent": str(source.resolve()) if source and other else None,
-                "tokens_before": tokens_before,
-            }
-            with survive_full_disk(self.run):
-                write_atomically(self.run / "lineage.json", json.dumps(lineage, indent=2) + "\n")
-        loader = self.dataloader
-        data = {  # `records.skips.read_attempts` finds the batch of any step with it
-            "lock": str(loader.lock.resolve()),
-            "position": loader.sequences,
-            "global_batch_size": self.job_config.training.global_batch_size,
-            "offsets": loader.offsets,
-        }
-        facts = {
-            "attempt": self.attempt,
-            "time": time.time(),
-            "code_version": code_version(Path(__file__).parent),
-            "argv": sys.argv,
-            "world_size": torch.distributed.get_world_size(),
-            "torch": torch.__version__,
-            "step": self.step,
-            "started_from": str(source) if source else "random weights",
-            "mixture_fingerprint": loader.mixture.fingerprint,
-            "data": data,
-            "skip_sequences": loader.skips.windows,
-        }
-        append_or_keep(self.run / "attempts.jsonl", json.dumps(facts))
-
-    def _describe_run(self) -> None:
-        """config.toml, model.json, the tokenizer; an earlier, different config.toml is kept as its attempt's."""
-        resolved, config = resolved_toml(self.job_config), self.run / "config.toml"
-        if config.is_file() and config.read_text(encoding="utf-8") != resolved:
-            shutil.copy(config, self.run / f"config.attempt-{self.attempt - 1}.toml")
-        write_atomically(config, resolved)
-        write_atomically(
-            self.run / "model.json", json.dumps(self.model_args.config.to_dict(), indent=2) + "\n"
-        )
-        for path in tokenizer_files(self.dataloader.lock.parent):
-            write_atomically(self.run / path.name, path.read_bytes())
 
     def train(self) -> None:
         """TorchTitan's loop, and a record of how it ended; leaves with SystemExit where
@@ -180,7 +120,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
                 super().train()
             except BadStep as problem:
                 self.checkpointer.finish()  # a save under way is of an earlier, clean step
-                self._leave_out_refused(problem)
+                self.bad_steps.leave_out_last(problem, self.step, self.started_at, self.checkpointer.folder)
                 self._end(BAD_STEP, str(problem))
             if self.step < self.job_config.training.steps and self.stopping:
                 self._end(STOPPED, signals.WORKER.asked or "another rank, or the file `stop`, asked")
@@ -249,13 +189,15 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self.heartbeat.enter(f"the gradient norm of step {self.step}")
         max_norm = self.job_config.training.max_norm
         grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
-        loss, max_loss, norm = self._exchange(
-            torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm
+        self.heartbeat.enter(f"the exchange of step {self.step}")
+        loss, max_loss, norm, self.stopping = exchange(
+            torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm, stop_asked(self.run)
         )
         try:
             self.guard.check(loss, norm)
         except BadStep as problem:
-            self._refuse(problem, loss, norm)
+            self.bad_steps.leave_out(problem, self.step, loss, norm)
+            self.heartbeat.beat(self.step - 1)
             return self.train_step(data_iterator)
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
@@ -276,77 +218,6 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
         return batches, tokens, dist_utils.dist_sum(tokens, mesh)
 
-    def _exchange(
-        self, loss: torch.Tensor, share: torch.Tensor, grad_norm: torch.Tensor
-    ) -> tuple[float, float, float]:
-        """One exchange of four numbers a rank: (mean loss, highest loss of a rank, gradient norm)
-        of the whole step.
-
-        loss: this rank's part of the mean; share: all tokens / this rank's. Sets `stopping` when
-        any rank wants it.
-        """
-        stop = signals.WORKER.asked is not None
-        if torch.distributed.get_rank() == 0:
-            stop = stop or (self.run / "stop").exists()
-        mine = torch.stack([loss, loss * share, grad_norm, torch.full_like(loss, float(stop))]).float()
-        self.heartbeat.enter(f"the exchange of step {self.step}")
-        gathered = mine.new_zeros(torch.distributed.get_world_size() * len(mine))
-        torch.distributed.all_gather_into_tensor(gathered, mine)
-        everyone = gathered.view(-1, len(mine))
-        total, _, highest, norm, stops = torch.cat(
-            [everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]
-        ).tolist()
-        self.stopping = stops > 0
-        return total, highest, norm
-
-    def _refuse(self, problem: BadStep, loss: float, grad_norm: float) -> None:
-        """Record the batch, and leave it out where the policy is to skip; raises `problem` where it is
-        not, or no more.
-
-        Called on every rank. The window is on disk before the step goes on, so that a restart
-        reads the same data.
-        """
-        section, loader = self.job_config.resilience, self.dataloader
-        size = self.job_config.training.global_batch_size
-        windows = windows_of(loader.skips.numbers(loader.sequences - size, size))
-        if torch.distributed.get_rank() == 0:
-            # every sequence of the refused batch by source and offset, in a file of its own beside the event
-            path = self.run / "bad-steps" / f"step-{self.step}.attempt-{self.attempt}.{windows[0][0]}.json"
-            with survive_full_disk(path):
-                path.parent.mkdir(exist_ok=True)
-                batch = loader.locate(loader.sequences - size, size)
-                write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
-            facts = {
-                "loss": repr(loss),
-                "grad_norm": repr(grad_norm),
-                "reason": str(problem),
-                "batch": str(path),
-            }
-            facts["show"] = f"python -m data_mixtures show {self.run} --bad-step {self.step}"
-            record_event(self.run, "bad_step", attempt=self.attempt, step=self.step, **facts)
-        self.refused = [step for step in self.refused if step > self.step - section.spike_window] + [
-            self.step
-        ]
-        if section.on_bad_step != "skip" or len(self.refused) > section.max_skips:
-            raise problem
-        reason = f"step {self.step}: {problem}"
-        if not on_rank_zero(lambda: leave_out(self.run, windows, reason)):
-            raise BadStep(f"{problem}; {self.run} has no room to record that its batch is skipped")
-        loader.leave_out(windows)
-        logger.warning(
-            f"{reason}; sequences {windows} are skipped, {len(self.refused)} of {section.max_skips}"
-        )
-        self.heartbeat.beat(self.step - 1)
-
-    def _leave_out_refused(self, problem: BadStep) -> None:
-        """The data that a roll-back skips: the last skip_steps steps, but none that a checkpoint has seen."""
-        section, loader = self.job_config.resilience, self.dataloader
-        if torch.distributed.get_rank() == 0 and section.on_bad_step in ("skip", "rollback_and_skip"):
-            saved = max(self.started_at, newest_saved_step(Path(self.checkpointer.folder)))
-            count = min(section.skip_steps, self.step - saved) * self.job_config.training.global_batch_size
-            windows = windows_of(loader.skips.numbers(loader.sequences - count, count))
-            leave_out(self.run, windows, f"step {self.step}: {problem}")
-
     def _after_step(self) -> None:
         self.heartbeat.beat(self.step)
         if self.first_step_of_process and self.step != 1:
@@ -364,3 +235,32 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         """
         self.step = state_dict["step"]
         self.guard.load_state_dict(state_dict["guard"])
+
+
+def check_vocabulary(loader: Any, vocab_size: int) -> None:
+    """ValueError where the mixture has tokens that the model lacks."""
+    if loader.mixture.vocab_size > vocab_size:
+        raise ValueError(
+            f"{loader.lock} has a vocabulary of {loader.mixture.vocab_size}, but the model's vocab_size is "
+            f"{vocab_size}; set architecture.vocab_size to {loader.mixture.vocab_size} or more"
+        )
+
+
+def stop_asked(run: Path) -> bool:
+    """Whether this rank was asked to stop; rank 0 also looks for the file `stop`."""
+    of_run = torch.distributed.get_rank() == 0 and (run / "stop").exists()
+    return signals.WORKER.asked is not None or of_run
+
+
+def exchange(
+    loss: torch.Tensor, share: torch.Tensor, grad_norm: torch.Tensor, stop: bool
+) -> tuple[float, float, float, bool]:
+    """One all-gather of four numbers a rank: (mean loss, highest loss of a rank, gradient norm, whether any rank
+    wants to stop), equal on all ranks.
+
+    loss: this rank's part of the mean; share: all tokens / this rank's.
+    """
+    mine = torch.stack([loss, loss * share, grad_norm, torch.full_like(loss, float(stop))])
+    everyone = gather_ranks(mine.float())
+    total, _, highest, norm, stops = torch.cat([everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]).tolist()
+    return total, highest, norm, stops > 0

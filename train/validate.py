@@ -93,18 +93,15 @@ class HeldOutValidator(BaseValidator):
         }
         self.tokens_per_source = [int(np.count_nonzero(each)) for each in counted.values()]
         source = np.repeat(np.arange(len(windows)), [len(w) for w in windows.values()])
-        everything = np.concatenate(list(windows.values()))
-        tokens, sources = deal_out(everything, source, dp_world_size, section.local_batch_size, len(windows))
-        self.tokens, self.sources = (
-            torch.from_numpy(tokens[:, dp_rank]),
-            torch.from_numpy(sources[:, dp_rank]),
-        )
-        self.flags: Any = [None] * len(tokens)
-        if packed:
-            dealt, _ = deal_out(
-                np.concatenate(list(flags.values())), source, dp_world_size, section.local_batch_size, 0
-            )
-            self.flags = torch.from_numpy(dealt[:, dp_rank])
+
+        def mine(found: dict[str, np.ndarray]) -> list[torch.Tensor]:
+            """This rank's micro-batches of all windows (or flags), and of their sources."""
+            whole, batch = np.concatenate(list(found.values())), section.local_batch_size
+            dealt = deal_out(whole, source, dp_world_size, batch, unread=len(windows))
+            return [torch.from_numpy(each[:, dp_rank]) for each in dealt]
+
+        self.tokens, self.sources = mine(windows)
+        self.flags: Any = mine(flags)[0] if packed else [None] * len(self.tokens)
         self.context = validation_context
 
     def should_validate(self, step: int) -> bool:

@@ -15,6 +15,7 @@ from records.page import (
     chart,
     code,
     colour,
+    fold,
     measured,
     none,
     percent,
@@ -138,22 +139,16 @@ def machine_card(run: Run) -> str:
 
 
 def training_caption(run: Run) -> str:
-    logged, half_life = sum(len(s.rows) for s in run.segments), figures.half_life_rows(run)
-    again = logged - len(run.kept_rows)
-    parts = {
-        f"{logged:,} logged steps; bold is the exponential mean (half-life {half_life:.3g} logged steps), faint the "
-        "logged value.": True,
-        "The loss axis leaves out the steepest start and the tips of spikes.": logged >= figures.LONG,
-        f"Dotted: {again:,} logged steps that a restart or roll-back repeated; they no longer count.": again,
-        "↻ marks where an attempt took over; every other attempt is paler.": panels.restarts(run),
-        f"Drawn from {figures.BUCKETS} groups of neighbouring steps with the extremes of each; every spike is kept.":
-            logged > 4 * figures.BUCKETS,
-        "▾ above the loss marks an event of the job; hover over it for details.": run.events,
-        "Drag to zoom either axis, double-click to reset; a click in a legend hides, a double click isolates.": True,
-    }  # fmt: skip
-    absent = panels.not_measured(run, panels.TRAINING)
-    told = " ".join(text for text, said in parts.items() if said)
-    return told + (f" Not measured: {escape(', '.join(absent))}." if absent else "")
+    logged, absent = sum(len(s.rows) for s in run.segments), panels.not_measured(run, panels.TRAINING)
+    half_life, again = figures.half_life_rows(run), logged - len(run.kept_rows)
+    text = (
+        f"{logged:,} logged steps, drawn from {figures.BUCKETS} groups of neighbouring steps with the extremes of "
+        f"each. Bold: the exponential mean (half-life {half_life:.3g} logged steps); faint: the logged value; dotted: "
+        f"{again:,} steps that a restart or roll-back repeated and that no longer count. ↻ marks where an attempt took "
+        "over, ▾ an event of the job. The loss axis leaves out the steepest start and the tips of spikes. Drag to zoom "
+        "either axis, double-click to reset; a click in a legend hides, a double click isolates."
+    )
+    return text + (f" Not measured: {escape(', '.join(absent))}." if absent else "")
 
 
 def sources_card(run: Run) -> str:
@@ -196,7 +191,9 @@ def bits_card(run: Run) -> str:
             for name in names]  # fmt: skip
     body = table(("source", "category", "bits per byte"), rows)
     if len(points) > 1:
-        figure = figures.checkpoint_figure(points, names, bits_of, [places[name] for name in names])
+        known = {name: [(p, y) for p in points if (y := bits_of(p, name)) is not None] for name in names}
+        series = [figures.Series(name, found) for name, found in known.items()]
+        figure = figures.checkpoint_figure(series, [places[name] for name in names])
         body = f'<div class="beside">{body}{chart(figure, f"bits-{run.name}")}</div>'
     caption = f"Held-out text, {escape(where_evaluated(last))}. Lower is better."
     return card("Bits per byte", body, caption)
@@ -274,5 +271,5 @@ def provenance_card(run: Run) -> str:
         names = sorted({name for settings in flat for name in settings})
         rows = [[escape(name), *(code(settings.get(name)) for settings in flat)] for name in names]
         settings = table(("setting", *run.configs), rows)
-        body += f"<details><summary>Settings of the job by phase</summary>{settings}</details>"
+        body += fold("Settings of the job by phase", settings)
     return card("Provenance", body)

@@ -21,6 +21,7 @@ from records.page import (
     card,
     chart,
     colour,
+    fold,
     measured,
     missing,
     none,
@@ -32,17 +33,15 @@ from tools.dashboard.figures import (
     curve,
     flops_of,
     lines_figure,
-    settled,
-    span,
 )
-from tools.dashboard.panels import SIGNED, Panel, draw_panels, draw_validation, mark_x
+from tools.dashboard.panels import SETTLED, Panel, draw_panels, draw_validation, mark_x
 from tools.dashboard.references import CORE_REFERENCES
 
 VERSIONS = ("v1", "v2")  # of the baselines; v2, DCLM's corrected ones, is the one that is drawn
 TINT = "#8667f7"  # of CORE, apart from the colours of phases and sources
 ALONG = (  # CORE and, on the same axis of x, what moves it
-    Panel("CORE", "centered accuracy, mean of 22 tasks", (), 300, extremes=(), axis={**SIGNED, "nticks": 7}),
-    Panel("Loss", "nats per token, smoothed", ("smooth_loss",), 130, ".4f", axis={**SIGNED, "nticks": 4}),
+    Panel("CORE", "centered accuracy, mean of 22 tasks", (), 300, extremes=(), axis={"nticks": 7}),
+    Panel("Loss", "nats per token, smoothed", ("smooth_loss",), 130, ".4f", axis={**SETTLED, "nticks": 4}),
     Panel("Learning rate", "", ("lr",), 60, extremes=(), axis={"exponentformat": "power"}),
 )
 # a record with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
@@ -120,7 +119,7 @@ def figure_of(point: Point, task: str, key: str) -> float | None:
 
 def core_figure(curves: Sequence[Curve]) -> go.Figure:
     """CORE of several curves, with the references that lie within reach."""
-    figure = lines_figure([core_trace(each, colour(each.place)) for each in curves], hoverformat=".4f")
+    figure = lines_figure([core_trace(each, colour(each.place)) for each in curves], rangemode="tozero")
     draw_references(figure)
     return figure
 
@@ -131,10 +130,9 @@ def along_figure(run: Run, curves: Sequence[Curve]) -> go.Figure:
     figure.add_traces([core_trace(each, colour(i + 3) if i else TINT) for i, each in enumerate(curves)])
     draw_references(figure)
     panels = draw_panels(figure, run, ALONG)
-    if len(panels) > 1 and "smooth_loss" in panels[1].keys:
+    if "Loss" in (panel.title for panel in panels):
         draw_validation(figure, run, "y2")
-        figure.update_layout(yaxis2_range=span(settled([row["smooth_loss"] for row in run.kept_rows])))
-    mark_x(figure, run, panels)
+    mark_x(figure, run)
     return figure
 
 
@@ -145,7 +143,7 @@ def core_trace(each: Curve, tint: str) -> go.Scatter:
     bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
     if len(known) > MARKS:
         bars |= {"width": 0, "color": f"{tint}44"}
-    look = {"legendgroup": each.name, "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}"}
+    look: dict[str, Any] = {"legendgroup": each.name, "hovertemplate": "%{y:.4f} ± %{error_y.array:.4f}"}
     return curve(known, tint, 2, "circle", name=each.name, error_y=bars, **look)
 
 
@@ -153,17 +151,13 @@ def draw_references(figure: go.Figure) -> None:
     """Lines at the published CORE v2 that lie below the curves' tops or next above them; a curve rises from
     the lower left, so their names stand at the left above their lines.
     """
-    ends = span([y + sign * e for t in figure.data for y, e in zip(t.y, t.error_y.array, strict=True)
-                 for sign in (1, -1)]) or [0.0, 0.3]  # fmt: skip
-    known = [r for r in CORE_REFERENCES if r.version == "v2" and r.value < 1.4 * ends[1]]
-    for each in known:
-        label = {"text": f"{each.name} {each.value:.4f}", "font": {"size": 11}}
-        line = {"color": NEUTRAL, "width": 1, "dash": "dash"}
-        figure.add_hline(
-            each.value, line=line, annotation=label, annotation_position="top left", layer="below"
-        )
-    top = max([ends[1], *(1.08 * each.value for each in known)])
-    figure.update_layout(yaxis_range=[min(ends[0], 0.0), top])
+    top = max((y for trace in figure.data for y in trace.y), default=0.3)
+    for each in CORE_REFERENCES:
+        if each.version == "v2" and each.value < 1.4 * top:
+            label = {"text": f"{each.name} {each.value:.4f}", "font": {"size": 11}}
+            line = {"color": NEUTRAL, "width": 1, "dash": "dash"}
+            look = {"annotation": label, "annotation_position": "top left", "layer": "below"}
+            figure.add_hline(each.value, line=line, **look)
 
 
 def core_card(run: Run) -> str:
@@ -195,12 +189,11 @@ def reference_table(curves: Sequence[Curve]) -> str:
 
 
 def core_tile(run: Run) -> tuple[str, str, str]:
-    """The newest CORE, v2 first; or why there is none."""
+    """The newest CORE, or why there is none."""
     curves = core_curves([run])
     for last in (c.last for c in reversed(drawn_of(curves))):
-        error = number(last.get("core_v2_se"))
-        note = f"{f'± {error:.4f}, ' if error else ''}corrected baselines (v2); v1 {measured(last['core_v1'], '.4f')}"
-        return "CORE", measured(last.get("core_v2"), ".4f"), note
+        error = measured(last.get("core_v2_se"), ".4f")
+        return "CORE", measured(last.get("core_v2"), ".4f"), f"± {error}, corrected baselines (v2)"
     known = len(curves[-1].last["tasks"]) if curves else 0
     return "CORE", measured(None), f"{known} of its 22 tasks evaluated" if known else "no evaluation yet"
 
@@ -221,14 +214,16 @@ def core_of_all(runs: Sequence[Run]) -> str:
     curves = core_curves(runs)
     if not curves:
         return ""
-    rows = [["CORE v1 / v2", *(" / ".join(aggregate(c.last, v) for v in VERSIONS) for c in curves)]]
-    for task in tasks_of(point for c in curves for point in c.points):
-        found = [figure_of(c.last, task, "accuracy") for c in curves]
-        rows.append(
-            [escape(task), *(missing("missing") if value is None else f"{value:.4f}" for value in found)]
-        )
-    head = ("accuracy at the last checkpoint", *(c.name for c in curves))
+    head = ("at the last checkpoint", *(c.name for c in curves))
+    rows = [[f"CORE {v}", *(aggregate(c.last, v) for c in curves)] for v in VERSIONS]
+    tasks = [
+        [
+            escape(task),
+            *(measured(figure_of(c.last, task, "accuracy"), ".4f", gap=missing("missing")) for c in curves),
+        ]
+        for task in tasks_of(point for c in curves for point in c.points)
+    ]
     drawn = drawn_of(curves)
-    figure = chart(core_figure(drawn), "core-comparison")
-    every = f"<details><summary>Every task at the last checkpoint</summary>{table(head, rows[1:])}</details>"
-    return card("CORE of all runs", (figure if drawn else "") + table(head, rows[:1]) + every)
+    figure = chart(core_figure(drawn), "core-comparison") if drawn else ""
+    every = fold("Accuracy of every task at the last checkpoint", table(head, tasks))
+    return card("CORE of all runs", figure + table(head, rows) + every)

@@ -8,7 +8,7 @@ with the extremes, so that no spike is lost. Smoothing comes first, on all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
@@ -20,7 +20,6 @@ Rows = Sequence[dict[str, Any]]
 Points = Sequence[tuple[dict[str, Any], float | None]]  # (row or record, figure)
 MARKS = 100  # more points than this are a line without marks
 BUCKETS = 400  # about one for every three pixels of a wide screen
-LONG = 500  # losses; the axis of a longer curve leaves out its steep start and the tips of its spikes
 AXES = {  # name -> key of a row or record, title
     "tokens": ("x_tokens", "tokens seen, all phases"),
     "steps": ("x_step", "step, all phases"),
@@ -31,60 +30,70 @@ AXES = {  # name -> key of a row or record, title
 # curves
 
 
-def curve(points: Points, tint: str, width: float = 2, marks: str = "", **more: Any) -> go.Scatter:
-    """One curve; its places on all AXES travel along as `meta`, for `switch_x`. marks: a plotly symbol."""
-    places = {axis: {"x": [row.get(key) for row, _ in points]} for axis, (key, _) in AXES.items()}
+def curve(
+    points: Points, tint: str, width: float = 2, marks: str = "", logged: Points = (), **more: Any
+) -> go.Scatter:
+    """One curve. Its meta is what the choices of the figure change: its places on all AXES, and, where smoothing
+    is switched off, the `logged` values of a smoothed curve. marks: a plotly symbol.
+    """
+    meta = {"x": {axis: {"x": [row.get(key) for row, _ in points]} for axis, (key, _) in AXES.items()}}
     return go.Scatter(
-        y=[y for _, y in points], line={"color": tint, "width": width}, meta={"x": places},
+        y=[y for _, y in points], line={"color": tint, "width": width},
+        meta=meta | ({"smoothing": {"off": {"y": [y for _, y in logged]}}} if logged else {}),
         mode="lines+markers" if marks and len(points) <= MARKS else "lines",
         marker={"symbol": marks or "circle", "size": 6, "color": tint},
     ).update(more)  # fmt: skip
 
 
-def smoothed(trace: go.Scatter, logged: Sequence[float | None]) -> go.Scatter:
-    """A smoothed curve, with the logged values as its y where the reader switches smoothing off."""
-    trace.meta = {**trace.meta, "smoothing": {"off": {"y": logged}}}
-    return trace
+def rounded(value: float | None) -> float | None:
+    """The value with six digits."""
+    return None if value is None else float(f"{value:.6g}")
 
 
 def points(rows: Rows, key: str) -> list[tuple[dict[str, Any], float | None]]:
     """The figures under `key` with six digits."""
-    return [(row, None if row[key] is None else float(f"{row[key]:.6g}")) for row in rows]
+    return [(row, rounded(row[key])) for row in rows]
 
 
 def key_curve(
     rows: Rows, key: str, tint: str, width: float = 1.2, marks: str = "", **more: Any
 ) -> go.Scatter:
     """The curve of one figure of a run's rows; a smoothed loss can be switched to the logged one."""
-    trace = curve(points(rows, key), tint, width, marks, **more)
-    return smoothed(trace, [y for _, y in points(rows, "loss")]) if key == "smooth_loss" else trace
+    logged = points(rows, "loss") if key == "smooth_loss" else ()
+    return curve(points(rows, key), tint, width, marks, logged, **more)
 
 
-def lines_figure(curves: Sequence[go.Scatter], height: int = 380, **y_axis: Any) -> go.Figure:
+def lines_figure(curves: Sequence[go.Scatter], **y_axis: Any) -> go.Figure:
     """Curves over each other."""
-    figure = go.Figure(curves, {**PLOT, "height": height})
-    figure.update_layout(margin_t=10)
-    figure.update_yaxes(zeroline=False, nticks=7, **y_axis)
+    figure = go.Figure(curves, {**PLOT, "margin_t": 10})
+    figure.update_yaxes(zeroline=False, nticks=7, hoverformat=".4f").update_yaxes(y_axis)
     switch_x(figure)
     return figure
 
 
+class Series(NamedTuple):
+    """One score over checkpoints; published: the same score of another model, drawn as a dotted line."""
+
+    name: str
+    points: Points
+    published: float | None = None
+
+
 def checkpoint_figure(
-    records: Rows, names: Sequence[str], value: Callable[..., float | None], places: Sequence[int] = ()
+    series: Sequence[Series], places: Sequence[int] = (), height: int = 276, **y_axis: Any
 ) -> go.Figure:
-    """A curve a name over evaluated checkpoints. value: of (record, name), None if unknown.
-    places: in the palette.
-    """
-    found = [[(record, y) for record in records if (y := value(record, name)) is not None] for name in names]
-    places = places or range(len(names))
+    """A curve for each series. places: of the series in the palette."""
+    places = places or range(len(series))
+    looks = [{"name": each.name, "legendgroup": each.name} for each in series]
     curves = [
-        curve(known, colour(i), marks="circle", name=name, legendgroup=name, line_dash=dash(i))
-        for known, name, i in zip(found, names, places, strict=True)
+        curve(each.points, colour(place), marks="circle", line_dash=dash(place)).update(look)
+        for each, place, look in zip(series, places, looks, strict=True)
     ]
-    later = [
-        y for known in found for _, y in known[len(known) // 20 :]
-    ]  # the first ones would flatten the rest
-    return lines_figure(curves, 276, hoverformat=".4f", range=span(later))
+    figure = lines_figure(curves, **y_axis).update_layout(height=height)
+    for each, place in zip(series, places, strict=True):
+        if each.published is not None:
+            figure.add_hline(each.published, line={"color": colour(place), "width": 1.4, "dash": "dot"})
+    return figure
 
 
 def add_choice(figure: go.Figure, name: str, options: dict[str, dict[str, Any]]) -> None:
@@ -94,25 +103,26 @@ def add_choice(figure: go.Figure, name: str, options: dict[str, dict[str, Any]])
     figure.update_layout(meta={**(figure.layout.meta or {}), name: options})
 
 
-def add_smoothing(figure: go.Figure) -> None:
+def add_smoothing(figure: go.Figure) -> go.Figure:
     """The choices of a figure whose first y axis is a loss."""
     add_choice(figure, "smoothing", {"on": {}, "off": {}})
     add_choice(figure, "scale", {"linear": {}, "log": {"yaxis.type": "log"}})
+    return figure
 
 
-def switch_x(figure: go.Figure, changes: Callable[[str], dict[str, Any]] | None = None) -> None:
+def switch_x(figure: go.Figure, marks: Callable[[str], dict[str, Any]] = lambda key: {}) -> None:
     """Give all curves their x, with a choice of the axes on which all points have a place.
 
-    changes: the changes of the layout that belong to an axis; its title where there are none.
+    marks: the changes of the layout that belong to an axis, by its key of a row.
     """
     found = [trace.meta["x"] for trace in figure.data]
     known = [axis for axis in AXES if all(x is not None for at in found for x in at[axis]["x"])] or ["steps"]
-    changes = changes or (lambda axis: {"xaxis.title.text": AXES[axis][1]})
     for trace, at in zip(figure.data, found, strict=True):
-        trace.update(x=at[known[0]]["x"])
+        trace.x = at[known[0]]["x"]
         trace.meta = {**trace.meta, "x": {axis: at[axis] for axis in known[1:]}}
-    figure.update_layout({path.replace(".", "_"): value for path, value in changes(known[0]).items()})
-    add_choice(figure, "x", {axis: changes(axis) for axis in known})
+    changes = {axis: {"xaxis.title.text": AXES[axis][1], **marks(AXES[axis][0])} for axis in known}
+    figure.update_layout({path.replace(".", "_"): value for path, value in changes[known[0]].items()})
+    add_choice(figure, "x", changes)
     figure.update_xaxes(title_font_size=12, exponentformat="SI", nticks=8, zeroline=False)
 
 
@@ -176,48 +186,37 @@ def flops_of(run: Run) -> int | None:
     return flops_per_token(model, next((n for n in lengths if n), model.max_position_embeddings))
 
 
-def settled(values: Sequence[float | None]) -> list[float]:
-    """The known values; of a long curve without its first part, which would flatten the rest."""
-    known = [value for value in values if value is not None]
-    return known[len(known) // 16 :] if len(known) >= LONG else known
-
-
-def span(values: Sequence[float]) -> list[float] | None:
-    """Ends of an axis that shows these values."""
-    if not values:
-        return None
-    margin = 0.05 * (max(values) - min(values)) or 0.1
-    return [min(values) - margin, max(values) + margin]
-
-
 # several runs, and sources
 
 
+def loss_curves(
+    name: str, place: int, line: Points, logged: Points, validated: Points, **look: Any
+) -> list[go.Scatter]:
+    """A smoothed loss that can be switched to the logged one, and its validation loss as diamonds."""
+    look |= {"legendgroup": name, "line_dash": dash(place)}
+    return [
+        curve(line, colour(place), 2, "", logged, name=name, **look),
+        curve(validated, colour(place), 0.8, "diamond", name=f"{name}, validation", opacity=0.8, **look),
+    ]
+
+
 def comparison_figure(runs: Sequence[Run]) -> go.Figure:
-    """Loss (smoothed, lines) and validation loss (marks) of several runs; a ring where a run branches."""
-    curves, losses = [], list[float]()
+    """Loss and validation loss of several runs; a ring where a run branches."""
+    curves = []
     for index, run in enumerate(runs):
         rows = [row for row in run.kept_rows if row["x_tokens"] is not None]
-        losses += settled([row["smooth_loss"] for row in rows])
         validated = points([row for row in rows if row["valid_loss"] is not None], "valid_loss")
         rows = [rows[i] for i in sample(rows, BUCKETS, [("smooth_loss", min), ("smooth_loss", max)])]
-        known = points([row for row in rows if row["smooth_loss"] is not None], "smooth_loss")
-        look: dict[str, Any] = {"name": run.name, "legendgroup": run.name}
-        line = curve(points(rows, "smooth_loss"), colour(index), line_dash=dash(index), **look)
-        curves.append(smoothed(line, [y for _, y in points(rows, "loss")]))
-        look |= {"name": f"{run.name}, validation", "mode": "markers"}
-        curves.append(curve(validated, colour(index), marks="diamond", **look))
+        line = points(rows, "smooth_loss")
+        curves += loss_curves(run.name, index, line, points(rows, "loss"), validated)
+        known = [point for point in line if point[1] is not None]
         parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
         if known and parent:
-            look |= {
-                "name": f"{run.name} begins at {parent}",
-                "hovertemplate": "%{fullData.name}<extra></extra>",
-            }
-            look |= {"marker": {"size": 12, "line": {"width": 2}}}
-            curves.append(curve(known[:1], colour(index), marks="circle-open", **look))
-    figure = lines_figure(curves, range=span(losses), hoverformat=".4f")
-    add_smoothing(figure)
-    return figure
+            ring = curve(known[:1], colour(index), marks="circle-open", legendgroup=run.name)
+            told = f"{run.name} begins at {parent}"
+            ring.update(name=told, hovertemplate="%{fullData.name}<extra></extra>")
+            curves.append(ring.update(marker={"size": 12, "line": {"width": 2}}))
+    return add_smoothing(lines_figure(curves))
 
 
 def sources_of(run: Run) -> list[str]:
@@ -236,30 +235,18 @@ def source_places(run: Run) -> dict[str, int]:
 
 def sources_figure(run: Run) -> go.Figure:
     """Loss by source, smoothed (lines), and validation loss by source (diamonds)."""
-    curves, shown, sources, half_life = [], list[float](), source_places(run), half_life_rows(run)
+    curves, places = [], source_places(run)
     for phase in run.phases:
         rows = [row for row in run.kept_rows if row["phase"] == phase]
         every = max(1, len(rows) // (2 * BUCKETS))
         for name in sources_of(run):
-            raw = [number(row["loss_by_source"].get(name)) for row in rows]
-            drawn = [i for i, value in enumerate(raw) if value is not None]
-            drawn = [*drawn[::every], *drawn[-1:]]
-            valid = [
-                (row, y) for row in rows if (y := number(row["valid_loss_by_source"].get(name))) is not None
-            ]
-            look: dict[str, Any] = {"legendgroup": name, "line_dash": dash(sources[name])}
-            means = rounded(smooth(raw, half_life), drawn)
-            line = [(rows[i], y) for i, y in zip(drawn, means, strict=True)]
-            trace = curve(line, colour(sources[name]), 1.8, name=name, **look)
-            curves.append(smoothed(trace, rounded(raw, drawn)))
-            look |= {"name": f"{name}, validation", "opacity": 0.8}
-            curves.append(curve(valid, colour(sources[name]), 0.8, "diamond").update(look))
-            shown += [*settled(means), *sorted(y for _, y in valid)[:1]]
-    figure = lines_figure(curves, range=span(shown), hoverformat=".4f")
-    add_smoothing(figure)
-    return figure
-
-
-def rounded(values: Sequence[float | None], chosen: Sequence[int]) -> list[float | None]:
-    """The chosen values with six digits."""
-    return [None if (y := values[i]) is None else float(f"{y:.6g}") for i in chosen]
+            raw, valid = (
+                [number(row[key].get(name)) for row in rows]
+                for key in ("loss_by_source", "valid_loss_by_source")
+            )
+            known = [i for i, value in enumerate(raw) if value is not None]
+            drawn, means = [*known[::every], *known[-1:]], smooth(raw, half_life_rows(run))
+            line, logged = ([(rows[i], rounded(of[i])) for i in drawn] for of in (means, raw))
+            validated = [(row, y) for row, y in zip(rows, valid, strict=True) if y is not None]
+            curves += loss_curves(name, places[name], line, logged, validated)
+    return add_smoothing(lines_figure(curves))

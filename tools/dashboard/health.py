@@ -4,7 +4,6 @@ and which layer drifts.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from html import escape
@@ -13,11 +12,11 @@ from typing import Any
 import plotly.graph_objects as go
 
 from records.events import DONE, STOPPED
-from records.page import PLOT, card, chart, measured, missing, none, short, table, utc
+from records.page import PLOT, card, chart, fold, measured, missing, none, short, table, utc
 from records.run import Run, number
 from records.usage import duration, money, usage_of, whole
 from tools.dashboard.figures import sample
-from tools.dashboard.panels import TROUBLE, Panel, domains, event_groups, lay_out
+from tools.dashboard.panels import TROUBLE, Panel, domains, event_groups, lay_out, said_by
 
 LISTED = 12  # more incidents than this are folded
 COLUMNS = (
@@ -99,18 +98,8 @@ def incidents_card(run: Run) -> str:
     body = table(head, rows[:LISTED], "events")
     if len(rows) > LISTED:
         more = table(head, rows[LISTED : LISTED + 200], "events")
-        body += f"<details><summary>{len(rows) - LISTED:,} earlier ones</summary>{more}</details>"
+        body += fold(f"{len(rows) - LISTED:,} earlier ones", more)
     return card("Incidents", body)
-
-
-def said_by(event: dict[str, Any]) -> str:
-    """What an event says: its text or reason, else its other facts."""
-    text = event.get("text") or event.get("reason")
-    known = {"phase", "kind", "step", "attempt", "time", "x_step", "x_tokens", "x_flops", "rank", "host"}
-    facts = {k: v for k, v in event.items() if k not in known and v is not None}
-    return escape(
-        str(text or ", ".join(f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in facts.items()))
-    )
 
 
 def layers_card(run: Run) -> str:

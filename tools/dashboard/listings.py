@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-from records.page import card, code, measured, none, percent, short, table, utc
+from records.page import card, code, fold, measured, none, percent, short, table, utc
 from records.run import Run, number
 from tools.dashboard.core import Point, newest, points_of, where_evaluated
 from tools.dashboard.scores import metrics_of
@@ -69,7 +69,7 @@ def samples_card(run: Run) -> str:
         ]  # the newest and the oldest among them
         texts = table(("checkpoint", "greedy", "one seeded sample"), shown, "texts")
         head = f"<b>{escape(name)}</b> <small>{escape(prompt)}</small>"
-        body += f"<details{'' if body else ' open'}><summary>{head}</summary>{texts}</details>"
+        body += fold(head, texts, not body)
     return (
         card("Samples", body, "What each evaluated checkpoint writes after the same prompts.") if body else ""
     )
@@ -92,8 +92,7 @@ def evaluations_card(run: Run) -> str:
     more = f", the newest {len(rows)}" if len(run.evals) > len(rows) else ""
     if not rows:
         return ""
-    summary = f"<summary>{len(run.evals):,} records in evals.jsonl{more}</summary>"
-    return card("Evaluations", f"<details>{summary}{table(head, rows)}</details>")
+    return card("Evaluations", fold(f"{len(run.evals):,} records in evals.jsonl{more}", table(head, rows)))
 
 
 def result_of(record: Point) -> str:

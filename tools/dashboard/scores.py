@@ -15,7 +15,7 @@ from records.page import (
     card,
     chart,
     code,
-    colour,
+    fold,
     missing,
     none,
     percent,
@@ -24,7 +24,7 @@ from records.page import (
 )
 from records.run import Run, number
 from tools.dashboard.core import Point, newest, points_of, where_evaluated
-from tools.dashboard.figures import Points, curve, lines_figure, span
+from tools.dashboard.figures import Series, checkpoint_figure
 from tools.dashboard.references import CODE, LM_EVAL, MODEL, RULER, RULER_LENGTHS
 
 NAMES = {
@@ -33,16 +33,6 @@ NAMES = {
     "arc_challenge": "ARC-Challenge",
     "arc_easy": "ARC-Easy",
 }
-
-
-class Series(NamedTuple):
-    """One score over checkpoints, all asked in the same way; published: the same score
-    of the published model.
-    """
-
-    name: str
-    points: Points
-    published: float | None
 
 
 def scores_card(run: Run) -> str:
@@ -56,9 +46,7 @@ def scores_card(run: Run) -> str:
         for title, (unit, series) in groups.items() if series
     )  # fmt: skip
     tables = {"Code: settings and control": code_table(run), "Questions: settings": lm_eval_table(run)}
-    details = "".join(
-        f"<details><summary>{title}</summary>{body}</details>" for title, body in tables.items() if body
-    )
+    details = "".join(fold(title, body) for title, body in tables.items() if body)
     body = (f'<div class="triple">{panels}</div>' if panels else "") + ruler_table(run) + details
     caption = f"Published, and dotted: what {MODEL}'s authors give for their instruction-tuned model, asked greedily."
     return card(f"Beside {MODEL}", body, caption) if body else ""
@@ -71,18 +59,8 @@ def panel(series: Sequence[Series], name: str) -> str:
     text = table(("", "ours", "published"), rows, "numbers")
     if all(len(points) < 2 for _, points, _ in series):
         return text
-    curves = [curve(points, colour(i), marks="circle", name=label, legendgroup=label)
-              for i, (label, points, _) in enumerate(series)]  # fmt: skip
-    known = [
-        y for _, points, published in series for y in (*(y for _, y in points), published) if y is not None
-    ]
-    figure = lines_figure(
-        curves, 230, range=span(known), tickformat=".0%", hoverformat=".1%", fixedrange=True
-    )
-    for index, each in enumerate(series):
-        if each.published is not None:
-            figure.add_hline(each.published, line={"color": colour(index), "width": 1.4, "dash": "dot"})
-    figure.update_layout(meta=None, xaxis_nticks=5)
+    axis = {"tickformat": ".0%", "hoverformat": ".1%", "fixedrange": True}
+    figure = checkpoint_figure(series, (), 230, **axis).update_layout(meta=None, xaxis_nticks=5)
     return text + chart(figure, name)
 
 

@@ -8,7 +8,7 @@ from html import escape
 import plotly.graph_objects as go
 
 from evals.core.tasks import NOT_CHOSEN
-from records.page import BAD, NEUTRAL, PLOT, card, chart, code, measured, missing, short, table
+from records.page import BAD, NEUTRAL, PLOT, card, chart, code, fold, measured, missing, short, table
 from records.run import Run, number
 from tools.dashboard.core import (
     VERSIONS,
@@ -19,7 +19,7 @@ from tools.dashboard.core import (
     tasks_of,
     where_evaluated,
 )
-from tools.dashboard.figures import checkpoint_figure
+from tools.dashboard.figures import Series, checkpoint_figure
 
 BETTER = "#2f6fe0"  # than the baseline; BAD is worse
 FEW = 8  # a table of at most so many tasks is not folded
@@ -64,9 +64,8 @@ def tasks_card(run: Run) -> str:
         body += f'<h3>Centered accuracy (v2) by checkpoint (tokens seen)</h3><div class="scroll wide">{heat}</div>'
     if not toy:
         body += categories_part(points, f"categories-{run.name}")
-    opened = " open" if len(last["tasks"]) <= FEW else ""
     words = f"Accuracy of each task, {escape(settings_text({**last, 'not_core': None}))}"
-    body += f"<details{opened}><summary>{words}</summary>{task_table(last)}</details>{missing_part(last)}"
+    body += fold(words, task_table(last), len(last["tasks"]) <= FEW) + missing_part(last)
     hashes = (("data", "data_sha256"), ("tokenizer", "tokenizer_sha256"), ("code", "code_version"))
     made = [
         f"seed {escape(str(last.get('seed')))}",
@@ -92,7 +91,11 @@ def categories_part(points: Sequence[Point], name: str) -> str:
     if all(mean is None for mean in means.values()):
         return ""
     known = [category for category, m in means.items() if m is not None]
-    figure = checkpoint_figure(points, known, mean)
+    series = [
+        Series(category, [(p, y) for p in points if (y := mean(p, category)) is not None])
+        for category in known
+    ]
+    figure = checkpoint_figure(series)
     figure.update_yaxes(zeroline=True, zerolinecolor=NEUTRAL)  # the baseline
     absent = [category for category, m in means.items() if m is None]
     words = f'<p class="caption">{missing("N/A")}: {escape(", ".join(absent))}</p>' if absent else ""
@@ -136,4 +139,4 @@ def missing_part(point: Point) -> str:
     why = escape("".join(f"{task}: {reason}\n" for task, reason in absent.items()))
     words = missing(f"{len(absent)} of {len(reasons) + len(point['tasks'])} tasks missing")
     names = escape(", ".join(absent))
-    return f"{text}<details><summary>{words}, hence no CORE: {names}</summary><pre>{why}</pre></details>"
+    return text + fold(f"{words}, hence no CORE: {names}", f"<pre>{why}</pre>")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from records.events import record_event
-from records.files import host_name, json_lines
+from records.files import host_name, read_lines
 from records.job import JobSections
 
 OF_WORKERS = ("bad_step", "save_failed", "disk_full")  # events worth an alert
@@ -32,7 +32,7 @@ class Alerts:
         self.dropped: dict[str, int] = {}
         self.threads: list[threading.Thread] = []
         self.events = self.run / "events.jsonl"
-        self.read_bytes = self.events.stat().st_size if self.events.is_file() else 0
+        self.seen = len(read_lines(self.events))
 
     def missing(self) -> str | None:
         """Why the webhook cannot work, None if it can or none is wanted."""
@@ -45,19 +45,13 @@ class Alerts:
 
     def follow(self) -> None:
         """Send what the workers have reported since the last call."""
-        if not self.events.is_file() or self.events.stat().st_size <= self.read_bytes:
-            return
-        with open(self.events, "rb") as file:
-            file.seek(self.read_bytes)
-            new = file.read()
-        new = new[: new.rfind(b"\n") + 1]  # the rest is still being written
-        self.read_bytes += len(new)
-        for _, event in json_lines(new.split(b"\n"), self.events, skipped=[]):
-            if isinstance(event, dict) and event.get("kind") in OF_WORKERS:
+        events = read_lines(self.events)
+        new, self.seen = events[self.seen :], len(events)
+        for event in new:
+            if event.get("kind") in OF_WORKERS:
                 step, reason = event.get("step"), event.get("reason") or event.get("path")
-                self.send(
-                    event["kind"], f"step {step}: {reason}" if step is not None else str(reason), step=step
-                )
+                text = f"step {step}: {reason}" if step is not None else str(reason)
+                self.send(event["kind"], text, step=step)
 
     def send(self, kind: str, text: str, **facts: Any) -> None:
         """Deliver in the background, unless this kind was sent lately."""

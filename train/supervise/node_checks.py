@@ -1,4 +1,4 @@
-"""The pre-flight checks of one node; one JSON line reports the start of each check, one its end.
+"""The pre-flight checks of one node; a JSON line reports the end of each.
 
 `train.supervise.preflight` runs them in a process of their own: a wedged driver or a dead file system
 blocks inside a system call, where no timer of the same process helps. A check raises with the problem, or
@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from data_mixtures import mixture, shards
+from data_mixtures import shards
+from data_mixtures.mixture import Mixture, read_lock
 from laneformer import LaneformerConfig
 from records.files import host_name
 from records.job import read_job
@@ -38,32 +38,21 @@ READ_BYTES = 4096
 
 
 class NodeChecks:
-    """The checks of one node; `needs` holds gpus, and free_disk_gib or None for two checkpoints' worth."""
+    """The checks of one node. `needs` holds gpus, and free_disk_gib or None for two checkpoints' worth."""
 
     def __init__(self, train_arguments: list[str], needs: dict[str, Any]):
         self.job = read_job(train_arguments)
-        self.gpus: int = needs["gpus"]
+        self.count: int = needs["gpus"]
         self.free_disk_gib: float | None = needs["free_disk_gib"]
 
-    def in_order(self) -> list[tuple[str, float, Callable[[], dict[str, Any]]]]:
-        """(name, deadline in s, check): cheap ones first, each relying on those before it."""
-        return [
-            ("gpus", 120, self.count_gpus),
-            ("memory", 30, self.memory),
-            ("matmul", 120, self.matmul),
-            ("collective", 180, self.collective),
-            ("mixture", 600, self.read_mixture),
-            ("disk", 60, self.disk),
-        ]
-
-    def count_gpus(self) -> dict[str, Any]:
+    def gpus(self) -> dict[str, Any]:
         found = torch.cuda.device_count()
-        if found != self.gpus and (self.gpus or found):
-            raise ValueError(f"{found} GPUs where {self.gpus} are needed")
+        if found != self.count and (self.count or found):
+            raise ValueError(f"{found} GPUs where {self.count} are needed")
         return {"found": found, "kind": torch.cuda.get_device_name(0) if found else "cpu"}
 
     def memory(self) -> dict[str, Any]:
-        for gpu in range(self.gpus):
+        for gpu in range(self.count):
             free_bytes, total_bytes = torch.cuda.mem_get_info(gpu)
             if free_bytes < FREE_GPU_MEMORY * total_bytes:
                 raise ValueError(
@@ -75,9 +64,9 @@ class NodeChecks:
         """The same product on every device: its time, and that it is exactly right (small
         integers are, in float32).
         """
-        size = MATMUL_SIZE if self.gpus else 256
+        size = MATMUL_SIZE if self.count else 256
         slowest_s = 0.0
-        for device in [torch.device("cuda", i) for i in range(self.gpus)] or [torch.device("cpu")]:
+        for device in [torch.device("cuda", i) for i in range(self.count)] or [torch.device("cpu")]:
             ones = torch.ones(size, size, device=device)
             for repeat in range(2):  # the first also loads the kernels
                 started = time.perf_counter()
@@ -92,20 +81,20 @@ class NodeChecks:
         """An all-reduce among the node's GPUs, one process each, as in training."""
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/rendezvous"
-            if self.gpus:
-                mp.spawn(all_reduce, (self.gpus, meeting, "nccl"), nprocs=self.gpus)
+            if self.count:
+                mp.spawn(all_reduce, (self.count, meeting, "nccl"), nprocs=self.count)
             else:
                 all_reduce(0, 1, meeting, "gloo")
         return {}
 
-    def read_mixture(self) -> dict[str, Any]:
+    def mixture(self) -> dict[str, Any]:
         """Every shard opens and its first bytes arrive; one of them, another on each node,
         has its manifest's hash.
         """
         lock_path = Path(self.job.mixture.lock)
-        mixture.Mixture.open(lock_path)
+        Mixture.open(lock_path)
         files = []
-        for source in mixture.read_lock(lock_path)["sources"]:
+        for source in read_lock(lock_path)["sources"]:
             folder = lock_path.parent / source["name"]
             entries = shards.read_manifest(folder)["shards"]
             files += [(folder / entry["name"], entry["sha256"]) for entry in entries]
@@ -134,7 +123,7 @@ class NodeChecks:
         ):  # containers often have 64 MB, and then SIGBUS
             shards = self.job.parallelism.data_parallel_shard_degree
             needed_gib[SHARED_MEMORY] = checkpoint_gib * (
-                self.gpus / shards if shards > 0 and self.gpus else 1
+                self.count / shards if shards > 0 and self.count else 1
             )
         free: dict[str, Any] = {}
         for path, gib in needed_gib.items():
@@ -164,27 +153,25 @@ def all_reduce(rank: int, ranks: int, meeting: str, backend: str) -> None:
 
 
 def main() -> None:
-    """Run the checks in order until one fails; the reports go to the original stdout, one JSON object a line."""
-    needs, *train_arguments = sys.argv[1:]
+    """Run the checks named in the first argument until one fails.
+
+    The reports go to the original stdout, one JSON object a line.
+    """
+    names, needs, *train_arguments = sys.argv[1:]
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no report
 
-    def report(**facts: Any) -> None:
-        print(json.dumps(facts), file=reports, flush=True)
-
-    for name, deadline_s, check in NodeChecks(train_arguments, json.loads(needs)).in_order():
-        report(begin=name, deadline_s=deadline_s)
+    node = NodeChecks(train_arguments, json.loads(needs))
+    for name in names.split(","):
         started = time.perf_counter()
         try:
-            facts = check()
-        except (
-            Exception,
-            SystemExit,
-        ) as problem:  # any failure at all disqualifies the node, and must be named
-            report(end=name, error=f"{type(problem).__name__}: {problem}")
+            facts = getattr(node, name)()
+            facts["seconds"] = round(time.perf_counter() - started, 3)
+        except (Exception, SystemExit) as problem:  # any failure disqualifies the node, and must be named
+            facts = {"error": f"{type(problem).__name__}: {problem}"}
+        print(json.dumps(facts), file=reports, flush=True)
+        if "error" in facts:
             return
-        report(end=name, facts={**facts, "seconds": round(time.perf_counter() - started, 3)})
-    report(passed=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import select
 import statistics
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +29,10 @@ from records.job import Resilience
 
 from .attempt import end_workers, srun, start_workers
 
-FIRST_REPORT_S = 180.0  # until torch is imported, on a cold file system
+CHECKS = {  # of train.supervise.node_checks, seconds at most: cheap ones first, each relying on those before it
+    "gpus": 120.0, "memory": 30.0, "matmul": 120.0, "collective": 180.0, "mixture": 600.0, "disk": 60.0,
+}  # fmt: skip
+START_S = 180.0  # until torch is imported, on a cold file system
 NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
 NETWORK_DEADLINE_S = 300.0  # torch's import included
 SLOW_NODE = (
@@ -37,15 +40,13 @@ SLOW_NODE = (
 )
 
 
-def healthy_nodes(
-    candidates: list[str], train_arguments: list[str], options: list[str] | None = None
-) -> tuple[list[str], dict[str, str]]:
+def healthy_nodes(candidates: list[str], train_arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """Run the pre-flight on every candidate: (good ones in their order, reason of every bad one).
 
-    train_arguments: what the workers get, `--job.config_file ...`; options: pre-flight's own (`--gpus 8`).
+    train_arguments: what the workers get, `--job.config_file ...`.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(candidates))) as pool:
-        answers = list(pool.map(lambda node: _ask(node, [*(options or []), *train_arguments]), candidates))
+        answers = list(pool.map(lambda node: _ask(node, train_arguments), candidates))
     records = dict(zip(candidates, answers, strict=True))
     bad = {node: record["reason"] for node, record in records.items() if not record["ok"]}
     seconds = {
@@ -99,29 +100,24 @@ def judge_network(
     """{node: why} from what `train.supervise.network` measured: each rank's best against that
     of the median rank.
     """
-    pairs: dict[
-        tuple[int, int], tuple[float, float]
-    ] = {}  # (bytes per s, latency in s): the worse of what two ranks saw
-    for row in measured:
-        pair, (rate, latency_s) = (row["rank"], row["peer"]), (row["bytes_per_s"], row["latency_s"])
-        known_rate, known_s = pairs.get(pair, (rate, latency_s))
-        pairs[pair] = pairs[pair[::-1]] = min(rate, known_rate), max(latency_s, known_s)
-    if not pairs:
+    seen = {(row["rank"], row["peer"]): row for row in measured}
+    best: dict[int, tuple[float, float]] = {}  # of each rank: (bytes per s, latency in s) to its best partner
+    for (rank, peer), row in seen.items():
+        both = row, seen.get((peer, rank), row)  # the worse of what two ranks saw counts
+        rate, latency_s = best.get(rank, (0.0, math.inf))
+        rate = max(rate, min(each["bytes_per_s"] for each in both))
+        best[rank] = rate, min(latency_s, max(each["latency_s"] for each in both))
+    if not best:
         return {}
-    ranks = sorted({rank for rank, _ in pairs})
-    rates = {rank: max(rate for (of, _), (rate, _) in pairs.items() if of == rank) for rank in ranks}
-    latencies = {rank: min(late_s for (of, _), (_, late_s) in pairs.items() if of == rank) for rank in ranks}
-    usual_rate, usual_s = statistics.median(rates.values()), statistics.median(latencies.values())
+    usual_rate, usual_s = map(statistics.median, zip(*best.values(), strict=True))
     slow: dict[str, str] = {}
-    for rank, rate in rates.items():
+    for rank, (rate, latency_s) in sorted(best.items()):
         which = f"network of rank {rank % nproc_per_node} of the node"
         node = nodes[rank // nproc_per_node]
         if rate < section.min_network_share * usual_rate:
             slow[node] = f"{which}: {rate / 1e9:.3g} GB/s where the median is {usual_rate / 1e9:.3g}"
-        elif latencies[rank] > section.max_network_latency * usual_s:
-            slow[node] = (
-                f"{which}: {1e6 * latencies[rank]:.0f} us latency where the median is {1e6 * usual_s:.0f}"
-            )
+        elif latency_s > section.max_network_latency * usual_s:
+            slow[node] = f"{which}: {1e6 * latency_s:.0f} us latency where the median is {1e6 * usual_s:.0f}"
     return slow
 
 
@@ -130,36 +126,30 @@ def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float 
     deadline of every check.
     """
     needs = json.dumps({"gpus": gpus, "free_disk_gib": free_disk_gib})
-    command = [sys.executable, "-m", "train.supervise.node_checks", needs, *train_arguments]
+    command = [sys.executable, "-m", "train.supervise.node_checks", ",".join(CHECKS), needs, *train_arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
     assert process.stdout is not None
-    checks: dict[str, Any] = {}
-    reason = _follow(process.stdout, checks)
+    checks, reason = _follow(process.stdout)
     if reason is not None and process.poll() is None:
         process.kill()  # not waited for: a process in an uninterruptible call cannot die
     return {"node": host_name(), "ok": reason is None, "reason": reason, "gpus": gpus, "checks": checks}
 
 
-def _follow(reports: IO[bytes], checks: dict[str, Any]) -> str | None:
-    """Collect the facts of the checks; returns why the node is bad, None if all were
-    passed. reports: not buffered.
-    """
-    running, deadline = "start", time.monotonic() + FIRST_REPORT_S
-    while True:
-        if not select.select([reports], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return f"{running}: no answer within its deadline"
+def _follow(reports: IO[bytes]) -> tuple[dict[str, Any], str | None]:
+    """(facts of the checks passed, why the node is bad or None). reports: not buffered."""
+    facts: dict[str, Any] = {}
+    more_s = START_S
+    for name, limit_s in CHECKS.items():
+        if not select.select([reports], [], [], more_s + limit_s)[0]:
+            return facts, f"{name}: no answer within its deadline"
         line = reports.readline()
         if not line:
-            return f"{running}: the process ended without a word"
-        report = json.loads(line)
-        if "passed" in report:
-            return None
-        if "begin" in report:
-            running, deadline = report["begin"], time.monotonic() + report["deadline_s"]
-        elif "error" in report:
-            return f"{report['end']}: {report['error']}"
-        else:
-            checks[report["end"]] = report["facts"]
+            return facts, f"{name}: the process ended without a word"
+        report, more_s = json.loads(line), 0.0
+        if "error" in report:
+            return facts, f"{name}: {report['error']}"
+        facts[name] = report
+    return facts, None
 
 
 def main() -> None:

@@ -91,7 +91,8 @@ class Supervisor:
                 return STOPPED if ended.code == STOPPED else STOPPED_UNSAVED
             if ended.code == BAD_STEP and self.job.resilience.on_bad_step == "stop":
                 return BAD_STEP
-            if self.hopeless(ended):
+            if words := self.hopeless(ended):
+                self.say("give_up", words)
                 return CRASHED
             self.pause()
 
@@ -162,39 +163,30 @@ class Supervisor:
             self.say("network", f"not measured: {problem}")
             return {}
 
-    def hopeless(self, ended: Ended) -> bool:
-        """Whether restarting cannot help: refused settings, one reason again and again,
-        or no newer checkpoint.
+    def hopeless(self, ended: Ended) -> str:
+        """Why restarting cannot help: refused settings, one reason again and again, or no newer
+        checkpoint; "" if it may.
         """
         if ended.code == REFUSED:
-            self.say("give_up", f"the job cannot start: {ended.reason}. Restarting would not change that")
-            return True
+            return f"the job cannot start: {ended.reason}. Restarting would not change that"
         if self.fruitless >= self.job.resilience.max_fruitless_starts:
-            self.say(
-                "give_up",
+            return (
                 f"{self.fruitless} attempts in a row without a newer checkpoint, last: {ended.reason}. See "
                 "events.jsonl and logs/; if the newest checkpoint itself is bad, move it out of "
-                f"{self.job.checkpoints}",
+                f"{self.job.checkpoints}"
             )
-            return True
         if 0 < self.job.resilience.max_same_reason <= self.same_reason and ended.code != STOPPED:
-            self.say(
-                "give_up",
+            return (
                 f"{self.same_reason} attempts in a row ended for the same reason, last at step {ended.step}: "
-                f"{ended.reason}. Newer checkpoints or not, restarting does not help (resilience.max_same_reason)",
+                f"{ended.reason}. Newer checkpoints or not, restarting does not help (resilience.max_same_reason)"
             )
-            return True
-        return False
+        return ""
 
     def pause(self) -> None:
         """Exponential backoff after attempts without progress; a stop request interrupts it."""
-        section = self.job.resilience
-        seconds = (
-            min(section.max_backoff_s, section.backoff_s * 2 ** (self.fruitless - 1))
-            if self.fruitless
-            else 0.0
-        )
-        until = time.monotonic() + seconds
+        section, until = self.job.resilience, time.monotonic()
+        if self.fruitless:
+            until += min(section.max_backoff_s, section.backoff_s * 2 ** (self.fruitless - 1))
         while time.monotonic() < until and not self.stop.asked:
             time.sleep(0.2)
 

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 from records.page import PALETTE
 from tools.dashboard.core import TINT
-from tools.dashboard.figures import BUCKETS, checkpoint_figure, sample, smooth
+from tools.dashboard.figures import BUCKETS, sample, smooth
 from tools.dashboard.panels import TRAINING, VALID, extremes_of
 
 
@@ -20,14 +20,6 @@ def test_core_and_validation_have_colours_of_their_own() -> None:
     """No nearer to a phase's or source's colour, nor to each other, than two of those are."""
     nearest = min(apart(a, b) for a, b in combinations(PALETTE, 2))
     assert all(apart(a, b) >= nearest for a, b in [(TINT, VALID), *product((TINT, VALID), PALETTE)])
-
-
-def test_the_first_checkpoints_do_not_flatten_the_rest() -> None:
-    records = [
-        {"x_tokens": float(i), "x_step": i, "x_flops": None, "bits": 9.0 / i + 1} for i in range(1, 101)
-    ]
-    low, high = checkpoint_figure(records, ["web"], lambda record, name: record["bits"]).layout.yaxis.range
-    assert low < 1.09 < high < 3
 
 
 def test_sampling_keeps_spikes_and_ends_and_is_bounded() -> None:

@@ -189,6 +189,25 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
 
 
 @needs_browser
+def test_the_steep_start_of_a_long_curve_does_not_flatten_the_rest(page: Page) -> None:
+    def fitted(values: int, state: str = "x: null, whole: false", more: str = "") -> list[float]:
+        y = [9 / i + 1 for i in range(1, values + 1)]
+        trace = f"{{legendgroup: 'bits', x: {[*range(values)]}, y: {y}}}"
+        layout = "{yaxis: {rangemode: 'normal'}}"
+        return page.run(
+            f"(layout => {{ fit([{trace}{more}], layout, {{{state}, off: new Set()}}); return layout.yaxis.range }})"
+            f"({layout})"
+        )
+
+    low, high = fitted(100)
+    assert low < 1.09 < high < 3
+    short = ", {legendgroup: 'short', x: [0, 1], y: [5, 4]}"
+    assert fitted(100, more=short)[1] > 5, "a short curve is shown from its beginning"
+    assert fitted(100, "x: null, whole: true")[1] > fitted(100, "x: [0, 99], whole: false")[1] * 0.99 > 9
+    assert fitted(10)[1] > 10
+
+
+@needs_browser
 def test_the_chosen_button_looks_unlike_the_others(page: Page) -> None:
     for dark in (False, True):
         page.size(1400, 1000, dark)

@@ -100,7 +100,7 @@ def test_only_references_of_the_drawn_version_are_lines_and_none_flattens_the_cu
         for note, shape in zip(higher.layout.annotations, higher.layout.shapes, strict=True)
     }
     assert drawn == {f"{r.name} {r.value:.4f}": r.value for r in CORE_REFERENCES if r.version == "v2"}
-    assert higher.layout.yaxis.range[1] > max(drawn.values())
+    assert higher.layout.yaxis.range is None, "plotly's own range holds curves, bars and lines"
 
 
 def test_the_newest_core_stands_among_the_published_ones_by_version(whole: Path) -> None:

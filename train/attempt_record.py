@@ -1,0 +1,71 @@
+"""What a run folder says of an attempt before its first step: settings, model, tokenizer, origin and data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_mixtures.shards import tokenizer_files
+from laneformer.config import LaneformerConfig
+from records.files import append_or_keep, code_version, survive_full_disk, write_atomically
+
+from .job_config import resolved_toml
+
+
+def describe_run(run: Path, attempt: int, job_config: Any, model: LaneformerConfig, loader: Any) -> None:
+    """Write config.toml, model.json and the tokenizer; an earlier, different config.toml is kept as its attempt's."""
+    resolved, config = resolved_toml(job_config), run / "config.toml"
+    if config.is_file() and config.read_text(encoding="utf-8") != resolved:
+        shutil.copy(config, run / f"config.attempt-{attempt - 1}.toml")
+    write_atomically(config, resolved)
+    write_atomically(run / "model.json", json.dumps(model.to_dict(), indent=2) + "\n")
+    for path in tokenizer_files(loader.lock.parent):
+        write_atomically(run / path.name, path.read_bytes())
+
+
+def describe_start(run: Path, source: Path | None, tokens_before: float) -> str:
+    """Where the weights come from, in words; the first attempt of a run leaves lineage.json.
+
+    source: the checkpoint that was loaded; None: random weights.
+    """
+    path = run / "lineage.json"
+    if not path.is_file():
+        # a run whose lineage.json was lost starts from its own checkpoint, which is no parent
+        other = source is not None and run.resolve() not in source.resolve().parents
+        parent = str(source.resolve()) if source and other else None
+        with survive_full_disk(run):
+            lineage = {"parent": parent, "tokens_before": tokens_before}
+            write_atomically(path, json.dumps(lineage, indent=2) + "\n")
+    return str(source) if source else "random weights"
+
+
+def describe_attempt(
+    run: Path, attempt: int, step: int, started_from: str, loader: Any, global_batch_size: int
+) -> None:
+    """Append the attempt's line to attempts.jsonl."""
+    data = {  # `records.skips.read_attempts` finds the batch of any step with it
+        "lock": str(loader.lock.resolve()),
+        "position": loader.sequences,
+        "global_batch_size": global_batch_size,
+        "offsets": loader.offsets,
+    }
+    facts = {
+        "attempt": attempt,
+        "time": time.time(),
+        "code_version": code_version(Path(__file__).parent),
+        "argv": sys.argv,
+        "world_size": torch.distributed.get_world_size(),
+        "torch": torch.__version__,
+        "step": step,
+        "started_from": started_from,
+        "mixture_fingerprint": loader.mixture.fingerprint,
+        "data": data,
+        "skip_sequences": loader.skips.windows,
+    }
+    append_or_keep(run / "attempts.jsonl", json.dumps(facts))

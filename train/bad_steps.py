@@ -1,0 +1,66 @@
+"""The batches of refused steps: recorded, then left out of the data, or the end of the attempt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.tools.logging import logger
+
+from records.checkpoints import newest_saved_step
+from records.events import record_event
+from records.files import survive_full_disk, write_atomically
+from records.skips import leave_out, windows_of
+
+from .checkpoint_checks import on_rank_zero
+from .guard import BadStep
+
+
+class BadSteps:
+    """Every rank has one, and calls its methods at the same steps."""
+
+    def __init__(self, run: Path, attempt: int, job_config: Any, loader: Any):
+        self.run, self.attempt, self.loader = run, attempt, loader
+        self.section, self.batch_size = job_config.resilience, job_config.training.global_batch_size
+        self.steps: list[int] = []  # refused among the last spike_window steps
+
+    def leave_out(self, problem: BadStep, step: int, loss: float, grad_norm: float) -> None:
+        """Record the batch just read, and leave it out where the policy is to skip. Raises `problem` where it is
+        not, or where too many were skipped.
+
+        The window is on disk before the step continues, so a restart reads the same data.
+        """
+        windows, section = self._last_read(self.batch_size), self.section
+        if torch.distributed.get_rank() == 0:
+            self._record(problem, step, windows[0][0], {"loss": repr(loss), "grad_norm": repr(grad_norm)})
+        self.steps = [*(each for each in self.steps if each > step - section.spike_window), step]
+        if section.on_bad_step != "skip" or len(self.steps) > section.max_skips:
+            raise problem
+        reason = f"step {step}: {problem}"
+        if not on_rank_zero(lambda: leave_out(self.run, windows, reason)):
+            raise BadStep(f"{problem}; {self.run} has no room to record that its batch is skipped")
+        self.loader.leave_out(windows)
+        logger.warning(f"{reason}; sequences {windows} are skipped, {len(self.steps)} of {section.max_skips}")
+
+    def leave_out_last(self, problem: BadStep, step: int, started_at: int, checkpoints: str) -> None:
+        """Leave out the data that a rollback skips: the last skip_steps steps, but none that a checkpoint has seen."""
+        if torch.distributed.get_rank() == 0 and self.section.on_bad_step in ("skip", "rollback_and_skip"):
+            saved = max(started_at, newest_saved_step(Path(checkpoints)))
+            windows = self._last_read(min(self.section.skip_steps, step - saved) * self.batch_size)
+            leave_out(self.run, windows, f"step {step}: {problem}")
+
+    def _last_read(self, count: int) -> list[list[int]]:
+        return windows_of(self.loader.skips.numbers(self.loader.sequences - count, count))
+
+    def _record(self, problem: BadStep, step: int, first: int, figures: dict[str, str]) -> None:
+        """The event, and beside it a file with every sequence of the batch by source and offset."""
+        path = self.run / "bad-steps" / f"step-{step}.attempt-{self.attempt}.{first}.json"
+        with survive_full_disk(path):
+            path.parent.mkdir(exist_ok=True)
+            batch = self.loader.locate(self.loader.sequences - self.batch_size, self.batch_size)
+            write_atomically(path, "".join(json.dumps(place) + "\n" for place in batch))
+        show = f"python -m data_mixtures show {self.run} --bad-step {step}"
+        facts = {**figures, "reason": str(problem), "batch": str(path), "show": show}
+        record_event(self.run, "bad_step", attempt=self.attempt, step=step, **facts)
