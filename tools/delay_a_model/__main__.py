@@ -1,10 +1,10 @@
 """`python -m tools.delay_a_model MODEL --config FILE --out DIR`: turn a dense model into one
 whose lanes are late.
 
-Two stages. `map`: held-out loss with a delay in layers >= k, for every k, without training
-(DIR/damage.*). `recover`: the upper layers become late step by step and are distilled against the same
-weights at delay 0 (DIR/recovery.*). Both append a line of JSON for everything they finish, and the same
-command goes on after an interruption.
+Text is prepared with the model's tokenizer (DIR/data), then there are two stages. `map`: held-out loss with a
+delay in layers >= k, for every k, without training (DIR/damage.*). `recover`: the trainer makes the upper layers
+late step by step and distils them against the same weights at delay 0 (the run folder DIR/run, DIR/recovery.*).
+The same command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import tomli
+import tomli_w
+import torch
 import tyro
+from rich.console import Console
 
+from data_mixtures.mixture import Mixture, valid_windows
+from data_mixtures.prepare import prepare
+from data_mixtures.stages.run import Options
 from laneformer.config import flops_per_token
 from laneformer.llama.config import config_of_llama
-from records.files import file_sha256, model_sha256
+from records.files import file_sha256, model_sha256, read_lines, write_atomically
+from records.workers import usable_cpus
 
-from .damage import damage_map, report
+from .damage import damage_map, report, same_run
 from .lanes import cut
-from .recovery import Recovery, Student, export, recover
-from .text import Text
+from .recovery import Recovery, export, measure, train, write_dense
 
 
 @dataclass(frozen=True)
@@ -35,15 +42,14 @@ class Plan:
     """
 
     lanes: int
-    held_out_text: list[str]
-    train_text: list[str]
-    held_out_windows: int
+    recipe: str  # of data_mixtures; its tokenizer and seq_len are those of the model and of this config
+    held_out_windows: int  # of each source
     seq_len: int
     recover: dict[str, Any]
     price: dict[str, Any] = field(default_factory=dict)
     delays: tuple[int, ...] = (1, 2)  # of the map
     batch_sequences: int = 2  # of the map
-    device: str = "cpu"
+    device: str = "cpu"  # of held-out losses; the trainer takes a GPU where there is one
 
 
 def delay_a_model(
@@ -77,31 +83,41 @@ def delay_a_model(
     cut_model, checkpoint = cut(model, given.lanes)
     if checkpoint.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json")
-    held_out, train = (
-        Text(patterns, checkpoint.tokenizer) for patterns in (given.held_out_text, given.train_text)
-    )
-    if shared := set(held_out.files) & set(train.files):
-        raise ValueError(f"{min(shared)} is in held_out_text and in train_text")
-    windows = held_out.spread(given.held_out_windows, given.seq_len).to(given.device)
+    if "recover" in stages:
+        settings.check(len(cut_model.layers))
+        cut_model.config.refuse_unsupported(f"{model}: recovery (`--stages map` works)")
     content = model_sha256(model) if model.is_dir() else file_sha256(model)
-    about = {
-        "model": model.name,
-        "model_sha256": content,
-        "lanes": given.lanes,
-        "windows": list(windows.shape),
-    }
-    about["held_out_sha256"] = held_out.sha256
+    about = {"model": model.name, "model_sha256": content, "lanes": given.lanes}
+    for name in ("damage.jsonl", "recovery.jsonl"):
+        same_run(read_lines(out / name), about, out / name)
+    write_dense(cut_model, checkpoint, out / "dense")
+    lock, windows = text(given, out)
+    about |= {"mixture": Mixture.open(lock).fingerprint, "windows": list(windows.shape)}
     cut_model.to(given.device)
     if "map" in stages:
         path = out / "damage.jsonl"
         rows = damage_map(cut_model, windows, given.delays, given.batch_sequences, path, about)
         report(rows, ("first_late_layer", "delay"), out / "damage", "delay")
     if "recover" in stages:
-        student = Student(cut_model, settings, windows)
-        rows = recover(student, train, out, about, steps, minutes)
+        measure(cut_model, windows, settings, out, about)
+        reached = train(settings, out, lock, given.seq_len, steps, minutes)
+        rows = measure(cut_model, windows, settings, out, about)
         report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None)
-        finished = student.step == settings.steps
-        print(export(student, checkpoint, out) if finished else "to be continued by the same command")
+        finished = reached == settings.steps
+        print(export(settings, checkpoint, out) if finished else "to be continued by the same command")
+
+
+def text(plan: Plan, out: Path) -> tuple[Path, torch.Tensor]:
+    """The lock of OUT/data, prepared if it is not there, and its held-out windows, token ids (n, S + 1)."""
+    recipe, lock = out / "recipe.toml", out / "data" / "phase1.lock.json"
+    if not lock.exists():
+        base, tokenizer = Path(plan.recipe).resolve(), (out / "dense" / "tokenizer.json").resolve()
+        changed = {"base": str(base), "tokenizer": str(tokenizer), "seq_len": plan.seq_len}
+        write_atomically(recipe, tomli_w.dumps(changed))
+        prepare(recipe, lock.parent, Options(usable_cpus()), Console(stderr=True))
+    names = Mixture.open(lock).source_names
+    found = [valid_windows(lock.parent, name, plan.held_out_windows) for name in names]
+    return lock, torch.from_numpy(np.concatenate(found).astype(np.int64)).to(plan.device)
 
 
 def cost(plan: Plan, settings: Recovery) -> str:

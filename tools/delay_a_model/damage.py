@@ -47,10 +47,7 @@ def damage_map(
         inputs.append([dense_layers(model, h, i, i + 1) for h in inputs[-1]])
     dense = losses(model, [(h, None) for h in inputs[-1]], parts, "dropped")
     for first, delay in track(left, f"damage map -> {path}", console=Console(stderr=True)):
-        ran = [
-            run_late(model, model.layers[first:], h, first, [1.0] * (depth - first), delay)
-            for h in inputs[first]
-        ]
+        ran = [run_late(model, h, first, [1.0] * (depth - first), delay) for h in inputs[first]]
         found = {end: losses(model, ran, parts, end) for end in ENDS}
         rows.append({"first_late_layer": first, "delay": delay, **found, "dense": dense, "about": about})
         append_line(path, json.dumps(rows[-1]))
