@@ -33,6 +33,7 @@ from tests.tokenizer_assets import byte_level, save
 from tests.train.runs import run_job
 from tools.delay_a_model.__main__ import Plan, cost, delay_a_model, text
 from tools.delay_a_model.damage import damage_map, report
+from tools.delay_a_model.job_config import Late
 from tools.delay_a_model.lanes import (
     ENDS,
     LateLayer,
@@ -44,7 +45,7 @@ from tools.delay_a_model.lanes import (
     run_late,
     shares,
 )
-from tools.delay_a_model.recovery import Recovery, measure, train, write_dense
+from tools.delay_a_model.recovery import check, job_of, measure, train, write_dense
 
 ROOT = Path(__file__).parents[2]
 DEPTH = 4
@@ -52,10 +53,26 @@ CASE = Case("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidde
                       "num_hidden_layers": DEPTH, "tie_word_embeddings": True})  # fmt: skip
 WORDS = "the lanes of a model are late and its outputs arrive two layers later while nothing is ever lost or added twice"  # noqa: E501
 SEQ_LEN, BATCH = 16, 2
-SETTINGS = Recovery(
-    delay=1, first_late_layer=1, end="dropped", steps=5, anneal_steps=1, layers_at_once=1, learning_rate=1e-3,
-    checkpoint_steps=2, warmup_steps=1,
-)  # fmt: skip
+LATE = Late(delay=1, first_late_layer=1, end="dropped", anneal_steps=1, layers_at_once=1)
+CHANGES = {"late": asdict(LATE), "training.steps": 5, "training.seq_len": SEQ_LEN, "optimizer.lr": 1e-3,
+           "lr_scheduler.total_steps": 5, "lr_scheduler.warmup_steps": 1, "checkpoint.interval": 2}  # fmt: skip
+
+
+def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The shipped config with CHANGES and these, whose names have __ for the dot."""
+    tables = tomli.loads((ROOT / "configs/delay_smollm2.toml").read_text())
+    tables["delay"] = {"lanes": 3, "recipe": str(folder / "recipe.toml"), "held_out_windows": 4}
+    for name, value in {
+        **CHANGES,
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }.items():
+        table, _, key = name.partition(".")
+        tables[table] = {**tables[table], **({key: value} if key else value)}
+    return tables
+
+
+def for_steps(steps: int, interval: int) -> dict[str, int]:
+    return {"training__steps": steps, "lr_scheduler__total_steps": steps, "checkpoint__interval": interval}
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +206,15 @@ def test_a_flush_makes_the_lanes_equal(model: Laneformer, ids: Tensor) -> None:
 
 
 def test_shares_grow_from_the_top_down() -> None:
-    settings = replace(SETTINGS, first_late_layer=0, anneal_steps=2, layers_at_once=2, steps=4)
+    late = Late(anneal_steps=2, layers_at_once=2)
     found = [shares(step, DEPTH, 2, 2) for step in range(1, 5)]
     assert found == [[0, 0, 0.5, 0.5], [0, 0, 1, 1], [0.5, 0.5, 1, 1], [1, 1, 1, 1]]
-    wrong: list[tuple[str, Any]] = [("end", "lost"), ("first_late_layer", 4), ("delay", 0), ("steps", 3)]
+    wrong: list[tuple[str, Any]] = [("end", "lost"), ("first_late_layer", 4), ("delay", 0)]
     for name, value in wrong:
-        with pytest.raises(ValueError, match=rf"\[recover\] needs end in .* not .*{value!r}"):
-            replace(settings, **{name: value}).check(DEPTH)
+        with pytest.raises(ValueError, match=rf"\[late\] needs end in .* not .*{value!r}"):
+            check(replace(late, **{name: value}), DEPTH, 4)
+    with pytest.raises(ValueError, match=r"training.steps >= 4 .* not .*, 3$"):
+        check(late, DEPTH, 3)
 
 
 def test_the_map_is_that_of_whole_runs(folder: Path, tmp_path: Path) -> None:
@@ -205,7 +224,7 @@ def test_the_map_is_that_of_whole_runs(folder: Path, tmp_path: Path) -> None:
     model, _ = cut(folder, 3)
     windows = torch.randint(300, (4, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
     path = tmp_path / "damage.jsonl"
-    rows = damage_map(model, windows, (1, 2), 2, path, {"lanes": 3})
+    rows = damage_map(model, windows.split(2), (1, 2), path, {"lanes": 3})
     assert len(rows) == 2 * DEPTH
     for row in rows:
         late = [0.0] * row["first_late_layer"] + [1.0] * (DEPTH - row["first_late_layer"])
@@ -214,10 +233,10 @@ def test_the_map_is_that_of_whole_runs(folder: Path, tmp_path: Path) -> None:
         for end in ENDS:
             assert row[end] == pytest.approx(losses(model, [whole], [windows], end), rel=1e-5)
     before = path.read_bytes()
-    assert damage_map(model, windows, (1, 2), 2, path, {"lanes": 3}) == rows
+    assert damage_map(model, windows.split(2), (1, 2), path, {"lanes": 3}) == rows
     assert path.read_bytes() == before
     with pytest.raises(ValueError, match="holds results of another lanes"):
-        damage_map(model, windows, (1, 2), 2, path, {"lanes": 1})
+        damage_map(model, windows.split(2), (1, 2), path, {"lanes": 1})
     report(rows, ("first_late_layer", "delay"), tmp_path / "damage", "delay")
     svg = (tmp_path / "damage.svg").read_bytes()
     report(rows, ("first_late_layer", "delay"), tmp_path / "damage", "delay")
@@ -235,15 +254,15 @@ def prepared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("prepared")
     model, checkpoint = cut(folder, 3)
     write_dense(model, checkpoint, out / "dense")
-    text(plan_of(folder), out)
+    text(Plan.read(write_config(folder, out)), out)
     return out
 
 
-def recovered(prepared: Path, out: Path, settings: Recovery, *stops: int) -> list[dict[str, Any]]:
+def recovered(prepared: Path, out: Path, tables: dict[str, Any], *stops: int) -> list[dict[str, Any]]:
     """Train in one process for each stop, as `recovery.train` does; the rows of metrics.jsonl."""
     shutil.copytree(prepared, out)
     job = out / "recovery.toml"
-    job.write_text(tomli_w.dumps(settings.job(out, out / "data/phase1.lock.json", SEQ_LEN)))
+    job.write_text(tomli_w.dumps(job_of(tables, out, out / "data/phase1.lock.json")))
     for stop in stops:
         ran = run_job(out / "run", ["--job.config_file", str(job), "--training.steps", str(stop)], 1)
         assert ran.returncode == 0, ran.stdout[-3000:]
@@ -258,9 +277,11 @@ def weights_of(out: Path, step: int, model: Laneformer) -> dict[str, Tensor]:
 def test_the_shipped_trainer_distils_late_layers_and_resumes(
     folder: Path, prepared: Path, tmp_path: Path, bfloat16: bool, end: str
 ) -> None:
-    settings, (model, _) = replace(SETTINGS, bfloat16=bfloat16, end=end), cut(folder, 3)
-    rows = recovered(prepared, tmp_path / "once", settings, 5)
-    again = recovered(prepared, tmp_path / "again", settings, 1, 3, 5)
+    tables, (model, _) = config_of(folder, late__end=end), cut(folder, 3)
+    tables["training"]["mixed_precision_param"] = "bfloat16" if bfloat16 else "float32"
+    del tables["delay"]
+    rows = recovered(prepared, tmp_path / "once", tables, 5)
+    again = recovered(prepared, tmp_path / "again", tables, 1, 3, 5)
     assert [row["loss"] for row in rows] == [row["loss"] for row in again]
     once, parts = (weights_of(tmp_path / name, 5, model) for name in ("once", "again"))
     assert all(torch.equal(once[name], parts[name]) for name in once)
@@ -290,21 +311,24 @@ def divergence(model: Laneformer, ids: Tensor, late: list[float], end: str) -> f
 
 def test_distillation_brings_the_loss_back(folder: Path, prepared: Path, tmp_path: Path) -> None:
     """On the text that it learns from, and, with all layers late, on the text that is held out."""
-    settings = replace(SETTINGS, steps=60, learning_rate=3e-3, checkpoint_steps=60, batch_sequences=4)
+    plan = Plan.read(write_config(folder, tmp_path, **for_steps(60, 60), optimizer__lr=3e-3,
+                                  training__global_batch_size=4))  # fmt: skip
     out = tmp_path / "out"
-    late = [row["loss"] for row in recovered(prepared, out, settings, 60)]
+    late = [row["loss"] for row in recovered(prepared, out, plan.job, 60)]
     assert max(late[:4]) > 2 * late[-1] > 0, late
-    (model, _), (lock, windows) = cut(folder, 3), text(plan_of(folder), out)
-    rows = measure(model, windows, settings, out, {"lanes": 3})
+    (model, _), (lock, windows) = cut(folder, 3), text(plan, out)
+    parts = windows.split(BATCH)
+    rows = measure(model, parts, plan.late, out, {"lanes": 3})
     assert [(row["step"], row["late_layers"]) for row in rows] == [(0, 0), (60, 3)]
     before, after = (sum(row["dropped"]) - sum(row["dense"]) for row in rows)
     assert before > 2 * after
     assert rows[1]["kl"] == late[-1]
-    assert measure(model, windows, settings, out, {"lanes": 3}) == rows
+    assert measure(model, parts, plan.late, out, {"lanes": 3}) == rows
     with pytest.raises(ValueError, match="holds results of another lanes"):
-        measure(model, windows, settings, out, {"lanes": 1})
+        measure(model, parts, plan.late, out, {"lanes": 1})
+    other = {**plan.job, "optimizer": {"lr": 1e-3}}
     with pytest.raises(ValueError, match="is another recovery; choose another --out"):
-        train(replace(settings, learning_rate=1e-3), out, lock, SEQ_LEN, 5, 1.0)
+        train(job_of(other, out, lock), out, 5, 1.0)
 
 
 def test_what_cannot_be_recovered_says_why_and_keeps_its_map(tmp_path: Path) -> None:
@@ -321,31 +345,25 @@ def test_what_cannot_be_recovered_says_why_and_keeps_its_map(tmp_path: Path) -> 
 
 def test_shipped_configs_and_their_price() -> None:
     shipped = {path.stem: path for path in (ROOT / "configs").glob("delay_*.toml")}
-    plans = {name: Plan(**tomli.loads(path.read_text())) for name, path in shipped.items()}
-    for plan in plans.values():
-        Recovery(**plan.recover)
+    plans = {name: Plan.read(path) for name, path in shipped.items()}
+    for name, path in shipped.items():
+        assert plans[name].job["lr_scheduler"]["total_steps"] == plans[name].steps, path
     with pytest.raises(ValueError, match="lacks"):
-        cost(plans["delay_smollm2"], Recovery(**plans["delay_smollm2"].recover))
+        cost(plans["delay_smollm2"])
     llama = plans["delay_llama_1b"]
-    settings = replace(Recovery(**llama.recover), first_late_layer=0)  # teacher and student run all layers
-    found = cost(llama, settings)
+    llama.job["late"]["first_late_layer"] = 0  # teacher and student run all layers
+    found = cost(llama)
     weights, head = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192), 2048 * 128256
     attention = 16 * 4 * 2048 * 512.5  # two products with the keys that a query of 1,024 sees
     flops = 4 * (2 * weights + attention) + 3 * 2 * head  # student's head: forward, and backward to its input
     assert f"{flops / 1e9:.3f} GFLOP a token" in found
-    tokens = settings.steps * 16 * 1024
+    tokens = llama.steps * 16 * 1024
     assert f"{tokens * flops / (0.3 * 989e12) / 3600:.3g} hours" in found
 
 
-def plan_of(folder: Path, settings: Recovery = SETTINGS) -> Plan:
-    return Plan(3, str(folder / "recipe.toml"), 4, SEQ_LEN, asdict(settings))
-
-
-def write_config(folder: Path, tmp_path: Path, settings: Recovery = SETTINGS) -> Path:
+def write_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "delay.toml"
-    given = {name: value for name, value in asdict(plan_of(folder, settings)).items() if value}
-    given["recover"].pop("dense")
-    path.write_text(tomli_w.dumps(given))
+    path.write_text(tomli_w.dumps(config_of(folder, **changes)))
     return path
 
 
@@ -361,8 +379,7 @@ def test_results_of_another_model_are_not_taken(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, steps=400, checkpoint_steps=100)
-    config, out = write_config(folder, tmp_path, settings), tmp_path / "out"
+    config, out = write_config(folder, tmp_path, **for_steps(400, 100)), tmp_path / "out"
     command = [
         sys.executable,
         "-m",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,25 +31,49 @@ from records.files import file_sha256, model_sha256, read_lines, write_atomicall
 from records.workers import usable_cpus
 
 from .damage import damage_map, report, same_run
+from .job_config import Late
 from .lanes import cut
-from .recovery import Recovery, export, measure, train, write_dense
+from .recovery import check, export, job_of, measure, train, write_dense
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The config. price: shape (a model's config.json), peak_flops of one device, and the ratio of
-    it that is used.
+    """The config: [delay], [price], and the tables of the trainer's job.
+
+    price: shape (a model's config.json), peak_flops of one device, and the ratio of it that is used.
     """
 
+    job: dict[str, Any]
+    price: dict[str, Any]
     lanes: int
-    recipe: str  # of data_mixtures; its tokenizer and seq_len are those of the model and of this config
+    recipe: str  # of data_mixtures; its tokenizer and seq_len are those of the model and of the job
     held_out_windows: int  # of each source
-    seq_len: int
-    recover: dict[str, Any]
-    price: dict[str, Any] = field(default_factory=dict)
     delays: tuple[int, ...] = (1, 2)  # of the map
-    batch_sequences: int = 2  # of the map
+    batch_sequences: int = 2  # of held-out losses
     device: str = "cpu"  # of held-out losses; the trainer takes a GPU where there is one
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """ValueError for what is missing or unknown."""
+        tables = tomli.loads(path.read_text(encoding="utf-8"))
+        try:
+            plan = cls(price=tables.pop("price", {}), **tables.pop("delay"), job=tables)
+            _ = plan.late, plan.steps, plan.seq_len
+            return plan
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @property
+    def late(self) -> Late:
+        return Late(**self.job["late"])
+
+    @property
+    def steps(self) -> int:
+        return self.job["training"]["steps"]
+
+    @property
+    def seq_len(self) -> int:
+        return self.job["training"]["seq_len"]
 
 
 def delay_a_model(
@@ -72,19 +96,15 @@ def delay_a_model(
         minutes: stop the recovery after this time.
         plan: only print what the recovery would cost.
     """
-    try:
-        given = Plan(**tomli.loads(config.read_text(encoding="utf-8")))
-        settings = Recovery(**given.recover)
-    except TypeError as error:
-        raise ValueError(f"{config}: {error}") from None
+    given = Plan.read(config)
     if plan:
-        print(cost(given, settings))
+        print(cost(given))
         return
     cut_model, checkpoint = cut(model, given.lanes)
     if checkpoint.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json")
     if "recover" in stages:
-        settings.check(len(cut_model.layers))
+        check(given.late, len(cut_model.layers), given.steps)
         cut_model.config.refuse_unsupported(f"{model}: recovery (`--stages map` works)")
     content = model_sha256(model) if model.is_dir() else file_sha256(model)
     about = {"model": model.name, "model_sha256": content, "lanes": given.lanes}
@@ -94,17 +114,21 @@ def delay_a_model(
     lock, windows = text(given, out)
     about |= {"mixture": Mixture.open(lock).fingerprint, "windows": list(windows.shape)}
     cut_model.to(given.device)
+    parts = windows.split(given.batch_sequences)
     if "map" in stages:
-        path = out / "damage.jsonl"
-        rows = damage_map(cut_model, windows, given.delays, given.batch_sequences, path, about)
+        rows = damage_map(cut_model, parts, given.delays, out / "damage.jsonl", about)
         report(rows, ("first_late_layer", "delay"), out / "damage", "delay")
     if "recover" in stages:
-        measure(cut_model, windows, settings, out, about)
-        reached = train(settings, out, lock, given.seq_len, steps, minutes)
-        rows = measure(cut_model, windows, settings, out, about)
+        measure(cut_model, parts, given.late, out, about)
+        reached = train(job_of(given.job, out, lock), out, steps, minutes)
+        rows = measure(cut_model, parts, given.late, out, about)
         report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None)
-        finished = reached == settings.steps
-        print(export(settings, checkpoint, out) if finished else "to be continued by the same command")
+        finished = reached == given.steps
+        print(
+            export(given.late, checkpoint, out, reached)
+            if finished
+            else "to be continued by the same command"
+        )
 
 
 def text(plan: Plan, out: Path) -> tuple[Path, torch.Tensor]:
@@ -120,7 +144,7 @@ def text(plan: Plan, out: Path) -> tuple[Path, torch.Tensor]:
     return lock, torch.from_numpy(np.concatenate(found).astype(np.int64)).to(plan.device)
 
 
-def cost(plan: Plan, settings: Recovery) -> str:
+def cost(plan: Plan) -> str:
     """From counted operations a token to hours, with every step."""
     if wrong := {"shape", "peak_flops", "used_ratio"} ^ plan.price.keys():
         raise ValueError(f"--plan: [price] lacks {wrong}, or should not have it")
@@ -128,18 +152,19 @@ def cost(plan: Plan, settings: Recovery) -> str:
         config_of_llama(plan.price["shape"], plan.lanes),
         plan.price["peak_flops"] * plan.price["used_ratio"],
     )
-    settings.check(config.num_hidden_layers)
-    late, counts = config.num_hidden_layers - settings.first_late_layer, config.parameter_count()
+    check(plan.late, config.num_hidden_layers, plan.steps)
+    late, counts = config.num_hidden_layers - plan.late.first_late_layer, config.parameter_count()
     upper, head = late / config.num_hidden_layers, 2 * math.prod(config.head_shape)
     layers = flops_per_token(config, plan.seq_len) / 3 - head
     # lower layers once; upper ones by the teacher, and forward and backward by the student; the head's
     # weight is frozen
     flops = layers * (1 - upper) + (layers * upper + head) + (3 * layers * upper + 2 * head)
-    tokens = settings.steps * settings.batch_sequences * plan.seq_len
+    batch = plan.job["training"]["global_batch_size"]
+    tokens = plan.steps * batch * plan.seq_len
     return f"""calculated, not measured:
 forward, a token: layers {layers / 1e9:.3f} + head {head / 1e9:.3f} GFLOP
 with the teacher, and the student's backward in {upper:.0%} of the layers: {flops / 1e9:.3f} GFLOP a token
-{settings.steps:,} steps x {settings.batch_sequences} x {plan.seq_len} = {tokens:,} tokens: {tokens * flops:.3g} FLOP
+{plan.steps:,} steps x {batch} x {plan.seq_len} = {tokens:,} tokens: {tokens * flops:.3g} FLOP
 at {plan.price["used_ratio"]:.0%} of {plan.price["peak_flops"]:.3g} FLOP/s: {tokens * flops / speed / 3600:.3g} hours
 weights, gradients and moments in float32: {(4 * counts["total"] + 16 * late * counts["layer"]) / 1e9:.1f} GB"""
 

@@ -25,15 +25,15 @@ Row = dict[str, Any]
 
 @torch.no_grad()
 def damage_map(
-    model: Laneformer, windows: Tensor, delays: Sequence[int], batch: int, path: Path, about: Row
+    model: Laneformer, parts: Sequence[Tensor], delays: Sequence[int], path: Path, about: Row
 ) -> list[Row]:
     """Losses with delay in layers >= k for every k and delay; a line of `path` each, those that
     it holds are kept.
 
-    windows: token ids (n, S + 1). about: what the results depend on. ValueError where the
+    parts: batches of token ids (b, S + 1). about: what the results depend on. ValueError where the
     file's depend on other.
     """
-    depth, rows, parts = len(model.layers), same_run(read_lines(path), about, path), windows.split(batch)
+    depth, rows = len(model.layers), same_run(read_lines(path), about, path)
     done = {(row["first_late_layer"], row["delay"]) for row in rows}
     left = [
         (first, delay) for first in reversed(range(depth)) for delay in delays if (first, delay) not in done
@@ -47,11 +47,19 @@ def damage_map(
         inputs.append([dense_layers(model, h, i, i + 1) for h in inputs[-1]])
     dense = losses(model, [(h, None) for h in inputs[-1]], parts, "dropped")
     for first, delay in track(left, f"damage map -> {path}", console=Console(stderr=True)):
-        ran = [run_late(model, h, first, [1.0] * (depth - first), delay) for h in inputs[first]]
-        found = {end: losses(model, ran, parts, end) for end in ENDS}
+        found = late_losses(model, inputs[first], parts, first, delay)
         rows.append({"first_late_layer": first, "delay": delay, **found, "dense": dense, "about": about})
         append_line(path, json.dumps(rows[-1]))
     return rows
+
+
+def late_losses(
+    model: Laneformer, inputs: Sequence[Tensor], parts: Sequence[Tensor], first: int, delay: int
+) -> Row:
+    """Losses by window for both ends, with layers `first` on fully late; inputs: what these read, (b, S, L or 1, D)."""
+    late = [1.0] * (len(model.layers) - first)
+    ran = [run_late(model, h, first, late, delay) for h in inputs]
+    return {end: losses(model, ran, parts, end) for end in ENDS}
 
 
 def same_run(rows: list[Row], about: Row, path: Path) -> list[Row]:
