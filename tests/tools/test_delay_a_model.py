@@ -38,10 +38,9 @@ from tools.delay_a_model.lanes import (
     ENDS,
     LateLayer,
     cut,
-    dense_layers,
+    held_out_losses,
     late_streams,
     logits_of,
-    losses,
     run_late,
     shares,
 )
@@ -124,7 +123,7 @@ def test_the_cut_loses_nothing(folder: Path, model: Laneformer, ids: Tensor) -> 
     assert model.config.num_lanes == 3
     assert not model.config.tie_word_embeddings
     assert distance(model(ids), dense(ids)) < 1e-13  # float64, sums in another order
-    one_stream = dense_layers(model, model.tok_embeddings(ids)[:, :, None], 0, DEPTH)
+    one_stream, _ = run_late(model, model.tok_embeddings(ids)[:, :, None], 0, [0.0] * DEPTH, 1)
     assert one_stream.shape[2] == 1
     assert (
         distance(logits_of(model, (one_stream, None), "dropped").double(), dense(ids)) < 1e-6
@@ -229,9 +228,9 @@ def test_the_map_is_that_of_whole_runs(folder: Path, tmp_path: Path) -> None:
     for row in rows:
         late = [0.0] * row["first_late_layer"] + [1.0] * (DEPTH - row["first_late_layer"])
         h = model.tok_embeddings(windows[:, :-1])[:, :, None]
-        whole = run_late(model, h, 0, late, row["delay"])
+        whole = held_out_losses(model, [h], [windows], 0, late, row["delay"])
         for end in ENDS:
-            assert row[end] == pytest.approx(losses(model, [whole], [windows], end), rel=1e-5)
+            assert row[end] == pytest.approx(whole[end], rel=1e-5)
     before = path.read_bytes()
     assert damage_map(model, windows.split(2), (1, 2), path, {"lanes": 3}) == rows
     assert path.read_bytes() == before
@@ -351,7 +350,7 @@ def test_shipped_configs_and_their_price() -> None:
     with pytest.raises(ValueError, match="lacks"):
         cost(plans["delay_smollm2"])
     llama = plans["delay_llama_1b"]
-    llama.job["late"]["first_late_layer"] = 0  # teacher and student run all layers
+    llama.late.first_late_layer = 0  # teacher and student run all layers
     found = cost(llama)
     weights, head = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192), 2048 * 128256
     attention = 16 * 4 * 2048 * 512.5  # two products with the keys that a query of 1,024 sees

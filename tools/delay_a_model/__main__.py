@@ -44,6 +44,9 @@ class Plan:
     """
 
     job: dict[str, Any]
+    late: Late  # of the job, like the next two
+    steps: int
+    seq_len: int
     price: dict[str, Any]
     lanes: int
     recipe: str  # of data_mixtures; its tokenizer and seq_len are those of the model and of the job
@@ -57,23 +60,17 @@ class Plan:
         """ValueError for what is missing or unknown."""
         tables = tomli.loads(path.read_text(encoding="utf-8"))
         try:
-            plan = cls(price=tables.pop("price", {}), **tables.pop("delay"), job=tables)
-            _ = plan.late, plan.steps, plan.seq_len
-            return plan
+            own = {"price": tables.pop("price", {}), **tables.pop("delay")}
+            training = tables["training"]
+            return cls(
+                **own,
+                job=tables,
+                late=Late(**tables["late"]),
+                steps=training["steps"],
+                seq_len=training["seq_len"],
+            )
         except (TypeError, KeyError) as error:
             raise ValueError(f"{path}: {error}") from None
-
-    @property
-    def late(self) -> Late:
-        return Late(**self.job["late"])
-
-    @property
-    def steps(self) -> int:
-        return self.job["training"]["steps"]
-
-    @property
-    def seq_len(self) -> int:
-        return self.job["training"]["seq_len"]
 
 
 def delay_a_model(

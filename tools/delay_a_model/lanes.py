@@ -137,11 +137,6 @@ def run_late(model: Laneformer, h: Tensor, first: int, late: Sequence[float], de
     return late_streams(layers, h, rope_table(model.config, positions), masks, delay)
 
 
-def dense_layers(model: Laneformer, h: Tensor, first: int, stop: int) -> Tensor:
-    """One stream (B, S, 1, D), which stands for all lanes, through layers first to stop - 1 at delay 0."""
-    return run_late(model, h, first, [0.0] * (stop - first), 0)[0]
-
-
 def logits_of(model: Laneformer, streams: Streams, end: str) -> Tensor:
     """Logits (B, S, V) float32; after a flush all lanes are equal, so the first one stands for them."""
     h, in_flight = streams
@@ -150,11 +145,27 @@ def logits_of(model: Laneformer, streams: Streams, end: str) -> Tensor:
 
 
 @torch.no_grad()
-def losses(model: Laneformer, streams: Sequence[Streams], windows: Sequence[Tensor], end: str) -> list[float]:
-    """Mean loss of every window, nats a token, for batches of streams and of token ids (B, S + 1)."""
-    found: list[float] = []
-    for ran, part in zip(streams, windows, strict=True):
-        targets = part[:, 1:]
-        each = F.cross_entropy(logits_of(model, ran, end).flatten(0, 1), targets.flatten(), reduction="none")
-        found += each.view(targets.shape).double().mean(1).tolist()
+def held_out_losses(
+    model: Laneformer,
+    inputs: Iterable[Tensor],
+    windows: Iterable[Tensor],
+    first: int,
+    late: Sequence[float],
+    delay: int,
+) -> dict[str, list[float]]:
+    """Mean loss of every window for each end, nats a token, with these shares in layers `first` on.
+
+    inputs: what layer `first` reads, (b, S, L or 1, D). windows: batches of token ids (b, S + 1).
+    """
+    found: dict[str, list[float]] = {end: [] for end in ENDS}
+    for h, part in zip(inputs, windows, strict=True):
+        streams, targets = run_late(model, h, first, late, delay), part[:, 1:]
+        for end, each in found.items():
+            token_losses = F.cross_entropy(logits_of(model, streams, end).mT, targets, reduction="none")
+            each += token_losses.double().mean(1).tolist()
     return found
+
+
+def embedded(model: Laneformer, windows: Iterable[Tensor]) -> list[Tensor]:
+    """What layer 0 reads of each batch of windows (b, S + 1): one stream, (b, S, 1, D)."""
+    return [model.tok_embeddings(part[:, :-1])[:, :, None] for part in windows]

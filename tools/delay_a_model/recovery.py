@@ -26,9 +26,9 @@ from records.checkpoints import newest_saved_step, step_folders, write_checksums
 from records.events import STOPPED, read_outcome
 from records.files import append_line, read_lines, write_atomically
 
-from .damage import Row, late_losses, same_run
+from .damage import Row, same_run
 from .job_config import Late
-from .lanes import ENDS, dense_layers, late_model, losses, shares
+from .lanes import ENDS, embedded, held_out_losses, late_model, shares
 
 
 def check(late: Late, depth: int, steps: int) -> None:
@@ -111,20 +111,26 @@ def measure(model: Laneformer, parts: Sequence[Tensor], late: Late, out: Path, a
     model: the cut one. parts: batches of token ids (b, S + 1). A line of OUT/recovery.jsonl each; those that it
     holds are kept.
     """
-    path, first, depth = out / "recovery.jsonl", late.first_late_layer, len(model.layers)
+    path, depth = out / "recovery.jsonl", len(model.layers)
     rows = same_run(read_lines(path), about, path)
     logged = {row["step"]: row for row in read_lines(out / "run" / "metrics.jsonl")}
-    inputs = [dense_layers(model, model.tok_embeddings(part[:, :-1])[:, :, None], 0, first) for part in parts]
-    dense = losses(model, [(dense_layers(model, h, first, depth), None) for h in inputs], parts, "dropped")
+    inputs, first = embedded(model, parts), late.first_late_layer
+    dense = held_out_losses(model, inputs, parts, 0, [0.0] * depth, 1)["dropped"]
     saved = {0: out / "dense" / "checkpoint" / "step-0", **step_folders(out / "run" / "checkpoint")}
     for step in sorted(saved.keys() - {row["step"] for row in rows}):
         if not (saved[step] / ".metadata").exists():  # a save that was interrupted
             continue
         student = late_model(model.config, load_weights(saved[step], model.config)).to(parts[0].device)
+        all_late = [0.0] * first + [1.0] * (depth - first)
+        found = held_out_losses(student, inputs, parts, 0, all_late, late.delay)
+        trained = sum(shares(step, depth - first, late.anneal_steps, late.layers_at_once))
         row = logged.get(step, {"gpu_hours": 0.0, "loss": None})
-        facts = {"step": step, "seconds": round(3600 * row["gpu_hours"], 1), "kl": row["loss"]}
-        facts["late_layers"] = sum(shares(step, depth - first, late.anneal_steps, late.layers_at_once))
-        found = late_losses(student, inputs, parts, first, late.delay)
+        facts = {
+            "step": step,
+            "seconds": round(3600 * row["gpu_hours"], 1),
+            "late_layers": trained,
+            "kl": row["loss"],
+        }
         rows.append({**facts, **found, "dense": dense, "about": about})
         append_line(path, json.dumps(rows[-1]))
     return rows
