@@ -59,13 +59,14 @@ class Diagnostics:
 
     @torch.no_grad()
     def see_gradients(self) -> None:
-        """The whole step's gradients, before they are clipped; this rank's shards of them."""
+        """The whole step's gradients, before they are clipped; this rank's shards of them. A frozen layer has none."""
+        none = self.logits[0].new_zeros(1)
         norms = []
         for layer in self.model.layers:
-            shards = [
-                p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in layer.parameters()
-            ]
-            norms.append(torch.stack(torch._foreach_norm(shards)).double().square().sum())
+            gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+            shards = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
+            found = torch.stack(torch._foreach_norm(shards)) if shards else none
+            norms.append(found.double().square().sum())
         self.squared_norms = torch.stack(norms) / self.replicas
 
     def gather(self) -> dict[str, Any]:

@@ -159,6 +159,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         logged = self.metrics_processor.should_log(self.step)
         (model,) = self.model_parts
+        model.begin_step(self.step)
         self.optimizers.zero_grad()
         batches, tokens, all_tokens = self._read_step(data_iterator)
         parts, by_source = [], []

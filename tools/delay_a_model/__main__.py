@@ -1,49 +1,76 @@
 """`python -m tools.delay_a_model MODEL --config FILE --out DIR`: turn a dense model into one
 whose lanes are late.
 
-Two stages. `map`: held-out loss with a delay in layers >= k, for every k, without training
-(DIR/damage.*). `recover`: the upper layers become late step by step and are distilled against the same
-weights at delay 0 (DIR/recovery.*). Both append a line of JSON for everything they finish, and the same
-command goes on after an interruption.
+Text is prepared with the model's tokenizer (DIR/data), then there are two stages. `map`: held-out loss with a
+delay in layers >= k, for every k, without training (DIR/damage.*). `recover`: the trainer makes the upper layers
+late step by step and distils them against the same weights at delay 0 (the run folder DIR/run, DIR/recovery.*).
+The same command goes on after an interruption.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import tomli
+import tomli_w
+import torch
 import tyro
+from rich.console import Console
 
+from data_mixtures.mixture import Mixture, valid_windows
+from data_mixtures.prepare import prepare
+from data_mixtures.stages.run import Options
 from laneformer.config import flops_per_token
 from laneformer.llama.config import config_of_llama
-from records.files import file_sha256, model_sha256
+from records.files import file_sha256, model_sha256, read_lines, write_atomically
+from records.workers import usable_cpus
 
-from .damage import damage_map, report
+from .damage import damage_map, report, same_run
+from .job_config import Late
 from .lanes import cut
-from .recovery import Recovery, Student, export, recover
-from .text import Text
+from .recovery import check, export, job_of, measure, train, write_dense
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The config. price: shape (a model's config.json), peak_flops of one device, and the ratio of
-    it that is used.
+    """The config: [delay], [price], and the tables of the trainer's job.
+
+    price: shape (a model's config.json), peak_flops of one device, and the ratio of it that is used.
     """
 
-    lanes: int
-    held_out_text: list[str]
-    train_text: list[str]
-    held_out_windows: int
+    job: dict[str, Any]
+    late: Late  # of the job, like the next two
+    steps: int
     seq_len: int
-    recover: dict[str, Any]
-    price: dict[str, Any] = field(default_factory=dict)
+    price: dict[str, Any]
+    lanes: int
+    recipe: str  # of data_mixtures; its tokenizer and seq_len are those of the model and of the job
+    held_out_windows: int  # of each source
     delays: tuple[int, ...] = (1, 2)  # of the map
-    batch_sequences: int = 2  # of the map
-    device: str = "cpu"
+    batch_sequences: int = 2  # of held-out losses
+    device: str = "cpu"  # of held-out losses; the trainer takes a GPU where there is one
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """ValueError for what is missing or unknown."""
+        tables = tomli.loads(path.read_text(encoding="utf-8"))
+        try:
+            own = {"price": tables.pop("price", {}), **tables.pop("delay")}
+            training = tables["training"]
+            return cls(
+                **own,
+                job=tables,
+                late=Late(**tables["late"]),
+                steps=training["steps"],
+                seq_len=training["seq_len"],
+            )
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def delay_a_model(
@@ -66,45 +93,55 @@ def delay_a_model(
         minutes: stop the recovery after this time.
         plan: only print what the recovery would cost.
     """
-    try:
-        given = Plan(**tomli.loads(config.read_text(encoding="utf-8")))
-        settings = Recovery(**given.recover)
-    except TypeError as error:
-        raise ValueError(f"{config}: {error}") from None
+    given = Plan.read(config)
     if plan:
-        print(cost(given, settings))
+        print(cost(given))
         return
     cut_model, checkpoint = cut(model, given.lanes)
     if checkpoint.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json")
-    held_out, train = (
-        Text(patterns, checkpoint.tokenizer) for patterns in (given.held_out_text, given.train_text)
-    )
-    if shared := set(held_out.files) & set(train.files):
-        raise ValueError(f"{min(shared)} is in held_out_text and in train_text")
-    windows = held_out.spread(given.held_out_windows, given.seq_len).to(given.device)
+    if "recover" in stages:
+        check(given.late, len(cut_model.layers), given.steps)
+        cut_model.config.refuse_unsupported(f"{model}: recovery (`--stages map` works)")
     content = model_sha256(model) if model.is_dir() else file_sha256(model)
-    about = {
-        "model": model.name,
-        "model_sha256": content,
-        "lanes": given.lanes,
-        "windows": list(windows.shape),
-    }
-    about["held_out_sha256"] = held_out.sha256
+    about = {"model": model.name, "model_sha256": content, "lanes": given.lanes}
+    for name in ("damage.jsonl", "recovery.jsonl"):
+        same_run(read_lines(out / name), about, out / name)
+    write_dense(cut_model, checkpoint, out / "dense")
+    lock, windows = text(given, out)
+    about |= {"mixture": Mixture.open(lock).fingerprint, "windows": list(windows.shape)}
     cut_model.to(given.device)
+    parts = windows.split(given.batch_sequences)
     if "map" in stages:
-        path = out / "damage.jsonl"
-        rows = damage_map(cut_model, windows, given.delays, given.batch_sequences, path, about)
+        rows = damage_map(cut_model, parts, given.delays, out / "damage.jsonl", about)
         report(rows, ("first_late_layer", "delay"), out / "damage", "delay")
     if "recover" in stages:
-        student = Student(cut_model, settings, windows)
-        rows = recover(student, train, out, about, steps, minutes)
+        measure(cut_model, parts, given.late, out, about)
+        reached = train(job_of(given.job, out, lock), out, steps, minutes)
+        rows = measure(cut_model, parts, given.late, out, about)
         report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None)
-        finished = student.step == settings.steps
-        print(export(student, checkpoint, out) if finished else "to be continued by the same command")
+        finished = reached == given.steps
+        print(
+            export(given.late, checkpoint, out, reached)
+            if finished
+            else "to be continued by the same command"
+        )
 
 
-def cost(plan: Plan, settings: Recovery) -> str:
+def text(plan: Plan, out: Path) -> tuple[Path, torch.Tensor]:
+    """The lock of OUT/data, prepared if it is not there, and its held-out windows, token ids (n, S + 1)."""
+    recipe, lock = out / "recipe.toml", out / "data" / "phase1.lock.json"
+    if not lock.exists():
+        base, tokenizer = Path(plan.recipe).resolve(), (out / "dense" / "tokenizer.json").resolve()
+        changed = {"base": str(base), "tokenizer": str(tokenizer), "seq_len": plan.seq_len}
+        write_atomically(recipe, tomli_w.dumps(changed))
+        prepare(recipe, lock.parent, Options(usable_cpus()), Console(stderr=True))
+    names = Mixture.open(lock).source_names
+    found = [valid_windows(lock.parent, name, plan.held_out_windows) for name in names]
+    return lock, torch.from_numpy(np.concatenate(found).astype(np.int64)).to(plan.device)
+
+
+def cost(plan: Plan) -> str:
     """From counted operations a token to hours, with every step."""
     if wrong := {"shape", "peak_flops", "used_ratio"} ^ plan.price.keys():
         raise ValueError(f"--plan: [price] lacks {wrong}, or should not have it")
@@ -112,18 +149,19 @@ def cost(plan: Plan, settings: Recovery) -> str:
         config_of_llama(plan.price["shape"], plan.lanes),
         plan.price["peak_flops"] * plan.price["used_ratio"],
     )
-    settings.check(config.num_hidden_layers)
-    late, counts = config.num_hidden_layers - settings.first_late_layer, config.parameter_count()
+    check(plan.late, config.num_hidden_layers, plan.steps)
+    late, counts = config.num_hidden_layers - plan.late.first_late_layer, config.parameter_count()
     upper, head = late / config.num_hidden_layers, 2 * math.prod(config.head_shape)
     layers = flops_per_token(config, plan.seq_len) / 3 - head
     # lower layers once; upper ones by the teacher, and forward and backward by the student; the head's
     # weight is frozen
     flops = layers * (1 - upper) + (layers * upper + head) + (3 * layers * upper + 2 * head)
-    tokens = settings.steps * settings.batch_sequences * plan.seq_len
+    batch = plan.job["training"]["global_batch_size"]
+    tokens = plan.steps * batch * plan.seq_len
     return f"""calculated, not measured:
 forward, a token: layers {layers / 1e9:.3f} + head {head / 1e9:.3f} GFLOP
 with the teacher, and the student's backward in {upper:.0%} of the layers: {flops / 1e9:.3f} GFLOP a token
-{settings.steps:,} steps x {settings.batch_sequences} x {plan.seq_len} = {tokens:,} tokens: {tokens * flops:.3g} FLOP
+{plan.steps:,} steps x {batch} x {plan.seq_len} = {tokens:,} tokens: {tokens * flops:.3g} FLOP
 at {plan.price["used_ratio"]:.0%} of {plan.price["peak_flops"]:.3g} FLOP/s: {tokens * flops / speed / 3600:.3g} hours
 weights, gradients and moments in float32: {(4 * counts["total"] + 16 * late * counts["layer"]) / 1e9:.1f} GB"""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,40 +19,34 @@ from laneformer import Laneformer
 from records.files import append_line, read_lines, write_atomically
 from tools.ablate.report import interval
 
-from .lanes import ENDS, dense_layers, losses, run_late
+from .lanes import ENDS, embedded, held_out_losses, run_late
 
 Row = dict[str, Any]
 
 
 @torch.no_grad()
 def damage_map(
-    model: Laneformer, windows: Tensor, delays: Sequence[int], batch: int, path: Path, about: Row
+    model: Laneformer, parts: Sequence[Tensor], delays: Sequence[int], path: Path, about: Row
 ) -> list[Row]:
     """Losses with delay in layers >= k for every k and delay; a line of `path` each, those that
     it holds are kept.
 
-    windows: token ids (n, S + 1). about: what the results depend on. ValueError where the
+    parts: batches of token ids (b, S + 1). about: what the results depend on. ValueError where the
     file's depend on other.
     """
-    depth, rows, parts = len(model.layers), same_run(read_lines(path), about, path), windows.split(batch)
+    depth, rows = len(model.layers), same_run(read_lines(path), about, path)
     done = {(row["first_late_layer"], row["delay"]) for row in rows}
     left = [
         (first, delay) for first in reversed(range(depth)) for delay in delays if (first, delay) not in done
     ]
     if not left:
         return rows
-    inputs = [
-        [model.tok_embeddings(part[:, :-1])[:, :, None] for part in parts]
-    ]  # of every layer and of the head
+    inputs = [embedded(model, parts)]  # of every layer and of the head
     for i in range(depth):
-        inputs.append([dense_layers(model, h, i, i + 1) for h in inputs[-1]])
-    dense = losses(model, [(h, None) for h in inputs[-1]], parts, "dropped")
+        inputs.append([run_late(model, h, i, [0.0], 1)[0] for h in inputs[-1]])
+    dense = held_out_losses(model, inputs[-1], parts, depth, [], 1)["dropped"]
     for first, delay in track(left, f"damage map -> {path}", console=Console(stderr=True)):
-        ran = [
-            run_late(model, model.layers[first:], h, first, [1.0] * (depth - first), delay)
-            for h in inputs[first]
-        ]
-        found = {end: losses(model, ran, parts, end) for end in ENDS}
+        found = held_out_losses(model, inputs[first], parts, first, [1.0] * (depth - first), delay)
         rows.append({"first_late_layer": first, "delay": delay, **found, "dense": dense, "about": about})
         append_line(path, json.dumps(rows[-1]))
     return rows
@@ -78,11 +73,7 @@ def report(rows: Sequence[Row], keys: Sequence[str], path: Path, curves: str | N
             mean, half, _ = interval(
                 [late - dense for late, dense in zip(row[end], row["dense"], strict=True)]
             )
-            out |= {
-                end: sum(row[end]) / len(row[end]),
-                f"{end}_difference": mean,
-                f"{end}_half_width_95": half,
-            }
+            out |= {end: fmean(row[end]), f"{end}_difference": mean, f"{end}_half_width_95": half}
         found.append(out)
         print("  ".join(f"{key} {f'{v:.4f}' if isinstance(v, float) else v}" for key, v in out.items()))
     write_atomically(path.with_suffix(".json"), json.dumps(found, indent=1) + "\n")

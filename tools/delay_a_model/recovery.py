@@ -1,211 +1,152 @@
-"""Recovery: the upper layers become late one group after the other, and are distilled against
-themselves at delay 0.
+"""Recovery: the upper layers become late one group after the other, and are distilled against themselves at delay 0.
 
-Layers below `first_late_layer` stay as they are, so their output is computed once for teacher and student.
-The teacher is the dense model's upper layers, the student starts as a copy of them. A group's share that
-comes late grows from 0 to 1 over `anneal_steps`, from the last layers down; the loss is KL(teacher ||
-student) of each next token. Embedding, final norm and head are shared and frozen.
+The shipped trainer does it (spec.py). Here are its job, the start of it, and the held-out losses of its
+checkpoints.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
+import tomli_w
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
-from safetensors import safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from laneformer import Laneformer
 from laneformer.engine.folder import Checkpoint
+from laneformer.hf.export import load_weights
+from records.checkpoints import newest_saved_step, step_folders, write_checksums
+from records.events import STOPPED, read_outcome
 from records.files import append_line, read_lines, write_atomically
 
 from .damage import Row, same_run
-from .lanes import ENDS, Streams, dense_layers, logits_of, losses, run_late
-from .text import Text
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-console = Console(stderr=True, highlight=False)
+from .job_config import Late
+from .lanes import ENDS, embedded, held_out_losses, late_model, shares
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """The training: AdamW without decay, warmup, flat, linear cooldown."""
-
-    delay: int
-    first_late_layer: int
-    end: str  # what becomes of outputs under way after the last layer: dropped or flushed (lanes.py)
-    steps: int
-    anneal_steps: int
-    layers_at_once: int
-    learning_rate: float
-    batch_sequences: int = 2
-    warmup_steps: int = 10
-    cooldown_ratio: float = 0.2
-    clip_norm: float = 1.0
-    seed: int = 0
-    checkpoint_steps: int = 50  # between checkpoints, each with a held-out loss
-    bfloat16: bool = False  # autocast; weights and optimizer stay float32
-
-    def check(self, depth: int) -> None:
-        """ValueError for what cannot be trained."""
-        needed = -(-(depth - self.first_late_layer) // self.layers_at_once) * self.anneal_steps
-        if (
-            self.end not in ENDS
-            or self.delay < 1
-            or not 0 <= self.first_late_layer < depth
-            or self.steps < needed
-        ):
-            raise ValueError(
-                f"[recover] needs end in {ENDS}, delay >= 1, first_late_layer in 0 to {depth - 1}, steps >= {needed} "
-                f"(groups x anneal_steps), not {self.end!r}, {self.delay}, {self.first_late_layer}, {self.steps}"
-            )
-
-    def late(self, step: int, depth: int) -> list[float]:
-        """The share that comes late, of every layer from first_late_layer on."""
-        groups = [(depth - 1 - i) // self.layers_at_once for i in range(self.first_late_layer, depth)]
-        return [min(1.0, max(0.0, (step + 1) / self.anneal_steps - group)) for group in groups]
-
-    def rate(self, step: int) -> float:
-        cooldown = max(1, round(self.steps * self.cooldown_ratio))
-        return self.learning_rate * min(1.0, (step + 1) / self.warmup_steps, (self.steps - step) / cooldown)
-
-
-class Student:
-    """The layers that become late, their optimizer, and all that a resumed run needs."""
-
-    def __init__(self, model: Laneformer, settings: Recovery, held_out: Tensor):
-        """held_out: windows (n, S + 1), whose frozen part is computed once."""
-        self.model, self.settings, self.depth = model, settings, len(model.layers)
-        settings.check(self.depth)
-        self.first, self.step, self.seconds = settings.first_late_layer, 0, 0.0
-        self.layers = copy.deepcopy(model.layers[self.first :]).requires_grad_()
-        self.optimizer = torch.optim.AdamW(self.layers.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-        self.windows = held_out.split(settings.batch_sequences)
-        pairs = [self.dense(part[:, :-1]) for part in self.windows]
-        self.inputs, self.dense_losses = (
-            [h for h, _ in pairs],
-            losses(model, [s for _, s in pairs], self.windows, "dropped"),
+def check(late: Late, depth: int, steps: int) -> None:
+    """ValueError for what cannot be trained."""
+    needed = -(-(depth - late.first_late_layer) // late.layers_at_once) * late.anneal_steps
+    if late.end not in ENDS or late.delay < 1 or not 0 <= late.first_late_layer < depth or steps < needed:
+        raise ValueError(
+            f"[late] needs end in {ENDS}, delay >= 1, first_late_layer in 0 to {depth - 1}, training.steps >= {needed} "
+            f"(groups x anneal_steps), not {late.end!r}, {late.delay}, {late.first_late_layer}, {steps}"
         )
 
-    @torch.no_grad()
-    def dense(self, ids: Tensor) -> tuple[Tensor, Streams]:
-        """What the first late layer reads, (B, S, 1, D), and the dense model's last streams."""
-        h = dense_layers(self.model, self.model.tok_embeddings(ids)[:, :, None], 0, self.first)
-        return h, (dense_layers(self.model, h, self.first, self.depth), None)
 
-    def train_step(self, windows: Tensor) -> float:
-        """One optimizer step on windows (n, S + 1); returns the mean KL(teacher || student) before
-        it, nats a token.
-        """
-        s = self.settings
-        for group in self.optimizer.param_groups:
-            group["lr"] = s.rate(self.step)
-        with torch.autocast(windows.device.type, torch.bfloat16, enabled=s.bfloat16):
-            h, dense = self.dense(windows[:, :-1])
-            truth = logits_of(self.model, dense, "dropped").log_softmax(-1).flatten(0, 1)
-            streams = run_late(self.model, self.layers, h, self.first, s.late(self.step, self.depth), s.delay)
-            guess = logits_of(self.model, streams, s.end).log_softmax(-1).flatten(0, 1)
-        loss = F.kl_div(guess, truth, reduction="batchmean", log_target=True)
-        self.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.layers.parameters(), s.clip_norm)
-        self.optimizer.step()
-        self.step += 1
-        return loss.item()
-
-    @torch.no_grad()
-    def log(self, path: Path, kl: float | None, about: Row) -> None:
-        """Append held-out losses with all layers late, unless a run that was stopped before it saved did so."""
-        if any(row["step"] == self.step for row in read_lines(path)):
-            return
-        s, ones = self.settings, [1.0] * len(self.layers)
-        streams = [run_late(self.model, self.layers, h, self.first, ones, s.delay) for h in self.inputs]
-        found = {end: losses(self.model, streams, self.windows, end) for end in ENDS}
-        late = sum(s.late(self.step - 1, self.depth))
-        row = {"step": self.step, "seconds": round(self.seconds, 1), "late_layers": late, "kl": kl}
-        append_line(path, json.dumps({**row, **found, "dense": self.dense_losses, "about": about}))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights and what the optimizer holds of them."""
-        state = self.optimizer.state
-        kept = {
-            f"{key}/{name}": state[p][key] for name, p in self.layers.named_parameters() for key in MOMENTS
-        }
-        return {**self.layers.state_dict(), **kept}
-
-    def save(self, path: Path, about: Row) -> None:
-        """One safetensors file, with what is no tensor as JSON in its header."""
-        kept = {"step": self.step, "seconds": self.seconds, "about": about}
-        write_atomically(path, save(self.tensors(), {"recovery": json.dumps(kept)}))
-
-    @torch.no_grad()
-    def load(self, path: Path, about: Row) -> None:
-        """What `save` wrote; ValueError where it is of another run."""
-        with safe_open(path, framework="pt") as stored:
-            kept = json.loads(stored.metadata()["recovery"])
-            same_run([kept], about, path)
-            self.step, self.seconds = kept["step"], kept["seconds"]
-            self.restore(stored.get_tensor)
-
-    def restore(self, stored: Callable[[str], Tensor]) -> None:
-        for p in self.layers.parameters():
-            self.optimizer.state[p] = {key: torch.zeros_like(p) for key in MOMENTS}
-            self.optimizer.state[p]["step"] = torch.tensor(float(self.step))
-        for name, tensor in self.tensors().items():
-            tensor.copy_(stored(name))
+def job_of(tables: dict[str, Any], out: Path, lock: Path) -> dict[str, Any]:
+    """The trainer's job: the config's tables with this run folder, data and dense model."""
+    dense = str(out / "dense")
+    added = {
+        "job": {"dump_folder": str(out / "run")},
+        "mixture": {"lock": str(lock)},
+        "late": {"dense": dense},
+        "checkpoint": {"initial_load_path": f"{dense}/checkpoint/step-0"},
+    }
+    return {name: {**tables.get(name, {}), **added.get(name, {})} for name in tables | added}
 
 
-def recover(student: Student, train: Text, out: Path, about: Row, stop: int, minutes: float) -> list[Row]:
-    """Train until step `stop`, or for so many minutes; OUT/recovery.jsonl, whose rows
-    it returns, and .safetensors.
-    """
-    settings, path, state = student.settings, out / "recovery.jsonl", out / "recovery.safetensors"
-    about = {**about, "recover": asdict(settings), "train_sha256": train.sha256}
-    same_run(read_lines(path), about, path)
-    if state.exists():
-        student.load(state, about)
-    kl, begun, stop = None, time.monotonic() - student.seconds, min(stop, settings.steps)
-    ends, length = student.seconds + 60 * minutes, student.windows[0].shape[1] - 1
-    while True:
-        student.seconds = time.monotonic() - begun
-        last = student.step >= stop or student.seconds >= ends
-        if last or student.step % settings.checkpoint_steps == 0:
-            student.log(path, kl, about)
-            if kl is not None:
-                student.save(state, about)
-        if last:
-            return read_lines(path)
-        windows = train.drawn(settings.seed, student.step, settings.batch_sequences, length)
-        kl = student.train_step(windows.to(student.windows[0].device))
-        console.print(f"step {student.step}/{settings.steps} of {path}: KL {kl:.4f}")
-
-
-def export(student: Student, checkpoint: Checkpoint, out: Path) -> str:
-    """The run folder OUT/run, of which tools.export_hf makes a Hugging Face folder, if a config can
-    say what it is.
-    """
-    s, folder = student.settings, out / "run"
-    if (s.first_late_layer, s.end) != (s.delay, "dropped"):
-        return (
-            f"{out}/recovery.safetensors is all: a folder needs end = 'dropped' and first_late_layer = delay, since a "
-            "config has one delay for all layers but the first `delay` ones, and no sum after the last"
-        )
-    weights: Row = dict(student.model.state_dict())
-    for name, tensor in student.layers.state_dict().items():
-        layer, _, rest = name.partition(".")
-        weights[f"layers.{student.first + int(layer)}.{rest}"] = tensor
-    dcp.save(weights, checkpoint_id=folder / "checkpoint" / f"step-{student.step}", no_dist=True)
-    config = replace(student.model.config, broadcast_delay=s.delay).to_dict()
-    for name, values in (("model.json", config), ("tokenizer_config.json", checkpoint.tokenizer_config)):
+def write_dense(model: Laneformer, checkpoint: Checkpoint, folder: Path) -> None:
+    """The cut model as a run folder with its tokenizer, which text is prepared with; once."""
+    if (folder / "model.json").exists():
+        return
+    assert checkpoint.tokenizer is not None, "the command refuses a model without one"
+    step = folder / "checkpoint" / "step-0"
+    dcp.save(dict(model.state_dict()), checkpoint_id=step, no_dist=True)
+    write_checksums(step)
+    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
+    for name, values in (
+        ("tokenizer_config.json", checkpoint.tokenizer_config),
+        ("model.json", model.config.to_dict()),  # the last: it says that the rest is there
+    ):
         write_atomically(folder / name, json.dumps(values, indent=2) + "\n")
-    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))  # type: ignore[union-attr]
-    return f"written: {folder}; python -m tools.export_hf --checkpoint {folder}/checkpoint/step-{student.step} --out HF"
+
+
+def train(job: dict[str, Any], out: Path, steps: int, minutes: float) -> int:
+    """Start or continue the run OUT/run until step `steps`, or for so many minutes; returns the last saved step.
+
+    ValueError where OUT holds another recovery, or where the trainer fails.
+    """
+    path, run, last = out / "recovery.toml", out / "run", min(steps, job["training"]["steps"])
+    content = tomli_w.dumps(job)
+    if path.exists() and path.read_text(encoding="utf-8") != content:
+        raise ValueError(f"{path} is another recovery; choose another --out")
+    write_atomically(path, content)
+    if newest_saved_step(run / "checkpoint") >= last:
+        return last
+    run.mkdir(exist_ok=True)
+    (run / "outcome.json").unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=1",
+        "-m",
+        "train",
+    ]
+    command += ["--job.config_file", str(path), "--training.steps", str(last)]
+    with subprocess.Popen(command, stdout=sys.stderr) as process:
+        try:
+            process.wait(None if minutes == math.inf else 60 * minutes)
+        except subprocess.TimeoutExpired:
+            (run / "stop").touch()
+            process.wait()
+    outcome = read_outcome(run) or {"code": process.returncode, "reason": "see its messages"}
+    if process.returncode and outcome["code"] != STOPPED:
+        raise ValueError(f"the recovery failed: {outcome['reason']}")
+    return newest_saved_step(run / "checkpoint")
+
+
+def measure(model: Laneformer, parts: Sequence[Tensor], late: Late, out: Path, about: Row) -> list[Row]:
+    """Held-out losses of the dense model made late, and of every checkpoint of OUT/run, all layers fully late.
+
+    model: the cut one. parts: batches of token ids (b, S + 1). A line of OUT/recovery.jsonl each; those that it
+    holds are kept.
+    """
+    path, depth = out / "recovery.jsonl", len(model.layers)
+    rows = same_run(read_lines(path), about, path)
+    logged = {row["step"]: row for row in read_lines(out / "run" / "metrics.jsonl")}
+    inputs, first = embedded(model, parts), late.first_late_layer
+    dense = held_out_losses(model, inputs, parts, 0, [0.0] * depth, 1)["dropped"]
+    saved = {0: out / "dense" / "checkpoint" / "step-0", **step_folders(out / "run" / "checkpoint")}
+    for step in sorted(saved.keys() - {row["step"] for row in rows}):
+        if not (saved[step] / ".metadata").exists():  # a save that was interrupted
+            continue
+        student = late_model(model.config, load_weights(saved[step], model.config)).to(parts[0].device)
+        all_late = [0.0] * first + [1.0] * (depth - first)
+        found = held_out_losses(student, inputs, parts, 0, all_late, late.delay)
+        trained = sum(shares(step, depth - first, late.anneal_steps, late.layers_at_once))
+        row = logged.get(step, {"gpu_hours": 0.0, "loss": None})
+        facts = {
+            "step": step,
+            "seconds": round(3600 * row["gpu_hours"], 1),
+            "late_layers": trained,
+            "kl": row["loss"],
+        }
+        rows.append({**facts, **found, "dense": dense, "about": about})
+        append_line(path, json.dumps(rows[-1]))
+    return rows
+
+
+def export(late: Late, checkpoint: Checkpoint, out: Path, steps: int) -> str:
+    """The command that makes a Hugging Face folder of the last checkpoint, if a config can say what it is.
+
+    A head that was tied before is so again: it was frozen.
+    """
+    if (late.first_late_layer, late.end) != (late.delay, "dropped"):
+        return (
+            f"{out}/run is all: a folder needs end = 'dropped' and first_late_layer = delay, since a config has one "
+            "delay for all layers but the first `delay` ones, and no sum after the last"
+        )
+    config = replace(checkpoint.config, broadcast_delay=late.delay)
+    write_atomically(out / "model.json", json.dumps(config.to_dict(), indent=2) + "\n")
+    step = out / "run" / "checkpoint" / f"step-{steps}"
+    return f"python -m tools.export_hf --checkpoint {step} --config {out}/model.json --out HF"

@@ -122,10 +122,25 @@ class TitanLaneformer(Laneformer):
                 raise ValueError("mask_documents needs model_args.bos_id, the id that begins a document")
             documents = document_ids(input_ids, self.model_args.bos_id)
         masks = training_masks(self.config, input_ids, self.model_args.attention, documents)
-        # a block mask passes through the layers to TitanAttention
-        embedding = self.tok_embeddings(input_ids)
-        h = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)  # type: ignore[arg-type]
+        return self.from_embedding(self.tok_embeddings(input_ids), rope, masks, labels, trained)
+
+    def from_embedding(
+        self,
+        embedding: Tensor,
+        rope: tuple[Tensor, Tensor],
+        masks: Any,
+        labels: Tensor | None,
+        trained: int | None,
+    ) -> Tensor:
+        """Embeddings (B, S, D) -> what `forward` returns; a model with other streams or another loss overrides it.
+
+        masks: one a layer; a block mask passes through the layers to TitanAttention.
+        """
+        h = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)
         return self.lm_head(h.expand(-1, -1, self.config.num_lanes, -1), self.norm, labels, trained)
+
+    def begin_step(self, step: int) -> None:
+        """Called by the trainer before each optimizer step, counted from 1; for models that change while they train."""
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """Initialize the parameters in place; there are no buffers."""
