@@ -1,8 +1,12 @@
-"""Registers the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`)."""
+"""Registers the Laneformer with TorchTitan (`experimental.custom_import = "train.spec"`).
+
+An experiment that trains another model registers `replace(SPEC, ...)` in a module of its own and names that module.
+"""
 
 from __future__ import annotations
 
-from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.protocols import train_spec
+from torchtitan.protocols.train_spec import TrainSpec
 
 from laneformer.titan.parallelize import parallelize_laneformer
 from laneformer.titan.spec import LaneformerStateDictAdapter, TitanLaneformer, model_args_by_flavor
@@ -12,20 +16,27 @@ from .metrics import RunMetrics
 from .optimizer import build_clamped_lr_schedulers, build_laneformer_optimizers
 from .validate import HeldOutValidator
 
-register_train_spec(
-    "laneformer",
-    TrainSpec(
-        model_cls=TitanLaneformer,
-        model_args=model_args_by_flavor(),
-        parallelize_fn=parallelize_laneformer,
-        pipelining_fn=None,
-        build_optimizers_fn=build_laneformer_optimizers,
-        build_lr_schedulers_fn=build_clamped_lr_schedulers,
-        build_dataloader_fn=build_mixture_loader,
-        build_tokenizer_fn=None,
-        build_loss_fn=lambda *_, **__: None,  # the model computes its losses itself, see titan/loss.py
-        build_validator_fn=HeldOutValidator,
-        build_metrics_processor_fn=RunMetrics,
-        state_dict_adapter=LaneformerStateDictAdapter,
-    ),
+NAME = "laneformer"
+SPEC = TrainSpec(
+    model_cls=TitanLaneformer,
+    model_args=model_args_by_flavor(),
+    parallelize_fn=parallelize_laneformer,
+    pipelining_fn=None,
+    build_optimizers_fn=build_laneformer_optimizers,
+    build_lr_schedulers_fn=build_clamped_lr_schedulers,
+    build_dataloader_fn=build_mixture_loader,
+    build_tokenizer_fn=None,
+    build_loss_fn=lambda *_, **__: None,  # the model computes its losses itself, see titan/loss.py
+    build_validator_fn=HeldOutValidator,
+    build_metrics_processor_fn=RunMetrics,
+    state_dict_adapter=LaneformerStateDictAdapter,
 )
+
+
+def register(spec: TrainSpec) -> None:
+    """Make `spec` the meaning of `model.name = "laneformer"`; TorchTitan refuses a name that it has already."""
+    train_spec._extra_train_specs.pop(NAME, None)
+    train_spec.register_train_spec(NAME, spec)
+
+
+register(SPEC)

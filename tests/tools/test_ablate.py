@@ -18,11 +18,14 @@ import torch
 from scipy.stats import t as student_t
 
 from data_mixtures import recipe_file
+from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import flops_per_token
 from laneformer.engine.folder import read_checkpoint
 from laneformer.model import rope_table
 from records.files import hold_lock
+from tests.train.runs import GLOBAL_BATCH, succeed
+from tests.train.runs import SMALL as TRAINED
 from tools.ablate.page import put_section
 from tools.ablate.plan import Options, Plan
 from tools.ablate.price import price_section
@@ -258,6 +261,35 @@ def test_every_variant_and_size_of_the_shipped_config_builds():
         parameters[job.size] = config.parameter_count()["total"] - 2 * 4096 * config.hidden_size
     assert tuple(parameters) == SIZES
     assert sorted(parameters.values()) == list(parameters.values())
+
+
+@pytest.mark.slow
+def test_the_shipped_trainer_trains_neighbours_and_delay_0_to_the_last_bit(
+    prepared_data: Path, tmp_path: Path
+):
+    """A job starts at the loss of the neighbour that it names; without one it is the shipped job."""
+    lock = prepared_data / "phase1.lock.json"
+    shape = ("--architecture.broadcast_delay", "0", "--parallelism.data_parallel_shard_degree", "1")
+    shipped = [row["loss"] for row in succeed(tmp_path / "shipped", lock, *shape, ranks=1)]
+    neighbours = (
+        "--job.custom_config_module", "tools.ablate.job_config", "--experimental.custom_import", "tools.ablate.spec",
+    )  # fmt: skip
+    tokens = torch.from_numpy(Mixture.open(lock).sequences(0, GLOBAL_BATCH)[0])
+    config = replace(TRAINED, broadcast_delay=0)
+    for joins in ("", "ladder", "parallel", "desync_2", "lost_1"):
+        own = ("--variant.joins", joins)
+        found = [
+            row["loss"] for row in succeed(tmp_path / f"as-{joins}", lock, *shape, *neighbours, *own, ranks=1)
+        ]
+        expected = loss_of(build(config, joins or None, 1), tokens)
+        assert found[0] == pytest.approx(expected, abs=1e-5)
+        assert (found == shipped) == (not joins)
+
+
+def loss_of(model: Laneformer, tokens: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = model.double()(tokens[:, :-1])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
 def run(config: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:

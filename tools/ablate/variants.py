@@ -1,8 +1,8 @@
 """The models that are compared: joins of one update table, on the same modules with the same initial weights.
 
-Most variants are switches of `LaneformerConfig`. The neighbours below need another order of joining; their
-modules are those of a Laneformer with delay 0, so a seed gives all of them the same parameters. p_l is lane
-l's partial output of a module, P the sum over lanes, h_l lane l's stream.
+Most variants are switches of `LaneformerConfig`. The neighbours below need another order of joining. Each is a
+layer class on the modules of a Laneformer with delay 0, so a seed gives all of them the same parameters.
+p_l is lane l's partial output of a module, P the sum over lanes, h_l lane l's stream.
 
   ladder       every module reads the stream without the output of the module before it (Ladder Residual,
                arXiv 2501.06589): h += P one module late
@@ -14,58 +14,94 @@ l's partial output of a module, P the sum over lanes, h_l lane l's stream.
 
 from __future__ import annotations
 
-import math
+import functools
 import re
-from typing import cast
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.model import LaneformerLayer, rope_table
+from laneformer.config import Join
+from laneformer.model import LaneformerLayer, join_lanes
+
+Handed = tuple[
+    Tensor | None, Tensor | None
+]  # from a layer to the one after it: with delay 0, `delayed` of its forward
+NOTHING: Handed = (None, None)
 
 
-class NeighbourModel(Laneformer):
-    """A model whose joins no config describes; `kind` is one of the list above."""
+class NeighbourLayer(LaneformerLayer):
+    """A layer whose modules join by the subclass's rule; `count` is the k of its name."""
 
-    def __init__(self, config: LaneformerConfig, kind: str):
-        if config.broadcast_delay:
-            raise ValueError(f"variant {kind!r} has joins of its own: leave broadcast_delay at 0")
-        super().__init__(config)
-        self.kind, _, count = kind.partition("_")
-        self.count = int(count or 0)
+    def __init__(self, config: LaneformerConfig, layer: int, count: int = 0):
+        super().__init__(config, layer)
+        self.first_module, self.count = 2 * layer, count
+        self.is_last = layer == config.num_hidden_layers - 1
 
-    def forward(self, input_ids: Tensor, cache: object = None) -> Tensor:
-        """Token ids (B, S) -> logits (B, S, V)."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        rope, masks = rope_table(self.config, positions), self.masks(positions, positions)
-        h = self.tok_embeddings(input_ids)[:, :, None].expand(-1, -1, self.config.num_lanes, -1)
-        pending = torch.zeros_like(h[:, :, :1])  # ladder: the last module's sum
-        layers = cast("list[LaneformerLayer]", list(self.layers))
-        for i, (layer, mask) in enumerate(zip(layers, masks, strict=True)):
-            attention = layer.attention(layer.attention_norm(h), rope, mask, None)
-            if self.kind == "parallel":
-                h = h + (attention + layer.feed_forward(layer.ffn_norm(h))).sum(2, keepdim=True)
-                continue
-            h, pending = self.joined(h, 2 * i, attention, pending)
-            h, pending = self.joined(h, 2 * i + 1, layer.feed_forward(layer.ffn_norm(h)), pending)
-        return self.lm_head(h + pending, self.norm, self.tok_embeddings.weight)
+    def adds_sum_only(self, module: int) -> bool:
+        """The training layer asks; a rule may need every lane's partial output."""
+        return False
 
-    def joined(self, h: Tensor, module: int, partial: Tensor, pending: Tensor) -> tuple[Tensor, Tensor]:
-        """The streams that the next module reads, and what joins them after it."""
-        if self.kind == "ladder":
-            return h + pending, partial.sum(2, keepdim=True)
-        if self.kind == "lost":
-            return h + partial[:, :, self.count :].sum(2, keepdim=True), pending
+    def forward(self, h: Tensor, delayed: Handed, rope: Any, mask: Any = None, cache: Any = None) -> Any:
+        attention = self.attention(self.attention_norm(h), rope, mask, cache)
+        h = self.joined(h, self.first_module, attention)
+        return self.joined(h, self.first_module + 1, self.feed_forward(self.ffn_norm(h))), NOTHING
+
+    def joined(self, h: Tensor, module: int, partial: Tensor) -> Tensor:
+        """The streams after the module of this number, (B, S, L or 1, D)."""
+        raise NotImplementedError
+
+
+class Ladder(NeighbourLayer):
+    def forward(self, h: Tensor, delayed: Handed, rope: Any, mask: Any = None, cache: Any = None) -> Any:
+        attention = self.attention(self.attention_norm(h), rope, mask, cache).sum(2, keepdim=True)
+        h = h if delayed[1] is None else h + delayed[1]
+        mlp = self.feed_forward(self.ffn_norm(h)).sum(2, keepdim=True)
+        h = h + attention
+        return (h + mlp, NOTHING) if self.is_last else (h, (None, mlp))
+
+
+class Parallel(NeighbourLayer):
+    def forward(self, h: Tensor, delayed: Handed, rope: Any, mask: Any = None, cache: Any = None) -> Any:
+        attention = self.attention(self.attention_norm(h), rope, mask, cache)
+        return h + (attention + self.feed_forward(self.ffn_norm(h))).sum(2, keepdim=True), NOTHING
+
+
+class Desync(NeighbourLayer):
+    def joined(self, h: Tensor, module: int, partial: Tensor) -> Tensor:
         if (module + 1) % self.count:
-            return h + math.sqrt(partial.shape[2]) * partial, pending
-        return (h.mean(2, keepdim=True) + partial.sum(2, keepdim=True)).expand_as(h), pending
+            return join_lanes(h, partial, Join.NO_REDUCE, None)
+        return (h.mean(2, keepdim=True) + partial.sum(2, keepdim=True)).expand_as(partial)
+
+
+class Lost(NeighbourLayer):
+    def joined(self, h: Tensor, module: int, partial: Tensor) -> Tensor:
+        return h + partial[:, :, self.count :].sum(2, keepdim=True)
+
+
+RULES = {"ladder": Ladder, "parallel": Parallel, "desync": Desync, "lost": Lost}
+
+
+@functools.cache  # one class a rule and base: compiled code is shared between layers
+def layer_class(rule: str, base: type[LaneformerLayer]) -> type[NeighbourLayer]:
+    return type(f"{rule}_{base.__name__}", (RULES[rule], base), {})
+
+
+def neighbour_layers(config: LaneformerConfig, kind: str, base: type[LaneformerLayer]) -> nn.ModuleList:
+    """The layers of a neighbour, on the modules of `base`. ValueError for an unknown kind, or a config with a delay."""
+    if not re.fullmatch(r"ladder|parallel|desync_[1-9]\d*|lost_[1-9]\d*", kind):
+        raise ValueError(f"joins = {kind!r} is unknown; choose from ladder, parallel, desync_<k>, lost_<k>")
+    if config.broadcast_delay:
+        raise ValueError(f"variant {kind!r} has joins of its own: leave broadcast_delay at 0")
+    rule, _, count = kind.partition("_")
+    layer = layer_class(rule, base)
+    return nn.ModuleList(layer(config, i, int(count or 0)) for i in range(config.num_hidden_layers))
 
 
 def build(config: LaneformerConfig, kind: str | None, seed: int) -> Laneformer:
     """A model with the seed's weights: `kind` None is what the config says. ValueError for an unknown kind."""
-    if kind is not None and not re.fullmatch(r"ladder|parallel|desync_[1-9]\d*|lost_[1-9]\d*", kind):
-        raise ValueError(f"joins = {kind!r} is unknown; choose from ladder, parallel, desync_<k>, lost_<k>")
-    model = Laneformer(config) if kind is None else NeighbourModel(config, kind)
+    model = Laneformer(config)
+    if kind is not None:
+        model.layers = neighbour_layers(config, kind, LaneformerLayer)
     model.init_weights(seed)
     return model

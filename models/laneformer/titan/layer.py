@@ -38,12 +38,12 @@ class TitanLayer(LaneformerLayer):
         self.attention: LaneAttention = TitanAttention(config, layer)
         self.feed_forward: LaneFeedForward = TitanFeedForward(config)
         lanes, d_model, d_ff = config.num_lanes, config.hidden_size, config.intermediate_size
-        if self._adds_sum_only(0):
+        if self.adds_sum_only(0):
             self.attention.wo = LaneSum(lanes, d_model, d_model, fan="in")
-        if self._adds_sum_only(1):
+        if self.adds_sum_only(1):
             self.feed_forward.w2 = LaneSum(lanes, d_ff, d_model, fan="in")
 
-    def _adds_sum_only(self, module: int) -> bool:
+    def adds_sum_only(self, module: int) -> bool:
         return self.joins[module] == Join.PRESENT and not self.broadcasts[module]
 
     def join_and_norm(

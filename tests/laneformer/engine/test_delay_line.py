@@ -10,7 +10,7 @@ from laneformer.engine import Engine
 from laneformer.engine.bench import after
 from laneformer.engine.cpu.decoder import CpuDecoder
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
-from tools.ablate.variants import NeighbourModel
+from tools.ablate.variants import build
 from tools.timeline import token_s
 
 LINK_S = 0.01
@@ -113,7 +113,7 @@ def test_jitter_spreads_the_times_of_tokens():
 def test_ladder_computes_what_the_ablation_trains():
     config = small_config(broadcast_delay=0)
     model, ids = random_model(config, seed=4), random_ids(config, 40)
-    reference = NeighbourModel(config, "ladder").double().eval()
+    reference = build(config, "ladder", seed=0).double().eval()
     reference.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
     with torch.no_grad():
         expected = reference(torch.tensor([ids]))[0].numpy()
