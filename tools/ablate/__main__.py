@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import tyro
 from rich.console import Console
@@ -74,23 +74,17 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, keep_we
     done = [[r["size"], r["variant"], r["seed"], r["learning_rate"]] for r in there]
     left = [job for job in jobs if job.key not in done]
     origin["commit"] = code_version(ROOT)
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(*arguments, **options))
-        return started[-1]
-
     with Progress(console=Console(stderr=True)) as progress, ThreadPoolExecutor(workers) as pool:
         task = progress.add_task(f"training runs -> {path}", total=len(jobs), completed=len(jobs) - len(left))
-        futures = [pool.submit(run_job, job, training, path.parent, keep_weights, start) for job in left]
+        futures = [pool.submit(run_job, job, training, path.parent, keep_weights) for job in left]
         try:
             for future in as_completed(futures):
                 append_line(path, json.dumps({**future.result(), **origin, "time": time.time()}))
                 progress.update(task, advance=1)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in started:
-                process.terminate()  # saves a checkpoint first
+            for process in psutil.Process().children():
+                process.terminate()  # it saves a checkpoint first
             raise
 
 

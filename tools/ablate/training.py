@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from records.events import BAD_STEP, DONE, read_outcome
 from records.files import read_lines, write_atomically
 from train.supervise.attempt import exit_words, free_port, last_text
 
-Start = Callable[..., subprocess.Popen[bytes]]
 ERROR_BYTES = 2000  # of a log whose run has failed
 
 
@@ -99,7 +97,7 @@ def job_file(job: Job, training: Training, run: Path) -> str:
     return tomli_w.dumps({name: {**training.job.get(name, {}), **own.get(name, {})} for name in names})
 
 
-def run_job(job: Job, training: Training, out: Path, keep_weights: bool, start: Start) -> dict[str, Any]:
+def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict[str, Any]:
     """Train OUT/runs/NAME to its end, from its newest checkpoint if it has one; the result as JSON values.
 
     A run that has ended already is not trained again: its result is read. keep_weights: whether a run whose joins
@@ -113,13 +111,15 @@ def run_job(job: Job, training: Training, out: Path, keep_weights: bool, start: 
     write_atomically(path, text)
     if (code := ended(run)) is None:
         (run / "outcome.json").unlink(missing_ok=True)
-        train(path, run / "train.log", training.device, start)
+        train(path, run / "train.log", training.device)
         code = ended(run)
     rows = read_lines(run / "metrics.jsonl")
     last = rows[-1] if rows else {}
     checkpoints = run / "checkpoint"
     if code == DONE and keep_weights and job.joins is None and checkpoints.exists():
-        export_weights(checkpoints / f"step-{training.steps}", out / "weights" / job.name)
+        from laneformer.hf.export import export  # imports Transformers
+
+        export(checkpoints / f"step-{training.steps}", out / "weights" / job.name, "float32", overwrite=True)
     shutil.rmtree(checkpoints, ignore_errors=True)
     config = LaneformerConfig.from_dict(json.loads((run / "model.json").read_text(encoding="utf-8")))
     return {
@@ -135,7 +135,7 @@ def ended(run: Path) -> int | None:
     return outcome["code"] if outcome and outcome["code"] in (DONE, BAD_STEP) else None
 
 
-def train(path: Path, log: Path, device: str, start: Start) -> None:
+def train(path: Path, log: Path, device: str) -> None:
     """`python -m train` as the only rank of a job. Raises ValueError, with the end of the log, unless it ends well."""
     place: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
@@ -143,7 +143,7 @@ def train(path: Path, log: Path, device: str, start: Start) -> None:
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with open(log, "ab") as output:
-        process = start(
+        status = subprocess.call(
             [sys.executable, "-m", "train", "--job.config_file", str(path)],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -151,15 +151,7 @@ def train(path: Path, log: Path, device: str, start: Start) -> None:
             stderr=output,
             start_new_session=True,  # Ctrl-C is ours to pass on
         )
-        status = process.wait()
     if status not in (DONE, BAD_STEP):
         raise ValueError(
             f"a run has failed ({exit_words(status)}); its log is {log}, which ends:\n{last_text(log, ERROR_BYTES)}"
         )
-
-
-def export_weights(checkpoint: Path, folder: Path) -> None:
-    """A model folder for tools.ablate.diagnose and the engine."""
-    from laneformer.hf.export import export  # imports Transformers
-
-    export(checkpoint, folder, "float32", overwrite=True)
