@@ -16,6 +16,7 @@ import tyro
 from laneformer.hf.export import DType, Progress, checkpoint_step, export
 from records.checkpoints import check_contents
 from records.files import read_lines
+from records.job import read_sections
 
 
 def main(
@@ -35,8 +36,22 @@ def main(
         replace `out` if it is not empty.
     """
     check_contents(checkpoint)
+    check_joins(checkpoint)
     progress = training_progress(checkpoint)
     print(json.dumps(export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress)))
+
+
+def check_joins(checkpoint: Path) -> None:
+    """ValueError for a checkpoint of tools.ablate whose joins no config describes: exported, it would be another
+    model.
+    """
+    path = checkpoint.resolve().parent.parent / "config.toml"
+    joins = read_sections(path).get("variant", {}).get("joins") if path.is_file() else None
+    if joins:
+        raise ValueError(
+            f"{checkpoint} was trained with variant.joins = {joins!r}, which a Hugging Face config cannot express; "
+            "only models whose joins [architecture] describes can be exported"
+        )
 
 
 def training_progress(checkpoint: Path) -> Progress:

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,14 +26,17 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import flops_per_token
 from laneformer.engine.folder import read_checkpoint
 from laneformer.model import rope_table
+from records.events import STOPPED, read_outcome
 from records.files import hold_lock
-from tests.train.runs import GLOBAL_BATCH, succeed
+from tests.train.runs import GLOBAL_BATCH, ask, succeed
 from tests.train.runs import SMALL as TRAINED
-from tools.ablate.page import put_section
+from tools import export_hf
+from tools.ablate.__main__ import check_origin
+from tools.ablate.page import ablation_section, put_section
 from tools.ablate.plan import Options, Plan
 from tools.ablate.price import price_section
-from tools.ablate.report import detectable, interval, noise_floor, paired, together
-from tools.ablate.training import Job, Training, run_job
+from tools.ablate.report import detectable, interval, noise_floor, paired, read_results, together
+from tools.ablate.training import Job, Training, job_file
 from tools.ablate.variants import build
 
 SHIPPED = Path("configs/ablation.toml")
@@ -200,9 +206,28 @@ def test_a_section_of_the_page_is_replaced_and_others_stay(tmp_path: Path):
     assert page.read_text().endswith("\n\n## A\n\nthree\n\n## B\n\ntwo\n")
 
 
-def test_lines_from_before_a_field_existed_are_of_the_same_training():
-    old = {"lock": "l", "steps": 3, "batch_sequences": 2, "seq_len": 8, "betas": [0.9, 0.95], "device": "cpu"}
-    assert Training.of_result(old) == Training("l", 3, 2, 8)
+def test_results_of_the_loop_before_the_shipped_trainer_are_refused(tmp_path: Path):
+    """Not gone on from, as another training's; the report names the loop."""
+    published = Path("docs/benchmarks/2026-11-23-ablation.jsonl")
+    old = [json.loads(line) for line in published.read_text().splitlines()]
+    training = {**old[0]["training"], "job": {}}
+    with pytest.raises(ValueError, match=r"another training \(job\); choose another --out"):
+        check_origin(old, {"training": training, "data": old[0]["data"]}, published)
+    section = ablation_section(read_results(published), "delay_0", tmp_path / "it.svg", None)
+    assert "by the loop that tools.ablate had before it used the shipped trainer" in section
+    assert "| delay 2 |" in section
+
+
+def test_a_seed_has_batches_and_weights_of_its_own(prepared_data: Path):
+    shape = {"seq_len": 32, "batch_sequences": 2, "lock": str(prepared_data / "phase1.lock.json")}
+    training = Training(**shape, steps=5, job={"optimizer": {"lr": 9.0, "eps": 1e-8}})
+    first, third = (
+        tomli.loads(job_file(Job("s", "again", seed, 1e-3, {}, None, 1000), training, Path("run")))
+        for seed in (0, 2)
+    )
+    assert [job["resilience"]["skip_sequences"] for job in (first, third)] == [[], [[0, 2 * 5 * 2]]]
+    assert [job["debug"]["seed"] for job in (first, third)] == [1000, 1002]
+    assert third["optimizer"] == {"lr": 1e-3, "eps": 1e-8}
 
 
 def test_the_plan_of_the_h100_runs_is_a_calculation_with_its_price():
@@ -214,33 +239,12 @@ def test_the_plan_of_the_h100_runs_is_a_calculation_with_its_price():
         2
         * 9
         * 3000
-        * 32
-        * 1024
-        * flops_per_token(LaneformerConfig(**plan.job("30m", "delay_2", 0, 0).model), 1024)
+        * 8
+        * 4096
+        * flops_per_token(LaneformerConfig(**plan.job("30m", "delay_2", 0, 0).model), 4096)
     )
     assert f"| {flops / 98.9e12 / 3600:.2f} | {flops / 98.9e12 / 1200:.2f} |" in text
     assert "Calculated, not measured" in text
-
-
-@pytest.mark.slow
-def test_the_gpus_path_at_toy_size_on_a_cpu(
-    prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)  # of graphs: no run may add to another's
-    lock, model = next(prepared_data.glob("**/phase1.lock.json")), {**SMALL, "broadcast_delay": 1}
-    del model["vocab_size"], model["max_position_embeddings"]
-    plain = Training(str(lock), steps=3, batch_sequences=2, seq_len=16, valid_windows=3)
-    job, losses = Job("s", "delay_1", 0, 1e-3, model), []
-    for training in (
-        plain,
-        *[replace(plain, bf16=True, compile="aot_eager")] * 2,
-    ):
-        losses.append(run_job(job, training, tmp_path)["valid_loss"])
-    assert len(set(losses[1:])) == 1
-    assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=2**-6)
-    run_job(replace(job, variant="ladder", model={**model, "broadcast_delay": 0}, joins="ladder"), training)
-    assert read_checkpoint(tmp_path / "s-delay_1-0-0.001").config.broadcast_delay == 1
 
 
 SIZES = ("0m5", "1m", "2m5", "10m", "30m", "100m")
@@ -292,14 +296,20 @@ def loss_of(model: Laneformer, tokens: torch.Tensor) -> float:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
-def run(config: Path, out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.ablate", str(config), "--out", str(out), "--workers", "1", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def command(config: Path, out: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "tools.ablate", str(config), "--out", str(out), "--workers", "1", *flags]
+
+
+def run(config: Path, out: Path, *flags: str) -> tuple[int, str]:
+    """Exit status and output of one command, whose processes the fork server starts."""
+    log = out.with_name(f"{out.name}.{time.monotonic_ns()}.log")
+    job = {"command": command(config, out, *flags), "environment": {}, "log": str(log), "pid": f"{log}.pid"}
+    return ask(job), log.read_text()
 
 
 def test_one_command_at_a_time_trains_into_a_folder(tmp_path: Path):
     with hold_lock(tmp_path / ".lock", "held"):
-        second = run(SHIPPED, tmp_path)
+        second = subprocess.run(command(SHIPPED, tmp_path), capture_output=True, text=True, timeout=300)
     assert second.returncode == 1
     assert (
         f"tools.ablate: another tools.ablate trains into {tmp_path}; choose another --out (held by"
@@ -307,42 +317,127 @@ def test_one_command_at_a_time_trains_into_a_folder(tmp_path: Path):
     )
 
 
-@pytest.mark.slow
-def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data: Path, tmp_path: Path):
-    values = tomli.loads(SHIPPED.read_text())
-    lock = next(prepared_data.glob("**/phase1.lock.json"))
-    text = SHIPPED.read_text().replace(values["training"]["lock"], str(lock))
+def toy(prepared_data: Path, path: Path, more: str = "") -> Path:
+    """The shipped ablation on the tests' data: two seeds, one rate, six steps."""
     shrunk = {
-        "steps = 1500": "steps = 3", "seq_len = 128": "seq_len = 16", "batch_sequences = 8": "batch_sequences = 2",
-        "num_hidden_layers = 8": "num_hidden_layers = 3", "[0, 1, 2]": "[0, 1]",
+        'lock = "data/ablation/phase1.lock.json"': f'lock = "{prepared_data}/phase1.lock.json"\n{more}',
+        "steps = 1500": "steps = 6", "seq_len = 256 ": "seq_len = 32 ", "batch_sequences = 4": "batch_sequences = 2",
+        "num_hidden_layers = 8": "num_hidden_layers = 3", "seeds = [0, 1, 2]": "seeds = [0, 1]",
+        "learning_rates = [3e-3, 1.5e-3, 6e-3]": "learning_rates = [3e-3]",
     }  # fmt: skip
+    text = SHIPPED.read_text()
     for old, new in shrunk.items():
         assert old in text
         text = text.replace(old, new)
-    config = tmp_path / "toy.toml"
-    config.write_text(text + "\n")
-    out = tmp_path / "out"
+    path.write_text(text)
+    return path
+
+
+def losses(out: Path) -> dict[tuple[str, int], float]:
+    rows = [
+        json.loads(line) for line in (out / "results.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
+    assert len({(row["variant"], row["seed"]) for row in rows}) == len(rows)
+    return {(row["variant"], row["seed"]): row["valid_loss"] for row in rows}
+
+
+@pytest.mark.slow
+def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data: Path, tmp_path: Path):
+    config, out = toy(prepared_data, tmp_path / "toy.toml"), tmp_path / "out"
     flags = ("--variants", "delay_0", "delay_2", "ladder", "lost_lane")
     page = ("--page", str(tmp_path / "page.md"), "--figure", str(out / "ablation.svg"))
-    first = run(config, out, *flags, *page)
-    assert first.returncode == 0, first.stderr
-    lines = (out / "results.jsonl").read_text().splitlines()
-    assert len(lines) == 4 * 3 * 2
-    (out / "results.jsonl").write_text("\n".join(lines[:9]) + "\n" + lines[9][:40])  # cut off while it wrote
-    again = run(config, out, *flags)
-    assert again.returncode == 0, again.stderr
-    key = ("variant", "seed", "learning_rate", "valid_loss")
-    whole = [line for line in (out / "results.jsonl").read_text().splitlines() if line.endswith("}")]
-    rows = [sorted(str([json.loads(line)[k] for k in key]) for line in part) for part in (lines, whole)]
-    assert rows[0] == rows[1]  # the same losses to the last bit
+    status, said = run(config, out, *flags, *page)
+    assert status == 0, said
+    whole = losses(out)
+    assert len(whole) == len(set(whole.values())) == 4 * 2
     assert (out / "ablation.svg").read_text().lstrip().startswith("<?xml")
     assert "| delay 2 |" in (tmp_path / "page.md").read_text()
     assert "](out/ablation.svg)" in (tmp_path / "page.md").read_text()
+    lines = (out / "results.jsonl").read_text().splitlines()
     assert (tmp_path / "page.jsonl").read_text().splitlines() == lines
+    # cut off while it wrote: what has ended is not trained again
+    (out / "results.jsonl").write_text("\n".join(lines[:5]) + "\n" + lines[5][:40])
+    status, said = run(config, out, *flags)
+    assert status == 0, said
+    assert losses(out) == whole
+    assert all(
+        len((run / "attempts.jsonl").read_text().splitlines()) == 1 for run in (out / "runs").iterdir()
+    )
     other = run(config, out, *flags, "--device", "meta")
-    assert other.returncode == 1
-    assert "holds results of another training (device)" in other.stderr
+    assert other[0] == 1
+    assert "holds results of another training (device)" in other[1]
     (out / "results.jsonl").write_text(json.dumps({**json.loads(lines[0]), "data": "0"}) + "\n")
     other = run(config, out, *flags)
-    assert other.returncode == 1
-    assert "holds results of other data" in other.stderr
+    assert other[0] == 1
+    assert "holds results of other data" in other[1]
+    # a run that was stopped goes on at its checkpoint, and ends as if it had not been: the same losses to the last bit
+    stopped = tmp_path / "again" / "runs" / "0m5-ladder-1-0.003"
+    stopped.mkdir(parents=True)
+    (stopped / "stop").touch()
+    seed = ("--variants", "delay_0", "ladder")
+    status, said = run(config, tmp_path / "again", *seed)
+    assert status == 1
+    assert f"its log is {stopped}/train.log" in said
+    with pytest.raises(ValueError, match="'ladder', which a Hugging Face config cannot express"):
+        export_hf.check_joins(stopped / "checkpoint" / "step-1")
+    status, said = run(config, tmp_path / "again", *seed)
+    assert status == 0, said
+    assert losses(tmp_path / "again") == {key: loss for key, loss in whole.items() if key[0] in seed}
+    attempts = [json.loads(line) for line in (stopped / "attempts.jsonl").read_text().splitlines()]
+    assert [attempt["step"] for attempt in attempts] == [0, 1]
+    status, said = run(toy(prepared_data, config, "warmup_ratio = 0.5"), tmp_path / "again", *seed)
+    assert "holds results of another training (warmup_ratio)" in said
+
+
+@pytest.mark.slow
+def test_an_interrupted_ablation_leaves_no_run_behind_and_its_runs_have_saved(
+    prepared_data: Path, tmp_path: Path
+):
+    config, out = toy(prepared_data, tmp_path / "toy.toml"), tmp_path / "out"
+    config.write_text(config.read_text().replace("steps = 6", "steps = 500"))
+    log, pid, trained = tmp_path / "log", tmp_path / "pid", out / "runs" / "0m5-delay_0-0-0.003"
+
+    def interrupt() -> None:
+        while not (trained / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        os.kill(int(pid.read_text()), signal.SIGINT)
+
+    job = {"command": command(config, out, "--variants", "delay_0"), "environment": {}}
+    assert ask({**job, "log": str(log), "pid": str(pid)}, interrupt) == 130, log.read_text()
+    assert "interrupted; the same command goes on" in log.read_text()
+    outcome = read_outcome(trained)
+    assert outcome["code"] == STOPPED
+    assert (trained / "checkpoint" / f"step-{outcome['step']}").exists()
+    assert not (out / "results.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_has_no_loss_and_ends_nothing(prepared_data: Path, tmp_path: Path):
+    config = toy(prepared_data, tmp_path / "toy.toml")
+    config.write_text(config.read_text().replace("learning_rates = [3e-3]", "learning_rates = [1e30, 3e-3]"))
+    status, said = run(config, tmp_path / "out", "--variants", "delay_0")
+    assert status == 0, said
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [(row["learning_rate"], row["valid_loss"] is None) for row in rows] == [
+        (1e30, True), (1e30, True), (3e-3, False), (3e-3, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_gpus_path_at_toy_size_on_a_cpu(prepared_data: Path, tmp_path: Path):
+    found = []
+    for name, more in {"plain": "", "gpu": 'bf16 = true\ncompile = "aot_eager"'}.items():
+        config = toy(prepared_data, tmp_path / f"{name}.toml", more)
+        flags = ("--variants", "delay_0", "delay_1", "ladder", "--keep-weights")
+        status, said = run(config, tmp_path / name, *flags)
+        assert status == 0, said
+        found.append(losses(tmp_path / name))
+    plain, gpu = found
+    for key, loss in plain.items():
+        assert gpu[key] != loss
+        assert gpu[key] == pytest.approx(loss, rel=2**-6)
+    assert sorted(path.name for path in (tmp_path / "gpu" / "weights").iterdir()) == [
+        f"0m5-delay_{delay}-{seed}-0.003" for delay in (0, 1) for seed in (0, 1)
+    ]
+    folder = tmp_path / "plain" / "weights" / "0m5-delay_1-0-0.003"
+    assert read_checkpoint(folder).config.broadcast_delay == 1

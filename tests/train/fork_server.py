@@ -36,7 +36,14 @@ from typing import Any, NoReturn
 ENVIRONMENT = dict(os.environ)  # without what imports add to it
 GRACE_S = 5.0  # for the other ranks, to say what they saw of a failure
 TIMEOUT_S = 500.0
-WARM = ("train", "train.supervise", "train.job_config", "torch.distributed.run", "tests.train.rank")
+WARM = (
+    "train",
+    "train.supervise",
+    "train.job_config",
+    "torch.distributed.run",
+    "tests.train.rank",
+    "tools.ablate",
+)
 
 
 class Popen(subprocess.Popen):

@@ -1,21 +1,25 @@
 """`python -m tools.ablate configs/ablation.toml --out DIR`: what the delay and other joins cost in quality.
 
 Trains every variant of the config on the same tokens, paired by seed, at every learning rate: all seeds of
-the first rate, then of the next. Results are lines of DIR/results.jsonl; a run that was interrupted goes on
-where it stopped. Then DIR/report.json, table and figure: paired differences in validation loss with 95% t
-intervals. --report makes only these, --plan only says what the runs would cost on a GPU.
+the first rate, then of the next. Each run is a job of the shipped trainer in DIR/runs, and a line of
+DIR/results.jsonl when it is over; after an interruption the same command goes on at the newest checkpoints.
+Then DIR/report.json, table and figure: paired differences in validation loss with 95% t intervals. --report
+makes only these, --plan only says what the runs would cost on a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
+import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
+import psutil
+import torch
 import tyro
 from rich.console import Console
 from rich.markdown import Markdown
@@ -23,19 +27,19 @@ from rich.progress import Progress
 
 from data_mixtures.mixture import Mixture
 from records.files import append_line, code_version, hold_lock, read_lines, write_atomically
-from records.workers import end_with_parent
 from tools.bench.harness import ROOT
 
 from .figure import draw
 from .page import ablation_section, put_section
 from .plan import Options, Plan
 from .price import price_section
-from .report import paired, read_results
+from .report import Result, paired, read_results
 from .training import Job, Training, run_job
 
 
 def main() -> None:
     options = tyro.cli(Options, prog="python -m tools.ablate", description=__doc__)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # runs are to save, whoever ends this
     try:
         plan = Plan.read(options)
         if options.plan:
@@ -43,11 +47,10 @@ def main() -> None:
             return
         path = options.out / "results.jsonl"
         if not options.report:
-            weights = options.out / "weights" if options.keep_weights else None
             with hold_lock(
                 options.out / ".lock", f"another tools.ablate trains into {options.out}; choose another --out"
             ):
-                train(list(plan.jobs()), plan.training, path, options.workers, weights)
+                train(list(plan.jobs()), plan.training, path, options.workers, options.keep_weights)
         finish(options, plan, path)
     except (ValueError, OSError) as error:
         raise SystemExit(f"tools.ablate: {error}") from None
@@ -56,38 +59,47 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-def train(jobs: list[Job], training: Training, path: Path, workers: int, weights: Path | None) -> None:
+def train(jobs: list[Job], training: Training, path: Path, workers: int, keep_weights: bool) -> None:
     """Run the jobs whose results the file does not hold; each result is a line at once.
 
-    ValueError where the file's results come from another training or other data.
+    ValueError where the file's results come from another training or other data, and for a run that fails.
     """
-    there, shared = read_lines(path), dataclasses.asdict(training)
-    others = (dataclasses.asdict(Training.of_result(r["training"])) for r in there)
-    if other := next((other for other in others if other != shared), None):
-        differing = [name for name in shared if other[name] != shared[name]]
-        raise ValueError(
-            f"{path} holds results of another training ({', '.join(differing)}); choose another --out"
-        )
-    data = Mixture.open(training.lock).fingerprint
-    if any(r.get("data", data) != data for r in there):
-        raise ValueError(f"{path} holds results of other data than {training.lock} has; choose another --out")
+    origin = {"training": dataclasses.asdict(training), "data": Mixture.open(training.lock).fingerprint}
+    there = read_lines(path)
+    check_origin(there, origin, path)
+    if training.device not in ("cpu", "cuda") or (
+        training.device == "cuda" and not torch.cuda.is_available()
+    ):
+        raise ValueError(f"there is no device {training.device!r} here; choose from cpu, cuda")
     done = [[r["size"], r["variant"], r["seed"], r["learning_rate"]] for r in there]
     left = [job for job in jobs if job.key not in done]
-    origin = {"training": shared, "data": data, "commit": code_version(ROOT)}
-    context = multiprocessing.get_context("spawn")
-    with (
-        Progress(console=Console(stderr=True)) as progress,
-        ProcessPoolExecutor(workers, context, end_with_parent) as pool,
-    ):
+    origin["commit"] = code_version(ROOT)
+    with Progress(console=Console(stderr=True)) as progress, ThreadPoolExecutor(workers) as pool:
         task = progress.add_task(f"training runs -> {path}", total=len(jobs), completed=len(jobs) - len(left))
-        futures = [pool.submit(run_job, job, training, weights) for job in left]
+        futures = [pool.submit(run_job, job, training, path.parent, keep_weights) for job in left]
         try:
             for future in as_completed(futures):
                 append_line(path, json.dumps({**future.result(), **origin, "time": time.time()}))
                 progress.update(task, advance=1)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in psutil.Process().children():
+                process.terminate()  # it saves a checkpoint first
             raise
+
+
+def check_origin(results: list[Result], origin: dict[str, Any], path: Path) -> None:
+    """ValueError unless all results come from this training and these data."""
+    shared = origin["training"]
+    for r in results:
+        if differing := [name for name in shared if r["training"].get(name) != shared[name]]:
+            raise ValueError(
+                f"{path} holds results of another training ({', '.join(differing)}); choose another --out"
+            )
+        if r.get("data", origin["data"]) != origin["data"]:
+            raise ValueError(
+                f"{path} holds results of other data than {shared['lock']} has; choose another --out"
+            )
 
 
 def finish(options: Options, plan: Plan, path: Path) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,35 +67,26 @@ class LaneWatch:
         self.partials: dict[tuple[int, str], Tensor] = {}
         self.hooks: list[Any] = []
         for i, layer in enumerate(cast("list[LaneformerLayer]", list(model.layers))):
-            for name, module in (("attention", layer.attention), ("mlp", layer.feed_forward)):
-                self.hooks.append(module.register_forward_hook(self.keeper(i, name)))
-            self.hooks.append(layer.register_forward_hook(self.measurer(i)))
+            for name, module in zip(MODULES, (layer.attention, layer.feed_forward), strict=True):
+                self.hooks.append(module.register_forward_hook(partial(self.keep, i, name)))
+            self.hooks.append(layer.register_forward_hook(partial(self.measure, i)))
 
-    def keeper(self, layer: int, name: str) -> Any:
-        def keep(module: nn.Module, inputs: Any, partial: Tensor) -> None:
-            self.partials[layer, name] = partial
-            self.partials.pop((layer - self.config.broadcast_delay - 1, name), None)
+    def keep(self, layer: int, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.partials[layer, name] = output
+        self.partials.pop((layer - self.config.broadcast_delay - 1, name), None)
 
-        return keep
-
-    def measurer(self, layer: int) -> Any:
-        def measure(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> None:
-            h, own = (
-                outputs[0].double(),
-                torch.stack([self.partials[layer, name] for name in MODULES]).double().sum(0),
-            )
-            lanes, length = h.shape[2], h.norm(dim=-1)
-            # |sum of unit vectors|^2 = L + all pairs' cosines
-            towards = (h / length[..., None]).sum(2).square().sum(-1)
-            pairs = lanes * (lanes - 1)
-            cosine = (towards - lanes) / pairs if pairs else torch.ones_like(towards)
-            stale = self.stale(layer).double().norm(dim=-1) / length
-            share = own.norm(dim=-1) / own.sum(2, keepdim=True).norm(dim=-1)
-            figures = (cosine, stale.mean(2), share.mean(2))
-            self.sums[layer] += torch.stack([figure.sum() for figure in figures])
-            self.positions += cosine.numel() if layer == 0 else 0
-
-        return measure
+    def measure(self, layer: int, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> None:
+        h = outputs[0].double()
+        own = torch.stack([self.partials[layer, name] for name in MODULES]).double().sum(0)
+        lanes, length = h.shape[2], h.norm(dim=-1)
+        # |sum of unit vectors|^2 = L + all pairs' cosines
+        towards = (h / length[..., None]).sum(2).square().sum(-1)
+        pairs = lanes * (lanes - 1)
+        cosine = (towards - lanes) / pairs if pairs else torch.ones_like(towards)
+        stale = self.stale(layer).double().norm(dim=-1) / length
+        share = own.norm(dim=-1) / own.sum(2, keepdim=True).norm(dim=-1)
+        self.sums[layer] += torch.stack([each.sum() for each in (cosine, stale.mean(2), share.mean(2))])
+        self.positions += cosine.numel() if layer == 0 else 0
 
     def stale(self, layer: int) -> Tensor:
         """What each lane lacks after a layer, (B, S, L, D): the others' outputs that are on their
@@ -102,13 +94,12 @@ class LaneWatch:
 
         A lane's own outputs have joined. Outputs of layers that do not reduce at all are not late.
         """
-        partials = self.partials[layer, MODULES[0]]
-        lacking = torch.zeros_like(partials)
+        lacking = torch.zeros_like(self.partials[layer, MODULES[0]])
         for i in range(max(0, layer - self.config.broadcast_delay + 1), layer + 1):
             for name in MODULES:
                 if self.config.join(i, name) == Join.PAST or self.config.broadcasts(i, name):
-                    partial = self.partials[i, name]
-                    lacking += partial.sum(2, keepdim=True) - partial
+                    mine = self.partials[i, name]
+                    lacking += mine.sum(2, keepdim=True) - mine
         return lacking
 
     def rows(self) -> list[dict[str, float]]:
@@ -139,9 +130,9 @@ def losses(model: Laneformer, windows: np.ndarray) -> list[float]:
 
 
 def settings(config: LaneformerConfig) -> list[LaneformerConfig]:
-    """The model's own joins, then delays 0 to 4 with early joins and without."""
+    """Delays 0 to 4 with early joins and without."""
     wanted = [(0, True), *((delay, early) for early in (True, False) for delay in (1, 2, 3, 4))]
-    return [config, *(dataclasses.replace(config, broadcast_delay=d, use_early_comm=e) for d, e in wanted)]
+    return [dataclasses.replace(config, broadcast_delay=d, use_early_comm=e) for d, e in wanted]
 
 
 def diagnose(options: Options) -> dict[str, Any]:
@@ -159,31 +150,27 @@ def diagnose(options: Options) -> dict[str, Any]:
         )
     model = model_of(config, weights)
     watch = LaneWatch(model)
-    losses(model, windows)
+    own = losses(model, windows)
     watch.close()
     rows: list[dict[str, Any]] = []
-    own: list[float] = []
     for other in track(settings(config), "losses", console=Console(stderr=True)):
         found = losses(model_of(other, weights), windows)
-        own = own or found
         mean, half, _ = interval([a - b for a, b in zip(found, own, strict=True)])
-        trained = (other.broadcast_delay, other.use_early_comm) == (
-            config.broadcast_delay,
-            config.use_early_comm,
-        )
-        row = {"delay": other.broadcast_delay, "early_joins": other.use_early_comm, "as_trained": trained}
-        rows.append({**row, "loss": float(np.mean(found)), "difference": mean, "half_width_95": half})
-    about = {
+        rows.append(
+            {
+                "delay": other.broadcast_delay, "early_joins": other.use_early_comm, "as_trained": other == config,
+                "loss": float(np.mean(found)), "difference": mean, "half_width_95": half,
+            }
+        )  # fmt: skip
+    trained = {"delay": config.broadcast_delay, "early_joins": config.use_early_comm, "as_trained": True}
+    return {
+        "folder": options.folder.name,
         "lanes": config.num_lanes,
         "windows": len(windows),
         "tokens": len(windows) * (windows.shape[1] - 1),
-    }
-    return {
-        "folder": options.folder.name,
-        **about,
         "layers": watch.rows(),
-        "losses": rows[1:],
-        "own": rows[0],
+        "losses": rows,
+        "own": {**trained, "loss": float(np.mean(own)), "difference": 0.0, "half_width_95": 0.0},
     }
 
 

@@ -78,28 +78,23 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     )
     by_delay, by_lanes, neighbours = panels["delay"], panels["lanes"], panels["neighbours"]
     lanes = next((row["model"]["num_lanes"] for row in rows if row["role"] == "baseline"), None)
-    plain = [row for row in rows if is_plain(row)]
-    curve = [row for row in plain if row["model"]["num_lanes"] == lanes]
+    curve = [row for row in rows if is_plain(row) and row["model"]["num_lanes"] == lanes]
     order: dict[str, int] = {}
     for number, (size, color) in enumerate(colors.items()):
         own, shift = [row for row in rows if row["size"] == size], 0.1 * (number - (len(colors) - 1) / 2)
-        here = [row for row in plain if row["size"] == size]
-        no_early = [row for row in own if row["variant"] == "delay_2_no_early"]
-        floor = noise_floor(own)
+        floor, delay = noise_floor(own), of_model("broadcast_delay", shift)
         for panel in (by_delay, by_lanes):
             panel.axhspan(-floor, floor, color=color, alpha=0.1, linewidth=0)
         neighbours.axvspan(-floor, floor, color=color, alpha=0.1, linewidth=0)
         label = f"{own[0]['parameters'] / 1e6:.3g}M parameters"
-        points(
-            by_delay, [r for r in curve if r in own], of_model("broadcast_delay", shift), "o-", color, label
-        )
+        points(by_delay, [row for row in curve if row["size"] == size], delay, "o-", color, label)
+        no_early = [row for row in own if row["variant"] == "delay_2_no_early"]
         points(by_delay, no_early, of_model("broadcast_delay", shift + 0.25), "x", color, "no early joins")
-        delayed = [r for r in here if r["model"]["broadcast_delay"] == 2]
-        points(by_lanes, delayed, of_model("num_lanes", shift), "o-", color, "delay 2")
-        delay_0 = [r for r in here if not r["model"]["broadcast_delay"]]
-        points(by_lanes, delay_0, of_model("num_lanes", shift), "s", color, "delay 0")
-        others = [r for r in own if (r["joins"] and not r["role"]) or r["variant"] == "no_reduce"]
-        controls = [r for r in own if r["role"] in ("noise floor", "planted fault")]
+        for layers, fmt in ((2, "o-"), (0, "s")):
+            plain = [row for row in own if is_plain(row) and row["model"]["broadcast_delay"] == layers]
+            points(by_lanes, plain, of_model("num_lanes", shift), fmt, color, f"delay {layers}")
+        others = [row for row in own if (row["joins"] and not row["role"]) or row["variant"] == "no_reduce"]
+        controls = [row for row in own if row["role"] in ("noise floor", "planted fault")]
         draw_neighbours(neighbours, [*others, *controls], color, shift, order)
     if by_size := panels.get("size"):
         names = dict.fromkeys(row["variant"] for row in curve if row["role"] is None)

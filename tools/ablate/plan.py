@@ -11,6 +11,8 @@ from typing import Any
 import tomli
 import tyro
 
+from records.job import read_sections
+
 from .training import Job, Training
 
 KEYS = ("baseline", "seeds", "learning_rates", "training", "sizes", "variants")
@@ -21,7 +23,7 @@ class Options:
     config: tyro.conf.Positional[Path]
     """The variants, sizes, seeds and the training that they share (TOML)."""
     out: Path
-    """Folder of results.jsonl, report.json and ablation.svg."""
+    """Folder of results.jsonl, runs, report.json and ablation.svg."""
     sizes: tuple[str, ...] = ("0m5",)
     """Sizes of the config to train."""
     variants: tuple[str, ...] = ()
@@ -35,7 +37,7 @@ class Options:
     steps: int | None = None
     """Steps of a run; default: the config's."""
     keep_weights: bool = False
-    """Keep a model folder of each run in OUT/weights, for tools.ablate.diagnose."""
+    """Keep a model folder of each run in OUT/weights, for tools.ablate.diagnose; the others' weights are not kept."""
     report: bool = False
     """Train nothing; report what there is."""
     page: Path | None = None
@@ -79,6 +81,7 @@ class Plan:
         shared = values["training"] | (on_cuda if options.device == "cuda" else {})
         given = {"device": options.device, "lock": options.lock, "steps": options.steps}
         shared |= {key: value for key, value in given.items() if value is not None}
+        shared["job"] = read_sections(Path(shared["job"]))
         sizes = chosen("size", options.sizes, values["sizes"])
         variants = chosen("variant", options.variants or tuple(values["variants"]), values["variants"])
         if values["baseline"] not in variants:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,50 +28,42 @@ def read_results(path: Path) -> list[Result]:
     ]
 
 
-def swept(results: Sequence[Result]) -> dict[tuple[str, str], dict[float, float]]:
-    """Mean loss of each learning rate of each size and variant, over seeds; of those rates that
-    have the most seeds.
-    """
-    losses: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for r in results:
-        losses[r["size"], r["variant"]][r["learning_rate"]].append(r["valid_loss"])
-    found = {}
-    for key, rates in losses.items():
-        most = max(map(len, rates.values()))
-        found[key] = {rate: sum(own) / most for rate, own in rates.items() if len(own) == most}
-    return found
+def mean_losses(rates: dict[float, dict[int, Result]]) -> dict[float, float]:
+    """Mean loss over seeds of each learning rate; of those rates that have the most seeds."""
+    most = max(map(len, rates.values()))
+    return {
+        rate: sum(r["valid_loss"] for r in by_seed.values()) / most
+        for rate, by_seed in rates.items()
+        if len(by_seed) == most
+    }
 
 
 def paired(results: Sequence[Result], baseline: str) -> list[Row]:
     """Every size and variant against the baseline, each at its best of the learning rates
     that both have tried.
     """
-    sweeps, runs = (
-        swept(results),
-        {(r["size"], r["variant"], r["learning_rate"], r["seed"]): r for r in results},
-    )
+    runs: dict[tuple[str, str], dict[float, dict[int, Result]]] = defaultdict(lambda: defaultdict(dict))
+    for r in results:
+        runs[r["size"], r["variant"]][r["learning_rate"]][r["seed"]] = r
+    means = {key: mean_losses(rates) for key, rates in runs.items()}
     rows = []
-    for (size, variant), tried in sweeps.items():
-        of_base = sweeps.get((size, baseline), {})
+    for (size, variant), tried in means.items():
+        of_base = means.get((size, baseline), {})
         if not (rates := sorted(tried.keys() & of_base.keys())):
             continue
         rate, base_rate = min(rates, key=tried.__getitem__), min(rates, key=of_base.__getitem__)
-        seeds = sorted(
-            s for *run, s in runs if run == [size, variant, rate] and (size, baseline, base_rate, s) in runs
-        )
-        if not seeds:
+        own, base = runs[size, variant][rate], runs[size, baseline][base_rate]
+        if not (seeds := sorted(own.keys() & base.keys())):
             continue
-        own = [runs[size, variant, rate, seed]["valid_loss"] for seed in seeds]
-        base = [runs[size, baseline, base_rate, seed]["valid_loss"] for seed in seeds]
-        mean, half, deviation = interval([a - b for a, b in zip(own, base, strict=True)])
-        one = runs[size, variant, rate, seeds[0]]
+        mean, half, deviation = interval([own[s]["valid_loss"] - base[s]["valid_loss"] for s in seeds])
+        one = own[seeds[0]]
         rows.append(
             {
-                "size": size, "variant": variant, "role": role(one, baseline), "model": one["model"],
-                "joins": one["joins"], "parameters": one["parameters"], "tokens": one["tokens"],
+                "size": size, "variant": variant, "role": role(one, baseline),
+                **{name: one[name] for name in ("model", "joins", "parameters", "tokens")},
                 "learning_rate": rate, "rates": len(rates),
                 "edge_of_sweep": len(rates) > 1 and rate in (rates[0], rates[-1]),
-                "seeds": len(seeds), "valid_loss": sum(own) / len(own),
+                "seeds": len(seeds), "valid_loss": sum(own[s]["valid_loss"] for s in seeds) / len(seeds),
                 "difference": mean, "half_width_95": half, "deviation": deviation,
             }
         )  # fmt: skip
@@ -80,14 +72,11 @@ def paired(results: Sequence[Result], baseline: str) -> list[Row]:
 
 def role(result: Result, baseline: str) -> str | None:
     """What a variant is there for, beside being compared."""
-    controls = {
-        "planted fault": (result["joins"] or "").startswith("lost_"),
-        "noise floor": bool(result["seed_offset"]),
-    }
-    return next(
-        (name for name, is_it in controls.items() if is_it),
-        "baseline" * (result["variant"] == baseline) or None,
-    )
+    if (result["joins"] or "").startswith("lost_"):
+        return "planted fault"
+    if result["seed_offset"]:
+        return "noise floor"
+    return "baseline" if result["variant"] == baseline else None
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -106,11 +95,8 @@ def detectable(deviation: float, n: int) -> float:
     if n < 2 or not math.isfinite(deviation):
         return math.nan
     critical = student_t.ppf(0.975, n - 1)
-    return (
-        float(brentq(lambda shift: nct.sf(critical, n - 1, shift) - POWER, 0.0, 50.0))
-        * deviation
-        / math.sqrt(n)
-    )
+    shift = brentq(lambda shift: nct.sf(critical, n - 1, shift) - POWER, 0.0, 50.0)
+    return float(shift) * deviation / math.sqrt(n)
 
 
 def pooled_deviation(rows: Sequence[Row]) -> float:
@@ -132,33 +118,29 @@ def together(results: Sequence[Result], baseline: str) -> Row | None:
     baseline; `half_width_95_of_all`: so wide that all hold at once in 95% of experiments (Bonferroni).
     None without repeated seeds.
     """
-    at_rate: dict[float, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for r in results:
-        if role(r, baseline) != "planted fault" and math.isfinite(r["valid_loss"]):
-            at_rate[r["learning_rate"]][r["variant"]][r["seed"]] = r["valid_loss"]
-    if not at_rate:
+    kept = [r for r in results if role(r, baseline) != "planted fault" and math.isfinite(r["valid_loss"])]
+    if not kept:
         return None
-    rate = max(at_rate, key=lambda rate: sum(map(len, at_rate[rate].values())))
-    seeds = max(at_rate[rate].values(), key=len).keys()
-    whole = {name: own for name, own in at_rate[rate].items() if own.keys() == seeds}
-    n, losses = (
-        len(seeds),
-        np.array([[own[seed] for seed in seeds] for own in whole.values()]),
-    )  # (variants, seeds)
-    if n < 2 or len(losses) < 2 or baseline not in whole:
+    rate = Counter(r["learning_rate"] for r in kept).most_common(1)[0][0]
+    by_seed: dict[str, dict[int, float]] = defaultdict(dict)
+    for r in kept:
+        if r["learning_rate"] == rate:
+            by_seed[r["variant"]][r["seed"]] = r["valid_loss"]
+    seeds = max(by_seed.values(), key=len).keys()
+    whole = {name: [own[s] for s in seeds] for name, own in by_seed.items() if own.keys() == seeds}
+    n, compared = len(seeds), len(whole) - 1
+    if n < 2 or compared < 1 or baseline not in whole:
         return None
-    means, degrees = losses.mean(1, keepdims=True), (len(losses) - 1) * (n - 1)
-    variance = float(((losses - means - losses.mean(0) + losses.mean()) ** 2).sum()) / degrees
-    mean, compared, error = (
-        dict(zip(whole, means[:, 0], strict=True)),
-        len(losses) - 1,
-        math.sqrt(2 * variance / n),
-    )
+    losses = np.array(list(whole.values()))  # (variants, seeds)
+    means, degrees = losses.mean(1), compared * (n - 1)
+    residuals = losses - means[:, None] - losses.mean(0) + losses.mean()
+    deviation = math.sqrt((residuals**2).sum() / degrees)
+    mean = dict(zip(whole, means.tolist(), strict=True))
+    half = student_t.ppf([0.975, 1 - 0.025 / compared], degrees) * deviation * math.sqrt(2 / n)
     return {
-        "learning_rate": rate, "seeds": n, "degrees": degrees, "deviation": math.sqrt(variance),
-        "differences": {name: float(m - mean[baseline]) for name, m in mean.items() if name != baseline},
-        "half_width_95": float(student_t.ppf(0.975, degrees)) * error,
-        "half_width_95_of_all": float(student_t.ppf(1 - 0.025 / compared, degrees)) * error,
+        "learning_rate": rate, "seeds": n, "degrees": degrees, "deviation": deviation,
+        "differences": {name: m - mean[baseline] for name, m in mean.items() if name != baseline},
+        "half_width_95": float(half[0]), "half_width_95_of_all": float(half[1]),
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ class VariantArgs(LaneformerArgs):
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         super().update_from_config(job_config, **kwargs)
-        self.joins = job_config.variant.joins  # type: ignore[attr-defined]
+        self.joins = job_config.variant.joins
 
 
 class VariantLaneformer(TitanLaneformer):
@@ -32,5 +32,5 @@ class VariantLaneformer(TitanLaneformer):
             self.layers = neighbour_layers(self.config, model_args.joins, TitanLayer)
 
 
-ARGS = {flavor: VariantArgs(config=args.config) for flavor, args in SPEC.model_args.items()}  # type: ignore[attr-defined]
+ARGS = {flavor: VariantArgs(config=args.config) for flavor, args in SPEC.model_args.items()}
 register(replace(SPEC, model_cls=VariantLaneformer, model_args=ARGS))

@@ -1,59 +1,45 @@
-"""One training run of the ablation: a function of its job alone, on one thread.
+"""One run of the ablation: a job of the shipped trainer, in a process of its own.
 
-Paired by design: a seed gives every variant of a size the same batches, since batch N of a mixture is a
-function, and the same initial weights, since a tensor's numbers depend on its name and the seed (where the
-number of lanes differs, the same numbers in another arrangement). What differs is the joins.
+Paired by design: a seed gives every variant of a size the same batches, those after the ones that smaller seeds
+use, and the same initial weights, since a tensor's numbers depend on its name and the seed (where the number of
+lanes differs, the same numbers in another arrangement). What differs is the joins.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Callable, Mapping
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors.torch import save_file
-from torch.nn import functional as F
+import tomli_w
 
-from data_mixtures.mixture import Mixture, valid_windows
-from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import hf_name
-from records.files import write_atomically
+from data_mixtures.mixture import read_lock
+from laneformer import LaneformerConfig
+from records.events import BAD_STEP, DONE, read_outcome
+from records.files import read_lines, write_atomically
+from train.supervise.attempt import exit_words, free_port, last_text
 
-from .variants import build
-
-Model = Callable[[torch.Tensor], torch.Tensor]  # token ids (b, S) -> logits (b, S, V)
+ERROR_BYTES = 2000  # of a log whose run has failed
 
 
 @dataclass(frozen=True)
 class Training:
-    """What all runs share: AdamW, a warmup and a linear cooldown (WSD), as in the shipped jobs."""
+    """What all runs share. `job` holds the sections of the job file on which they are based."""
 
     lock: str
     steps: int
     batch_sequences: int
     seq_len: int
+    job: dict[str, Any]
     warmup_ratio: float = 0.05
-    cooldown_ratio: float = 0.2
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip_norm: float = 1.0
-    valid_windows: int = 64  # of each source
     device: str = "cpu"
-    bf16: bool = False  # products under autocast; weights, streams and optimizer stay float32
+    bf16: bool = False  # weights and products of the forward pass; master weights and optimizer stay float32
     compile: str | None = None  # a backend of torch.compile
-
-    @classmethod
-    def of_result(cls, values: Mapping[str, Any]) -> Training:
-        """As a line of results.jsonl has it; lines older than a field have the
-        default, which changes nothing.
-        """
-        return cls(**{**values, "betas": tuple(values["betas"])})
 
     @property
     def tokens(self) -> int:
@@ -77,104 +63,95 @@ class Job:
         """What a result is found by."""
         return [self.size, self.variant, self.seed, self.learning_rate]
 
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, self.key))
 
-def run_job(job: Job, training: Training, weights: Path | None = None) -> dict[str, Any]:
-    """Train and validate; the result as JSON values. ValueError for a job that the mixture
-    or the config refuses.
 
-    weights: folder that receives a model folder of every run whose joins a config describes.
+def job_file(job: Job, training: Training, run: Path) -> str:
+    """The trainer's job file of one run, TOML."""
+    first = job.seed * training.steps * training.batch_sequences
+    own: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": str(run)},
+        "variant": {"joins": job.joins or ""},
+        "architecture": {
+            "vocab_size": read_lock(Path(training.lock))["vocab_size"],
+            "max_position_embeddings": training.seq_len,
+            **job.model,
+        },
+        "mixture": {"lock": training.lock},
+        "training": {
+            "steps": training.steps,
+            "seq_len": training.seq_len,
+            "global_batch_size": training.batch_sequences,
+            "local_batch_size": training.batch_sequences,
+            "mixed_precision_param": "bfloat16" if training.bf16 else "float32",
+        },
+        "optimizer": {"lr": job.learning_rate},
+        "lr_scheduler": {"warmup_steps": max(1, round(training.steps * training.warmup_ratio))},
+        "compile": {"enable": True, "backend": training.compile} if training.compile else {"enable": False},
+        "resilience": {"skip_sequences": [[0, first]] if first else []},
+        "debug": {"seed": job.seed + job.seed_offset},
+    }
+    names = dict.fromkeys([*training.job, *own])
+    return tomli_w.dumps({name: {**training.job.get(name, {}), **own.get(name, {})} for name in names})
+
+
+def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict[str, Any]:
+    """Train OUT/runs/NAME to its end, from its newest checkpoint if it has one; the result as JSON values.
+
+    A run that has ended already is not trained again: its result is read. keep_weights: whether a run whose joins
+    a config describes leaves a model folder OUT/weights/NAME. Raises ValueError for a run that fails.
     """
-    torch.set_num_threads(1)
-    began, mixture = time.perf_counter(), Mixture.open(training.lock)
-    if training.seq_len > mixture.seq_len:
-        raise ValueError(f"seq_len = {training.seq_len} exceeds the mixture's {mixture.seq_len}")
-    config = LaneformerConfig(
-        vocab_size=mixture.vocab_size, max_position_embeddings=training.seq_len, **job.model
-    )
-    model = build(config, job.joins, job.seed + job.seed_offset).to(training.device)
-    run = compiled(model, training)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": training.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=job.learning_rate, betas=training.betas, fused=training.device == "cuda"
-    )
-    first_sequence = job.seed * training.steps * training.batch_sequences  # a seed has batches of its own
-    loss = torch.tensor(math.nan)
-    for step in range(training.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = job.learning_rate * schedule(step, training)
-        tokens, _ = mixture.sequences(
-            first_sequence + step * training.batch_sequences, training.batch_sequences
-        )
-        loss = loss_of(run, tokens[:, : training.seq_len + 1], training)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
-        optimizer.step()
-    if weights and job.joins is None:
-        save(model, weights / "-".join(map(str, job.key)))
+    run = out / "runs" / job.name
+    path, text = run / "job.toml", job_file(job, training, run)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{run} was trained with other settings; choose another --out")
+    run.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+    if (code := ended(run)) is None:
+        (run / "outcome.json").unlink(missing_ok=True)
+        train(path, run / "train.log", training.device)
+        code = ended(run)
+    rows = read_lines(run / "metrics.jsonl")
+    last = rows[-1] if rows else {}
+    checkpoints = run / "checkpoint"
+    if code == DONE and keep_weights and job.joins is None and checkpoints.exists():
+        from laneformer.hf.export import export  # imports Transformers
+
+        export(checkpoints / f"step-{training.steps}", out / "weights" / job.name, "float32", overwrite=True)
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    config = LaneformerConfig.from_dict(json.loads((run / "model.json").read_text(encoding="utf-8")))
     return {
         **asdict(job), "tokens": training.tokens, "parameters": config.parameter_count()["total"],
-        "train_loss": loss.item(), "valid_loss": validate(run, mixture, training),
-        "seconds": time.perf_counter() - began,
+        "train_loss": last.get("loss"), "valid_loss": last["valid_loss"] if code == DONE else None,
+        "seconds": 3600 * last.get("gpu_hours", 0.0),
     }  # fmt: skip
 
 
-def compiled(model: Laneformer, training: Training) -> Model:
-    """The model as `training.compile` asks; a graph break, or a graph too many, is an error and
-    not a slow run.
-    """
-    if training.compile is None:
-        return model
-    torch.compiler.reset()  # this worker's earlier runs: their graphs would count against the limit
-    return torch.compile(model, backend=training.compile, fullgraph=True)
+def ended(run: Path) -> int | None:
+    """DONE, or BAD_STEP for a run that has diverged; None for one that is not over."""
+    outcome = read_outcome(run)
+    return outcome["code"] if outcome and outcome["code"] in (DONE, BAD_STEP) else None
 
 
-def save(model: Laneformer, folder: Path) -> None:
-    """config.json and model.safetensors, which the engine and tools.ablate.diagnose
-    read; without a tokenizer.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {hf_name(name): w.detach().cpu() for name, w in model.state_dict().items()},
-        folder / "model.safetensors",
-    )
-    write_atomically(
-        folder / "config.json", json.dumps({"model_type": "laneformer", **model.config.to_dict()}) + "\n"
-    )
-
-
-def schedule(step: int, training: Training) -> float:
-    """The learning rate's factor: up over the warmup, flat, down to zero over the cooldown."""
-    warmup = max(1, round(training.steps * training.warmup_ratio))
-    cooldown = max(1, round(training.steps * training.cooldown_ratio))
-    return min(1.0, (step + 1) / warmup, (training.steps - step) / cooldown)
-
-
-def loss_of(model: Model, tokens: np.ndarray, training: Training) -> torch.Tensor:
-    """Mean cross-entropy, nats a token, of windows (b, S + 1)."""
-    ids = torch.from_numpy(tokens.astype(np.int64)).to(training.device)
-    with torch.autocast(training.device, torch.bfloat16, enabled=training.bf16):
-        logits = model(ids[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
-@torch.no_grad()
-def validate(model: Model, mixture: Mixture, training: Training) -> float:
-    """Mean loss over the first held-out windows of every source; a loss that is not
-    finite counts as infinite.
-    """
-    losses = []
-    for source in mixture.source_names:
-        windows = valid_windows(Path(training.lock).parent, source, training.valid_windows)[
-            :, : training.seq_len + 1
-        ]
-        for first in range(0, len(windows), training.batch_sequences):
-            part = windows[first : first + training.batch_sequences]
-            losses += [loss_of(model, part, training).item()] * len(part)
-    mean = float(np.mean(losses))
-    return mean if math.isfinite(mean) else math.inf
+def train(path: Path, log: Path, device: str) -> None:
+    """`python -m train` as the only rank of a job. Raises ValueError, with the end of the log, unless it ends well."""
+    place: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with open(log, "ab") as output:
+        status = subprocess.call(
+            [sys.executable, "-m", "train", "--job.config_file", str(path)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is ours to pass on
+        )
+    if status not in (DONE, BAD_STEP):
+        raise ValueError(
+            f"a run has failed ({exit_words(status)}); its log is {log}, which ends:\n{last_text(log, ERROR_BYTES)}"
+        )

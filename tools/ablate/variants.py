@@ -94,7 +94,7 @@ def neighbour_layers(config: LaneformerConfig, kind: str, base: type[LaneformerL
     if config.broadcast_delay:
         raise ValueError(f"variant {kind!r} has joins of its own: leave broadcast_delay at 0")
     rule, _, count = kind.partition("_")
-    layer = layer_class(rule, base)
+    layer = layer_class(rule, base)  # type: ignore[arg-type]
     return nn.ModuleList(layer(config, i, int(count or 0)) for i in range(config.num_hidden_layers))
 
 
