@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from laneformer import LaneformerConfig
+from tests.records.test_job import JOBS
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted(
-    path for path in (ROOT / "configs").glob("*.toml") if "[job]" in path.read_text()
-)  # not the ablation
+CONFIGS = sorted(JOBS)
 # in a process of its own: TorchTitan is taught about CPUs before it is imported, and keeps global state
 LOAD = """
 import json, sys, torch
