@@ -113,8 +113,6 @@ structure: setup
 	$(BIN)/python -m tools.check.structure
 
 # -rsfE: tests that skip themselves say why, and the last lines name what failed; groups and their order: tests/schedule.py
-# compiled tests and modules are kept between the hundreds of processes that read them
-export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rsfE -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
 test: lint structure browser
