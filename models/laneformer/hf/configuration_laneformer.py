@@ -21,7 +21,7 @@ class LaneformerHFConfig(PretrainedConfig):
     """`config.json` of a Laneformer; an invalid value or a misspelt architecture key raises ValueError."""
 
     model_type = "laneformer"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (Transformers reads this name)
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  (Transformers reads this name)
     rope_scaling = None  # shadows the property of 5.x, which would store the value under another name
 
     def __init__(self, **kwargs: Any):

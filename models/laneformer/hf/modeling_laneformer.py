@@ -2,7 +2,7 @@
 
 What is here is what Transformers adds: its caches and masks, positions for padded batches, the loss,
 generate(), gradient checkpointing. One file serves 4.57 and 5.x; where they differ (the arguments of the mask
-functions, and with them those of StaticCache.update) the signature decides. RoPE is computed in forward: a
+functions, and with them those of StaticCache.update; the cache's name) the signature decides. RoPE is computed in forward: a
 buffer filled in __init__ would stay empty under the meta-device loading of 5.x. An exported folder carries
 this file beside model.py and config.py.
 
@@ -32,6 +32,7 @@ MASK_FUNCTIONS = {
 }
 MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
 TAKES_CACHE_POSITION = "cache_position" in MASK_ARGUMENTS  # 4.x
+CACHE = "cache" if "cache" in MASK_ARGUMENTS else "past_key_values"  # from 5.24 on; before
 
 
 class PositionedCache:
@@ -54,7 +55,7 @@ class LaneformerPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _input_embed_layer = "tok_embeddings"
     _no_split_modules = ["LaneformerLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
     def __init__(self, config: LaneformerHFConfig):
         super().__init__(config)
@@ -101,7 +102,7 @@ class LaneformerModel(LaneformerPreTrainedModel):
         arguments as in `streams`.
         """
         h, cache = self.streams(input_ids, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(h).mean(2), past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(h).mean(2), **{CACHE: cache})
 
     def streams(
         self,
@@ -111,36 +112,34 @@ class LaneformerModel(LaneformerPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Cache | None]:
         """Token ids (B, S) or embeddings (B, S, D) -> the streams (B, S, L, D) after the last
-        layer, and the cache.
+        layer, and the cache, which `past_key_values` and `cache` both name.
         """
+        cache = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         embedding = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         checkpointing = self.gradient_checkpointing and self.training
-        if (
-            past_key_values is None
-            and not checkpointing
-            and (not self.training if use_cache is None else use_cache)
-        ):
-            past_key_values = DynamicCache(config=self.config)
+        if cache is None and not checkpointing and (not self.training if use_cache is None else use_cache):
+            cache = DynamicCache(config=self.config)
         # 4.x hands it over; 5.x warns where it stands in the signature
         cache_position = kwargs.get("cache_position")
         if cache_position is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            past = 0 if cache is None else cache.get_seq_length()
             cache_position = torch.arange(embedding.shape[1], device=embedding.device) + past
         if position_ids is None:
             position_ids = positions_of(attention_mask, cache_position)
-        masks = self._masks(embedding, attention_mask, cache_position, past_key_values, position_ids)
-        cache: Any = past_key_values
+        masks = self._masks(embedding, attention_mask, cache_position, cache, position_ids)
+        positioned: Any = cache
         if cache is not None and TAKES_CACHE_POSITION:
-            cache = PositionedCache(cache, cache_position)
+            positioned = PositionedCache(cache, cache_position)
         lanes = self.config.to_lanes()
         layers: Any = [self._checkpointed(layer) for layer in self.layers] if checkpointing else self.layers
-        h = run_layers(layers, lanes, embedding, rope_table(lanes, position_ids), masks, cache)
-        return h, past_key_values
+        h = run_layers(layers, lanes, embedding, rope_table(lanes, position_ids), masks, positioned)
+        return h, cache
 
     def _masks(
         self,
@@ -158,7 +157,7 @@ class LaneformerModel(LaneformerPreTrainedModel):
             "config": self.config,
             "inputs_embeds" if "inputs_embeds" in MASK_ARGUMENTS else "input_embeds": embedding,
             "attention_mask": attention_mask,
-            "past_key_values": cache,
+            CACHE: cache,
             "position_ids": position_ids,
         }
         if TAKES_CACHE_POSITION:
@@ -204,6 +203,7 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (B, S or fewer, V) in the weights' dtype; labels (B, S) as in Transformers,
@@ -214,7 +214,7 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         """
         where = {"cache_position": kwargs.pop("cache_position", None)}
         h, cache = self.model.streams(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **where
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache, **where
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(h[:, kept], self.model.norm, self.get_input_embeddings().weight)
@@ -223,7 +223,7 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
 
 def positions_of(attention_mask: Tensor | dict | None, cache_position: Tensor) -> Tensor:
