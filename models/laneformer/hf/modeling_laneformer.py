@@ -2,9 +2,9 @@
 
 What is here is what Transformers adds: its caches and masks, positions for padded batches, the loss,
 generate(), gradient checkpointing. One file serves 4.57 and 5.x; where they differ (the arguments of the mask
-functions, and with them those of StaticCache.update; the cache's name) the signature decides. RoPE is computed in forward: a
-buffer filled in __init__ would stay empty under the meta-device loading of 5.x. An exported folder carries
-this file beside model.py and config.py.
+functions, and with them those of StaticCache.update; the cache's name) the signature decides. RoPE is computed
+in forward: a buffer filled in __init__ would stay empty under the meta-device loading of 5.x. An exported folder
+carries this file beside model.py and config.py.
 
     B batch   S query positions   T key positions   L lanes   D hidden   V vocabulary
 """
