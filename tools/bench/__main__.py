@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from tools.bench import harness
+
 BENCHMARKS = {
     "decode": "decode speed on the CPU, alternating with llama.cpp and Transformers",
     "serve": "the server over HTTP, alternating with llama.cpp's servers; its cost over the engine",
@@ -20,14 +22,17 @@ BENCHMARKS = {
 }
 
 
-def main() -> None:
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
+def main(arguments: list[str] | None = None) -> None:
+    name, *options = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name not in BENCHMARKS:
         known = "\n".join(f"  {each:14}{about}" for each, about in BENCHMARKS.items())
         print(f"usage: python -m tools.bench NAME [--help] ...\n\n{known}", file=sys.stderr)
         raise SystemExit(0 if name in ("-h", "--help") else 2)
-    del sys.argv[1]
-    importlib.import_module(f"tools.bench.{name.replace('-', '_')}").main()
+    benchmark = importlib.import_module(f"tools.bench.{name.replace('-', '_')}")
+    if name == "cuda":  # its machine may have no package of the command line
+        benchmark.main(options)
+    else:
+        harness.run(name, benchmark, options)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ correctness check. The last line of stdout is JSON.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
 import sys
@@ -24,9 +23,9 @@ from typing import Any
 
 from laneformer.config import FLAVORS
 from laneformer.engine.device import why_no_cuda
-from records.files import code_version, write_atomically
+from records.files import write_atomically
 from tools.bench.cuda_report import STEPS, Step, markdown
-from tools.bench.harness import ROOT, Candidate, Result, command_line
+from tools.bench.harness import Candidate, Result, stamp
 
 RESERVE_S = 5.0  # to write the report
 KEPT = Path("build/bench-cuda.json")
@@ -62,13 +61,13 @@ def measure(
                 done[step.name] = {"error": str(error)}
                 if step.first_of:
                     worker.close()
-                    worker.command += ["--without", step.first_of]
+                    worker.command.append(step.first_of)
             done[step.name]["seconds"] = round(clock() - start, 1)
         save(done)
     return done
 
 
-def options_of(arguments: list[str] | None) -> argparse.Namespace:
+def options_of(arguments: list[str]) -> argparse.Namespace:
     about = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tools.bench cuda", description=__doc__, formatter_class=about)
     add = parser.add_argument
@@ -112,7 +111,7 @@ def kept_steps(path: Path, report: Result) -> Result:
     return dict(before["steps"])
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     options = options_of(arguments)
     try:
         steps = chosen_steps(options.steps)
@@ -123,11 +122,15 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         print(f"cuda: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    report: Result = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": command_line("cuda", arguments), "commit": options.commit or code_version(ROOT),
-        "flavor": options.flavor, "dtype": options.dtype, "gpu": gpu_name(), "steps": {}, "finished": False,
-    }  # fmt: skip
+    report = stamp("cuda", arguments)
+    report["commit"] = options.commit or report["commit"]
+    report |= {
+        "flavor": options.flavor,
+        "dtype": options.dtype,
+        "gpu": gpu_name(),
+        "steps": {},
+        "finished": False,
+    }
     kept = kept_steps(options.json, report)
 
     def save(done: Result) -> None:
@@ -140,8 +143,8 @@ def main(arguments: list[str] | None = None) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, text)
 
-    command = ["-m", "tools.bench.cuda_steps", "--flavor", options.flavor, "--dtype", options.dtype]
-    worker = Candidate("the CUDA engine", [*command, "--runs", str(options.runs)], quiet=False)
+    session = [options.flavor, options.dtype, str(options.runs)]
+    worker = Candidate("the CUDA engine", ["-m", "tools.bench.cuda_steps", *session], quiet=False)
     try:
         measure(steps, worker, 60 * options.minutes, save, kept=kept)
     finally:

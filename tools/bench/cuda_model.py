@@ -58,10 +58,6 @@ class Options(harness.Options):
     """Model the speed of the CUDA engine's persistent kernel from its stalls and rings; nothing is measured."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    harness.run("cuda-model", Options, measure, section, FILE_START, arguments)
-
-
 def measure(options: Options, console: Any) -> Result:
     """{"model": true, "tables": {title: rows}, "inputs": {name: row}}."""
     changes: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,15 +83,20 @@ def verdict_of(step: Result) -> str:
     return "all checks hold" if step["result"]["holds"] else f"FAILED: {failed}"
 
 
+def figures_of(steps: Result, name: str) -> Result:
+    """Of one step; empty where it has none."""
+    return steps.get(name, {}).get("result", {})
+
+
 def bandwidth(steps: Result) -> tuple[float | None, float | None]:
     """Measured and stated bytes/s, None where unknown."""
-    probe, machine = (steps.get(name, {}).get("result", {}) for name in ("probe", "machine"))
-    return probe.get("bytes_per_s"), datasheet(machine.get("gpu", ""))
+    measured = figures_of(steps, "probe").get("bytes_per_s")
+    return measured, datasheet(figures_of(steps, "machine").get("gpu", ""))
 
 
 def machine_line(report: Result) -> str:
-    facts = report["steps"].get("machine", {}).get("result")
-    if facts is None:
+    facts = figures_of(report["steps"], "machine")
+    if not facts:
         return f"Commit {report['commit']}. Machine: not measured."
     known = ("gpu", "multiprocessors", "l2_bytes", "memory_bytes")
     others = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in known)
@@ -114,17 +119,13 @@ def probe_section(result: Result, steps: Result) -> str:
 
 
 def correctness_section(result: Result, steps: Result) -> str:
-    rows: list[Sequence[Any]] = [
-        ("HF bf16", *(result["hf_bf16"][k] for k in ("relative_error", "kl")), None, None)
-    ]
-    ties = []
-    for version in ("persistent", "graph"):
+    rows, ties = list[Sequence[Any]](), list[str]()
+    for version in ("hf_bf16", "persistent", "graph"):
         found = result.get(version, {})
         greedy = found.get("greedy", {})
         same = f"{greedy['same']} of {greedy['prompts']}" if greedy else None
-        rows.append(
-            (version, found.get("relative_error"), found.get("kl"), same, found.get("differing_runs"))
-        )
+        figures = (found.get(key) for key in ("relative_error", "kl", "differing_runs"))
+        rows.append((version, *figures, same))
         ties += [
             f"{version}: prompt {p['prompt']} diverges at token {p['token']} where the lead is {p['lead']:.2e} "
             f"(a tie below {p['tie']:.2e})."
@@ -134,8 +135,8 @@ def correctness_section(result: Result, steps: Result) -> str:
         "against HF float32",
         "largest relative error",
         "KL, nats",
-        "prompts alike",
         "runs that differ",
+        "prompts alike",
     ]
     faults = [
         (name, r["relative_error"], r["kl"], r["holds"]) for name, r in result.get("faults", {}).items()
@@ -163,17 +164,14 @@ def decode_section(result: Result, steps: Result) -> str:
 def baselines_section(result: Result, steps: Result) -> str:
     """Medians of the rounds, and ratios within a round."""
     probe, stated = bandwidth(steps)
-    sizes = steps.get("probe", {}).get("result", {})
-    size, layers = sizes.get("weight_bytes"), sizes.get("layers", 0)
-    ours, rows = result["tokens_per_s"].get("persistent", []), []
+    sizes, ours, rows = figures_of(steps, "probe"), result["tokens_per_s"].get("persistent", []), []
     for name, speeds in result["tokens_per_s"].items():
         median = statistics.median(speeds)
-        part = shares(median, size, probe, stated, 1, layers) if size and probe else {}
+        shown: Iterable[float | None] = (None, None, None)
+        if probe:
+            shown = shares(median, sizes["weight_bytes"], probe, stated, 1, sizes["layers"]).values()
         ratio = statistics.median(a / b for a, b in zip(ours, speeds, strict=False)) if ours else None
-        percents = (
-            part.get(key) for key in ("percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer")
-        )
-        rows.append((name, median, min(speeds), max(speeds), *percents, ratio))
+        rows.append((name, median, min(speeds), max(speeds), *shown, ratio))
     columns = [f"trials of {result['tokens']} tokens", "tokens/s", "min", "max", "% of probe", "% of datasheet",
                "c, us/layer", "ours over it"]  # fmt: skip
     failed = "".join(
@@ -183,15 +181,13 @@ def baselines_section(result: Result, steps: Result) -> str:
     return mode + table(columns, rows) + failed
 
 
-def projection(result: Result, probe: float | None, hop_us: float = HOP_US) -> Result:
+def projection(result: Result, probe: float | None) -> Result:
     """{"tokens_per_s", "exposed_us_per_layer"} of one lane per GPU: the lane's own time, and a round trip
     between GPUs wherever all lanes wait for each other; delayed outputs are assumed to arrive in time.
     """
     alone_s = 1 / max(row["tokens_per_s"] for row in result["rows"])
-    whole_s = alone_s + result["blocking_exchanges"] * hop_us * 1e-6
-    exposed = (
-        None if probe is None else 1e6 * (alone_s - result["bytes_per_token"] / probe) / result["layers"]
-    )
+    whole_s = alone_s + result["blocking_exchanges"] * HOP_US * 1e-6
+    exposed = probe and 1e6 * (alone_s - result["bytes_per_token"] / probe) / result["layers"]
     return {"tokens_per_s": 1 / whole_s, "exposed_us_per_layer": exposed}
 
 

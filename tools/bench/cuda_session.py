@@ -1,31 +1,61 @@
-"""The model that the steps of `tools.bench cuda` measure, and its decoders."""
+"""The model that the steps of `tools.bench cuda` measure, its decoders, and the kernels of all steps.
+
+Kernels are compiled at once before anything is measured. Compiled code is kept on disk (compile.py), so a step
+finds it whatever became of the process that made it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import multiprocessing
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.bench import read_bandwidth
-from laneformer.engine.cuda.sequence import SequenceDecoder
+from laneformer.engine.cuda.compile import VERSIONS, compile_cubin, source_of
+from laneformer.engine.cuda.geometry import Geometry
+from laneformer.engine.cuda.launch import architecture_name, describe
+from laneformer.engine.cuda.passes import plan_columns
+from laneformer.engine.cuda.sequence import SequenceDecoder, geometry_for
+from laneformer.engine.device import driver_version
 from laneformer.tensors import Tensor
-from tools.check.reference import TORCH_DTYPES, Weights, random_weights, tensors_of
+from tools.bench.harness import Result
+from tools.check.reference import TORCH_DTYPES, Weights, planted_faults, random_weights, tensors_of
 
 LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
 SMALLER_RUNS = 10  # that must be bit-identical, of a smaller model
+CUTS: dict[str, Result] = {  # of the persistent version, each compared with the one that decodes
+    "wide_exchanges": {"wide_exchanges": True}, "interleaved": {"interleaved": True},
+    "prefetched": {"prefetch_chunks": 4}, "both": {"interleaved": True, "prefetch_chunks": 4},
+}  # fmt: skip
+RESERVE_S = 3.0  # to answer within the limit
+SMOKE_SHAPE: Result = {"blocks_per_lane": 4, "warps": 4}
+FAULTS_FLAVOR = {"2b": "300m"}  # each planted fault needs a model of its own, so a smaller one
 
 
+@dataclass(eq=False)
 class Session:
-    """One model with random weights on the GPU; everything is made when a step first needs it."""
+    """One model with random weights on the GPU; everything is made when a step first needs it.
+
+    `without`: versions that are known to fail.
+    """
 
     device = "cuda:0"
+    flavor: str
+    dtype: str
+    runs: int = 100
+    without: Sequence[str] = ()
+    deadline: float = float("inf")
 
-    def __init__(self, flavor: str, dtype: str, runs: int = 100, without: Sequence[str] = ()):
-        """`without`: versions that are known to fail."""
-        self.flavor, self.dtype, self.runs, self.without = flavor, dtype, runs, without
-        self.config, self.deadline = LaneformerConfig.from_flavor(flavor), float("inf")
+    def __post_init__(self) -> None:
+        self.config = LaneformerConfig.from_flavor(self.flavor)
 
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -62,9 +92,7 @@ class Session:
 
     def smaller(self, flavor: str) -> Session:
         """The same for another model, which goes with the step."""
-        other = Session(flavor, self.dtype, min(self.runs, SMALLER_RUNS), self.without)
-        other.deadline = self.deadline
-        return other
+        return Session(flavor, self.dtype, min(self.runs, SMALLER_RUNS), self.without, self.deadline)
 
     @functools.cache  # noqa: B019  (a session lives as long as its process)
     def decoder(self, version: str | None = None) -> SequenceDecoder:
@@ -81,3 +109,75 @@ def as_asked(decoder: SequenceDecoder, version: str) -> SequenceDecoder:
     if decoder.version != version:
         raise RuntimeError(f"the {version} version cannot run here; {decoder.version} would decode instead")
     return decoder
+
+
+# --- the kernels of all steps
+# ---------------------------------------------------------------------------------------------------
+
+
+def units(session: Session) -> list[tuple[str, Geometry]]:
+    """(version, geometry) of all kernels that the steps launch, the first ones first."""
+    own, device = session.config, torch.device(session.device)
+
+    def of(
+        version: str, config: LaneformerConfig, dtype: str = session.dtype, **shape: Any
+    ) -> tuple[str, Geometry]:
+        return version, geometry_for(config, dtype, [device], version, **shape)
+
+    tiny, small = (session.smaller(flavor).config for flavor in ("tiny", "300m"))
+    faulty = session.smaller(FAULTS_FLAVOR.get(session.flavor, session.flavor)).config
+    faults = planted_faults(faulty, defaultdict(lambda: torch.zeros(2, 1)))  # only the shapes count here
+    return [
+        *(of(version, config) for config in (tiny, small, own) for version in VERSIONS),
+        *(of(version, smoke_config(tiny), **SMOKE_SHAPE) for version in VERSIONS),
+        ("probe", of(session.version, own)[1]),
+        *(of("persistent", own, **cut) for cut in CUTS.values()),
+        ("passes", plan_columns(own, session.dtype, describe(device))),
+        *(of(session.version, wrong) for _, _, wrong, _ in faults),
+        *(of(session.version, own, dtype) for dtype in ("fp16", "int8", "fp8")),
+        *(of("persistent", one_lane(own), blocks_per_lane=n) for n in alone_blocks(session.device)),
+    ]
+
+
+def prepare(session: Session) -> Result:
+    """Compile everything at once, a process each; what is late is left to the step that needs it."""
+    options = architecture_name(torch.device(session.device)), None, driver_version()
+    different = {source_of(*unit): unit for unit in units(session)}
+    start, fork = time.monotonic(), multiprocessing.get_context("fork")
+    running = {  # a process each: one that crashes takes no other with it
+        f"{unit[0]} {number}": fork.Process(target=compile_cubin, args=(*unit, *options), daemon=True)
+        for number, unit in enumerate(different.values(), 1)
+    }
+    for process in running.values():
+        process.start()
+    for process in running.values():
+        process.join(max(0.0, session.time_left() - RESERVE_S))
+    late = [name for name, process in running.items() if process.is_alive()]
+    failed = [name for name, process in running.items() if process.exitcode]
+    for process in running.values():
+        process.kill()
+    return {
+        "units": len(running), "late": ", ".join(late) or "none", "failed": ", ".join(failed) or "none",
+        "compile_s": round(time.monotonic() - start, 1),
+    }  # fmt: skip
+
+
+def smoke_config(config: LaneformerConfig) -> LaneformerConfig:
+    return dataclasses.replace(config, num_hidden_layers=4, swa_layers=(0, 1))
+
+
+def alone_blocks(device: str) -> list[int]:
+    """Blocks of one lane alone: a number that divides rows evenly, and as many as there are multiprocessors."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return list(dict.fromkeys((max(1, multiprocessors // 32) * min(32, multiprocessors), multiprocessors)))
+
+
+def one_lane(config: LaneformerConfig) -> LaneformerConfig:
+    """A model that is one lane of `config`: its share of everything, the whole stream,
+    the same head dimension.
+    """
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    shares = {name: getattr(config, name) // config.num_lanes for name in names}
+    return LaneformerConfig.from_dict(
+        {**config.to_dict(), "head_dim": config.head_dim, "num_lanes": 1, **shares}
+    )

@@ -7,7 +7,6 @@ Percentages and tables are made by the report.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import platform
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 from transformers import CompileConfig
 
 from laneformer import LaneformerConfig
@@ -32,18 +32,20 @@ from laneformer.engine.cuda.sequence import SequenceDecoder
 from laneformer.engine.decoder import Request
 from laneformer.tensors import Tensor
 from tools.bench import harness
-from tools.bench.cuda_prepare import (
+from tools.bench.cuda_report import STEPS, Step
+from tools.bench.cuda_session import (
     CUTS,
     FAULTS_FLAVOR,
+    LIMIT_S,
     SMOKE_SHAPE,
+    Session,
     alone_blocks,
+    as_asked,
     one_lane,
     prepare,  # noqa: F401  (a step)
     smoke_config,
 )
-from tools.bench.cuda_report import STEPS, Step
-from tools.bench.cuda_session import LIMIT_S, Session, as_asked
-from tools.bench.harness import Trial, paired, serve
+from tools.bench.harness import Result, Trial, paired, serve
 from tools.check import cuda as check
 from tools.check.reference import TORCH_DTYPES, dequantised, hf_model, random_weights, tensors_of
 
@@ -52,14 +54,13 @@ TRIAL_TOKENS = 128
 GREEDY_PROMPTS = 8
 PACKAGES = ("torch", "transformers", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy")
 QUERIES = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
-Report = dict[str, Any]
 
 
 def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def machine(session: Session) -> Report:
+def machine(session: Session) -> Result:
     """Name, sizes, clocks under load and versions; no clocks where nvidia-smi is missing."""
     properties = torch.cuda.get_device_properties(session.device)
     load_gpu(session.device)
@@ -83,29 +84,23 @@ def load_gpu(device: str) -> None:
         matrix = matrix @ matrix * 1e-4
 
 
-def probe(session: Session) -> Report:
+def probe(session: Session) -> Result:
     """Bytes/s of the kernels' reads, and of torch's copy of a large tensor, which reads and writes."""
     memory = session.decoder().memories[0]
-    source = memory.tapes
-    target, (start, end) = torch.empty_like(source), (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    seconds = []
-    for _ in range(6):
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
+    tensors = {"source": memory.tapes, "target": torch.empty_like(memory.tapes)}
+    copy = Timer("target.copy_(source)", globals=tensors)  # waits for the GPU
+    copy_s = min(copy.timeit(10).mean for _ in range(5))
     return {
         **{f"{name}_bytes_per_s": rate for name, rate in session.bandwidth.items()},
-        "torch_copy_bytes_per_s": 2 * source.nbytes / min(seconds[1:]), "bytes_per_s": max(session.bandwidth.values()),
+        "torch_copy_bytes_per_s": 2 * memory.tapes.nbytes / copy_s, "bytes_per_s": max(session.bandwidth.values()),
         "weight_bytes": bench.weight_bytes(memory.geometry), "tape_bytes": memory.weight_bytes,
         "layers": session.config.num_hidden_layers,
     }  # fmt: skip
 
 
-def load(session: Session) -> Report:
+def load(session: Session) -> Result:
     """Weights made, packed and on the GPU, and kernels loaded, before anything of this model is measured."""
-    report: Report = {}
+    report: Result = {}
     for version in VERSIONS:
         start = time.monotonic()
         with contextlib.suppress(RuntimeError):  # is reported where its first tokens are
@@ -114,7 +109,7 @@ def load(session: Session) -> Report:
     return report
 
 
-def first(session: Session, version: str, flavor: str | None = None) -> Report:
+def first(session: Session, version: str, flavor: str | None = None) -> Result:
     """A few tokens before anything else: a version that hangs or crashes here is left out of all later steps."""
     decoder = (session.smaller(flavor) if flavor else session).decoder(version)
     names = ("blocks_per_lane", "warps", "chunk_bytes", "chunks", "splits", "shared_bytes")
@@ -123,55 +118,53 @@ def first(session: Session, version: str, flavor: str | None = None) -> Report:
     return {"tokens": tokens, "geometry": geometry, "version": as_asked(decoder, version).version}
 
 
-def verdict(session: Session) -> Report:
+def verdict(session: Session) -> Result:
     """All checks of both versions but the planted faults."""
     truth = check.reference(session.config, session.weights, check.scored_length(session.config))
     makers = {version: functools.partial(session.decoder, version) for version in VERSIONS}
-    return check.check(makers, truth, GREEDY_PROMPTS, session.runs, say)
+    report = check.check(makers, truth, GREEDY_PROMPTS, session.runs, say)
+    torch.cuda.empty_cache()
+    return report
 
 
-def smaller(session: Session, flavor: str) -> Report:
+def outcome(passed: dict[str, bool]) -> Result:
+    failed = [name for name, held in passed.items() if not held]
+    return {"failed": failed, "holds": not failed}
+
+
+def smaller(session: Session, flavor: str) -> Result:
     """The checks of a smaller model, which fail sooner."""
     report = verdict(session.smaller(flavor))
     Session.decoder.cache_clear()  # gives its memory back
     torch.cuda.empty_cache()
-    failed = [name for name, held in report["passed"].items() if not held]
-    errors = {version: report[version].get("relative_error") for version in VERSIONS}
-    return {
-        "holds": not failed,
-        "failed": "; ".join(failed),
-        "hf_bf16": report["hf_bf16"]["relative_error"],
-        **errors,
-    }
+    found = outcome(report["passed"])
+    errors = {name: report[name].get("relative_error") for name in ("hf_bf16", *VERSIONS)}
+    return {"holds": found["holds"], "failed": "; ".join(found["failed"]), **errors}
 
 
-def correctness(session: Session) -> Report:
+def correctness(session: Session) -> Result:
     """The verdict; speeds are shown beside it."""
     report = verdict(session)
-    torch.cuda.empty_cache()
     say("planted faults")
     flavor = FAULTS_FLAVOR.get(session.flavor, session.flavor)
     config = LaneformerConfig.from_flavor(flavor)
     weights = random_weights(config, dtype=TORCH_DTYPES[session.dtype], device=session.device)
     planted = check.check_faults(config, weights, lambda *wrong: session.make(None, *wrong))
     report["passed"][f"planted faults are refused ({flavor})"] = planted["holds"]
-    failed = [name for name, held in report["passed"].items() if not held]
-    return {**report, "faults": planted["faults"], "failed": failed, "holds": not failed}
+    return {**report, "faults": planted["faults"], **outcome(report["passed"])}
 
 
-def sanitizer(session: Session) -> Report:
+def sanitizer(session: Session) -> Result:
     """A short text through the tiny model under compute-sanitizer, where the machine has it."""
     program, report = shutil.which("compute-sanitizer"), {}
     if program is None:
         return {"missing": "compute-sanitizer is not on the PATH"}
-    smoke_test = [sys.executable, "-m", "tools.bench.cuda_steps", "--flavor", "tiny", "--smoke"]
+    smoke_test = [sys.executable, "-c", "from tools.bench.cuda_steps import smoke; smoke()"]
     for tool in ("memcheck", "racecheck"):
-        if session.time_left() < 10:
+        seconds = session.time_left() - 5
+        if seconds < 5:
             break
-        command, seconds = (
-            [program, "--tool", tool, "--error-exitcode", "9", *smoke_test],
-            session.time_left() - 5,
-        )
+        command = [program, "--tool", tool, "--error-exitcode", "9", *smoke_test]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
             report[tool] = {"status": done.returncode, "tail": (done.stdout + done.stderr)[-800:]}
@@ -180,20 +173,17 @@ def sanitizer(session: Session) -> Report:
     return report
 
 
-def smoke(session: Session) -> None:
+def smoke() -> None:
     """Greedy tokens by both versions of a small model; RuntimeError unless the tokens are equal."""
-    config = smoke_config(session.config)
-    tensors = {
-        name: t for name, t in session.tensors.items() if not name.startswith(("layers.4.", "layers.5."))
-    }
-    shape: dict[str, Any] = {"limit_s": SANITIZER_LIMIT_S, **SMOKE_SHAPE}
-    decoders = [session.make(version, config, tensors, **shape) for version in ("persistent", "graph")]
+    session = Session("tiny", "bf16")
+    session.config = smoke_config(session.config)
+    decoders = [session.make(version, limit_s=SANITIZER_LIMIT_S, **SMOKE_SHAPE) for version in VERSIONS]
     made = [check.greedy(decoder, [5, 6, 7], 4) for decoder in decoders]
     if made[0] != made[1]:
         raise RuntimeError(f"persistent and graph give different tokens: {made}")
 
 
-def decode(session: Session) -> Report:
+def decode(session: Session) -> Result:
     """Speed of decoding and of reading the prompt, at several depths of the context."""
     context, bandwidth = session.config.max_position_embeddings, max(session.bandwidth.values())
     depths = sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS})
@@ -203,75 +193,76 @@ def decode(session: Session) -> Report:
 
 
 def trials_of(decoder: SequenceDecoder) -> Trial:
-    return lambda tokens: bench.speeds(bench.arrivals(decoder, [5], tokens))["tokens_per_s"]
+    return lambda: bench.speeds(bench.arrivals(decoder, [5], TRIAL_TOKENS))["tokens_per_s"]
 
 
 def median_speed(decoder: SequenceDecoder) -> float:
     """Tokens/s of a few runs."""
-    return statistics.median(trials_of(decoder)(TRIAL_TOKENS) for _ in range(5))
+    return statistics.median(trials_of(decoder)() for _ in range(5))
 
 
 def generate_of(session: Session, **options: Any) -> Trial:
     """Transformers' own generate(); without options as it comes, with a growing cache and no compilation."""
     model: Any = hf_model(session.config, session.weights, torch.bfloat16)
     ids = torch.tensor([[5]], device=model.device)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **options}
+    options |= {"min_new_tokens": TRIAL_TOKENS, "max_new_tokens": TRIAL_TOKENS, "do_sample": False}
 
-    def trial(tokens: int) -> float:
+    def trial() -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        made = model.generate(ids, min_new_tokens=tokens, max_new_tokens=tokens, **options)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        assert made.shape[1] == tokens + 1, f"{made.shape[1] - 1} tokens instead of {tokens}"
-        return tokens / seconds
+        assert made.shape[1] == TRIAL_TOKENS + 1, f"{made.shape[1] - 1} tokens instead of {TRIAL_TOKENS}"
+        return TRIAL_TOKENS / seconds
 
     return trial
 
 
-def baselines(session: Session) -> Report:
+def baselines(session: Session) -> Result:
     """The graph of kernels, Transformers, and the kernel cut in other ways (CUTS)."""
 
     def cut(name: str) -> Callable[[], Trial]:
         return lambda: trials_of(session.make("persistent", **CUTS[name]))
 
     makers = {
-        "persistent": lambda: trials_of(session.decoder("persistent")),
         "graph": lambda: trials_of(session.decoder("graph")),
         "hf_generate": lambda: generate_of(session),
         **{name: cut(name) for name in CUTS},
     }
-    return paired(makers, TRIAL_TOKENS, 6, session.time_left)
+    return beside_ours(session, makers, 6)
 
 
-def compiled(session: Session) -> Report:
+def beside_ours(session: Session, makers: dict[str, Callable[[], Trial]], rounds: int) -> Result:
+    """Trials of the persistent kernel, alternating with those of others."""
+    ours = {"persistent": lambda: trials_of(session.decoder("persistent"))}
+    return {"tokens": TRIAL_TOKENS, **paired({**ours, **makers}, rounds, session.time_left)}
+
+
+def compiled(session: Session) -> Result:
     """Transformers with a static cache under torch.compile, which replays CUDA graphs in this mode."""
-    config = CompileConfig(mode="reduce-overhead", fullgraph=False)
-    makers = {
-        "persistent": lambda: trials_of(session.decoder("persistent")),
-        "hf_compiled": lambda: generate_of(session, cache_implementation="static", compile_config=config),
-    }
-    return {"mode": "reduce-overhead", **paired(makers, TRIAL_TOKENS, 4, session.time_left)}
+    mode = "reduce-overhead"
+    options = {"cache_implementation": "static", "compile_config": CompileConfig(mode=mode, fullgraph=False)}
+    makers = {"hf_compiled": lambda: generate_of(session, **options)}
+    return {"mode": mode, **beside_ours(session, makers, 4)}
 
 
-def other_type(session: Session, dtype: str) -> Report:
+def other_type(session: Session, dtype: str) -> Result:
     """Distances and speed of the same model with other weights; those of 8 bits are held to
     what they stand for.
     """
-    weights = (
-        {name: weight.half() for name, weight in session.weights.items()}
-        if dtype == "fp16"
-        else session.weights
-    )
+    if dtype == "fp16":
+        weights = meant = {name: weight.half() for name, weight in session.weights.items()}
+    else:
+        weights, meant = session.weights, dequantised(session.weights, dtype)
     decoder = session.make(tensors=tensors_of(weights), dtype=dtype)
-    meant = weights if dtype == "fp16" else dequantised(weights, dtype)
     truth = check.reference(session.config, meant, check.SHORT_LENGTH)
     distances = check.compare(check.score(decoder, truth.ids), truth)
     read = bench.weight_bytes(decoder.geometry)
     return {**distances, "bytes_per_token": read, "tokens_per_s": median_speed(decoder)}
 
 
-def lane_alone(session: Session) -> Report:
+def lane_alone(session: Session) -> Result:
     """One lane on all multiprocessors, as each GPU of a machine with one lane per GPU would run it."""
     config, rows = one_lane(session.config), []
     tensors = {name: first_lane(name, tensor) for name, tensor in session.tensors.items()}
@@ -286,15 +277,16 @@ def lane_alone(session: Session) -> Report:
     }  # fmt: skip
 
 
-def passes(session: Session) -> Report:
+def passes(session: Session) -> Result:
     """Tokens/s of batches, and of draft tokens behind a text that repeats itself; each sequence
     as it is alone.
     """
     decoder = PassDecoder(session.config, session.tensors, session.dtype, (session.device,), LIMIT_S)
-    columns, report = decoder.geometry.mma_columns, dict[str, Any]()
+    columns, report = decoder.geometry.mma_columns, Result()
 
-    def run(*prompts: list[int], **options: Any) -> tuple[list[Decoding], float]:
-        made = [Decoding(Request([ids], TRIAL_TOKENS, reuse_prefix=False, **options)) for ids in prompts]
+    def run(prompts: list[list[int]], drafts: int) -> tuple[list[Decoding], float]:
+        requests = [Request([ids], TRIAL_TOKENS, reuse_prefix=False, speculate=drafts) for ids in prompts]
+        made = [Decoding(request) for request in requests]
         start = time.perf_counter()
         while not all(s.finished for s in made):
             decoder.advance(made)
@@ -302,23 +294,17 @@ def passes(session: Session) -> Report:
             raise RuntimeError(error)
         return made, sum(s.made for s in made) / (time.perf_counter() - start)
 
-    prompts, repeated = [[5 + i] for i in range(columns)], [5, 6, 7] * 8
-    alone = [run(ids)[0][0].tokens for ids in [*prompts, repeated]]
-    for count in (n for n in (1, 2, 4, 8) if n <= columns):
-        trials = [run(*prompts[:count]) for _ in range(3)]
-        report[f"batch of {count}, tokens/s"] = statistics.median(speed for _, speed in trials)
-        report[f"batch of {count}, as alone"] = all(
-            [s.tokens for s in made] == alone[:count] for made, _ in trials
-        )
-    trials = [run(repeated, speculate=columns - 1) for _ in range(3)]
+    prompts = [[5 + i] for i in range(columns)]
+    cases = {f"batch of {n}": (prompts[:n], 0) for n in (1, 2, 4, 8) if n <= columns}
+    cases["drafts"] = ([[5, 6, 7] * 8], columns - 1)
+    for name, (asked, drafts) in cases.items():
+        alone = [run([ids], 0)[0][0].tokens for ids in asked]
+        trials = [run(asked, drafts) for _ in range(3)]
+        report[f"{name}, tokens/s"] = statistics.median(speed for _, speed in trials)
+        report[f"{name}, as alone"] = all([s.tokens for s in made] == alone for made, _ in trials)
     drafting = trials[-1][0][0]
-    report["drafts, tokens/s"] = statistics.median(speed for _, speed in trials)
-    report["drafts, as alone"] = drafting.tokens == alone[-1]
-    return {
-        **report,
-        "drafts": f"{drafting.accepted} of {drafting.proposed}",
-        "drafts, passes": drafting.passes,
-    }
+    accepted = f"{drafting.accepted} of {drafting.proposed}"
+    return {**report, "drafts": accepted, "drafts, passes": drafting.passes}
 
 
 def first_lane(name: str, tensor: Tensor) -> Tensor:
@@ -326,8 +312,8 @@ def first_lane(name: str, tensor: Tensor) -> Tensor:
     return tensor if whole else Tensor(tensor.dtype, tensor.values[:1])
 
 
-def run(step: Step, session: Session) -> Report:
-    function: Callable[..., Report] = globals()[step.function or step.name]
+def run(step: Step, session: Session) -> Result:
+    function: Callable[..., Result] = globals()[step.function or step.name]
     return function(session, **step.arguments)
 
 
@@ -341,24 +327,15 @@ def context_alive() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--flavor", default="2b")
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--without", action="append", default=[], help="a version that is known to fail")
-    parser.add_argument("--smoke", action="store_true", help="one short text, for compute-sanitizer")
-    options = parser.parse_args()
-    session = Session(options.flavor, options.dtype, options.runs, options.without)
+    flavor, dtype, runs, *without = sys.argv[1:]
+    session = Session(flavor, dtype, int(runs), without)
 
-    def answer(do: str, seconds: float) -> Report:
+    def answer(do: str, seconds: float) -> Result:
         session.deadline = time.monotonic() + seconds
         step = next(step for step in STEPS if step.name == do)
         return run(step, session)
 
-    if options.smoke:
-        smoke(session)
-    else:
-        serve(answer, context_alive)
+    serve(answer, context_alive)
 
 
 if __name__ == "__main__":

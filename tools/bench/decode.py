@@ -11,7 +11,7 @@ says how trials, probes and ratios are taken.
 
 from __future__ import annotations
 
-import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +20,15 @@ import numpy as np
 
 from laneformer import LaneformerConfig
 from tools.bench import harness
-from tools.bench.decode_candidates import CANDIDATES, Dtype, Math, names_of
-from tools.bench.harness import Candidate, Result, alternate, spread
+from tools.bench.decode_baselines import LONG_PROMPT
+from tools.bench.decode_candidates import INSTALL, Dtype, Math, names_of
+from tools.bench.harness import Candidate, Result, alternate, check_at_least, spread
 from tools.markdown import table
 
 OURS = "laneformer"
 SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
-LONG_PROMPT = 1024  # longer ones get fewer rounds
+KINDS = {"decode": "decode at depth", "prefill": "prompt of", "batch": "batch of"}
+FIGURES = ("tokens_per_s", "percent_of_probe", "other_cpus")
 FILE_START = """# Decode speed on CPU, in paired runs
 
 Each section is one run of its command. One model's weights in the same number of bits for everyone, one request,
@@ -45,13 +47,11 @@ class Workload:
     `size` sequences at once.
     """
 
-    kind: Literal["decode", "prefill", "batch"]
+    kind: str
     size: int
 
     def __str__(self) -> str:
-        return {"decode": "decode at depth", "prefill": "prompt of", "batch": "batch of"}[
-            self.kind
-        ] + f" {self.size}"
+        return f"{KINDS[self.kind]} {self.size}"
 
 
 @dataclass(kw_only=True)
@@ -86,13 +86,11 @@ class Options(harness.Options):
 
     def workloads(self) -> list[Workload]:
         sizes = {"decode": self.depth, "prefill": self.prefill, "batch": self.batch}
-        return [Workload(kind, size) for kind, values in sizes.items() for size in values]  # type: ignore[arg-type]
+        return [Workload(kind, size) for kind, values in sizes.items() for size in values]
 
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
-        for name in ("threads", "pairs", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        check_at_least(self, threads=1, pairs=1, new_tokens=1)
         if not self.workloads() or not self.math:
             raise ValueError(
                 "nothing to measure: give at least one of depth, prefill and batch, and one math"
@@ -101,13 +99,10 @@ class Options(harness.Options):
             raise ValueError(f"model = {self.model} is not a file; give a GGUF file")
         baselines = [name.strip() for name in self.against.split(",") if name.strip()]
         for name in baselines:
-            if name not in CANDIDATES or name == OURS:
-                raise ValueError(f"unknown baseline {name!r}; choose from {sorted(set(CANDIDATES) - {OURS})}")
+            if name not in (known := INSTALL.keys() - {OURS}):
+                raise ValueError(f"unknown baseline {name!r}; choose from {sorted(known)}")
         ours = [OURS, *(f"{OURS} math={math}" for math in self.math[1:])]
-        return [
-            *ours,
-            *itertools.chain.from_iterable(names_of(name, self.dtype) for name in dict.fromkeys(baselines)),
-        ]
+        return ours + [each for name in dict.fromkeys(baselines) for each in names_of(name, self.dtype)]
 
     def check_room(self, context: int) -> None:
         """ValueError where a workload does not fit the model's context."""
@@ -120,18 +115,13 @@ class Options(harness.Options):
                 )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    harness.run("decode", Options, compare, section, FILE_START, arguments)
-
-
 def candidate(name: str, options: Options) -> Candidate:
-    source = ["--flavor", options.flavor] if options.model is None else ["--model", str(options.model)]
-    command = ["-m", "tools.bench.decode_candidates", "--name", name, *source, "--dtype", options.dtype]
-    command += ["--math", options.math[0], "--threads", str(options.threads)]
-    return Candidate(name, command, {"OMP_NUM_THREADS": str(options.threads)}, SETTLE_S)
+    threads, source = str(options.threads), str(options.model or options.flavor)
+    command = ["-m", "tools.bench.decode_candidates", name, source, options.dtype, options.math[0], threads]
+    return Candidate(name, command, {"OMP_NUM_THREADS": threads}, SETTLE_S)
 
 
-def compare(options: Options, console: Any) -> Result:
+def measure(options: Options, console: Any) -> Result:
     """Every figure of the report. RuntimeError if our own engine does not start."""
     names, facts = options.names(), dict[str, Result]()
     if options.model is None:
@@ -163,48 +153,39 @@ def compare(options: Options, console: Any) -> Result:
     }  # fmt: skip
 
 
-def measured(
-    load: Workload, options: Options, candidates: dict[str, Any], vocab_size: int, console: Any
-) -> Result:
+def measured(load: Workload, options: Options, candidates: Result, vocab_size: int, console: Any) -> Result:
     """One workload: its rounds, every candidate's speed, and our speed over each baseline's within a round."""
     rng = np.random.default_rng(load.size)
-    kept = rng.integers(
-        3, vocab_size, max(load.size, 1)
-    ).tolist()  # the positions before timed tokens stay cached
-    count = options.pairs if load.kind != "prefill" or load.size <= LONG_PROMPT else -(-options.pairs // 2)
+
+    def drawn() -> list[int]:
+        return rng.integers(3, vocab_size, max(load.size, 1)).tolist()
+
+    prompt, long = drawn(), load.kind == "prefill" and load.size > LONG_PROMPT
+    count = math.ceil(options.pairs / 2) if long else options.pairs
     rounds: list[Result] = []
     for each in candidates.values():  # pages, clocks, the choice between ways to run
-        trial(each, load, options, kept)
+        trial(each, load, options, prompt)
     for order in alternate(candidates, count):
-        # a new prompt every time, so that a cached prefix cannot count as speed
-        prompt = rng.integers(3, vocab_size, load.size).tolist() if load.kind == "prefill" else kept
-        probes, speed, percent, others = [candidates[OURS].ask("probe")], {}, {}, {}
+        if load.kind == "prefill":  # else the positions before the timed tokens stay cached
+            prompt = drawn()
+        figures, probes = Result(), [candidates[OURS].ask("probe")]
         for name in order:
             before = candidates[name].cpu_clocks()
-            speed[name], bytes_per_token = trial(candidates[name], load, options, prompt)
-            wall_s, own_s, busy_s = (
-                b - a for a, b in zip(before, candidates[name].cpu_clocks(), strict=True)
-            )
-            others[name] = max(0.0, busy_s - own_s) / wall_s
+            speed, bytes_per_token = trial(candidates[name], load, options, prompt)
+            wall_s, own_s, busy_s = candidates[name].cpu_clocks() - before
             probes.append(candidates[OURS].ask("probe"))
-            percent[name] = 100 * speed[name] * bytes_per_token / (sum(probes[-2:]) / 2)
-        rounds.append(
-            {
-                "order": order,
+            figures[name] = {
                 "tokens_per_s": speed,
-                "percent_of_probe": percent,
-                "other_cpus": others,
-                "probes": probes,
+                "percent_of_probe": 100 * speed * bytes_per_token / (sum(probes[-2:]) / 2),
+                "other_cpus": max(0.0, busy_s - own_s) / wall_s,
             }
-        )
-        console.print(
-            f"{load}, round {len(rounds)} of {count}: " + ", ".join(f"{n} {s:.1f}" for n, s in speed.items())
-        )
-    figures = ("tokens_per_s", "percent_of_probe", "other_cpus")
+        rounds.append({"order": order, "probes": probes, "figures": figures})
+        speeds = ", ".join(f"{name} {each['tokens_per_s']:.1f}" for name, each in figures.items())
+        console.print(f"{load}, round {len(rounds)} of {count}: {speeds}")
     baselines = [name for name in candidates if not name.startswith(OURS)]
     return {
-        "kind": load.kind, "size": load.size, "rounds": rounds,
-        "candidates": {n: {key: spread([r[key][n] for r in rounds]) for key in figures} for n in candidates},
+        "kind": load.kind, "size": load.size, "name": str(load), "rounds": rounds,
+        "candidates": {n: {key: spread([r["figures"][n][key] for r in rounds]) for key in FIGURES} for n in candidates},
         "ratios": [ratio(rounds, n, b) for n in candidates if n.startswith(OURS) for b in baselines],
     }  # fmt: skip
 
@@ -220,7 +201,7 @@ def trial(candidate: Any, load: Workload, options: Options, prompt: list[int]) -
 
 def ratio(rounds: list[Result], ours: str, baseline: str) -> Result:
     """Our speed over the baseline's within each round."""
-    ratios = [r["tokens_per_s"][ours] / r["tokens_per_s"][baseline] for r in rounds]
+    ratios = [r["figures"][ours]["tokens_per_s"] / r["figures"][baseline]["tokens_per_s"] for r in rounds]
     ahead = sum(value > 1 for value in ratios)
     return {"ours": ours, "over": baseline, "median": float(np.median(ratios)), "min": min(ratios), "max": max(ratios),
             "ahead": ahead, "pairs": len(ratios)}  # fmt: skip
@@ -255,18 +236,8 @@ def section(options: Options, result: Result) -> tuple[str, str]:
 
 def speeds(workloads: list[Result]) -> str:
     """A row for each workload and candidate; decoding also in percent of the probe, a prompt in seconds."""
-    columns = [
-        "workload",
-        "",
-        "tokens/s",
-        "p10",
-        "p90",
-        "% of probe",
-        "p10",
-        "p90",
-        "first token, s",
-        "other CPUs",
-    ]
+    columns = ["workload", "", "tokens/s", "p10", "p90", "% of probe", "p10", "p90", "first token, s",
+               "other CPUs"]  # fmt: skip
     rows = []
     for load in workloads:
         for name, c in load["candidates"].items():
@@ -276,14 +247,14 @@ def speeds(workloads: list[Result]) -> str:
             ]
             first = f"{load['size'] / c['tokens_per_s']['median']:.3g}" if load["kind"] == "prefill" else ""
             others = f"{c['other_cpus']['median']:.2f}"
-            rows.append([str(Workload(load["kind"], load["size"])), name, *speed, *percent, first, others])
+            rows.append([load["name"], name, *speed, *percent, first, others])
     return table(columns, rows)
 
 
 def ratios(workloads: list[Result]) -> str:
     columns = ["workload", "ours", "over", "median", "min", "max", "ahead in"]
     rows = [
-        [str(Workload(load["kind"], load["size"])), r["ours"], r["over"],
+        [load["name"], r["ours"], r["over"],
          *(f"{r[k]:.2f}" for k in ("median", "min", "max")), f"{r['ahead']} of {r['pairs']}"]
         for load in workloads for r in load["ratios"]
     ]  # fmt: skip

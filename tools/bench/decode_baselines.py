@@ -13,7 +13,7 @@ from tools.bench.harness import Result
 
 CHOICE_TOKENS = 12  # per trial of the choice between ways to run
 CHOICE_TRIALS = 3
-LONG_PROMPT = 1024  # one trial says enough
+LONG_PROMPT = 1024  # of longer ones one trial says enough, and half the rounds
 
 
 class Baseline(ABC):
@@ -29,7 +29,7 @@ class Baseline(ABC):
         self.held: dict[str, list[int]] = {}  # by way: the prompt that its cache holds
 
     @abstractmethod
-    def ways(self, sequences: int) -> dict[str, Any]:
+    def ways(self, sequences: int) -> Result:
         """Ways to run this many sequences, by name."""
 
     @abstractmethod
@@ -64,12 +64,12 @@ class Baseline(ABC):
                 token = self.evaluate(way, [token])
             return tokens / (time.perf_counter() - start)
 
-        name, way = self.fastest(f"depth {len(prompt)}", 1, lambda name, way: run(name, way, CHOICE_TOKENS))
+        speed = self.fastest(f"depth {len(prompt)}", 1, run, new_tokens)
         read = self.weight_bytes + self.cached_bytes(len(prompt) + new_tokens // 2)
-        return {"tokens_per_s": run(name, way, new_tokens), "bytes_per_token": read}
+        return {"tokens_per_s": speed, "bytes_per_token": read}
 
     def prefill(self, prompt: list[int]) -> float:
-        def run(name: str, way: Any) -> float:
+        def run(name: str, way: Any, tokens: int) -> float:
             self.reset(way, len(prompt))
             self.held.pop(name, None)
             start = time.perf_counter()
@@ -77,7 +77,7 @@ class Baseline(ABC):
             return len(prompt) / (time.perf_counter() - start)
 
         trials = 1 if len(prompt) > LONG_PROMPT else CHOICE_TRIALS
-        return run(*self.fastest(f"prompt {len(prompt)}", 1, run, trials))
+        return self.fastest(f"prompt {len(prompt)}", 1, run, 0, trials)
 
     def batch(self, sequences: int, new_tokens: int) -> Result:
         def run(name: str, way: Any, tokens: int) -> float:
@@ -86,24 +86,25 @@ class Baseline(ABC):
                 ids = self.evaluate_each(way, ids, position)
             return sequences * tokens / (time.perf_counter() - start)
 
-        name, way = self.fastest(
-            f"batch {sequences}", sequences, lambda name, way: run(name, way, CHOICE_TOKENS)
-        )
-        return {"tokens_per_s": run(name, way, new_tokens), "bytes_per_token": self.weight_bytes / sequences}
+        speed = self.fastest(f"batch {sequences}", sequences, run, new_tokens)
+        return {"tokens_per_s": speed, "bytes_per_token": self.weight_bytes / sequences}
 
     def fastest(
-        self, workload: str, sequences: int, run: Callable[[str, Any], float], trials: int = CHOICE_TRIALS
-    ) -> tuple[str, Any]:
-        """Name and way that ran this workload fastest; alternating trials the first time, the
-        best of each counts.
+        self, workload: str, sequences: int, run: Callable[[str, Any, int], float], tokens: int,
+        trials: int = CHOICE_TRIALS,
+    ) -> float:  # fmt: skip
+        """Tokens/s of run(name, way, tokens) in the way that is fastest at this workload.
+
+        The first time alternating trials choose it; the best of each counts.
         """
         ways = self.ways(sequences)
         if workload not in self.chosen:
             speeds = dict.fromkeys(ways, 0.0)
-            for name in [*ways] * (trials if len(ways) > 1 else 0):
-                speeds[name] = max(speeds[name], run(name, ways[name]))
+            for name in [*ways] * trials:
+                speeds[name] = max(speeds[name], run(name, ways[name], CHOICE_TOKENS))
             self.chosen[workload] = max(speeds, key=speeds.__getitem__)
-        return self.chosen[workload], ways[self.chosen[workload]]
+        name = self.chosen[workload]
+        return run(name, ways[name], tokens)
 
     def settings(self) -> str:
         """Which way each workload took."""
@@ -113,50 +114,46 @@ class Baseline(ABC):
 class TransformersLlama(Baseline):
     """LlamaForCausalLM with SDPA attention: a plain loop over forward, static or growing cache."""
 
-    def __init__(self, config: LaneformerConfig | None, model: Path | None, dtype: str, threads: int):
+    def __init__(self, source: LaneformerConfig | Path, dtype: str, threads: int):
         import torch
         import transformers
 
         super().__init__()
-        self.torch, self.transformers, self.caches = torch, transformers, dict[str, Any]()
+        self.torch, self.transformers, self.caches = torch, transformers, Result()
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
         torch.set_default_dtype(torch.bfloat16 if dtype == "bf16" else torch.float16)
-        if model is not None:
+        if isinstance(source, Path):
             loader = transformers.AutoModelForCausalLM
             self.model: Any = loader.from_pretrained(
-                model.parent, gguf_file=model.name, dtype=torch.get_default_dtype()
+                source.parent, gguf_file=source.name, dtype=torch.get_default_dtype()
             )
         else:
-            assert config is not None, "either a config or a model"
             names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "vocab_size", "max_position_embeddings")  # fmt: skip
             shape = transformers.LlamaConfig(
-                **{n: getattr(config, n) for n in names}, tie_word_embeddings=False
+                **{n: getattr(source, n) for n in names}, tie_word_embeddings=False
             )
             self.model = transformers.LlamaForCausalLM(shape)
         self.model.eval()
-        parameters = sum(p.numel() for p in self.model.parameters())
-        tied = self.model.config.tie_word_embeddings
-        self.weight_bytes = 2 * (
-            parameters - (0 if tied else self.model.get_input_embeddings().weight.numel())
-        )
+        read = sum(p.numel() for p in self.model.parameters())
+        if not self.model.config.tie_word_embeddings:
+            read -= self.model.get_input_embeddings().weight.numel()
+        self.weight_bytes = 2 * read
         self.facts = {
             "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
             "attention": self.model.config._attn_implementation,
         }
 
-    def ways(self, sequences: int) -> dict[str, Any]:
+    def ways(self, sequences: int) -> Result:
         return {name: name for name in ("growing cache", "static cache")}
 
     def reset(self, way: str, length: int) -> None:
-        config = self.model.config
-        growing = way == "growing cache"
-        self.caches[way] = (
-            self.transformers.DynamicCache(config=config)
-            if growing
-            else self.transformers.StaticCache(config=config, max_cache_len=length)
-        )
+        config, kinds = self.model.config, self.transformers
+        if way == "growing cache":
+            self.caches[way] = kinds.DynamicCache(config=config)
+        else:
+            self.caches[way] = kinds.StaticCache(config=config, max_cache_len=length)
 
     def rewind(self, way: str, length: int) -> bool:
         if way == "growing cache":
@@ -180,6 +177,5 @@ class TransformersLlama(Baseline):
 
     def cached_bytes(self, positions: int) -> int:
         c = self.model.config
-        heads = getattr(c, "num_key_value_heads", c.num_attention_heads)
         dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return 2 * 2 * c.num_hidden_layers * heads * dim * positions
+        return 2 * 2 * c.num_hidden_layers * c.num_key_value_heads * dim * positions

@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from laneformer import LaneformerConfig
+from laneformer.config import FLAVORS
 from tools.bench.decode_baselines import Baseline, TransformersLlama
 from tools.bench.harness import Result, serve, version
 from tools.bench.llamacpp import FOLDER, LlamaCpp, as_gguf
@@ -29,7 +28,6 @@ INSTALL = {
     f"--target {FOLDER} llama-cpp-python gguf",
     "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.14" "transformers>=4.57,<6"',
 }
-CANDIDATES = tuple(INSTALL)
 
 
 def names_of(baseline: str, dtype: Dtype) -> list[str]:
@@ -41,24 +39,23 @@ def names_of(baseline: str, dtype: Dtype) -> list[str]:
     return [] if dtype in QUANTISED else [baseline]
 
 
-def main(
-    name: str, flavor: str = "300m", model: Path | None = None, dtype: Dtype = "bf16", math: Math = "auto",
-    threads: int = 2,
-) -> None:  # fmt: skip
+def main(name: str, model: str, dtype: str, math: str, threads: int) -> None:
     """Answer commands until stdin ends: facts, settings, decode, prefill, batch; ours also probe and bench.
 
-    Speeds are tokens/s; the first token is not counted. Started by `tools.bench decode`.
+    model: a flavor or a GGUF file. Speeds are tokens/s; the first token is not counted.
     """
     engine, _, variant = name.partition(" ")
 
     @functools.cache
     def made() -> OurEngine | Baseline:
-        config = LaneformerConfig.from_flavor(flavor) if model is None else None
+        source = LaneformerConfig.from_flavor(model) if model in FLAVORS else Path(model)
         if engine == "laneformer":
-            return OurEngine(config, model, dtype, variant.removeprefix("math=") or math, threads)
+            return OurEngine(source, dtype, variant.removeprefix("math=") or math, threads)
         if engine == "llamacpp":
-            return LlamaCpp(config, model, variant or dtype, threads)
-        return TransformersLlama(config, model and as_gguf(model, dtype), dtype, threads)
+            return LlamaCpp(source, variant or dtype, threads)
+        return TransformersLlama(
+            as_gguf(source, dtype) if isinstance(source, Path) else source, dtype, threads
+        )
 
     def answer(do: str, **arguments: Any) -> Any:
         if do != "facts":
@@ -74,20 +71,17 @@ def main(
 class OurEngine:
     """Our engine through its public interface: the stream a user would read."""
 
-    def __init__(
-        self, config: LaneformerConfig | None, model: Path | None, dtype: Dtype, math: str, threads: int
-    ):
+    def __init__(self, source: LaneformerConfig | Path, dtype: str, math: str, threads: int):
         from laneformer import Engine
 
-        options: dict[str, Any] = {"device": "cpu", "threads": threads} | (
-            {} if math == "auto" else {"math": math}
-        )
-        if model is not None:
-            path = as_gguf(model, dtype if dtype == "fp16" else "bf16")
+        options: Result = {"device": "cpu", "threads": threads}
+        if math != "auto":
+            options["math"] = math
+        if isinstance(source, Path):
+            path = as_gguf(source, "fp16" if dtype == "fp16" else "bf16")
             self.engine = Engine.from_pretrained(path, dtype=dtype, cache=False, **options)
         else:
-            assert config is not None, "either a config or a model"
-            self.engine = Engine.random(config, dtype, **options)
+            self.engine = Engine.random(source, dtype, **options)
         self.facts: Result = {
             "version": f"laneformer {version('laneformer')}",
             "about": f"isa {self.engine.isa}, math {self.engine.math}, {self.engine.config.num_lanes} lanes",
@@ -132,4 +126,5 @@ class OurEngine:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    _, own_name, source, weights, arithmetic, count = sys.argv
+    main(own_name, source, weights, arithmetic, int(count))

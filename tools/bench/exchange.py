@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,17 @@ import numpy as np
 from laneformer.engine.machine import this_machine
 from tools.bench.harness import Result
 
+POOLS: dict[str, Any] = {"threads": ThreadPool, "processes": multiprocessing.get_context("spawn").Pool}
+
 
 def compare(payloads: tuple[int, ...], rounds: int) -> list[Result]:
     """A row for each payload in bytes and each way: median and p99 in microseconds, or why it is missing."""
     rows = []
     for size in payloads:
-        for name, times in ways(size // 4, rounds):
+        for name, times in WAYS.items():
             row: Result = {"bytes": size, "way": name}
             try:
-                low, high = np.percentile(calmest(times()), (50, 99)) * 1e6
+                low, high = np.percentile(calmest(times(size // 4, rounds)), (50, 99)) * 1e6
                 rows.append({**row, "p50_us": float(low), "p99_us": float(high)})
             except RuntimeError as error:
                 rows.append({**row, "missing": str(error)})
@@ -39,24 +41,10 @@ def calmest(seconds: np.ndarray) -> np.ndarray:
     return min(np.array_split(seconds[len(seconds) // 10 :], 5), key=lambda part: float(np.median(part)))
 
 
-def ways(floats: int, rounds: int) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """Names, and functions that give seconds of every round; the first ones warm up."""
-    for place in ("threads", "processes"):
-        yield f"one way, {place}", functools.partial(ours, place, floats, rounds, True)
-        yield f"all-reduce, {place}", functools.partial(ours, place, floats, rounds, False)
-    yield "all-reduce, gloo, processes", functools.partial(gloo, floats, rounds)
-
-
-def ours(place: str, floats: int, rounds: int, to_and_fro: bool) -> np.ndarray:
+def ours(place: str, to_and_fro: bool, floats: int, rounds: int) -> np.ndarray:
     """Seconds of one way, half of there and back; or of both at once, which is an all-reduce."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
-        if place == "processes":
-            return in_two_processes(rank_of_ours, file.name, floats, rounds, to_and_fro) / (1 + to_and_fro)
-        with ThreadPoolExecutor(2) as pool:
-            job = functools.partial(
-                rank_of_ours, path=file.name, floats=floats, rounds=rounds, to_and_fro=to_and_fro
-            )
-            return np.array(list(pool.map(job, (0, 1))))[0] / (1 + to_and_fro)
+        return of_two_ranks(place, rank_of_ours, file.name, floats, rounds, to_and_fro) / (1 + to_and_fro)
 
 
 def rank_of_ours(rank: int, path: str, floats: int, rounds: int, to_and_fro: bool) -> list[float]:
@@ -74,9 +62,9 @@ def pin(rank: int) -> None:
         os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
 
 
-def in_two_processes(job: Callable[..., list[float]], *arguments: Any) -> np.ndarray:
+def of_two_ranks(place: str, job: Callable[..., list[float]], *arguments: Any) -> np.ndarray:
     """What rank 0 returns; RuntimeError where a rank fails."""
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with POOLS[place](2) as pool:
         ranks = [pool.apply_async(job, (rank, *arguments)) for rank in (0, 1)]
         try:
             return np.array([rank.get(timeout=60) for rank in ranks])[0]
@@ -86,7 +74,7 @@ def in_two_processes(job: Callable[..., list[float]], *arguments: Any) -> np.nda
 
 def gloo(floats: int, rounds: int) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
-        return in_two_processes(rank_of_gloo, f"{folder}/meet", floats, rounds)
+        return of_two_ranks("processes", rank_of_gloo, f"{folder}/meet", floats, rounds)
 
 
 def rank_of_gloo(rank: int, path: str, floats: int, rounds: int) -> list[float]:
@@ -100,3 +88,14 @@ def rank_of_gloo(rank: int, path: str, floats: int, rounds: int) -> list[float]:
         distributed.all_reduce(values)
         clock.append(time.perf_counter())
     return np.diff(clock).tolist()
+
+
+WAYS: dict[
+    str, Callable[[int, int], np.ndarray]
+] = {  # (floats, rounds) -> seconds of each; the first ones warm up
+    "one way, threads": functools.partial(ours, "threads", True),
+    "all-reduce, threads": functools.partial(ours, "threads", False),
+    "one way, processes": functools.partial(ours, "processes", True),
+    "all-reduce, processes": functools.partial(ours, "processes", False),
+    "all-reduce, gloo, processes": gloo,
+}

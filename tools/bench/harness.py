@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,29 +37,30 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900.0
 INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
 Result = dict[str, Any]
-Trial = Callable[[int], float]  # new tokens -> tokens/s
+Trial = Callable[[], float]  # tokens/s
 
 
+@dataclass
 class Candidate:
-    """A Python process that calls `serve`; started when first asked, and again after it has ended."""
+    """A Python process that calls `serve`; started when first asked, and again after it has ended.
 
-    def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, settle_s: float = 0.0,
-        quiet: bool = True,
-    ):  # fmt: skip
-        """`command` follows `python`. `settle_s`: pause before each command. `quiet`: show
-        stderr in errors alone.
-        """
-        self.name, self.command, self.env, self.settle_s = name, list(command), env or {}, settle_s
-        self.log = tempfile.TemporaryFile("w+") if quiet else None  # noqa: SIM115  (open as long as the candidate)
-        self.process: subprocess.Popen[str] | None = None
+    `command` follows `python`. `settle_s`: pause before each command. `quiet`: show stderr in errors alone.
+    """
+
+    name: str
+    command: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    settle_s: float = 0.0
+    quiet: bool = True
+    process: Any = None
+
+    def __post_init__(self) -> None:
+        self.log = tempfile.TemporaryFile("w+") if self.quiet else None  # noqa: SIM115  (as long as the candidate)
 
     def ask(self, do: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
         """The answer to one command; RuntimeError if it fails, or if the process dies or exceeds the timeout."""
         time.sleep(self.settle_s)
         process, line = self._started(), ""
-        assert process.stdin is not None
-        assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             process.stdin.flush()
@@ -80,7 +81,7 @@ class Candidate:
             raise RuntimeError(reply["error"])
         return reply["result"]
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _started(self) -> Any:
         if self.process is None or self.process.poll() is not None:
             paths = [str(ROOT / "models"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
             self.process = subprocess.Popen(
@@ -89,14 +90,15 @@ class Candidate:
             )  # fmt: skip
         return self.process
 
-    def cpu_clocks(self) -> tuple[float, float, float]:
+    def cpu_clocks(self) -> np.ndarray:
         """Seconds: wall clock, CPU time of this process, and CPU time in use on the
         machine (stolen time included).
         """
-        own = Path(f"/proc/{self._started().pid}/stat").read_text().rsplit(")", 1)[1].split()
-        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-        hertz, busy = os.sysconf("SC_CLK_TCK"), user + nice + system + irq + softirq + steal
-        return time.perf_counter(), (int(own[11]) + int(own[12])) / hertz, busy / hertz
+        import psutil  # here: a GPU machine may not have it
+
+        own, machine = psutil.Process(self._started().pid).cpu_times(), psutil.cpu_times()
+        busy_s = sum(machine[:8]) - machine.idle - machine.iowait  # after these eight: guests, of `user`
+        return np.array([time.perf_counter(), own.user + own.system, busy_s])
 
     def close(self) -> None:
         """Kill the process, if there is one."""
@@ -136,9 +138,7 @@ def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
     return (forward[:: -1 if index % 2 else 1] for index in range(rounds))
 
 
-def paired(
-    makers: dict[str, Callable[[], Trial]], tokens: int, rounds: int, time_left: Callable[[], float]
-) -> Result:
+def paired(makers: dict[str, Callable[[], Trial]], rounds: int, time_left: Callable[[], float]) -> Result:
     """Tokens/s of every candidate in every round, after a warm-up; one that fails is left
     out with the reason.
 
@@ -156,12 +156,12 @@ def paired(
         for name in (name for name in order if name not in failed):
             try:
                 made[name] = made.get(name) or makers[name]()
-                speeds[name].append(made[name](tokens))
+                speeds[name].append(made[name]())
             except Exception as error:  # whatever a baseline raises is its result
                 failed[name] = f"{type(error).__name__}: {str(error)[:500]}"
         longest = max(longest, time.monotonic() - start) if index else 0.0
     counted = {name: values[1:] for name, values in speeds.items() if values[1:]}
-    return {"tokens": tokens, "tokens_per_s": counted, "failed": failed}
+    return {"tokens_per_s": counted, "failed": failed}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -223,47 +223,54 @@ class Options:
     """Markdown file to append a dated section to."""
 
 
-def command_line(name: str, arguments: Sequence[str] | None) -> str:
-    return f"python -m tools.bench {shlex.join([name, *(sys.argv[1:] if arguments is None else arguments)])}"
+def check_at_least(options: Any, **limits: int) -> None:
+    """ValueError for an option below its limit."""
+    for name, limit in limits.items():
+        if (value := getattr(options, name)) < limit:
+            raise ValueError(f"{name} = {value} must be at least {limit}")
 
 
-def run(
-    name: str, options: Any, measure: Callable[[Any, Any], Result],
-    section: Callable[[Any, Result], tuple[str, str]], file_start: str, arguments: Sequence[str] | None = None,
-) -> None:  # fmt: skip
+def stamp(name: str, arguments: Sequence[str]) -> Result:
+    """What a page says of a run: when it began, its command, and the code."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": f"python -m tools.bench {shlex.join([name, *arguments])}",
+        "commit": code_version(ROOT),
+    }
+
+
+def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
     """The command `python -m tools.bench NAME`: measure, report, and end with one JSON line of every figure.
 
-    `options`: subclass of Options whose docstring is the help text; `measure(options, console)` raises
-    ValueError for options that cannot be measured; `section(options, result)`: title and body. `file_start`
-    opens a new file.
+    `benchmark`: a module with `Options`, a subclass of the class above whose docstring is the help text;
+    `measure(options, console)`, which raises ValueError for options that cannot be measured;
+    `section(options, result)`, which gives title and body; and `FILE_START`, which opens a new file.
     """
     import tyro  # here: a GPU machine may have neither
     from rich.console import Console
     from rich.markdown import Markdown
 
     chosen = tyro.cli(
-        options,
+        benchmark.Options,
         args=arguments,
         prog=f"python -m tools.bench {name}",
-        description=inspect.cleandoc(options.__doc__),
+        description=inspect.cleandoc(benchmark.Options.__doc__),
     )
     console = Console(stderr=True, quiet=chosen.json, width=None if sys.stderr.isatty() else 160)
-    started, load = datetime.datetime.now(datetime.UTC), os.getloadavg()[0]
+    result, started, load = stamp(name, arguments), time.monotonic(), os.getloadavg()[0]
     try:
-        measured = measure(chosen, console)
+        measured = benchmark.measure(chosen, console)
     except (ValueError, RuntimeError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    result = {
-        "date": started.strftime("%Y-%m-%d %H:%M UTC"), "command": command_line(name, arguments),
-        "seconds": round((datetime.datetime.now(datetime.UTC) - started).total_seconds()),
-        "commit": code_version(ROOT), "machine": machine_facts(), "load_average": [load, os.getloadavg()[0]],
-        **measured,
+    result |= {
+        "seconds": round(time.monotonic() - started), "machine": machine_facts(),
+        "load_average": [load, os.getloadavg()[0]], **measured,
     }  # fmt: skip
-    title, body = section(chosen, result)
+    title, body = benchmark.section(chosen, result)
     text = f"{heading(result, title)}\n\n{body}"
     console.print(Markdown(text))
     if chosen.out is not None:
-        append_section(chosen.out, text, file_start)
+        append_section(chosen.out, text, benchmark.FILE_START)
         console.print(f"appended to {chosen.out}")
     print(json.dumps(result))

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from laneformer import LaneformerConfig
-from records.files import append_line, json_lines
+from records.files import append_line, read_lines
 from tools.bench import exchange, harness
-from tools.bench.harness import Result, alternate
+from tools.bench.harness import Result, alternate, check_at_least
 from tools.markdown import table
 from tools.timeline import split_layer, token_s
 
@@ -112,20 +112,14 @@ class Options(harness.Options):
             raise ValueError(f"model = {sorted(unknown)} is unknown; choose from {', '.join(SHAPES)}")
         if 0 not in self.link_us or min(self.link_us) < 0 or max(self.link_us) > 1e6:
             raise ValueError(f"link_us = {self.link_us} must hold 0, and values up to 1,000,000")
-        if self.rounds < 1 or self.exchanges < 10 or any(size < 128 or size % 128 for size in self.payload):
-            raise ValueError(
-                "rounds must be 1, exchanges 10, and payload a multiple of 128 bytes, each at least"
-            )
+        check_at_least(self, rounds=1, exchanges=10)
+        if any(size < 128 or size % 128 for size in self.payload):
+            raise ValueError(f"payload = {self.payload} must hold multiples of 128 bytes")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    harness.run("latency", Options, compare, section, FILE_START, arguments)
-
-
-def compare(options: Options, console: Any) -> Result:
+def measure(options: Options, console: Any) -> Result:
     options.check()
-    kept = options.kept.read_text().splitlines() if options.kept and options.kept.exists() else []
-    found = {row["model"]: row for _, row in json_lines(kept, options.kept)}
+    found = {row["model"]: row for row in read_lines(options.kept)} if options.kept else {}
     for shape in options.model:
         if shape not in found:
             found[shape] = measured(shape, options, console)
@@ -152,22 +146,15 @@ def measured(shape: str, options: Options, console: Any) -> Result:
             engine.close()
     saved = np.median(times["delay 2", 0], axis=0) - np.median(times[HALF, 0], axis=0)
     modules = split_layer(configs["delay 2"], float(saved) / (layers - layers // 2))
-    rows: list[Result] = []
-    for (name, link_us), seconds in times.items():
-        if name != HALF:
-            speed = {
-                "tokens_per_s": 1 / float(np.median(seconds)),
-                "low": 1 / max(seconds),
-                "high": 1 / min(seconds),
-            }
-            rows.append({"variant": name, "link_us": link_us, **speed})
-    found: Result = {
-        "model": shape,
-        "layers": layers,
-        "hidden": configs[HALF].hidden_size,
-        "rounds": options.rounds,
-    }
-    found |= {"module_s": modules, "rows": rows}
+    rows: list[Result] = [
+        {"variant": name, "link_us": link_us, "tokens_per_s": 1 / float(np.median(seconds)),
+         "low": 1 / max(seconds), "high": 1 / min(seconds)}
+        for (name, link_us), seconds in times.items() if name != HALF
+    ]  # fmt: skip
+    found = {
+        "model": shape, "layers": layers, "hidden": configs[HALF].hidden_size, "rounds": options.rounds,
+        "module_s": modules, "rows": rows,
+    }  # fmt: skip
     for row in rows:
         base = of_variant(found, row["variant"])[0]["tokens_per_s"]
         row["of_no_latency"] = row["tokens_per_s"] / base
@@ -179,7 +166,7 @@ def engine_of(name: str, config: LaneformerConfig) -> Engine:
     from laneformer import Engine  # here: `--help` needs no engine
 
     engine: Any = Engine.random(config, "bf16", threads=LANES, device="cpu", pin=True)
-    if name in VARIANTS and VARIANTS[name].modules_late:
+    if name != HALF and VARIANTS[name].modules_late:
         engine._decoder.set_ladder()
     return engine
 
@@ -196,17 +183,12 @@ def sweep(
         trial(engine, 0.0, options.trial_s, 1e-3)
     for number, order in enumerate(alternate(engines, options.rounds)):
         console.print(f"round {number + 1} of {options.rounds}")
-        for link_us in options.link_us:
-            for name in order:
-                if name == HALF and link_us:
-                    continue
-                known_s = min((min(t) for (n, _), t in times.items() if n == name), default=1e-3)
-                min_s = (
-                    VARIANTS[name].token_s(engines[name].config, (0.0, 0.0), link_us / 1e6)
-                    if link_us
-                    else 0.0
-                )
-                seconds, ids = trial(engines[name], link_us / 1e6, options.trial_s, known_s + min_s)
+        for link_us in sorted(options.link_us):
+            for name in order if link_us == 0 else [name for name in order if name != HALF]:
+                guess_s, link_s = times.get((name, 0), [1e-3])[-1], link_us / 1e6
+                if link_us:
+                    guess_s += VARIANTS[name].token_s(engines[name].config, (0.0, 0.0), link_s)
+                seconds, ids = trial(engines[name], link_s, options.trial_s, guess_s)
                 times.setdefault((name, link_us), []).append(seconds)
                 known = tokens.setdefault(name, ids)
                 if any(a != b for a, b in zip(ids, known, strict=False)):
@@ -240,12 +222,12 @@ def section(options: Options, result: Result) -> tuple[str, str]:
 
 
 def speeds(model: Result) -> str:
-    links = sorted({row["link_us"] for row in model["rows"]})
+    links = [f"{row['link_us']:g}" for row in of_variant(model, "delay 2")]
     lines = []
     for name, variant in VARIANTS.items():
         cells = [f"{row['tokens_per_s']:.4g} ({row['predicted']:.4g})" for row in of_variant(model, name)]
         lines.append([name, f"{1e6 * variant.knee_s(model['module_s']):.3g}", *cells])
-    return table(["link, us", "hides, us", *(f"{link:g}" for link in links)], lines)
+    return table(["link, us", "hides, us", *links], lines)
 
 
 def predicted_share(model: Result, name: str, link_us: float) -> float:
@@ -257,27 +239,28 @@ def predicted_share(model: Result, name: str, link_us: float) -> float:
 
 
 def of_variant(model: Result, name: str) -> list[Result]:
-    return sorted((row for row in model["rows"] if row["variant"] == name), key=lambda row: row["link_us"])
+    """Its rows, by latency."""
+    return [row for row in model["rows"] if row["variant"] == name]
 
 
 def difference(model: Result) -> str:
     """Where measured and predicted speed are farthest apart, by variant."""
     lines = []
     for name in VARIANTS:
-        apart = max(of_variant(model, name), key=lambda row: abs(row["tokens_per_s"] / row["predicted"] - 1))
-        percent = 100 * (apart["tokens_per_s"] / apart["predicted"] - 1)
-        lines.append(f"{name} {percent:+.0f}% at {apart['link_us']:g} us")
+        apart = {
+            row["link_us"]: row["tokens_per_s"] / row["predicted"] - 1 for row in of_variant(model, name)
+        }
+        link_us = max(apart, key=lambda link: abs(apart[link]))
+        lines.append(f"{name} {apart[link_us]:+.0%} at {link_us:g} us")
     return f"Measured over predicted, the farthest apart: {'; '.join(lines)}."
 
 
 def exchanges(rows: list[Result]) -> str:
-    def text(row: Result) -> list[str]:
-        if "missing" in row:
-            return [row["way"], str(row["bytes"]), row["missing"], ""]
-        return [row["way"], str(row["bytes"]), f"{row['p50_us']:.2f}", f"{row['p99_us']:.2f}"]
-
-    ordered = sorted(rows, key=lambda row: (row["way"], row["bytes"]))
-    return table(["", "bytes", "p50, us", "p99, us"], map(text, ordered))
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["way"], row["bytes"])):
+        times = [row["missing"], ""] if "missing" in row else [f"{row[p]:.2f}" for p in ("p50_us", "p99_us")]
+        lines.append([row["way"], row["bytes"], *times])
+    return table(["", "bytes", "p50, us", "p99, us"], lines)
 
 
 def plot(models: list[Result], path: Path) -> None:
@@ -294,14 +277,13 @@ def plot(models: list[Result], path: Path) -> None:
         1, len(models), figsize=(4.6 * len(models), 3.4), sharey=True, squeeze=False
     )
     for axes, model in zip(panels[0], models, strict=True):
-        longest = max(row["link_us"] for row in model["rows"])
+        longest = model["rows"][-1]["link_us"]
         fine = np.geomspace(1, max(longest, 10), 200)
         for index, (name, variant) in enumerate(VARIANTS.items()):
             rows, color = of_variant(model, name), f"C{index}"
             axes.plot(fine, [predicted_share(model, name, link) for link in fine], color=color, linewidth=0.7)
-            known = [row for row in rows if row["link_us"] >= 1]
-            axes.plot([r["link_us"] for r in known], [r["of_no_latency"] for r in known], "o", ms=3.5, color=color,
-                      label=name)  # fmt: skip
+            known = {row["link_us"]: row["of_no_latency"] for row in rows if row["link_us"] >= 1}
+            axes.plot([*known], [*known.values()], "o", ms=3.5, color=color, label=name)
             knee_us = 1e6 * variant.knee_s(model["module_s"])
             if 1 <= knee_us <= longest:
                 axes.plot(
@@ -321,7 +303,3 @@ def plot(models: list[Result], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    main()

@@ -27,13 +27,12 @@ if not torch.accelerator.is_available():
     patch_torch_for_cpu()  # before torchtitan is imported
 
 from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
-from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
 from torchtitan.train import main as titan_main
@@ -42,7 +41,7 @@ from laneformer.config import LaneformerConfig, flops_per_token
 from laneformer.titan.spec import LaneformerArgs, model_args_by_flavor
 from records.files import append_line
 from train.data import Batch, build_mixture_loader
-from train.optimizer import build_laneformer_optimizers
+from train.spec import SPEC
 
 NAME = "bench_llama3"
 
@@ -58,11 +57,8 @@ class LlamaArgs(TransformerModelArgs):
         ours.update_from_config(job_config)
         self.config = c = ours.config
         self.dim, self.n_layers, self.vocab_size = c.hidden_size, c.num_hidden_layers, c.vocab_size
-        self.n_heads, self.n_kv_heads, self.rope_theta = (
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.rope_theta,
-        )
+        self.n_heads, self.n_kv_heads = c.num_attention_heads, c.num_key_value_heads
+        self.rope_theta = c.rope_theta
         # TorchTitan's MLP is floor(8/3 D), times this factor, rounded down again
         self.ffn_dim_multiplier, self.multiple_of = c.intermediate_size / int(8 * c.hidden_size / 3) + 1e-9, 1
         super().update_from_config(job_config, **kwargs)
@@ -115,17 +111,16 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
 
 register_train_spec(
     NAME,
-    TrainSpec(
+    dataclasses.replace(
+        SPEC,  # of which the optimizer and its schedule stay
         model_cls=Transformer,
         model_args={name: LlamaArgs(config=args.config) for name, args in model_args_by_flavor().items()},
         parallelize_fn=parallelize,
-        pipelining_fn=None,
-        build_optimizers_fn=build_laneformer_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=TokenLoader,
-        build_tokenizer_fn=None,
         build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=None,
         build_metrics_processor_fn=StepMetrics,
+        state_dict_adapter=None,
     ),
 )
 

@@ -22,14 +22,6 @@ from tools.bench.harness import version
 
 FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
-FILE_TYPES = {
-    "bf16": "BF16",
-    "fp16": "F16",
-    "q8_0": "Q8_0",
-    "q4_0": "Q4_0",
-    "iq4_nl": "IQ4_NL",
-    "q4_k_m": "Q4_K_M",
-}
 BATCH_POSITIONS = 512  # of each sequence
 MAX_SEQUENCES = 8
 MAX_CONTEXT = 8192  # its keys and values are allocated at once
@@ -51,13 +43,12 @@ def library() -> Any:
 class LlamaCpp(Baseline):
     """One llama_decode per token, the largest logit found by NumPy; flash attention on or off."""
 
-    def __init__(self, config: LaneformerConfig | None, model: Path | None, kind: str, threads: int):
+    def __init__(self, source: LaneformerConfig | Path, kind: str, threads: int):
         super().__init__()
         self.api, self.threads = library(), threads
-        if model is None:
-            assert config is not None, "either a config or a model"
-            model = random_gguf(config, kind if kind == "fp16" else "bf16")
-        path = as_gguf(model, kind)
+        if isinstance(source, LaneformerConfig):
+            source = random_gguf(source, "fp16" if kind == "fp16" else "bf16")
+        path = as_gguf(source, kind)
         self.vocab_size, self.cache_width, self.weight_bytes, trained = sizes_of(path)
         self.context_tokens = min(trained, MAX_CONTEXT)
         self.contexts: dict[bool, dict[str, Any]] = {}
@@ -97,11 +88,10 @@ class LlamaCpp(Baseline):
     def ways(self, sequences: int) -> dict[str, Any]:
         several = sequences > 1
         if several not in self.contexts:
-            kinds = {
-                "flash attention": self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED,
-                "no flash attention": self.api.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+            self.contexts[several] = {
+                "flash attention": self.context(self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED, several),
+                "no flash attention": self.context(self.api.LLAMA_FLASH_ATTN_TYPE_DISABLED, several),
             }
-            self.contexts[several] = {name: self.context(kind, several) for name, kind in kinds.items()}
         return self.contexts[several]
 
     def context(self, flash_attention: int, several: bool) -> Any:
@@ -125,22 +115,24 @@ class LlamaCpp(Baseline):
             part = ids[first : first + step]
             tokens = (ctypes.c_int32 * len(part))(*part)  # the batch holds only its address
             self.check(self.api.llama_decode(way, self.api.llama_batch_get_one(tokens, len(part))))
-        return self.best(way, -1)
+        return int(self._logits(way, -1).argmax())
 
     def evaluate_each(self, way: Any, ids: list[int], position: int) -> list[int]:
         if position == 0:
             self.reset(way, BATCH_POSITIONS)
-        batch = self.api.llama_batch_init(len(ids), 0, 1)
-        batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
+        rows = self.decode_batch(way, [(token, position, sequence) for sequence, token in enumerate(ids)])
+        return [int(row.argmax()) for row in rows]
+
+    def decode_batch(self, way: Any, tokens: list[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Of (id, position, sequence): the logits after each, float32 (V,), in llama.cpp's own memory."""
+        batch = self.api.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, (token, position, sequence) in enumerate(tokens):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, 1
-            batch.seq_id[i][0] = i
+            batch.seq_id[i][0] = sequence
         self.check(self.api.llama_decode(way, batch))
         self.api.llama_batch_free(batch)
-        return [self.best(way, i) for i in range(len(ids))]
-
-    def best(self, way: Any, index: int) -> int:
-        return int(self._logits(way, index).argmax())
+        return [self._logits(way, i) for i in range(len(tokens))]
 
     def _logits(self, way: Any, index: int) -> np.ndarray:
         return np.ctypeslib.as_array(self.api.llama_get_logits_ith(way, index), (self.vocab_size,))
@@ -148,19 +140,7 @@ class LlamaCpp(Baseline):
     def logits(self, ids: list[int]) -> np.ndarray:
         """After every position, float32 (len(ids), V), by its automatic choice of attention."""
         way = self.context(self.api.LLAMA_FLASH_ATTN_TYPE_AUTO, several=False)
-        batch = self.api.llama_batch_init(len(ids), 0, 1)
-        batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i], batch.seq_id[i][0] = (
-                token,
-                i,
-                1,
-                1,
-                0,
-            )
-        self.check(self.api.llama_decode(way, batch))
-        found = np.stack([self._logits(way, i).copy() for i in range(len(ids))])
-        self.api.llama_batch_free(batch)
+        found = np.stack(self.decode_batch(way, [(token, i, 0) for i, token in enumerate(ids)]))
         self.api.llama_free(way)
         return found
 
@@ -200,9 +180,9 @@ def as_gguf(path: Path, kind: str) -> Path:
     """
     import gguf
 
-    wanted = {"bf16": "BF16", "fp16": "F16"}
+    wanted = "F16" if kind == "fp16" else kind.upper()
     types = {t.tensor_type.name for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2}
-    if types == {wanted.get(kind)}:
+    if kind in ("bf16", "fp16") and types == {wanted}:
         return path
     if types != {"BF16"} and kind != "bf16":
         return as_gguf(as_gguf(path, "bf16"), kind)
@@ -213,7 +193,7 @@ def as_gguf(path: Path, kind: str) -> Path:
     def convert(temporary: Path) -> None:
         api = library()
         options = api.llama_model_quantize_default_params()
-        options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{FILE_TYPES[kind]}")
+        options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{wanted}")
         options.allow_requantize, options.nthread = True, os.cpu_count() or 1
         status = api.llama_model_quantize(str(path).encode(), str(temporary).encode(), ctypes.byref(options))
         if status:
@@ -293,11 +273,10 @@ def add_dummy_vocabulary(writer: Any, vocab_size: int) -> None:
     """The least that llama.cpp loads as a SentencePiece vocabulary: control ids, 256 bytes, then pieces."""
     from gguf import TokenType
 
-    control = [("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)]
-    in_bytes = [(f"<0x{value:02X}>", TokenType.BYTE) for value in range(256)]
-    pieces = ((f"piece{i}", TokenType.NORMAL) for i in itertools.count())
-    tokens = list(itertools.islice(itertools.chain(control, in_bytes, pieces), vocab_size))
+    kinds = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "</s>": TokenType.CONTROL}
+    kinds |= {f"<0x{value:02X}>": TokenType.BYTE for value in range(256)}
+    kinds |= {f"piece{i}": TokenType.NORMAL for i in range(vocab_size - len(kinds))}
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_list(list(kinds))
     writer.add_token_scores([-float(i) for i in range(vocab_size)])
-    writer.add_token_types([kind for _, kind in tokens])
+    writer.add_token_types(list(kinds.values()))

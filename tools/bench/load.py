@@ -18,10 +18,11 @@ from tools.bench.harness import Result
 
 BUFFER_BYTES = 1 << 20
 PROMPT_LENGTH = 8
+FILE_START = "# From packed weights to the first token"
 
 
 @dataclass(kw_only=True)
-class LoadOptions(harness.Options):
+class Options(harness.Options):
     """Time from a packed model folder to the first token, beside reading the same bytes from the page cache.
 
     A packed model is mapped, not read, so its weights are first touched by the first pass. The limit is a
@@ -37,13 +38,7 @@ class LoadOptions(harness.Options):
     """Threads of the engine; default: all cores."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    harness.run(
-        "load", LoadOptions, compare_starts, section, "# From packed weights to the first token", arguments
-    )
-
-
-def compare_starts(options: LoadOptions, console: Any) -> Result:
+def measure(options: Options, console: Any) -> Result:
     """Medians of each figure, and of (load + first token) / read within a round."""
     with console.status("packing, unless that was done before"):
         start(options)
@@ -63,7 +58,7 @@ def compare_starts(options: LoadOptions, console: Any) -> Result:
     }  # fmt: skip
 
 
-def start(options: LoadOptions) -> dict[str, float]:
+def start(options: Options) -> dict[str, float]:
     """Seconds until the engine is ready, and from then to the first token of a short prompt."""
     from laneformer import Engine  # here: `--help` needs no engine
 
@@ -84,7 +79,7 @@ def newest_packed_file(folder: Path) -> Path:
     return max(files, key=lambda path: path.stat().st_atime_ns)
 
 
-def section(options: LoadOptions, result: Result) -> tuple[str, str]:
+def section(options: Options, result: Result) -> tuple[str, str]:
     return "from packed weights to the first token", (
         f"{result['file_bytes'] / 1e9:.2f} GB packed, {options.rounds} rounds, medians: load {result['load_s']:.2f} s, "
         f"first token of {PROMPT_LENGTH} ids {result['first_token_s']:.2f} s more; a plain read of the file from the "

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,16 @@ import pyarrow.parquet as pq
 from data_mixtures.mixture import Mixture
 from tools.bench import harness
 from tools.bench.harness import Candidate, Result, alternate
-from tools.bench.loader_baselines import BATCH, LOADERS, VOCAB_SIZE, install
-from tools.bench.loader_process import cpu_rate, worst_deviation
+from tools.bench.loader_baselines import LOADERS, VOCAB_SIZE, install
+from tools.bench.loader_process import BATCH, cpu_rate, worst_deviation
 from tools.markdown import table
 from tools.synthetic import write_lock
 
 WEIGHTS = {"web": 6320, "code": 2100, "math": 630, "multilingual": 500, "qa": 450}
-BARE = "Mixture.sequences"  # without threads, so there is nothing to stall or to resume
+BARE = "Mixture.sequences"  # ours without threads: what reading and verifying cost
 ROWS_PER_GROUP = 256
 OTHER_WORLD_SIZE = {  # ours is tested (tests/train/test_data.py); the others according to their code
+    BARE: "any, exact",
     "MixtureLoader": "any, exact",
     "torchtitan": "refused (asserts the same number of ranks)",
     "interleave_datasets": "manual (skip)",
@@ -71,11 +71,7 @@ class Options(harness.Options):
     """Loaders to measure."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    harness.run("loader", Options, compare, section, FILE_START, arguments)
-
-
-def compare(options: Options, console: Any) -> Result:
+def measure(options: Options, console: Any) -> Result:
     """Speed and stalls in every round, what needs no repetition in the first; a new process
     per loader and round.
     """
@@ -93,15 +89,13 @@ def compare(options: Options, console: Any) -> Result:
             probes.append(probe(data, options))
             for name in order:
                 status.update(f"round {len(probes)} of {options.rounds}: {name}")
-                once = {"deviation": options.sequences, "resume": options.resume_at}
-                commands: Result = {"first_pass": options.windows} if first and name == BARE else {}
-                commands |= {"start": 0} if first and name != BARE else {}
-                commands |= {"speed": options.seconds} | ({} if name == BARE else {"stalls": options.steps})
-                commands |= once if first and name != BARE else {}
-                if "start" in commands:
-                    figures_of(
-                        name, data, {"prepare": 0}
-                    )  # in a process of its own: no import is warm in `start`
+                commands: Result = {"speed": options.seconds, "stalls": options.steps}
+                if first:
+                    figures_of(name, data, {"prepare": 0})  # by another process: no import is warm in `start`
+                    once = {"deviation": options.sequences, "resume": options.resume_at}
+                    commands = {"start": 0} | commands | once
+                if first and name == BARE:
+                    commands["first_pass"] = options.windows
                 for key, value in figures_of(name, data, commands).items():
                     measured[name].setdefault(key, []).append(value)
     missing = {name: install(name) for name in options.only if name not in names}
@@ -134,10 +128,10 @@ def write_rows(path: Path, tokens: np.ndarray, sources: np.ndarray) -> None:
     pq.write_table(pa.table(columns), path, row_group_size=ROWS_PER_GROUP)
 
 
-def figures_of(name: str, data: Path, commands: dict[str, Any]) -> Result:
+def figures_of(name: str, data: Path, commands: Result) -> Result:
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     with contextlib.closing(
-        Candidate(name, ["-m", "tools.bench.loader_process", name, str(data)], environment)
+        Candidate(name, ["-m", "tools.bench.loader_baselines", name, str(data)], environment)
     ) as process:
         answers = [process.ask(do, argument=argument) for do, argument in commands.items()]
     return {key: value for answer in answers for key, value in answer.items()}
@@ -198,18 +192,15 @@ def section(options: Options, result: Result) -> tuple[str, str]:
 
 
 def row(name: str, figures: Result, copied: float) -> list[str]:
-    rate = statistics.median(figures["tokens_per_s"]) / 1e6
-    (worst,), (resumed,) = figures.get("deviation", [None]), figures.get("resume_s", [{}])
-    error = ", ".join(f"{value:.2f} at {int(limit):,}" for limit, value in worst.items()) if worst else "-"
-    reasons = [reason for reason in resumed.values() if isinstance(reason, str)]
-    times = [f"{float(at):.0e}: {value:.2f} s" for at, value in resumed.items() if not isinstance(value, str)]
-    (started,), (memory,) = figures.get("start_s", [None]), figures.get("memory_bytes", [None])
-    stalls = [
-        1e3 * statistics.median(figures[key]) for key in ("stall_p50_s", "stall_p99_s") if key in figures
-    ]
-    resume = "; ".join([*times, *dict.fromkeys(reasons)]) or "-"
+    rate, p50, p99 = (
+        statistics.median(figures[key]) for key in ("tokens_per_s", "stall_p50_s", "stall_p99_s")
+    )
+    deviation, resume = figures["deviation"][0], figures["resume_s"][0]
+    error = ", ".join(f"{value:.2f} at {int(limit):,}" for limit, value in deviation.items())
+    reasons = [reason for reason in resume.values() if isinstance(reason, str)]
+    times = [f"{float(at):.0e}: {value:.2f} s" for at, value in resume.items() if not isinstance(value, str)]
     return [
-        name, f"{rate:.1f}", f"{100 * rate / copied:.1f}", error, f"{started:.1f} s" if started else "-", resume,
-        OTHER_WORLD_SIZE.get(name, "-"), f"{memory / 1e6:.0f}" if memory else "-",
-        " / ".join(f"{stall:.2f}" for stall in stalls) or "-",
+        name, f"{rate / 1e6:.1f}", f"{rate / copied / 1e4:.1f}", error or "-", f"{figures['start_s'][0]:.1f} s",
+        "; ".join([*times, *dict.fromkeys(reasons)]), OTHER_WORLD_SIZE[name],
+        f"{figures['memory_bytes'][0] / 1e6:.0f}", f"{1e3 * p50:.2f} / {1e3 * p99:.2f}",
     ]  # fmt: skip

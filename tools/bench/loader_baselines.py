@@ -1,8 +1,7 @@
-"""The loaders that `tools.bench loader` compares: ours and the baselines, on the same windows.
+"""The loaders that `tools.bench loader` compares, ours and the baselines, and the process of one of them.
 
-A loader yields batches (tokens int64 (BATCH, S) or (BATCH, S + 1), sources (BATCH,) or None). The baselines are
-unmodified; each reads tokenized data in the format that its documentation recommends, in its faster mode. Some
-have to be installed, each into a folder of its own beside the environment.
+The baselines are unmodified; each reads tokenized data in the format that its documentation recommends, in its
+faster mode. Some have to be installed, each into a folder of its own beside the environment.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import sys
 import types
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from data_mixtures.mixture import Mixture, read_lock
+from data_mixtures.mixture import Mixture
+from tools.bench.harness import Result, serve
+from tools.bench.loader_process import BATCH, Batches, Loader, skip
+from train.job_config import patch_torch_for_cpu
 
-BATCH = 8
 EPOCH = 20_000  # samples, where a baseline asks for it
 FOLDER = Path(sys.prefix)
 PACKAGES = {
@@ -34,7 +35,6 @@ PACKAGES = {
 VOCAB_SIZE, EOS = 32_000, 2
 LARGEST_ORDER = 2_000_000  # samples; olmo-core and megatron-core build files of the whole order before step 1
 DOCUMENT_TOKENS = 1024  # Megatron shuffles documents and cuts them into windows afterwards
-Batches = Iterator[tuple[torch.Tensor, np.ndarray | None]]
 
 
 def install(name: str) -> str | None:
@@ -44,31 +44,13 @@ def install(name: str) -> str | None:
     return f"{sys.executable} -m pip install --no-deps --target {FOLDER / name} {PACKAGES[name]}"
 
 
-class Loader:
-    """What is measured; `workers`: processes that read ahead, where the loader needs them for that."""
+def parquet(data: Path, name: str, **options: Any) -> Any:
+    """The rows of a Parquet file of the benchmark's data, by Hugging Face's datasets."""
+    import datasets
 
-    def __init__(self, data: Path):
-        self.data = data
-        lock = read_lock(data / "phase1.lock.json")
-        self.seq_len: int = lock["seq_len"]
-        self.names = [source["name"] for source in lock["sources"]]
-        self.shares = [
-            source["weight"] / sum(s["weight"] for s in lock["sources"]) for source in lock["sources"]
-        ]
-
-    def state_at(self, sequence: int) -> Any:
-        """The state from which `batches` continues there; LookupError where that is impossible."""
-        return sequence
-
-    def parquet(self, name: str, **options: Any) -> Any:
-        import datasets
-
-        datasets.disable_progress_bars()
-        path, cache = str(self.data / f"{name}.parquet"), str(self.data / "cache")
-        return datasets.load_dataset("parquet", data_files=path, split="train", cache_dir=cache, **options)
-
-    def batches(self, state: Any = 0, workers: int = 0) -> Batches:
-        raise NotImplementedError
+    datasets.disable_progress_bars()
+    path, cache = str(data / f"{name}.parquet"), str(data / "cache")
+    return datasets.load_dataset("parquet", data_files=path, split="train", cache_dir=cache, **options)
 
 
 class Sequences(Loader):
@@ -104,7 +86,8 @@ class TorchTitan(Loader):
         from torchtitan.hf_datasets import DatasetConfig
         from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
-        DATASETS["rows"] = DatasetConfig("mixed", self.parquet, lambda sample: sample["tokens"])
+        load = functools.partial(parquet, self.data)
+        DATASETS["rows"] = DatasetConfig("mixed", load, lambda sample: sample["tokens"])
         no_text = types.SimpleNamespace(encode=lambda tokens, **_: tokens)  # tokenizing would cost it more
         dataset = HuggingFaceTextDataset("rows", None, no_text, self.seq_len, infinite=True)
         dataset.load_state_dict({"token_buffer": [], "sample_idx": state})
@@ -127,7 +110,7 @@ class Interleave(Loader):
     def mixed(self, state: Any = 0) -> Any:
         import datasets
 
-        parts = [self.parquet(name, streaming=self.streaming) for name in self.names]
+        parts = [parquet(self.data, name, streaming=self.streaming) for name in self.names]
         mixed = datasets.interleave_datasets(parts, self.shares, seed=1, stopping_strategy="all_exhausted")
         mixed = mixed.with_format("numpy")
         if state and self.streaming:
@@ -142,8 +125,7 @@ class Interleave(Loader):
             raise LookupError(f"impossible beyond its {length} rows")
         if not self.streaming:
             return sequence
-        for _ in islice(mixed.iter(BATCH), sequence // BATCH):
-            pass
+        skip(mixed.iter(BATCH), sequence // BATCH)
         return mixed.state_dict()
 
     def batches(self, state: Any = 0, workers: int = 0) -> Batches:
@@ -156,7 +138,7 @@ class Interleave(Loader):
             mixed = self.mixed()
 
 
-def collate(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, np.ndarray]:
+def collate(rows: list[Result]) -> tuple[torch.Tensor, np.ndarray]:
     tokens = np.stack([row["tokens"] for row in rows]).astype(np.int64)
     return torch.from_numpy(tokens), np.array([int(row["source"]) for row in rows])
 
@@ -336,3 +318,20 @@ LOADERS: dict[str, Callable[[Path], Loader]] = {
     "interleave_datasets, streaming": functools.partial(Interleave, streaming=True),
     **{kind.name: kind for kind in (Mosaic, OlmoCore, Megatron)},
 }
+
+
+def main(name: str, data: Path) -> None:
+    """Measure one loader until stdin ends: a command is a method of Loader that gives a Result."""
+    torch.set_num_threads(1)
+    patch_torch_for_cpu()
+    loader = functools.cache(lambda: LOADERS[name](data))
+
+    def answer(do: str, argument: Any) -> Result:
+        os.sched_setaffinity(0, {0})
+        return getattr(loader(), do)(argument)
+
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

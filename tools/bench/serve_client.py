@@ -9,7 +9,6 @@ import http.client
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import numpy as np
 
 from tools.bench.harness import ROOT, version
 from tools.bench.llamacpp import FOLDER
+from train.supervise.attempt import free_port
 
 START_S, TIMEOUT_S = 120.0, 300.0
 EVENT = re.compile(rb"data: (\{.*?\})\r?\n\r?\n", re.DOTALL)
@@ -54,10 +54,7 @@ class Server:
 
     def __enter__(self) -> Server:
         """RuntimeError with its last lines where it does not come up."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.log, end_s = tempfile.TemporaryFile("w+"), time.monotonic() + START_S
+        self.port, self.log, end_s = free_port(), tempfile.TemporaryFile("w+"), time.monotonic() + START_S
         command = [*self.command, "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, cwd=ROOT)
         while not self._answers():
@@ -80,12 +77,8 @@ class Server:
     def ask(self, path: str, over: threading.Event | None = None, **body: Any) -> Answer:
         """Stream one greedy answer, or until `over` is set. What came is parsed after the last byte."""
         payload = json.dumps({"model": "model", "stream": True, "temperature": 0, **body})
-        pieces, times, finish_reason, sent_s = (
-            list[tuple[float, bytes]](),
-            list[float](),
-            None,
-            time.perf_counter(),
-        )
+        pieces, times, finish_reason = list[tuple[float, bytes]](), list[float](), None
+        sent_s = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
         with contextlib.closing(connection):
             connection.request("POST", path, payload, {"Content-Type": "application/json"})

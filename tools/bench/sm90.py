@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -46,7 +46,6 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 class Kernel:
     """One launch: bytes read and written in device memory, and the FLOPs of a matrix product."""
 
-    name: str
     kind: str  # "elementwise" (Triton, with reductions), "product" (cuBLAS) or "attention"
     bytes: int
     flops: int = 0
@@ -102,32 +101,29 @@ class Recorder:
         from torch._inductor.compile_fx import compile_fx
 
         weights = {f"primals_{i + 1}" for i, t in enumerate(inputs) if isinstance(t, torch.nn.Parameter)}
-        lower_both: Any = functools.partial(self._lower, weights, [])
-        compiled: Any = compile_fx(module, inputs, inner_compile=lower_both)
+        labels: list[str] = []  # the backward passes of a graph that layers share come in the opposite order
+
+        def lower_one(
+            module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+        ) -> Callable[[list[Any]], list[Any]]:
+            graph = lower(module, inputs, weights, **options)
+            outputs = next(iter(module.graph.find_nodes(op="output"))).args[0]
+            values = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in outputs]
+
+            def run(arguments: list[Any]) -> list[Any]:
+                arguments.clear()
+                label = labels.pop() if graph.backward else self.label
+                if not graph.backward:
+                    labels.append(label)
+                self.calls.append((label, graph))
+                return [_empty_like(v, v.device) if isinstance(v, Tensor) else v for v in values]
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        inner: Any = lower_one
+        compiled: Any = compile_fx(module, inputs, inner_compile=inner)
         return compiled
-
-    def _lower(
-        self,
-        weights: set[str],
-        labels: list[str],
-        module: torch.fx.GraphModule,
-        inputs: Sequence[Any],
-        **options: Any,
-    ) -> Callable[[list[Any]], list[Any]]:
-        graph = lower(module, inputs, weights, **options)
-        outputs = next(iter(module.graph.find_nodes(op="output"))).args[0]
-        values = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in outputs]
-
-        def run(arguments: list[Any]) -> list[Any]:
-            arguments.clear()
-            if not graph.backward:
-                labels.append(self.label)
-            # the backward passes of a graph that several layers share come in the opposite order
-            self.calls.append((labels.pop() if graph.backward else self.label, graph))
-            return [_empty_like(v, v.device) if isinstance(v, Tensor) else v for v in values]
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
 
 
 def lower(module: torch.fx.GraphModule, inputs: Sequence[Any], weights: set[str], **options: Any) -> Graph:
@@ -188,24 +184,20 @@ def _kernel(node: Any) -> Kernel | None:
     if isinstance(node, scheduler.NopKernelSchedulerNode):
         return None
     if not node.is_extern():  # a template is FlexAttention's
-        return Kernel(node.get_name(), "attention" if node.is_template() else "elementwise", _touched(node))
+        return Kernel("attention" if node.is_template() else "elementwise", _touched(node))
     call = node.node
     if isinstance(call, ir.MultiOutput):  # one result of the call that it names
-        return Kernel(node.get_name(), _kind(call.inputs[0]), _bytes(call))
+        return Kernel(_kind(call.inputs[0]), _bytes(call))
     # a library's kernel, or one of the model's own: its operands and its result, each once
     operands = [operand for operand in call.inputs if isinstance(operand, ir.IRNode)]
     results = [] if isinstance(call.layout, ir.NoneLayout | ir.MultiOutputLayout) else [call]
     kind, size = _kind(call), sum(map(_bytes, [*operands, *results]))
     flops = 2 * _numel(call) * _int(operands[-1].get_size()[-2]) if kind == "product" else 0
-    return Kernel(_operation(call), kind, size, flops)
-
-
-def _operation(call: Any) -> str:
-    return str(call.python_kernel_name or call.op_overload)
+    return Kernel(kind, size, flops)
 
 
 def _kind(call: Any) -> str:
-    name = _operation(call)
+    name = str(call.python_kernel_name or call.op_overload)
     if name.removeprefix("extern_kernels.") in PRODUCTS:
         return "product"
     return "attention" if "attention" in name else "elementwise"
@@ -219,13 +211,13 @@ def _touched(node: Any) -> int:
 
     gone = V.graph.removed_buffers | V.graph.inplaced_to_remove
     written = {dep.name for dep in node.read_writes.writes}
-    touched: dict[str, int] = {}
+    touched: Counter[str] = Counter()
     for dep in {
         *node.read_writes.writes,
         *(dep for dep in node.read_writes.reads if dep.name not in written),
     }:
         if dep.name not in gone and V.graph.try_get_buffer(dep.name) is not None:
-            touched[dep.name] = touched.get(dep.name, 0) + dep.numbytes_hint()
+            touched[dep.name] += dep.numbytes_hint()
     return sum(min(size, _bytes(V.graph.try_get_buffer(name))) for name, size in touched.items())
 
 
@@ -269,32 +261,23 @@ def _peak_bytes(graph: Any, code: str, inputs: dict[str, int]) -> int:
 # ----------------------------------------------------------------------------------------------
 
 
-class _Driver:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 10 * H100.major + H100.minor, H100.warp_size)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return CUDA
-
-
 @contextlib.contextmanager
 def _fake_h100() -> Iterator[None]:
     """PyTorch, Inductor and Triton see one H100, whatever the machine has."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config, scheduler
+    from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
     flex: Any = importlib.import_module(
         "torch._higher_order_ops.flex_attention"
     )  # its package hides the module
     permute, state = flex._permute_strides, torch.zeros(16, dtype=torch.uint8)
+
+    asked = SimpleNamespace(  # what Triton asks of a driver before it compiles
+        get_current_target=lambda: GPUTarget("cuda", 10 * H100.major + H100.minor, H100.warp_size),
+        get_current_device=lambda: 0, get_active_torch_device=lambda: CUDA,
+    )  # fmt: skip
 
     def properties(device: Any = None) -> Any:
         return H100
@@ -317,6 +300,6 @@ def _fake_h100() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, "get_device_properties", staticmethod(properties)))
         stack.enter_context(mock.patch.object(scheduler, "has_triton", return_value=True))
         stack.enter_context(mock.patch.object(flex, "_permute_strides", permute_strides))
-        stack.enter_context(mock.patch.object(driver, "_active", _Driver()))
+        stack.enter_context(mock.patch.object(driver, "_active", asked))
         stack.enter_context(config.patch(force_disable_caches=True, compile_threads=1))
         yield

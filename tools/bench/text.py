@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import gzip
 import json
 import os
@@ -21,7 +20,7 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,18 +75,17 @@ class Options(harness.Options):
     """A sentencepiece model; default: 32,000 pieces trained on code."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    harness.run("text", Options, compare, section, FILE_START, arguments)
-
-
-def compare(options: Options, console: Any) -> Result:
+def measure(options: Options, console: Any) -> Result:
     """Bytes, MB/s of filtering and M tokens/s of tokenizing, for each kind of text."""
-    stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
-    code = [path for path in glob.glob(f"{stdlib}/**/*.py", recursive=True) if "site-packages" not in path]
-    prose = [
-        path for end in ("METADATA", "*.md") for path in glob.glob(f"{packages}/**/{end}", recursive=True)
-    ]
-    paths = {"code": code, "prose": prose + glob.glob("/usr/share/man/man[1-8]/*")}
+    stdlib, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
+    paths = {
+        "code": [path for path in stdlib.rglob("*.py") if "site-packages" not in path.parts],
+        "prose": [
+            *packages.rglob("METADATA"),
+            *packages.rglob("*.md"),
+            *Path("/usr/share/man").glob("man[1-8]/*"),
+        ],
+    }
     result: Result = {}
     with tempfile.TemporaryDirectory() as name, console.status("reading text") as status:
         folder, corpora = Path(name), {kind: corpus(paths[kind], options.megabytes) for kind in KINDS}
@@ -109,7 +107,7 @@ def compare(options: Options, console: Any) -> Result:
     return result
 
 
-def corpus(paths: list[str], megabytes: float) -> Corpus:
+def corpus(paths: list[Path], megabytes: float) -> Corpus:
     """Files in a fixed random order: `megabytes` to time, twice as much to process before."""
     paths = sorted(paths)
     random.Random(1).shuffle(paths)
@@ -118,8 +116,8 @@ def corpus(paths: list[str], megabytes: float) -> Corpus:
     for path in paths:
         part = 0 if left[0] > 0 else 1
         with contextlib.suppress(UnicodeDecodeError, OSError):
-            raw = Path(path).read_bytes()
-            text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
+            raw = path.read_bytes()
+            text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
             parts[part].append(text)
             left[part] -= len(text)
         if left[1] <= 0:

@@ -39,6 +39,9 @@ from tools.plan import sums as plan_sums
 from tools.synthetic import write_synthetic_lock
 
 PROGRAMS = {"laneformer": ["train"], "llama": ["tools.bench.llama", "--model.name", "bench_llama3"]}
+FLAGS = """--lr_scheduler.warmup_steps 1 --training.gc_freq 1000 --metrics.log_freq 1
+--parallelism.data_parallel_replicate_degree 1 --parallelism.data_parallel_shard_degree -1
+--checkpoint.no-enable --validation.no-enable --metrics.no-enable_tensorboard --metrics.no-enable_wandb"""
 TIMEOUT_S = 3600
 FILE_START = """# Training speed of the real trainer and of TorchTitan's Llama
 
@@ -73,16 +76,10 @@ class Options(harness.Options):
 
     def check(self) -> None:
         """ValueError for a value that cannot be measured."""
-        for name in ("gpus", "seq_len", "steps", "warmup", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        harness.check_at_least(self, gpus=1, seq_len=1, steps=1, warmup=1, rounds=1)
         longest = LaneformerConfig.from_flavor(self.flavor).max_position_embeddings
         if self.seq_len > longest:
             raise ValueError(f"seq_len = {self.seq_len} exceeds the {longest} positions of {self.flavor}")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    harness.run("train", Options, measure, section, FILE_START, arguments)
 
 
 def measure(options: Options, console: Any) -> Result:
@@ -136,33 +133,30 @@ def choose_local_batch(options: Options, device: str) -> int:
 
 def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Result:
     """One job; RuntimeError with the end of its output if it fails."""
-    steps = options.warmup + options.steps
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}",
         "-m", *PROGRAMS[name], "--job.config_file", "configs/phase1.toml",
         "--job.dump_folder", str(run), "--mixture.lock", str(lock),
         "--model.flavor", options.flavor, "--training.seq_len", str(options.seq_len),
         "--training.local_batch_size", str(batch), "--training.global_batch_size", str(batch * options.gpus),
-        "--training.steps", str(steps), "--lr_scheduler.warmup_steps", "1", "--training.gc_freq", "1000",
-        "--training.mixed_precision_param", options.dtype, "--parallelism.data_parallel_replicate_degree", "1",
-        "--parallelism.data_parallel_shard_degree", "-1", "--activation_checkpoint.mode", options.checkpointing,
-        "--compile.enable" if options.compile else "--compile.no-enable", "--checkpoint.no-enable",
-        "--validation.no-enable",
-        "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb",
+        "--training.steps", str(options.warmup + options.steps), "--training.mixed_precision_param", options.dtype,
+        "--activation_checkpoint.mode", options.checkpointing,
+        "--compile.enable" if options.compile else "--compile.no-enable", *FLAGS.split(),
     ]  # fmt: skip
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(
-        command, cwd=harness.ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+        command, cwd=harness.ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=TIMEOUT_S,
+    )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(f"{name} failed: {(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(f"{name} failed: {done.stdout[-3000:]}")
     rows = read_lines(run / "metrics.jsonl")[options.warmup :]
     # TorchTitan's console line; MiB and colours differ by version, the number does not
-    memory = [float(m) for m in re.findall(r"memory: *([\d.]+)GiB", done.stdout + done.stderr)]
-    count = re.search(r"size: ([\d,]+) total parameters", done.stdout + done.stderr)
+    memory = [float(m) for m in re.findall(r"memory: *([\d.]+)GiB", done.stdout)]
+    count = re.search(r"size: ([\d,]+) total parameters", done.stdout)
     assert count, "TorchTitan logs the parameter count"
     step_s = [row["seconds"] for row in rows]
-    joins = re.search(r"Joins and norms: (\w+)", done.stdout + done.stderr)
+    joins = re.search(r"Joins and norms: (\w+)", done.stdout)
     return {
         "join_norm": joins and joins[1],
         "parameters": int(count[1].replace(",", "")),

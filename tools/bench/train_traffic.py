@@ -59,15 +59,10 @@ class Options(harness.Options):
     def check(self) -> None:
         """ValueError for a shape that cannot be lowered."""
         longest = LaneformerConfig.from_flavor(self.flavor).max_position_embeddings
-        if self.batch < 1 or not 2 <= self.seq_len <= longest:
-            raise ValueError(
-                f"batch = {self.batch} must be at least 1, seq_len = {self.seq_len} in 2 to {longest}"
-            )
+        harness.check_at_least(self, batch=1, seq_len=2)
+        if self.seq_len > longest:
+            raise ValueError(f"seq_len = {self.seq_len} exceeds the {longest} positions of {self.flavor}")
         INPUTS.card(self.gpu, *DATASHEET)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    harness.run("train-traffic", Options, measure, section, FILE_START, arguments)
 
 
 def measure(options: Options, console: Any) -> Result:
@@ -94,13 +89,11 @@ def layers_of(recorder: sm90.Recorder) -> list[Passes]:
     """Both passes of each layer, in order."""
     graphs: dict[str, list[sm90.Graph]] = {}
     for label, graph in recorder.calls:
-        if label.startswith("layer"):
+        if label:
             graphs.setdefault(label, []).append(graph)
-    trained = [each[:2] for each in graphs.values()]  # a validation comes after them
-    assert all([graph.backward for graph in each] == [False, True] for each in trained), (
-        "one graph in each direction"
-    )
-    return [(forward, backward) for forward, backward in trained]
+    layers = [(each[0], each[1]) for each in graphs.values()]  # a validation comes after them
+    assert all(second.backward > first.backward for first, second in layers), "one graph in each direction"
+    return layers
 
 
 def summary(options: Options, layers: list[Passes]) -> Result:
@@ -109,13 +102,12 @@ def summary(options: Options, layers: list[Passes]) -> Result:
     products = [(k.flops, k.bytes) for graph in graphs for k in graph.kernels if k.kind == "product"]
     moved = sum(graph.bytes("elementwise") for graph in graphs)
     config, card = LaneformerConfig.from_flavor(options.flavor), INPUTS.card(options.gpu)
-    shape = config, options.batch, options.seq_len, card
-    ms = {case: step_ms(*shape, case, moved, products) for case in CASES}
-    tokens = options.batch * options.seq_len
+    batch, seq_len = options.batch, options.seq_len
+    ms = {case: step_ms(config, batch, seq_len, card, case, moved, products) for case in CASES}
     return {
         "kinds": kinds(layers), "elementwise_bytes": moved, "product_bytes": sum(size for _, size in products),
         "flops": sum(flops for flops, _ in products), "peak_bytes": peak_bytes(layers, config.broadcast_delay),
-        "ms": ms, "tokens_per_s": {name: 1e3 * tokens / sum(parts.values()) for name, parts in ms.items()},
+        "ms": ms, "tokens_per_s": {name: 1e3 * batch * seq_len / sum(parts.values()) for name, parts in ms.items()},
     }  # fmt: skip
 
 
@@ -133,7 +125,7 @@ def peak_bytes(layers: list[Passes], delay: int) -> int:
 
 def kinds(layers: list[Passes]) -> list[Result]:
     """Layers that move and compute the same, together."""
-    rows: list[Result] = []
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for index, (forward, backward) in enumerate(layers):
         row = {
             "forward_elementwise_bytes": forward.bytes("elementwise"),
@@ -143,12 +135,8 @@ def kinds(layers: list[Passes]) -> list[Result]:
             "flops": forward.flops + backward.flops,
             "backward_peak_bytes": backward.peak_bytes,
         }
-        same = next((known for known in rows if row.items() <= known.items()), None)
-        if same is None:
-            rows.append({"layers": [index], **row})
-        else:
-            same["layers"].append(index)
-    return rows
+        alike.setdefault(tuple(row.items()), []).append(index)
+    return [{"layers": found, **dict(row)} for row, found in alike.items()]
 
 
 # --- counting
@@ -162,6 +150,7 @@ def count(options: Options, *more: str, validate: bool = False) -> sm90.Recorder
     """
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan.tools.utils import set_default_dtype
 
     from laneformer.titan.parallelize import checkpoint_and_compile
 
@@ -170,17 +159,14 @@ def count(options: Options, *more: str, validate: bool = False) -> sm90.Recorder
         "--training.seq_len", str(options.seq_len), *more,
     ])  # fmt: skip
     job.compile.backend = recorder.backend
-    spec, dtype = get_train_spec(job.model.name), torch.get_default_dtype()
+    spec, dtype = get_train_spec(job.model.name), TORCH_DTYPE_MAP[job.training.mixed_precision_param]
     arguments: Any = spec.model_args[job.model.flavor]
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         arguments.update_from_config(job)  # chooses the kernels of a GPU
     torch._dynamo.reset()
     with FakeTensorMode(), attention_of_a_gpu():
-        try:
-            torch.set_default_dtype(TORCH_DTYPE_MAP[job.training.mixed_precision_param])  # as FSDP casts them
+        with set_default_dtype(dtype):  # as FSDP casts the parameters
             model: Any = spec.model_cls(arguments)
-        finally:
-            torch.set_default_dtype(dtype)
         checkpoint_and_compile(model, job)
         for index, layer in enumerate(model.layers):
             recorder.label_calls(layer, f"layer {index}")
@@ -252,7 +238,3 @@ def model_table(name: str, model: Result, wide: int) -> str:
         f"elementwise, {products:.0f} GB in and out of products, {model['flops'] / 1e12:.1f} TFLOPs. What backward "
         f"passes need at once, kept activations included: {held:.1f} GB."
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,7 @@ import torch
 
 from tools.bench import cuda, cuda_report, cuda_steps
 from tools.bench.cuda_report import STEPS, Step
+from tools.check.imports import imported, modules
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -133,7 +134,7 @@ def test_one_command_twice(
 def test_a_version_whose_first_tokens_fail_is_left_out() -> None:
     worker = TimedWorker(clock := Clock(), {"first": 100})
     cuda.measure([Step("first", 1, 20, arguments={"version": "graph"})], worker, 60, lambda d: None, clock)
-    assert worker.command == ["--without", "graph"]
+    assert worker.command == ["graph"]
     assert worker.closed, "the next step starts a process with the longer command"
 
 
@@ -155,35 +156,28 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def imported(name: str, seen: set[str]) -> None:
-    """Collects what importing `name` imports, through all modules of ours."""
-    if name in seen:
-        return
-    seen.add(name)
-    stems = [root / name.replace(".", "/") for root in (ROOT / "models", ROOT)]
-    files = [
-        path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()
-    ]
-    if not files:
-        return
-    parts = name.split(".") if files[0].name == "__init__.py" else name.split(".")[:-1]
-    imported(name.rpartition(".")[0], seen)
-    for node in ast.parse(files[0].read_text()).body:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                imported(alias.name, seen)
-        elif isinstance(node, ast.ImportFrom):
-            base = parts[: len(parts) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            for each in (module, *(f"{module}.{alias.name}" for alias in node.names)):
-                imported(each, seen)
+def reached(*names: str) -> set[str]:
+    """What importing these modules imports at once, through all modules of ours."""
+    ours, seen, left = modules(ROOT), set[str](), [*names]
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        parent = name.rpartition(".")[0]
+        left += [parent] if parent else []
+        if name in ours:
+            tree = ast.parse(ours[name].read_text())
+            tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            package = name if ours[name].name == "__init__.py" else parent
+            for module, each in imported(tree, package.split(".")):
+                left += [module, f"{module}.{each}"]
+    return seen
 
 
 def test_a_machine_with_torch_and_transformers_alone_has_all_that_is_imported() -> None:
     """No package of the command line, and no C++ build."""
-    seen = set[str]()
-    for name in ("__main__", "cuda", "cuda_steps"):
-        imported(f"tools.bench.{name}", seen)
+    seen = reached("tools.bench.__main__", "tools.bench.cuda", "tools.bench.cuda_steps")
     assert {
         "laneformer.engine.cuda.sequence",
         "laneformer.engine.folder",
@@ -193,8 +187,7 @@ def test_a_machine_with_torch_and_transformers_alone_has_all_that_is_imported() 
     assert not [
         name for name in seen if name.split(".")[0] in ("tyro", "rich") or name.endswith("engine._core")
     ]
-    imported("tools.check.engine", seen)  # which needs both
-    assert {"tyro", "rich.table"} <= seen
+    assert {"tyro", "rich.markdown"} <= reached("tools.check.engine")  # which needs both
 
 
 # --- the report

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import cuda_model
+from tools.bench.__main__ import main
 
 
 def test_shares_are_of_the_datasheet_and_of_what_reads_reach() -> None:
@@ -23,7 +24,7 @@ def test_the_page_says_that_it_is_a_model(
     monkeypatch.setattr(
         cuda_model, "modelled", lambda case, **options: figures | {"exposed_us_per_layer": 2.0}
     )
-    cuda_model.main(["--json", "--out", str(tmp_path / "page.md")])
+    main(["cuda-model", "--json", "--out", str(tmp_path / "page.md")])
     result = json.loads(capsys.readouterr().out)
     assert result["model"] is True
     page = (tmp_path / "page.md").read_text()

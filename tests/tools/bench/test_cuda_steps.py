@@ -22,9 +22,8 @@ from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.stand_ins import LoopPasses
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
-from tools.bench import cuda_prepare, cuda_report, cuda_session, cuda_steps
-from tools.bench.cuda_prepare import CUTS, one_lane
-from tools.bench.cuda_session import Session
+from tools.bench import cuda_report, cuda_session, cuda_steps
+from tools.bench.cuda_session import CUTS, Session, one_lane
 from tools.bench.cuda_steps import first_lane
 from tools.bench.harness import paired
 from tools.check.reference import dequantised, plain_model, random_weights, tensors_of
@@ -65,20 +64,6 @@ class StandIn(PlainDecoder):
         return plain_model(self.config, weights if self.dtype in TYPES else dequantised(weights, self.dtype))
 
 
-class Event:
-    def __init__(self, enable_timing: bool):
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: Event) -> float:
-        return 2.0
-
-
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on the CPU in which a token takes 1/800 s."""
@@ -90,13 +75,12 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(cuda_steps, "GREEDY_PROMPTS", 2)
     monkeypatch.setattr(cuda_steps, "TRIAL_TOKENS", 8)
     monkeypatch.setattr(bench, "arrivals", lambda decoder, prompt, tokens: np.arange(tokens) / 800)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(Session, "smaller", lambda self, flavor: self)
-    monkeypatch.setattr(cuda_prepare, "compile_cubin", lambda *unit: None)
+    monkeypatch.setattr(cuda_session, "compile_cubin", lambda *unit: None)
     session = Session("tiny", "bf16", runs=3)
     session.config, session.deadline = CONFIG, time.monotonic() + 600
     return session
@@ -150,8 +134,8 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
             os._exit(9)
         (tmp_path / f"{version} {architecture} {geometry.dtype} {os.getpid()}").touch()
 
-    monkeypatch.setattr(cuda_prepare, "compile_cubin", compile_cubin)
-    session.deadline = time.monotonic() + cuda_prepare.RESERVE_S + 15
+    monkeypatch.setattr(cuda_session, "compile_cubin", compile_cubin)
+    session.deadline = time.monotonic() + cuda_session.RESERVE_S + 15
     report = cuda_steps.run(STEPS["prepare"], session)
     made = sorted(path.name.rpartition(" ")[0] for path in tmp_path.iterdir())
     assert report["late"].startswith("probe")
@@ -221,15 +205,15 @@ def test_candidates_alternate_and_a_failing_one_is_left_out() -> None:
     order = list[str]()
 
     def maker(name: str, fails: bool = False) -> Any:
-        def run(tokens: int) -> float:
+        def run() -> float:
             order.append(name)
             if fails:
                 raise RuntimeError("no")
-            return float(tokens)
+            return 8.0
 
         return lambda: run
 
-    found = paired({"a": maker("a"), "b": maker("b"), "c": maker("c", True)}, 8, 2, lambda: 100.0)
+    found = paired({"a": maker("a"), "b": maker("b"), "c": maker("c", True)}, 2, lambda: 100.0)
     assert order == ["a", "b", "c", "a", "b", "b", "a"]
     assert found["tokens_per_s"] == {"a": [8.0, 8.0], "b": [8.0, 8.0]}
     assert found["failed"] == {"c": "RuntimeError: no"}

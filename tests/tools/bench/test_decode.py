@@ -15,7 +15,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from laneformer import Laneformer, LaneformerConfig
-from tools.bench import decode, decode_baselines, decode_candidates, llamacpp, load
+from tools.bench import decode, decode_baselines, decode_candidates, llamacpp
+from tools.bench.__main__ import main
 from tools.bench.decode import OURS, Options, candidate
 
 SILENT = Console(quiet=True)
@@ -50,7 +51,7 @@ class FakeCandidate:
         return {"tokens_per_s": speed, "bytes_per_token": 10**7}
 
     def cpu_clocks(self):
-        return time.perf_counter(), 0.0, 0.0
+        return np.array([time.perf_counter(), 0.0, 0.0])
 
     def close(self):
         self.log.append((self.name, "close"))
@@ -64,7 +65,7 @@ def fake(monkeypatch):
 
 
 def run(**values) -> dict:
-    return decode.compare(Options(**values), SILENT)
+    return decode.measure(Options(**values), SILENT)
 
 
 def test_figures_of_known_speeds(fake):
@@ -83,7 +84,8 @@ def test_figures_of_known_speeds(fake):
 
 
 def test_a_round_behind_is_not_counted_as_ahead(fake):
-    rounds = [{"tokens_per_s": {OURS: ours, "llamacpp": 30.0}} for ours in (29.0, 30.0, 31.0, 60.0)]
+    speeds = [{OURS: ours, "llamacpp": 30.0} for ours in (29.0, 30.0, 31.0, 60.0)]
+    rounds = [{"figures": {name: {"tokens_per_s": speed} for name, speed in each.items()}} for each in speeds]
     assert decode.ratio(rounds, OURS, "llamacpp")["ahead"] == 2
 
 
@@ -166,7 +168,7 @@ def test_ours_alone_from_the_command_line(capsys, tmp_path):
     out = tmp_path / "decode.md"
     arguments = ["--flavor", "tiny", "--against", "", "--pairs", "1", "--new-tokens", "8", "--threads", "1"]
     arguments += ["--prefill", "16", "--batch", "2"]
-    decode.main([*arguments, "--out", str(out)])
+    main(["decode", *arguments, "--out", str(out)])
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
     assert [load["kind"] for load in result["workloads"]] == ["decode", "prefill", "batch"]
@@ -188,7 +190,7 @@ def test_ours_alone_from_the_command_line(capsys, tmp_path):
 
 def test_wrong_options_are_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
-        decode.main(["--pairs", "0"])
+        main(["decode", "--pairs", "0"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "decode: pairs = 0 must be at least 1\n"
 
@@ -290,7 +292,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_start_is_compared_with_a_read_of_the_same_file(folder, tmp_path, capsys):
     out = tmp_path / "load.md"
-    load.main([str(folder), "--rounds", "3", "--out", str(out)])
+    main(["load", str(folder), "--rounds", "3", "--out", str(out)])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["file_bytes"] == next((folder / ".packed").glob("*.bin")).stat().st_size
     ratios = [(r["load_s"] + r["first_token_s"]) / r["read_s"] for r in report["rounds"]]
@@ -302,7 +304,7 @@ def test_a_start_is_compared_with_a_read_of_the_same_file(folder, tmp_path, caps
 def test_without_a_packed_file_it_says_so(folder, monkeypatch, capsys):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 0}))
     with pytest.raises(SystemExit) as stopped:
-        load.main([str(folder)])
+        main(["load", str(folder)])
     assert stopped.value.code == 2
     assert f"load: {folder} keeps no packed weights" in capsys.readouterr().err
 

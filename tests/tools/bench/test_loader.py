@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("torchtitan")
 from tools.bench import loader, loader_baselines
+from tools.bench.__main__ import main
 from tools.bench.loader_baselines import LOADERS
 from tools.bench.loader_process import worst_deviation
 
@@ -21,7 +22,7 @@ def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
     out = tmp_path / "loader.md"
     only = ("MixtureLoader", "interleave_datasets", "mosaicml-streaming")
     toy = "--windows 1200 --seq-len 64 --rounds 1 --seconds 0.1 --steps 5 --sequences 1000 --resume-at 80 1000000"
-    loader.main([*toy.split(), "--only", *only, "--out", str(out)])
+    main(["loader", *toy.split(), "--only", *only, "--out", str(out)])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     ours, baseline = report["loaders"]["MixtureLoader"], report["loaders"]["interleave_datasets"]
     assert ours["deviation"][0]["1000"] < 1 < baseline["deviation"][0]["1000"], (

@@ -10,6 +10,7 @@ import pytest
 
 from laneformer import LaneformerConfig
 from tools.bench import llamacpp, quality
+from tools.bench.__main__ import main
 
 
 def test_figures_of_known_logits():
@@ -41,7 +42,7 @@ def test_every_type_of_ours(tmp_path, monkeypatch, capsys):
         "--out",
         str(out),
     ]
-    quality.main([str(path), *arguments])
+    main(["quality", str(path), *arguments])
     types = json.loads(capsys.readouterr().out.splitlines()[-1])["types"]
     assert types["fp32"]["kl"] == 0.0
     assert types["bf16, math exact"]["kl"] < types["int8, math exact"]["kl"] < types["int4, math int8"]["kl"]
@@ -53,5 +54,5 @@ def test_every_type_of_ours(tmp_path, monkeypatch, capsys):
 
 def test_bad_input(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        quality.main([str(tmp_path / "no.gguf")])
+        main(["quality", str(tmp_path / "no.gguf")])
     assert "is not a file; give a GGUF file" in capsys.readouterr().err

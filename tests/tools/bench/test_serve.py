@@ -29,7 +29,7 @@ def model(tmp_path):
 def test_what_a_token_costs_is_measured_on_real_processes(model, monkeypatch):
     monkeypatch.setattr(serve, "random_gguf", lambda config, dtype: model)
     options = Options(workloads=("cost",), pairs=1, new_tokens=16, threads=1)
-    result = serve.compare(options, SILENT)
+    result = serve.measure(options, SILENT)
     (figures,) = result["workloads"]["cost"]["rounds"]
     assert set(figures) == {"laneformer", "engine", "null"}
     assert all(value["us/token"] > 0 for value in figures.values())
@@ -58,7 +58,7 @@ def test_what_is_not_installed_is_said_and_the_rest_is_measured(model, monkeypat
     own = Server("laneformer", [sys.executable, "-m", "tools.bench.serve_client"])
     monkeypatch.setattr(serve, "ours", lambda *arguments: own)
     options = Options(model=model, pairs=1, new_tokens=8, workloads=("single", "ttft"), lengths=(4,))
-    result = serve.compare(options, SILENT)
+    result = serve.measure(options, SILENT)
     assert set(result["missing"]) == {"llama-server", "llama_cpp.server"}
     assert "pip install" in result["missing"]["llama_cpp.server"]
     assert "- llama-server: left out; put it on the PATH" in serve.section(options, result)[1]
@@ -71,10 +71,10 @@ def test_workloads_give_figures(workload):
         options = Options(new_tokens=2000, lengths=(4,))
         if workload == "long":
             server.several = False  # a server that only writes is done before the prompt comes
-            assert serve.long(server, options, random.Random(0)) == {}
+            assert serve.Trial(server, options, random.Random(0)).long() == {}
         else:
-            assert all(value > 0 for name, value in serve.WORKLOADS[workload](server, options, random.Random(0)).items()
-                       if "gap" not in name)  # fmt: skip
+            found = getattr(serve.Trial(server, options, random.Random(0)), workload)()
+            assert all(value > 0 for name, value in found.items() if "gap" not in name)
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_workloads_give_figures(workload):
 )
 def test_bad_options(values, message):
     with pytest.raises(ValueError, match=message):
-        serve.compare(Options(**values), SILENT)
+        serve.measure(Options(**values), SILENT)

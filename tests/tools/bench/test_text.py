@@ -5,15 +5,14 @@ import json
 from data_mixtures import tokenizer
 from data_mixtures.recipe import TokenizerTraining
 from tools.bench import text as benchmark
+from tools.bench.__main__ import main
 
 
 def test_all_candidates_have_a_figure(tmp_path, capsys):
     text = ["".join(f"word{i} def f(x): return {i}\n" for i in range(2000))]
     (tmp_path / "small.model").write_bytes(tokenizer.train(text, TokenizerTraining(300, 10**6, 0.999)))
     options = ["--megabytes", "0.02", "--rounds", "1", "--passages", "20"]
-    benchmark.main(
-        [*options, "--tokenizer", str(tmp_path / "small.model"), "--out", str(tmp_path / "out.md")]
-    )
+    main(["text", *options, "--tokenizer", str(tmp_path / "small.model"), "--out", str(tmp_path / "out.md")])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     for kind in benchmark.KINDS:
         assert len(report[kind]["filtering"]) == 4

@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[3]
 # keeps global state
 RUN = """
 import sys
-from tools.bench.train import main
-try: main(["--flavor", "tiny", "--seq-len", "4096"])
+from tools.bench.__main__ import main
+try: main(["train", "--flavor", "tiny", "--seq-len", "4096"])
 except SystemExit as end: assert end.code == 2
 else: raise AssertionError("a sequence longer than the model's positions has to be refused")
-main(sys.argv[1:])
+main(["train", *sys.argv[1:]])
 """
 
 

@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from laneformer import LaneformerConfig
 from tools.bench import sm90, train_traffic
+from tools.bench.__main__ import main
 from tools.cards import INPUTS
 from tools.plan import speed, sums
 
@@ -112,7 +113,9 @@ def test_the_command(
     count = train_traffic.count
     monkeypatch.setattr(train_traffic, "count", lambda options, *more: count(options, *more, *two_layers))
     out = tmp_path / "traffic.md"
-    train_traffic.main(["--flavor", "tiny", "--batch", "1", "--seq-len", "64", "--json", "--out", str(out)])
+    main(
+        ["train-traffic", "--flavor", "tiny", "--batch", "1", "--seq-len", "64", "--json", "--out", str(out)]
+    )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     ours, dense = result["models"]["laneformer"], result["models"]["dense"]
     assert (
