@@ -21,27 +21,24 @@ import itertools
 import json
 import math
 import re
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import read_manifests, tokenizer_path
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin
-from evals.tables import show_table
-from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
-from records.files import file_sha256
+from evals.tables import console, show_table
+from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder
+from records.files import JsonObject, file_sha256
 
 SPACE = "\u2581"  # ▁, SentencePiece's visible space
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray) -> dict[str, Any]:
+def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray) -> JsonObject:
     """Score windows (S+1,) of one source: bits_per_byte, loss (nats per token), tokens, bytes."""
     nats_all, nats_of_bytes, tokens, byte_count = 0.0, 0.0, 0, 0
     asked, told = itertools.tee(windows)
@@ -66,12 +63,11 @@ def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np
 
 def bits_per_byte(
     scorer: Scorer, windows: dict[str, np.ndarray], categories: dict[str, str], token_bytes: np.ndarray
-) -> dict[str, Any]:
+) -> JsonObject:
     """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the
     loss by its tokens.
     """
-    console = Console(stderr=True)
-    sources = {
+    sources: dict[str, JsonObject] = {
         name: {"category": categories[name]}
         | score_windows(scorer, track(rows, description=f"{name:>16}", console=console), token_bytes)
         for name, rows in windows.items()
@@ -97,7 +93,7 @@ def load_windows(data: Path, count: int | None) -> tuple[dict[str, np.ndarray], 
     categories = {name: manifest["category"] for name, manifest in read_manifests(data).items()}
     windows = {name: valid_windows(data, name, max_windows=count) for name in categories}
     if without := [name for name, found in windows.items() if not len(found)]:
-        Console(stderr=True).print(f"no held-out windows, left out: {', '.join(without)}", highlight=False)
+        console.print(f"no held-out windows, left out: {', '.join(without)}", highlight=False)
     if len(without) == len(windows):
         raise ValueError(
             f"no source of {data} holds text out; raise valid_per_10000 in its recipe and prepare it again"
@@ -153,21 +149,17 @@ def _from_tokenizer_json(path: Path) -> np.ndarray:
             "use a SentencePiece BPE with byte fallback, or a byte-level BPE"
         )
     added = {token["id"]: token for token in content.get("added_tokens", [])}
-    pieces = {id_: piece for piece, id_ in model["vocab"].items()} | {
-        i: t["content"] for i, t in added.items()
-    }
     silent = {i for i, token in added.items() if token["special"]}
-    silent |= {model["vocab"][model["unk_token"]]} if model.get("unk_token") else set()
-    size_of = {
-        i: len(p) if of_bytes and i not in added else _bytes_of(p)
-        for i, p in pieces.items()
-        if i not in silent
-    }
-    counts = [size_of.get(i, 0) for i in range(max(pieces) + 1)]
-    return np.array(counts, dtype=np.int64)
+    silent.add(model["vocab"].get(model.get("unk_token")))
+    pieces = [*model["vocab"].items(), *((token["content"], i) for i, token in added.items())]
+    counts = np.zeros(max(i for _, i in pieces) + 1, dtype=np.int64)
+    for piece, i in pieces:
+        if i not in silent:
+            counts[i] = len(piece) if of_bytes and i not in added else _bytes_of(piece)
+    return counts
 
 
-def show(figures: dict[str, Any]) -> None:
+def show(figures: JsonObject) -> None:
     """Print the figures as a table on stderr."""
     columns = ("source", "category", "bits/byte", "loss", "tokens", "bytes")
     rows = []
@@ -181,10 +173,10 @@ def show(figures: dict[str, Any]) -> None:
 def main(
     hf_dir: ModelFolder,
     data: Path,
-    limit: Annotated[int | None, optional("INT", "all")] = None,
+    limit: Limit = None,
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Bits per byte of a model on the held-out windows of each source. The last line on stdout
     is the record, JSON.
 
@@ -192,7 +184,6 @@ def main(
         data: directory written by `python -m data_mixtures.prepare`
         limit: most held-out windows to score per source
     """
-    started = time.perf_counter()
     rows, categories = load_windows(data, limit)
     token_bytes = matching_token_bytes(hf_dir, data)
     scorer = open_scorer(hf_dir, source)
@@ -206,7 +197,6 @@ def main(
     return about.append(
         "bits_per_byte",
         figures | {"limit": limit},
-        started,
         data_sha256=digest.hexdigest(),
         **who,
     )

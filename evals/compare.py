@@ -13,13 +13,14 @@ import json
 import math
 import operator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from evals.intervals import paired
 from evals.items import read_items
 from evals.tables import show_table
+from records.files import JsonObject
 
 SHARED = (
     "kind",
@@ -29,7 +30,7 @@ SHARED = (
 )  # two files that differ in one of these asked other things
 
 
-def compare(a: Path, b: Path) -> dict[str, Any]:
+def compare(a: Path, b: Path) -> JsonObject:
     """By task: accuracies of both, b - a and its standard error, items that only one got right,
     gold bits per byte.
 
@@ -46,7 +47,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         raise ValueError(
             f"{a} holds {len(lines_a)} items and {b} {len(lines_b)}, which are not the same ones"
         )
-    tasks: dict[str, Any] = {}
+    tasks: JsonObject = {}
     for task in dict.fromkeys(task for task, _ in lines_a):
         pairs = [
             (line, lines_b[key])
@@ -58,21 +59,15 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     return {"a": str(a), "b": str(b), "tasks": tasks}
 
 
-def differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def differences(pairs: list[tuple[JsonObject, JsonObject]]) -> JsonObject:
     """The figures of one task."""
     a, b = ([float(pair[side]["right"]) for pair in pairs] for side in (0, 1))
     difference, error = paired(a, b, added=1)
     found = {
-        "n": len(pairs),
-        "a": math.fsum(a) / len(a),
-        "b": math.fsum(b) / len(b),
-        "difference": difference,
-    }
-    found |= {
-        "standard_error": error,
-        "only_a": sum(map(operator.gt, a, b)),
-        "only_b": sum(map(operator.lt, a, b)),
-    }
+        "n": len(pairs), "a": math.fsum(a) / len(a), "b": math.fsum(b) / len(b),
+        "difference": difference, "standard_error": error,
+        "only_a": sum(map(operator.gt, a, b)), "only_b": sum(map(operator.lt, a, b)),
+    }  # fmt: skip
     if size := sum(line.get("bytes", 0) for line, _ in pairs):
         a, b = ([pair[side]["nats"] / math.log(2) * len(pairs) / size for pair in pairs] for side in (0, 1))
         found["bits_difference"], found["bits_standard_error"] = paired(a, b)

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from pathlib import Path
-from typing import Any
 
 from data_mixtures.shards import read_manifests
 from data_mixtures.stages.decontaminate import known_benchmarks
 from evals.tables import console, show_table
 from records.evals import NO_MODEL, NOWHERE, AboutFlags, EvalCommand
+from records.files import JsonObject
 
 
-def contamination(data: Path) -> dict[str, Any]:
+def contamination(data: Path) -> JsonObject:
     """Figures by benchmark: its items, an upper bound of those found in the text, and the documents dropped.
 
     ValueError for a folder without sources. `benchmarks` is empty if the data was not searched.
@@ -47,7 +46,7 @@ def contamination(data: Path) -> dict[str, Any]:
     return {"benchmarks": benchmarks, "manifests": content}
 
 
-def show(figures: dict[str, Any]) -> None:
+def show(figures: JsonObject) -> None:
     """Print the figures as a table on stderr."""
     title = "Evaluation items found in the training text; documents that contained them were dropped"
     columns = ("benchmark", "in sources", "items", "searchable", "found (at most)", "documents dropped")
@@ -62,20 +61,18 @@ def show(figures: dict[str, Any]) -> None:
         console.print(note, markup=False)
 
 
-def main(data: Path, about: AboutFlags = NOWHERE) -> dict[str, Any]:
+def main(data: Path, about: AboutFlags = NOWHERE) -> JsonObject:
     """Overlap of the evaluation sets with the training text. The last line on stdout is the record, JSON.
 
     Args:
         data: directory written by `python -m data_mixtures.prepare`
     """
-    started = time.perf_counter()
     figures = contamination(data)
     show(figures)
     sources = list(read_manifests(data).values())
     return about.append(
         "contamination",
         figures,
-        started,
         data_sha256=hashlib.sha256(json.dumps(figures["manifests"], sort_keys=True).encode()).hexdigest(),
         **NO_MODEL | {"tokenizer_sha256": sources[0].get("tokenizer_sha256")},
     )

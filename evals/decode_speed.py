@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from typing import Any
 
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder
-from records.files import model_sha256
+from records.files import JsonObject, model_sha256
 
 
-def main(hf_dir: ModelFolder, about: AboutFlags = NOWHERE, device: str = "auto") -> dict[str, Any]:
+def main(hf_dir: ModelFolder, about: AboutFlags = NOWHERE, device: str = "auto") -> JsonObject:
     """Measure decode speed and the machine's read bandwidth. The last line on stdout is the record, JSON.
 
     Args:
         device: device that runs the engine: auto, cpu or cuda
     """
-    started = time.perf_counter()
     command = [sys.executable, "-m", "laneformer.cli", "bench", str(hf_dir), "--device", device, "--json"]
     bench = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if bench.returncode:
@@ -31,7 +28,6 @@ def main(hf_dir: ModelFolder, about: AboutFlags = NOWHERE, device: str = "auto")
     return about.append(
         "decode_speed",
         figures,
-        started,
         tokenizer_sha256=None,  # the speed does not depend on the text
         data_sha256=None,
         model_sha256=model_sha256(hf_dir),

@@ -13,14 +13,13 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from records.files import json_lines, write_atomically
+from records.files import JsonObject, json_lines, write_atomically
 
 FOLDER = "items"  # next to evals.jsonl
 
 
-def write_items(out: Path | None, head: dict[str, Any], items: Iterable[dict[str, Any]]) -> str | None:
+def write_items(out: Path | None, head: JsonObject, items: Iterable[JsonObject]) -> str | None:
     """Write the file and return its path relative to the folder of `out`; None: there is none.
 
     head: kind, step and data_sha256, which name the file; protocol and all else that two files must share.
@@ -34,7 +33,7 @@ def write_items(out: Path | None, head: dict[str, Any], items: Iterable[dict[str
     return f"{FOLDER}/{name}"
 
 
-def read_items(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], dict[str, Any]]]:
+def read_items(path: Path) -> tuple[JsonObject, dict[tuple[str, int], JsonObject]]:
     """(head, {(task, item): line}). Raises ValueError for a file that is none."""
     try:
         lines = gzip.decompress(path.read_bytes()).splitlines()

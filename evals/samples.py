@@ -13,22 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from pathlib import Path
-from typing import Annotated, Any
-
-from rich.console import Console
+from typing import Annotated
 
 from evals.scorer import LOCAL, AnyPrompt, SourceFlags, fast_tokenizer, open_scorer, origin
+from evals.tables import console
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
-from records.files import json_lines
+from records.files import JsonObject, json_lines
 
-PROMPTS: tuple[dict[str, Any], ...] = (
-    {"name": "prose", "text": "The old lighthouse keeper had not spoken to anyone for weeks when"},
-    {"name": "fact", "text": "The capital of France is"},
-    {"name": "code", "text": 'def is_prime(n: int) -> bool:\n    """Whether n is a prime number."""\n'},
-    {"name": "chat", "messages": [{"role": "user", "content": "Why is the sky blue?"}]},
-)
+BUILT_IN = Path(__file__).with_suffix(".jsonl")
 
 
 def main(
@@ -39,7 +32,7 @@ def main(
     seed: int = 0,
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Let a model continue prompts. The last line on stdout is the record, JSON.
 
     Args:
@@ -48,17 +41,14 @@ def main(
         temperature: sampling temperature of the second text of each prompt; the first is greedy
         seed: sampling seed
     """
-    started = time.perf_counter()
     if max_new_tokens < 1 or temperature <= 0:
         raise ValueError(
             f"--max-new-tokens {max_new_tokens} must be at least 1, --temperature {temperature} above 0"
         )
-    asked = (
-        read_prompts(prompts)
-        if prompts
-        else [p for p in PROMPTS if "text" in p or fast_tokenizer(hf_dir).chat_template]
-    )
-    scorer, samples, console = open_scorer(hf_dir, source), [], Console(stderr=True)
+    asked = read_prompts(prompts or BUILT_IN)
+    if not prompts and not fast_tokenizer(hf_dir).chat_template:
+        asked = [prompt for prompt in asked if "text" in prompt]
+    scorer, samples = open_scorer(hf_dir, source), []
     for prompt in asked:
         written = {}
         for name, heat in (("greedy", 0.0), ("sampled", temperature)):
@@ -73,13 +63,12 @@ def main(
     return about.append(
         "samples",
         {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed},
-        started,
         data_sha256=hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
         **origin(hf_dir, scorer),
     )
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
+def read_prompts(path: Path) -> list[JsonObject]:
     """The prompts of a file. Raises ValueError with the number of a line that is none."""
     found = []
     for number, prompt in json_lines(path.read_text(encoding="utf-8").splitlines(), path):
@@ -92,7 +81,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def shown(prompt: dict[str, Any]) -> str:
+def shown(prompt: JsonObject) -> str:
     """A prompt as it is shown to people."""
     return "\n".join(f"{m['role']}: {m['content']}" for m in prompt.get("messages") or ()) or prompt["text"]
 

@@ -17,10 +17,9 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from records.evals import with_current_names
-from records.files import write_atomically
+from records.files import JsonObject, read_json, write_atomically
 from records.job import JobSections
 from records.run import name_wandb_run, number, numbers_in
 
@@ -44,17 +43,10 @@ SETTINGS = {
 }
 
 
-class Point(NamedTuple):
-    """The figures of one record."""
-
-    step: int
-    time: float | None  # seconds since the epoch
-    tokens: int  # 0 if unknown
-    scalars: dict[str, float]
-    texts: list[dict[str, str]] = []  # noqa: RUF012 - of `samples`; read only
+Numbered = Sequence[tuple[int, JsonObject]]  # records of checkpoints with their places in evals.jsonl
 
 
-def scalars(record: dict[str, Any]) -> dict[str, float]:
+def scalars(record: JsonObject) -> dict[str, float]:
     """{name: figure} of a record; empty for other kinds.
 
     A name is kind, settings and path in the record. A setting that is text stands for itself, another is
@@ -72,20 +64,9 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     return {re.sub(r"[^-./\w]+", "_", name): value for name, value in plain.items()}
 
 
-def points_of(records: Sequence[dict[str, Any]]) -> list[Point]:
-    """One point per record, in the same order; a record that is not about a checkpoint has no figures."""
-    points = []
-    for record in records:
-        step, tokens = number(record.get("step")), number(record.get("tokens_total"))
-        figures = {} if step is None else scalars(record)
-        texts = record["samples"] if record.get("kind") == "samples" and step is not None else []
-        points.append(Point(int(step or 0), number(record.get("time")), int(tokens or 0), figures, texts))
-    return points
-
-
-def send_to_wandb(run: Path, folder: Path, points: Sequence[Point], given: int) -> None:
-    """Send all points offline, since `wandb sync` may replace older folders by the newest one;
-    online only new points.
+def send_to_wandb(run: Path, folder: Path, records: Numbered, given: int) -> None:
+    """Send all records offline, since `wandb sync` may replace older folders by the newest one;
+    online only new ones.
 
     wandb's own step is the record's index: it must not decrease, and checkpoints may be
     evaluated out of order.
@@ -101,25 +82,27 @@ def send_to_wandb(run: Path, folder: Path, points: Sequence[Point], given: int) 
         name=f"{name}-evals", id=f"{identity}-evals", resume="allow", dir=folder, settings=quiet,
     )  # fmt: skip
     board.define_metric("*", step_metric="step")
-    for count, point in enumerate(points):
-        if (point.scalars or point.texts) and (board.offline or count >= given):
-            figures: dict[str, Any] = {"step": point.step, "tokens_total": point.tokens, **point.scalars}
-            if point.texts:
-                columns: list[str | int] = list(point.texts[0])
-                figures["samples"] = wandb.Table(columns, [list(text.values()) for text in point.texts])
-            board.log(figures, step=count)
+    for count, record in records:
+        figures: JsonObject = {**scalars(record)}
+        if texts := record.get("samples"):
+            figures["samples"] = wandb.Table(list(texts[0]), [list(text.values()) for text in texts])
+        if figures and (board.offline or count >= given):
+            tokens = int(number(record.get("tokens_total")) or 0)
+            board.log({"step": int(record["step"]), "tokens_total": tokens, **figures}, step=count)
     board.finish()
 
 
-def send_to_tensorboard(run: Path, folder: Path, points: Sequence[Point], given: int) -> None:
+def send_to_tensorboard(run: Path, folder: Path, records: Numbered, given: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(folder))
-    for point in points[given:]:
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.scalars.items()]
-        writer.add_event(Event(step=point.step, wall_time=point.time, summary=Summary(value=values)))
+    for count, record in records:
+        if count >= given:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
+            step, time = int(record["step"]), number(record.get("time"))
+            writer.add_event(Event(step=step, wall_time=time, summary=Summary(value=values)))
     writer.close()
 
 
@@ -134,16 +117,16 @@ class Trackers:
         self.senders |= {"TensorBoard": send_to_tensorboard} if enabled.enable_tensorboard else {}
         self.run, self.folder, self.say = job.run, job.run / enabled.save_tb_folder / "evals", say
 
-    def give(self, records: Sequence[dict[str, Any]]) -> None:
+    def give(self, records: Sequence[JsonObject]) -> None:
         """Send each tracker the records of evals.jsonl that it lacks."""
-        points = points_of(records) if self.senders else []
+        about = [(n, each) for n, each in enumerate(records) if number(each.get("step")) is not None]
         for name, send in list(self.senders.items()):
             given = self.given().get(name, 0)
-            if given == len(points):
+            if given == len(records):
                 continue
             try:
-                send(self.run, self.folder, points, 0 if given > len(points) else given)
-                write_atomically(self.run / SENT, json.dumps({**self.given(), name: len(points)}))
+                send(self.run, self.folder, about, 0 if given > len(records) else given)
+                write_atomically(self.run / SENT, json.dumps({**self.given(), name: len(records)}))
             except Exception as problem:  # whatever a tracker's package raises, evaluations continue
                 del self.senders[name]
                 self.say(f"{name} got no evaluations: {problem}; a later start sends them")
@@ -151,5 +134,5 @@ class Trackers:
     def given(self) -> dict[str, int]:
         """{tracker: number of records that it has}."""
         with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads((self.run / SENT).read_text(encoding="utf-8")))
+            return dict(read_json(self.run / SENT, {}))
         return {}

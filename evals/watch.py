@@ -33,7 +33,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from evals.commands import check, check_machine, read_command
+from evals.commands import check, read_command
 from evals.items import FOLDER as ITEMS
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
@@ -259,17 +259,11 @@ def main() -> int:
     parser.add_argument("--gpu", help="GPU to run on, as in CUDA_VISIBLE_DEVICES")
     options, rest = parser.parse_known_args()
     if options.run is not None:
-        rest = [
-            "--job.config_file",
-            str(options.run / "config.toml"),
-            "--job.dump_folder",
-            str(options.run),
-            *rest,
-        ]
+        config = str(options.run / "config.toml")
+        rest = ["--job.config_file", config, "--job.dump_folder", str(options.run), *rest]
     job = read_job(rest)
-    check(job)
     yield_to_training(options.cpus, options.gpu)
-    check_machine(job)
+    check(job, here=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(STOPPED))
     with only_watcher(job.run):

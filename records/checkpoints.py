@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from records.files import file_sha256, write_atomically
+from records.files import JsonObject, file_sha256, read_json, write_atomically
 
 STEP_FOLDER = re.compile(r"step-(\d+)$")
 TRASH = ".trash-"
@@ -48,14 +48,12 @@ def newest_complete_checkpoint(folder: Path, damaged: Iterable[Path] = ()) -> Pa
     """
     steps = step_folders(folder)
     for path in steps.values():
-        if path in damaged:
-            continue
-        try:
-            check_complete(path)
-        except ValueError as problem:
-            logger.warning(f"Skipping a checkpoint: {problem}")
-            continue
-        return path
+        if path not in damaged:
+            try:
+                check_complete(path)
+                return path
+            except ValueError as problem:
+                logger.warning(f"Skipping a checkpoint: {problem}")
     saved = [path for path in steps.values() if (path / ".metadata").is_file()]
     if saved and len(steps) > 1:
         raise ValueError(
@@ -107,10 +105,9 @@ def check_complete(folder: Path) -> None:
 
 def read_checksums(folder: Path) -> dict[str, str]:
     """{file name: SHA-256} of a checkpoint; {} for one from before checksums were written. Raises ValueError."""
-    path = folder / CHECKSUMS
-    sums = json.loads(path.read_bytes()) if path.is_file() else {}
+    sums = read_json(folder / CHECKSUMS, {})
     if not isinstance(sums, dict):
-        raise ValueError(f"{path} is damaged")
+        raise ValueError(f"{folder / CHECKSUMS} is damaged")
     return sums
 
 
@@ -140,12 +137,10 @@ def write_checksums(folder: Path) -> None:
     write_atomically(folder / CHECKSUMS, json.dumps(sums, indent=0, sort_keys=True) + "\n")
 
 
-def read_architecture(checkpoint: Path) -> dict[str, Any] | None:
+def read_architecture(checkpoint: Path) -> JsonObject | None:
     """The model's config, from the checkpoint itself or from its run folder; None if neither says."""
-    for path in (checkpoint / ARCHITECTURE, checkpoint.resolve().parent.parent / ARCHITECTURE):
-        if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
-    return None
+    own = read_json(checkpoint / ARCHITECTURE)
+    return own or read_json(checkpoint.resolve().parent.parent / ARCHITECTURE)
 
 
 def superseded(folder: Path, keep_latest: int, keep_every_steps: int) -> list[Path]:

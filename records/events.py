@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from records.files import Held, append_or_keep, host_name, survive_full_disk, write_atomically
+from records.files import (
+    Held,
+    JsonObject,
+    append_or_keep,
+    host_name,
+    read_json,
+    survive_full_disk,
+    write_atomically,
+)
 
 # how a worker or the supervisor ends: exit status, and `code` in outcome.json; any other status is a crash
 DONE = 0  # training.steps reached
@@ -60,10 +68,10 @@ def write_outcome(run: Path, attempt: int, code: int, step: int, reason: str) ->
             write_atomically(run / "outcome.json", json.dumps(outcome) + "\n")
 
 
-def read_outcome(run: Path) -> dict[str, Any] | None:
+def read_outcome(run: Path) -> JsonObject | None:
     """The last outcome, None if there is none; the supervisor removes the file before every attempt."""
     try:
-        return json.loads((run / "outcome.json").read_text(encoding="utf-8"))
+        return read_json(run / "outcome.json")
     except (OSError, ValueError):
         return None
 

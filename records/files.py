@@ -25,6 +25,8 @@ from typing import Any, TextIO
 MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja")
 
 
+JsonObject = dict[str, Any]  # such as a line of a run's files
+
 _kept: dict[Path, list[str]] = {}  # lines that wait for room on their disk
 _keeping = threading.Lock()
 
@@ -105,7 +107,7 @@ def replace_last_line(path: Path, old: str, new: str) -> None:
             _kept.setdefault(path, []).append(new)
 
 
-def read_lines(path: Path, unreadable: list[int] | None = None) -> list[dict[str, Any]]:
+def read_lines(path: Path, unreadable: list[int] | None = None) -> list[JsonObject]:
     """The JSON objects of a file that other processes may be appending to; [] if the file does not exist.
 
     Lines that are not JSON objects are skipped, as a crash may have cut them short. NaN and infinity
@@ -139,6 +141,11 @@ def json_lines(
                 if skipped is None:
                     raise ValueError(f"{name}:{number}: not JSON: {error}") from None
                 skipped.append(number)
+
+
+def read_json(path: Path, missing: Any = None) -> Any:
+    """The content of a JSON file; `missing` if there is none. Raises ValueError if it is not JSON."""
+    return json.loads(path.read_bytes()) if path.is_file() else missing
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -8,8 +8,10 @@ workers; it alone refuses unknown keys.
 
 # no `from __future__ import annotations`: TorchTitan looks at the types of the fields
 
+import itertools
 import tomllib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -334,11 +336,15 @@ def read_sections(path: Path) -> dict[str, dict[str, Any]]:
 
 def job_file(arguments: list[str]) -> Path:
     """The value of --job.config_file. Raises ValueError if it is missing or no file."""
-    for at, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name.replace("-", "_") == "__job.config_file":
-            path = Path(value or "".join(arguments[at + 1 : at + 2]))
-            if not path.is_file():
-                raise ValueError(f"--job.config_file {path} does not exist")
-            return path
-    raise ValueError("--job.config_file is missing, for example --job.config_file configs/phase1.toml")
+    value = option_value("--job.config_file", arguments) or option_value("--job.config-file", arguments)
+    if value is None:
+        raise ValueError("--job.config_file is missing, for example --job.config_file configs/phase1.toml")
+    if not Path(value).is_file():
+        raise ValueError(f"--job.config_file {value} does not exist")
+    return Path(value)
+
+
+def option_value(name: str, words: Sequence[str]) -> str | None:
+    """The value of `--name value` or `--name=value`."""
+    parts = [part for word in words for part in word.split("=", 1)]
+    return next((value for word, value in itertools.pairwise(parts) if word == name), None)

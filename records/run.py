@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import json
 import math
 import os
 import re
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from records.files import read_lines
+from records.files import JsonObject, read_json, read_lines
 from records.job import read_sections
 
 FIGURES = (
@@ -45,7 +44,7 @@ class Segment:
     phase: str
     attempt: int
     kept: bool
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
 
 
 @dataclass
@@ -55,14 +54,14 @@ class Run:
     name: str
     note: str = ""  # note.txt: what the page says under the name
     segments: list[Segment] = field(default_factory=list)
-    evals: list[dict[str, Any]] = field(default_factory=list)
-    attempts: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(
+    evals: list[JsonObject] = field(default_factory=list)
+    attempts: list[JsonObject] = field(default_factory=list)
+    events: list[JsonObject] = field(
         default_factory=list
     )  # with `phase`, and `x_step` and `x_tokens` or None
-    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    lineages: dict[str, dict[str, Any]] = field(default_factory=dict)  # by phase
+    configs: dict[str, JsonObject] = field(default_factory=dict)
+    model: JsonObject = field(default_factory=dict)
+    lineages: dict[str, JsonObject] = field(default_factory=dict)  # by phase
     origins: dict[str, tuple[float, float]] = field(default_factory=dict)  # (steps, tokens) before each phase
     warnings: list[str] = field(default_factory=list)
 
@@ -71,10 +70,10 @@ class Run:
         return list(dict.fromkeys(s.phase for s in self.segments))
 
     @property
-    def kept_rows(self) -> list[dict[str, Any]]:
+    def kept_rows(self) -> list[JsonObject]:
         return [row for s in self.segments if s.kept for row in s.rows]
 
-    def evals_of(self, kind: str) -> list[dict[str, Any]]:
+    def evals_of(self, kind: str) -> list[JsonObject]:
         return [e for e in self.evals if e.get("kind") == kind]
 
 
@@ -112,12 +111,12 @@ def name_wandb_run(run: Path) -> None:
         os.environ.setdefault(f"WANDB_{key}", value)
 
 
-def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:
+def _clean(row: JsonObject, folder: str) -> JsonObject | None:
     step, attempt = number(row.get("step")), number(row.get("attempt"))
     if step is None:
         return None
     identity = {"step": int(step), "attempt": int(attempt or 1), "phase": str(row.get("phase") or folder)}
-    figures: dict[str, Any] = {key: number(row.get(key)) for key in FIGURES}
+    figures: JsonObject = {key: number(row.get(key)) for key in FIGURES}
     for key in BY_SOURCE:
         by_source = row.get(key)
         figures[key] = by_source if isinstance(by_source, dict) else {}
@@ -126,7 +125,7 @@ def _clean(row: dict[str, Any], folder: str) -> dict[str, Any] | None:
     return {**row, **figures, **identity}
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+def _key(row: JsonObject) -> tuple[Any, ...]:
     return row["phase"], row["attempt"], row["step"], row["time"]
 
 
@@ -157,7 +156,7 @@ def read_run(folder: Path) -> Run:
         )
     note = folder / NOTE
     run = Run(folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else "")
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for place in places:
         rows += _read_place(
             run, place, "training" if place == folder else place.name, {_key(row) for row in rows}
@@ -176,7 +175,7 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
+def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[JsonObject]:
     """Add the contents of one folder to the run; returns its rows except those already read elsewhere.
 
     A run may hold the rows of its phases twice: in subfolders, and merged.
@@ -205,7 +204,7 @@ def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]
     return [row for row in clean if _key(row) not in elsewhere]
 
 
-def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _place_event(event: JsonObject, rows: list[JsonObject]) -> None:
     """Set `x_step` and `x_tokens` of an event from its step, or else from its time. rows: of
     its phase, by step.
     """
@@ -230,11 +229,9 @@ def _place_event(event: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         event["x_tokens"] = near["x_tokens"] + beyond * near["tokens"] / near["step"]
 
 
-def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
+def _read_object(path: Path, warnings: list[str]) -> JsonObject:
     try:
-        content = (
-            read_sections(path) if path.suffix == ".toml" else json.loads(path.read_text(encoding="utf-8"))
-        )
+        content = read_sections(path) if path.suffix == ".toml" else read_json(path)
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -248,7 +245,7 @@ def _read_object(path: Path, warnings: list[str]) -> dict[str, Any]:
 
 
 def merge_attempts(
-    rows: Iterable[dict[str, Any]], starts: Mapping[tuple[str, int], int] | None = None
+    rows: Iterable[JsonObject], starts: Mapping[tuple[str, int], int] | None = None
 ) -> list[Segment]:
     """Segments of rows by phase, then attempt, then as written; no step is kept twice.
 
@@ -256,7 +253,7 @@ def merge_attempts(
     after}. A row is kept unless a later attempt of its phase started before its step, or a later row is at
     its step or before.
     """
-    by_phase: dict[str, list[dict[str, Any]]] = {}
+    by_phase: dict[str, list[JsonObject]] = {}
     for row in rows:
         by_phase.setdefault(row["phase"], []).append(row)
     segments: list[Segment] = []
@@ -271,7 +268,7 @@ def merge_attempts(
     return segments
 
 
-def _mark_kept(rows: list[dict[str, Any]], starts: Mapping[int, int]) -> None:
+def _mark_kept(rows: list[JsonObject], starts: Mapping[int, int]) -> None:
     """Set `kept` of the rows of one phase, sorted by attempt. starts: {attempt: step it started after}."""
     end = math.inf  # earlier rows count up to this step
     attempts = sorted(starts)  # those whose start has not been applied; going backwards
@@ -282,7 +279,7 @@ def _mark_kept(rows: list[dict[str, Any]], starts: Mapping[int, int]) -> None:
         end = min(end, row["step"])
 
 
-def steps_before(lineage: Mapping[str, Any]) -> int:
+def steps_before(lineage: JsonObject) -> int:
     """Steps before the start of a run: its parent checkpoint's, plus those before the parent as
     far as on disk.
     """
@@ -291,14 +288,14 @@ def steps_before(lineage: Mapping[str, Any]) -> int:
     if not named:
         return 0
     try:
-        above = json.loads((parent.parent.parent / "lineage.json").read_text(encoding="utf-8"))
+        above = read_json(parent.parent.parent / "lineage.json", {})
     except (OSError, ValueError):
         above = {}
     further = isinstance(above, dict) and above.get("parent") != lineage.get("parent")  # not the run itself
     return int(named[1]) + (steps_before(above) if further else 0)
 
 
-def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple]:
+def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject]) -> dict[str, tuple]:
     """Set `x_step` and `x_tokens` (None if unknown) of every row, counted from the start of the first phase.
 
     A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns {phase:

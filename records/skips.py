@@ -12,12 +12,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from records.events import record_event
-from records.files import read_lines, survive_full_disk, write_atomically
+from records.files import JsonObject, read_json, read_lines, survive_full_disk, write_atomically
 
 FILE = "skip_sequences.json"
 
@@ -82,9 +81,8 @@ def leave_out(run: Path, windows: Iterable[Sequence[int]], reason: str) -> bool:
     return False
 
 
-def _entries(run: Path) -> list[dict[str, Any]]:
-    path = run / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+def _entries(run: Path) -> list[JsonObject]:
+    return read_json(run / FILE, [])
 
 
 @dataclass(frozen=True)

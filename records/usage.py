@@ -12,8 +12,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from records.files import JsonObject
 from records.run import Run, number
 
 RECENT = 128  # rows whose speed counts
@@ -40,7 +40,7 @@ class Usage:
     finish_time: float | None  # seconds since the epoch
 
 
-def spans_of(records: Iterable[Mapping[str, Any]]) -> list[Span]:
+def spans_of(records: Iterable[JsonObject]) -> list[Span]:
     """The spans of one job; records: the lines of its attempts.jsonl, events.jsonl and
     metrics.jsonl in any order.
 
@@ -62,7 +62,7 @@ def spans_of(records: Iterable[Mapping[str, Any]]) -> list[Span]:
     return spans
 
 
-def devices_of(row: Mapping[str, Any]) -> int | None:
+def devices_of(row: JsonObject) -> int | None:
     whole, each = number(row.get("tokens_per_s")), number(row.get("tokens_per_s_per_device"))
     return round(whole / each) if whole and each else None
 
@@ -82,13 +82,13 @@ def seconds_left(rates: Sequence[float], tokens: float, gpus: int | None) -> flo
     return tokens / rate if rate > 0 else None
 
 
-def cost(hours: float | None, metrics: Mapping[str, Any]) -> float | None:
+def cost(hours: float | None, metrics: JsonObject) -> float | None:
     """Cost of GPU-hours; None without metrics.gpu_hour_price. metrics: that section of the job."""
     price = number(metrics.get("gpu_hour_price"))
     return hours * price if price and hours is not None else None
 
 
-def money(hours: float | None, metrics: Mapping[str, Any]) -> str | None:
+def money(hours: float | None, metrics: JsonObject) -> str | None:
     """`cost` as text, such as "12,345 EUR"."""
     value = cost(hours, metrics)
     digits = 0 if value is None or value >= 100 else 2

@@ -1,9 +1,9 @@
 """HumanEval+ and MBPP+ with EvalPlus: generate answers, select the function in each, test it
 in a sandbox, pass@k.
 
-    python -m evals.code --setup  # installs EvalPlus into its own environment, once python -m evals.code
-    runs/x/hf --dataset HumanEvalPlus.jsonl.gz --results runs/x/humaneval --out runs/x/evals.jsonl python -m
-    evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
+    python -m evals.code --setup  # installs EvalPlus into its own environment, once
+    python -m evals.code runs/x/hf --dataset HumanEvalPlus.jsonl.gz --results runs/x/humaneval --out runs/x/evals.jsonl
+    python -m evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
 
 The results folder (--results; default: one beside --out for each checkpoint) keeps answers.jsonl (verbatim;
 an interrupted run resumes there), samples.jsonl (what was selected from each answer and what was scored),
@@ -16,15 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import comb, fsum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 
 from evals.code.answers import Model, Sampling, collect, prompt_of, settings_of
 from evals.code.sandbox import find_sandbox
@@ -34,8 +32,10 @@ from evals.intervals import wilson
 from evals.items import FOLDER as ITEMS
 from evals.items import write_items
 from evals.scorer import LOCAL, SourceFlags, fast_tokenizer
+from evals.tables import console
 from records.evals import NOWHERE, About, AboutFlags, EvalCommand, optional
-from records.files import file_sha256
+from records.files import JsonObject, file_sha256
+from records.job import option_value
 from records.workers import usable_cpus
 
 KS = (1, 10, 100)
@@ -46,12 +46,14 @@ Prompting = Literal["auto", "chat", "completion"]
 
 def is_chat(prompt: Prompting, hf_dir: Path | None) -> bool:
     """Whether the prompts are user messages of a chat; auto: at a server, and for a folder
-    with a chat template.
+    with a chat template. Raises ValueError for a folder without one that is to chat.
     """
     template = hf_dir is None or (
         (hf_dir / "tokenizer.json").is_file() and fast_tokenizer(hf_dir).chat_template
     )
-    return prompt == "chat" or (prompt == "auto" and bool(template))
+    if prompt == "chat" and not template:
+        raise ValueError(f"{hf_dir} has no chat template; use --prompt completion")
+    return prompt != "completion" and bool(template)
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,11 @@ Scored = dict[
 ]  # by problem, of each sample: whether (base, base and plus) tests pass
 
 
-def evaluate(model: Model, evalplus: EvalPlus) -> tuple[dict[str, Any], Scored]:
+def evaluate(model: Model, evalplus: EvalPlus) -> tuple[JsonObject, Scored]:
     """Score the reference solutions, collect the model's answers and score them: the
     figures, and each answer's.
     """
-    console, dataset = Console(stderr=True), evalplus.dataset
+    dataset = evalplus.dataset
     control = evalplus.control()
     console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
     if control["unexpected_failures"]:
@@ -106,44 +108,34 @@ def evaluate(model: Model, evalplus: EvalPlus) -> tuple[dict[str, Any], Scored]:
     return figures, scored
 
 
-def solutions(answers: list[dict[str, Any]], chat: bool, evalplus: EvalPlus) -> list[dict[str, Any]]:
+def solutions(answers: list[JsonObject], chat: bool, evalplus: EvalPlus) -> list[JsonObject]:
     """An EvalPlus row per answer: the code selected from it, by which rule, and that
     code after EvalPlus's sanitize.
 
     What sanitize does not finish, or robs of something it needs, is scored as it was selected.
     """
-    problems = {p["task_id"]: p for p in evalplus.dataset.problems}
-    texts, rules = [], []
+    problems, rows, asked = {p["task_id"]: p for p in evalplus.dataset.problems}, [], []
     for row in answers:
         problem, text = problems[row["task_id"]], row["answer"]
-        name, whole = problem["entry_point"], prompt_of(problem, chat=False) + text
-        code, rule = target_function(text, name) if chat else (whole, "completion")
-        texts.append({"text": code, "entry_point": name})
-        rules.append(rule)
-    sanitized = [
-        None if code is None or lost_names(row["text"], code, row["entry_point"]) else code
-        for row, code in zip(texts, evalplus.sanitize(texts), strict=True)
-    ]
-    return [
-        {
-            "task_id": row["task_id"],
-            "sample": row["sample"],
-            "rule": rule,
-            "selected": chosen["text"],
-            "sanitized": code is not None,
-            "solution": chosen["text"] if code is None else code,
-        }
-        for row, rule, chosen, code in zip(answers, rules, texts, sanitized, strict=True)
-    ]
+        if chat:
+            code, rule = target_function(text, problem["entry_point"])
+        else:
+            code, rule = prompt_of(problem, chat=False) + text, "completion"
+        rows.append({"task_id": row["task_id"], "sample": row["sample"], "rule": rule, "selected": code})
+        asked.append({"text": code, "entry_point": problem["entry_point"]})
+    for row, chosen, clean in zip(rows, asked, evalplus.sanitize(asked), strict=True):
+        kept = clean is not None and not lost_names(chosen["text"], clean, chosen["entry_point"])
+        row |= {"sanitized": kept, "solution": clean if kept else chosen["text"]}
+    return rows
 
 
-def figures_of(scored: Scored, n: int) -> dict[str, Any]:
+def figures_of(scored: Scored, n: int) -> JsonObject:
     """pass@1 and pass@k (k up to n) on the base tests, and on the base and plus tests together.
 
     The intervals of pass@1 are Wilson's of 95 %, with the problems as sample: several answers to
     each make them wide.
     """
-    figures: dict[str, Any] = {"pass@k": {str(k): {} for k in KS if k <= n}}
+    figures: JsonObject = {"pass@k": {str(k): {} for k in KS if k <= n}}
     for tests, name in enumerate(("base", "plus")):
         counts = [(len(s), sum(passed[tests] for passed in s)) for s in scored.values()]
         for k, at_k in figures["pass@k"].items():
@@ -176,21 +168,17 @@ def main(
     results: Annotated[Path | None, optional("DIR", "a folder of its own in items/ beside --out")] = None,
     prompt: Prompting = "auto",
     source: SourceFlags = LOCAL,
-    sampling: Annotated[
-        Sampling, tyro.conf.OmitArgPrefixes, tyro.conf.arg(help="how answers are generated")
-    ] = GREEDY,
-    scoring: Annotated[
-        Scoring, tyro.conf.OmitArgPrefixes, tyro.conf.arg(help="how answers are tested")
-    ] = Scoring(),
+    sampling: Annotated[Sampling, tyro.conf.arg(help="how answers are generated")] = GREEDY,
+    scoring: Annotated[Scoring, tyro.conf.arg(help="how answers are tested")] = Scoring(),
     about: AboutFlags = NOWHERE,
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """HumanEval+ or MBPP+ of a model. The last line on stdout is the record, JSON.
 
     Args:
-        hf_dir: Hugging Face model folder, such as runs/demo/hf dataset: HumanEvalPlus.jsonl or
-        MbppPlus.jsonl, optionally gzipped, or a subset of one results: folder for answers and results, where
-        an interrupted run resumes prompt: a user message (chat), or a function's beginning (completion); auto
-        is chat where there is a template
+        hf_dir: Hugging Face model folder, such as runs/demo/hf
+        dataset: HumanEvalPlus.jsonl or MbppPlus.jsonl, optionally gzipped, or a subset of one
+        results: folder for answers and results, where an interrupted run resumes
+        prompt: a user message (chat), or a function's beginning (completion); auto is chat where there is a template
     """
     if scoring.setup:
         set_up(evalplus_environment())
@@ -200,7 +188,6 @@ def main(
         raise ValueError(
             "--dataset, --results or --out, and either a model folder or --base-url are required"
         )
-    started = time.perf_counter()
     data = open_dataset(dataset)
     sandbox = find_sandbox(scoring.unsafe_no_sandbox)
     model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
@@ -218,10 +205,10 @@ def main(
     head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
     figures["items"] = write_items(about.out, head, answers_of(data, scored))
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
-    return about.append("code", figures, started, **who)
+    return about.append("code", figures, **who)
 
 
-def answers_of(dataset: Dataset, scored: Scored) -> list[dict[str, Any]]:
+def answers_of(dataset: Dataset, scored: Scored) -> list[JsonObject]:
     """Lines of evals.items: of each problem the share of samples that pass the base tests, and
     the plus tests too.
     """
@@ -238,11 +225,20 @@ def answers_of(dataset: Dataset, scored: Scored) -> list[dict[str, Any]]:
     ]
 
 
-def results_of(about: About, settings: dict[str, Any]) -> Path:
+def results_of(about: About, settings: JsonObject) -> Path:
     """The folder of these answers beside the records, in items/: each checkpoint and setting has its own."""
     assert about.out is not None
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     return about.out.parent / ITEMS / f"code-{about.step or 0}-{digest}"
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Raise ValueError if checkpoints cannot be evaluated so: no data set, or one folder for all of them."""
+    if option_value("--dataset", options) is None:
+        raise ValueError("--dataset is missing")
+    results = option_value("--results", options)
+    if results and "{step}" not in results:
+        raise ValueError(f"--results {results} must contain {{step}}, such as --results {results}/{{step}}")
 
 
 def check_here(options: Sequence[str]) -> None:
@@ -255,9 +251,8 @@ def check_here(options: Sequence[str]) -> None:
 
 
 COMMAND = EvalCommand(
-    "code", main, needs=("--dataset",), excludes=("--setup",), per_step=("--results",), reads=("--dataset",),
-    ready=check_here,
-)  # fmt: skip
+    "code", main, excludes=("--setup",), reads=("--dataset",), refuse=check_options, ready=check_here
+)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 
 from evals.code.score import Dataset
-from evals.scorer import Answer, AnyPrompt, Source, fast_tokenizer, open_scorer, origin
-from records.files import append_line, read_lines, write_atomically
+from evals.scorer import Answer, AnyPrompt, Source, open_scorer, origin
+from evals.tables import console
+from records.files import JsonObject, append_line, read_lines, write_atomically
 
 INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
@@ -66,13 +65,6 @@ class Model:
     """
 
     def __init__(self, folder: Path | None, source: Source, chat: bool, sampling: Sampling):
-        if (
-            folder is not None
-            and source.base_url is None
-            and chat
-            and not fast_tokenizer(folder).chat_template
-        ):
-            raise ValueError(f"{folder} has no chat template; use --prompt completion")
         self.scorer = open_scorer(folder, source)
         self.chat, self.sampling, self.parallel = chat, sampling, self.scorer.parallel
         self.settings = {"prompt": "chat" if chat else "completion", **asdict(sampling)}
@@ -91,17 +83,17 @@ class Model:
         return self.scorer.generate(asked, s.max_new_tokens, stops, **sampled)
 
 
-def prompt_of(problem: dict[str, Any], chat: bool) -> str:
+def prompt_of(problem: JsonObject, chat: bool) -> str:
     prompt = problem["prompt"].strip()
     return INSTRUCTION.format(prompt=prompt) if chat else prompt + "\n"
 
 
-def settings_of(dataset: Dataset, model: Model) -> dict[str, Any]:
+def settings_of(dataset: Dataset, model: Model) -> JsonObject:
     """Everything that answers depend on."""
     return {**model.identity, "data_md5": dataset.md5, **model.settings}
 
 
-def collect(dataset: Dataset, model: Model, folder: Path) -> list[dict[str, Any]]:
+def collect(dataset: Dataset, model: Model, folder: Path) -> list[JsonObject]:
     """All answers, ordered by problem and sample; those already in `folder`/answers.jsonl are reused.
 
     ValueError if that file comes from another model, data set or sampling.
@@ -127,7 +119,7 @@ def collect(dataset: Dataset, model: Model, folder: Path) -> list[dict[str, Any]
     with ThreadPoolExecutor(model.parallel) as pool:
         asked = [pool.submit(ask, key) for key in missing]
         try:
-            for future in track(as_completed(asked), "answers", len(asked), console=Console(stderr=True)):
+            for future in track(as_completed(asked), "answers", len(asked), console=console):
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -135,7 +127,7 @@ def collect(dataset: Dataset, model: Model, folder: Path) -> list[dict[str, Any]
     return [known[key] for key in wanted]
 
 
-def check_settings(path: Path, settings: dict[str, Any]) -> None:
+def check_settings(path: Path, settings: JsonObject) -> None:
     """Store the settings of a folder's answers; ValueError if it holds answers with other settings."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

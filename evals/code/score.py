@@ -21,16 +21,13 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from evals.code.sandbox import as_nobody, sandbox_options, system_call_filter
-from records.files import json_lines, write_atomically
+from records.files import JsonObject, json_lines, write_atomically
 
 EVALPLUS = "0.3.1"
-REQUIREMENTS = (
-    f"evalplus=={EVALPLUS}", "appdirs==1.4.4", "numpy==2.4.6", "psutil==7.2.2", "rich==15.0.0", "termcolor==3.3.0",
-    "tqdm==4.70.1", "tree-sitter==0.26.1", "tree-sitter-python==0.25.0",
-)  # fmt: skip
+REQUIREMENTS = Path(__file__).with_name("evalplus.txt")
+INSTALL = ["-q", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     "LANG": "C.UTF-8",
@@ -42,8 +39,7 @@ VERSIONS = {
     "fe585eb4df8c88d844eeb463ea4d0302": ("humaneval", "v0.1.10"),
     "ee43ecabebf20deef4bb776a405ac5b1": ("mbpp", "v0.2.0"),
 }
-PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
-OVERRIDES = {"humaneval": "HUMANEVAL_OVERRIDE_PATH", "mbpp": "MBPP_OVERRIDE_PATH"}
+PREFIXES = ("HumanEval", "Mbpp")  # of task ids, such as HumanEval/0
 FIELDS = (
     "task_id",
     "prompt",
@@ -74,7 +70,7 @@ class Dataset:
     version: str
     md5: str
     content: bytes
-    problems: list[dict[str, Any]]
+    problems: list[JsonObject]
 
 
 def open_dataset(path: Path) -> Dataset:
@@ -87,18 +83,19 @@ def open_dataset(path: Path) -> Dataset:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         problems = [problem for _, problem in json_lines(content.splitlines(), path)]
         lacking = sorted({field for problem in problems for field in FIELDS if field not in problem})
-        names = {
-            name for prefix, name in PREFIXES.items() for p in problems if p["task_id"].startswith(prefix)
-        }
+        prefixes = {problem["task_id"].partition("/")[0] for problem in problems}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a data set in EvalPlus's format ({error!r}); {DOWNLOADS}") from None
-    if lacking or len(names) != 1 or len({p["task_id"] for p in problems}) != len(problems):
+    distinct = len({problem["task_id"] for problem in problems}) == len(problems)
+    if lacking or len(prefixes) != 1 or not prefixes <= set(PREFIXES) or not distinct:
         raise ValueError(
             f"{path} is not a data set in EvalPlus's format: fields {lacking} are missing, or its task ids are not "
-            f"distinct and all of one of {sorted(PREFIXES)}; {DOWNLOADS}"
+            f"distinct and all of one of {PREFIXES}; {DOWNLOADS}"
         )
     md5 = hashlib.md5(content).hexdigest()
-    name, version = VERSIONS.get(md5, (names.pop(), f"unknown, {len(problems)} problems, md5 {md5}"))
+    name, version = VERSIONS.get(
+        md5, (prefixes.pop().lower(), f"unknown, {len(problems)} problems, md5 {md5}")
+    )
     return Dataset(name, version, md5, content, problems)
 
 
@@ -114,17 +111,8 @@ def set_up(environment: Path) -> None:
     part = environment.with_name(f"{environment.name}.{os.getpid()}")
     try:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(part)], check=True)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(part),
-            "install",
-            "-q",
-            "--disable-pip-version-check",
-        ]
-        subprocess.run([*pip, "--no-deps", "--only-binary", ":all:", *REQUIREMENTS], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(part), "install", *INSTALL]
+        subprocess.run([*pip, f"evalplus=={EVALPLUS}", "-r", str(REQUIREMENTS)], check=True)
         (packages,) = part.glob("lib/python*/site-packages")
         for module in UNUSED:
             (packages / f"{module}.py").write_text(
@@ -154,7 +142,7 @@ class EvalPlus:
                 f"EvalPlus is not at {self.environment}; install it with: python -m evals.code --setup"
             )
 
-    def control(self) -> dict[str, Any]:
+    def control(self) -> JsonObject:
         """Score the reference solutions: passed, total, known_failures {task:
         reason}, unexpected_failures [task].
         """
@@ -176,7 +164,7 @@ class EvalPlus:
             self._run([*options, *command], ENVIRONMENT, request, 60 + SANITIZE_S * len(selected))
         )
 
-    def evaluate(self, rows: Iterable[dict[str, Any]], name: str) -> dict[str, list[tuple[bool, bool]]]:
+    def evaluate(self, rows: Iterable[JsonObject], name: str) -> dict[str, list[tuple[bool, bool]]]:
         """Score {"task_id", "solution"} rows; by task, for each sample, whether (base, base
         and plus) tests pass.
 
@@ -202,7 +190,7 @@ class EvalPlus:
             (work / "dataset.jsonl").write_bytes(self.dataset.content)
             env = {
                 **ENVIRONMENT, "HOME": str(work), "TMPDIR": str(work), "XDG_CACHE_HOME": str(work / "cache"),
-                OVERRIDES[self.dataset.name]: str(work / "dataset.jsonl"),
+                f"{self.dataset.name.upper()}_OVERRIDE_PATH": str(work / "dataset.jsonl"),
             }  # fmt: skip
             judge = [str(self.environment / "bin/python"), str(JUDGE), str(work / "request.json")]
             self._run(judge, env, "", 600 + 2 * LONGEST_CHECK_S * len(listed) / self.parallel)
@@ -255,6 +243,6 @@ class EvalPlus:
         return reply
 
 
-def reference(problem: dict[str, Any]) -> str:
+def reference(problem: JsonObject) -> str:
     """The complete reference solution of a problem."""
     return problem["prompt"] + problem["canonical_solution"]

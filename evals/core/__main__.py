@@ -11,7 +11,6 @@ The answer to every item stays in items/ there; `python -m evals.compare` compar
 from __future__ import annotations
 
 import hashlib
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +25,6 @@ from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, code_at
 ALL_ITEMS = Settings()
 SettingsFlags = Annotated[
     Settings,
-    tyro.conf.OmitArgPrefixes,
     tyro.conf.arg(name="task", help="which items are scored, and their prompts"),
 ]
 
@@ -47,7 +45,6 @@ def main(
         plan_only: only count the tokens and forward passes of the evaluation, without running it
         tokens_per_s: measured prompt processing speed, from which --plan estimates the time
     """
-    started = time.perf_counter()
     tasks = Bundle(bundle)
     if plan_only:
         length = source.max_length or int(read_config(hf_dir).get("max_position_embeddings") or 1 << 30)
@@ -64,12 +61,13 @@ def main(
     scorer.close()
     show(figures, tasks)
     head = {"kind": "core", "step": about.step, "protocol": settings.protocol, "limit": settings.limit, **who}
-    answers = {label: partial.tasks[label] for label in figures["tasks"]}
     lines = (
-        {"task": label, "item": i, **each} for label, found in answers.items() for i, each in enumerate(found)
+        {"task": label, "item": i, **each}
+        for label in figures["tasks"]
+        for i, each in enumerate(partial.tasks[label])
     )
     figures["items"] = write_items(about.out, head, lines)
-    record = about.append("core", figures, started, **who)
+    record = about.append("core", figures, **who)
     partial.remove()
     return record
 

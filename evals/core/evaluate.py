@@ -10,23 +10,15 @@ all 22 tasks, else null.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import track
 
 from evals.core.prompts import FEWSHOT_SEED, Item, Protocol, Unscorable, items
 from evals.core.tasks import CATEGORIES, NOT_CHOSEN, TASKS, WHERE_FROM, Bundle, Task
@@ -34,11 +26,15 @@ from evals.intervals import Z95, wilson
 from evals.scorer import Encoder, Prompt, Scorer, Scores, common_prefix
 from evals.scorer.hf import WINDOW, packed
 from evals.tables import console, show_table
-from records.evals import optional
-from records.files import write_atomically
+from records.evals import Limit, optional
+from records.files import JsonObject, read_json, write_atomically
 
 VERSIONS = ("v1", "v2")
-Tasks = dict[str, dict[str, Any]]
+PLANNED = {
+    "items": "items", "tokens": "tokens", "tokens_shared": "engine\nreads", "passes": "GPU\npasses",
+    "tokens_packed": "GPU\nreads",
+}  # fmt: skip
+Tasks = dict[str, JsonObject]
 Answered = dict[
     str, Any
 ]  # one item: group, right, losses (nats per token of each option), gold, its nats and bytes
@@ -50,7 +46,7 @@ class Settings:
 
     protocol: Protocol = "nanochat"
     """prompt format and few-shot examples; scores of different protocols cannot be compared"""
-    limit: Annotated[int | None, optional("INT", "all")] = None
+    limit: Limit = None
     """most items to score per task"""
     tasks: Annotated[str, optional("A,B", "all 22")] = ""
     """comma-separated labels of the tasks to score; CORE itself requires all"""
@@ -93,12 +89,7 @@ def answered(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> Answered
 
 
 def score_task(
-    task: Task,
-    bundle: Bundle,
-    protocol: Protocol,
-    scorer: Scorer,
-    most: int | None,
-    advance: Callable[..., None] = lambda **_: None,
+    task: Task, bundle: Bundle, protocol: Protocol, scorer: Scorer, most: int | None
 ) -> list[Answered]:
     """The answers to the items of one task. Raises Unscorable if one does not fit into the model's context."""
     rows = bundle.rows(task)
@@ -106,11 +97,9 @@ def score_task(
     asked, told = itertools.tee(
         items(task, rows, protocol, scorer, min(scorer.max_length, scorer.scoring_room), most)
     )
-    found = []
-    for item, scores in zip(told, scorer.score(item.prompts for item in asked), strict=True):
-        found.append(answered(scorer, item, scores))
-        advance(completed=len(found), total=total)
-    return found
+    scored = zip(told, scorer.score(item.prompts for item in asked), strict=True)
+    shown = track(scored, f"{task.label:>32}", total, console=console, transient=True)
+    return [answered(scorer, item, scores) for item, scores in shown]
 
 
 def baseline(task: Task, version: str) -> float:
@@ -123,7 +112,7 @@ def centered(task: Task, accuracy: float, version: str) -> float:
     return (accuracy - baseline(task, version)) / (1 - baseline(task, version))
 
 
-def task_figures(task: Task, answers: Sequence[Answered], n_total: int) -> dict[str, Any]:
+def task_figures(task: Task, answers: Sequence[Answered], n_total: int) -> JsonObject:
     """The figures of a task (records.evals.FIELDS). Groups have equal weight. n_total: rows in the file."""
     right: dict[str, list[bool]] = {}
     for answer in answers:
@@ -149,7 +138,7 @@ def task_figures(task: Task, answers: Sequence[Answered], n_total: int) -> dict[
     }
 
 
-def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
     """core_v1, core_v2, their standard errors and the means of each category, from the figures of the tasks.
 
     CORE is null unless all 22 tasks are given, a category's means unless all of its tasks are.
@@ -186,8 +175,7 @@ class Partial:
 
     def __init__(self, out: Path | None, key: str):
         self.path = out and out.with_name(f".{out.name}.core-{key[:16]}.json")
-        kept = json.loads(self.path.read_bytes()) if self.path and self.path.is_file() else {}
-        self.tasks: dict[str, list[Answered]] = kept
+        self.tasks: dict[str, list[Answered]] = read_json(self.path, {}) if self.path else {}
 
     def add(self, label: str, answers: list[Answered]) -> None:
         self.tasks[label] = answers
@@ -200,32 +188,33 @@ class Partial:
             self.path.unlink(missing_ok=True)
 
 
-def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partial) -> dict[str, Any]:
+def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partial) -> JsonObject:
     """Score the tasks; returns the figures of a `core` record. Afterwards `partial` holds every answer."""
     chosen, missing = bundle.chosen(settings.labels())
     protocol, most = settings.protocol, settings.limit
     tasks: Tasks = {}
-    columns = (TextColumn("{task.description:>32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        for task in chosen:
-            bar = progress.add_task(task.label, total=None)
-            try:
-                if task.label not in partial.tasks:
-                    advance = functools.partial(progress.update, bar)
-                    partial.add(task.label, score_task(task, bundle, protocol, scorer, most, advance))
-                tasks[task.label] = task_figures(task, partial.tasks[task.label], len(bundle.rows(task)))
-            except Unscorable as error:
-                missing[task.label] = str(error)
-            progress.remove_task(bar)
-    asked = {"protocol": protocol, "seed": FEWSHOT_SEED, "limit": most}
-    marks = {} if bundle.not_core is None else {"not_core": bundle.not_core}
+    for task in chosen:
+        try:
+            if task.label not in partial.tasks:
+                partial.add(task.label, score_task(task, bundle, protocol, scorer, most))
+            tasks[task.label] = task_figures(task, partial.tasks[task.label], len(bundle.rows(task)))
+        except Unscorable as error:
+            missing[task.label] = str(error)
     bits = [task["gold_bits_per_byte"] for task in tasks.values() if task["gold_bits_per_byte"] is not None]
-    early = {"gold_bits_per_byte": math.fsum(bits) / len(bits) if bits else None}
-    scored = {"tasks": tasks, "missing": missing, "differs": bundle.differs}
-    return asked | aggregate(tasks) | early | scored | marks
+    figures = {
+        "protocol": protocol,
+        "seed": FEWSHOT_SEED,
+        "limit": most,
+        **aggregate(tasks),
+        "gold_bits_per_byte": math.fsum(bits) / len(bits) if bits else None,
+        "tasks": tasks,
+        "missing": missing,
+        "differs": bundle.differs,
+    }
+    return figures if bundle.not_core is None else {**figures, "not_core": bundle.not_core}
 
 
-def show(figures: dict[str, Any], bundle: Bundle) -> None:
+def show(figures: JsonObject, bundle: Bundle) -> None:
     """Print the tasks that were scored as a table on stderr, and in a line or two why others were not."""
     title = "" if bundle.not_core is None else f"{bundle.not_core}\n"
     title += f"CORE tasks, {figures['protocol']}: accuracy, centered on v1 and v2, gold bits per byte"
@@ -245,7 +234,7 @@ def show(figures: dict[str, Any], bundle: Bundle) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def remarks(figures: dict[str, Any], bundle: Bundle) -> list[str]:
+def remarks(figures: JsonObject, bundle: Bundle) -> list[str]:
     """Lines under the table: why CORE is not computed, tasks that could not be scored, settings
     that are not CORE's.
     """
@@ -265,7 +254,7 @@ def remarks(figures: dict[str, Any], bundle: Bundle) -> list[str]:
     ]
 
 
-def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) -> dict[str, Any]:
+def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) -> JsonObject:
     """What a model must read, per task and in total: by the engine (`tokens_shared`), in
     Transformers on a GPU.
 
@@ -277,7 +266,7 @@ def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) 
     counts: dict[str, dict[str, int]] = {}
     before: list[int] = []
     for task in chosen:
-        count = dict.fromkeys(("items", "tokens", "tokens_shared", "passes", "tokens_packed"), 0)
+        count = dict.fromkeys(PLANNED, 0)
         asked = iter(items(task, bundle.rows(task), settings.protocol, encoder, max_length, settings.limit))
         while window := [item.prompts for item in itertools.islice(asked, WINDOW)]:
             count["items"] += len(window)
@@ -295,16 +284,7 @@ def plan(encoder: Encoder, max_length: int, bundle: Bundle, settings: Settings) 
     return {**head, **sums, "tasks": counts, "missing": missing}
 
 
-PLANNED = {
-    "items": "items",
-    "tokens": "tokens",
-    "tokens_shared": "engine\nreads",
-    "passes": "GPU\npasses",
-    "tokens_packed": "GPU\nreads",
-}
-
-
-def show_plan(counts: dict[str, Any], tokens_per_s: float | None) -> None:
+def show_plan(counts: JsonObject, tokens_per_s: float | None) -> None:
     """Print the plan as a table on stderr."""
     most = "all" if counts["limit"] is None else f"at most {counts['limit']}"
     title = f"What an evaluation reads, protocol {counts['protocol']}, {most} items per task"

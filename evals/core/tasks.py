@@ -13,15 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from records.files import json_lines
+from records.files import JsonObject, json_lines
 
 TaskType = Literal["multiple_choice", "schema", "language_modeling"]
-Row = dict[str, Any]
-
-QUESTION = "\nAnswer: "
-CHOICE: TaskType = "multiple_choice"
-SCHEMA: TaskType = "schema"
-TEXT: TaskType = "language_modeling"
+Row = JsonObject
 
 
 @dataclass(frozen=True)
@@ -41,54 +36,9 @@ class Task:
     by_category: bool = False
 
 
-FOLDERS = {
-    "language": "language_understanding",
-    "world": "world_knowledge",
-    "commonsense": "commonsense_reasoning",
-    "symbolic": "symbolic_problem_solving",
-    "reading": "reading_comprehension",
-}
-CATEGORIES = tuple(FOLDERS)
-
-
-def _task(
-    label: str,
-    category: str,
-    type_: TaskType,
-    shots: int,
-    v1: float,
-    v2: float,
-    file: str = "",
-    **settings: Any,
-) -> Task:
-    path = f"{FOLDERS[category]}/{file or label}.jsonl"
-    return Task(label, category, type_, shots, v1, v2, path, **settings)
-
-
-TASKS: tuple[Task, ...] = (
-    _task("hellaswag_zeroshot", "language", CHOICE, 0, 25, 25, "hellaswag"),
-    _task("jeopardy", "world", TEXT, 10, 0, 0, "jeopardy_all", delimiter=QUESTION, by_category=True),
-    _task("bigbench_qa_wikidata", "world", TEXT, 10, 0, 0),
-    _task("arc_easy", "world", CHOICE, 10, 25, 25, delimiter=QUESTION),
-    _task("arc_challenge", "world", CHOICE, 10, 25, 25, delimiter=QUESTION),
-    _task("copa", "commonsense", CHOICE, 0, 50, 50),
-    _task("commonsense_qa", "commonsense", CHOICE, 10, 20, 40.3),
-    _task("piqa", "commonsense", CHOICE, 10, 50, 50, delimiter=QUESTION),
-    _task("openbook_qa", "commonsense", CHOICE, 0, 25, 25),
-    _task("lambada_openai", "language", TEXT, 0, 0, 0),
-    _task("hellaswag", "language", CHOICE, 10, 25, 25),
-    _task("winograd", "language", SCHEMA, 0, 50, 50, "winograd_wsc"),
-    _task("winogrande", "language", SCHEMA, 0, 50, 50),
-    _task("bigbench_dyck_languages", "symbolic", TEXT, 10, 0, 0),
-    _task("agi_eval_lsat_ar", "symbolic", CHOICE, 3, 20, 25),
-    _task("bigbench_cs_algorithms", "symbolic", TEXT, 10, 0, 0),
-    _task("bigbench_operators", "symbolic", TEXT, 10, 0, 0),
-    _task("bigbench_repeat_copy_logic", "symbolic", TEXT, 10, 0, 0),
-    _task("squad", "reading", TEXT, 10, 0, 0),
-    _task("coqa", "reading", TEXT, 0, 0, 0),
-    _task("boolq", "reading", CHOICE, 10, 62, 62, delimiter=QUESTION),
-    _task("bigbench_language_identification", "language", CHOICE, 10, 9.1, 25),
-)
+with open(Path(__file__).with_suffix(".jsonl"), encoding="utf-8") as _file:
+    TASKS = tuple(Task(**row) for _, row in json_lines(_file, _file.name))
+CATEGORIES = tuple(dict.fromkeys(task.category for task in TASKS))
 NOT_CHOSEN = "not chosen by --tasks"
 WHERE_FROM = "scripts/eval/local_data of mosaicml/llm-foundry (or from nanochat's eval_bundle.zip, unpacked)"
 FIELDS: dict[TaskType, dict[str, type]] = {
@@ -116,7 +66,7 @@ class Bundle:
         self.not_core = (
             marked.read_text(encoding="utf-8").strip() or marked.name if marked.is_file() else None
         )
-        self.differs: dict[str, dict[str, Any]] = {}
+        self.differs: dict[str, JsonObject] = {}
         self.tasks = TASKS
         if (folder / "core.yaml").is_file():
             entries = read_core_yaml(folder / "core.yaml")
@@ -165,7 +115,7 @@ class Bundle:
         left = [label for label in known if label not in {task.label for task in chosen}]
         return chosen, {label: reasons[label] or NOT_CHOSEN for label in left}
 
-    def _as_configured(self, task: Task, found: dict[str, Any]) -> Task:
+    def _as_configured(self, task: Task, found: JsonObject) -> Task:
         shots = found.get("num_fewshot", task.shots)
         path = str(found.get("dataset_uri", task.path)).removeprefix("local_data/").removeprefix("eval_data/")
         values = {
@@ -183,7 +133,7 @@ class Bundle:
         return replace(task, path=path, **values)
 
 
-def read_core_yaml(path: Path) -> dict[str, dict[str, Any]]:
+def read_core_yaml(path: Path) -> dict[str, JsonObject]:
     """The first entry of each label."""
     import yaml
 

@@ -4,10 +4,9 @@
 download QA sets are chosen by name). `--limit N` takes the first N documents of a task, and of each
 length of a RULER task.
 
-    python -m evals.lm_eval runs/demo/hf --tasks arc_easy,arc_challenge --num-fewshot 0
-    --data eval_data --limit 100 python -m evals.lm_eval HF_DIR --tasks ruler --lengths
-    2048,4096 --max-length 4224 --out runs/NAME/evals.jsonl python -m evals.lm_eval HF_DIR
-    --tasks arc_easy,my_task.yaml --base-url http://127.0.0.1:8000/v1
+    python -m evals.lm_eval runs/demo/hf --tasks arc_easy,arc_challenge --num-fewshot 0 --data eval_data --limit 100
+    python -m evals.lm_eval HF_DIR --tasks ruler --lengths 2048,4096 --max-length 4224 --out runs/NAME/evals.jsonl
+    python -m evals.lm_eval HF_DIR --tasks arc_easy,my_task.yaml --base-url http://127.0.0.1:8000/v1
 
 An endpoint also needs the folder: its tokenizer encodes the prompts and determines the lengths of RULER's.
 """
@@ -18,7 +17,6 @@ import contextlib
 import hashlib
 import math
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -31,7 +29,8 @@ from evals.items import write_items
 from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
 from evals.scorer import LOCAL, SourceFlags, origin
 from evals.tables import console, show_table
-from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, optional
+from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, optional
+from records.files import JsonObject
 
 if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
@@ -55,7 +54,7 @@ class Questions:
     """
     lengths: str = ",".join(map(str, DEFAULT_LENGTHS))
     """comma-separated lengths of a RULER prompt with its answer, in tokens"""
-    limit: Annotated[int | None, optional("INT", "all")] = None
+    limit: Limit = None
     """most documents to score per task, and per length of a RULER task"""
     num_fewshot: Annotated[int | None, optional("INT", "the task's own number")] = None
     """few-shot examples before each question"""
@@ -88,10 +87,9 @@ def evaluate(
     *,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
     limit: int | None = None,
-    num_fewshot: int | None = None,
-    chat_template: bool = False,
-) -> dict[str, Any]:
-    """Run stock tasks; the result of `lm_eval.simple_evaluate`, samples included."""
+    **options: Any,
+) -> JsonObject:
+    """Run stock tasks; the result of `lm_eval.simple_evaluate`, samples included. options: of that function."""
     import lm_eval
 
     manager, tasks = load_tasks(names, lengths, tokenizer)
@@ -99,14 +97,13 @@ def evaluate(
         model=model,
         tasks=tasks,
         task_manager=manager,
-        num_fewshot=num_fewshot,
         # not lm-eval's `limit`, which takes the first documents of all lengths together, so only the shortest
         samples={task.task_name: first_documents(task, limit) for task in tasks},
-        apply_chat_template=chat_template,
         random_seed=SEEDS["random"],
         numpy_random_seed=SEEDS["numpy"],
         torch_random_seed=SEEDS["torch"],
         fewshot_random_seed=SEEDS["fewshot"],
+        **options,
     )
     for name, samples in result[
         "samples"
@@ -115,7 +112,7 @@ def evaluate(
     return result
 
 
-def settings_figures(asked: Questions, names: Sequence[str]) -> dict[str, Any]:
+def settings_figures(asked: Questions, names: Sequence[str]) -> JsonObject:
     """The settings in a record."""
     shots = "the tasks' own shots" if asked.num_fewshot is None else f"{asked.num_fewshot}-shot"
     return {
@@ -132,7 +129,7 @@ def settings_figures(asked: Questions, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def figures_of(result: dict[str, Any], model: ScorerLM, lengths: Sequence[int]) -> dict[str, Any]:
+def figures_of(result: JsonObject, model: ScorerLM, lengths: Sequence[int]) -> JsonObject:
     """The scores of a result, RULER's by length, and counts, lengths in tokens and
     truncations of the prompts.
     """
@@ -152,7 +149,7 @@ def figures_of(result: dict[str, Any], model: ScorerLM, lengths: Sequence[int]) 
     }
 
 
-def numbers(values: dict[str, Any]) -> dict[str, float]:
+def numbers(values: JsonObject) -> dict[str, float]:
     """The numeric metrics: m or, of a filter, "m,filter", and its error with _stderr; -1:
     RULER has no documents.
     """
@@ -163,7 +160,7 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in kept.items() if math.isfinite(value) and value != -1}
 
 
-def prompt_figures(model: ScorerLM, samples: list[dict[str, Any]]) -> dict[str, int]:
+def prompt_figures(model: ScorerLM, samples: list[JsonObject]) -> dict[str, int]:
     """documents, longest_tokens (a prompt and its continuation or generation limit), cut (truncated prompts)."""
     longest, cut = 0, 0
     for context, *more in (arguments for sample in samples for arguments in sample["arguments"]):
@@ -179,7 +176,7 @@ def prompt_figures(model: ScorerLM, samples: list[dict[str, Any]]) -> dict[str, 
     return {"documents": len(samples), "longest_tokens": longest, "cut": cut}
 
 
-def answers_of(samples: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def answers_of(samples: dict[str, list[JsonObject]]) -> Iterator[JsonObject]:
     """The lines of the file of items: right where the task scores it, losses in nats (not per
     token) of the choices.
     """
@@ -195,7 +192,7 @@ def answers_of(samples: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, A
             yield item | {"losses": [-score for score in scored]}
 
 
-def documents_sha256(samples: dict[str, list[dict[str, Any]]]) -> str:
+def documents_sha256(samples: dict[str, list[JsonObject]]) -> str:
     """Hash of the documents, in order."""
     digest = hashlib.sha256()
     for name, of_task in samples.items():
@@ -203,7 +200,7 @@ def documents_sha256(samples: dict[str, list[dict[str, Any]]]) -> str:
     return digest.hexdigest()
 
 
-def show(figures: dict[str, Any]) -> None:
+def show(figures: JsonObject) -> None:
     """Print the scores as tables on stderr: RULER by length, the other tasks by metric."""
     rows = []
     for name, metrics in figures["tasks"].items():
@@ -227,24 +224,23 @@ def show(figures: dict[str, Any]) -> None:
 
 def main(
     hf_dir: ModelFolder,
-    asked: Annotated[Questions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="task", help=RULER_CONTEXT)],
+    asked: Annotated[Questions, tyro.conf.arg(name="task", help=RULER_CONTEXT)],
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout
     is the record, JSON.
     """
-    started = time.perf_counter()
     names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
     about = replace(about, out=about.out and about.out.resolve())  # data_folder changes the working directory
-    if not (hf_dir / "tokenizer.json").is_file():
-        raise ValueError(f"{hf_dir} holds no tokenizer.json; pass the folder of an exported model")
     with data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
         from evals.lm_eval.models import ScorerLM
 
         model = ScorerLM(hf_dir, source, asked.add_bos)
-        options: dict[str, Any] = {"num_fewshot": asked.num_fewshot, "chat_template": asked.chat_template}
-        result = evaluate(model, names, hf_dir, lengths=lengths, limit=asked.limit, **options)
+        result = evaluate(
+            model, names, hf_dir, lengths=lengths, limit=asked.limit,
+            num_fewshot=asked.num_fewshot, apply_chat_template=asked.chat_template,
+        )  # fmt: skip
     settings = settings_figures(asked, names)
     figures = settings | figures_of(result, model, lengths)
     show(figures)
@@ -252,7 +248,7 @@ def main(
     who = origin(hf_dir, model.scorer) | {"data_sha256": documents_sha256(result["samples"])}
     head = {"kind": "lm_eval", "step": about.step, **settings, **who}
     figures["items"] = write_items(about.out, head, answers_of(result["samples"]))
-    return about.append("lm_eval", figures, started, **who)
+    return about.append("lm_eval", figures, **who)
 
 
 COMMAND = EvalCommand("lm_eval", main, reads=("--data",))

@@ -24,6 +24,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from evals.scorer import LOCAL, Prompt, Source, fast_tokenizer, open_scorer
+from records.files import JsonObject
 
 MAX_GEN_TOKS = 256  # lm-eval's default where a task names no limit
 log = logging.getLogger(__name__)
@@ -126,8 +127,8 @@ class ScorerLM(TemplateLM):
         self._report_cuts()
         return answers
 
-    def _generate(self, prompt: list[int], task_options: dict[str, Any]) -> str:
-        options: dict[str, Any] = dict(normalize_gen_kwargs(task_options, MAX_GEN_TOKS))
+    def _generate(self, prompt: list[int], task_options: JsonObject) -> str:
+        options: JsonObject = dict(normalize_gen_kwargs(task_options, MAX_GEN_TOKS))
         stops, limit = options.pop("until"), options.pop("max_gen_toks")
         if not options.pop("do_sample"):
             options["temperature"] = 0.0

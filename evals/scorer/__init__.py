@@ -3,58 +3,29 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, get_args
 
 import tyro
-from rich.console import Console
 
 from evals.scorer.base import (  # noqa: F401 - all that evaluations use stands here
     Answer,
     AnyPrompt,
     Encoder,
+    Kind,
     Prompt,
     Scorer,
     Scores,
+    Source,
     common_prefix,
     fast_tokenizer,
     read_config,
 )  # fmt: skip
-from records.evals import optional
-from records.files import file_sha256, model_sha256
-
-Kind = Literal["auto", "engine", "transformers"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """What answers: the model folder in this process, or an OpenAI-compatible server if --base-url is given."""
-
-    backend: Kind = "auto"
-    """library that runs the model: auto is Transformers where a GPU is visible, else the
-    engine for a Laneformer
-    """
-    device: str = "auto"
-    """device that runs the model: auto, cpu, cuda (all visible GPUs share the items),
-    or a list: cuda:0,cuda:1
-    """
-    dtype: str = "auto"
-    """type of the engine's weights: auto (that of the folder), fp32, bf16, fp16, int8, int4"""
-    max_length: Annotated[int | None, optional("INT", "that of its config.json")] = None
-    """context of the model in tokens"""
-    base_url: Annotated[str | None, optional("URL", "the model runs here")] = None
-    """OpenAI-compatible server that runs the model instead, such as http://127.0.0.1:8000/v1"""
-    model: Annotated[str | None, optional("NAME", "the name of the model folder")] = None
-    """name of the model at the server of --base-url"""
-    concurrency: int = 4
-    """number of concurrent requests to the server of --base-url"""
-    timeout_s: float = 600.0
-    """timeout of one request to the server of --base-url, in seconds"""
-
+from evals.tables import console
+from records.files import JsonObject, file_sha256, model_sha256
 
 SourceFlags = Annotated[  # --backend, --device, ... as flags of the command itself
-    Source, tyro.conf.OmitArgPrefixes,
+    Source,
     tyro.conf.arg(name="model", help="what runs the model: a library in this process, or a server"),
 ]  # fmt: skip
 LOCAL = Source()
@@ -64,24 +35,22 @@ def devices_of(device: str) -> list[str]:
     """The devices of --device, auto and cuda resolved. Raises ValueError for a GPU that is not there."""
     from laneformer.engine.device import has_driver
 
-    gpus = 0
+    gpus: list[str] = []
     if has_driver():  # otherwise torch need not be imported to know
         import torch
 
-        gpus = max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 0
-    if any(name.startswith("cuda") for name in device.split(",")) and not gpus:
+        if torch.cuda.is_available():
+            gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if "cuda" in device and not gpus:
         raise ValueError(
             f"device = {device!r}: no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, --gpu of the watcher); "
             "use device = 'auto' to fall back to the CPU"
         )
     if device in ("auto", "cuda"):
-        return [f"cuda:{i}" for i in range(gpus)] or ["cpu"]
-    names = device.split(",")
-    known = {"cpu", *(f"cuda:{i}" for i in range(gpus))}
-    if not set(names) <= known:
-        raise ValueError(
-            f"device = {device!r} is unknown; choose auto, or a list of {', '.join(sorted(known))}"
-        )
+        return gpus or ["cpu"]
+    names, known = device.split(","), ["cpu", *gpus]
+    if not set(names) <= set(known):
+        raise ValueError(f"device = {device!r} is unknown; choose auto, or a list of {', '.join(known)}")
     return names
 
 
@@ -95,26 +64,20 @@ def choose(folder: Path, source: Source = LOCAL) -> tuple[str, list[str], str]:
             f"backend = 'engine': {folder} is of model_type {model_type!r}; use 'transformers' or 'auto' for all but "
             f"laneformer, {', '.join(FAMILIES)}"
         )
-    if source.backend not in ("auto", "engine", "transformers"):
-        raise ValueError(
-            f"backend = {source.backend!r} is unknown; choose 'auto', 'engine' or 'transformers'"
-        )
-    if (
-        source.backend == "engine"
-    ):  # one engine; its auto is the CPU, and a list of GPUs shares the model's lanes
-        return "engine", [source.device], "--backend engine"
+    if source.backend not in get_args(Kind):
+        raise ValueError(f"backend = {source.backend!r} is unknown; choose from {get_args(Kind)}")
+    asked = f"--backend {source.backend}"
+    if source.backend == "engine":  # its auto is the CPU, and a list of GPUs shares the model's lanes
+        return "engine", [source.device], asked
     devices = devices_of(source.device)
     if source.backend == "transformers":
-        return "transformers", devices, "--backend transformers"
+        return "transformers", devices, asked
     if devices[0].startswith("cuda"):
         return "transformers", devices, "a GPU is visible, on which the engine is not measured yet"
-    if model_type == "laneformer":
-        return (
-            "engine",
-            devices,
-            f"a Laneformer, {'no GPU is visible' if source.device == 'auto' else '--device'}",
-        )
-    return "transformers", devices, f"its model_type is {model_type}"
+    if model_type != "laneformer":
+        return "transformers", devices, f"its model_type is {model_type}"
+    where = "no GPU is visible" if source.device == "auto" else "--device"
+    return "engine", devices, f"a Laneformer, {where}"
 
 
 def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
@@ -128,10 +91,7 @@ def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
             raise ValueError(
                 f"dtype = {source.dtype!r}: a server has its own; leave --dtype or --base-url out"
             )
-        name = source.model or (folder.resolve().name if folder else "laneformer")
-        return EndpointScorer(
-            source.base_url, folder, name, source.concurrency, source.timeout_s, source.max_length
-        )
+        return EndpointScorer(source.base_url, folder, source)
     if folder is None:
         raise ValueError("nothing to ask: give a model folder, or the --base-url of a server")
     backend, devices, why = choose(folder, source)
@@ -146,9 +106,7 @@ def open_scorer(folder: Path | None, source: Source = LOCAL) -> Scorer:
         scorer: Scorer = SeveralScorers(folder, openers)
     else:
         scorer = openers[0]()
-    Console(stderr=True).print(
-        f"{scorer.backend} on {scorer.device} in {scorer.dtype} ({why})", highlight=False
-    )
+    console.print(f"{scorer.backend} on {scorer.device} in {scorer.dtype} ({why})", highlight=False)
     return scorer
 
 
@@ -163,7 +121,7 @@ def open_local(backend: str, folder: Path, device: str, source: Source = LOCAL) 
     return TransformersScorer(folder, device, source.max_length)
 
 
-def origin(folder: Path | None, scorer: Scorer) -> dict[str, Any]:
+def origin(folder: Path | None, scorer: Scorer) -> JsonObject:
     """What a record says about who answered: hashes of model and tokenizer, backend, device, dtype."""
     tokenizer = folder and folder / "tokenizer.json"
     return {

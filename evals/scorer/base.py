@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from records.evals import optional
+from records.files import read_json
+
 Message = dict[str, str]  # {"role", "content"}
 AnyPrompt = str | Sequence[int] | Sequence[Message]  # text, ids, or the messages of a chat
+
+
+Kind = Literal["auto", "engine", "transformers"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What answers: the model folder in this process, or an OpenAI-compatible server if --base-url is given."""
+
+    backend: Kind = "auto"
+    """library that runs the model: auto is Transformers where a GPU is visible, else the
+    engine for a Laneformer
+    """
+    device: str = "auto"
+    """device that runs the model: auto, cpu, cuda (all visible GPUs share the items),
+    or a list: cuda:0,cuda:1
+    """
+    dtype: str = "auto"
+    """type of the engine's weights: auto (that of the folder), fp32, bf16, fp16, int8, int4"""
+    max_length: Annotated[int | None, optional("INT", "that of its config.json")] = None
+    """context of the model in tokens"""
+    base_url: Annotated[str | None, optional("URL", "the model runs here")] = None
+    """OpenAI-compatible server that runs the model instead, such as http://127.0.0.1:8000/v1"""
+    model: Annotated[str | None, optional("NAME", "the name of the model folder")] = None
+    """name of the model at the server of --base-url"""
+    concurrency: int = 4
+    """number of concurrent requests to the server of --base-url"""
+    timeout_s: float = 600.0
+    """timeout of one request to the server of --base-url, in seconds"""
 
 
 class Prompt(NamedTuple):
@@ -70,9 +102,6 @@ class Encoder:
         return [
             found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids))
 
     def prompt_ids(self, prompt: AnyPrompt) -> list[int]:
         """The ids of a prompt: a text with the tokenizer's special tokens, messages in
@@ -175,6 +204,6 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    if not path.is_file():
+    if (config := read_json(path)) is None:
         raise ValueError(f"{path} does not exist; pass a Hugging Face model folder, such as runs/demo/hf")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return config

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores, read_config
+from evals.scorer.base import NOTHING, Answer, AnyPrompt, Prompt, Scorer, Scores, Source, read_config
 from evals.scorer.hf import cut
+from records.files import JsonObject
 
 ATTEMPTS, FIRST_WAIT_S = 6, 1.0
 TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -35,25 +36,19 @@ class EndpointScorer(Scorer):
 
     backend, dtype = "endpoint", None
 
-    def __init__(
-        self,
-        base_url: str,
-        folder: Path | None,
-        model: str,
-        concurrency: int,
-        timeout_s: float,
-        max_length: int | None,
-    ):
+    def __init__(self, base_url: str, folder: Path | None, source: Source):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"--base-url {base_url!r} must begin with http:// or https://, and end before /completions"
             )
+        self.max_length = source.max_length or 1 << 30  # the server knows
+        self.model = source.model or "laneformer"
         if folder is not None:
             super().__init__(folder)
-            max_length = max_length or int(read_config(folder)["max_position_embeddings"])
+            self.max_length = source.max_length or int(read_config(folder)["max_position_embeddings"])
+            self.model = source.model or folder.resolve().name
         self.device = base_url.rstrip("/").removesuffix("/completions")
-        self.model, self.parallel, self.timeout_s = model, concurrency, timeout_s
-        self.max_length = max_length or 1 << 30  # the server knows
+        self.parallel, self.timeout_s = source.concurrency, source.timeout_s
         self.scoring_room = self.max_length - 1  # it adds a token of its own to what it scores
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
@@ -74,7 +69,7 @@ class EndpointScorer(Scorer):
         self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any
     ) -> Answer:
         chat = bool(prompt) and isinstance(prompt[0], dict)
-        body: dict[str, Any] = {"n": 1, "max_tokens": max_new_tokens, "temperature": 0.0, **sampling}
+        body: JsonObject = {"n": 1, "max_tokens": max_new_tokens, "temperature": 0.0, **sampling}
         body |= {"messages": prompt} if chat else {"prompt": prompt if isinstance(prompt, str) else [prompt]}
         body |= {"stop": list(stops[:STOPS])} if stops else {}
         path = "chat/completions" if chat else "completions"
@@ -86,14 +81,14 @@ class EndpointScorer(Scorer):
         text = cut(whole, stops)
         return Answer(text, "stop" if len(text) < len(whole) else choice.get("finish_reason") or "stop")
 
-    def _choices(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def _choices(self, path: str, body: JsonObject) -> list[JsonObject]:
         reply = self._post(f"{self.device}/{path}", {"model": self.model, **body})
         choices = reply.get("choices") if isinstance(reply, dict) else None
         if not choices or not all(isinstance(choice, dict) for choice in choices):
             raise ValueError(f"{self.device}/{path} returned no choice, but {str(reply)[:200]}")
         return choices
 
-    def _post(self, url: str, body: dict[str, Any]) -> Any:
+    def _post(self, url: str, body: JsonObject) -> Any:
         """The reply as JSON."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
@@ -118,7 +113,7 @@ class EndpointScorer(Scorer):
         raise ValueError(f"{url} gave no answer in {ATTEMPTS} attempts ({reason}); run again to continue")
 
 
-def scores_of(choice: dict[str, Any], prompt: Prompt) -> Scores:
+def scores_of(choice: JsonObject, prompt: Prompt) -> Scores:
     """The scores of an echoed prompt; ValueError unless every id of it, and one new one, has its score.
 
     A server without prompt scores would otherwise give the accuracy of guessing.

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from evals.scorer.base import (
     NOTHING,
     Answer,
@@ -95,7 +97,9 @@ class TransformersScorer(Scorer):
         self.scoring_room = self.max_length + 1
         # a recurrent state cannot be copied for every option
         self._keeps_prefix = not getattr(self._model, "_is_stateful", False)
-        self._few_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        takes = inspect.signature(self._model.forward).parameters
+        self._few_logits = "logits_to_keep" in takes
+        self._cache = "cache" if "cache" in takes else "past_key_values"  # its name before Transformers 5.24
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         left = iter(items)
@@ -120,28 +124,27 @@ class TransformersScorer(Scorer):
 
                 # without the config every layer keeps all positions, those with a sliding window too
                 cache = DynamicCache()
-                self._logits([prompts[0].ids[:offset]], 1, past_key_values=cache)
+                self._logits([prompts[0].ids[:offset]], 1, cache)
                 cache.batch_repeat_interleave(len(rows))
-            logits = self._logits(padded, width - first, past_key_values=cache, use_cache=cache is not None)
+            logits = self._logits(padded, width - first, cache)
             starts = [p.start - 1 - offset - first for p in prompts]
             own = [logits[i, s : len(rows[i]) - first] for i, s in enumerate(starts)]
             targets = torch.tensor([i for p in prompts for i in p.ids[p.start :]], device=self._device)
             wanted = torch.cat(own).double()
             logprobs = wanted.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu().numpy()
             greedy = (wanted.argmax(-1) == targets).cpu().numpy()
-        ends = list(itertools.accumulate(len(each) for each in own))
-        return [
-            Scores(logprobs[e - len(o) : e], greedy[e - len(o) : e]) for o, e in zip(own, ends, strict=True)
-        ]
+        ends = np.cumsum([len(each) for each in own])[:-1]
+        return [Scores(*each) for each in zip(np.split(logprobs, ends), np.split(greedy, ends), strict=True)]
 
-    def _logits(self, rows: list[list[int]], kept: int, **options: Any) -> Any:
-        """Logits (B, kept, V) of the last positions of a pass."""
+    def _logits(self, rows: list[list[int]], kept: int, cache: Any) -> Any:
+        """Logits (B, kept, V) of the last positions of a pass. cache: keys and values before it, or None."""
         import torch
 
-        few = {"logits_to_keep": kept} if self._few_logits else {}
-        return self._model(input_ids=torch.tensor(rows, device=self._device), **few, **options).logits[
-            :, -kept:
-        ]
+        options = {self._cache: cache, "use_cache": cache is not None}
+        if self._few_logits:
+            options["logits_to_keep"] = kept
+        found = self._model(input_ids=torch.tensor(rows, device=self._device), **options)
+        return found.logits[:, -kept:]
 
     def generate(
         self, prompt: AnyPrompt, max_new_tokens: int, stops: Sequence[str] = (), **sampling: Any

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from evals.commands import check, command_modules, read_command
-from records.evals import About
+from evals.commands import check, read_command
+from records.evals import FIELDS, About
 from records.job import Evals, Job, JobSections, read_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +34,15 @@ def job_of(run: Path, **section: Any) -> JobSections:
 
 def test_every_evaluation_is_a_command() -> None:
     evaluations = {"bits_per_byte", "code", "contamination", "core", "decode_speed", "lm_eval", "samples"}
-    assert set(command_modules()) == evaluations
+    assert set(FIELDS) == evaluations
     assert {command.split()[0] for command in COMMANDS} == evaluations - {"contamination"}
-    for name, module in command_modules().items():
+    for name in evaluations:
         assert read_command(name)[0] == f"evals.{name}"
-        assert read_command(name)[1].kind == name, module
+        assert read_command(name)[1].kind == name
+    declared = [
+        path for path in (ROOT / "evals").rglob("*.py") if "COMMAND = EvalCommand(" in path.read_text()
+    ]
+    assert len(declared) == len(evaluations), "a command without its fields in records/evals.toml"
 
 
 def test_shipped_job_files_ask_for_what_can_run() -> None:
@@ -53,7 +57,7 @@ def test_shipped_job_files_ask_for_what_can_run() -> None:
 
 def test_checking_needs_neither_torch_nor_the_engine() -> None:
     program = (
-        "import sys, evals.watch; from evals.commands import *; [read_command(name) for name in command_modules()];"
+        "import sys, evals.watch; from evals.commands import *; [read_command(name) for name in FIELDS];"
         "print(*sorted({*sys.modules} & {'torch', 'transformers', 'lm_eval', 'laneformer', 'train', 'tools'}))"
     )
     done = subprocess.run(
@@ -75,7 +79,7 @@ def test_help_is_whole_sentences_of_the_same_flags(
         "--concurrency",
         "--timeout-s",
     }
-    for name in command_modules():
+    for name in FIELDS:
         kind = read_command(name)[1]
         monkeypatch.setattr(sys, "argv", ["x", "--help"])
         with pytest.raises(SystemExit):

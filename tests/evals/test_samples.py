@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from evals.samples import PROMPTS, main
+from evals.samples import BUILT_IN, main, read_prompts
 from evals.scorer import Source, open_scorer
 from laneformer import Engine, Laneformer
 from records.evals import About
@@ -50,7 +50,7 @@ def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> No
     ]
     assert [each["name"] for each in record["samples"]] == ["prose", "fact", "code", "chat"]
     with Engine.from_pretrained(folder, device="cpu") as engine:
-        for prompt, sample in zip(PROMPTS[:3], record["samples"], strict=False):
+        for prompt, sample in zip(read_prompts(BUILT_IN)[:3], record["samples"], strict=False):
             text = str(prompt["text"])
             assert sample["prompt"] == text
             assert sample["greedy"] == engine.generate_text(text, max_new_tokens=6)
@@ -76,7 +76,6 @@ def test_both_backends_generate_the_models_own_tokens(folder: Path, tmp_path: Pa
             scorer.generate(ids, 8, top_q=1)
         sampled = [scorer.generate(ids, 8, temperature=0.9, seed=seed) for seed in (0, 0, 1)]
         assert sampled[0] == sampled[1] != sampled[2]
-        assert scorer.decode([*ids, 2]) == "The cat looked at", "no special tokens"
         scorer.close()
 
 

@@ -24,11 +24,11 @@ from records.evals import (
 
 def add(path: Path | None, **figures: Any) -> dict[str, Any]:
     model = {**NO_MODEL, "tokenizer_sha256": "aa", "backend": "engine"}
-    started = time.perf_counter() - 1.5
-    return About(path, 7, 70, "p1").append("speed", figures, started, data_sha256=None, **model)
+    return About(path, 7, 70, "p1").append("speed", figures, data_sha256=None, **model)
 
 
-def test_records_are_appended_with_provenance(tmp_path: Path) -> None:
+def test_records_are_appended_with_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evals, "BEGAN", time.perf_counter() - 1.5)
     path = tmp_path / "runs" / "evals.jsonl"
     first = add(path, score=0.5)
     before = path.read_bytes()

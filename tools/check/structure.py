@@ -26,7 +26,7 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
-    "records": 11_250,
+    "records": 10_850,
     "laneformer": 93_500,
     "data_mixtures": 53_000,
     "train": 29_300,

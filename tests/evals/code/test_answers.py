@@ -231,6 +231,8 @@ def test_a_template_in_the_tokenizers_config_is_one(model_folder: Path, tmp_path
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
     found = [is_chat("auto", each) for each in (model_folder, folder, bare, tmp_path, None)]
     assert found == [True, True, False, False, True]
+    with pytest.raises(ValueError, match="has no chat template; use --prompt completion"):
+        is_chat("chat", bare)
 
 
 def test_answers_of_other_weights_are_not_reused(model_folder: Path, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_chat_prompts_may_begin_the_answer(model: ScorerLM) -> None:
 
 def test_stock_tasks_are_asked_through_the_chat_template(model: ScorerLM, hf_dir: Path, data: Path) -> None:
     served = ScorerLM(hf_dir)
-    options: dict[str, Any] = {"num_fewshot": 0, "chat_template": True}
+    options: dict[str, Any] = {"num_fewshot": 0, "apply_chat_template": True}
     with toy_server(served.scorer.engine) as url, data_folder(data, ARC_TASKS):
         ours = evaluate(model, ["arc_easy"], hf_dir, **options)
         endpoint = ScorerLM(hf_dir, Source(base_url=url))
