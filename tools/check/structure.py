@@ -31,7 +31,7 @@ TOKEN_BUDGETS = {
     "data_mixtures": 53_000,
     "train": 29_300,
     "evals": 32_400,
-    "tools": 106_700,
+    "tools": 105_800,
 }
 SLACK = 0.03
 FILE_LINES, KERNEL_LINES, FUNCTION_LINES, CLASS_LINES = 400, 600, 60, 200
