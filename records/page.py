@@ -69,8 +69,8 @@ def fold(summary: str, body: str, opened: bool = False) -> str:
     return f"<details{' open' * opened}><summary>{summary}</summary>{body}</details>"
 
 
-def missing(text: str, reason: Any = "") -> str:
-    return f'<span class="missing" title="{escape(str(reason))}">{escape(text)}</span>'
+def missing(text: str) -> str:
+    return f'<span class="missing">{escape(text)}</span>'
 
 
 def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
@@ -78,11 +78,6 @@ def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
     tile = "<div><h3>{}</h3><strong>{}</strong><small>{}</small></div>"
     each = [tile.format(escape(name), *rest) for name, *rest in entries]
     return f'<div class="tiles{" four" * (len(each) % 4 == 0)}">{"".join(each)}</div>'
-
-
-def bar(share: float, tint: str) -> str:
-    """A bar of which `share`, at most 1, is filled."""
-    return f'<div class="bar"><i style="width:{100 * min(share, 1):.2f}%;background:{tint}"></i></div>'
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
@@ -107,10 +102,10 @@ def chart(figure: Any, name: str) -> str:
     return f'<div class="figure"><div class="tools"></div>{drawing}</div>'
 
 
-def measured(value: Any, form: str = ",.0f", unit: str = "", gap: str = "") -> str:
-    """A figure as text; where there is none `gap`, or "not measured"."""
+def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:
+    """A figure as text, or "not measured"."""
     known = number(value)
-    return gap or none() if known is None else f"{known:{form}}{unit}"
+    return none() if known is None else f"{known:{form}}{unit}"
 
 
 def short(value: Any, unit: str = "") -> str:
@@ -126,7 +121,7 @@ def short(value: Any, unit: str = "") -> str:
 def percent(share: Any, form: str = ".1f") -> str:
     """A share of 1 in percent."""
     known = number(share)
-    return measured(None if known is None else 100 * known, form, " %")
+    return measured(known and 100 * known, form, " %")
 
 
 def utc(seconds: Any) -> str:

@@ -35,6 +35,19 @@ BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {s
 LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
 OBJECTS = ("config.toml", "model.json", "lineage.json")
 NOTE = "note.txt"
+Row = dict[str, Any]  # a logged step
+
+
+class Record(dict[str, Any]):
+    """A line of a run's file and the objects in it: `record["name"]` is None where the file does not say it."""
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+
+def as_record(line: dict[str, Any]) -> Record:
+    """JSON values whose objects are Records."""
+    return json.loads(json.dumps(line), object_hook=Record)
 
 
 @dataclass
@@ -44,7 +57,7 @@ class Segment:
     phase: str
     attempt: int
     kept: bool
-    rows: list[JsonObject]
+    rows: list[Row]
 
 
 @dataclass
@@ -54,11 +67,9 @@ class Run:
     name: str
     note: str = ""  # note.txt: what the page says under the name
     segments: list[Segment] = field(default_factory=list)
-    evals: list[JsonObject] = field(default_factory=list)
-    attempts: list[JsonObject] = field(default_factory=list)
-    events: list[JsonObject] = field(
-        default_factory=list
-    )  # with `phase`, and `x_step` and `x_tokens` or None
+    evals: list[Record] = field(default_factory=list)
+    attempts: list[Record] = field(default_factory=list)
+    events: list[Record] = field(default_factory=list)  # with `phase`, and `x_step` and `x_tokens` or None
     configs: dict[str, JsonObject] = field(default_factory=dict)
     model: JsonObject = field(default_factory=dict)
     lineages: dict[str, JsonObject] = field(default_factory=dict)  # by phase
@@ -70,11 +81,14 @@ class Run:
         return list(dict.fromkeys(s.phase for s in self.segments))
 
     @property
-    def kept_rows(self) -> list[JsonObject]:
+    def kept_rows(self) -> list[Row]:
         return [row for s in self.segments if s.kept for row in s.rows]
 
-    def evals_of(self, kind: str) -> list[JsonObject]:
-        return [e for e in self.evals if e.get("kind") == kind]
+    def rows_of(self, phase: str) -> list[Row]:
+        return [row for row in self.kept_rows if row["phase"] == phase]
+
+    def evals_of(self, kind: str) -> list[Record]:
+        return [e for e in self.evals if e["kind"] == kind]
 
 
 def number(value: Any) -> float | None:
@@ -156,13 +170,13 @@ def read_run(folder: Path) -> Run:
         )
     note = folder / NOTE
     run = Run(folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else "")
-    rows: list[JsonObject] = []
+    rows: list[Row] = []
     for place in places:
         rows += _read_place(
             run, place, "training" if place == folder else place.name, {_key(row) for row in rows}
         )
-    starts = {(a["phase"], int(n)): int(s) for a in run.attempts if (n := number(a.get("attempt"))) is not None
-              and (s := number(a.get("step"))) is not None}  # fmt: skip
+    starts = {(a["phase"], int(n)): int(s) for a in run.attempts if (n := number(a["attempt"])) is not None
+              and (s := number(a["step"])) is not None}  # fmt: skip
     run.segments = merge_attempts(rows, starts)
     run.origins = place_on_one_axis(run.segments, run.lineages)
     by_step = {p: sorted((r for r in rows if r["phase"] == p), key=lambda r: r["step"]) for p in run.phases}
@@ -175,7 +189,7 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[JsonObject]:
+def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[Row]:
     """Add the contents of one folder to the run; returns its rows except those already read elsewhere.
 
     A run may hold the rows of its phases twice: in subfolders, and merged.
@@ -194,9 +208,9 @@ def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]
     clean = [row for row in (_clean(row, name) for row in metrics) if row]
     if len(clean) < len(metrics):
         run.warnings.append(f"metrics.jsonl: {len(metrics) - len(clean)} row(s) without a step skipped")
-    run.evals += [record for record in evals if record not in run.evals]
-    run.attempts += [{"phase": phase, **start} for start in attempts]
-    run.events += [{"phase": phase, **event} for event in events]
+    run.evals += [as_record(record) for record in evals if record not in run.evals]
+    run.attempts += [as_record({"phase": phase, **start}) for start in attempts]
+    run.events += [as_record({"phase": phase, **event}) for event in events]
     run.model = run.model or model
     for of_phases, found in ((run.lineages, lineage), (run.configs, config)):
         if found:
@@ -204,12 +218,12 @@ def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]
     return [row for row in clean if _key(row) not in elsewhere]
 
 
-def _place_event(event: JsonObject, rows: list[JsonObject]) -> None:
+def _place_event(event: Record, rows: list[Row]) -> None:
     """Set `x_step` and `x_tokens` of an event from its step, or else from its time. rows: of
     its phase, by step.
     """
     event["x_step"] = event["x_tokens"] = None
-    step, time = number(event.get("step")), number(event.get("time"))
+    step, time = number(event["step"]), number(event["time"])
     if step is not None:
         near = (
             rows[min(bisect.bisect_left(rows, step, key=lambda row: row["step"]), len(rows) - 1)]
@@ -244,16 +258,14 @@ def _read_object(path: Path, warnings: list[str]) -> JsonObject:
 # -----------------------------------------------------------------------------------------
 
 
-def merge_attempts(
-    rows: Iterable[JsonObject], starts: Mapping[tuple[str, int], int] | None = None
-) -> list[Segment]:
+def merge_attempts(rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | None = None) -> list[Segment]:
     """Segments of rows by phase, then attempt, then as written; no step is kept twice.
 
     rows: with `phase`, `attempt`, `step`; `kept` is added. starts: {(phase, attempt): the step it started
     after}. A row is kept unless a later attempt of its phase started before its step, or a later row is at
     its step or before.
     """
-    by_phase: dict[str, list[JsonObject]] = {}
+    by_phase: dict[str, list[Row]] = {}
     for row in rows:
         by_phase.setdefault(row["phase"], []).append(row)
     segments: list[Segment] = []
@@ -268,7 +280,7 @@ def merge_attempts(
     return segments
 
 
-def _mark_kept(rows: list[JsonObject], starts: Mapping[int, int]) -> None:
+def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
     """Set `kept` of the rows of one phase, sorted by attempt. starts: {attempt: step it started after}."""
     end = math.inf  # earlier rows count up to this step
     attempts = sorted(starts)  # those whose start has not been applied; going backwards

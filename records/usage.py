@@ -114,7 +114,7 @@ def usage_of(run: Run) -> dict[str, Usage]:
         rows = [row for s in run.segments if s.phase == phase for row in s.rows]
         records = [r for r in (*run.attempts, *run.events) if r["phase"] == phase]
         spans = spans_of([*records, *rows])
-        kept = [row for row in rows if row["kept"]]
+        kept = run.rows_of(phase)
         rates = [rate for row in kept if (rate := row["tokens_per_s_per_device"])] or rates
         gpus = next((n for row in reversed(kept) if (n := devices_of(row))), gpus)
         clock = kept[-1]["time"] if kept else clock

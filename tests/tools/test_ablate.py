@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tomli
 import torch
 from scipy.stats import t as student_t
 
@@ -28,16 +27,15 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.model import rope_table
 from records.events import STOPPED, read_outcome
 from records.files import hold_lock
+from tests.neighbours import build
 from tests.train.runs import GLOBAL_BATCH, ask, succeed
 from tests.train.runs import SMALL as TRAINED
 from tools import export_hf
 from tools.ablate.__main__ import check_origin
 from tools.ablate.page import ablation_section, put_section
-from tools.ablate.plan import Options, Plan
-from tools.ablate.price import price_section
+from tools.ablate.plan import Options, Plan, price_section
 from tools.ablate.report import detectable, interval, noise_floor, paired, read_results, together
 from tools.ablate.training import Job, Training, job_file
-from tools.ablate.variants import build
 
 SHIPPED = Path("configs/ablation.toml")
 SMALL = {
@@ -211,7 +209,7 @@ def test_results_of_the_loop_before_the_shipped_trainer_are_refused(tmp_path: Pa
     published = Path("docs/benchmarks/2026-11-23-ablation.jsonl")
     old = [json.loads(line) for line in published.read_text().splitlines()]
     training = {**old[0]["training"], "job": {}}
-    with pytest.raises(ValueError, match=r"another training \(job\); choose another --out"):
+    with pytest.raises(ValueError, match=r"another job; choose another --out"):
         check_origin(old, {"training": training, "data": old[0]["data"]}, published)
     section = ablation_section(read_results(published), "delay_0", tmp_path / "it.svg", None)
     assert "by the loop that tools.ablate had before it used the shipped trainer" in section
@@ -222,8 +220,7 @@ def test_a_seed_has_batches_and_weights_of_its_own(prepared_data: Path):
     shape = {"seq_len": 32, "batch_sequences": 2, "lock": str(prepared_data / "phase1.lock.json")}
     training = Training(**shape, steps=5, job={"optimizer": {"lr": 9.0, "eps": 1e-8}})
     first, third = (
-        tomli.loads(job_file(Job("s", "again", seed, 1e-3, {}, None, 1000), training, Path("run")))
-        for seed in (0, 2)
+        job_file(Job("s", "again", seed, 1e-3, {}, None, 1000), training, Path("run")) for seed in (0, 2)
     )
     assert [job["resilience"]["skip_sequences"] for job in (first, third)] == [[], [[0, 2 * 5 * 2]]]
     assert [job["debug"]["seed"] for job in (first, third)] == [1000, 1002]
@@ -365,11 +362,11 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     )
     other = run(config, out, *flags, "--device", "meta")
     assert other[0] == 1
-    assert "holds results of another training (device)" in other[1]
+    assert "holds results of another device" in other[1]
     (out / "results.jsonl").write_text(json.dumps({**json.loads(lines[0]), "data": "0"}) + "\n")
     other = run(config, out, *flags)
     assert other[0] == 1
-    assert "holds results of other data" in other[1]
+    assert "holds results of another data" in other[1]
     # a run that was stopped goes on at its checkpoint, and ends as if it had not been: the same losses to the last bit
     stopped = tmp_path / "again" / "runs" / "0m5-ladder-1-0.003"
     stopped.mkdir(parents=True)
@@ -386,7 +383,7 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     attempts = [json.loads(line) for line in (stopped / "attempts.jsonl").read_text().splitlines()]
     assert [attempt["step"] for attempt in attempts] == [0, 1]
     status, said = run(toy(prepared_data, config, "warmup_ratio = 0.5"), tmp_path / "again", *seed)
-    assert "holds results of another training (warmup_ratio)" in said
+    assert "holds results of another warmup_ratio" in said
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from records.files import read_lines
 from tests.laneformer.llama.folders import Case, reference, relative_error, write_folder
 from tests.tokenizer_assets import byte_level, save
 from tests.train.runs import run_job
+from tools.ablate.trainer import write_job
 from tools.delay_a_model.__main__ import Plan, cost, delay_a_model, text
 from tools.delay_a_model.damage import damage_map, report
 from tools.delay_a_model.job_config import Late
@@ -260,8 +261,8 @@ def prepared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recovered(prepared: Path, out: Path, tables: dict[str, Any], *stops: int) -> list[dict[str, Any]]:
     """Train in one process for each stop, as `recovery.train` does; the rows of metrics.jsonl."""
     shutil.copytree(prepared, out)
-    job = out / "recovery.toml"
-    job.write_text(tomli_w.dumps(job_of(tables, out, out / "data/phase1.lock.json")))
+    job = out / "run" / "job.toml"
+    write_job(job, job_of(tables, out, out / "data/phase1.lock.json"))
     for stop in stops:
         ran = run_job(out / "run", ["--job.config_file", str(job), "--training.steps", str(stop)], 1)
         assert ran.returncode == 0, ran.stdout[-3000:]
@@ -326,7 +327,7 @@ def test_distillation_brings_the_loss_back(folder: Path, prepared: Path, tmp_pat
     with pytest.raises(ValueError, match="holds results of another lanes"):
         measure(model, parts, plan.late, out, {"lanes": 1})
     other = {**plan.job, "optimizer": {"lr": 1e-3}}
-    with pytest.raises(ValueError, match="is another recovery; choose another --out"):
+    with pytest.raises(ValueError, match="was trained with other settings; choose another --out"):
         train(job_of(other, out, lock), out, 5, 1.0)
 
 
@@ -398,7 +399,7 @@ def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: P
         os.kill(trainer_of(process.pid), signal.SIGKILL)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 1, errors[-3000:]
-    assert "the recovery failed" in errors
+    assert "has failed (signal 9, SIGKILL" in errors
     part = subprocess.run([*command, "--steps", "300"], capture_output=True, text=True, timeout=600)
     assert part.returncode == 0, part.stderr[-3000:]
     assert "to be continued" in part.stdout
@@ -430,7 +431,5 @@ def wait_for(process: subprocess.Popen[str], happened: Callable[[], bool]) -> No
 
 
 def trainer_of(pid: int) -> int:
-    """The rank below torchrun below the command."""
-    for _ in range(2):
-        (pid,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return pid
+    """The rank below the command."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())

@@ -31,9 +31,9 @@ from tools.bench.harness import ROOT
 
 from .figure import draw
 from .page import ablation_section, put_section
-from .plan import Options, Plan
-from .price import price_section
+from .plan import Options, Plan, price_section
 from .report import Result, paired, read_results
+from .trainer import same_origin
 from .training import Job, Training, run_job
 
 
@@ -67,10 +67,9 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, keep_we
     origin = {"training": dataclasses.asdict(training), "data": Mixture.open(training.lock).fingerprint}
     there = read_lines(path)
     check_origin(there, origin, path)
-    if training.device not in ("cpu", "cuda") or (
-        training.device == "cuda" and not torch.cuda.is_available()
-    ):
-        raise ValueError(f"there is no device {training.device!r} here; choose from cpu, cuda")
+    possible = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if training.device not in possible:
+        raise ValueError(f"there is no device {training.device!r} here; choose from {possible}")
     done = [[r["size"], r["variant"], r["seed"], r["learning_rate"]] for r in there]
     left = [job for job in jobs if job.key not in done]
     origin["commit"] = code_version(ROOT)
@@ -90,16 +89,8 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, keep_we
 
 def check_origin(results: list[Result], origin: dict[str, Any], path: Path) -> None:
     """ValueError unless all results come from this training and these data."""
-    shared = origin["training"]
-    for r in results:
-        if differing := [name for name in shared if r["training"].get(name) != shared[name]]:
-            raise ValueError(
-                f"{path} holds results of another training ({', '.join(differing)}); choose another --out"
-            )
-        if r.get("data", origin["data"]) != origin["data"]:
-            raise ValueError(
-                f"{path} holds results of other data than {shared['lock']} has; choose another --out"
-            )
+    data = {"data": origin["data"]}
+    same_origin([{**data, **r, **r["training"]} for r in results], {**origin["training"], **data}, path)
 
 
 def finish(options: Options, plan: Plan, path: Path) -> None:

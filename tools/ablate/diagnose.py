@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
@@ -30,10 +31,10 @@ from laneformer.config import MODULES, Join
 from laneformer.engine.folder import read_checkpoint
 from laneformer.model import LaneformerLayer
 from records.files import write_atomically
-from tools.check.reference import weights_of
+from tools.check.reference import plain_model, weights_of
 from tools.markdown import table
 
-from .figure import figure_style
+from .figure import figure_style, finish, points, save
 from .page import heading, image, put_section
 from .report import interval
 
@@ -62,45 +63,42 @@ class LaneWatch:
     """Sums over what the lanes hold after each layer; `rows` gives the means. Close it to remove its hooks."""
 
     def __init__(self, model: Laneformer):
-        self.config, self.positions = model.config, 0
+        config, self.positions = model.config, 0
         self.sums = torch.zeros(len(model.layers), 3, dtype=torch.float64)
-        self.partials: dict[tuple[int, str], Tensor] = {}
-        self.hooks: list[Any] = []
+        # (may reach other lanes, output) of the newest modules, as many as can be on their way
+        self.outputs: deque[tuple[bool, Tensor]] = deque(maxlen=2 * max(1, config.broadcast_delay))
+        self.hooks: list[Any] = [model.layers[0].register_forward_pre_hook(lambda *_: self.outputs.clear())]
         for i, layer in enumerate(cast("list[LaneformerLayer]", list(model.layers))):
             for name, module in zip(MODULES, (layer.attention, layer.feed_forward), strict=True):
-                self.hooks.append(module.register_forward_hook(partial(self.keep, i, name)))
+                travels = config.join(i, name) == Join.PAST or config.broadcasts(i, name)
+                self.hooks.append(module.register_forward_hook(partial(self.keep, travels)))
             self.hooks.append(layer.register_forward_hook(partial(self.measure, i)))
 
-    def keep(self, layer: int, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.partials[layer, name] = output
-        self.partials.pop((layer - self.config.broadcast_delay - 1, name), None)
+    def keep(self, travels: bool, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.outputs.append((travels, output))
 
     def measure(self, layer: int, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> None:
         h = outputs[0].double()
-        own = torch.stack([self.partials[layer, name] for name in MODULES]).double().sum(0)
+        (_, attention), (_, mlp) = list(self.outputs)[-2:]
+        own = attention.double() + mlp
         lanes, length = h.shape[2], h.norm(dim=-1)
         # |sum of unit vectors|^2 = L + all pairs' cosines
         towards = (h / length[..., None]).sum(2).square().sum(-1)
         pairs = lanes * (lanes - 1)
         cosine = (towards - lanes) / pairs if pairs else torch.ones_like(towards)
-        stale = self.stale(layer).double().norm(dim=-1) / length
+        stale = self.stale().double().norm(dim=-1) / length
         share = own.norm(dim=-1) / own.sum(2, keepdim=True).norm(dim=-1)
         self.sums[layer] += torch.stack([each.sum() for each in (cosine, stale.mean(2), share.mean(2))])
         self.positions += cosine.numel() if layer == 0 else 0
 
-    def stale(self, layer: int) -> Tensor:
+    def stale(self) -> Tensor:
         """What each lane lacks after a layer, (B, S, L, D): the others' outputs that are on their
         way or never come.
 
         A lane's own outputs have joined. Outputs of layers that do not reduce at all are not late.
         """
-        lacking = torch.zeros_like(self.partials[layer, MODULES[0]])
-        for i in range(max(0, layer - self.config.broadcast_delay + 1), layer + 1):
-            for name in MODULES:
-                if self.config.join(i, name) == Join.PAST or self.config.broadcasts(i, name):
-                    mine = self.partials[i, name]
-                    lacking += mine.sum(2, keepdim=True) - mine
-        return lacking
+        late = torch.stack([mine * travels for travels, mine in self.outputs]).sum(0)
+        return late.sum(2, keepdim=True) - late
 
     def rows(self) -> list[dict[str, float]]:
         means = (self.sums / self.positions).tolist()
@@ -111,20 +109,12 @@ class LaneWatch:
             hook.remove()
 
 
-def model_of(config: LaneformerConfig, weights: dict[str, Tensor]) -> Laneformer:
-    with torch.device("meta"):
-        model = Laneformer(config).eval()
-    model.load_state_dict(weights, assign=True)
-    return model
-
-
 @torch.no_grad()
 def losses(model: Laneformer, windows: np.ndarray) -> list[float]:
     """Mean loss of each window (n, S + 1), nats a token."""
     found: list[float] = []
-    for part in np.split(windows, range(BATCH, len(windows), BATCH)):
-        ids = torch.from_numpy(part.astype(np.int64))
-        each = F.cross_entropy(model(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
+    for ids in torch.from_numpy(windows.astype(np.int64)).split(BATCH):
+        each = F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
         found += each.mean(1).tolist()
     return found
 
@@ -138,8 +128,7 @@ def settings(config: LaneformerConfig) -> list[LaneformerConfig]:
 def diagnose(options: Options) -> dict[str, Any]:
     """Layers and losses. ValueError for a folder, lanes or data that do not fit."""
     checkpoint = read_checkpoint(options.folder, lanes=options.lanes)
-    config = checkpoint.config
-    weights = {name: weight.float() for name, weight in weights_of(checkpoint.tensors).items()}
+    config, weights = checkpoint.config, weights_of(checkpoint.tensors)
     by_source, _ = load_windows(options.data, options.windows)
     if checkpoint.tokenizer is not None:
         matching_token_bytes(options.folder, options.data)
@@ -148,30 +137,25 @@ def diagnose(options: Options) -> dict[str, Any]:
         raise ValueError(
             f"{options.data} has token {windows.max()}, {options.folder} only {config.vocab_size} of them"
         )
-    model = model_of(config, weights)
+    model = plain_model(config, weights, torch.float32)
     watch = LaneWatch(model)
     own = losses(model, windows)
     watch.close()
     rows: list[dict[str, Any]] = []
     for other in track(settings(config), "losses", console=Console(stderr=True)):
-        found = losses(model_of(other, weights), windows)
-        mean, half, _ = interval([a - b for a, b in zip(found, own, strict=True)])
+        found = losses(plain_model(other, model.state_dict(), torch.float32), windows)
+        mean, half, _ = interval(np.subtract(found, own))
         rows.append(
             {
                 "delay": other.broadcast_delay, "early_joins": other.use_early_comm, "as_trained": other == config,
-                "loss": float(np.mean(found)), "difference": mean, "half_width_95": half,
+                "loss": fmean(found), "difference": mean, "half_width_95": half,
             }
         )  # fmt: skip
-    trained = {"delay": config.broadcast_delay, "early_joins": config.use_early_comm, "as_trained": True}
     return {
-        "folder": options.folder.name,
-        "lanes": config.num_lanes,
-        "windows": len(windows),
-        "tokens": len(windows) * (windows.shape[1] - 1),
-        "layers": watch.rows(),
-        "losses": rows,
-        "own": {**trained, "loss": float(np.mean(own)), "difference": 0.0, "half_width_95": 0.0},
-    }
+        "folder": options.folder.name, "lanes": config.num_lanes, "windows": len(windows),
+        "tokens": len(windows) * (windows.shape[1] - 1), "layers": watch.rows(), "losses": rows,
+        "own": {"delay": config.broadcast_delay, "early_joins": config.use_early_comm, "loss": fmean(own)},
+    }  # fmt: skip
 
 
 def section_of(result: dict[str, Any], figure: Path | None, page: Path | None) -> str:
@@ -204,30 +188,21 @@ def section_of(result: dict[str, Any], figure: Path | None, page: Path | None) -
 
 def draw_diagnosis(result: dict[str, Any], path: Path) -> None:
     """Left: the layers; right: the loss against the delay at inference."""
-    pyplot = figure_style()
-    figure, (by_layer, by_delay) = pyplot.subplots(1, 2, figsize=(7.6, 3), layout="constrained")
+    figure, (by_layer, by_delay) = figure_style().subplots(1, 2, figsize=(7.6, 3), layout="constrained")
     names = {
         "cosine": "cosine of two lanes' streams",
         "stale": "stale part / stream",
         "own_share": "own output / sum",
     }
     for key, name in names.items():
-        by_layer.plot(
-            [r["layer"] for r in result["layers"]], [r[key] for r in result["layers"]], "o-", label=name
-        )
-    for early, name in ((True, "early joins"), (False, "no early joins")):
-        own: Sequence[dict[str, Any]] = [r for r in result["losses"] if r["early_joins"] == early]
-        half = [r["half_width_95"] for r in own]
-        by_delay.errorbar(
-            [r["delay"] for r in own], [r["difference"] for r in own], half, fmt="o-", capsize=2, label=name
-        )
-    by_delay.axhline(0.0, color="gray", linewidth=0.8)
+        by_layer.plot([row[key] for row in result["layers"]], "o-", label=name)
     by_layer.set(xlabel="layer", ylim=(0, None))
-    by_delay.set(xlabel="delay at inference, layers", ylabel="nats a token above as trained", xticks=range(5))
-    for axes in (by_layer, by_delay):
-        axes.legend(fontsize=7)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    pyplot.close(figure)
+    by_layer.legend()
+    for early, name in ((True, "early joins"), (False, "no early joins")):
+        own = [row for row in result["losses"] if row["early_joins"] == early]
+        points(by_delay, own, "delay", "o-", f"C{int(not early)}", name)
+    finish(by_delay, "delay at inference, layers", "nats a token above as trained", xticks=range(5))
+    save(figure, path)
 
 
 def main() -> None:

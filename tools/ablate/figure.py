@@ -5,7 +5,7 @@ the neighbours as points.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,9 @@ NAMES = {
     "lost_lane": "planted fault: 1 of 8 lanes lost",
     "lost_lanes": "planted fault: 7 of 8 lanes lost",
 }
-COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-)  # Okabe and Ito's, which all readers can tell apart
+# Okabe and Ito's, which all readers can tell apart
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+NO_EARLY = "delay_2_no_early"
 
 
 def words(variant: str) -> str:
@@ -45,23 +41,48 @@ def is_plain(row: Row) -> bool:
     return row["joins"] is None and row["role"] in (None, "baseline") and not switched
 
 
-def half_width(row: Row) -> float:
-    """For drawing: nothing where there is one seed."""
-    return 0.0 if math.isnan(row["half_width_95"]) else row["half_width_95"]
-
-
 def figure_style() -> Any:
     """pyplot, for SVGs that are the same each time."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "laneformer", "font.size": 8, "axes.titlesize": 9})
-    matplotlib.rcParams.update(
-        {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-    )
+    matplotlib.rcParams.update({
+        "svg.hashsalt": "laneformer", "font.size": 8, "legend.fontsize": 6, "legend.frameon": False,
+        "axes.spines.top": False, "axes.spines.right": False, "errorbar.capsize": 2, "lines.markersize": 4,
+    })  # fmt: skip
     from matplotlib import pyplot
 
     return pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    figure_style().close(figure)
+
+
+def finish(axes: Any, x: str, y: str = "nats a token above delay 0", **more: Any) -> None:
+    """The zero line of differences, what the axes show, and the legend."""
+    axes.axhline(0.0, color="gray", linewidth=0.8)
+    axes.set(xlabel=x, ylabel=y, **more)
+    axes.minorticks_off()
+    axes.legend()
+
+
+def points(
+    axes: Any,
+    rows: Sequence[Row],
+    x: str,
+    fmt: str,
+    color: str,
+    label: str,
+    shift: float = 0.0,
+    kind: str = "",
+) -> None:
+    """Differences with their 95% intervals against a figure of the rows; kind: what stands before their names."""
+    rows = sorted(rows, key=lambda row: row[x])
+    if rows:
+        y, half = ([row[kind + key] for row in rows] for key in ("difference", "half_width_95"))
+        axes.errorbar([row[x] + shift for row in rows], y, half, fmt=fmt, color=color, label=label)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -69,79 +90,53 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     The panel over sizes is there only where there are several.
     """
-    pyplot = figure_style()
-    rows = [row for row in rows if math.isfinite(row["difference"])]
-    colors = dict(zip(dict.fromkeys(row["size"] for row in rows), COLORS, strict=False))
-    below = ["size" if len(colors) > 1 else "neighbours", "neighbours"]
-    figure, panels = pyplot.subplot_mosaic(
+    rows = [{**row["model"], **row} for row in rows if math.isfinite(row["difference"])]
+    for row in rows:
+        row["lanes_log2"] = math.log2(row["num_lanes"])
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    below = ["size" if len(sizes) > 1 else "neighbours", "neighbours"]
+    figure, panels = figure_style().subplot_mosaic(
         [["delay", "lanes"], below], figsize=(7.6, 6), layout="constrained"
     )
-    by_delay, by_lanes, neighbours = panels["delay"], panels["lanes"], panels["neighbours"]
-    lanes = next((row["model"]["num_lanes"] for row in rows if row["role"] == "baseline"), None)
-    curve = [row for row in rows if is_plain(row) and row["model"]["num_lanes"] == lanes]
-    order: dict[str, int] = {}
-    for number, (size, color) in enumerate(colors.items()):
-        own, shift = [row for row in rows if row["size"] == size], 0.1 * (number - (len(colors) - 1) / 2)
-        floor, delay = noise_floor(own), of_model("broadcast_delay", shift)
-        for panel in (by_delay, by_lanes):
-            panel.axhspan(-floor, floor, color=color, alpha=0.1, linewidth=0)
-        neighbours.axvspan(-floor, floor, color=color, alpha=0.1, linewidth=0)
-        label = f"{own[0]['parameters'] / 1e6:.3g}M parameters"
-        points(by_delay, [row for row in curve if row["size"] == size], delay, "o-", color, label)
-        no_early = [row for row in own if row["variant"] == "delay_2_no_early"]
-        points(by_delay, no_early, of_model("broadcast_delay", shift + 0.25), "x", color, "no early joins")
-        for layers, fmt in ((2, "o-"), (0, "s")):
-            plain = [row for row in own if is_plain(row) and row["model"]["broadcast_delay"] == layers]
-            points(by_lanes, plain, of_model("num_lanes", shift), fmt, color, f"delay {layers}")
-        others = [row for row in own if (row["joins"] and not row["role"]) or row["variant"] == "no_reduce"]
-        controls = [row for row in own if row["role"] in ("noise floor", "planted fault")]
-        draw_neighbours(neighbours, [*others, *controls], color, shift, order)
+    lanes = next((row["num_lanes"] for row in rows if row["role"] == "baseline"), None)
+    others = [row for row in rows if not is_plain(row) and row["variant"] != NO_EARLY]
+    others.sort(key=lambda row: row["role"] is not None)  # the controls last
+    heights = {name: -i for i, name in enumerate(dict.fromkeys(row["variant"] for row in others))}
+    for number, (size, color) in enumerate(zip(sizes, COLORS, strict=False)):
+        own, shift = [row for row in rows if row["size"] == size], 0.1 * (number - (len(sizes) - 1) / 2)
+        draw_size(panels, own, lanes, color, shift)
+        beside = [row for row in others if row["size"] == size]
+        places = [heights[row["variant"]] - 2 * shift for row in beside]
+        x, half = ([row[key] for row in beside] for key in ("difference", "half_width_95"))
+        panels["neighbours"].errorbar(x, places, xerr=half, fmt="o", color=color)
+    panels["neighbours"].set_yticks([*heights.values()], [words(name) for name in heights])
+    panels["neighbours"].axvline(0.0, color="gray", linewidth=0.8)
+    panels["neighbours"].set_xlabel("nats a token above delay 0")
+    finish(panels["delay"], f"delay, layers ({lanes} lanes)", xticks=range(5))
+    finish(panels["lanes"], "lanes", xticks=range(4), xticklabels=["1", "2", "4", "8"])
     if by_size := panels.get("size"):
-        names = dict.fromkeys(row["variant"] for row in curve if row["role"] is None)
-        for name, color in zip(names, COLORS, strict=False):
-            own = [r for r in curve if r["variant"] == name]
+        curve = [row for row in rows if is_plain(row) and row["num_lanes"] == lanes and not row["role"]]
+        for name, color in zip(dict.fromkeys(row["variant"] for row in curve), COLORS, strict=False):
+            own = [row for row in curve if row["variant"] == name]
             if len(own) > 1:
-                points(by_size, own, lambda r: r["parameters"], "o-", color, words(name))
+                points(by_size, own, "parameters", "o-", color, words(name))
         ticks = sorted({row["parameters"] for row in rows})
-        by_size.set(
-            xlabel="parameters", xscale="log", xticks=ticks, xticklabels=[f"{t / 1e6:.2g}M" for t in ticks]
+        finish(
+            by_size, "parameters", xscale="log", xticks=ticks, xticklabels=[f"{n / 1e6:.2g}M" for n in ticks]
         )
-        by_size.minorticks_off()
-    by_delay.set(xlabel=f"delay, layers ({lanes} lanes)", xticks=range(5))
-    by_lanes.set(xlabel="lanes", xscale="log", xticks=[1, 2, 4, 8], xticklabels=["1", "2", "4", "8"])
-    by_lanes.minorticks_off()
-    for panel in filter(None, (by_delay, by_lanes, by_size)):
-        panel.axhline(0.0, color="gray", linewidth=0.8)
-        panel.set_ylabel("nats a token above delay 0")
-        panel.legend(fontsize=6)
-    neighbours.axvline(0.0, color="gray", linewidth=0.8)
-    neighbours.set_xlabel("nats a token above delay 0")
-    neighbours.invert_yaxis()
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    pyplot.close(figure)
+    save(figure, path)
 
 
-def of_model(field: str, shift: float) -> Callable[[Row], float]:
-    """A field of the config as abscissa; sizes stand beside each other, and lanes on a logarithmic axis."""
-    if field == "num_lanes":
-        return lambda row: row["model"][field] * 2.0**shift
-    return lambda row: row["model"][field] + shift
-
-
-def points(axes: Any, rows: list[Row], x: Callable[[Row], float], fmt: str, color: str, label: str) -> None:
-    rows = sorted(rows, key=x)
-    if rows:
-        y, half = [row["difference"] for row in rows], [half_width(row) for row in rows]
-        axes.errorbar(
-            [x(row) for row in rows], y, half, fmt=fmt, color=color, label=label, capsize=2, markersize=4
-        )
-
-
-def draw_neighbours(axes: Any, rows: Sequence[Row], color: str, shift: float, order: dict[str, int]) -> None:
-    """One line a variant; `order` is theirs, and grows."""
-    heights = [order.setdefault(row["variant"], len(order)) + 2 * shift for row in rows]
-    half = [half_width(row) for row in rows]
-    axes.errorbar(
-        [row["difference"] for row in rows], heights, xerr=half, fmt="o", color=color, capsize=2, markersize=4
-    )
-    axes.set_yticks(range(len(order)), [words(name) for name in order])
+def draw_size(panels: dict[str, Any], rows: Sequence[Row], lanes: Any, color: str, shift: float) -> None:
+    """The noise floor of one size, and its curves over delays and lanes; sizes stand beside each other."""
+    floor, plain = noise_floor(rows), [row for row in rows if is_plain(row)]
+    for band in (panels["delay"].axhspan, panels["lanes"].axhspan, panels["neighbours"].axvspan):
+        band(-floor, floor, color=color, alpha=0.1, linewidth=0)
+    own = [row for row in plain if row["num_lanes"] == lanes]
+    label = f"{rows[0]['parameters'] / 1e6:.3g}M parameters"
+    points(panels["delay"], own, "broadcast_delay", "o-", color, label, shift)
+    own = [row for row in rows if row["variant"] == NO_EARLY]
+    points(panels["delay"], own, "broadcast_delay", "x", color, "no early joins", shift + 0.25)
+    for delay, fmt in ((2, "o-"), (0, "s")):
+        own = [row for row in plain if row["broadcast_delay"] == delay]
+        points(panels["lanes"], own, "lanes_log2", fmt, color, f"delay {delay}", shift)

@@ -1,4 +1,4 @@
-"""What an ablation trains: its options, and its config file, checked."""
+"""What an ablation trains: its options, and its config file, checked; and what its runs would take on one H100."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from typing import Any
 import tomli
 import tyro
 
+from data_mixtures.mixture import read_lock
+from data_mixtures.recipe import check_known
+from laneformer import LaneformerConfig
+from laneformer.config import flops_per_token
 from records.job import read_sections
+from tools.cards import INPUTS
+from tools.markdown import table
 
 from .training import Job, Training
-
-KEYS = ("baseline", "seeds", "learning_rates", "training", "sizes", "variants")
 
 
 @dataclass
@@ -67,30 +71,23 @@ class Plan:
     @classmethod
     def read(cls, options: Options) -> Plan:
         """ValueError for what the file or the options get wrong."""
-        values = tomli.loads(options.config.read_text(encoding="utf-8"))
-        if unknown := [key for key in values if key not in KEYS] + [key for key in KEYS if key not in values]:
-            raise ValueError(
-                f"{options.config}: {unknown[0]!r} is unknown or missing; the keys are {', '.join(KEYS)}"
-            )
+        path = options.config
+        values = tomli.loads(path.read_text(encoding="utf-8"))
+        keys, of_training = ([field.name for field in dataclasses.fields(each)] for each in (cls, Training))
+        check_known(f"key of {path}", values, keys)
+        if missing := sorted({*keys} - values.keys()):
+            raise ValueError(f"{path} lacks {', '.join(missing)}")
         on_cuda = values["training"].pop("cuda", {})
-        known = {field.name for field in dataclasses.fields(Training)}
-        if unknown := [key for key in (*values["training"], *on_cuda) if key not in known]:
-            raise ValueError(
-                f"{options.config}: [training] has no {unknown[0]!r}; choose from {sorted(known)}"
-            )
+        check_known(f"key of [training] in {path}", [*values["training"], *on_cuda], of_training)
         shared = values["training"] | (on_cuda if options.device == "cuda" else {})
         given = {"device": options.device, "lock": options.lock, "steps": options.steps}
         shared |= {key: value for key, value in given.items() if value is not None}
         shared["job"] = read_sections(Path(shared["job"]))
-        sizes = chosen("size", options.sizes, values["sizes"])
-        variants = chosen("variant", options.variants or tuple(values["variants"]), values["variants"])
-        if values["baseline"] not in variants:
-            raise ValueError(
-                f"the baseline {values['baseline']!r} is not among the variants {', '.join(variants)}"
-            )
-        return cls(
-            values["baseline"], values["seeds"], values["learning_rates"], Training(**shared), sizes, variants
-        )
+        for kind, names in (("sizes", options.sizes), ("variants", options.variants or values["variants"])):
+            check_known(f"name for --{kind}:", names, values[kind])
+            values[kind] = {name: values[kind][name] for name in names}
+        check_known("baseline", [values["baseline"]], values["variants"])
+        return cls(**values | {"training": Training(**shared)})
 
     def job(self, size: str, variant: str, seed: int, rate: float) -> Job:
         own = dict(self.variants[variant])
@@ -105,8 +102,27 @@ class Plan:
                     yield from (self.job(size, variant, seed, rate) for variant in self.variants)
 
 
-def chosen(what: str, names: tuple[str, ...], known: dict[str, Any]) -> dict[str, Any]:
-    for name in names:
-        if name not in known:
-            raise ValueError(f"no {what} {name!r}; choose from {', '.join(known)}")
-    return {name: known[name] for name in names}
+def price_section(plan: Plan, mfu_percent: float, gpu_hour_price: float) -> str:
+    """Runs, tokens, FLOPs, hours and USD of each size, as Markdown: a calculation from FLOPs and an
+    assumed utilisation, not a timing; validation and compiling are not counted.
+    """
+    lock, training = Path(plan.training.lock), plan.training
+    vocabulary = read_lock(lock)["vocab_size"] if lock.exists() else LaneformerConfig().vocab_size
+    peak_flops = INPUTS.card("h100").peak_flops
+    each, rows, hours_in_all = len(plan.learning_rates) * len(plan.seeds), [], 0.0
+    for size in plan.sizes:
+        models = [plan.job(size, variant, 0, 0.0).model for variant in plan.variants]
+        configs = [LaneformerConfig(vocab_size=vocabulary, **model) for model in models]
+        flops = each * training.tokens * sum(flops_per_token(config, training.seq_len) for config in configs)
+        hours = flops / (mfu_percent / 100 * peak_flops) / 3600
+        hours_in_all += hours
+        parameters = f"{configs[0].parameter_count()['total'] / 1e6:.0f}M"
+        rows.append((size, parameters, each * len(configs), f"{hours:.2f}", f"{hours * gpu_hour_price:.2f}"))
+    return (
+        f"{table(('size', 'parameters', 'runs', 'H100 hours', 'USD'), rows)}\n\n"
+        f"Together {hours_in_all:.1f} hours, {hours_in_all * gpu_hour_price:.0f} USD. Calculated, not measured: each "
+        f"run trains on {training.tokens / 1e6:.4g}M tokens of windows of {training.seq_len}, at an assumed "
+        f"{mfu_percent:g}% of {peak_flops / 1e12:.0f} TFLOP/s and {gpu_hour_price:g} USD an hour. "
+        f"The vocabulary has {vocabulary} entries"
+        + ("." if lock.exists() else f", since {lock} does not exist yet.")
+    )

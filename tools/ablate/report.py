@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,37 +23,31 @@ POWER = 0.8
 
 def read_results(path: Path) -> list[Result]:
     """The lines of results.jsonl; a run that diverged has an infinite loss."""
-    return [
-        {**r, "valid_loss": math.inf if r["valid_loss"] is None else r["valid_loss"]}
-        for r in read_lines(path)
-    ]
-
-
-def mean_losses(rates: dict[float, dict[int, Result]]) -> dict[float, float]:
-    """Mean loss over seeds of each learning rate; of those rates that have the most seeds."""
-    most = max(map(len, rates.values()))
-    return {
-        rate: sum(r["valid_loss"] for r in by_seed.values()) / most
-        for rate, by_seed in rates.items()
-        if len(by_seed) == most
-    }
+    results = read_lines(path)
+    for one in results:
+        if one["valid_loss"] is None:
+            one["valid_loss"] = math.inf
+    return results
 
 
 def paired(results: Sequence[Result], baseline: str) -> list[Row]:
-    """Every size and variant against the baseline, each at its best of the learning rates
-    that both have tried.
+    """Every size and variant against the baseline, each at its best of the learning rates that both have tried on
+    the most seeds: the rate with the lowest mean loss over seeds.
     """
     runs: dict[tuple[str, str], dict[float, dict[int, Result]]] = defaultdict(lambda: defaultdict(dict))
     for r in results:
         runs[r["size"], r["variant"]][r["learning_rate"]][r["seed"]] = r
-    means = {key: mean_losses(rates) for key, rates in runs.items()}
+    for tried in runs.values():
+        most = max(map(len, tried.values()))
+        for rate in [rate for rate, by_seed in tried.items() if len(by_seed) < most]:
+            del tried[rate]
     rows = []
-    for (size, variant), tried in means.items():
-        of_base = means.get((size, baseline), {})
+    for (size, variant), tried in runs.items():
+        of_base = runs.get((size, baseline), {})
         if not (rates := sorted(tried.keys() & of_base.keys())):
             continue
-        rate, base_rate = min(rates, key=tried.__getitem__), min(rates, key=of_base.__getitem__)
-        own, base = runs[size, variant][rate], runs[size, baseline][base_rate]
+        rate, base_rate = (min(rates, key=lambda rate: mean_loss(of[rate])) for of in (tried, of_base))
+        own, base = tried[rate], of_base[base_rate]
         if not (seeds := sorted(own.keys() & base.keys())):
             continue
         mean, half, deviation = interval([own[s]["valid_loss"] - base[s]["valid_loss"] for s in seeds])
@@ -63,11 +58,15 @@ def paired(results: Sequence[Result], baseline: str) -> list[Row]:
                 **{name: one[name] for name in ("model", "joins", "parameters", "tokens")},
                 "learning_rate": rate, "rates": len(rates),
                 "edge_of_sweep": len(rates) > 1 and rate in (rates[0], rates[-1]),
-                "seeds": len(seeds), "valid_loss": sum(own[s]["valid_loss"] for s in seeds) / len(seeds),
+                "seeds": len(seeds), "valid_loss": mean_loss({s: own[s] for s in seeds}),
                 "difference": mean, "half_width_95": half, "deviation": deviation,
             }
         )  # fmt: skip
     return rows
+
+
+def mean_loss(by_seed: dict[int, Result]) -> float:
+    return fmean(r["valid_loss"] for r in by_seed.values())
 
 
 def role(result: Result, baseline: str) -> str | None:
@@ -79,7 +78,7 @@ def role(result: Result, baseline: str) -> str | None:
     return "baseline" if result["variant"] == baseline else None
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
+def interval(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     """Mean, half the width of its 95% t interval, and the standard deviation; the last two NaN for one value."""
     n, mean = len(values), sum(values) / len(values)
     if n < 2:

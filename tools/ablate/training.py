@@ -8,23 +8,19 @@ lanes differs, the same numbers in another arrangement). What differs is the joi
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from data_mixtures.mixture import read_lock
 from laneformer import LaneformerConfig
 from records.events import BAD_STEP, DONE, read_outcome
-from records.files import read_lines, write_atomically
-from train.supervise.attempt import exit_words, free_port, last_text
+from records.files import read_lines
 
-ERROR_BYTES = 2000  # of a log whose run has failed
+from .trainer import train, with_sections, write_job
+
+ENDS = (DONE, BAD_STEP)  # a run that has diverged is over, too
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,8 @@ class Job:
         return "-".join(map(str, self.key))
 
 
-def job_file(job: Job, training: Training, run: Path) -> str:
-    """The trainer's job file of one run, TOML."""
+def job_file(job: Job, training: Training, run: Path) -> dict[str, dict[str, Any]]:
+    """The sections of the trainer's job file of one run."""
     first = job.seed * training.steps * training.batch_sequences
     own: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(run)},
@@ -93,8 +89,7 @@ def job_file(job: Job, training: Training, run: Path) -> str:
         "resilience": {"skip_sequences": [[0, first]] if first else []},
         "debug": {"seed": job.seed + job.seed_offset},
     }
-    names = dict.fromkeys([*training.job, *own])
-    return tomli_w.dumps({name: {**training.job.get(name, {}), **own.get(name, {})} for name in names})
+    return with_sections(training.job, own)
 
 
 def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict[str, Any]:
@@ -104,18 +99,13 @@ def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict
     a config describes leaves a model folder OUT/weights/NAME. Raises ValueError for a run that fails.
     """
     run = out / "runs" / job.name
-    path, text = run / "job.toml", job_file(job, training, run)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise ValueError(f"{run} was trained with other settings; choose another --out")
-    run.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
-    if (code := ended(run)) is None:
-        (run / "outcome.json").unlink(missing_ok=True)
-        train(path, run / "train.log", training.device)
-        code = ended(run)
-    rows = read_lines(run / "metrics.jsonl")
-    last = rows[-1] if rows else {}
-    checkpoints = run / "checkpoint"
+    path, checkpoints = run / "job.toml", run / "checkpoint"
+    write_job(path, job_file(job, training, run))
+    code = (read_outcome(run) or {}).get("code")
+    if code not in ENDS:
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if training.device == "cpu" else {}
+        code = train(path, ends=ENDS, log=run / "train.log", environment={"OMP_NUM_THREADS": "1", **hidden})
+    last = (read_lines(run / "metrics.jsonl") or [{}])[-1]
     if code == DONE and keep_weights and job.joins is None and checkpoints.exists():
         from laneformer.hf.export import export  # imports Transformers
 
@@ -127,31 +117,3 @@ def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict
         "train_loss": last.get("loss"), "valid_loss": last["valid_loss"] if code == DONE else None,
         "seconds": 3600 * last.get("gpu_hours", 0.0),
     }  # fmt: skip
-
-
-def ended(run: Path) -> int | None:
-    """DONE, or BAD_STEP for a run that has diverged; None for one that is not over."""
-    outcome = read_outcome(run)
-    return outcome["code"] if outcome and outcome["code"] in (DONE, BAD_STEP) else None
-
-
-def train(path: Path, log: Path, device: str) -> None:
-    """`python -m train` as the only rank of a job. Raises ValueError, with the end of the log, unless it ends well."""
-    place: dict[str, Any] = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
-    environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    with open(log, "ab") as output:
-        status = subprocess.call(
-            [sys.executable, "-m", "train", "--job.config_file", str(path)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # Ctrl-C is ours to pass on
-        )
-    if status not in (DONE, BAD_STEP):
-        raise ValueError(
-            f"a run has failed ({exit_words(status)}); its log is {log}, which ends:\n{last_text(log, ERROR_BYTES)}"
-        )

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laneformer import Laneformer, LaneformerConfig
+from laneformer import LaneformerConfig
 from laneformer.config import Join
 from laneformer.model import LaneformerLayer, join_lanes
 
@@ -96,12 +96,3 @@ def neighbour_layers(config: LaneformerConfig, kind: str, base: type[LaneformerL
     rule, _, count = kind.partition("_")
     layer = layer_class(rule, base)  # type: ignore[arg-type]
     return nn.ModuleList(layer(config, i, int(count or 0)) for i in range(config.num_hidden_layers))
-
-
-def build(config: LaneformerConfig, kind: str | None, seed: int) -> Laneformer:
-    """A model with the seed's weights: `kind` None is what the config says. ValueError for an unknown kind."""
-    model = Laneformer(config)
-    if kind is not None:
-        model.layers = neighbour_layers(config, kind, LaneformerLayer)
-    model.init_weights(seed)
-    return model

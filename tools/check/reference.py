@@ -88,11 +88,13 @@ def dequantised(weights: Weights, dtype: str = "int8") -> Weights:
     return meant
 
 
-def plain_model(config: LaneformerConfig, weights: Weights) -> Laneformer:
-    """model.py in float64."""
+def plain_model(
+    config: LaneformerConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float64
+) -> Laneformer:
+    """model.py; weights that are of this dtype are not copied."""
     with torch.device("meta"):
         model = Laneformer(config).eval()
-    model.load_state_dict({name: w.double() for name, w in weights.items()}, assign=True)
+    model.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
     return model
 
 

@@ -79,7 +79,11 @@ def run_section(run: Run, index: int, now: float) -> str:
 
 def page(runs: Sequence[Run], now: float) -> str:
     """The whole page as text."""
-    return html_page(" · ".join(run.name for run in runs), page_body(runs, now), get_plotlyjs())
+    return html_page(title_of(runs), page_body(runs, now), get_plotlyjs())
+
+
+def title_of(runs: Sequence[Run]) -> str:
+    return " · ".join(run.name for run in runs)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -117,13 +121,19 @@ class Live:
     """What the server hands out, made at most once for each state of the run folders."""
 
     folders: Sequence[Path]
-    body: Callable[[], str]  # the inner HTML of <main>
-    page: Callable[[str, str], str]  # (inner HTML of <main>, version) -> the whole page
+    title: str
+    script: str  # what keeps the page up to date
     rest: float = REST
     version: str = ""
-    main: str = ""
+    main: str = ""  # the inner HTML of <main>
     not_before: float = 0.0  # on the monotonic clock
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def body(self) -> str:
+        return page_body(read_runs(self.folders), time.time())
+
+    def page(self, version: str, main: str) -> str:
+        return html_page(self.title, main, get_plotlyjs(), self.script, version, connect="'self'")
 
     def newest(self) -> tuple[str, str]:
         """(version, inner HTML of <main>)."""
@@ -135,43 +145,41 @@ class Live:
             return self.version, self.main
 
 
-class Handler(BaseHTTPRequestHandler):
-    """The page at /, its changes at /data.json; a subclass names what it serves."""
+def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
+    """Serve the page at /, and its changes at /data.json, until the process is interrupted.
 
-    live: Live
+    port: 0 takes a free one. ready: receives the address.
+    """
 
-    def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
-            self.send_error(403)  # a name that some web page made point here
-        elif address.path not in ("/", "/data.json"):
-            self.send_error(404)
-        else:
-            version, main = self.live.newest()
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            address = urlsplit(self.path)
+            if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+                return self.send_error(403)  # a name that some web page made point here
+            if address.path not in ("/", "/data.json"):
+                return self.send_error(404)
+            version, main = live.newest()
             if address.path == "/":
-                self.answer(self.live.page(main, version), "text/html; charset=utf-8")
+                self.answer(live.page(version, main), "text/html; charset=utf-8")
             elif parse_qs(address.query).get("version") == [version]:
                 self.send_response(204)
                 self.end_headers()
             else:
                 self.answer(json.dumps({"version": version, "main": main}), "application/json")
 
-    def answer(self, text: str, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.send_header("Cache-Control", "no-store")
-        self.end_headers()
-        self.wfile.write(text.encode())
+        def answer(self, text: str, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(text.encode())
 
-    def log_message(self, *unused: object) -> None:
-        """Polling requests are not logged."""
+        def log_message(self, *unused: object) -> None:
+            """Polling requests are not logged."""
 
-
-def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page until the process is interrupted; port 0 takes a free one. ready: receives the address."""
     try:
-        server = ThreadingHTTPServer((HOST, port), type("LiveHandler", (Handler,), {"live": live}))
+        server = ThreadingHTTPServer((HOST, port), Handler)
     except OSError as problem:
         raise ValueError(
             f"port {port} of {HOST} cannot be used ({problem}); give another --port, or 0"
@@ -179,21 +187,6 @@ def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
     with server:
         ready(f"http://{HOST}:{server.server_address[1]}/")
         server.serve_forever()
-
-
-def serve_pages(folders: Sequence[Path], port: int, every_s: float) -> None:
-    """Serve the page of these run folders on this machine until interrupted; it polls
-    for changes every `every_s`.
-    """
-    title = " · ".join(run.name for run in read_runs(folders))
-
-    def whole(body: str, version: str) -> str:
-        return html_page(
-            title, body, get_plotlyjs(), f"poll({1000 * every_s:.0f});", version, connect="'self'"
-        )
-
-    live = Live(folders, lambda: page_body(read_runs(folders), time.time()), whole)
-    serve(live, port, lambda address: print(f"{address}  (Ctrl-C to stop)", flush=True))
 
 
 def main(
@@ -222,7 +215,8 @@ def main(
         )
     if serve_runs:
         with suppress(KeyboardInterrupt):
-            serve_pages(run_dirs, port, every_s)
+            live = Live(run_dirs, title_of(read_runs(run_dirs)), f"poll({1000 * every_s:.0f});")
+            serve(live, port, lambda address: print(f"{address}  (Ctrl-C to stop)", flush=True))
         return
     for run in write_page(run_dirs, out):
         print(f"{run.name}: {len(run.kept_rows)} logged steps, {len(run.evals)} evaluations")

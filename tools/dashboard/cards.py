@@ -4,13 +4,13 @@ byte, decode speed, provenance.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 from statistics import median
 from typing import Any
 
 from laneformer import LaneformerConfig
 from records.page import (
-    bar,
     card,
     chart,
     code,
@@ -24,7 +24,7 @@ from records.page import (
     tiles,
     utc,
 )
-from records.run import Run, number
+from records.run import Record, Run, number
 from records.usage import RECENT
 from tools.dashboard import figures, panels
 from tools.dashboard.core import core_tile, points_of, where_evaluated
@@ -58,13 +58,13 @@ def state(run: Run, now: float) -> tuple[str, str]:
 
 def header(run: Run, now: float) -> str:
     kind, words = state(run, now)
-    versions = [str(r["code_version"]) for r in (*run.evals, *run.attempts) if r.get("code_version")]
+    versions = [str(r["code_version"]) for r in (*run.evals, *run.attempts) if r["code_version"]]
     facts = [*model_facts(run), *(f"git {version}" for version in list(dict.fromkeys(versions))[-1:])]
     if run.kept_rows and run.kept_rows[-1]["x_tokens"] is not None:
         facts.append(f"{short(run.kept_rows[-1]['x_tokens'])} tokens")
     bars = ""
     for index, (phase, steps) in enumerate(planned_steps(run).items()):
-        done = max((row["step"] for row in run.kept_rows if row["phase"] == phase), default=0)
+        done = max((row["step"] for row in run.rows_of(phase)), default=0)
         label = f"{escape(phase)} <b>{done:,}</b>" + (f" / {steps:,}" if steps else "")
         filled = bar(done / steps if steps else 1, colour(index))
         bars += f'<div style="flex:{steps or done or 1}">{filled}<small>{label}</small></div>'
@@ -73,6 +73,11 @@ def header(run: Run, now: float) -> str:
     note = f'<p class="note">{escape(run.note)}</p>' if run.note else ""
     below = f'{note}<p class="facts">{line}</p><div class="progress">{bars}</div>'
     return f'<header><div class="title">{title}</div>{below}</header>'
+
+
+def bar(share: float, tint: str) -> str:
+    """A bar of which `share`, at most 1, is filled."""
+    return f'<div class="bar"><i style="width:{100 * min(share, 1):.2f}%;background:{tint}"></i></div>'
 
 
 def model_facts(run: Run) -> list[str]:
@@ -98,18 +103,18 @@ def model_facts(run: Run) -> list[str]:
 
 def tiles_of(run: Run) -> str:
     losses = [r for r in run.kept_rows if r["loss"] is not None]
-    bits, decode = (next(iter(run.evals_of(kind)[-1:]), {}) for kind in ("bits_per_byte", "decode_speed"))
+    bits, decode = ([Record(), *run.evals_of(kind)][-1] for kind in ("bits_per_byte", "decode_speed"))
     first = f"from {losses[0]['loss']:.3f} at step {losses[0]['x_step']:,.0f}" if losses else "nothing logged"
     speed, used, mfu = (
-        number(decode.get("tokens_per_s")),
-        number(decode.get("percent_of_probe")),
+        number(decode["tokens_per_s"]),
+        number(decode["percent_of_probe"]),
         recent(run, "mfu"),
     )
     of_decode = "tokens per second at batch 1" + (f", {used:.0f} % of the read bandwidth" if used else "")
     return tiles((
         core_tile(run),
         ("loss", measured(losses[-1]["loss"] if losses else None, ".4f"), first),
-        ("bits per byte", measured(bits.get("bits_per_byte"), ".4f"), "held-out text, all sources"),
+        ("bits per byte", measured(bits["bits_per_byte"], ".4f"), "held-out text, all sources"),
         ("training speed", short(recent(run, "tokens_per_s")), "tokens per second, median"),
         *usage_tiles(run),
         ("MFU", measured(mfu, ".1f", " %"), "of the hardware's peak FLOP/s, median"),
@@ -155,21 +160,17 @@ def sources_card(run: Run) -> str:
     """What each source contributed, and how well it is predicted, in training and on held-out windows."""
     if not any(row["loss_by_source"] for row in run.kept_rows):
         return ""
-    last: dict[str, dict[str, Any]] = {
-        "loss_by_source": {},
-        "valid_loss_by_source": {},
-        "tokens_by_source": {},
-    }
+    counts, losses, valid_losses = Record(), Record(), Record()  # the last ones of each source
     for row in run.kept_rows:
-        for key, values in last.items():
-            values |= row[key]
-    losses, valid_losses, counts = last.values()
+        counts |= row["tokens_by_source"]
+        losses |= row["loss_by_source"]
+        valid_losses |= row["valid_loss_by_source"]
     total = sum(number(count) or 0.0 for count in counts.values()) or 1.0
     rows = []
     for name in figures.sources_of(run):
-        count = number(counts.get(name))
-        cells = [escape(name), short(count), percent(count and count / total)]
-        rows.append([*cells, *(measured(by_source.get(name), ".4f") for by_source in (losses, valid_losses))])
+        count = number(counts[name])
+        logged = [measured(by_source[name], ".4f") for by_source in (losses, valid_losses)]
+        rows.append([escape(name), short(count), percent(count and count / total), *logged])
     head = ("source", "tokens seen", "share", "last logged loss", "last validation loss")
     caption = "Lines: smoothed loss of the training batches. Diamonds: the same held-out windows each time."
     figure = chart(figures.sources_figure(run), f"sources-{run.name}")
@@ -177,22 +178,27 @@ def sources_card(run: Run) -> str:
 
 
 def bits_card(run: Run) -> str:
-    points = [p for p in points_of(run, "bits_per_byte") if isinstance(p.get("sources"), dict)]
+    points = [p for p in points_of(run, "bits_per_byte") if isinstance(p["sources"], dict)]
     if not points:
         return ""
 
-    def bits_of(point: dict[str, Any], source: str) -> float | None:
-        return number(point["sources"].get(source, {}).get("bits_per_byte"))
+    def bits_of(point: Record, source: str) -> float | None:
+        return number((point["sources"][source] or {}).get("bits_per_byte"))
 
-    last, places = points[-1], figures.source_places(run)
-    bits = {name: bits_of(last, name) for name in last["sources"]}
-    names = sorted(bits, key=lambda name: bits[name] or 0.0)
-    rows = [[escape(name), escape(str(last["sources"][name].get("category", ""))), measured(bits[name], ".3f")]
-            for name in names]  # fmt: skip
+    last = points[-1]
+    names = sorted(last["sources"], key=lambda name: bits_of(last, name) or 0.0)
+    rows = [
+        [
+            escape(name),
+            escape(str(last["sources"][name]["category"] or "")),
+            measured(bits_of(last, name), ".3f"),
+        ]
+        for name in names
+    ]
     body = table(("source", "category", "bits per byte"), rows)
     if len(points) > 1:
-        known = {name: [(p, y) for p in points if (y := bits_of(p, name)) is not None] for name in names}
-        series = [figures.Series(name, found) for name, found in known.items()]
+        places = figures.source_places(run)
+        series = [figures.Series(name, [(p, bits_of(p, name)) for p in points]) for name in names]
         figure = figures.checkpoint_figure(series, [places[name] for name in names])
         body = f'<div class="beside">{body}{chart(figure, f"bits-{run.name}")}</div>'
     caption = f"Held-out text, {escape(where_evaluated(last))}. Lower is better."
@@ -205,39 +211,32 @@ def decode_card(run: Run) -> str:
     if not records:
         return ""
     caption = "Batch 1. At full bandwidth every byte of a token is read once, as fast as a probe read in the same run."
-    if any((number(record.get("percent_of_probe")) or 0) > 100 for record in records):
+    if any((number(record["percent_of_probe"]) or 0) > 100 for record in records):
         caption += " Above 100 %, weights come from the processor's caches, which the probe's buffer does not fit into."
     head = [""]
     for record in records:
-        names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa") if record.get(key)]
-        names += [f"{record['threads']} threads"] if record.get("threads") else []
+        names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa") if record[key]]
+        names += [f"{record['threads']} threads"] if record["threads"] else []
         head.append(" · ".join([*names, where_evaluated(record)]))
     columns = [decode_figures(record) for record in records]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return card("Decode speed", table(head, rows, "wrap"), caption)
 
 
-def decode_figures(record: dict[str, Any]) -> dict[str, str]:
-    keys = (
-        "tokens_per_s",
-        "percent_of_probe",
-        "ttft_s",
-        "bytes_per_token",
-        "probe_bytes_per_s",
-        "tokens_per_s_p10",
-    )
-    speed, share, ttft_s, per_token, bandwidth, slow = (number(record.get(key)) for key in keys)
-    spread = f"{short(slow)} – {short(record.get('tokens_per_s_p90'))}"
+def decode_figures(record: Record) -> dict[str, str]:
+    keys = ("tokens_per_s", "percent_of_probe", "ttft_s", "bytes_per_token", "probe_bytes_per_s")
+    speed, share, ttft_s, per_token, bandwidth = (number(record[key]) for key in keys)
+    slow, fast = record["tokens_per_s_p10"], record["tokens_per_s_p90"]
     return {
         "of the read bandwidth": f"<b>{measured(share, '.1f', ' %')}</b>{bar((share or 0) / 100, colour(0))}",
         "tokens per second": f"<b>{short(speed)}</b>",
-        "10th to 90th percentile": none() if slow is None else spread,
+        "10th to 90th percentile": none() if slow is None else f"{short(slow)} – {short(fast)}",
         "at full bandwidth": short(bandwidth / per_token if bandwidth and per_token else None),
         "read bandwidth": short(bandwidth, "B/s"),
         "bytes read per token": short(per_token, "B"),
-        "one token": measured(1000 / speed if speed else None, ".3g", " ms"),
+        "one token": measured(speed and 1000 / speed, ".3g", " ms"),
         "first token after": measured(ttft_s and 1000 * ttft_s, ".3g", " ms"),
-        "prefill": short(record.get("prefill_tokens_per_s"), " tok/s"),
+        "prefill": short(record["prefill_tokens_per_s"], " tok/s"),
     }
 
 
@@ -245,31 +244,31 @@ def provenance_card(run: Run) -> str:
     """Where the figures come from: data, tokenizer and code by hash, the starts of the job,
     its settings by phase.
     """
-    keys = {
-        "tokenizer_sha256": "tokenizer",
-        "data_sha256": "evaluation data",
-        "code_version": "evaluation code",
-    }
-    facts = {title: [e[key] for e in run.evals if e.get(key)] for key, title in keys.items()}
-    facts["mixture"] = [a["mixture_fingerprint"] for a in run.attempts if a.get("mixture_fingerprint")]
+    sources = (("tokenizer", run.evals, "tokenizer_sha256"), ("evaluation data", run.evals, "data_sha256"),
+               ("evaluation code", run.evals, "code_version"),
+               ("mixture", run.attempts, "mixture_fingerprint"))  # fmt: skip
+    facts = {title: [str(each[key]) for each in records if each[key]] for title, records, key in sources}
     for phase, lineage in run.lineages.items():
-        facts |= {
-            f"{k} of {phase}": [v] for k, v in lineage.items() if isinstance(v, str | int | float | dict)
-        }
+        facts |= {f"{key} of {phase}": [str(value)] for key, value in lineage.items() if value is not None}
     rows = [
         [escape(name), " ".join(map(code, dict.fromkeys(values))) or code(None)]
         for name, values in facts.items()
     ]
     body = table(("identity", "sha256 or version"), rows)
-    keys_of_start = ("phase", "attempt", "step", "world_size", "started_from", "torch", "code_version")
-    starts = [[*(code(a.get(key)) for key in keys_of_start), utc(a.get("time"))] for a in run.attempts]
-    if starts:
+    keys = ("phase", "attempt", "step", "world_size", "started_from", "torch", "code_version")
+    if run.attempts:
+        starts = [[*(code(start[key]) for key in keys), utc(start["time"])] for start in run.attempts]
         body += table(("phase", "attempt", "at step", "ranks", "from", "torch", "code", "time (UTC)"), starts)
     if run.configs:
-        flat = [{f"{section}.{key}": value for section, values in config.items() if isinstance(values, dict)
-                 for key, value in values.items()} for config in run.configs.values()]  # fmt: skip
-        names = sorted({name for settings in flat for name in settings})
-        rows = [[escape(name), *(code(settings.get(name)) for settings in flat)] for name in names]
-        settings = table(("setting", *run.configs), rows)
-        body += fold("Settings of the job by phase", settings)
+        settings = [dict(flat(config)) for config in run.configs.values()]
+        names = sorted({name for of_phase in settings for name in of_phase})
+        rows = [[escape(name), *(code(of_phase.get(name)) for of_phase in settings)] for name in names]
+        body += fold("Settings of the job by phase", table(("setting", *run.configs), rows))
     return card("Provenance", body)
+
+
+def flat(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """("section.key", value) of a job file."""
+    for section, values in config.items():
+        if isinstance(values, dict):
+            yield from ((f"{section}.{key}", value) for key, value in values.items())

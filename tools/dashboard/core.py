@@ -27,7 +27,7 @@ from records.page import (
     none,
     table,
 )
-from records.run import Run, number
+from records.run import Record, Run, number
 from tools.dashboard.figures import (
     MARKS,
     curve,
@@ -44,8 +44,7 @@ ALONG = (  # CORE and, on the same axis of x, what moves it
     Panel("Loss", "nats per token, smoothed", ("smooth_loss",), 130, ".4f", axis={**SETTLED, "nticks": 4}),
     Panel("Learning rate", "", ("lr",), 60, extremes=(), axis={"exponentformat": "power"}),
 )
-# a record with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
-Point = dict[str, Any]
+Point = Record  # with `x_tokens`, `x_step`, `x_flops`: its place on each axis, None where not known
 
 
 class Curve(NamedTuple):
@@ -64,22 +63,22 @@ def points_of(run: Run, kind: str) -> list[Point]:
     """The records of a kind with their places, in the order of the run."""
     flops, points = flops_of(run), []
     for record in run.evals_of(kind):
-        step, tokens = number(record.get("step")), number(record.get("tokens_total"))
-        steps_before = run.origins.get(str(record.get("phase")), (0.0, 0.0))[0]
+        step, tokens = number(record["step"]), number(record["tokens_total"])
+        steps_before = run.origins.get(str(record["phase"]), (0.0, 0.0))[0]
         x_step = None if step is None else steps_before + step
-        x_flops = None if tokens is None or flops is None else tokens * flops
-        points.append({**record, "x_tokens": tokens, "x_step": x_step, "x_flops": x_flops})
+        x_flops = tokens * flops if tokens is not None and flops else None
+        points.append(Record(record, x_tokens=tokens, x_step=x_step, x_flops=x_flops))
     return sorted(points, key=lambda p: (p["x_step"] or 0.0, p["x_tokens"] or 0.0))
 
 
 def newest(points: Sequence[Point], *keys: str) -> list[Point]:
     """Of records that agree in `keys` the last one."""
-    return list({tuple(str(p.get(key)) for key in keys): p for p in points}.values())
+    return list({tuple(str(p[key]) for key in keys): p for p in points}.values())
 
 
 def where_evaluated(record: Point) -> str:
-    parts = [str(record["phase"])] if record.get("phase") else []
-    parts += [f"step {record['step']:,}"] if number(record.get("step")) is not None else []
+    parts = [str(record["phase"])] if record["phase"] else []
+    parts += [f"step {record['step']:,}"] if number(record["step"]) is not None else []
     return " ".join(parts) or "checkpoint not recorded"
 
 
@@ -90,15 +89,17 @@ def settings_of(record: Point) -> tuple[Any, ...]:
 
 def settings_text(record: Point) -> str:
     most = with_current_names(record).get("limit")
-    text = f"{record.get('protocol') or 'protocol not recorded'}, {f'{most} items a task' if most else 'all items'}"
-    return f"{text}, {record['not_core']}" if record.get("not_core") else text
+    text = (
+        f"{record['protocol'] or 'protocol not recorded'}, {f'{most} items a task' if most else 'all items'}"
+    )
+    return f"{text}, {record['not_core']}" if record["not_core"] else text
 
 
 def core_curves(runs: Sequence[Run]) -> list[Curve]:
     """One curve per run and kind of setting."""
     curves, others = list[Curve](), count(len(runs))
     for place, run in enumerate(runs):
-        points = [p for p in points_of(run, "core") if isinstance(p.get("tasks"), dict)]
+        points = [p for p in points_of(run, "core") if isinstance(p["tasks"], dict)]
         for index, settings in enumerate(dict.fromkeys(map(settings_of, points))):
             same = newest([p for p in points if settings_of(p) == settings], "phase", "step", "tokens_total")
             name = f"{run.name}: {settings_text(same[0])}" if len(runs) > 1 else settings_text(same[0])
@@ -113,7 +114,7 @@ def tasks_of(points: Iterable[Point]) -> list[str]:
 
 def figure_of(point: Point, task: str, key: str) -> float | None:
     found = point["tasks"].get(task)
-    value = number(found.get(key)) if isinstance(found, dict) else None
+    value = number(found[key]) if isinstance(found, dict) else None
     return None if value is None else round(value, 5)
 
 
@@ -138,8 +139,8 @@ def along_figure(run: Run, curves: Sequence[Curve]) -> go.Figure:
 
 def core_trace(each: Curve, tint: str) -> go.Scatter:
     """One curve with one standard error."""
-    known = [(p, y) for p in each.points if (y := number(p.get("core_v2"))) is not None]
-    errors = [number(p.get("core_v2_se")) or 0.0 for p, _ in known]
+    known = [(p, y) for p in each.points if (y := number(p["core_v2"])) is not None]
+    errors = [number(p["core_v2_se"]) or 0.0 for p, _ in known]
     bars: dict[str, Any] = {"type": "data", "array": errors, "thickness": 1, "width": 3}
     if len(known) > MARKS:
         bars |= {"width": 0, "color": f"{tint}44"}
@@ -181,7 +182,7 @@ def reference_table(curves: Sequence[Curve]) -> str:
     for one in curves:
         where = escape(f"{where_evaluated(one.last)} ({one.name})")
         found[f"<b>{where}</b>"] = {
-            v: (number(one.last.get(f"core_{v}")) or 0.0, aggregate(one.last, v)) for v in VERSIONS
+            v: (number(one.last[f"core_{v}"]) or 0.0, aggregate(one.last, v)) for v in VERSIONS
         }
     rows = sorted(found.items(), key=lambda item: item[1]["v1"][0])
     cells = [[name, *(of[v][1] if v in of else none("not given") for v in VERSIONS)] for name, of in rows]
@@ -192,21 +193,21 @@ def core_tile(run: Run) -> tuple[str, str, str]:
     """The newest CORE, or why there is none."""
     curves = core_curves([run])
     for last in (c.last for c in reversed(drawn_of(curves))):
-        error = measured(last.get("core_v2_se"), ".4f")
-        return "CORE", measured(last.get("core_v2"), ".4f"), f"± {error}, corrected baselines (v2)"
+        error = measured(last["core_v2_se"], ".4f")
+        return "CORE", measured(last["core_v2"], ".4f"), f"± {error}, corrected baselines (v2)"
     known = len(curves[-1].last["tasks"]) if curves else 0
     return "CORE", measured(None), f"{known} of its 22 tasks evaluated" if known else "no evaluation yet"
 
 
 def aggregate(point: Point, version: str) -> str:
-    value, error = number(point.get(f"core_{version}")), number(point.get(f"core_{version}_se"))
+    value, error = number(point[f"core_{version}"]), number(point[f"core_{version}_se"])
     known = "" if error is None else f" ± {error:.4f}"
     return '<b class="missing">N/A</b>' if value is None else f"<b>{value:.4f}</b>{known}"
 
 
 def drawn_of(curves: Sequence[Curve]) -> list[Curve]:
     """Those that have an aggregate."""
-    return [c for c in curves if any(number(p.get("core_v1")) is not None for p in c.points)]
+    return [c for c in curves if any(number(p["core_v1"]) is not None for p in c.points)]
 
 
 def core_of_all(runs: Sequence[Run]) -> str:
@@ -216,13 +217,10 @@ def core_of_all(runs: Sequence[Run]) -> str:
         return ""
     head = ("at the last checkpoint", *(c.name for c in curves))
     rows = [[f"CORE {v}", *(aggregate(c.last, v) for c in curves)] for v in VERSIONS]
-    tasks = [
-        [
-            escape(task),
-            *(measured(figure_of(c.last, task, "accuracy"), ".4f", gap=missing("missing")) for c in curves),
-        ]
-        for task in tasks_of(point for c in curves for point in c.points)
-    ]
+    tasks = []
+    for task in tasks_of(point for c in curves for point in c.points):
+        found = [figure_of(c.last, task, "accuracy") for c in curves]
+        tasks.append([escape(task), *(missing("missing") if y is None else f"{y:.4f}" for y in found)])
     drawn = drawn_of(curves)
     figure = chart(core_figure(drawn), "core-comparison") if drawn else ""
     every = fold("Accuracy of every task at the last checkpoint", table(head, tasks))

@@ -7,6 +7,7 @@ with the extremes, so that no spike is lost. Smoothing comes first, on all rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from records.page import PLOT, colour, dash
 from records.run import Run, number
 
 Rows = Sequence[dict[str, Any]]
+Losses = Sequence[float | None]
 Points = Sequence[tuple[dict[str, Any], float | None]]  # (row or record, figure)
 MARKS = 100  # more points than this are a line without marks
 BUCKETS = 400  # about one for every three pixels of a wide screen
@@ -50,7 +52,7 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def points(rows: Rows, key: str) -> list[tuple[dict[str, Any], float | None]]:
+def points(rows: Rows, key: str) -> Points:
     """The figures under `key` with six digits."""
     return [(row, rounded(row[key])) for row in rows]
 
@@ -82,17 +84,16 @@ class Series(NamedTuple):
 def checkpoint_figure(
     series: Sequence[Series], places: Sequence[int] = (), height: int = 276, **y_axis: Any
 ) -> go.Figure:
-    """A curve for each series. places: of the series in the palette."""
-    places = places or range(len(series))
-    looks = [{"name": each.name, "legendgroup": each.name} for each in series]
-    curves = [
-        curve(each.points, colour(place), marks="circle", line_dash=dash(place)).update(look)
-        for each, place, look in zip(series, places, looks, strict=True)
-    ]
+    """A curve for each series through the checkpoints that have its score. places: of the series in the palette."""
+    curves, published = [], []
+    for (name, points, value), place in zip(series, places or range(len(series)), strict=True):
+        known, look = [point for point in points if point[1] is not None], {"name": name, "legendgroup": name}
+        curves.append(curve(known, colour(place), marks="circle", line_dash=dash(place)).update(look))
+        if value is not None:
+            published.append((value, {"color": colour(place), "width": 1.4, "dash": "dot"}))
     figure = lines_figure(curves, **y_axis).update_layout(height=height)
-    for each, place in zip(series, places, strict=True):
-        if each.published is not None:
-            figure.add_hline(each.published, line={"color": colour(place), "width": 1.4, "dash": "dot"})
+    for value, line in published:
+        figure.add_hline(value, line=line)
     return figure
 
 
@@ -167,11 +168,10 @@ def prepare(run: Run) -> None:
     """Set `smooth_loss`, phase by phase, and `x_flops` of all rows and events."""
     flops = flops_of(run)
     for row in (*run.events, *(row for segment in run.segments for row in segment.rows)):
-        row["x_flops"] = (
-            None if flops is None or row["x_tokens"] is None else float(f"{row['x_tokens'] * flops:.7g}")
-        )
+        known = flops is not None and row["x_tokens"] is not None
+        row["x_flops"] = float(f"{row['x_tokens'] * flops:.7g}") if known else None
     for phase in run.phases:
-        rows = [row for row in run.kept_rows if row["phase"] == phase]
+        rows = run.rows_of(phase)
         for row, mean in zip(rows, smooth([row["loss"] for row in rows], half_life_rows(run)), strict=True):
             row["smooth_loss"] = mean
 
@@ -190,12 +190,20 @@ def flops_of(run: Run) -> int | None:
 
 
 def loss_curves(
-    name: str, place: int, line: Points, logged: Points, validated: Points, **look: Any
+    rows: Rows, name: str, place: int, smoothed: Losses, logged: Losses, valid: Losses
 ) -> list[go.Scatter]:
-    """A smoothed loss that can be switched to the logged one, and its validation loss as diamonds."""
-    look |= {"legendgroup": name, "line_dash": dash(place)}
+    """A smoothed loss that can be switched to the logged one, and its validation loss as diamonds.
+
+    The losses are one a row, None where there is none. All validation losses are drawn, and of many rows
+    those with the extremes.
+    """
+    known = [i for i, loss in enumerate(smoothed) if loss is not None]
+    chosen = sample([{"loss": smoothed[i]} for i in known], BUCKETS, [("loss", min), ("loss", max)])
+    line, raw = ([(rows[known[i]], rounded(of[known[i]])) for i in chosen] for of in (smoothed, logged))
+    validated = [(row, rounded(loss)) for row, loss in zip(rows, valid, strict=True) if loss is not None]
+    look: dict[str, Any] = {"legendgroup": name, "line_dash": dash(place)}
     return [
-        curve(line, colour(place), 2, "", logged, name=name, **look),
+        curve(line, colour(place), 2, "", raw, name=name, **look),
         curve(validated, colour(place), 0.8, "diamond", name=f"{name}, validation", opacity=0.8, **look),
     ]
 
@@ -205,14 +213,12 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
     curves = []
     for index, run in enumerate(runs):
         rows = [row for row in run.kept_rows if row["x_tokens"] is not None]
-        validated = points([row for row in rows if row["valid_loss"] is not None], "valid_loss")
-        rows = [rows[i] for i in sample(rows, BUCKETS, [("smooth_loss", min), ("smooth_loss", max)])]
-        line = points(rows, "smooth_loss")
-        curves += loss_curves(run.name, index, line, points(rows, "loss"), validated)
-        known = [point for point in line if point[1] is not None]
+        losses = [[row[key] for row in rows] for key in ("smooth_loss", "loss", "valid_loss")]
+        curves += loss_curves(rows, run.name, index, *losses)
         parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
-        if known and parent:
-            ring = curve(known[:1], colour(index), marks="circle-open", legendgroup=run.name)
+        first = next((point for point in points(rows, "smooth_loss") if point[1] is not None), None)
+        if first and parent:
+            ring = curve([first], colour(index), marks="circle-open", legendgroup=run.name)
             told = f"{run.name} begins at {parent}"
             ring.update(name=told, hovertemplate="%{fullData.name}<extra></extra>")
             curves.append(ring.update(marker={"size": 12, "line": {"width": 2}}))
@@ -229,24 +235,18 @@ def source_places(run: Run) -> dict[str, int]:
     """The place of every source in the palette, in all figures: those of training
     first, then held-out text's.
     """
-    held_out = (name for record in run.evals_of("bits_per_byte") for name in record.get("sources") or {})
+    held_out = (name for record in run.evals_of("bits_per_byte") for name in record["sources"] or {})
     return {name: index for index, name in enumerate(dict.fromkeys([*sources_of(run), *held_out]))}
 
 
 def sources_figure(run: Run) -> go.Figure:
     """Loss by source, smoothed (lines), and validation loss by source (diamonds)."""
     curves, places = [], source_places(run)
-    for phase in run.phases:
-        rows = [row for row in run.kept_rows if row["phase"] == phase]
-        every = max(1, len(rows) // (2 * BUCKETS))
-        for name in sources_of(run):
-            raw, valid = (
-                [number(row[key].get(name)) for row in rows]
-                for key in ("loss_by_source", "valid_loss_by_source")
-            )
-            known = [i for i, value in enumerate(raw) if value is not None]
-            drawn, means = [*known[::every], *known[-1:]], smooth(raw, half_life_rows(run))
-            line, logged = ([(rows[i], rounded(of[i])) for i in drawn] for of in (means, raw))
-            validated = [(row, y) for row, y in zip(rows, valid, strict=True) if y is not None]
-            curves += loss_curves(name, places[name], line, logged, validated)
+    for phase, name in itertools.product(run.phases, sources_of(run)):
+        rows = run.rows_of(phase)
+        logged, valid = (
+            [number(row[key].get(name)) for row in rows] for key in ("loss_by_source", "valid_loss_by_source")
+        )
+        smoothed = smooth(logged, half_life_rows(run))
+        curves += loss_curves(rows, name, places[name], smoothed, logged, valid)
     return add_smoothing(lines_figure(curves))

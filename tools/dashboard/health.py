@@ -11,12 +11,12 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from records.events import DONE, STOPPED
 from records.page import PLOT, card, chart, fold, measured, missing, none, short, table, utc
 from records.run import Run, number
-from records.usage import duration, money, usage_of, whole
+from records.usage import Usage, duration, money, usage_of, whole
+from tools.dashboard.core import where_evaluated
 from tools.dashboard.figures import sample
-from tools.dashboard.panels import TROUBLE, Panel, domains, event_groups, lay_out, said_by
+from tools.dashboard.panels import Panel, domains, event_groups, is_trouble, lay_out, said_by
 
 LISTED = 12  # more incidents than this are folded
 COLUMNS = (
@@ -39,18 +39,19 @@ def usage_tiles(run: Run) -> tuple[tuple[str, str, str], ...]:
     of, rows, pricing = whole(usage_of(run)), run.kept_rows, metrics_section(run)
     if not rows or rows[-1]["time"] is None:
         return ("time left", none(), "nothing logged"), ("GPU-hours", none(), "nothing logged")
-    left_s = None if of.finish_time is None else of.finish_time - rows[-1]["time"]
-    left = none() if left_s is None else duration(left_s) if left_s else "done"
-    total = None if of.gpu_hours_left is None else of.gpu_hours + of.gpu_hours_left
-    end = (
-        f"until {utc(of.finish_time)} UTC"
-        if left_s
-        else "training.steps reached"
-        if left_s == 0
-        else "steps unknown"
-    )
+    left, end = none(), "steps unknown"
+    if of.finish_time is not None:
+        left_s = of.finish_time - rows[-1]["time"]
+        left, end = ("done", "training.steps reached")
+        if left_s:
+            left, end = duration(left_s), f"until {utc(of.finish_time)} UTC"
+    total = total_hours(of)
     note = ", ".join(filter(None, (f"of {short(total)}" if total else "", money(total, pricing))))
     return ("time left", left, end), ("GPU-hours", short(of.gpu_hours), note or "so far")
+
+
+def total_hours(of: Usage) -> float | None:
+    return None if of.gpu_hours_left is None else of.gpu_hours + of.gpu_hours_left
 
 
 def usage_card(run: Run) -> str:
@@ -60,9 +61,8 @@ def usage_card(run: Run) -> str:
         return ""
     together = {"<b>all</b>": whole(usage)} if len(usage) > 1 else {}
     for name, of in ({escape(phase): of for phase, of in usage.items()} | together).items():
-        total = None if of.gpu_hours_left is None else of.gpu_hours + of.gpu_hours_left
         hours = [measured(value, ",.1f") for value in (of.gpu_hours, of.repeated, of.gpu_hours_left)]
-        costs = [money(value, pricing) or none("no price") for value in (of.gpu_hours, total)]
+        costs = [money(value, pricing) or none("no price") for value in (of.gpu_hours, total_hours(of))]
         rows.append([name, *hours, *costs, utc(of.finish_time)])
     head = ("phase", "GPU-hours used", "of them repeated", "left", "cost so far", "cost in all", "ends (UTC)")
     caption = "From an attempt's first record to its last: start-up and repeated steps count, queues do not. What is "
@@ -77,28 +77,20 @@ def incidents_card(run: Run) -> str:
     rows = []
     for group in reversed(event_groups(run.events)):
         first = group[0]
-        kind = str(first.get("kind", "event")).removeprefix("supervisor_").replace("_", " ")
-        trouble = TROUBLE.search(str(first.get("kind")).lower()) or first.get("code") not in (
-            None,
-            DONE,
-            STOPPED,
-        )
-        where = [str(first["phase"])] + (
-            [f"step {first['step']:,}"] if isinstance(first.get("step"), int) else []
-        )
-        hosts = sorted({str(event["host"]) for event in group if event.get("host")})
+        kind = str(first["kind"] or "event").removeprefix("supervisor_").replace("_", " ")
         many = f" <small>{len(group)} times</small>" if len(group) > 1 else ""
+        hosts = sorted({str(event["host"]) for event in group if event["host"]})
+        more = f" and {len(hosts) - 2} more" if len(hosts) > 2 else ""
         rows.append([
-            utc(first.get("time")), (missing(kind) if trouble else escape(kind)) + many, escape(" ".join(where)),
-            escape(", ".join(hosts[:2]) + (f" and {len(hosts) - 2} more" if len(hosts) > 2 else "")), said_by(first),
+            utc(first["time"]), (missing if is_trouble(first) else escape)(kind) + many,
+            escape(where_evaluated(first)), escape(", ".join(hosts[:2]) + more), said_by(first),
         ])  # fmt: skip
     if not rows:
         return card("Incidents", none("no event on record"))
     head = ("time (UTC)", "event", "where", "host", "what")
-    body = table(head, rows[:LISTED], "events")
-    if len(rows) > LISTED:
-        more = table(head, rows[LISTED : LISTED + 200], "events")
-        body += fold(f"{len(rows) - LISTED:,} earlier ones", more)
+    body, earlier = table(head, rows[:LISTED], "events"), rows[LISTED:]
+    if earlier:
+        body += fold(f"{len(earlier):,} earlier ones", table(head, earlier[:200], "events"))
     return card("Incidents", body)
 
 

@@ -22,17 +22,17 @@ def contamination_card(run: Run) -> str:
     """What the training text held of the evaluation sets before its documents were dropped."""
     points, rows = newest(points_of(run, "contamination"), "phase", "data_sha256"), []
     for point in points:
-        for name, found in (point.get("benchmarks") or {}).items():
-            items, touched = number(found.get("items")), number(found.get("touched"))
+        for name, found in (point["benchmarks"] or {}).items():
+            items, touched = number(found["items"]), number(found["touched"])
             share = touched / items if items and touched is not None else None
             counts = [
                 short(items),
                 short(touched),
                 percent(share, ".2f"),
-                short(found.get("documents_dropped")),
+                short(found["documents_dropped"]),
             ]
-            where = escape(str(point.get("phase") or ""))
-            rows.append([escape(name), where, *counts, escape(", ".join(found.get("sources") or {}))])
+            where = escape(str(point["phase"] or ""))
+            rows.append([escape(name), where, *counts, escape(", ".join(found["sources"] or {}))])
     if not points:
         return ""
     head = (
@@ -55,8 +55,8 @@ def samples_card(run: Run) -> str:
     """What the checkpoints wrote after the same prompts, prompt by prompt, the newest checkpoint first."""
     prompts: dict[str, tuple[str, list[list[str]]]] = {}
     for record in reversed(points_of(run, "samples")):
-        for text in record.get("samples") or []:
-            rows = prompts.setdefault(str(text.get("name")), (str(text.get("prompt")), []))[1]
+        for text in record["samples"] or []:
+            rows = prompts.setdefault(str(text["name"]), (str(text["prompt"]), []))[1]
             # a model that has learned little writes pages of empty lines
             written = (re.sub(r"\n{3,}", lambda run: f" ↵×{len(run[0])} ", escape(str(text.get(way, ""))))
                        for way in ("greedy", "sampled"))  # fmt: skip
@@ -79,15 +79,15 @@ def evaluations_card(run: Run) -> str:
     """The evaluations on record, the newest first."""
     rows = []
     for record in run.evals[: -LISTED - 1 : -1]:
-        how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record.get(key) is not None)
-        by = ", ".join(str(record[key]) for key in BY if record.get(key))
+        how = ", ".join(f"{word}{record[key]}" for key, word in HOW.items() if record[key] is not None)
+        by = ", ".join(str(record[key]) for key in BY if record[key])
         texts = [
             escape(str(text))
             for text in (record.get("kind", "?"), where_evaluated(record), result_of(record))
         ]
-        took, at = measured(record.get("seconds"), ",.1f", " s"), utc(record.get("time"))
-        model = code(record["model_sha256"]) if record.get("model_sha256") else ""
-        rows.append([at, *texts, took, escape(how), escape(by), model, code(record.get("code_version"))])
+        took, at = measured(record["seconds"], ",.1f", " s"), utc(record["time"])
+        model = code(record["model_sha256"]) if record["model_sha256"] else ""
+        rows.append([at, *texts, took, escape(how), escape(by), model, code(record["code_version"])])
     head = ("time (UTC)", "evaluation", "checkpoint", "result", "took", "how", "by", "model", "code")
     more = f", the newest {len(rows)}" if len(run.evals) > len(rows) else ""
     if not rows:
@@ -99,16 +99,16 @@ def result_of(record: Point) -> str:
     """The figures that a record is about."""
     tasks = metrics_of(record)
     results = {
-        "core": [("CORE v2", record.get("core_v2"), ".4f"), ("v1", record.get("core_v1"), ".4f")],
-        "code": [("pass@1", record.get("pass@1_plus"), ".1%")],
-        "bits_per_byte": [("bits per byte", record.get("bits_per_byte"), ".4f")],
-        "decode_speed": [("tokens/s", record.get("tokens_per_s"), ",.4g")],
+        "core": [("CORE v2", record["core_v2"], ".4f"), ("v1", record["core_v1"], ".4f")],
+        "code": [("pass@1", record["pass@1_plus"], ".1%")],
+        "bits_per_byte": [("bits per byte", record["bits_per_byte"], ".4f")],
+        "decode_speed": [("tokens/s", record["tokens_per_s"], ",.4g")],
         "lm_eval": [(f"{task} {name}", value, ".1%") for task, metrics in tasks.items()
                     for name, value in metrics.items() if name in ("acc", "acc_norm")],
-    }.get(str(record.get("kind")), [])  # fmt: skip
+    }.get(str(record["kind"]), [])  # fmt: skip
     known = [
         f"{name} {value:{form}}" for name, found, form in results if (value := number(found)) is not None
     ]
-    if not known and record.get("kind") == "core":
-        return f"{len(record.get('tasks') or {})} tasks, no CORE"
+    if not known and record["kind"] == "core":
+        return f"{len(record['tasks'] or {})} tasks, no CORE"
     return ", ".join(known[:4]) or "see its card"

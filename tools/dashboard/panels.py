@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
+from records.events import DONE, STOPPED
 from records.page import BAD, NEUTRAL, PLOT, colour
-from records.run import Run
+from records.run import Record, Run
 from tools.dashboard.figures import (
     BUCKETS,
     add_smoothing,
@@ -109,7 +110,7 @@ def draw_validation(figure: go.Figure, run: Run, axis: str = "y") -> None:
     one to the next.
     """
     for phase in run.phases:
-        rows = [row for row in run.kept_rows if row["phase"] == phase and row["valid_loss"] is not None]
+        rows = [row for row in run.rows_of(phase) if row["valid_loss"] is not None]
         look = {"yaxis": axis, "name": "validation loss", "legendgroup": "validation loss"}
         figure.add_trace(
             key_curve(rows, "valid_loss", VALID, 1.4, "diamond", hovertemplate="%{y:.4f}", **look)
@@ -215,7 +216,7 @@ def _draw_events(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
         said = "<br>".join(textwrap.wrap(said_by(group[0]), 90)[:6])
         head = f"<b>{escape(str(kind))}</b>, attempt {attempt}, step {step}, {len(group)} times"
         texts.append(f"{head}<br>{said}")
-    tints = [BAD if TROUBLE.search(str(group[0].get("kind")).lower()) else NEUTRAL for group in groups]
+    tints = [BAD if is_trouble(group[0]) else NEUTRAL for group in groups]
     axis, top = len(panels) + 1, domains(panels)[0][1]
     marks = curve([(group[0], 0.0) for group in groups], NEUTRAL, yaxis=f"y{axis}", legendgroup="events")
     figure.add_trace(marks.update(
@@ -226,22 +227,27 @@ def _draw_events(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> None:
     figure.update_layout({f"yaxis{axis}": {**strip, "range": [-1, 1]}})
 
 
-def event_groups(events: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def event_groups(events: Iterable[Record]) -> list[list[Record]]:
     """Events of all ranks that are one: of the same kind at the same place of the same attempt,
     with the same text.
     """
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[Record]] = {}
     for event in events:
-        key = tuple(event.get(name) for name in ("phase", "attempt", "x_step", "kind", "text"))
+        key = tuple(event[name] for name in ("phase", "attempt", "x_step", "kind", "text"))
         groups.setdefault(key, []).append(event)
     return list(groups.values())
+
+
+def is_trouble(event: Record) -> bool:
+    """Whether its kind sounds like trouble, or it tells of an exit code that no run should end with."""
+    return bool(TROUBLE.search(str(event["kind"]).lower())) or event["code"] not in (None, DONE, STOPPED)
 
 
 def said_by(event: dict[str, Any]) -> str:
     """What an event says: its text or reason, else its other facts. HTML."""
     facts = {key: value for key, value in event.items() if key not in PLACE and value is not None}
     told = ", ".join(f"{key} {v if isinstance(v, str) else json.dumps(v)}" for key, v in facts.items())
-    return escape(str(event.get("text") or event.get("reason") or told))
+    return escape(str(event["text"] or event["reason"] or told))
 
 
 def restarts(run: Run) -> list[dict[str, Any]]:
@@ -257,7 +263,7 @@ def mark_x(figure: go.Figure, run: Run) -> None:
     def marks(key: str) -> dict[str, Any]:
         sheet = go.Figure()
         for index, phase in enumerate(run.phases):
-            places = [row[key] for row in run.kept_rows if row["phase"] == phase]
+            places = [row[key] for row in run.rows_of(phase)]
             parent = run.lineages.get(phase, {}).get("parent") if index == 0 else None
             origin = f" from {'/'.join(Path(parent).parts[-3::2])}" if parent else ""
             sheet.add_vrect(

@@ -22,7 +22,7 @@ from records.page import (
     short,
     table,
 )
-from records.run import Run, number
+from records.run import Record, Run, number
 from tools.dashboard.core import Point, newest, points_of, where_evaluated
 from tools.dashboard.figures import Series, checkpoint_figure
 from tools.dashboard.references import CODE, LM_EVAL, MODEL, RULER, RULER_LENGTHS
@@ -68,9 +68,9 @@ def code_series(run: Run) -> list[Series]:
     """pass@1 on the extended tests, by set and way of asking."""
     found: dict[tuple[str, ...], list[Any]] = {}
     for point in points_of(run, "code"):
-        if (value := number(point.get("pass@1_plus"))) is not None:
+        if (value := number(point["pass@1_plus"])) is not None:
             key = tuple(
-                str(point.get(name)) for name in ("dataset", "version", "protocol", "prompt", "temperature")
+                str(point[name]) for name in ("dataset", "version", "protocol", "prompt", "temperature")
             )
             found.setdefault(key, []).append((point, value))
     return [
@@ -103,9 +103,7 @@ def lm_eval_series(run: Run) -> list[Series]:
 
 def metrics_of(point: Point) -> dict[str, dict[str, float | None]]:
     """task -> metric -> value of an lm_eval record, without RULER's tasks."""
-    tasks = {
-        task: metrics for task, metrics in (point.get("tasks") or {}).items() if isinstance(metrics, dict)
-    }
+    tasks = {task: metrics for task, metrics in (point["tasks"] or {}).items() if isinstance(metrics, dict)}
     return {task: {name.removesuffix(",none"): number(value) for name, value in metrics.items()}
             for task, metrics in tasks.items() if task not in RULER_TASKS}  # fmt: skip
 
@@ -127,19 +125,19 @@ def code_table(run: Run) -> str:
     """HumanEval+ and MBPP+, the control of the same run, and the published value."""
     rows = []
     for point in newest(points_of(run, "code"), "dataset", "version", "protocol", "prompt", "temperature"):
-        dataset = str(point.get("dataset")), str(point.get("version"))
-        how = ", ".join(str(point[key]) for key in ("protocol", "temperature", "prompt") if point.get(key))
-        cut = number(point.get("answers_cut"))
+        dataset = str(point["dataset"]), str(point["version"])
+        how = ", ".join(str(point[key]) for key in ("protocol", "temperature", "prompt") if point[key])
+        cut = number(point["answers_cut"])
         rows.append([
             escape(" ".join(dataset)),
             escape(how) + (f" <small>{short(cut)} answers cut</small>" if cut else ""),
-            f"{short(point.get('problems'))} × {short(point.get('n'))}",
-            percent(point.get("pass@1_base")),
-            f"<b>{percent(point.get('pass@1_plus'))}</b>",
+            f"{short(point['problems'])} × {short(point['n'])}",
+            percent(point["pass@1_base"]),
+            f"<b>{percent(point['pass@1_plus'])}</b>",
             percent(CODE[dataset]) if dataset in CODE else "not given",
             pass_at_k_text(point),
-            control_text(point.get("control") or {}),
-            escape(str(point.get("sandbox"))),
+            control_text(point["control"] or Record()),
+            escape(str(point["sandbox"])),
             escape(where_evaluated(point)),
         ])  # fmt: skip
     head = ("set", "how", "problems × answers", "pass@1 base", "pass@1 plus", f"{MODEL}, greedy", "pass@k base / plus",
@@ -149,20 +147,18 @@ def code_table(run: Run) -> str:
 
 def pass_at_k_text(point: Point) -> str:
     """On the base tests, and on base and plus tests together, for every k above 1."""
-    known = {k: v for k, v in (point.get("pass@k") or {}).items() if k != "1" and isinstance(v, dict)}
-    return ", ".join(
-        f"{escape(k)}: {percent(v.get('base'))} / {percent(v.get('plus'))}" for k, v in known.items()
-    )
+    known = {k: v for k, v in (point["pass@k"] or {}).items() if k != "1" and isinstance(v, dict)}
+    return ", ".join(f"{escape(k)}: {percent(v['base'])} / {percent(v['plus'])}" for k, v in known.items())
 
 
 def control_text(control: dict[str, Any]) -> str:
     """How many reference solutions passed; which are known to fail, and in red which failed
     without a known reason.
     """
-    said = f"{short(control.get('passed'))} / {short(control.get('total'))}"
-    if known := control.get("known_failures"):
+    said = f"{short(control['passed'])} / {short(control['total'])}"
+    if known := control["known_failures"]:
         said += f" <small>known to fail: {escape(', '.join(known))}</small>"
-    if unknown := control.get("unexpected_failures"):
+    if unknown := control["unexpected_failures"]:
         said += f' <small class="missing">fail here: {escape(", ".join(unknown))}</small>'
     return said
 
@@ -230,11 +226,9 @@ def ruler_scores(points: Sequence[Point]) -> dict[str, list[RulerEntry]]:
     """
     found: dict[str, list[RulerEntry]] = {}
     for point in points:
-        how = (
-            f"{escape(str(point.get('haystack')))} haystack, tokenizer {code(point.get('tokenizer_sha256'))}"
-        )
+        how = f"{escape(str(point['haystack']))} haystack, tokenizer {code(point['tokenizer_sha256'])}"
         how += escape(how_asked(point))
-        for length, tasks in (point.get("ruler") or {}).items():
+        for length, tasks in (point["ruler"] or {}).items():
             if not str(length).isdigit():
                 continue
             entries, entry = found.setdefault(length, []), RulerEntry(point, how, {})
@@ -247,9 +241,9 @@ def ruler_scores(points: Sequence[Point]) -> dict[str, list[RulerEntry]]:
 
 def how_asked(point: Point) -> str:
     """What a record says of the way it asked, each part after a comma."""
-    how = [f"{point['num_fewshot']}-shot"] if point.get("num_fewshot") is not None else []
-    how += [f"limit {point['limit']}"] if point.get("limit") is not None else []
-    how += ["chat template"] if point.get("chat_template") else []
-    how += ["without BOS"] if point.get("add_bos") is False else []
-    how += [f"{cut} prompts cut"] if (cut := point.get("cut_prompts")) else []
+    how = [f"{point['num_fewshot']}-shot"] if point["num_fewshot"] is not None else []
+    how += [f"limit {point['limit']}"] if point["limit"] is not None else []
+    how += ["chat template"] if point["chat_template"] else []
+    how += ["without BOS"] if point["add_bos"] is False else []
+    how += [f"{cut} prompts cut"] if (cut := point["cut_prompts"]) else []
     return "".join(f", {part}" for part in how)

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from evals.core.tasks import NOT_CHOSEN
 from records.page import BAD, NEUTRAL, PLOT, card, chart, code, fold, measured, missing, short, table
-from records.run import Run, number
+from records.run import Record, Run, number
 from tools.dashboard.core import (
     VERSIONS,
     Point,
@@ -55,49 +55,43 @@ def tasks_card(run: Run) -> str:
     if not curves:
         return ""
     points, last = curves[-1].points, curves[-1].last
-    toy, body = last.get("not_core"), ""
+    toy, body = last["not_core"], ""
     if toy:
-        rest = len(last.get("missing") or {})
+        rest = len(last["missing"] or {})
         body = f"<p>{escape(str(toy))}</p><p class='caption'>The other {rest} tasks of CORE are not in this bundle.</p>"
     if len(points) > 1 and tasks_of(points):
         heat = chart(heat_figure(points), f"heat-{run.name}")
         body += f'<h3>Centered accuracy (v2) by checkpoint (tokens seen)</h3><div class="scroll wide">{heat}</div>'
     if not toy:
         body += categories_part(points, f"categories-{run.name}")
-    words = f"Accuracy of each task, {escape(settings_text({**last, 'not_core': None}))}"
+    words = f"Accuracy of each task, {escape(settings_text(Record(last, not_core=None)))}"
     body += fold(words, task_table(last), len(last["tasks"]) <= FEW) + missing_part(last)
     hashes = (("data", "data_sha256"), ("tokenizer", "tokenizer_sha256"), ("code", "code_version"))
     made = [
-        f"seed {escape(str(last.get('seed')))}",
-        *(f"{name} {code(last.get(key))}" for name, key in hashes),
+        f"seed {escape(str(last['seed']))}",
+        *(f"{name} {code(last[key])}" for name, key in hashes),
     ]
     title = "Tasks of a toy bundle, not CORE" if toy else "CORE by task"
     return card(title, body, f"{escape(where_evaluated(last))}: {', '.join(made)}.")
 
 
 def checkpoint_text(point: Point) -> str:
-    return (
-        where_evaluated(point) if number(point.get("tokens_total")) is None else short(point["tokens_total"])
-    )
+    return where_evaluated(point) if number(point["tokens_total"]) is None else short(point["tokens_total"])
 
 
 def categories_part(points: Sequence[Point], name: str) -> str:
     """The means by category over checkpoints; a category that lacks a task has none."""
-
-    def mean(point: Point, category: str) -> float | None:
-        return number((point.get("categories") or {}).get(category, {}).get("centered_v2"))
-
-    means = {category: mean(points[-1], category) for category in points[-1].get("categories") or {}}
-    if all(mean is None for mean in means.values()):
+    series, absent = [], []
+    for category in points[-1]["categories"] or ():
+        means = [number(((p["categories"] or {}).get(category) or Record())["centered_v2"]) for p in points]
+        if means[-1] is None:
+            absent.append(category)
+        else:
+            series.append(Series(category, list(zip(points, means, strict=True))))
+    if not series:
         return ""
-    known = [category for category, m in means.items() if m is not None]
-    series = [
-        Series(category, [(p, y) for p in points if (y := mean(p, category)) is not None])
-        for category in known
-    ]
     figure = checkpoint_figure(series)
     figure.update_yaxes(zeroline=True, zerolinecolor=NEUTRAL)  # the baseline
-    absent = [category for category, m in means.items() if m is None]
     words = f'<p class="caption">{missing("N/A")}: {escape(", ".join(absent))}</p>' if absent else ""
     return f"<h3>Means by category, centered on v2</h3>{chart(figure, name)}{words}"
 
@@ -106,19 +100,19 @@ def task_table(point: Point) -> str:
     """The scored tasks of one record with how they were asked."""
     rows, gold = [], any("gold_bits_per_byte" in found for found in point["tasks"].values())
     for task, found in point["tasks"].items():
-        accuracy, n = number(found.get("accuracy")) or 0.0, number(found.get("n")) or 0.0
+        accuracy, n = number(found["accuracy"]) or 0.0, number(found["n"]) or 0.0
         likely = (accuracy * n + 0.5) / (n + 1)  # none right of four is no certainty
         noisy = " <small>noisy</small>" if (likely * (1 - likely) / (n + 1)) ** 0.5 > NOISY else ""
-        ends = found.get("interval")
-        error = f" ± {measured(found.get('standard_error'), '.4f')}"
+        ends = found["interval"]
+        error = f" ± {measured(found['standard_error'], '.4f')}"
         error = f" ({' – '.join(measured(end, '.3f') for end in ends)})" if isinstance(ends, list) else error
-        bases = " / ".join(dict.fromkeys(measured(found.get(f"baseline_{v}"), "g") for v in VERSIONS))
+        bases = " / ".join(dict.fromkeys(measured(found[f"baseline_{v}"], "g") for v in VERSIONS))
         rows.append([
             *(escape(str(text)) for text in (task, found.get("category", ""), found.get("type", ""))),
-            short(found.get("shots")), f"{short(found.get('n'))} of {short(found.get('n_total'))}",
-            f"{measured(found.get('accuracy'), '.4f')}{error}{noisy}", f"{bases} %",
-            *(measured(found.get(f"centered_{v}"), ".4f") for v in VERSIONS),
-            *([measured(found.get("gold_bits_per_byte"), ".3f")] if gold else []),
+            short(found["shots"]), f"{short(found['n'])} of {short(found['n_total'])}",
+            f"{measured(found['accuracy'], '.4f')}{error}{noisy}", f"{bases} %",
+            *(measured(found[f"centered_{v}"], ".4f") for v in VERSIONS),
+            *([measured(found["gold_bits_per_byte"], ".3f")] if gold else []),
         ])  # fmt: skip
     head = ("task", "category", "type", "shots", "items", "accuracy", "baseline", "centered v1", "centered v2",
             *(["gold bits per byte"] if gold else []))  # fmt: skip
@@ -127,7 +121,7 @@ def task_table(point: Point) -> str:
 
 def missing_part(point: Point) -> str:
     """One line for the tasks that a record lacks, with their reasons; of a toy bundle the card has said it."""
-    reasons = {} if point.get("not_core") else point.get("missing") or {}
+    reasons = {} if point["not_core"] else point["missing"] or {}
     absent = {task: reason for task, reason in reasons.items() if reason != NOT_CHOSEN}
     text = (
         f'<p class="caption">{len(reasons) - len(absent)} tasks were not chosen.</p>'

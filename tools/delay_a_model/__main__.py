@@ -27,10 +27,10 @@ from data_mixtures.prepare import prepare
 from data_mixtures.stages.run import Options
 from laneformer.config import flops_per_token
 from laneformer.llama.config import config_of_llama
-from records.files import file_sha256, model_sha256, read_lines, write_atomically
+from records.files import file_sha256, model_sha256, write_atomically
 from records.workers import usable_cpus
 
-from .damage import damage_map, report, same_run
+from .damage import damage_map, kept_rows, report
 from .job_config import Late
 from .lanes import cut
 from .recovery import check, export, job_of, measure, train, write_dense
@@ -60,15 +60,9 @@ class Plan:
         """ValueError for what is missing or unknown."""
         tables = tomli.loads(path.read_text(encoding="utf-8"))
         try:
-            own = {"price": tables.pop("price", {}), **tables.pop("delay")}
-            training = tables["training"]
-            return cls(
-                **own,
-                job=tables,
-                late=Late(**tables["late"]),
-                steps=training["steps"],
-                seq_len=training["seq_len"],
-            )
+            own, late, training = tables.pop("delay"), Late(**tables["late"]), tables["training"]
+            price, steps, seq_len = tables.pop("price", {}), training["steps"], training["seq_len"]
+            return cls(**own, job=tables, late=late, steps=steps, seq_len=seq_len, price=price)
         except (TypeError, KeyError) as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -106,7 +100,7 @@ def delay_a_model(
     content = model_sha256(model) if model.is_dir() else file_sha256(model)
     about = {"model": model.name, "model_sha256": content, "lanes": given.lanes}
     for name in ("damage.jsonl", "recovery.jsonl"):
-        same_run(read_lines(out / name), about, out / name)
+        kept_rows(out / name, about)
     write_dense(cut_model, checkpoint, out / "dense")
     lock, windows = text(given, out)
     about |= {"mixture": Mixture.open(lock).fingerprint, "windows": list(windows.shape)}

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +27,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import Join
 from laneformer.engine.folder import Checkpoint, read_checkpoint
 from laneformer.model import LaneformerLayer, join_lanes, rope_table
-from laneformer.tensors import STORED_TYPES
+from tools.check.reference import weights_of
 
 ENDS = ("dropped", "flushed")
 Pair = tuple[Tensor | None, Tensor | None]  # of attention and MLP
@@ -84,11 +83,7 @@ def cut(path: Path, lanes: int) -> tuple[Laneformer, Checkpoint]:
         )
     checkpoint = read_checkpoint(path, lanes=lanes, dtype="fp32")
     config = replace(checkpoint.config, tie_word_embeddings=False)
-    weights = {}
-    for name in checkpoint.tensors:
-        stored = checkpoint.tensors[name]
-        bits = torch.from_numpy(np.array(stored.values, order="C"))  # a copy: the file is mapped read-only
-        weights[name] = bits.view(getattr(torch, STORED_TYPES[stored.dtype].torch)).float()
+    weights = {name: weight.float() for name, weight in weights_of(checkpoint.tensors).items()}
     weights.setdefault("lm_head.weight", weights["tok_embeddings.weight"].view(config.head_shape))
     return late_model(config, weights), checkpoint
 

@@ -7,15 +7,11 @@ checkpoints.
 from __future__ import annotations
 
 import json
-import math
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -23,10 +19,12 @@ from laneformer import Laneformer
 from laneformer.engine.folder import Checkpoint
 from laneformer.hf.export import load_weights
 from records.checkpoints import newest_saved_step, step_folders, write_checksums
-from records.events import STOPPED, read_outcome
-from records.files import append_line, read_lines, write_atomically
+from records.events import DONE, STOPPED
+from records.files import read_lines, write_atomically
+from tools.ablate import trainer
+from tools.ablate.trainer import with_sections, write_job
 
-from .damage import Row, same_run
+from .damage import Row, keep, kept_rows
 from .job_config import Late
 from .lanes import ENDS, embedded, held_out_losses, late_model, shares
 
@@ -50,7 +48,7 @@ def job_of(tables: dict[str, Any], out: Path, lock: Path) -> dict[str, Any]:
         "late": {"dense": dense},
         "checkpoint": {"initial_load_path": f"{dense}/checkpoint/step-0"},
     }
-    return {name: {**tables.get(name, {}), **added.get(name, {})} for name in tables | added}
+    return with_sections(tables, added)
 
 
 def write_dense(model: Laneformer, checkpoint: Checkpoint, folder: Path) -> None:
@@ -74,35 +72,11 @@ def train(job: dict[str, Any], out: Path, steps: int, minutes: float) -> int:
 
     ValueError where OUT holds another recovery, or where the trainer fails.
     """
-    path, run, last = out / "recovery.toml", out / "run", min(steps, job["training"]["steps"])
-    content = tomli_w.dumps(job)
-    if path.exists() and path.read_text(encoding="utf-8") != content:
-        raise ValueError(f"{path} is another recovery; choose another --out")
-    write_atomically(path, content)
-    if newest_saved_step(run / "checkpoint") >= last:
-        return last
-    run.mkdir(exist_ok=True)
-    (run / "outcome.json").unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=1",
-        "-m",
-        "train",
-    ]
-    command += ["--job.config_file", str(path), "--training.steps", str(last)]
-    with subprocess.Popen(command, stdout=sys.stderr) as process:
-        try:
-            process.wait(None if minutes == math.inf else 60 * minutes)
-        except subprocess.TimeoutExpired:
-            (run / "stop").touch()
-            process.wait()
-    outcome = read_outcome(run) or {"code": process.returncode, "reason": "see its messages"}
-    if process.returncode and outcome["code"] != STOPPED:
-        raise ValueError(f"the recovery failed: {outcome['reason']}")
-    return newest_saved_step(run / "checkpoint")
+    path, last = out / "run" / "job.toml", min(steps, job["training"]["steps"])
+    write_job(path, job)
+    if newest_saved_step(out / "run" / "checkpoint") < last:
+        trainer.train(path, "--training.steps", str(last), ends=(DONE, STOPPED), limit_s=60 * minutes)
+    return newest_saved_step(out / "run" / "checkpoint")
 
 
 def measure(model: Laneformer, parts: Sequence[Tensor], late: Late, out: Path, about: Row) -> list[Row]:
@@ -112,27 +86,23 @@ def measure(model: Laneformer, parts: Sequence[Tensor], late: Late, out: Path, a
     holds are kept.
     """
     path, depth = out / "recovery.jsonl", len(model.layers)
-    rows = same_run(read_lines(path), about, path)
+    rows = kept_rows(path, about)
     logged = {row["step"]: row for row in read_lines(out / "run" / "metrics.jsonl")}
     inputs, first = embedded(model, parts), late.first_late_layer
     dense = held_out_losses(model, inputs, parts, 0, [0.0] * depth, 1)["dropped"]
     saved = {0: out / "dense" / "checkpoint" / "step-0", **step_folders(out / "run" / "checkpoint")}
+    all_late = [0.0] * first + [1.0] * (depth - first)
     for step in sorted(saved.keys() - {row["step"] for row in rows}):
         if not (saved[step] / ".metadata").exists():  # a save that was interrupted
             continue
         student = late_model(model.config, load_weights(saved[step], model.config)).to(parts[0].device)
-        all_late = [0.0] * first + [1.0] * (depth - first)
-        found = held_out_losses(student, inputs, parts, 0, all_late, late.delay)
-        trained = sum(shares(step, depth - first, late.anneal_steps, late.layers_at_once))
         row = logged.get(step, {"gpu_hours": 0.0, "loss": None})
-        facts = {
-            "step": step,
-            "seconds": round(3600 * row["gpu_hours"], 1),
-            "late_layers": trained,
-            "kl": row["loss"],
-        }
-        rows.append({**facts, **found, "dense": dense, "about": about})
-        append_line(path, json.dumps(rows[-1]))
+        trained = {
+            "step": step, "seconds": round(3600 * row["gpu_hours"], 1), "kl": row["loss"],
+            "late_layers": sum(shares(step, depth - first, late.anneal_steps, late.layers_at_once)),
+        }  # fmt: skip
+        found = held_out_losses(student, inputs, parts, 0, all_late, late.delay)
+        keep(rows, {**trained, **found, "dense": dense, "about": about}, path)
     return rows
 
 

@@ -10,7 +10,7 @@ from laneformer.engine import Engine
 from laneformer.engine.bench import after
 from laneformer.engine.cpu.decoder import CpuDecoder
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
-from tools.ablate.variants import build
+from tests.neighbours import build
 from tools.timeline import token_s
 
 LINK_S = 0.01

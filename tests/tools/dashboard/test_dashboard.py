@@ -140,6 +140,12 @@ def test_missing_figures_are_not_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".x.html*")), "a temporary file stayed behind"
 
 
+def test_an_averaged_run_says_what_it_was_averaged_from(tmp_path: Path) -> None:
+    folder = write_rows(tmp_path / "average", [row(1)])
+    (folder / "lineage.json").write_text(json.dumps({"averaged": {"step-5": 0.25, "step-9": 0.75}}))
+    assert "step-5&#x27;: 0.25" in page([read_run(folder)], NOW)
+
+
 def test_several_runs_share_a_page(run_folder: Path, tmp_path: Path) -> None:
     other = write_rows(tmp_path / "other", [row(s) for s in range(1, 9)])
     write_page([run_folder, other], tmp_path / "x.html", now=NOW)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from records.page import short
-from records.run import read_run
+from records.run import Record, read_run
 from records.usage import RECENT, money, usage_of, whole
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.cards import tiles_of
@@ -78,28 +78,25 @@ def test_incidents_are_listed_once_and_escaped(folder: Path, tmp_path: Path) -> 
         event["text"] = "<b>no</b>"
     text = incidents_card(run)
     assert text.count("2 times") == 3, "both ranks said it"
-    assert '<span class="missing" title="">roll back</span>' in text
+    assert '<span class="missing">roll back</span>' in text
     assert "<b>no" not in text
     run.events = [
-        {**run.events[0], "x_step": i, "kind": "supervisor_alert", "text": f"call {i}"} for i in range(40)
+        Record(run.events[0], x_step=i, kind="supervisor_alert", text=f"call {i}") for i in range(40)
     ]
     text = incidents_card(run)
     assert "28 earlier ones</summary>" in text
     assert text.index("call 39") < text.index("call 38") < text.index("<details>") < text.index("call 0")
     ends = [
-        {**run.events[0], "kind": "supervisor_end", "x_step": None, "code": code, "text": f"{code}"}
+        Record(run.events[0], kind="supervisor_end", x_step=None, step=None, code=code, text=f"{code}")
         for code in (1, 0)
     ]
     run.events = ends
     text = incidents_card(run)
     assert text.count("<tr>") == 3, "the same place, other texts"
     assert text.count('class="missing"') == 1, "the one that crashed"
-    without = {
-        "kind": "supervisor_bad_node",
-        "phase": "phase1",
-        "text": "gpu-7",
-        "time": 1.0,
-    }  # nor do skips name one
+    without = Record(
+        kind="supervisor_bad_node", phase="phase1", text="gpu-7", time=1.0
+    )  # nor do skips name one
     run.events = [without]
     assert "<td>phase1</td><td></td><td>gpu-7</td>" in incidents_card(run)
     run.events = []

@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from plotly.offline import get_plotlyjs
 
-from records.page import html_page
 from tests.browser import browse, needs_browser
 from tests.tools.dashboard import made_up_run
-from tools.dashboard.__main__ import Live, page_body, read_runs, serve
+from tools.dashboard.__main__ import Live, serve
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -132,16 +130,16 @@ def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path)
     """
     coming = [31, 32, 33]
 
-    def body() -> str:  # the run goes on at each look that the page takes
-        drawn = page_body(read_runs([run_folder]), time.time())
-        if coming:
-            log_step(run_folder, coming.pop(0), 1.5)
-        return drawn
+    class Growing(Live):
+        """The run goes on at each look that the page takes."""
 
-    def whole(main: str, version: str) -> str:
-        return html_page("x", main, get_plotlyjs(), f"poll(200);{PROBE}", version, "'self'")
+        def body(self) -> str:
+            drawn = super().body()
+            if coming:
+                log_step(run_folder, coming.pop(0), 1.5)
+            return drawn
 
-    live = Live([run_folder], body, whole, rest=0.0)
+    live = Growing([run_folder], "x", f"poll(200);{PROBE}", rest=0.0)
     address: list[str] = []
     threading.Thread(target=serve, args=(live, 0, address.append), daemon=True).start()
     until(lambda: bool(address))

@@ -18,7 +18,7 @@ from evals.core.evaluate import task_figures
 from evals.core.tasks import NOT_CHOSEN, TASKS
 from laneformer.config import LaneformerConfig, flops_per_token
 from records.page import colour
-from records.run import read_run
+from records.run import Record, as_record, read_run
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import PARTS, write_page
 from tools.dashboard.cards import tiles_of
@@ -127,7 +127,7 @@ def test_missing_tasks_are_one_line_and_there_is_no_core(gappy: Path, tmp_path: 
     assert "hence no CORE: squad, coqa<" in text
     assert "eval_data/squad.jsonl is missing" in text
     assert ">squad<" not in text, "no row of its own"
-    assert '<span class="missing" title="">N/A</span>: reading<' in text
+    assert '<span class="missing">N/A</span>: reading<' in text
     assert (
         '<h3>CORE</h3><strong><span class="none">not measured</span></strong><small>20 of its 22'
         in tiles_of(run)
@@ -179,7 +179,7 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
         published = [f"{100 * RULER[length][task]:.1f} %" for length in RULER]
         assert re.findall(r"<td>(.*?)</td>", cells)[1::2] == published
     assert len(re.findall(r"<td>\d+\.\d %</td>", ruler)) == 21 + 22, "ours, and all that are published"
-    assert ruler.count('<span class="missing" title="">missing</span>') == 1, "ruler_fwe at 4,096"
+    assert ruler.count('<span class="missing">missing</span>') == 1, "ruler_fwe at 4,096"
     assert ruler.count('<b class="missing">N/A</b>') == 1, "and so no mean of 4,096"
     assert "<b>87.3 %</b>" in ruler, "the mean of what is published at 2,048"
     assert "<td>12</td><td>7.32 %</td><td>431</td>" in text
@@ -218,7 +218,7 @@ def test_scores_are_curves_over_checkpoints_beside_the_published_value(tmp_path:
     assert [y for _, y in short.points] == pytest.approx(means)
     assert len(long.points) == 3, "the last one lacks a task"
     (last,) = [r for r in run.evals_of("code") if r["protocol"] == "sampled"][-1:]
-    run.evals += [last | {"temperature": 0.2}]
+    run.evals += [Record(last, temperature=0.2)]
     _, at_08, at_02 = code_series(run)
     assert (at_08.name, len(at_08.points)) == (mbpp.name, len(mbpp.points)), (
         "another temperature is another curve"
@@ -307,21 +307,21 @@ def test_a_toy_bundle_shows_its_tasks_and_one_line_about_the_rest(whole: Path, t
 
 def test_an_old_record_has_a_standard_error_and_a_new_one_an_interval_and_few_items_are_noisy() -> None:
     old = {"accuracy": 0.0, "standard_error": 0.0, "n": 4, "n_total": 4}
-    assert "0.0000 ± 0.0000 <small>noisy</small>" in task_table({"tasks": {"winograd": old}})
-    assert "noisy" not in task_table({"tasks": {"winograd": {**old, "accuracy": 0.5, "n": 500}}})
+    assert "0.0000 ± 0.0000 <small>noisy</small>" in task_table(as_record({"tasks": {"winograd": old}}))
+    assert "noisy" not in task_table(as_record({"tasks": {"winograd": {**old, "accuracy": 0.5, "n": 500}}}))
     winograd = next(task for task in TASKS if task.label == "winograd")
     wrong = {"group": "", "right": False, "bytes": 10, "nats": 20 * math.log(2)}
     new = task_figures(winograd, [wrong] * 4, 4)  # as the evaluation writes it
-    text = task_table({"tasks": {"winograd": new}})
+    text = task_table(as_record({"tasks": {"winograd": new}}))
     assert "0.0000 (0.000 – 0.490) <small>noisy</small>" in text
     assert "<td>2.000</td>" in text, "the gold answer's bits per byte"
 
 
 def test_tasks_that_were_not_chosen_are_not_missing() -> None:
-    assert missing_part({"tasks": {}, "missing": {"copa": NOT_CHOSEN, "piqa": NOT_CHOSEN}}) == (
+    assert missing_part(Record(tasks={}, missing={"copa": NOT_CHOSEN, "piqa": NOT_CHOSEN})) == (
         '<p class="caption">2 tasks were not chosen.</p>'
     )
-    text = missing_part({"tasks": {}, "missing": {"copa": NOT_CHOSEN, "squad": "no file"}})
+    text = missing_part(Record(tasks={}, missing={"copa": NOT_CHOSEN, "squad": "no file"}))
     assert "1 of 2 tasks missing</span>, hence no CORE: squad<" in text
 
 
@@ -333,7 +333,7 @@ def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> 
     assert [(t["line"]["color"], t["legendgroup"]) for t in json.loads(figure)["data"]] == [
         (colour(1), "whole: nanochat, 500 items a task")
     ], "the colour that the run has in the figure of losses, though it is the only one with a CORE"
-    assert '<span class="missing" title="">missing</span>' in head
+    assert '<span class="missing">missing</span>' in head
     assert len(re.findall(r'id="(core-[a-z0-9]+)"', text)) == 2, "the comparison, and the run that has a CORE"
     ids = re.findall(r'<div id="([^"]+)"></div><script', text)
     assert len(ids) == len(set(ids)), ids
