@@ -102,7 +102,8 @@ class LaneformerModel(LaneformerPreTrainedModel):
         arguments as in `streams`.
         """
         h, cache = self.streams(input_ids, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(h).mean(2), **{CACHE: cache})
+        named: dict[str, Any] = {CACHE: cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(h).mean(2), **named)
 
     def streams(
         self,
@@ -223,7 +224,8 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
+        named: dict[str, Any] = {CACHE: cache}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
 
 
 def positions_of(attention_mask: Tensor | dict | None, cache_position: Tensor) -> Tensor:
