@@ -17,6 +17,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -31,10 +32,15 @@ TOKEN_BUDGETS = {
     "data_mixtures": 53_000,
     "train": 29_300,
     "evals": 32_400,
-    "tools": 105_300,
+    "tools": 105_000,
 }
 SLACK = 0.03
-FILE_LINES, KERNEL_LINES, FUNCTION_LINES, CLASS_LINES = 400, 600, 60, 200
+LIMITS = {"file": 400, "kernel file": 600, "function": 60, "class": 200}  # lines
+DEFINITIONS: dict[Any, str] = {
+    ast.FunctionDef: "function",
+    ast.AsyncFunctionDef: "function",
+    ast.ClassDef: "class",
+}
 COLUMNS, LONG_LINES_PERCENT = 110, 2
 SAMPLING_RULE_FILES = 5
 PYTHON, KERNELS = {".py", ".pyi"}, {".cu", ".cuh"}
@@ -90,42 +96,35 @@ def sources(root: Path) -> dict[Path, str]:
 
 def sizes(texts: dict[Path, str]) -> list[Measure]:
     """Lines of files, functions and classes, and the share of long lines."""
-    files, kernels, classes, long, total = {}, {}, {}, [], 0
-    functions: dict[str, int] = {}
+    lengths: dict[str, list[tuple[str, int]]] = {what: [] for what in LIMITS}
+    long, total = [], 0
     for path, text in texts.items():
         lines = text.splitlines()
         total += len(lines)
         long += [f"{path}:{n}" for n, line in enumerate(lines, 1) if len(line) > COLUMNS]
         if path.suffix in KERNELS or path.parent.name == "kernels":
-            kernels[str(path)] = len(lines)
+            lengths["kernel file"].append((str(path), len(lines)))
         elif str(path) not in LONG_FILES:
-            files[str(path)] = len(lines)
+            lengths["file"].append((str(path), len(lines)))
         if path.suffix not in PYTHON:
-            functions |= {f"{path}: {name}": count for name, count in cpp_functions(text)}
+            lengths["function"] += [(f"{path}: {name}", count) for name, count in cpp_functions(text)]
             continue
+        node: Any
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions[f"{path}:{node.lineno} {node.name}"] = lines_of(node)
-            elif isinstance(node, ast.ClassDef) and node.name not in LONG_CLASSES:
-                classes[f"{path}:{node.lineno} {node.name}"] = lines_of(node)
+            what = DEFINITIONS.get(type(node))
+            if what and node.name not in LONG_CLASSES:
+                lengths[what].append((f"{path}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1))
     percent = round(100 * len(long) / max(1, total), 1)
     return [
-        longest("file", files, FILE_LINES),
-        longest("kernel file", kernels, KERNEL_LINES),
-        longest("function", functions, FUNCTION_LINES),
-        longest("class", classes, CLASS_LINES),
+        *(longest(what, lengths[what], limit) for what, limit in LIMITS.items()),
         Measure(f"% of lines above {COLUMNS} columns", percent, LONG_LINES_PERCENT, long),
     ]
 
 
-def lines_of(node: ast.stmt) -> int:
-    return (node.end_lineno or 0) - node.lineno + 1
-
-
-def longest(what: str, lengths: dict[str, int], limit: int) -> Measure:
+def longest(what: str, lengths: list[tuple[str, int]], limit: int) -> Measure:
     """The largest of `lengths`, and all above the limit."""
-    above = [f"{name}: {n}" for name, n in lengths.items() if n > limit]
-    return Measure(f"lines of the longest {what}", max(lengths.values(), default=0), limit, above)
+    above = [f"{name}: {n}" for name, n in lengths if n > limit]
+    return Measure(f"lines of the longest {what}", max((n for _, n in lengths), default=0), limit, above)
 
 
 def token_measures(texts: dict[Path, str]) -> list[Measure]:
