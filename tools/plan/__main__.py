@@ -74,14 +74,11 @@ class Options:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    first = next(
-        (i for i, a in enumerate(arguments) if a.startswith("--") and "." in a.split("=")[0]), len(arguments)
-    )
-    options = tyro.cli(Options, args=arguments[:first], prog="python -m tools.plan", description=__doc__)
+    about: Any = {"prog": "python -m tools.plan", "description": __doc__, "return_unknown_args": True}
+    options, overrides = tyro.cli(Options, args=arguments, **about)
     console = Console(quiet=options.json, width=None if sys.stdout.isatty() else 120)
     try:
-        result = plan(options, arguments[first:])
+        result = plan(options, list(overrides))
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
         raise SystemExit(2) from None
