@@ -204,3 +204,6 @@ def test_long_files_and_functions_are_found() -> None:
     assert found["lines of the longest file"] == (401, False, ["a.py: 401"])
     assert found["lines of the longest kernel file"] == (600, True, [])
     assert found["lines of the longest function"] == (61, False, ["a.py:1 f: 61"])
+    overloads = {Path("a.cpp"): "void f() {\n" + "  g();\n" * 60 + "}\nvoid f(int) {}\n"}
+    found = {row.name: (row.value, row.ok, row.found) for row in structure.sizes(overloads)}
+    assert found["lines of the longest function"] == (62, False, ["a.cpp: f: 62"])
