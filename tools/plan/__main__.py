@@ -74,11 +74,14 @@ class Options:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    about: Any = {"prog": "python -m tools.plan", "description": __doc__, "return_unknown_args": True}
-    options, overrides = tyro.cli(Options, args=arguments, **about)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    first = next(
+        (i for i, a in enumerate(arguments) if a.startswith("--") and "." in a.split("=")[0]), len(arguments)
+    )
+    options = tyro.cli(Options, args=arguments[:first], prog="python -m tools.plan", description=__doc__)
     console = Console(quiet=options.json, width=None if sys.stdout.isatty() else 120)
     try:
-        result = plan(options, list(overrides))
+        result = plan(options, arguments[first:])
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
         raise SystemExit(2) from None
