@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from tools.check import structure
-from tools.check.imports import Edge, broken_arrows, circles, edges, folder_edges, imported, modules
+from tools.check.imports import (
+    Edge,
+    broken_arrows,
+    circles,
+    edges,
+    folder_edges,
+    imported,
+    modules,
+    package_of,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 # inside laneformer: what a part may use of the others, and the heavy libraries that only some parts may touch
@@ -60,10 +69,9 @@ def test_limits() -> None:
 
 
 def test_nobody_imports_a_second_copy_of_laneformer() -> None:
-    for path in modules(ROOT).values():
-        assert not any(name.startswith("models.") for name, _ in imported(ast.parse(path.read_text()), [])), (
-            path
-        )
+    for module, path in modules(ROOT).items():
+        names = [name for name, _ in imported(ast.parse(path.read_text()), package_of(module, path))]
+        assert not any(name.startswith("models.") for name in names), path
 
 
 def test_arrows_inside_laneformer() -> None:
@@ -73,7 +81,7 @@ def test_arrows_inside_laneformer() -> None:
         part = "engine/cuda" if parts[:2] == ("engine", "cuda") else parts[0].removesuffix(".py")
         if part == "__init__":
             continue
-        package = module.split(".")[: None if path.name == "__init__.py" else -1]
+        package = package_of(module, path)
         names = [f"{target}.{name}" for target, name in imported(ast.parse(path.read_text()), package)]
         used = {name.split(".")[1] for name in names if name.startswith("laneformer.")} - {part, parts[0]}
         used = {name for name in used if (folder / name).is_dir() or (folder / f"{name}.py").is_file()}
@@ -132,11 +140,10 @@ def test_functions_of_both_languages() -> None:
     }
     template <int N> __global__ void __launch_bounds__(256) kernel(const float* x) { run([] { return N; }); }
     """
-    assert [(name, body.count("\n")) for name, body in structure.functions(Path("a.cu"), cpp)] == [
-        ("sum", 0), ("Ring::Ring", 2), ("kernel", 0),
-    ]  # fmt: skip
-    python = "class A:\n    def b(self):\n        def c():\n            pass\n"
-    assert [name for name, _ in structure.functions(Path("a.py"), python)] == ["A.b", "A.b.c"]
+    assert list(structure.cpp_functions(cpp)) == [("sum", 1), ("Ring::Ring", 3), ("kernel", 1)]
+    inner = "class A:\n    def b(self):\n        async def c():\n" + "            x = 1\n" * 60
+    found = {row.name: row.found for row in structure.sizes({Path("a.py"): inner})}
+    assert found["lines of the longest function"] == ["a.py:2 b: 62", "a.py:3 c: 61"]
 
 
 def test_planted_circles_of_folders_are_found(tmp_path: Path) -> None:
@@ -181,7 +188,7 @@ def test_long_classes_and_long_lines_are_found() -> None:
     found = {
         row.name: row for row in structure.sizes({Path("a.py"): body, Path("b.py"): "# " + "y" * 109 + "\n"})
     }
-    assert found["lines of the longest class"].found == ["a.py: A: 201"]
+    assert found["lines of the longest class"].found == ["a.py:1 A: 201"]
     assert found["% of lines above 110 columns"].found == ["b.py:1"]
     assert found["% of lines above 110 columns"].ok
     assert not structure.sizes({Path("b.py"): "# " + "y" * 109 + "\n"})[-1].ok
@@ -196,4 +203,7 @@ def test_long_files_and_functions_are_found() -> None:
     found = {row.name: (row.value, row.ok, row.found) for row in structure.sizes(texts)}
     assert found["lines of the longest file"] == (401, False, ["a.py: 401"])
     assert found["lines of the longest kernel file"] == (600, True, [])
-    assert found["lines of the longest function"] == (61, False, ["a.py: f: 61"])
+    assert found["lines of the longest function"] == (61, False, ["a.py:1 f: 61"])
+    overloads = {Path("a.cpp"): "void f() {\n" + "  g();\n" * 60 + "}\nvoid f(int) {}\n"}
+    found = {row.name: (row.value, row.ok, row.found) for row in structure.sizes(overloads)}
+    assert found["lines of the longest function"] == (62, False, ["a.cpp: f: 62"])

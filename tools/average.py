@@ -1,8 +1,8 @@
 """The mean of several checkpoints of a run, as a run folder with one checkpoint: weights
 alone, with their origin.
 
-    python -m tools.average runs/phase1 --last 5 --out runs/phase1-average python -m tools.average
-    runs/phase1/checkpoint/step-480000 runs/phase1/checkpoint/step-500000 --out runs/mean
+    python -m tools.average runs/phase1 --last 5 --out runs/phase1-average
+    python -m tools.average runs/phase1/checkpoint/step-480000 runs/phase1/checkpoint/step-500000 --out runs/mean
 
 In the stable part of a WSD schedule the learning rate hides what a model has learned: every checkpoint is off
 the valley it moves along, each by another random step. Their mean is near it, much as after a decay, and
@@ -42,6 +42,8 @@ from records.checkpoints import (
 )
 from records.files import read_lines
 from records.job import read_sections
+
+KEPT = ("step", "phase", "attempt", "tokens", "tokens_total", "time")  # of a row of metrics.jsonl
 
 
 class Reader(dcp.FileSystemReader):
@@ -84,10 +86,12 @@ def average(
     of the averaged checkpoints.
 
     Args:
-        checkpoints: checkpoint folders, runs/<name>/checkpoint/step-N; with --last one run folder out: run
-        folder to create last: average this many of the run's newest complete checkpoints weights: weight of
-        each checkpoint in the given order; default: equal force: average checkpoints of different runs, too,
-        and of models that differ in more than their weights overwrite: replace `out` if it is not empty
+        checkpoints: checkpoint folders, runs/<name>/checkpoint/step-N; with --last one run folder
+        out: run folder to create
+        last: average this many of the run's newest complete checkpoints
+        weights: weight of each checkpoint in the given order; default: equal
+        force: average checkpoints of different runs, too, and of models that differ in more than their weights
+        overwrite: replace `out` if it is not empty
     """
     started = time.monotonic()
     chosen = newest(checkpoints, last) if last is not None else list(checkpoints)
@@ -100,9 +104,8 @@ def average(
         for name, shape in config.tensor_shapes().items()
     }
     with staged_folder(out, overwrite) as folder:
-        describe(
-            folder, path, step, dict(zip((str(each.resolve()) for each in chosen), weights, strict=True))
-        )
+        averaged = {str(each.resolve()): weight for each, weight in zip(chosen, weights, strict=True)}
+        describe(folder, path, step, averaged)
         target = folder / f"checkpoint/step-{step}"
         dcp.save(empty, checkpoint_id=target, planner=MeanPlanner(chosen, weights), no_dist=True)
         write_checksums(target)
@@ -142,10 +145,8 @@ def check(checkpoints: Sequence[Path], weights: Sequence[float], force: bool) ->
     if (model := read_architecture(first)) is None:
         raise ValueError(f"{first} has no model.json, nor has its run folder; give a checkpoint of `train`")
     for path in others:
-        theirs, (run, other) = (
-            read_architecture(path) or {},
-            (each.resolve().parent.parent for each in (first, path)),
-        )
+        theirs = read_architecture(path) or {}
+        run, other = (each.resolve().parent.parent for each in (first, path))
         differing = sorted(key for key in model | theirs if model.get(key) != theirs.get(key))
         if (run != other or differing) and not force:
             what = f"models that differ in {', '.join(differing)}" if differing else "two runs"
@@ -175,12 +176,8 @@ def describe(folder: Path, newest: Path, step: int, averaged: dict[str, float]) 
         job["training"]["steps"] = step
         (folder / "config.toml").write_text(tomli_w.dumps(job))
     rows = [row for row in read_lines(run / "metrics.jsonl") if row.get("step") == step]
-    for row in rows[-1:]:
-        kept = {
-            key: row[key]
-            for key in ("step", "phase", "attempt", "tokens", "tokens_total", "time")
-            if key in row
-        }
+    if rows:
+        kept = {key: rows[-1][key] for key in KEPT if key in rows[-1]}
         (folder / "metrics.jsonl").write_text(json.dumps({**kept, "averaged": len(averaged)}) + "\n")
 
 

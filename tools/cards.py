@@ -62,27 +62,30 @@ class Inputs:
         value: float = row["value"] if "value" in row else row[case]
         return value
 
+    def cards(self, *needed: str) -> list[Card]:
+        """Every GPU that has these rows, in the file's order."""
+        return [
+            Card(name, **{row: self.rows[f"{name.lower()}.{row}"]["value"] for row in rows})
+            for name, rows in tables()["cards"].items()
+            if rows.keys() >= set(needed)
+        ]
+
     def card(self, name: str, *needed: str) -> Card:
         """The GPU of this name, or the first whose name starts with it, in any case.
 
         ValueError for an unknown name, or where one of the rows `needed` is missing; it lists the cards that have them.
         """
-        complete = [card for card, rows in tables()["cards"].items() if rows.keys() >= set(needed)]
-        matching = [card for card in complete if card.lower().startswith(name.lower())]
+        complete = self.cards(*needed)
+        matching = [card for card in complete if card.name.lower().startswith(name.lower())]
         if not matching:
             rows = f" with {', '.join(needed)}" if needed else ""
-            raise ValueError(f"no datasheet{rows} of GPU {name!r}; choose from {', '.join(complete)}")
-        return self._card(min(matching, key=len))
-
-    def _card(self, name: str) -> Card:
-        return Card(
-            name, **{row: self.rows[f"{name.lower()}.{row}"]["value"] for row in tables()["cards"][name]}
-        )
+            known = ", ".join(card.name for card in complete)
+            raise ValueError(f"no datasheet{rows} of GPU {name!r}; choose from {known}")
+        return min(matching, key=lambda card: len(card.name))
 
     def card_of_device(self, device: str) -> Card | None:
         """The GPU that a driver calls `device`, such as NVIDIA H100 80GB HBM3."""
-        names = (name for name in tables()["cards"] if name.lower() in device.lower())
-        return next(map(self._card, names), None)
+        return next((card for card in self.cards() if card.name.lower() in device.lower()), None)
 
 
 INPUTS = Inputs.read()

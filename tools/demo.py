@@ -26,7 +26,6 @@ from laneformer import Engine
 from laneformer.chat import ChatTokenizer, render, token_ids
 from records.files import read_lines
 
-PROMPTS = ("def main(", "The first", "import os\n", "Question: what is 12 + 30?\n", "Returns a list of")
 NEW_TOKENS = 48
 BUNDLE = "evals/core/demo_bundle"  # not CORE: too few tasks, easy rows
 PHASES = ("phase1", "phase2", "sft")
@@ -45,28 +44,27 @@ def main(
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # Transformers shows one for every model that it loads
     clear(out)
     stage("1/8  real text -> tokens, shards, mixture locks")
-    run("-m", "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", str(out / "data"))
+    run("-m", "data_mixtures.prepare", "data_mixtures/demo.toml", "--out", out / "data")
     stage(f"2/8  phase 1: broad mixture, {ranks} FSDP ranks")
-    train(out, "phase1", out / "data/phase1.lock.json", steps1, ranks)
+    first = train(out, "phase1", out / "data/phase1.lock.json", steps1, ranks)
     stage("3/8  phase 2: code and reasoning, from the last checkpoint of phase 1")
-    train(
-        out, "phase2", out / "data/phase2.lock.json", steps2, ranks, out / f"phase1/checkpoint/step-{steps1}"
-    )
+    second = train(out, "phase2", out / "data/phase2.lock.json", steps2, ranks, first)
     stage("4/8  fine-tuning on conversations of people, from the last checkpoint of phase 2")
     lock = prepare_conversations(out)
-    train(out, "sft", lock, steps3, ranks, out / f"phase2/checkpoint/step-{steps2}", "--optimizer.lr", "3e-3")
+    third = train(out, "sft", lock, steps3, ranks, second, "--optimizer.lr", "3e-3")
     merge_metrics(out)
     stage("5/8  checkpoints -> Hugging Face folders, before and after fine-tuning")
     base, final = out / "phase2/hf", out / "hf"
-    export(out / f"phase2/checkpoint/step-{steps2}", base)
-    exported = export(out / f"sft/checkpoint/step-{steps3}", final)
+    export(second, base)
+    exported = export(third, final)
     stage("6/8  the decode engine against Transformers, token for token; replies to held-out conversations")
-    matches = engine_matches_hf(final)
+    options = ("--against", "published", "--trust-remote-code", "--new-tokens", NEW_TOKENS, "--json")
+    greedy = run("-m", "tools.check", "engine", final, *options)["greedy"]
     chat = chat_figures(base, final, held_out_conversations(lock.parent))
     stage("7/8  bits per byte, a toy bundle of CORE, contamination, decode speed")
     measured = evaluate(out, base, final, steps2, steps3)
     stage("8/8  dashboard")
-    run("-m", "tools.dashboard", str(out), "--out", str(out / "dashboard.html"))
+    run("-m", "tools.dashboard", out, "--out", out / "dashboard.html")
     size = sum(path.stat().st_size for path in final.glob("*.safetensors"))
     console.print(f"[bold]a sample exchange[/bold] with a model of {size:,} bytes:")
     console.print(
@@ -75,7 +73,7 @@ def main(
     console.print(f"everything is in {out}/; open {out}/dashboard.html")
     rest = {
         "hf_max_logit_diff": exported["hf_max_logit_diff"],
-        "engine_matches_hf": matches,
+        "engine_matches_hf": greedy["same"] == greedy["prompts"],
         **chat,
         **measured,
     }
@@ -96,36 +94,32 @@ def prepare_conversations(out: Path) -> Path:
     file of their mixture.
     """
     folder = out / "conversations"
-    files = {name: folder / f"{name}.jsonl" for name in ("chitchat", "identity")}
-    run("-m", "examples.chitchat", "--out", str(files["chitchat"]))
-    run("-m", "train.sft.identity", "--out", str(files["identity"]), "--conversations", "500")
-    options = ("--tokenizer", str(out / "data/tokenizer.model"), "--out", str(folder), "--seq-len", "256")
-    run("-m", "train.sft", *map(str, files.values()), *options, "--weights", *CHAT_WEIGHTS)
+    people, identity = folder / "chitchat.jsonl", folder / "identity.jsonl"
+    run("-m", "examples.chitchat", "--out", people)
+    run("-m", "train.sft.identity", "--out", identity, "--conversations", 500)
+    options = ("--tokenizer", out / "data/tokenizer.model", "--out", folder, "--seq-len", 256)
+    run("-m", "train.sft", people, identity, *options, "--weights", *CHAT_WEIGHTS)
     return folder / "sft.lock.json"
 
 
 def export(checkpoint: Path, out: Path) -> dict[str, Any]:
-    return run(
-        "-m", "tools.export_hf", "--checkpoint", str(checkpoint), "--out", str(out), "--dtype", "float32"
-    )
+    return run("-m", "tools.export_hf", "--checkpoint", checkpoint, "--out", out, "--dtype", "float32")
 
 
 def evaluate(out: Path, base: Path, final: Path, steps2: int, steps3: int) -> dict[str, Any]:
     """What pre-training reached and how fast the final model decodes, into evals.jsonl; figures
     of the last line.
     """
-    written = ("--out", str(out / "evals.jsonl"))
+    written = ("--out", out / "evals.jsonl")
     seen = {row["phase"]: row["tokens_total"] for row in read_lines(out / "metrics.jsonl")}
 
-    def about(folder: Path, phase: str, step: int) -> tuple[str, ...]:
-        known = ("--phase", phase, "--step", str(step), "--tokens-total", str(seen[phase]))
-        return str(folder), *written, *known
+    def about(folder: Path, phase: str, step: int) -> tuple[Any, ...]:
+        return folder, *written, "--phase", phase, "--step", step, "--tokens-total", seen[phase]
 
-    bpb = run("-m", "evals.bits_per_byte", *about(base, "phase2", steps2), "--data", str(out / "data"))
-    core = run(
-        "-m", "evals.core", *about(base, "phase2", steps2), "--bundle", BUNDLE, "--protocol", "nanochat"
-    )
-    run("-m", "evals.contamination", "--data", str(out / "data"), *written)
+    pretrained = about(base, "phase2", steps2)
+    bpb = run("-m", "evals.bits_per_byte", *pretrained, "--data", out / "data")
+    core = run("-m", "evals.core", *pretrained, "--bundle", BUNDLE, "--protocol", "nanochat")
+    run("-m", "evals.contamination", "--data", out / "data", *written)
     bench = run("-m", "evals.decode_speed", *about(final, "sft", steps3))
     return {
         "decode_tokens_per_s": bench["tokens_per_s"],
@@ -140,12 +134,11 @@ def stage(title: str) -> None:
     console.rule(f"[bold cyan]{title}", align="left")
 
 
-def run(*arguments: str) -> dict[str, Any]:
+def run(*arguments: Any) -> dict[str, Any]:
     """Run one of our commands; its output is shown, and its last line returned if that is JSON."""
-    command = [sys.executable, *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=dict(os.environ, PYTHONUNBUFFERED="1")
-    ) as process:
+    command = [sys.executable, *map(str, arguments)]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         last = ""
         for line in process.stdout:
@@ -154,14 +147,16 @@ def run(*arguments: str) -> dict[str, Any]:
             if not line.startswith("{"):
                 console.print(line.rstrip(), markup=False, highlight=False)
     if process.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed with exit status {process.returncode}")
+        raise SystemExit(f"{' '.join(command[1:])} failed with exit status {process.returncode}")
     return json.loads(last) if last.startswith("{") else {}
 
 
 def train(
     out: Path, phase: str, lock: Path, steps: int, ranks: int, parent: Path | None = None, *overrides: str
-) -> None:
-    """One phase under torchrun, its log beside its checkpoints, its progress from the metrics it writes."""
+) -> Path:
+    """One phase under torchrun, its log beside its checkpoints, its progress from the metrics it writes; returns its
+    last checkpoint.
+    """
     folder = out / phase
     folder.mkdir(parents=True)
     log = folder / "train.log"
@@ -172,23 +167,23 @@ def train(
         *(("--checkpoint.initial_load_path", str(parent)) if parent else ()), *overrides,
     ]  # fmt: skip
     console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file, progress_bar() as progress:
         task = progress.add_task(phase, total=steps, loss="", rate="")
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
-        try:
-            while process.poll() is None:
-                show_progress(progress, task, folder / "metrics.jsonl")
-                time.sleep(0.5)
-        finally:
-            if process.poll() is None:
+        with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env) as process:
+            try:
+                while process.poll() is None:
+                    time.sleep(0.5)
+                    show_progress(progress, task, folder / "metrics.jsonl")
+            except BaseException:
                 process.terminate()
-        show_progress(progress, task, folder / "metrics.jsonl")
+                raise
     if process.returncode:
         console.print("".join(log.read_text().splitlines(keepends=True)[-40:]), markup=False, highlight=False)
         raise SystemExit(
             f"training {phase} failed with exit status {process.returncode}; the whole log is {log}"
         )
+    return folder / f"checkpoint/step-{steps}"
 
 
 def progress_bar() -> Progress:
@@ -211,27 +206,6 @@ def merge_metrics(out: Path) -> None:
     with open(out / "metrics.jsonl", "w") as merged:
         for phase in PHASES:
             merged.write((out / phase / "metrics.jsonl").read_text())
-
-
-def engine_matches_hf(folder: Path) -> bool:
-    """Whether greedy tokens of the C++ engine and of Transformers are equal for a few prompts."""
-    import torch
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-    equal = []
-    with Engine.from_pretrained(folder, device="cpu") as engine:
-        for prompt in PROMPTS:
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
-            theirs = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[
-                0, ids.shape[1] :
-            ].tolist()
-            equal.append(list(engine.generate(ids[0].tolist(), max_new_tokens=NEW_TOKENS)) == theirs)
-            console.print(
-                f"{'same' if equal[-1] else 'DIFFERENT'}: {prompt!r}", markup=False, highlight=False
-            )
-    return all(equal)
 
 
 def held_out_conversations(data: Path, source: str = "chitchat") -> list[tuple[list[int], Any]]:
@@ -282,13 +256,11 @@ def reply(folder: Path, question: str) -> str:
 
 def training_figures(out: Path) -> dict[str, Any]:
     rows = read_lines(out / "metrics.jsonl")
-    losses = {phase: [row["loss"] for row in rows if row["phase"] == phase] for phase in PHASES}
-    ends = {
-        f"{phase}_loss_{end}": of[i]
-        for phase, of in losses.items()
-        for end, i in (("first", 0), ("last", -1))
-    }
-    return {**ends, "tokens": rows[-1]["tokens_total"]}
+    figures: dict[str, float] = {}
+    for phase in PHASES:
+        losses = [row["loss"] for row in rows if row["phase"] == phase]
+        figures |= {f"{phase}_loss_first": losses[0], f"{phase}_loss_last": losses[-1]}
+    return {**figures, "tokens": rows[-1]["tokens_total"]}
 
 
 if __name__ == "__main__":

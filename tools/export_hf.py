@@ -30,10 +30,12 @@ def main(
     """Write the Hugging Face folder `out`; the last line of stdout is JSON.
 
     Args:
-        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`. out: folder to create. dtype: dtype of
-        the weights in `out`. config: path of `model.json`; default: the run folder's. tokenizer: path of a
-        SentencePiece `tokenizer.model` or of a `tokenizer.json`; default: the run folder's. overwrite:
-        replace `out` if it is not empty.
+        checkpoint: torch DCP folder, `runs/<name>/checkpoint/step-N`
+        out: folder to create
+        dtype: dtype of the weights in `out`
+        config: path of `model.json`; default: the run folder's
+        tokenizer: path of a SentencePiece `tokenizer.model` or of a `tokenizer.json`; default: the run folder's
+        overwrite: replace `out` if it is not empty
     """
     check_contents(checkpoint)
     check_joins(checkpoint)

@@ -45,12 +45,14 @@ def token_s(
     module_s: tuple[float, float],
     link_s: float,
     *,
+    head_s: float = 0.0,
     modules_late: int = 0,
     ends: int = 1,
 ) -> float:
     """Seconds of a token.
 
-    module_s: of attention and MLP. link_s: from the end of a module until the other lanes can read its outputs.
+    module_s: of attention and MLP. head_s: of the head. link_s: from the end of a module until the other lanes can
+    read its outputs.
     modules_late: outputs are awaited that many modules after the join that needs them by the config (1: Ladder
     Residual). ends: further exchanges that nothing hides, such as the one that agrees on the token.
     """
@@ -65,7 +67,7 @@ def token_s(
             clock = max(clock, arrival[number - modules_late - 2 * late])
     # the head reads the finished stream
     last = [arrival[n] for n in range(count - modules_late, count) if due[n] is not None]
-    return max([clock, *last]) + ends * link_s
+    return max([clock, *last]) + ends * link_s + head_s
 
 
 def split_layer(config: LaneformerConfig, layer_s: float) -> tuple[float, float]:

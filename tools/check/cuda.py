@@ -22,10 +22,11 @@ from laneformer import LaneformerConfig
 from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
 from tools.check.reference import (
     Weights,
-    first_difference,
+    compare_greedy,
     hf_greedy,
     hf_logits,
     hf_model,
+    length_beyond_windows,
     mean_kl,
     planted_faults,
     random_prompts,
@@ -50,9 +51,7 @@ class Reference:
     error: float  # of bf16: largest relative error of a position
     kl: float
     worst: float  # largest difference of a logit
-    greedy: Callable[
-        [tuple[int, ...], int], tuple[list[int], list[float]]
-    ]  # tokens and leads of float32, cached
+    greedy: Callable[[list[int], int], tuple[list[int], list[float]]]  # tokens and leads of float32, cached
 
 
 def reference(config: LaneformerConfig, weights: Weights, length: int) -> Reference:
@@ -60,14 +59,14 @@ def reference(config: LaneformerConfig, weights: Weights, length: int) -> Refere
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     model = hf_model(config, weights, torch.float32)
     single, half = hf_logits(model, ids), hf_logits(hf_model(config, weights, torch.bfloat16), ids)
-    greedy = functools.cache(lambda prompt, new_tokens: hf_greedy(model, list(prompt), new_tokens))
+    cached = functools.cache(lambda prompt, new_tokens: hf_greedy(model, list(prompt), new_tokens))
     errors, worst = relative_errors(half, single), float(np.abs(half - single).max())
-    return Reference(ids, single, float(errors.max()), mean_kl(single, half), worst, greedy)
+    error, kl = float(errors.max()), mean_kl(single, half)
+    return Reference(ids, single, error, kl, worst, lambda prompt, count: cached(tuple(prompt), count))
 
 
 def scored_length(config: LaneformerConfig) -> int:
-    windows = [config.window(i) or 0 for i in range(config.num_hidden_layers)]
-    return min(config.max_position_embeddings, max(windows) + BEYOND_WINDOW)
+    return length_beyond_windows(config, BEYOND_WINDOW)
 
 
 def score(decoder: SequenceDecoder, ids: list[int]) -> np.ndarray:
@@ -93,24 +92,18 @@ def greedy(decoder: SequenceDecoder, prompt: list[int], new_tokens: int = NEW_TO
     return decoder.wait()
 
 
-def compare_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, count: int) -> Report:
+def check_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, count: int) -> Report:
     """Our tokens against float32's. `worst`: largest error of our logits; a lead below both errors is a tie.
 
     The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which
     reads the longer prompts.
     """
-    diverged, tokens = [], []
-    for index, prompt in enumerate(random_prompts(decoder.config, count, PROMPT_LENGTHS, NEW_TOKENS)):
-        ours = greedy(decoder, prompt)
-        theirs, leads = truth.greedy(tuple(prompt), len(ours))
-        tokens.append(ours)
-        if (first := first_difference(ours, theirs)) is not None:
-            tie = 2 * (min(worst, truth.worst) if len(prompt) <= IN_KERNEL_TOKENS else truth.worst)
-            diverged.append({"prompt": index, "token": first, "lead": leads[first], "tie": tie})
-    return {
-        "prompts": count, "same": count - len(diverged), "diverged": diverged,
-        "unexplained": sum(p["lead"] > p["tie"] for p in diverged), "ids": tokens,
-    }  # fmt: skip
+
+    def tie_of(prompt: list[int]) -> float:
+        return 2 * (min(worst, truth.worst) if len(prompt) <= IN_KERNEL_TOKENS else truth.worst)
+
+    prompts = random_prompts(decoder.config, count, PROMPT_LENGTHS, NEW_TOKENS)
+    return compare_greedy(prompts, lambda prompt: greedy(decoder, prompt), truth.greedy, tie_of)
 
 
 def differing_runs(decoder: SequenceDecoder, ids: list[int], runs: int) -> int:
@@ -156,7 +149,7 @@ def check(
             report[version] = compare(logits[version], truth)
             passed[f"{version}: closer to float32 than bf16 is"] = report[version]["holds"]
             progress(f"{version}: {count} prompts, {runs} repeated runs")
-            found = compare_greedy(decoder, truth, report[version]["worst"], count)
+            found = check_greedy(decoder, truth, report[version]["worst"], count)
             tokens[version] = found.pop("ids")
             report[version]["greedy"] = found
             passed[f"{version}: greedy tokens"] = found["unexplained"] == 0

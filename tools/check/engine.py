@@ -33,13 +33,14 @@ from laneformer import Engine, LaneformerConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from records.files import code_version
 from tools.check import int8, published
-from tools.check.gates import MARGIN, Options, compare_greedy, load, verdict
+from tools.check.gates import MARGIN, Options, check_greedy, load, verdict
 from tools.check.reference import (
     BLOCK,
     Weights,
     chosen_positions,
     hf_logits,
     hf_model,
+    length_beyond_windows,
     mean_kl,
     model_outputs,
     module_report,
@@ -104,8 +105,7 @@ class Reference:
 
 def reference_of(config: LaneformerConfig, weights: Weights, options: Options, console: Console) -> Reference:
     """Run the float64 model and Transformers in bf16 and float32 on ids that reach a block past the window."""
-    windows = [config.window(i) or 0 for i in range(config.num_hidden_layers)]
-    length = min(config.max_position_embeddings, 8 + max(windows) + BLOCK)
+    length = length_beyond_windows(config, 8 + BLOCK)
     positions = chosen_positions(config, length)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     console.print(f"float64 reference on {length} positions", style="dim")
@@ -115,12 +115,9 @@ def reference_of(config: LaneformerConfig, weights: Weights, options: Options, c
     single_model = hf_model(config, weights, torch.float32)
     single = hf_logits(single_model, ids)
     errors, worst = {}, {}
-    for name, logits_of in (("hf_fp32", single), ("hf_bf16", half)):
-        expected = logits[: len(logits_of)]
-        errors[name], worst[name] = (
-            relative_errors(logits_of, expected),
-            float(np.abs(logits_of - expected).max()),
-        )
+    for name, found in (("hf_fp32", single), ("hf_bf16", half)):
+        expected = logits[: len(found)]
+        errors[name], worst[name] = relative_errors(found, expected), float(np.abs(found - expected).max())
     factor, yardstick = (MARGIN, "hf_fp32") if options.math == "exact" else (1.0, "hf_bf16")
     tie = 2 * (factor * worst[yardstick] + worst["hf_fp32"])
     allowed, half_kl = float(factor * errors[yardstick].max()), mean_kl(single[: len(half)], half)
@@ -137,7 +134,7 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         isa, logits = engine.isa, engine.logits(truth.ids)
         partials = engine._partials(truth.ids, truth.positions)
         modules = module_report(config, partials, truth.outputs, truth.positions, options.math)
-        greedy = compare_greedy(engine, truth.single_model, options, truth.tie)
+        greedy = check_greedy(engine, truth.single_model, options, truth.tie)
     errors = truth.errors | {"engine": relative_errors(logits, truth.logits)}
     kl = {"engine": mean_kl(truth.single, logits), "hf_bf16": truth.half_kl}
     console.print(f"{options.runs} repeated runs each on {options.threads} threads", style="dim")
@@ -154,22 +151,21 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         **{f"locates: {name}": (*where.values(), where["planted_in"] == where["first_wrong"])
            for name, where in found.items()},
     }  # fmt: skip
-    length = len(truth.ids)
-    by_depth = {
-        d: {who: float(e[d - 1]) for who, e in errors.items() if d <= len(e)} for d in depths(config, length)
+    by_depth: dict[Any, dict[str, float]] = {
+        p + 1: {who: float(error[p]) for who, error in errors.items() if p < len(error)}
+        for p in truth.positions
     }
-    shown: dict[Any, dict[str, float]] = {**by_depth, "worst": worst}
     tables = {
         "Modules' partial outputs against float64, worst of layers and lanes": modules["by_depth"],
         "Relative error of the logits": [
-            {"depth": d, **{who: row.get(who) for who in errors}} for d, row in shown.items()
+            {"depth": d, **{who: row.get(who) for who in errors}} for d, row in {**by_depth, "worst": worst}.items()
         ],
     }  # fmt: skip
-    if greedy["parted"]:
-        tables[f"Greedy continuations that part; a tie is below {greedy['tie']:.2e}"] = greedy["parted"]
+    if greedy["diverged"]:
+        tables["Greedy continuations that part; a lead below the tie explains it"] = greedy["diverged"]
     return {
         "model": options.model, "math": options.math, "isa": isa,
-        "positions": length, "allowed": truth.allowed, "relative_error": by_depth, "relative_error_max": worst,
+        "positions": len(truth.ids), "allowed": truth.allowed, "relative_error": by_depth, "relative_error_max": worst,
         "modules": modules, "located": found, "kl": kl, "greedy": greedy,
         "runs": options.runs, "threads": list(options.threads),
         "differing_runs": differing, "faults": faults, "tables": tables, **verdict(gates),
@@ -180,11 +176,8 @@ def measure_faults(
     config: LaneformerConfig, weights: Weights, truth: Reference, options: Options, console: Console
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """By planted fault: the engine's largest relative error, and where the fault is and was first seen."""
-    faults, found = {}, {}
-    ids, near = (
-        truth.ids[:FAULT_POSITIONS],
-        [position for position in truth.positions if position < FAULT_POSITIONS],
-    )
+    faults, found, ids = {}, {}, truth.ids[:FAULT_POSITIONS]
+    near = [position for position in truth.positions if position < FAULT_POSITIONS]
     for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
         console.print(f"planted: {name}", style="dim")
         with engine_of(wrong_config, wrong_weights, options) as engine:
@@ -199,13 +192,6 @@ def engine_of(
     config: LaneformerConfig, weights: Weights, options: Options, threads: int | None = None
 ) -> Engine:
     return Engine(config, tensors_of(weights), threads=threads, math=options.math, kv_dtype="fp32")
-
-
-def depths(config: LaneformerConfig, length: int) -> list[int]:
-    """Positions to show: the first ones, and those around the edge of each window."""
-    edges = {config.window(i) for i in range(config.num_hidden_layers)} - {None}
-    wanted = {1, 2, 11, length} | {edge + step for edge in edges if edge for step in (-1, 0, 1, 17)}
-    return sorted(d for d in wanted if 1 <= d <= length)
 
 
 def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], options: Options) -> int:

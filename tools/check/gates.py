@@ -15,7 +15,7 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
 from tools.check.reference import (
     Weights,
-    first_difference,
+    compare_greedy,
     hf_greedy,
     random_prompts,
     random_weights,
@@ -59,47 +59,39 @@ class Options:
     """Print nothing but the JSON line."""
 
 
-def load(name: str) -> tuple[LaneformerConfig, Weights]:
-    """Config and weights of a folder, or of a flavor with random weights."""
+def load(name: str, dtype: str = "auto") -> tuple[LaneformerConfig, Weights]:
+    """Config and weights of a folder or GGUF file, or of a flavor with random weights."""
     if name in FLAVORS:
         config = LaneformerConfig.from_flavor(name)
         return config, random_weights(config)
-    folder = Path(name)
-    if not (folder / "config.json").is_file():
+    if not Path(name).exists():
         raise ValueError(
             f"{name!r} is neither a folder with config.json nor a flavor; flavors: {sorted(FLAVORS)}"
         )
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_checkpoint(Path(name), dtype=dtype)
     return checkpoint.config, weights_of(checkpoint.tensors)
 
 
 def verdict(gates: Mapping[str, tuple[Any, Any, bool]]) -> dict[str, Any]:
     """`gates`: by check the figure, what is allowed, and whether the check holds."""
-    passed = {name: bool(held) for name, (*_, held) in gates.items()}
-    failed = [name for name, held in passed.items() if not held]
     rows = [
-        dict(zip(("check", "figure", "allowed", "holds"), (n, *gate), strict=True))
-        for n, gate in gates.items()
+        {"check": name, "figure": figure, "allowed": allowed, "holds": bool(held)}
+        for name, (figure, allowed, held) in gates.items()
     ]
+    passed = {row["check"]: row["holds"] for row in rows}
+    failed = [name for name, held in passed.items() if not held]
     return {"passed": passed, "failed": failed, "ok": not failed, "gates": rows}
 
 
-def compare_greedy(
+def check_greedy(
     engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float
 ) -> dict[str, Any]:
-    """Continuations of random prompts, short ones and some beyond the window; where they part,
-    and by what lead.
-    """
-    config, parted, leads = engine.config, [], []
-    lengths = (1, 5, 11, min(config.sliding_window + 3, 200))
-    for index, prompt in enumerate(random_prompts(config, options.prompts, lengths, options.new_tokens)):
-        ours = engine.generate(prompt, max_new_tokens=options.new_tokens, ignore_eos=True)
-        theirs, lead = hf_greedy(model, prompt, len(ours))
-        leads.append(min(lead))
-        if (first := first_difference(ours, theirs)) is not None:
-            parted.append({"prompt": index, "token": first, "lead": lead[first]})
-    return {
-        "prompts": options.prompts, "new_tokens": options.new_tokens, "same": options.prompts - len(parted),
-        "parted": parted, "tie": tie, "smallest_lead": min(leads, default=None),
-        "unexplained": sum(p["lead"] > tie for p in parted),
-    }  # fmt: skip
+    """Continuations of random prompts, short ones and some beyond the window."""
+    new_tokens, lengths = options.new_tokens, (1, 5, 11, min(engine.config.sliding_window + 3, 200))
+    found = compare_greedy(
+        random_prompts(engine.config, options.prompts, lengths, new_tokens),
+        lambda prompt: engine.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True),
+        lambda prompt, count: hf_greedy(model, prompt, count),
+        lambda prompt: tie,
+    )
+    return {**found, "new_tokens": new_tokens, "tie": tie}

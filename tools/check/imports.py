@@ -8,11 +8,14 @@ are prose: no edge.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import networkx
 
 PACKAGES = {
     "records": "records",
@@ -61,14 +64,17 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def imported(tree: ast.Module, package: list[str]) -> Iterator[tuple[str, str]]:
+def package_of(module: str, path: Path) -> str:
+    return module if path.name == "__init__.py" else module.rpartition(".")[0]
+
+
+def imported(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
     """(module, name or "") of every import statement; relative ones are resolved against `package`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             yield from ((module, alias.name) for alias in node.names)
 
 
@@ -95,15 +101,12 @@ def edges(root: Path) -> set[Edge]:
     ours = modules(root)
     found = set()
     for module, path in ours.items():
-        package = module.split(".")[: None if path.name == "__init__.py" else -1]
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        for target, name in imported(tree, package):
+        for target, name in imported(tree, package_of(module, path)):
             found.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
-        for name in named(tree):
-            if name in ours:
-                found.add(
-                    Edge(module, f"{name}.__main__" if f"{name}.__main__" in ours else name, process=True)
-                )
+        for name in ours.keys() & named(tree):
+            command = f"{name}.__main__"
+            found.add(Edge(module, command if command in ours else name, process=True))
     for owner, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.toml")):
             values = re.findall(rf'"{DOTTED}"', re.sub(r"(?m)#.*$", "", path.read_text(encoding="utf-8")))
@@ -135,39 +138,16 @@ def folder_edges(found: set[Edge]) -> set[Edge]:
     neighbours = set()
     for edge in found:
         source, target = edge.source.split("."), edge.target.split(".")
-        shared = sum(
-            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(source, target, strict=False))
-        )
+        shared = 0
+        while source[shared:][:1] == target[shared:][:1] != []:
+            shared += 1
         if shared < min(len(source), len(target)) and not is_allowed_process(edge):
             neighbours.add(Edge(".".join(source[: shared + 1]), ".".join(target[: shared + 1])))
     return neighbours
 
 
 def circles(found: set[Edge]) -> list[list[str]]:
-    """Groups of modules that all reach each other (strongly connected components, Tarjan), each sorted."""
-    after: dict[str, list[str]] = {}
-    for edge in sorted(found):
-        after.setdefault(edge.source, []).append(edge.target)
-    number: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    groups = []
-
-    def visit(module: str) -> None:
-        number[module] = low[module] = len(number)
-        stack.append(module)
-        for target in after.get(module, []):
-            if target not in number:
-                visit(target)
-            if target in stack:
-                low[module] = min(low[module], low[target])
-        if low[module] == number[module]:
-            group = stack[stack.index(module) :]
-            del stack[stack.index(module) :]
-            if len(group) > 1:
-                groups.append(sorted(group))
-
-    for module in sorted(after):
-        if module not in number:
-            visit(module)
-    return groups
+    """Groups of modules that all reach each other (strongly connected components), each sorted."""
+    graph = networkx.DiGraph((edge.source, edge.target) for edge in found)
+    groups = networkx.strongly_connected_components(graph)
+    return sorted(sorted(group) for group in groups if len(group) > 1)

@@ -23,58 +23,49 @@ import torch
 from rich.console import Console
 
 from laneformer import Engine
-from laneformer.engine.folder import read_checkpoint, read_json
-from tools.check.gates import MARGIN, Options, compare_greedy, verdict
+from laneformer.engine.folder import read_json
+from tools.check.gates import MARGIN, Options, check_greedy, load, verdict
 from tools.check.reference import (
     hf_model,
     hooked,
     model_outputs,
     module_report,
+    output_errors,
     plain_model,
     relative_errors,
-    weights_of,
 )
 
 
 def check(options: Options, console: Console) -> dict[str, Any]:
     """Errors of engine, modeling code and published code, with `ok` and the names of what `failed`."""
     path = Path(options.model)
-    checkpoint = read_checkpoint(path, dtype="fp32")
-    config, weights = checkpoint.config, weights_of(checkpoint.tensors)
+    config, weights = load(options.model, "fp32")
     length = min(options.positions, config.max_position_embeddings)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     console.print(f"model.py in float64 on {length} positions", style="dim")
     truth = plain_model(config, weights)
     logits, streams = outputs(truth, ids)
-    single = (
-        plain_model(config, weights).float()
-        if config.borrowed()
-        else hf_model(config, weights, torch.float32)
-    )
-    logits_of, streams_of = {}, {}
-    logits_of["modeling code"], streams_of["modeling code"] = outputs(single, ids)
-    tie = 2 * (MARGIN + 1) * float(np.abs(logits_of["modeling code"] - logits).max())
-    greedy: dict[str, Any] = {}
+    borrowed = config.borrowed()
+    single = plain_model(config, weights).float() if borrowed else hf_model(config, weights, torch.float32)
+    models, published = {"modeling code": single}, published_model(options)
+    if published is not None:
+        console.print(f"the published code: {type(published).__name__}", style="dim")
+        models["published code"] = published
+    found = {who: outputs(model, ids) for who, model in models.items()}
+    errors = {who: float(relative_errors(theirs, logits).max()) for who, (theirs, _) in found.items()}
+    layers = {who: output_errors(theirs, streams).max((1, 2)) for who, (_, theirs) in found.items()}
+    tie = 2 * (MARGIN + 1) * float(np.abs(found["modeling code"][0] - logits).max())
     console.print("the engine", style="dim")
     dtype = "fp32" if path.is_file() else "auto"  # a GGUF file's weights as they are
     with Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=False) as engine:
-        logits_of["engine"] = engine.logits(ids)
+        errors["engine"] = float(relative_errors(engine.logits(ids), logits).max())
         positions = list(range(0, length, max(1, length // 16)))
-        reference = model_outputs(truth, ids, positions)[1]
-        modules = module_report(
-            engine.config, engine._partials(ids, positions), reference, positions, "exact"
-        )
-        if (published := published_model(options)) is not None:
-            console.print(f"the published code: {type(published).__name__}", style="dim")
-            logits_of["published code"], streams_of["published code"] = outputs(published, ids)
-            greedy = compare_greedy(engine, published, options, tie)
-    errors = {who: float(relative_errors(found, logits).max()) for who, found in logits_of.items()}
-    layers = {who: stream_errors(found, streams) for who, found in streams_of.items()}
-    allowed, allowed_stream = (
-        MARGIN * errors["modeling code"],
-        MARGIN * np.maximum.accumulate(layers["modeling code"]),
-    )
-    beyond = [i for i, error in enumerate(layers.get("published code", [])) if not error <= allowed_stream[i]]
+        reference, partials = model_outputs(truth, ids, positions)[1], engine._partials(ids, positions)
+        modules = module_report(engine.config, partials, reference, positions, "exact")
+        greedy = check_greedy(engine, published, options, tie) if published is not None else {}
+    allowed = MARGIN * errors["modeling code"]
+    within = layers.get("published code", 0) <= MARGIN * np.maximum.accumulate(layers["modeling code"])
+    beyond = np.flatnonzero(~within).tolist()
     first = {"engine": modules["first_wrong"], "published code": beyond[0] if beyond else None}
     gates: dict[str, Any] = {
         f"logits: {who}": (error, allowed, error <= allowed) for who, error in errors.items()
@@ -83,14 +74,13 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     gates["greedy tokens"] = greedy.get("unexplained"), 0, not greedy.get("unexplained")
     report = {
         "model": options.model, "positions": length, "allowed": allowed, "relative_error": errors,
-        "layers": layers, "first_wrong": first, "greedy": greedy,
+        "layers": {who: errors_of.tolist() for who, errors_of in layers.items()},
+        "first_wrong": first, "greedy": greedy,
         "published_code": None if published is None else type(published).__name__, **verdict(gates),
     }  # fmt: skip
     if beyond:  # the one point on which public readings of the architecture differ
         other = dataclasses.replace(config, rebroadcast_early=not config.rebroadcast_early)
-        rest = relative_errors(
-            logits_of["published code"], outputs(plain_model(other, weights), ids)[0]
-        ).max()
+        rest = relative_errors(found["published code"][0], outputs(plain_model(other, weights), ids)[0]).max()
         report["agrees_with"] = {"rebroadcast_early": other.rebroadcast_early} if rest <= allowed else None
         console.print(f"the published code agrees with {report['agrees_with']}")
     return report
@@ -119,9 +109,3 @@ def outputs(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     out, kept = hooked(model, layers, ids, lambda out: (out[0] if isinstance(out, tuple) else out)[0])
     streams = torch.stack([h if h.dim() == 3 else h[:, None] for h in kept])
     return (out if isinstance(out, torch.Tensor) else out.logits)[0].numpy(), streams.numpy()
-
-
-def stream_errors(streams: np.ndarray, reference: np.ndarray) -> list[float]:
-    """For each layer the largest distance of a stream over its length."""
-    distance = np.linalg.norm(streams - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
-    return [float(error) for error in distance.max((1, 2))]

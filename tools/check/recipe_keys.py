@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import typing
 from pathlib import Path
 from typing import Any
+
+import docstring_parser
 
 from data_mixtures import recipe, recipe_file
 
@@ -58,18 +58,8 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 def help_texts(cls: Any) -> dict[str, str]:
     """The strings below the fields of a class; a field without one is no key."""
-    (definition,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            assert isinstance(field.target, ast.Name)
-            texts[field.target.id] = " ".join(str(below.value.value).split()).replace("|", "\\|")
-    return texts
+    described = docstring_parser.parse_from_object(cls).params
+    return {key.arg_name: " ".join((key.description or "").split()).replace("|", "\\|") for key in described}
 
 
 if __name__ == "__main__":

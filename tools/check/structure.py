@@ -17,6 +17,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -34,12 +35,16 @@ TOKEN_BUDGETS = {
     "tools": 105_400,
 }
 SLACK = 0.03
-FILE_LINES, KERNEL_LINES, FUNCTION_LINES, CLASS_LINES = 400, 600, 60, 200
+LIMITS = {"file": 400, "kernel file": 600, "function": 60, "class": 200}  # lines
+DEFINITIONS: dict[Any, str] = {
+    ast.FunctionDef: "function",
+    ast.AsyncFunctionDef: "function",
+    ast.ClassDef: "class",
+}
 COLUMNS, LONG_LINES_PERCENT = 110, 2
 SAMPLING_RULE_FILES = 5
-KERNELS = {".cu", ".cuh"}
-SUFFIXES = {".py", ".pyi", ".cpp", ".h", *KERNELS}
-NOT_SOURCE = {"tests", "docs", "build", "dist", "runs", "data"}
+PYTHON, KERNELS = {".py", ".pyi"}, {".cu", ".cuh"}
+SUFFIXES = {".cpp", ".h", *PYTHON, *KERNELS}
 LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
@@ -85,59 +90,51 @@ def measures(root: Path = ROOT) -> list[Measure]:
 
 def sources(root: Path) -> dict[Path, str]:
     """Text of every source file by its path below `root`: what is compiled or interpreted, without tests."""
-    tops = [top for top in sorted(root.iterdir()) if top.name not in NOT_SOURCE and top.name[0] != "."]
-    files = [file for top in tops for file in ([top] if top.is_file() else sorted(top.rglob("*")))]
-    return {
-        f.relative_to(root): f.read_text(encoding="utf-8")
-        for f in files
-        if f.suffix in SUFFIXES and f.is_file()
-    }
+    files = [file for folder in PACKAGES.values() for file in sorted((root / folder).rglob("*"))]
+    return {f.relative_to(root): f.read_text(encoding="utf-8") for f in files if f.suffix in SUFFIXES}
 
 
 def sizes(texts: dict[Path, str]) -> list[Measure]:
     """Lines of files, functions and classes, and the share of long lines."""
-    lines = {str(path): text.splitlines() for path, text in texts.items()}
-    kernels = {str(path) for path in texts if path.suffix in KERNELS or path.parent.name == "kernels"}
-    files = {name: len(found) for name, found in lines.items() if name not in LONG_FILES}
-    bodies = {
-        f"{path}: {name}": text.count("\n") + 1
-        for path, whole in texts.items()
-        for name, text in functions(path, whole)
-    }
-    long = [
-        f"{name}:{n}" for name, found in lines.items() for n, x in enumerate(found, 1) if len(x) > COLUMNS
-    ]
+    lengths: dict[str, list[tuple[str, int]]] = {what: [] for what in LIMITS}
+    long, total = [], 0
+    for path, text in texts.items():
+        lines = text.splitlines()
+        total += len(lines)
+        long += [f"{path}:{n}" for n, line in enumerate(lines, 1) if len(line) > COLUMNS]
+        if path.suffix in KERNELS or path.parent.name == "kernels":
+            lengths["kernel file"].append((str(path), len(lines)))
+        elif str(path) not in LONG_FILES:
+            lengths["file"].append((str(path), len(lines)))
+        if path.suffix not in PYTHON:
+            lengths["function"] += [(f"{path}: {name}", count) for name, count in cpp_functions(text)]
+            continue
+        node: Any
+        for node in ast.walk(ast.parse(text)):
+            what = DEFINITIONS.get(type(node))
+            if what and node.name not in LONG_CLASSES:
+                lengths[what].append((f"{path}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1))
+    percent = round(100 * len(long) / max(1, total), 1)
     return [
-        longest("file", {name: n for name, n in files.items() if name not in kernels}, FILE_LINES),
-        longest("kernel file", {name: n for name, n in files.items() if name in kernels}, KERNEL_LINES),
-        longest("function", bodies, FUNCTION_LINES),
-        longest("class", class_lines(texts), CLASS_LINES),
-        Measure(
-            f"% of lines above {COLUMNS} columns",
-            round(100 * len(long) / max(1, sum(map(len, lines.values()))), 1),
-            LONG_LINES_PERCENT,
-            long,
-        ),
+        *(longest(what, lengths[what], limit) for what, limit in LIMITS.items()),
+        Measure(f"% of lines above {COLUMNS} columns", percent, LONG_LINES_PERCENT, long),
     ]
 
 
-def longest(what: str, lengths: dict[str, int], limit: int) -> Measure:
+def longest(what: str, lengths: list[tuple[str, int]], limit: int) -> Measure:
     """The largest of `lengths`, and all above the limit."""
-    above = [f"{name}: {n}" for name, n in lengths.items() if n > limit]
-    return Measure(f"lines of the longest {what}", max(lengths.values(), default=0), limit, above)
+    above = [f"{name}: {n}" for name, n in lengths if n > limit]
+    return Measure(f"lines of the longest {what}", max((n for _, n in lengths), default=0), limit, above)
 
 
 def token_measures(texts: dict[Path, str]) -> list[Measure]:
     """Python tokens of each package against its budget."""
-    counted = dict.fromkeys(TOKEN_BUDGETS, 0)
-    for path, text in texts.items():
-        for package in TOKEN_BUDGETS:
-            if path.suffix == ".py" and path.is_relative_to(PACKAGES[package]):
-                counted[package] += python_tokens(text)
-    return [
-        Measure(f"Python tokens of {package}", counted[package], budget, exact=True)
-        for package, budget in TOKEN_BUDGETS.items()
-    ]
+    python = {path: python_tokens(text) for path, text in texts.items() if path.suffix == ".py"}
+    found = []
+    for package, budget in TOKEN_BUDGETS.items():
+        count = sum(n for path, n in python.items() if path.is_relative_to(PACKAGES[package]))
+        found.append(Measure(f"Python tokens of {package}", count, budget, exact=True))
+    return found
 
 
 def python_tokens(text: str) -> int:
@@ -154,37 +151,10 @@ def python_tokens(text: str) -> int:
     )
 
 
-def class_lines(texts: dict[Path, str]) -> dict[str, int]:
-    """Lines of every Python class but LONG_CLASSES, by `file: name`."""
-    return {
-        f"{path}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path, text in texts.items()
-        if path.suffix == ".py"
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef) and node.name not in LONG_CLASSES
-    }
-
-
-def functions(path: Path, text: str) -> Iterator[tuple[str, str]]:
-    """(qualified name, text) of every function of a Python, C++ or CUDA file."""
-    if path.suffix in (".py", ".pyi"):
-        yield from python_functions(ast.parse(text), text.splitlines())
-    else:
-        yield from cpp_functions(text)
-
-
-def python_functions(node: ast.AST, lines: list[str], scope: str = "") -> Iterator[tuple[str, str]]:
-    for child in ast.iter_child_nodes(node):
-        inner = scope
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inner = f"{scope}{child.name}."
-            if not isinstance(child, ast.ClassDef):
-                yield inner[:-1], "\n".join(lines[child.lineno - 1 : child.end_lineno])
-        yield from python_functions(child, lines, inner)
-
-
-def cpp_functions(text: str) -> Iterator[tuple[str, str]]:
-    """Definitions by their braces, nested lambdas included; comments, strings and directives are blanked first."""
+def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Name and lines of each definition, by its braces, nested lambdas included; comments, strings and directives
+    are blanked first.
+    """
     blank = r"//[^\n]*|^[ \t]*#(?:\\\n|[^\n])*" + r'|"(?:\\.|[^"\\\n])*"' + r"|'(?:\\.|[^'\\\n])'"
     code = re.sub(blank, lambda match: re.sub(r"[^\n]", " ", match[0]), text, flags=re.MULTILINE)
     start, depth, name = 0, 0, ""
@@ -193,7 +163,7 @@ def cpp_functions(text: str) -> Iterator[tuple[str, str]]:
             depth += {"{": 1, "}": -1, ";": 0}[mark[0]]
             # the braces of a constructor's `: member{value}, other{value} {` are not the function's last
             if depth == 0 and mark[0] == "}" and not re.match(r"\s*[,{]", code[mark.end() :]):
-                yield name, text[start : mark.end()]
+                yield name, code.count("\n", start, mark.end()) + 1
                 start, name = mark.end(), ""
             continue
         head = code[start : mark.start()]
@@ -213,9 +183,8 @@ def main(root: Path = ROOT) -> None:
     console, rows = Console(soft_wrap=True), measures(root)
     table = Table("measure", "value", "limit", "")
     for row in rows:
-        verdict = (
-            "ok" if row.ok else "[red]exceeded[/]" if row.value > row.limit else "[red]lower the budget[/]"
-        )
+        wrong = "[red]exceeded[/]" if row.value > row.limit else "[red]lower the budget[/]"
+        verdict = "ok" if row.ok else wrong
         table.add_row(row.name, f"{row.value:,}", f"{row.limit:,}", verdict)
     total = sum(row.value for row in rows if row.exact)
     table.add_row("Python tokens in all", f"{total:,}", f"{sum(TOKEN_BUDGETS.values()):,}", "")

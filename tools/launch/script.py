@@ -26,6 +26,11 @@ ENDED = (None, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_
 
 SCRIPT = """#!/bin/bash
 {directives}
+#SBATCH --ntasks-per-node=1
+#SBATCH --mem=0
+#SBATCH --exclusive
+#SBATCH --no-kill
+#SBATCH --open-mode=append
 # Written by tools.launch. {nodes} nodes x {gpus} ranks, {spares} spare
 set -u
 cd {snapshot}
@@ -112,19 +117,16 @@ def batch_script(snapshot: Path, run: Path, cluster: Cluster, dependency: str | 
     options = {
         "job-name": run.name,
         "nodes": cluster.nodes + spares,
-        "ntasks-per-node": 1,
         "gpus-per-node": None if cluster.cpu else cluster.gpus_per_node,
-        "mem": 0,
         **{name: getattr(cluster, name) for name in ("partition", "time", "account", "qos")},
         "dependency": dependency,
         "signal": f"B:USR1@{cluster.signal_before_s or 600}",
         "output": run / "slurm-%j.log",
-        "open-mode": "append",
     }
     directives = [
         f"--{k}=" + (f'"{v}"' if " " in str(v) else f"{v}") for k, v in options.items() if v is not None
     ]
-    directives += ["--exclusive", "--no-kill", "--requeue" if cluster.requeue else "--no-requeue"]
+    directives.append("--requeue" if cluster.requeue else "--no-requeue")
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {d}" for d in directives),
         nodes=cluster.nodes,

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from laneformer.config import MODULES, Join, LaneformerConfig, flops_per_token
+from laneformer.config import LaneformerConfig, flops_per_token
 from tools.cards import CASES, INPUTS, Card
+from tools.plan.sums import BF16, equal_streams
 
-BF16 = 2
 REFERENCE_TOKENS = 16_384  # of head_ms and step_ms in cards.toml
 # W that the elementwise kernels of one layer move, forward and backward, by what arrives at the layer
 STREAMS_MOVED = {"equal": 11.6, "own": 28.0, "delayed": 33.9}
@@ -61,8 +61,7 @@ def arriving(config: LaneformerConfig, layer: int) -> str:
     """What a layer reads: streams that are equal in all lanes, own ones, or own ones and delayed partials."""
     if config.adds_delayed(layer, "attention") or config.adds_delayed(layer, "mlp"):
         return "delayed"
-    equal = all(config.join(i, module) == Join.PRESENT for i in range(layer + 1) for module in MODULES)
-    return "equal" if equal else "own"
+    return "equal" if equal_streams(config, layer + 1) else "own"
 
 
 def matrices(config: LaneformerConfig) -> int:

@@ -126,6 +126,11 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
     }
 
 
+def equal_streams(config: LaneformerConfig, layers: int) -> bool:
+    """Whether all lanes' streams are the same after the first `layers`, so that one is kept for all."""
+    return all(config.join(i, module) == Join.PRESENT for i in range(layers) for module in MODULES)
+
+
 def kept_per_token(job: Job, layer: int) -> int:
     """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
 
@@ -135,7 +140,7 @@ def kept_per_token(job: Job, layer: int) -> int:
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
-    equal = all(config.join(i, module) == Join.PRESENT for i in range(layer) for module in MODULES)
+    equal = equal_streams(config, layer)
     before = d if equal else wide
     if job.checkpointing == "full":
         return before + (wide if config.adds_delayed(layer, "attention") else 0)
@@ -157,9 +162,8 @@ def memory(job: Job) -> dict[str, float]:
     # normed, their gradient
     head = chunk * config.vocab_size * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
     kept = sum(kept_per_token(job, i) for i in range(config.num_hidden_layers)) * micro * job.param_bytes
-    in_flight = (
-        LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)
-    )  # unsharded gradients
+    # unsharded gradients
+    in_flight = LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)
     parts = {
         "weights": FP32 * own,
         "moments": MOMENTS * FP32 * own,
@@ -205,9 +209,8 @@ def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
     over every NIC (`nic_bytes_worst`).
     """
     counts = job.config.parameter_count()
-    gathers = (
-        2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]
-    )  # the head is gathered once
+    # the head is gathered once
+    gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]
     others = (shard - 1) / shard
     all_gather = job.micro_batches * job.param_bytes * gathers * others
     reduce_scatter = job.micro_batches * job.reduce_bytes * counts["total"] * others

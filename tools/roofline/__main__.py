@@ -53,7 +53,8 @@ NOTES = {
     "ceilings, tokens/s": "The published ceilings divide the bandwidth by 4 GB; the config has 4.44 GB of weights a "
     "token reads (all but the embedding table), so the ceilings are a tenth lower and the published shares of them "
     "higher (0.30 and 0.40, not 0.27 and 0.36).",
-    "large models, tokens/s at the published share of bandwidth": "The same rule with each model's nominal bits gives "
+    "large models, tokens/s at the published share of bandwidth": "All are mixtures of experts: a token reads "
+    "the active parameters. The same rule with each model's nominal bits gives "
     "the published figures for the first model alone. The last column has the bits a weight that they imply: close to "
     "8 for GPT-OSS-120B (nominal 4.25 with MXFP4 experts) and Kimi-K2.6 (INT4) too, as if computed at FP8's width; "
     "fewer than 8 for DeepSeek-V4-Flash, as if part of it had 4 bits. The authors' own arithmetic is not known.",
@@ -116,16 +117,18 @@ def project(options: Options) -> dict[str, Any]:
         *(each.name.lower() for each in [card, *cards]),
     }
     used = {name: row for name, row in inputs.rows.items() if name.split(".")[0] in shown}
+    if rows[-1]["case"] == FITTED:
+        fitted = {"value": fitted_layer_cost_s(inputs, card), "unit": "s", "kind": FITTED}
+        used[f"{card.name.lower()}.layer_cost_s"] = fitted | {
+            "source": "so that the published speed comes out"
+        }
     node = [row for row in rows if (row["gpus"], row["link"]) == (8, "custom")]
     speeds = {"an API today": 100.0}
     for name in ("tensor_parallel", "delay_2"):
         speeds |= {f"8 x {card.name}, {name.replace('_', ' ')}, {r['case']}": r[name] for r in node}
-    published = [each for each in cards if not math.isnan(each.published_tokens_per_s)]
-    speeds |= {f"published, 8 x {each.name}": each.published_tokens_per_s for each in published}
-    if node[-1]["case"] == FITTED:
-        fitted = {"value": fitted_layer_cost_s(inputs, card), "unit": "s", "kind": FITTED}
-        fitted["source"] = "so that the published speed comes out"
-        used[f"{card.name.lower()}.layer_cost_s"] = fitted
+    for each in cards:
+        if not math.isnan(each.published_tokens_per_s):
+            speeds[f"published, 8 x {each.name}"] = each.published_tokens_per_s
     tables = {
         "ceilings, tokens/s": ceilings(inputs),
         "kernels launched for the operations of a layer": launch_limits(inputs),

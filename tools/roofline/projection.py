@@ -14,9 +14,8 @@ NODE_GPUS = 8
 FITTED = "fitted"
 Row = dict[str, Any]
 Parts = tuple[tuple[float, float], float]  # seconds of attention and MLP of a layer, and of the head
-VARIANTS: dict[
-    str, tuple[dict[str, Any], int]
-] = {  # what differs in the config, modules by which sums are late
+# what differs in the config, modules by which sums are late
+VARIANTS: dict[str, tuple[dict[str, Any], int]] = {
     "tensor_parallel": ({"broadcast_delay": 0}, 0),
     "ladder": ({"broadcast_delay": 0}, 1),
     "delay_1": ({"broadcast_delay": 1}, 0),
@@ -39,19 +38,22 @@ def usable(card: Card, gpus: int = NODE_GPUS) -> float:
 
 def nodes(inputs: Inputs) -> list[Card]:
     """The cards of the published post, and those after them."""
-    return [inputs.card(name) for name, rows in tables()["cards"].items() if "usable_bandwidth" in rows]
+    return inputs.cards("usable_bandwidth")
 
 
 def ceilings(inputs: Inputs) -> list[Row]:
     """Tokens/s if nothing but reading weights took time: by the published 4 GB, and by the config's bytes."""
     rows = []
     for card in nodes(inputs):
-        row: Row = {"gpus": f"{NODE_GPUS} x {card.name}"}
-        row["published_bytes"] = usable(card) / inputs.at("published.bytes_per_token")
-        row["config_bytes"] = usable(card) / bytes_per_token()
+        ceiling = usable(card) / bytes_per_token()
         published = None if math.isnan(card.published_tokens_per_s) else card.published_tokens_per_s
-        row["published_speed"] = published
-        rows.append(row | {"published_share": published and published / row["config_bytes"]})
+        rows.append({
+            "gpus": f"{NODE_GPUS} x {card.name}",
+            "published_bytes": usable(card) / inputs.at("published.bytes_per_token"),
+            "config_bytes": ceiling,
+            "published_speed": published,
+            "published_share": published and published / ceiling,
+        })  # fmt: skip
     return rows
 
 
@@ -89,31 +91,32 @@ def fitted_layer_cost_s(inputs: Inputs, card: Card) -> float:
     """What a layer costs beside reading its weights, so that the published speed comes out."""
     from scipy.optimize import brentq
 
-    def excess_s(cost_s: float) -> float:
-        parts = fitted_parts(card, NODE_GPUS, cost_s)
-        return decode_s(parts, CONFIG, inputs.at("link.custom_s")) - 1 / card.published_tokens_per_s
+    link_s, published_s = inputs.at("link.custom_s"), 1 / card.published_tokens_per_s
 
-    return float(brentq(excess_s, 0, 1 / card.published_tokens_per_s, xtol=1e-15))
+    def excess_s(cost_s: float) -> float:
+        module_s, head_s = fitted_parts(card, NODE_GPUS, cost_s)
+        return token_s(CONFIG, module_s, link_s, head_s=head_s) - published_s
+
+    return float(brentq(excess_s, 0, published_s, xtol=1e-15))
 
 
 def parts_of(inputs: Inputs, card: Card, gpus: int) -> dict[str, Parts]:
     """By case, and as fitted where there is a published speed. More GPUs than lanes need a model of as many lanes."""
     config = LaneformerConfig.from_flavor("2b", num_lanes=max(gpus, CONFIG.num_lanes))
     parts = {case: Kernel(config, card, case, gpus, inputs=inputs).parts_s() for case in CASES}
-    if math.isnan(card.published_tokens_per_s):
-        return parts
-    return {**parts, FITTED: fitted_parts(card, gpus, fitted_layer_cost_s(inputs, card))}
-
-
-def decode_s(parts: Parts, config: LaneformerConfig, link_s: float, modules_late: int = 0) -> float:
-    module_s, head_s = parts
-    return token_s(config, module_s, link_s, modules_late=modules_late) + head_s
+    if not math.isnan(card.published_tokens_per_s):
+        parts[FITTED] = fitted_parts(card, gpus, fitted_layer_cost_s(inputs, card))
+    return parts
 
 
 def speeds(parts: Parts, link_s: float) -> dict[str, float]:
     """Tokens/s of every variant."""
+    module_s, head_s = parts
     return {
-        name: 1 / decode_s(parts, LaneformerConfig.from_flavor("2b", **values), link_s, late)
+        name: 1
+        / token_s(
+            LaneformerConfig.from_flavor("2b", **values), module_s, link_s, head_s=head_s, modules_late=late
+        )
         for name, (values, late) in VARIANTS.items()
     }
 
@@ -126,13 +129,7 @@ def scaling(inputs: Inputs, card: Card) -> list[Row]:
     """
     rows: list[Row] = []
     for gpus in (1, 2, 4, 8, 16):
-        links = (
-            ["between_nodes"]
-            if gpus > NODE_GPUS
-            else ["nccl", "custom", "one_shot"]
-            if gpus > 1
-            else ["none"]
-        )
+        links = {1: ["none"], 16: ["between_nodes"]}.get(gpus, ["nccl", "custom", "one_shot"])
         for case, parts in parts_of(inputs, card, gpus).items():
             for link in links:
                 link_s = 0.0 if gpus == 1 else inputs.at(f"link.{link}_s")

@@ -1,0 +1,43 @@
+"""Every name of a check runs what it says, old words too."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+
+import pytest
+
+from tools.check.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "options"),
+    [
+        ("engine", "tools.check.engine", []),
+        ("int8", "tools.check.engine", ["--against", "int8"]),
+        ("parity", "tools.check.engine", ["--against", "published", "--prompts", "4"]),
+        ("structure", "tools.check.structure", []),
+        ("smollm2", "tests.smollm2", []),
+    ],
+)
+def test_a_name_runs_its_check(
+    name: str, module: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr(runpy, "run_module", lambda found, **_: ran.append((found, sys.argv[1:])))
+    monkeypatch.setattr(sys, "argv", ["check", name, "tiny", "--help"])
+    main()
+    assert ran == [(module, [*options, "tiny", "--help"])]
+    assert importlib.util.find_spec(module), "the module exists"
+
+
+def test_an_unknown_name_is_refused_with_all_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", "strucure"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert all(known in said for known in ("'strucure'", "engine", "int8", "parity", "smollm2", "structure"))
