@@ -57,7 +57,7 @@ def begun(given: Arguments, names: str) -> Iterator[pipeline.RunContext]:
     sources = tuple(names.split(",")) if names else known
     recipe.check_known("source", sources, known)
     with stage.exclusive(given.out):
-        yield pipeline.RunContext(loaded, given.out, sources, given.options(), Console())
+        yield pipeline.RunContext(loaded, given.out, sources, given.options(), Console(highlight=False))
 
 
 def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:

@@ -13,12 +13,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data_mixtures import order, shards
 from data_mixtures.recipe import check_known
+from data_mixtures.shards import Json
 from data_mixtures.window_files import TokenFile, WindowFiles
 
 PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
@@ -41,13 +41,12 @@ def pin(
     """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
     manifests = {name: shards.read_manifest(data_dir / name) for name in weights}
     first = next(iter(manifests.values()))
+    facts = {key: first[key] for key in shards.TOKENIZER_FACTS}
     for name, manifest in manifests.items():
-        if [manifest[key] for key in shards.TOKENIZER_FACTS] != [
-            first[key] for key in shards.TOKENIZER_FACTS
-        ]:
+        if not facts.items() <= manifest.items():
             raise ValueError(
                 f"{data_dir / name} was tokenized with another tokenizer than {data_dir / next(iter(manifests))}: "
-                f"{', '.join(shards.TOKENIZER_FACTS)} differ. Prepare all sources with one recipe"
+                f"{', '.join(facts)} differ. Prepare all sources with one recipe"
             )
     lock = {
         "format": shards.FORMAT,
@@ -56,17 +55,17 @@ def pin(
         "seq_len": seq_len,
         "packing": packing,
         "order": order.RULE,
-        **{key: first[key] for key in shards.TOKENIZER_FACTS},
+        **facts,
         "sources": [
             {
                 "name": name,
-                "category": manifests[name]["category"],
-                "weight": weight,
-                "windows": manifests[name]["windows"],
+                "category": manifest["category"],
+                "weight": weights[name],
+                "windows": manifest["windows"],
                 "epoch_cap": epoch_cap,
-                "content_sha256": manifests[name]["content_sha256"],
+                "content_sha256": manifest["content_sha256"],
             }
-            for name, weight in weights.items()
+            for name, manifest in manifests.items()
         ],
     }
     path = data_dir / f"{phase}.lock.json"
@@ -74,16 +73,16 @@ def pin(
     return path
 
 
-def fingerprint(lock: Mapping[str, Any]) -> str:
+def fingerprint(lock: Json) -> str:
     """The identity of a mixture: sha256 over the lock (keys sorted, no spaces) without this field and labels."""
-    sources = [
+    content = {key: value for key, value in lock.items() if key != "fingerprint"}
+    content["sources"] = [
         {key: value for key, value in entry.items() if key not in _LABELS} for entry in lock["sources"]
     ]
-    content = {**{key: value for key, value in lock.items() if key != "fingerprint"}, "sources": sources}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_lock(path: Path) -> dict[str, Any]:
+def read_lock(path: Path) -> Json:
     """A lock file, checked against its own fingerprint. ValueError names the file."""
     lock = shards.read_json(path, shards.PREPARE)
     shards.check_format(path, lock)
@@ -102,7 +101,7 @@ def read_lock(path: Path) -> dict[str, Any]:
 class Mixture:
     """The sequences of one phase, by index; any number of threads may read. Open it with `Mixture.open`."""
 
-    def __init__(self, lock: Mapping[str, Any], files: Sequence[TokenFile]) -> None:
+    def __init__(self, lock: Json, files: Sequence[TokenFile]) -> None:
         sources = lock["sources"]
         self.fingerprint: str = lock["fingerprint"]
         self.phase: str = lock["phase"]
@@ -116,9 +115,8 @@ class Mixture:
         self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
         self._offsets = np.zeros(len(sources), dtype=np.int64)
         self._places, self._ranks = order.pattern(self.weights)
-        self._weights = np.array(self.weights, dtype=np.int64)
-        self._windows = np.array([source["windows"] for source in sources], dtype=np.int64)
-        self._caps = np.array([source["epoch_cap"] for source in sources], dtype=np.int64)
+        numbers = [[source[key] for key in ("weight", "windows", "epoch_cap")] for source in sources]
+        self._weights, self._windows, self._caps = np.array(numbers, dtype=np.int64).T
         # all windows of all sources in a row: where each source and each file begins
         self._files = WindowFiles(files, self.seq_len)
         self.packed: bool = lock["packing"] == CONVERSATIONS
@@ -131,14 +129,11 @@ class Mixture:
         # epoch 0: how many windows a file has, the step between those that are read in a row, and the
         # first of them
         owners = np.searchsorted(self._source_begins, self._file_begins, side="right") - 1
-        named = zip(owners.tolist(), self._file_names, lengths.tolist(), strict=True)
-        self._steps = np.array(
-            [
-                (n, order.stride(n), order.begin(self.seed, self.source_names[i], name, n))
-                for i, name, n in named
-            ],
-            dtype=np.int64,
-        )
+        steps = []
+        for owner, name, count in zip(owners.tolist(), self._file_names, lengths.tolist(), strict=True):
+            first = order.begin(self.seed, self.source_names[owner], name, count)
+            steps.append((count, order.stride(count), first))
+        self._steps = np.array(steps, dtype=np.int64)
 
     @classmethod
     def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
@@ -193,17 +188,22 @@ class Mixture:
             source.read(file, window, row)
         return rows
 
-    def locate(self, numbers: np.ndarray) -> list[dict[str, Any]]:
+    def locate(self, numbers: np.ndarray) -> list[Json]:
         """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first
         token in it; epoch.
         """
-        names = ("sequence", "source", "shard", "token_offset", "epoch")
-        found = np.stack([numbers, *self._find(numbers)], axis=1).tolist()
-        rows = [
-            (g, self.source_names[s], self._file_names[f], w * self.seq_len, epoch)
-            for g, s, f, w, epoch in found
+        return [
+            {
+                "sequence": number,
+                "source": self.source_names[source],
+                "shard": self._file_names[file],
+                "token_offset": window * self.seq_len,
+                "epoch": epoch,
+            }
+            for number, source, file, window, epoch in np.stack(
+                [numbers, *self._find(numbers)], axis=1
+            ).tolist()
         ]
-        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
         """Windows of each source consumed after `sequences` sequences of this phase,
@@ -241,7 +241,7 @@ class Mixture:
         return index, file, np.where(epochs == 0, (window * stride + begin) % count, window), epochs
 
 
-def _open_source(lock_path: Path, entry: Mapping[str, Any]) -> list[TokenFile]:
+def _open_source(lock_path: Path, entry: Json) -> list[TokenFile]:
     folder = lock_path.parent / entry["name"]
     manifest = shards.read_manifest(folder)
     if manifest["content_sha256"] != entry["content_sha256"]:

@@ -24,7 +24,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures import recipe, recipe_file, shards
+from data_mixtures import recipe_file, shards
+from data_mixtures.recipe import check_integer
 from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages.run import AGAIN, Options, figures
 from records.workers import usable_cpus
@@ -55,11 +56,10 @@ def prepare(
         made = pipeline.publish(context, replace)
     console.print(_summary(out, made))
     for phase, weights in loaded.phases.items():
-        shares = ", ".join(
-            f"{name} {100 * weight / sum(weights.values()):.2f} %" for name, weight in weights.items()
-        )
-        console.print(f"{out / phase}.lock.json: {shares}", soft_wrap=True, highlight=False)
-    console.print(f"took {time.monotonic() - started:.1f} s", highlight=False)
+        total = sum(weights.values())
+        shares = ", ".join(f"{name} {100 * weight / total:.2f} %" for name, weight in weights.items())
+        console.print(f"{out / phase}.lock.json: {shares}", soft_wrap=True)
+    console.print(f"took {time.monotonic() - started:.1f} s")
 
 
 def _summary(out: Path, made: dict[str, str]) -> Table:
@@ -104,7 +104,7 @@ class Arguments:
         """The executor that these ask for. ValueError for options of another one."""
         default = SLURM_WORKERS if self.executor == "slurm" else usable_cpus()
         workers = default if self.workers is None else self.workers
-        recipe.check_integer("--workers", workers)
+        check_integer("--workers", workers)
         given = {name: getattr(self, name.replace("-", "_")) for name in SBATCH}
         sbatch = {name: value for name, value in given.items() if value is not None}
         sbatch |= {key.lstrip("-"): value for key, _, value in (each.partition("=") for each in self.sbatch)}
@@ -130,8 +130,9 @@ def reported(run: Callable[[], None]) -> int:
 
 def run(given: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
     """All stages, from text to shards, manifests and lock files."""
+    console = Console(highlight=False)
     prepare(
-        given.recipe, given.out, given.options(), Console(), given.mirror, given.budget_bytes, given.replace
+        given.recipe, given.out, given.options(), console, given.mirror, given.budget_bytes, given.replace
     )
 
 

@@ -28,6 +28,7 @@ from data_mixtures.recipe import (
 )  # fmt: skip
 
 T = TypeVar("T")
+Table = dict[str, Any]
 
 
 def load(path: Path) -> Recipe:
@@ -38,13 +39,13 @@ def load(path: Path) -> Recipe:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _toml(path: Path) -> dict[str, Any]:
+def _toml(path: Path) -> Table:
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def _tables(path: Path) -> dict[str, Any]:
+def _tables(path: Path) -> Table:
     """A recipe's tables. One with `base` has those of that recipe, changed where it says something else."""
     table = _toml(path)
     if "base" not in table:
@@ -55,7 +56,7 @@ def _tables(path: Path) -> dict[str, Any]:
     }
 
 
-def _listed(table: dict[str, Any], used: set[str]) -> dict[str, Any]:
+def _listed(table: Table, used: set[str]) -> Table:
     """Those sources of a shared list that a phase uses; what [repos."owner/name"] says, all
     of its sources have.
     """
@@ -66,7 +67,7 @@ def _listed(table: dict[str, Any], used: set[str]) -> dict[str, Any]:
     return {name: values for name, values in sources.items() if name in used}
 
 
-def _recipe(table: dict[str, Any], folder: Path) -> Recipe:
+def _recipe(table: Table, folder: Path) -> Recipe:
     weights = {key: table.pop(key) for key in list(table) if re.fullmatch(r"phase\d+", key)}
     if isinstance(table.get("sources"), str):
         used = {name for each in weights.values() for name in each}
@@ -104,9 +105,7 @@ def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
     if missing:
         raise ValueError(f"{what} lacks {missing}")
     hints = typing.get_type_hints(cls)
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
-    }
+    values: Table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     for key, value in values.items():
         if not _fits(value, hints[key]):
             said = list(value) if isinstance(value, tuple) else value
@@ -146,7 +145,7 @@ def in_toml(hint: Any) -> str:
     )
 
 
-def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
+def _source(name: str, values: Table) -> LocalSource | HubSource:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(
             f"source name {name!r} becomes a folder: use lower-case letters, digits, '-', '_' and '.'"
@@ -160,25 +159,13 @@ def _source(name: str, values: dict[str, Any]) -> LocalSource | HubSource:
         )
     kind: Callable[..., LocalSource | HubSource] = HubSource
     if "inputs" in values:
-        kind, inputs = (
-            LocalSource,
-            values["inputs"] if isinstance(values["inputs"], list) else [values["inputs"]],
-        )
-        values = {**values, "inputs": [_input(table, what) for table in inputs]}
+        kind, given = LocalSource, values["inputs"]
+        tables = given if isinstance(given, list) else [given]
+        values = {**values, "inputs": [_made(Input, table, f"{what}: input") for table in tables]}
     found = _made(kind, values, what, name=name)
     if not 0 < found.keep <= 1:
         raise ValueError(f"{what}: keep = {found.keep!r} must be a share above 0, at most 1")
     return found
-
-
-def _input(table: Any, what: str) -> Input:
-    """An input whose relative paths begin with {recipe}, so that they and the plan stay the
-    same in another folder.
-    """
-    found = _made(Input, table, f"{what}: input")
-    elsewhere = re.compile(r"/|\{|\w+://")
-    paths = (each if elsewhere.match(each) else f"{{recipe}}/{each}" for each in found.paths)
-    return dataclasses.replace(found, paths=tuple(paths))
 
 
 def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
@@ -191,13 +178,14 @@ def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
     return _made(TokenizerTraining, value, "tokenizer")
 
 
-def _filter(table: dict[str, Any], folder: Path) -> Filter:
+def _filter(table: Table, folder: Path) -> Filter:
     found = _made(Filter, table, "filter")
+    check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
+    benchmarks = {}
     for name, path in found.benchmarks.items():
         if not isinstance(path, str):
             raise ValueError(f"filter.benchmarks.{name} = {path!r} must be the path of a file, or a glob")
-    check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
-    benchmarks = {name: str(folder / path) for name, path in found.benchmarks.items()}
+        benchmarks[name] = str(folder / path)
     return dataclasses.replace(found, benchmarks=benchmarks)
 
 

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -32,6 +32,7 @@ import xxhash
 
 from records.files import write_atomically
 
+Json = dict[str, Any]  # an object of a JSON file: a manifest, lock, plan or receipt, or a part of one
 FORMAT = 2
 BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
 MANIFEST = "source.json"
@@ -55,7 +56,7 @@ def held_out_below(valid_per_10000: int) -> int:
     return valid_per_10000 * 2**64 // 10_000
 
 
-def token_dtype(entry: Mapping[str, Any]) -> np.dtype:
+def token_dtype(entry: Json) -> np.dtype:
     """How tokens lie in a file that an entry describes: little-endian, 2 or 4 bytes
     each. ValueError if neither.
     """
@@ -71,12 +72,12 @@ def windows_in(tokens: int, seq_len: int) -> int:
     return max(tokens - 1, 0) // seq_len
 
 
-def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> dict[str, Any]:
+def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
     """Write as many whole windows as the tokens fill; returns the file's entry in the manifest."""
     return write_pieces(path, [tokens[: windows_in(len(tokens), seq_len) * seq_len + 1]], seq_len)
 
 
-def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> dict[str, Any]:
+def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
     """Write windows whose tokens come in pieces; returns the file's entry in the manifest.
 
     A token takes as many bytes as in the pieces, which are all uint16 or all uint32.
@@ -115,9 +116,7 @@ def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
-def write_documents(
-    path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]
-) -> dict[str, Any]:
+def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]) -> Json:
     """The document index; its hash is of the uncompressed bytes, which do not depend on the zstd version.
 
     columns: ids, lengths in tokens, lengths of origins in bytes. origins: their bytes together, in pieces.
@@ -146,7 +145,7 @@ def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray, pyarrow.Large
     return ids, lengths, pyarrow.Array.from_buffers(pyarrow.large_string(), count, buffers)
 
 
-def token_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+def token_files(manifest: Json) -> list[Json]:
     """The entries of all files of tokens: the shards in their order, then the held-out windows."""
     return [*manifest["shards"], manifest["valid"]]
 
@@ -155,19 +154,19 @@ def shard_number(name: str) -> int:
     return int(re.findall(r"\d+", name)[0])
 
 
-def _window_files(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _window_files(manifest: Json) -> list[Json]:
     files = token_files(manifest)
     return files + [entry["flags"] for entry in files if "flags" in entry]
 
 
-def content_sha256(manifest: Mapping[str, Any]) -> str:
+def content_sha256(manifest: Json) -> str:
     """The identity of a source's data: a hash of what decides its windows, and of nothing else."""
     of_files = [[entry[name] for name in _CONTENT_OF_FILE] for entry in _window_files(manifest)]
     content = json.dumps([[manifest.get(name) for name in _CONTENT], of_files])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Json) -> None:
     """Write source.json; its format and content_sha256 are added here."""
     write_json(folder / MANIFEST, {"format": FORMAT, **manifest, "content_sha256": content_sha256(manifest)})
 
@@ -189,7 +188,7 @@ class MissingFile(ValueError, FileNotFoundError):
     """A file that has to be there is not, or not yet: the mount of one node may be slow."""
 
 
-def read_json(path: Path, fix: str) -> dict[str, Any]:
+def read_json(path: Path, fix: str) -> Json:
     """A JSON object. ValueError names the file and the fix when it is missing or broken."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; {fix}")
@@ -199,7 +198,7 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON ({error}); {fix}") from error
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Json:
     """source.json as a dictionary. ValueError when it is missing, broken, edited, or of another format."""
     manifest = read_json(path := folder / MANIFEST, PREPARE)
     check_format(path, manifest)
@@ -211,7 +210,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_manifests(data: Path) -> dict[str, dict[str, Any]]:
+def read_manifests(data: Path) -> dict[str, Json]:
     """The manifests of all sources of a folder, by name; a hidden folder is what a publication
     that was killed left.
     """
@@ -223,18 +222,18 @@ def read_manifests(data: Path) -> dict[str, dict[str, Any]]:
     return {folder.name: read_manifest(folder) for folder in folders}
 
 
-def check_format(path: Path, content: dict[str, Any]) -> None:
+def check_format(path: Path, content: Json) -> None:
     """ValueError for a manifest or lock of another format."""
     if (found := content.get("format")) != FORMAT:
         raise ValueError(f"{path} has format {found!r}, this code reads {FORMAT}; {PREPARE}")
 
 
-def files_of(entry: dict[str, Any]) -> tuple[str, ...]:
+def files_of(entry: Json) -> tuple[str, ...]:
     """Names of the files that an entry of the manifest describes."""
     return (entry["name"], *(entry[part]["name"] for part in ("parity", "docs") if part in entry))
 
 
-def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
+def check_sizes(folder: Path, manifest: Json) -> None:
     """Every file of the manifest exists with its size. ValueError names the first one that does not."""
     for entry in _window_files(manifest):
         path, expected = os.path.join(folder, entry["name"]), entry["bytes"]

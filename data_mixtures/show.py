@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, starmap, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 import pyarrow.compute
@@ -32,11 +32,11 @@ from rich.progress import track
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.mixture import BEGINS, CONVERSATIONS, Mixture, read_lock
+from data_mixtures.shards import Json
 from records import skips
 from records.files import read_lines
 
 T = TypeVar("T")
-Found = dict[str, Any]
 Wanted = Callable[[np.ndarray, pyarrow.Array], np.ndarray]  # ids, origins -> bool, (documents,) each
 Place = tuple[Path, dict[str, int], np.ndarray]
 CHUNK_TOKENS = 1 << 20
@@ -69,7 +69,7 @@ class Question:
 
 def command(question: tyro.conf.OmitArgPrefixes[Question]) -> None:
     """What training reads, as text, and where it came from."""
-    run(question, Console())
+    run(question, Console(highlight=False))
 
 
 def run(given: Question, console: Console) -> None:
@@ -141,13 +141,13 @@ def _refused(given: Question, attempts: list[skips.Reading]) -> list[Place]:
     return found
 
 
-def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Found]:
+def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Iterator[Json]:
     """Sequences of a lock with their documents."""
     mixture, pieces = Mixture.open(lock, offsets), tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
         if mixture.packed:
-            parts: list[Found] = [{"begins": 0}]
+            parts: list[Json] = [{"begins": 0}]
             parts += [
                 {"begins": at + 1} for at in np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS).tolist()
             ]
@@ -159,7 +159,7 @@ def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Itera
         yield {**place, "documents": parts, "tokens": tokens.tolist()}
 
 
-def _documents(folder: Path, place: Found, tokens: np.ndarray) -> list[Found]:
+def _documents(folder: Path, place: Json, tokens: np.ndarray) -> list[Json]:
     """The documents of a window, in its order; ValueError where they do not begin where the index says."""
     manifest = _manifest(folder)
     at = [entry["name"] for entry in manifest["shards"]].index(place["shard"])
@@ -178,7 +178,7 @@ def _documents(folder: Path, place: Found, tokens: np.ndarray) -> list[Found]:
     return found
 
 
-def _continued(folder: Path, at: int, offset: int) -> Found:
+def _continued(folder: Path, at: int, offset: int) -> Json:
     """The document that holds a token and began before it; {} if that was in a shard that is
     not here any more.
     """
@@ -196,12 +196,12 @@ def _continued(folder: Path, at: int, offset: int) -> Found:
 
 
 @functools.lru_cache(maxsize=64)
-def _manifest(folder: Path) -> Found:
+def _manifest(folder: Path) -> Json:
     return shards.read_manifest(folder)
 
 
 @functools.lru_cache(maxsize=16)
-def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
+def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Json]]:
     """Where the documents of a shard begin in it, int64 (documents,), and what is known of each."""
     entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
     ids, lengths, origins = shards.read_documents(folder / entry["docs"]["name"])
@@ -212,14 +212,14 @@ def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Found]]:
     )
     first = next((i + int(found[0]) for i, found in chunks if len(found)), 0)
 
-    def facts(i: int) -> Found:
+    def facts(i: int) -> Json:
         origin = json.loads(origins[i].as_py() or "{}")
         return {"id": f"{ids[i]:016x}", "document_tokens": int(lengths[i]), "origin": origin}
 
     return first + np.cumsum(lengths, dtype=np.int64) - lengths, facts
 
 
-def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:
+def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Json]:
     """The wanted documents of all sources of a lock."""
     if (content := read_lock(lock))["packing"] == CONVERSATIONS:
         raise ValueError(f"{lock} holds packed conversations, which have no document index")
@@ -233,11 +233,11 @@ def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Found]:
             yield {"source": folder.name, "shard": entry["name"], "token_offset": int(begins[i]), **facts(i)}
 
 
-def print_text(found: Found, console: Console) -> None:
+def print_text(found: Json, console: Console) -> None:
     """A sequence, or a document that was searched for."""
 
     def line(text: str, style: str = "") -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, style=style, markup=False, soft_wrap=True)
 
     place = f"{found['source']}/{found['shard']}, token {found['token_offset']:,}"
     if "documents" not in found:
@@ -248,7 +248,7 @@ def print_text(found: Found, console: Console) -> None:
         line(document["text"])
 
 
-def _title(part: Found) -> str:
+def _title(part: Json) -> str:
     first, tokens = part.get("before", 0), part.get("tokens")
     if "id" not in part:
         return f"{tokens:,} tokens"

@@ -56,26 +56,27 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
         line for text in texts for line in text.split("\n") if line and len(line.encode()) <= MAX_LINE_BYTES
     )
     model, size = io.BytesIO(), training.vocab_size
-    options = dict[str, Any](
-        model_type="bpe",
-        vocab_size=size,
-        character_coverage=training.character_coverage,
-        byte_fallback=True,
-        split_digits=True,
-        allow_whitespace_only_pieces=True,
-        add_dummy_prefix=True,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        max_sentence_length=MAX_LINE_BYTES,
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
-        pad_id=-1,
-        num_threads=1,  # the result must not depend on the machine
-        minloglevel=1,
-    )
     try:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=size,
+            character_coverage=training.character_coverage,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=True,
+            remove_extra_whitespaces=False,
+            normalization_rule_name="identity",
+            max_sentence_length=MAX_LINE_BYTES,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=1,  # the result must not depend on the machine
+            minloglevel=1,
+        )
     except RuntimeError as error:  # sentencepiece's only kind of error
         raise ValueError(f"no tokenizer of {size} pieces can be trained on this text: {error}") from error
     return model.getvalue()
@@ -200,10 +201,9 @@ def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[s
     for file in ("special_tokens_map.json", shards.TOKENIZER_CONFIG):
         if (beside := path.with_name(file)).is_file():
             values = json.loads(beside.read_text(encoding="utf-8"))
-            named = {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
-            said |= {
-                name: each["content"] if isinstance(each, dict) else each for name, each in named.items()
-            }
+            for name in ("bos_token", "eos_token"):
+                if each := values.get(name):
+                    said[name] = each["content"] if isinstance(each, dict) else each
     known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
     eos = eos or said.get("eos_token") or (None if bos else known[1])
     bos = bos or (said.get("bos_token", eos) if "eos_token" in said else known[0] if eos == known[1] else eos)

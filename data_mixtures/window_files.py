@@ -9,14 +9,15 @@ of the windows that follow.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import xxhash
 
 from data_mixtures import shards
+from data_mixtures.shards import Json
 
 OPEN_FILES = (
     256  # a map holds a file descriptor, of which a process has 1024 and a 6T-token corpus 11,000 shards
@@ -24,7 +25,7 @@ OPEN_FILES = (
 CHUNK_BYTES = 1 << 20  # stays in a core's own cache between reading and hashing
 CHECKS_AT_A_TIME = 64  # making a lock takes 20 us
 DIGEST_BYTES = 8
-TokenFile = tuple[str, Mapping[str, Any]]  # path, its entry of the manifest
+TokenFile = tuple[str, Json]  # path, its entry of the manifest
 
 
 class WindowFiles:
@@ -46,8 +47,8 @@ class WindowFiles:
                 )
         self._checked = [bytearray(count) for count in blocks]  # by file, a byte a block; 1: it is good
         self._checking = [threading.Lock() for _ in range(CHECKS_AT_A_TIME)]
-        self._maps: dict[int, np.ndarray] = {}  # the oldest first
-        self._mapping = threading.Lock()
+        # one that is left out while a thread still reads it stays open for that thread
+        self._map = functools.lru_cache(OPEN_FILES)(self._opened)
 
     def read(self, file: int, window: int, out: np.ndarray) -> None:
         """Copy one window into out, (S + 1,) of any integer type. ValueError for a
@@ -59,16 +60,10 @@ class WindowFiles:
         for block in range(first * width // shards.BLOCK_BYTES, (end * width - 1) // shards.BLOCK_BYTES + 1):
             if not checked[block]:
                 self._check(file, block)
-        tokens = self._maps.get(file)
-        out[:] = (self._map(file) if tokens is None else tokens)[first:end]
+        out[:] = self._map(file)[first:end]
 
-    def _map(self, file: int) -> np.ndarray:
-        with self._mapping:
-            if file not in self._maps:
-                if len(self._maps) >= OPEN_FILES:
-                    del self._maps[next(iter(self._maps))]  # a thread that still reads it keeps it open
-                self._maps[file] = np.memmap(self._paths[file], dtype=self._dtypes[file], mode="r")
-            return self._maps[file]
+    def _opened(self, file: int) -> np.ndarray:
+        return np.memmap(self._paths[file], dtype=self._dtypes[file], mode="r")
 
     def _check(self, file: int, block: int) -> None:
         with self._checking[file % CHECKS_AT_A_TIME]:

@@ -1,8 +1,8 @@
 """Parquet files of a dataset on the hub, or in a mirror of it.
 
-A mirror is any URL that fsspec supports, or a folder, laid out as <repo>/<config folder>/*.parquet. Both have
-the same methods: check the access to a repository, list the files of a folder, open a file to read parts of
-it, copy a file.
+A mirror is any URL that fsspec supports, or a folder, laid out as <repo>/<config folder>/*.parquet. The hub is
+one more file system of fsspec, which knows commits and hashes: both list the files of a folder and open one to
+read parts of it in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import fsspec
 import fsspec.implementations.local
 from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_download
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.hf_api import RepoFile, RepoFolder
 from huggingface_hub.utils import disable_progress_bars
 
 NOT_REACHABLE = "not reachable"
@@ -33,16 +32,56 @@ class File:
     sha256: str | None = None
 
 
-class Hub:
-    """The dataset hub (HF_ENDPOINT, HF_TOKEN)."""
+class Mirror:
+    """A copy of repositories in a folder or behind a URL. It has no commits: the revision is not checked."""
 
-    remote = True  # a failed transfer can be tried again
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.system, self.root = fsspec.url_to_fs(url)
+        self.remote = not is_local(self.system)  # a failed transfer can be tried again
 
-    def __init__(self) -> None:
-        self.api = HfApi()
+    def place(self, repo: str, revision: str, path: str = "") -> str:
+        """Where a file or folder of a repository is in the file system."""
+        return f"{self.root}/{repo}/{path}"
 
     def revision(self, repo: str, revision: str) -> str:
         """The full revision of a repository. ValueError says what to do if it cannot be read."""
+        if not self.system.isdir(f"{self.root}/{repo}"):
+            raise ValueError(f"the mirror {self.url} has no folder {repo}")
+        return revision
+
+    def files(self, repo: str, revision: str, folder: str) -> list[File]:
+        """All Parquet files below exactly this folder, by path; none when there is no such folder."""
+        start, found = self.place(repo, revision), []
+        for name, info in self.system.find(start + folder, detail=True).items():
+            if name.endswith(".parquet"):
+                sha256 = info["lfs"]["sha256"] if info.get("lfs") else None
+                found.append(File(name.removeprefix(start), info["size"], sha256))
+        return sorted(found)
+
+    def folders(self, repo: str, revision: str) -> list[str]:
+        found = self.system.ls(self.place(repo, revision), detail=True)
+        return sorted(Path(entry["name"]).name for entry in found if entry["type"] == "directory")
+
+    def open(self, repo: str, revision: str, path: str) -> BinaryIO:
+        return self.system.open(self.place(repo, revision, path), "rb", block_size=1 << 20)
+
+    def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
+        """Copy a file to `target`, in an otherwise empty folder."""
+        copy_or_link(self.system, self.place(repo, revision, path), target)
+
+
+class Hub(Mirror):
+    """The dataset hub (HF_ENDPOINT, HF_TOKEN)."""
+
+    def __init__(self) -> None:
+        self.api = HfApi()
+        self.system, self.remote = HfFileSystem(endpoint=self.api.endpoint), True
+
+    def place(self, repo: str, revision: str, path: str = "") -> str:
+        return f"datasets/{repo}@{revision}/{path}"
+
+    def revision(self, repo: str, revision: str) -> str:
         page = f"{self.api.endpoint}/datasets/{repo}"
         token = (
             "the token that HF_TOKEN holds is not of an account that did"
@@ -68,29 +107,7 @@ class Hub:
             )
         return found
 
-    def files(self, repo: str, revision: str, folder: str) -> list[File]:
-        """All Parquet files below exactly this folder, by path; none when there is no such folder."""
-        try:
-            tree = list(
-                self.api.list_repo_tree(repo, folder, recursive=True, revision=revision, repo_type="dataset")
-            )
-        except hub_errors.EntryNotFoundError:
-            return []
-        found = [entry for entry in tree if isinstance(entry, RepoFile) and entry.path.endswith(".parquet")]
-        return sorted(
-            File(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else None) for entry in found
-        )
-
-    def folders(self, repo: str, revision: str) -> list[str]:
-        tree = self.api.list_repo_tree(repo, revision=revision, repo_type="dataset")
-        return sorted(entry.path for entry in tree if isinstance(entry, RepoFolder))
-
-    def open(self, repo: str, revision: str, path: str) -> BinaryIO:
-        files: Any = HfFileSystem(endpoint=self.api.endpoint)
-        return files.open(f"datasets/{repo}@{revision}/{path}", "rb", block_size=1 << 20)
-
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
-        """Copy a file to `target`, in an otherwise empty folder."""
         disable_progress_bars()  # `run` shows its own
         folder = target.with_name("download")
         try:
@@ -98,36 +115,6 @@ class Hub:
             os.replace(got, target)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-class Mirror:
-    """A copy of repositories in a folder or behind a URL. It has no commits: the revision is not checked."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.system, self.root = fsspec.url_to_fs(url)
-        self.remote = not is_local(self.system)
-
-    def revision(self, repo: str, revision: str) -> str:
-        if not self.system.isdir(f"{self.root}/{repo}"):
-            raise ValueError(f"the mirror {self.url} has no folder {repo}")
-        return revision
-
-    def files(self, repo: str, revision: str, folder: str) -> list[File]:
-        start = f"{self.root}/{repo}/"
-        found = self.system.find(f"{start}{folder}", detail=True).values()
-        entries = [(entry["name"].removeprefix(start), entry["size"]) for entry in found]
-        return sorted(File(path, size) for path, size in entries if path.endswith(".parquet"))
-
-    def folders(self, repo: str, revision: str) -> list[str]:
-        found = self.system.ls(f"{self.root}/{repo}", detail=True)
-        return sorted(Path(entry["name"]).name for entry in found if entry["type"] == "directory")
-
-    def open(self, repo: str, revision: str, path: str) -> BinaryIO:
-        return self.system.open(f"{self.root}/{repo}/{path}", "rb")
-
-    def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:
-        copy_or_link(self.system, f"{self.root}/{repo}/{path}", target)
 
 
 def copy_or_link(system: Any, source: str, target: Path) -> None:
@@ -142,8 +129,5 @@ def is_local(system: Any) -> bool:
     return isinstance(system, fsspec.implementations.local.LocalFileSystem)
 
 
-Origin = Hub | Mirror
-
-
-def origin(mirror: str | None) -> Origin:
+def origin(mirror: str | None) -> Mirror:
     return Mirror(mirror) if mirror else Hub()

@@ -15,6 +15,7 @@ import glob
 import io
 import itertools
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ import pyarrow
 import xxhash
 
 from data_mixtures.recipe import Input
+from data_mixtures.shards import Json
 from records.files import json_lines
 
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -48,6 +50,7 @@ UNREADABLE = (
 DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
 LARGEST_BYTES = 1 << 30  # of a text file: it is one document, and Arrow takes no text of 2 GiB
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
+_PLACE = re.compile(r"/|\{|\w+://")  # how a path begins that is not relative to the recipe's folder
 Listed = list[
     Any
 ]  # name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
@@ -67,8 +70,9 @@ def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) 
     excluded = [_in_place(pattern, roots) for pattern in source_input.exclude]
     found: dict[str, Listed] = {}
     without = []
-    for pattern in source_input.paths:
-        listed = {file[0]: file for file in _glob(_in_place(pattern, roots))}
+    for given in source_input.paths:
+        pattern = _in_place(given if _PLACE.match(given) else f"{{recipe}}/{given}", roots)
+        listed = {file[0]: file for file in _glob(pattern)}
         kept = {
             name: file
             for name, file in listed.items()
@@ -77,7 +81,7 @@ def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) 
             )
         }
         if not kept:
-            without.append(_in_place(pattern, roots) + (" (all excluded)" if listed else ""))
+            without.append(pattern + (" (all excluded)" if listed else ""))
         found |= kept
     if without and all_match:
         raise ValueError(f"no file matches {', '.join(without)}")
@@ -146,7 +150,7 @@ def _listed(name: str) -> Listed:
     return [name, status.st_size, status.st_mtime_ns]
 
 
-def _described(name: str, info: Mapping[str, Any]) -> Listed:
+def _described(name: str, info: Json) -> Listed:
     tags = (info.get(key) for key in ("ETag", "etag", "md5Hash", "blob_id", "mtime"))
     if info["size"] is None:
         raise ValueError("the server does not say how large it is")
@@ -230,7 +234,7 @@ class Damaged(Exception):
     """A file of many documents that ends too early or was changed: (name, documents before that was seen)."""
 
 
-Document = tuple[str, str, int, Mapping[str, Any]]  # text, file, row from 0, and the fields beside the text
+Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields beside the text
 
 
 def documents(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterator[Document]:

@@ -15,7 +15,6 @@ two running sums, so a character costs one multiplication and one addition.
 
 from __future__ import annotations
 
-import functools
 import glob
 import io
 import json
@@ -28,6 +27,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_mixtures.readers.local import json_objects
+from data_mixtures.shards import Json
 from data_mixtures.stages import stage
 from data_mixtures.stages.word_hashes import gram_hashes, groups, say_something, word_hashes
 from records.files import file_sha256, write_atomically
@@ -139,7 +139,7 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     described = [asdict(Benchmark(name, len(items[name]), count, hashes[name])) for name, count in found]
     text = json.dumps({"code": code, "benchmarks": described}).encode()
     archive = io.BytesIO()
-    stored: dict[str, Any] = {"header": np.frombuffer(text, np.uint8), **arrays}
+    stored: Json = {"header": np.frombuffer(text, np.uint8), **arrays}
     np.savez(archive, **stored)
     write_atomically(path, archive.getvalue())
 
@@ -154,14 +154,14 @@ def load(out: Path, names: Iterable[str]) -> Index | None:
     """The index of a data folder, None for no names. ValueError when it is not of the
     benchmarks of these names.
     """
-    return _load(out, (out / INDEX).stat().st_mtime_ns) if identity(out, names) else None
+    return _load(out / INDEX) if identity(out, names) else None
 
 
-@functools.lru_cache(maxsize=1)
-def _load(out: Path, mtime_ns: int) -> Index:
-    with np.load(out / INDEX) as stored:
+@stage.remembered
+def _load(path: Path) -> Index:
+    with np.load(path) as stored:
         arrays = {name: stored[name] for name in _ARRAYS}
-    return Index(known_benchmarks(out), arrays)
+    return Index(known_benchmarks(path.parent), arrays)
 
 
 def identity(out: Path, names: Iterable[str]) -> Any:
@@ -177,7 +177,7 @@ def identity(out: Path, names: Iterable[str]) -> Any:
     return header
 
 
-def _header(path: Path) -> dict[str, Any] | None:
+def _header(path: Path) -> Json | None:
     if not path.is_file():
         return None
     with np.load(path) as stored:

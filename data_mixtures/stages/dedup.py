@@ -13,7 +13,6 @@ sources, in the recipe's order.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from data_mixtures import recipe, shards
+from data_mixtures.shards import Json
 from data_mixtures.stages import quality, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 
@@ -47,11 +47,11 @@ class Signatures(Stage):
     name = SIGNATURES
 
     def key(self, unit: Unit) -> str:
-        documents = (stage.made_files(self.out, "filter", unit) or {}).get(DOCUMENTS)
+        documents = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
         settings = {name: value for name, value in asdict(self.recipe.dedup).items() if name != "minhash"}
         return stage.key_of(_MODULES, settings, quality.versions(("datatrove", "spacy")), documents)
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def work(self, unit: Unit, folder: Path) -> Json:
         sign, columns = signer(self.recipe.dedup), [np.empty((0, 1 + self.recipe.dedup.buckets), np.uint64)]
         for ids, texts, _ in read_documents(stage.checked(self.out, "filter", unit, DOCUMENTS)):
             lows = [int.from_bytes(identity[8:], "big") for identity in ids]
@@ -94,13 +94,18 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], list[int]]:
     return sign
 
 
-def _signed(work: Stage) -> Iterator[tuple[Unit, dict[str, Any], int]]:
+def _signed(work: Stage) -> Iterator[tuple[Unit, Json, int]]:
     """(unit, receipt of its signatures, number of its first document) of all units of all sources."""
     first = 0
     for source in (each.name for each in work.recipe.sources):
         for number, receipt in enumerate(stage.receipts(work.out, SIGNATURES, source)):
             yield Unit(source, number), receipt, first
             first += receipt["counts"]["documents"]
+
+
+def _files(work: Stage) -> list[Any]:
+    """What the keys of links and clusters say about the signatures."""
+    return [[str(unit), receipt["files"]] for unit, receipt, _ in _signed(work)]
 
 
 def signatures(work: Stage, unit: Unit) -> np.ndarray:
@@ -124,10 +129,9 @@ class Links(Stage):
         return max(1, -(-documents // DOCUMENTS_PER_PART))
 
     def key(self, unit: Unit) -> str:
-        signed = [[str(each), receipt["files"]] for each, receipt, _ in _signed(self)]
-        return stage.key_of(_MODULES, unit.number, self.parts(), signed)
+        return stage.key_of(_MODULES, unit.number, self.parts(), _files(self))
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def work(self, unit: Unit, folder: Path) -> Json:
         bucket, part = divmod(unit.number, parts := self.parts())
         hashes, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for each, _, first in _signed(self):
@@ -161,17 +165,14 @@ class Clusters(Stage):
 
     def key(self, unit: Unit) -> str:
         held_out = [self.recipe.held_out_of(each.name) for each in self.recipe.sources]
-        signed = [[str(each), receipt["files"]] for each, receipt, _ in _signed(self)]
-        return stage.key_of(_MODULES, held_out, signed, [receipt["files"] for receipt in self._links()])
+        links = [stage.receipt_of(self.out, LINKS, each)["files"] for each in self._links()]
+        return stage.key_of(_MODULES, held_out, _files(self), links)
 
-    def _links(self) -> tuple[dict[str, Any], ...]:
-        return stage.receipts(
-            self.out, LINKS, ALL.source, len(Links(self.recipe, self.out, self.sources).units())
-        )
+    def _links(self) -> list[Unit]:
+        return Links(self.recipe, self.out, self.sources).units()
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        units = [Unit(ALL.source, number) for number in range(len(self._links()))]
-        paths = [stage.checked(self.out, LINKS, each, LINKED) for each in units]
+    def work(self, unit: Unit, folder: Path) -> Json:
+        paths = [stage.checked(self.out, LINKS, each, LINKED) for each in self._links()]
         links = np.concatenate([np.load(path).reshape(2, -1) for path in paths], axis=1)
         numbers, places = np.unique(links, return_inverse=True)
         held_out, ends = np.zeros(len(numbers), bool), {}
@@ -205,10 +206,8 @@ def roots(links: np.ndarray, count: int) -> np.ndarray:
 
 def chosen(root: np.ndarray, held_out: np.ndarray) -> np.ndarray:
     """The node of each cluster that stays: the first that is held out, or else the first."""
-    best = np.unique(root)
-    first_held_out = np.full(len(root), len(root))
-    np.minimum.at(first_held_out, root[held_out], np.flatnonzero(held_out))
-    return np.where(first_held_out[best] < len(root), first_held_out[best], best)
+    order = np.lexsort((~held_out, root))  # by cluster, then what is held out, then as they come
+    return order[np.unique(root[order], return_index=True)[1]]
 
 
 def documents(recipe: recipe.Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
@@ -233,14 +232,15 @@ def dropped_rows(recipe: recipe.Recipe, out: Path, unit: Unit) -> np.ndarray:
     if not recipe.dedup.minhash:
         return np.empty(0, np.int64)
     folder, _ = stage.result(out, DEDUP, ALL)
-    dropped, numbers = _loaded(out, (folder / NUMBERS).stat().st_mtime_ns)
+    dropped, numbers = _loaded(folder / NUMBERS)
     if str(unit) not in numbers:
         raise ValueError(f"{folder} does not know {unit}, which was planned later; run {DEDUP!r} again")
     begin, end = np.searchsorted(dropped, numbers[str(unit)])
     return dropped[begin:end] - numbers[str(unit)][0]
 
 
-@functools.lru_cache(maxsize=1)
-def _loaded(out: Path, mtime_ns: int) -> tuple[np.ndarray, dict[str, list[int]]]:
+@stage.remembered
+def _loaded(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
+    out = path.parents[3]  # of DIR/dedup/all/unit-00000/numbers.json
     dropped, numbers = (stage.checked(out, DEDUP, ALL, name) for name in (DROPPED, NUMBERS))
     return np.load(dropped), shards.read_json(numbers, "start again")

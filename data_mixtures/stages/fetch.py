@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pyarrow
@@ -27,8 +26,9 @@ from data_mixtures.readers import content, hub, local
 from data_mixtures.readers.origins import grouped
 from data_mixtures.readers.origins import origin as origin_of
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
+from data_mixtures.shards import Json
 from data_mixtures.stages import plan, stage
-from data_mixtures.stages.stage import RAW, Entry, Stage, Unit, is_done, key_of
+from data_mixtures.stages.stage import RAW, Stage, Unit, is_done, key_of
 from records.files import file_sha256
 
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string()), ("origin", pyarrow.string())])
@@ -60,11 +60,11 @@ class Fetch(Stage):
         described = stage.planned(self.out, unit.source)
         return key_of((), described.get("repo"), described.get("revision"), entry)
 
-    def _portable(self, entry: Entry) -> dict[str, str]:
+    def _portable(self, entry: Json) -> dict[str, str]:
         roots = local.roots(self.out, self.recipe.folder)
         return {name: local.portable(name, roots) for name, _, _ in entry["files"]}
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def work(self, unit: Unit, folder: Path) -> Json:
         entry, target = stage.planned_unit(self.out, unit), folder / RAW
         if entry["kind"] == "local":
             remote = any("://" in name for name, _, _ in entry["files"])
@@ -75,13 +75,13 @@ class Fetch(Stage):
             parts = folder.parent / f".unit-{unit.number:05d}.parts"
             content.take_over(stage.unit_folder(self.out, self.name, unit) / RAW, parts)
             ((path, name),) = self._portable(entry).items()
-            return content.fetch(path, name, entry["row_groups"], _input(entry), target, parts)
-        described = stage.planned(self.out, unit.source)
+            return content.fetch(path, name, entry["row_groups"], Input(**entry["input"]), target, parts)
         if "file" in entry:
             return _tried(lambda: _copy(entry, target), target, "://" in entry["file"][0])
+        described = stage.planned(self.out, unit.source)
         origin, where = hub.origin(self.mirror), f"{described['repo']}/{entry['path']}"
 
-        def download() -> dict[str, Any]:
+        def download() -> Json:
             origin.fetch(described["repo"], described["revision"], entry["path"], target)
             return check(target, entry, where)
 
@@ -106,13 +106,13 @@ class Fetch(Stage):
         for unit in self.units():
             if is_done(self, unit):
                 receipt = stage.receipt_of(self.out, self.name, unit)
-                held += (
-                    0 if receipt.get("freed") else sum(entry["bytes"] for entry in receipt["files"].values())
-                )
+                if not receipt.get("freed"):
+                    held += sum(entry["bytes"] for entry in receipt["files"].values())
             else:
                 entry = stage.planned_unit(self.out, unit)
-                todo[unit.source] += entry.get("bytes", 0)
-                links += entry.get("bytes", 0) if linked or "://" not in entry.get("file", ["://"])[0] else 0
+                todo[unit.source] += (size := entry.get("bytes", 0))
+                if linked or "://" not in entry.get("file", ["://"])[0]:
+                    links += size
         need, listed = sum(todo.values()), ", ".join(f"{name} {size:,}" for name, size in todo.items())
         if budget_bytes is not None and held + need > budget_bytes:
             raise ValueError(
@@ -126,7 +126,7 @@ class Fetch(Stage):
             )
 
 
-def _tried(work: Callable[[], dict[str, Any]], target: Path, remote: bool) -> dict[str, Any]:
+def _tried(work: Callable[[], Json], target: Path, remote: bool) -> Json:
     """What `work` returns, after more attempts where it fails with what may pass."""
     for attempt in itertools.count(1):
         try:
@@ -139,7 +139,7 @@ def _tried(work: Callable[[], dict[str, Any]], target: Path, remote: bool) -> di
     raise AssertionError("the last attempt returns or raises")
 
 
-def _copy(entry: Entry, target: Path) -> dict[str, Any]:
+def _copy(entry: Json, target: Path) -> Json:
     """A Parquet file of one's own."""
     local.check_unchanged([entry["file"]])
     system, name = fsspec.url_to_fs(entry["file"][0])
@@ -147,7 +147,7 @@ def _copy(entry: Entry, target: Path) -> dict[str, Any]:
     return check(target, entry, entry["file"][0])
 
 
-def check(path: Path, entry: Entry, where: str) -> dict[str, Any]:
+def check(path: Path, entry: Json, where: str) -> Json:
     """A fetched file against its plan; returns its counts. Damaged says what differs."""
     size = path.stat().st_size
     if size != entry["bytes"]:
@@ -190,12 +190,7 @@ def _for_users(error: Exception, where: str) -> Exception:
     return ValueError(f"{where}: {type(error).__name__}: {error}")
 
 
-def _input(entry: Entry) -> Input:
-    given = entry["input"]
-    return Input(**{**given, "paths": tuple(given["paths"]), "exclude": tuple(given["exclude"])})
-
-
-def _read_local(entry: Entry, target: Path, names: Mapping[str, str]) -> dict[str, Any]:
+def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
     """All documents of a group of files; none of a file of JSON lines that turns out to
     be damaged behind some.
     """
@@ -207,28 +202,24 @@ def _read_local(entry: Entry, target: Path, names: Mapping[str, str]) -> dict[st
             dropped.files.add(name)
         try:
             local.check_unchanged(entry["files"])
-            counts = _write(entry, [name for name in names if name not in damaged], target, dropped, names)
+            whole = {name: known for name, known in names.items() if name not in damaged}
+            counts = _write(entry, whole, target, dropped)
             local.check_unchanged(entry["files"])
         except local.Damaged as error:
             damaged.update([error.args])
             continue
         sizes = {name: size for name, size, _ in entry["files"]}
-        files = {
-            "file_bytes": sum(sizes.values()),
-            "lost_file_bytes": sum(sizes[name] for name in dropped.files),
-        }
         return {
             **counts,
-            **files,
+            "file_bytes": sum(sizes.values()),
+            "lost_file_bytes": sum(sizes[name] for name in dropped.files),
             "dropped": dict(sorted(dropped.items())),
             "examples": list(dropped.examples.items()),
         }
 
 
-def _write(
-    entry: Entry, files: list[str], target: Path, dropped: local.Dropped, names: Mapping[str, str]
-) -> Entry:
-    documents, size, found = 0, 0, local.documents(_input(entry), files, dropped)
+def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.Dropped) -> Json:
+    documents, size, found = 0, 0, local.documents(Input(**entry["input"]), names, dropped)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
         for group in grouped(found, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]
@@ -242,19 +233,15 @@ def _write(
 def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: tuple[str, ...]) -> None:
     """ValueError for a source of which these stages could not read more than the recipe's max_dropped_share."""
     for source in sources:
-        fetched = [receipt["counts"] for receipt in stage.receipts(out, "fetch", source)]
+        fetched, entries = stage.counts(out, "fetch", source), stage.planned(out, source)["units"]
         lost, examples = Counter[str](), dict[str, str]()
         for name in stages:
-            for unit, receipt in zip(
-                stage.planned_units(out, source), stage.receipts(out, name, source), strict=True
-            ):
-                counts, path = receipt["counts"], stage.planned_unit(out, unit).get("path")
+            for entry, counts in zip(entries, stage.counts(out, name, source), strict=True):
+                place = entry.get("path", str(Unit(source, entry["number"])))
                 for reason in local.DAMAGE:
                     if count := counts.get("dropped", {}).get(reason):
                         lost[reason] += count
-                        examples.setdefault(
-                            reason, dict(counts.get("examples", ())).get(reason, path) or str(unit)
-                        )
+                        examples.setdefault(reason, dict(counts.get("examples", ())).get(reason, place))
         read = sum(counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched)
         # a file that is lost is one document at least, and nobody knows how many more
         gone, size = (
@@ -275,7 +262,7 @@ def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: t
 def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
     """ValueError names the first source without enough text, which a run would soon repeat."""
     for each in map(recipe.source, sources):
-        counts = [receipt["counts"] for receipt in stage.receipts(out, "fetch", each.name)]
+        counts = stage.counts(out, "fetch", each.name)
         total = sum(count["bytes"] for count in counts)
         if isinstance(each, LocalSource) and total < each.min_bytes:
             raise ValueError(

@@ -12,6 +12,7 @@ by a row group, whatever the file.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import xxhash
 from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
 from data_mixtures.readers.origins import origin as origin_of
 from data_mixtures.recipe import Recipe
+from data_mixtures.shards import Json
 from data_mixtures.stages import decontaminate, quality, stage, word_hashes
 from data_mixtures.stages.quality import Step
 from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
@@ -47,25 +49,29 @@ class Filter(Stage):
     name = "filter"
 
     def key(self, unit: Unit) -> str:
-        column, files = stage.text_column(self.out, unit), stage.made_files(self.out, "fetch", unit)
+        entry, files = stage.planned_unit(self.out, unit), stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe, keep = self.recipe, self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
         kept = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
         steps = quality.identity(quality.steps_of(recipe, unit.source))
-        path = stage.planned_unit(self.out, unit).get("path")
-        return stage.key_of(_MODULES, pa.__version__, limits, kept, steps, column, index, path, files)
+        read = [_text_column(entry), index, entry.get("path")]
+        return stage.key_of(_MODULES, pa.__version__, limits, kept, steps, *read, files)
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def work(self, unit: Unit, folder: Path) -> Json:
         raw = stage.checked(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self.recipe.source(unit.source).keep, steps)
-        batches = read_raw(
-            raw, stage.text_column(self.out, unit), stage.planned_unit(self.out, unit).get("path")
-        )
+        entry = stage.planned_unit(self.out, unit)
+        batches = read_raw(raw, _text_column(entry), entry.get("path"))
         write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
         return chosen.counts()
+
+
+def _text_column(entry: Json) -> str:
+    """The column of a planned unit's raw.parquet that holds its text."""
+    return entry.get("text_column", "text")
 
 
 class Rows(NamedTuple):
@@ -106,17 +112,13 @@ class DocumentFilter:
         keep: float = 1.0,
         steps: Sequence[Step] = (),
     ) -> None:
-        self.limits, self.max_document_chars, self.seed = (
-            recipe.filter,
-            recipe.max_document_chars,
-            recipe.seed,
-        )
+        self.recipe, self.limits = recipe, recipe.filter
         self.index, self.below = index, keep * 2**64
         changing = max((place + 1 for place, step in enumerate(steps) if step.changes), default=0)
         self.before, self.after = steps[:changing], steps[changing:]
         self._read = self._cut = self._kept = self._bytes = 0
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
-        self._contamination: dict[str, dict[str, Any]] = {}
+        self._contamination: dict[str, Json] = {}
 
     def kept(self, rows: Rows) -> list[tuple[bytes, bytes, str]]:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
@@ -138,7 +140,7 @@ class DocumentFilter:
         if len(text) > self.limits.max_chars and text.strip():
             self._dropped["too_long"] += 1
             return []
-        pieces = list(word_hashes.cut(text, self.max_document_chars))
+        pieces = list(word_hashes.cut(text, self.recipe.max_document_chars))
         self._cut += len(pieces) - 1
         return [piece for piece in pieces if self._long_enough(piece)]
 
@@ -165,10 +167,13 @@ class DocumentFilter:
 
     def _chosen(self, documents: list[Document]) -> list[Document]:
         """With their ids, those in the part of the source that is kept: what the shuffle would put first."""
-        texts = [(each, each.text.encode()) for each in documents]
-        final = [each._replace(utf8=utf8, identity=xxhash.xxh3_128_digest(utf8)) for each, utf8 in texts]
-        chosen = [each for each in final if key_of_id(each.identity, self.seed) < self.below]
-        self._dropped["not_kept"] += len(final) - len(chosen)
+        chosen = []
+        for each in documents:
+            utf8 = each.text.encode()
+            identity = xxhash.xxh3_128_digest(utf8)
+            if key_of_id(identity, self.recipe.seed) < self.below:
+                chosen.append(each._replace(utf8=utf8, identity=identity))
+        self._dropped["not_kept"] += len(documents) - len(chosen)
         return chosen
 
     def _clean(self, documents: list[Document]) -> list[Document]:
@@ -183,7 +188,7 @@ class DocumentFilter:
                 self._contamination[name]["items"][number] += 1
         return [each for each, items in zip(documents, held, strict=True) if not items]
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Json:
         """For the receipt, which outlives the files: {"read", "cut", "kept",
         "bytes", "dropped", "contamination"}.
 
@@ -242,16 +247,16 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
     """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, `text` and `origin`; the
     text must be UTF-8.
     """
-    options = {
+    plain = {
         "compression": "zstd",
         "compression_level": 3,
         "use_dictionary": False,
         "write_statistics": False,
     }
-    kept = (batch for batch in batches if batch)
-    with pq.ParquetWriter(path, SCHEMA, **options) as writer:
-        for group in grouped(kept, lambda batch: sum(len(text) for _, text, _ in batch), _ROW_GROUP_BYTES):
-            ids, texts, origins = zip(*(document for batch in group for document in batch), strict=True)
+    documents = itertools.chain.from_iterable(batches)
+    with pq.ParquetWriter(path, SCHEMA, **plain) as writer:
+        for group in grouped(documents, lambda document: len(document[1]), _ROW_GROUP_BYTES):
+            ids, texts, origins = zip(*group, strict=True)
             strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8
             columns = [pa.array(ids, pa.binary(16)), strings, pa.array(origins, pa.string())]
             writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=len(texts))

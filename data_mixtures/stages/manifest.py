@@ -18,12 +18,12 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from data_mixtures import mixture, shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerTraining
+from data_mixtures.shards import Json
 from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit, receipts
 from records.files import code_version, file_sha256
@@ -44,24 +44,22 @@ def write(
     made = {}
     for source in sources:
         made[source] = _publish(recipe, out, source, replace)
-        console.print(f"{out / source}: {made[source]}", highlight=False, soft_wrap=True)
+        console.print(f"{out / source}: {made[source]}", soft_wrap=True)
     for phase, weights in recipe.phases.items():
         if missing := [name for name in weights if not (out / name / shards.MANIFEST).is_file()]:
             console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
         else:
             lock = mixture.pin(out, phase, weights, recipe.seed, recipe.seq_len, recipe.epoch_cap)
-            console.print(f"{lock}", highlight=False, soft_wrap=True)
+            console.print(f"{lock}", soft_wrap=True)
     return made
 
 
 def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
     """ValueError when a recipe, or its plan, asks for other data than what is published and pinned by a lock."""
     for source in sources:
-        if not (pins := _pins(out, source)):
-            continue
         published = _manifest(out / source)
-        locks = [name for name, pin in pins.items() if pin == published.get("content_sha256")]
-        now, then = json.loads(json.dumps(_decides(recipe, out, source))), published.get("recipe", {})
+        locks = [name for name, pin in _pins(out, source).items() if pin == published.get("content_sha256")]
+        now, then = _decides(recipe, out, source), published.get("recipe", {})
         other = [key for key in then if now.get(key, then[key]) != then[key]]
         if locks and other:
             differ = "; ".join(f"{key} = {then[key]!r}, now {now[key]!r}" for key in other)
@@ -71,29 +69,28 @@ def check_pinned(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
             )
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> Json:
     """source.json, empty when there is none that can be read."""
     with suppress(ValueError):
         return shards.read_manifest(folder)
     return {}
 
 
-def _decides(recipe: Recipe, out: Path, source: str) -> dict[str, Any]:
+def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     """What decides the data of a source as far as it is known before: of the recipe, and the plan's files."""
     every = {**asdict(recipe), **asdict(recipe.source(source))}
     said = {key: value for key, value in every.items() if key in _DECIDES}
     said["valid_per_10000"] = recipe.held_out_of(source)
-    said["filter"] = {
-        key: value for key, value in said["filter"].items() if key != "benchmarks"
-    }  # paths, may move
+    del said["filter"]["benchmarks"]  # paths, may move
     if isinstance(recipe.tokenizer, TokenizerTraining):
         said["tokenizer"] = [asdict(recipe.tokenizer), [each.name for each in recipe.sources]]
     else:
         given = recipe.tokenizer
         there = Path(given.path).is_file()
         said["tokenizer"] = [file_sha256(Path(given.path)), given.bos, given.eos] if there else None
-    planned = stage.read_plan(out)["sources"].get(source) if (out / stage.PLAN).is_file() else None
-    return {**said, "plan": planned["plan_hash"]} if planned else said
+    with suppress(ValueError):  # it is not planned yet
+        said["plan"] = stage.planned(out, source)["plan_hash"]
+    return json.loads(json.dumps(said))  # as source.json has it
 
 
 def _pins(out: Path, source: str) -> dict[str, str]:
@@ -107,7 +104,7 @@ def _pins(out: Path, source: str) -> dict[str, str]:
     return found
 
 
-def _refuse_other_data(out: Path, source: str, description: dict[str, Any]) -> None:
+def _refuse_other_data(out: Path, source: str, description: Json) -> None:
     """ValueError when a lock pins data of a source that this description would replace by other data."""
     published, new = _manifest(out / source), shards.content_sha256(description)
     pins = _pins(out, source).items()
@@ -121,7 +118,7 @@ def _refuse_other_data(out: Path, source: str, description: dict[str, Any]) -> N
 def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     count = len(shuffle.WriteShards(recipe, out, (source,)).units())
     written = receipts(out, shuffle.SHUFFLE, source, count)
-    description = json.loads(json.dumps(_description(recipe, out, source, written)))
+    description = _description(recipe, out, source, written)
     files = {
         name: stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) / name
         for number, receipt in enumerate(written)
@@ -129,11 +126,8 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     }
     final = out / source
     if (published := _published(final, description, files)) is not None:
-        described = {
-            **published,
-            **description,
-            "code_version": published["code_version"],
-        }  # which made the shards
+        made_by = {"code_version": published["code_version"]}  # which made the shards
+        described = {**published, **description, **made_by}
         if described != published:  # the same data with other counts, or of another plan
             shards.write_manifest(final, described)
         return "reused"
@@ -155,7 +149,7 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
 _code_version = functools.cache(functools.partial(code_version, Path(__file__).parents[1]))
 
 
-def _published(final: Path, description: dict[str, Any], files: dict[str, Path]) -> dict[str, Any] | None:
+def _published(final: Path, description: Json, files: dict[str, Path]) -> Json | None:
     """The manifest in the folder, if it holds the same data; files freed in `shuffle` are not compared."""
     manifest = _manifest(final)
     try:
@@ -163,19 +157,17 @@ def _published(final: Path, description: dict[str, Any], files: dict[str, Path])
     except ValueError:
         return None
     same = manifest.get("content_sha256") == shards.content_sha256(description) and all(
-        (final / name).is_file() and (not path.exists() or _same(path, final / name))
+        (final / name).is_file()
+        and (not path.exists() or _size_and_time(path) == _size_and_time(final / name))
         for name, path in files.items()
     )
     return manifest if same else None
 
 
-def _same(path: Path, published: Path) -> bool:
-    """The same file, or a copy that was not changed since."""
-    one, other = path.stat(), published.stat()
-    return os.path.samestat(one, other) or (one.st_size, one.st_mtime_ns) == (
-        other.st_size,
-        other.st_mtime_ns,
-    )
+def _size_and_time(path: Path) -> tuple[int, int]:
+    """What a link or a copy has in common with its file until one of them is changed."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _link(path: Path, link: Path) -> None:
@@ -189,9 +181,7 @@ def _link(path: Path, link: Path) -> None:
         shutil.copy2(path, link)
 
 
-def _description(
-    recipe: Recipe, out: Path, source: str, written: tuple[dict[str, Any], ...]
-) -> dict[str, Any]:
+def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ...]) -> Json:
     *train, valid = (receipt["counts"] for receipt in written)
     return {
         "source": source,
@@ -209,7 +199,7 @@ def _description(
     }
 
 
-def _token_facts(out: Path, source: str, entries: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
     """What the tokenizer of the folder decides. ValueError when the shards are not of its width."""
     facts = tokenizer.facts(shards.tokenizer_path(out))
     if any(
@@ -221,19 +211,20 @@ def _token_facts(out: Path, source: str, entries: tuple[dict[str, Any], ...]) ->
     return facts
 
 
-def _counts(out: Path, source: str) -> dict[str, Any]:
+def _counts(out: Path, source: str) -> Json:
     """Documents, tokens and bytes that are kept, and all that was read, with what was dropped by reason."""
-    filtered, tokenized = (_all_counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
-    ordered = _all_counts(out, shuffle.ORDER, source, shuffle.key_ranges(out, source))
+    fetched = stage.counts(out, "fetch", source) if (out / "fetch" / source).is_dir() else []
+    filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
+    ordered = stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
     parts = [counts[part] for counts in ordered for part in ("train", "valid")]
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
-    dropped = Counter({"duplicate": sum(counts["duplicate"] for counts in ordered)})
-    read = sum(counts["read"] for counts in filtered)
-    for counts in _all_counts(out, "fetch", source) if (out / "fetch" / source).is_dir() else ():
+    dropped = Counter[str]()
+    for counts in fetched:
         dropped.update(counts.get("dropped", {}))
-        read += sum(counts.get("dropped", {}).values())
+    read = dropped.total() + sum(counts["read"] for counts in filtered)
     for counts in (*filtered, *tokenized):
         dropped.update(counts["dropped"])
+    dropped["duplicate"] = sum(counts["duplicate"] for counts in ordered)
     known = sum(counts["documents"] + sum(counts["dropped"].values()) for counts in tokenized)
     if known != sum(counts["kept"] for counts in filtered):
         raise ValueError(
@@ -254,14 +245,10 @@ def _counts(out: Path, source: str) -> dict[str, Any]:
     }
 
 
-def _all_counts(out: Path, name: str, source: str, units: int | None = None) -> list[dict[str, Any]]:
-    return [receipt["counts"] for receipt in receipts(out, name, source, units)]
-
-
-def _contamination(out: Path, source: str) -> dict[str, Any]:
+def _contamination(out: Path, source: str) -> Json:
     """{benchmark: {"documents": dropped for it, "items": how many of its items they held}}"""
     documents, items = Counter[str](), dict[str, set[str]]()
-    for counts in _all_counts(out, "filter", source):
+    for counts in stage.counts(out, "filter", source):
         for benchmark, found in counts["contamination"].items():
             documents[benchmark] += found["documents"]
             items.setdefault(benchmark, set()).update(found["items"])

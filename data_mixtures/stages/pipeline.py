@@ -103,19 +103,19 @@ def _plan(context: RunContext, mirror: str | None) -> None:
     planned = plan.make(context.recipe, context.out, context.sources, mirror)
     made = planned["sources"]
     units = sum(len(made[name]["units"]) for name in context.sources)
-    context.console.print(f"plan     {units:6} units of {len(context.sources)} sources", highlight=False)
+    context.console.print(f"plan     {units:6} units of {len(context.sources)} sources")
     for sentence in plan.shared(planned):
         context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
-    rows = []
-    for name in context.sources if context.tables else ():
-        units = made[name]["units"]
-        size = sum(unit.get("bytes", 0) + sum(file[1] for file in unit.get("files", ())) for unit in units)
-        facts = (made[name].get(key, "") for key in ("revision", "gate", "licence"))
-        rows.append([name, f"{len(units):,}", f"{size:,}", *facts])
-    if rows:
-        context.console.print(
-            figures(None, ("source", "units", "bytes", "revision", "gate", "licence"), rows)
-        )
+    if context.tables:
+        told, rows = ("revision", "gate", "licence"), []
+        for name in context.sources:
+            files = made[name]["units"]
+            size = sum(
+                file.get("bytes", 0) + sum(each[1] for each in file.get("files", ())) for file in files
+            )
+            terms = (made[name].get(key, "") for key in told)
+            rows.append([name, f"{len(files):,}", f"{size:,}", *terms])
+        context.console.print(figures(None, ("source", "units", "bytes", *told), rows))
 
 
 def _fetch(context: RunContext, mirror: str | None, budget_bytes: int | None) -> None:
@@ -173,14 +173,14 @@ def free(context: RunContext, name: str) -> None:
         of_source = context.recipe, context.out, (source,)
         merged = sorted_runs.Runs(*of_source).units()
         units = merged if name == "runs" else stage.planned_units(context.out, source)
-        kind = READERS[name]
-        reader = (kind if merged or kind is not sorted_runs.Runs else shuffle.WriteShards)(*of_source)
+        kind = READERS["runs" if name == "tokenize" and not merged else name]
+        reader = kind(*of_source)
         if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
             raise ValueError(
                 f"{name} of {source!r} is still needed: {len(left)} units are not through {reader.name}"
             )
         freed = sum(stage.free(context.out, name, unit) for unit in units)
-        context.console.print(f"{source}: {freed:,} bytes of {name} are free", highlight=False)
+        context.console.print(f"{source}: {freed:,} bytes of {name} are free")
 
 
 TO_SHARDS = tuple(stages_to_shards())  # `manifest` follows

@@ -25,14 +25,15 @@ import xxhash
 from data_mixtures import shards
 from data_mixtures.readers import content, hub, local, origins
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
-from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, Entry, read_plan
+from data_mixtures.shards import Json
+from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, read_plan
 
 UNIT_BYTES = 64 << 20  # of local files in one unit
 _TEXT = (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.large_binary())
 S = TypeVar("S", bound=Source)
 
 
-def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> dict[str, Any]:
+def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> Json:
     """Plan the named sources (others in plan.json stay) and write plan.json. ValueError names
     all that is refused.
     """
@@ -65,52 +66,56 @@ def _write_corpus(module: str, folder: Path) -> None:
         )
 
 
-def _spec(each: HubSource) -> Entry:
+def _spec(each: HubSource) -> Json:
     """What of a source decides its files and columns; not what others counted, nor its category."""
     names = ("repo", "revision", "configs", "files", "text_columns", "licence", "gate")
-    values = {name: getattr(each, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return json.loads(json.dumps({name: getattr(each, name) for name in names}))  # as plan.json has it
 
 
-def _hashed(entry: Entry, decides: Any) -> Entry:
-    text = json.dumps(decides, sort_keys=True)
-    return {**entry, "plan_hash": hashlib.sha256(text.encode()).hexdigest()}
+def _hash(decides: Any) -> str:
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
-def _local(each: LocalSource, roots: Mapping[str, str]) -> Entry:
+def _numbered(each: Source, entries: Iterable[Json]) -> list[Json]:
+    return [{"source": each.name, "number": number, **entry} for number, entry in enumerate(entries)]
+
+
+def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
     """Files in the order in which they are read; a capped input is one unit, as its cap is on the text found."""
-    entries: list[Entry] = []
+    entries: list[Json] = []
     decides: list[Any] = []
     for source_input in each.inputs:
         files = local.find(source_input, roots)
-        # how a listed file is read; it was found by the rest, and more that is found leaves its unit as it is
-        settings = asdict(replace(source_input, paths=("*",), exclude=(), files=None))
         local.check_kind(source_input, files)
         _check_field(source_input, files[0][0])
-        if source_input.kind == "resolved":
-            for listed, rows in ((file, rows) for file in files for rows in content.units(file[0])):
-                what = {"input": settings, "files": [listed], "row_groups": rows}
-                entries.append({"source": each.name, "number": len(entries), "kind": "resolved", **what})
-                decides.append(["resolved", local.portable(listed[0], roots), listed[1], rows])
-            continue
-        parquet, capped = source_input.kind == "parquet", source_input.max_bytes is not None
-        groups = (
-            [[file] for file in files]
-            if parquet
-            else origins.grouped(files, lambda file: file[1], UNIT_BYTES)
-        )
-        for group in [files] if capped else groups:
-            number = {"source": each.name, "number": len(entries), "kind": "local"}
-            names = [[local.portable(name, roots), size] for name, size, _ in group]
-            entry = {"input": settings, "files": group}
-            if parquet:
-                facts = {"bytes": group[0][1], "sha256": None, "text_column": source_input.field}
-                entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
-            entries.append({**number, **entry})
+        # how a listed file is read; it was found by the rest, and more that is found leaves its unit as it is
+        settings = asdict(replace(source_input, paths=("*",), exclude=(), files=None))
+        for group, rows in _groups(source_input, files):
             # a file may get another time or folder without other content: it is read again, but the data
             # is the same
-            decides.append([settings, names])
-    return _hashed({"kind": "local", "category": each.category, "units": entries}, decides)
+            names = [[local.portable(name, roots), size] for name, size, _ in group]
+            entry: Json = {"kind": "local", "input": settings, "files": group}
+            if source_input.kind == "resolved":
+                entry |= {"kind": "resolved", "row_groups": rows}
+            elif source_input.kind == "parquet":
+                facts = {"bytes": group[0][1], "sha256": None, "text_column": source_input.field}
+                entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
+            entries.append(entry)
+            decides.append(["resolved", *names[0], rows] if rows else [settings, names])
+    described = {"kind": "local", "category": each.category, "units": _numbered(each, entries)}
+    return {**described, "plan_hash": _hash(decides)}
+
+
+def _groups(source_input: Input, files: list[local.Listed]) -> Iterator[tuple[list[local.Listed], list[int]]]:
+    """The files of each unit of an input, and the row groups, for a unit that is a part of one file."""
+    if source_input.kind == "resolved":
+        yield from (([file], rows) for file in files for rows in content.units(file[0]))
+    elif source_input.kind == "parquet":
+        yield from (([file], []) for file in files)
+    elif source_input.max_bytes is not None:
+        yield files, []
+    else:
+        yield from ((group, []) for group in origins.grouped(files, lambda file: file[1], UNIT_BYTES))
 
 
 def _check_field(source_input: Input, name: str) -> None:
@@ -124,7 +129,7 @@ def _check_field(source_input: Input, name: str) -> None:
         raise ValueError(problem)
 
 
-def shared(plan: Mapping[str, Any]) -> Iterator[str]:
+def shared(plan: Json) -> Iterator[str]:
     """Sentences on files that two sources read, where the same text counts in both."""
     places: dict[tuple[str, str], set[str]] = {}
     for source, entry in plan["sources"].items():
@@ -139,7 +144,7 @@ def shared(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"{len(names)} files are in {' and '.join(sources)}, whose shares then hold the same text: {names[0]} ..."
 
 
-def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
+def _ask(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
     """Access first, for all; then files and columns, for all. One error names every source
     that fails, and why.
     """
@@ -162,7 +167,7 @@ def _ask(origin: hub.Origin, wanted: list[HubSource]) -> dict[str, Entry]:
     return _asked(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
 
 
-def _asked(wanted: list[S], ask: Callable[[S], Entry]) -> dict[str, Entry]:
+def _asked(wanted: list[S], ask: Callable[[S], Json]) -> dict[str, Json]:
     """One entry for each source, or one error for all."""
     planned, refused = {}, dict[str, list[str]]()
     for each in wanted:
@@ -180,8 +185,8 @@ def _stop_at(refused: dict[str, list[str]], what: str, hint: str = "") -> None:
         raise ValueError("\n".join([f"{what}; nothing was read:", *lines, *filter(None, [hint])]))
 
 
-def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
-    entries: list[Entry] = []
+def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
+    entries: list[Json] = []
     for config in each.configs:
         found = origin.files(each.repo, revision, config)
         if not found:
@@ -191,13 +196,12 @@ def _hub(origin: hub.Origin, each: HubSource, revision: str) -> Entry:
             found = sorted(found, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[: each.files]
         with origin.open(each.repo, revision, found[0].path) as opened:
             column = _column_of(opened, each.text_columns, f"{each.repo} @ {revision}: {found[0].path}")
-        for file in found:
-            number = {"source": each.name, "number": len(entries), "kind": "parquet"}
-            entries.append({**number, **asdict(file), "text_column": column})
+        entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in found]
+    units = _numbered(each, entries)
     facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
     terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
     # a mirror knows no hashes: its plan and the hub's plan of the same files are not the same plan
-    return _hashed({**facts, **terms, "units": entries}, [each.repo, revision, entries])
+    return {**facts, **terms, "units": units, "plan_hash": _hash([each.repo, revision, units])}
 
 
 def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:

@@ -7,17 +7,17 @@ bad words, unigrams), looks at the URL, or draws at random. It has no filters fo
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from data_mixtures.recipe import Recipe, check_known
-from records.files import file_sha256
+from data_mixtures.shards import Json
+from data_mixtures.stages import stage
 
 # name -> class in datatrove.pipeline, and whether it may change the text
 CLASSES = {
@@ -63,7 +63,7 @@ class Step:
             raise ValueError(f"filter step {self.name!r} fails at {text[:80]!r}: {error}") from error
 
 
-def steps_of(recipe: Recipe, source: str) -> list[dict[str, Any]]:
+def steps_of(recipe: Recipe, source: str) -> list[Json]:
     """The steps of a source as tables; the path of a model is relative to the recipe's folder."""
     own = recipe.source(source).steps
     given = recipe.filter.steps if own is None else own
@@ -73,12 +73,12 @@ def steps_of(recipe: Recipe, source: str) -> list[dict[str, Any]]:
     ]
 
 
-def load(steps: Iterable[Mapping[str, Any]]) -> tuple[Step, ...]:
+def load(steps: Iterable[Json]) -> tuple[Step, ...]:
     """What the tables name. ValueError: an unknown name or argument, a missing package or model."""
     return tuple(_load(dict(given)) for given in steps)
 
 
-def _load(arguments: dict[str, Any]) -> Step:
+def _load(arguments: Json) -> Step:
     name = arguments.pop("name", None)
     check_known("filter step", [name], CLASSES)
     where, changes = CLASSES[name]
@@ -96,7 +96,7 @@ def _load(arguments: dict[str, Any]) -> Step:
     return step
 
 
-def _runner(name: str, made: Any, arguments: dict[str, Any]) -> Callable[[str], tuple[str, str | None]]:
+def _runner(name: str, made: Any, arguments: Json) -> Callable[[str], tuple[str, str | None]]:
     from datatrove.data import Document
 
     if CLASSES[name][0].startswith("formatters."):
@@ -113,7 +113,7 @@ def _runner(name: str, made: Any, arguments: dict[str, Any]) -> Callable[[str], 
     return run
 
 
-def _with_model(name: str, made: Any, arguments: dict[str, Any]) -> Any:
+def _with_model(name: str, made: Any, arguments: Json) -> Any:
     """A filter around a fastText model from a file here: datatrove would download it, and keep it
     by its name alone.
     """
@@ -133,22 +133,15 @@ def _with_model(name: str, made: Any, arguments: dict[str, Any]) -> Any:
     return step
 
 
-def identity(steps: list[dict[str, Any]]) -> Any:
+def identity(steps: list[Json]) -> Any:
     """What the keys of filtered units say about the steps: names, arguments, hashes
     of models, package versions.
     """
     models = [Path(each["model"]) for each in steps if "model" in each]
-    hashes = [
-        _sha256(path, path.stat().st_mtime_ns, path.stat().st_size) for path in models if path.is_file()
-    ]
+    hashes = [stage.sha256_of(path) for path in models if path.is_file()]
     return [steps, hashes, versions(PACKAGES)] if steps else []
 
 
 def versions(packages: Iterable[str]) -> list[str | None]:
     """Installed versions, None for a package that is not there."""
     return [next((each.version for each in metadata.distributions(name=name)), None) for name in packages]
-
-
-@functools.lru_cache(maxsize=8)
-def _sha256(path: Path, mtime_ns: int, size: int) -> str:
-    return file_sha256(path)

@@ -11,34 +11,19 @@ from __future__ import annotations
 import numpy as np
 
 MAX_PERIOD, TIMES = 13, 32
-_SAMPLES = 4  # that lie in the shortest run
 
 
 def repeated(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """bool (documents,): which of the documents that lie in `tokens` one after the other hold such a run.
 
-    token i equals token i + period all along a run, so samples at a quarter of the shortest run's length find
-    suspects in half a comparison per token; those are looked at in full.
+    Token i equals token i + period all along a run; running sums tell where that holds often enough in a row.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     found = np.zeros(len(lengths), bool)
     for period in range(1, MAX_PERIOD + 1):
         shortest = (TIMES - 1) * period
-        step = shortest // _SAMPLES
-        same = tokens[:-period:step] == tokens[period::step]
-        runs = (
-            np.lib.stride_tricks.sliding_window_view(same, _SAMPLES)
-            if len(same) >= _SAMPLES
-            else same[:0, None]
-        )
-        suspects = np.unique(np.searchsorted(ends, np.flatnonzero(runs.all(axis=1)) * step, side="right"))
-        for place in suspects[~found[suspects]]:
-            document = tokens[ends[place] - lengths[place] : ends[place]]
-            found[place] = _longest_run(document, period) >= shortest
+        equal = np.cumsum(np.append(False, tokens[:-period] == tokens[period:]), dtype=np.int32)
+        starts = np.flatnonzero(equal[shortest:] - equal[:-shortest] == shortest)
+        document = np.searchsorted(ends, starts, side="right")
+        found[document[starts + shortest + period <= ends[document]]] = True
     return found
-
-
-def _longest_run(tokens: np.ndarray, period: int) -> int:
-    """The most positions in a row at which a token equals the one `period` later."""
-    differ = np.flatnonzero(tokens[:-period] != tokens[period:])
-    return int(np.diff(differ, prepend=-1, append=max(len(tokens) - period, 0)).max()) - 1

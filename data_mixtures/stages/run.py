@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -30,6 +31,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from data_mixtures.shards import Json
 from data_mixtures.stages import slurm
 from data_mixtures.stages.stage import (
     Stage,
@@ -128,7 +130,7 @@ def _begin(logs: Path) -> None:
     end_with_parent()
 
 
-def _work(stage: Stage, unit: Unit, logs: Path) -> dict[str, Any] | None:
+def _work(stage: Stage, unit: Unit, logs: Path) -> Json | None:
     claim = logs / "workers" / str(os.getpid())  # which unit this worker is at
     claim.write_text(str(unit), encoding="utf-8")
     failure = attempt(stage, unit)
@@ -136,7 +138,7 @@ def _work(stage: Stage, unit: Unit, logs: Path) -> dict[str, Any] | None:
     return failure
 
 
-def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, dict[str, Any]]:
+def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Json]:
     """Do what is not done; returns the receipts of all units, in their order. Only in `stage.exclusive`."""
     started = time.monotonic()
     units = stage.units()
@@ -150,7 +152,7 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, di
             if finished is not None:
                 bar.update(task, completed=done + finished)
             if news:
-                console.print(f"{stage.name:9}{news}", highlight=False, markup=False, soft_wrap=True)
+                console.print(f"{stage.name:9}{news}", markup=False, soft_wrap=True)
 
         _run(stage, todo, options, tell)
     for unit in todo:
@@ -159,9 +161,7 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, di
         )
     _remove_others(stage, units)
     took = f"{time.monotonic() - started:.1f} s"
-    console.print(
-        f"{stage.name:9}{len(todo):6} units done, {len(units) - len(todo)} as before, {took}", highlight=False
-    )
+    console.print(f"{stage.name:9}{len(todo):6} units done, {len(units) - len(todo)} as before, {took}")
     return {unit: receipt_of(stage.out, stage.name, unit) for unit in units}
 
 
@@ -173,19 +173,19 @@ def _remove_others(stage: Stage, units: list[Unit]) -> None:
             shutil.rmtree(folder)
 
 
-def summary(stage: str, receipts: Mapping[Unit, Mapping[str, Any]]) -> Table:
+def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
     """The counts of a stage, summed by source; counts by reason are one sum each."""
-    sums: dict[str, dict[str, int]] = {}
+    sums: dict[str, Counter[str]] = {}
     for unit, receipt in receipts.items():
-        row = sums.setdefault(unit.source, {"units": 0})
+        row = sums.setdefault(unit.source, Counter())
         row["units"] += 1
         for name, value in receipt["counts"].items():
             if isinstance(value, Mapping):
                 value = sum(each for each in value.values() if isinstance(each, int))
             if isinstance(value, int):
-                row[name] = row.get(name, 0) + value
-    columns = list(dict.fromkeys(name for row in sums.values() for name in row))
-    rows = [[source, *(f"{row.get(name, 0):,}" for name in columns)] for source, row in sums.items()]
+                row[name] += value
+    columns = dict.fromkeys(name for row in sums.values() for name in row)
+    rows = [[source, *(f"{row[name]:,}" for name in columns)] for source, row in sums.items()]
     return figures(stage, ("source", *columns), rows)
 
 

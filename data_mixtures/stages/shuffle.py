@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data_mixtures import shards
 from data_mixtures.recipe import Recipe
+from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, sorted_runs, stage
-from data_mixtures.stages.sorted_runs import key_ranges, with_columns
+from data_mixtures.stages.sorted_runs import ranges_of, with_columns
 from data_mixtures.stages.stage import Stage, Unit, receipts
-from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS
+from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS, totals
 
 ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
 # what `order` writes for a document, in the final order: `unit` is its run, `start` its first token in
@@ -43,7 +43,7 @@ class OrderDocuments(Stage):
     name = ORDER
 
     def units(self) -> list[Unit]:
-        return [Unit(source, n) for source in self.sources for n in range(key_ranges(self.out, source))]
+        return [Unit(source, n) for source in self.sources for n in range(len(ranges_of(self.out, source)))]
 
     def key(self, unit: Unit) -> str:
         indexes = [receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)]
@@ -54,17 +54,16 @@ class OrderDocuments(Stage):
             indexes,
         )
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
-        bounds = sorted_runs.range_bounds(unit.number, key_ranges(self.out, unit.source))
+    def work(self, unit: Unit, folder: Path) -> Json:
+        low, high = ranges_of(self.out, unit.source)[unit.number]
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), INDEX) as files:
-            parts = sorted_runs.read_slices(files, *bounds)
+            parts = sorted_runs.read_slices(files, low, high)
         documents, read = sorted_runs.merge(parts), sum(map(len, parts))
         held_out = documents["low"] < np.uint64(shards.held_out_below(self.recipe.held_out_of(unit.source)))
-        counts: dict[str, Any] = {"documents": read, "duplicate": read - len(documents)}
+        counts: Json = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
             shards.save_array(folder / f"{name}.npy", with_columns(part, _PLACED))
-            tokens, size = (int(part[column].sum(dtype=np.int64)) for column in ("length", "bytes"))
-            counts[name] = {"documents": len(part), "tokens": tokens, "bytes": size}
+            counts[name] = totals(part)
         return counts
 
 
@@ -99,8 +98,8 @@ class WriteShards(Stage):
         tokens = sum(receipt["counts"][part]["tokens"] for receipt in self._orders(source))
         return shards.windows_in(tokens, self.recipe.seq_len)
 
-    def _orders(self, source: str) -> tuple[dict[str, Any], ...]:
-        return receipts(self.out, ORDER, source, key_ranges(self.out, source))
+    def _orders(self, source: str) -> tuple[Json, ...]:
+        return receipts(self.out, ORDER, source, len(ranges_of(self.out, source)))
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
@@ -111,7 +110,7 @@ class WriteShards(Stage):
         code = ("stages/shuffle.py", "stages/blocks.py", "shards.py")
         return stage.key_of(code, unit.number, layout(self.recipe, unit.source), order, read)
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def work(self, unit: Unit, folder: Path) -> Json:
         part = "train" if unit.number < self.shards(unit.source) else "valid"
         windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         if part == "valid":

@@ -15,15 +15,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data_mixtures import shards
+from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, stage
 from data_mixtures.stages.blocks import CheckedFile
 from data_mixtures.stages.stage import Stage, Unit
-from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS, parts
+from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS, by_key, parts
 
 RUNS = 64
 UNITS_PER_RUN = 128  # each has six files open while it is merged; a process may open 1,024
@@ -50,15 +50,16 @@ def made_by(out: Path, source: str) -> tuple[str, list[Unit]]:
     )
 
 
-def receipts(out: Path, source: str) -> tuple[dict[str, Any], ...]:
+def receipts(out: Path, source: str) -> tuple[Json, ...]:
     name, units = made_by(out, source)
     return stage.receipts(out, name, source, len(units))
 
 
-def token_dtype(receipts: Iterable[dict[str, Any]]) -> np.dtype:
+def token_dtype(receipts: Sequence[Json]) -> np.dtype:
     """The type of the tokens that these receipts describe."""
-    sizes = [(receipt["files"][TOKENS]["bytes"], receipt["counts"]["tokens"]) for receipt in receipts]
-    return shards.token_dtype(dict(zip(("bytes", "tokens"), map(sum, zip(*sizes, strict=True)), strict=True)))
+    size = sum(receipt["files"][TOKENS]["bytes"] for receipt in receipts)
+    tokens = sum(receipt["counts"]["tokens"] for receipt in receipts)
+    return shards.token_dtype({"bytes": size, "tokens": tokens})
 
 
 @dataclass(frozen=True)
@@ -72,26 +73,26 @@ class Runs(Stage):
         return [unit for name, units in made if name == self.name for unit in units]
 
     def key(self, unit: Unit) -> str:
-        files = [
-            stage.receipt_of(self.out, "tokenize", each)["files"]
-            for each in groups(self.out, unit.source)[unit.number]
-        ]
+        files = [receipt["files"] for _, receipt in self._merged(unit)]
         return stage.key_of(("stages/sorted_runs.py", "stages/blocks.py"), files)
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def _merged(self, unit: Unit) -> list[tuple[Unit, Json]]:
+        """The tokenized units of a run, with their receipts."""
         group = groups(self.out, unit.source)[unit.number]
-        made = [stage.receipt_of(self.out, "tokenize", each) for each in group]
+        return [(each, stage.receipt_of(self.out, "tokenize", each)) for each in group]
+
+    def work(self, unit: Unit, folder: Path) -> Json:
+        group, made = zip(*self._merged(unit), strict=True)
         total = {
             name: sum(each["counts"][name] for each in made) for name in ("documents", "tokens", "bytes")
         }
-        ranges = max(-(-total["documents"] // DOCUMENTS_PER_RANGE), 1)
         with ExitStack() as stack:
             read = {n: stack.enter_context(blocks.opened(self.out, "tokenize", group, n)) for n in SLICED}
             written = {name: stack.enter_context((folder / name).open("wb")) for name in SLICED}
             shards.write_array_header(written[INDEX], DOCUMENT, total["documents"])
             at = {TOKENS: 0, ORIGINS: 0}
-            for number in range(ranges):
-                rows = in_order(read_slices(read[INDEX], *range_bounds(number, ranges)))
+            for keys in key_ranges(total["documents"]):
+                rows = in_order(read_slices(read[INDEX], *keys))
                 for name, start, length, dtype in parts(token_dtype(made)):
                     lengths = rows[length].astype(np.int64)
                     for piece in blocks.gather(read[name], rows["unit"], rows[start], lengths, dtype):
@@ -104,8 +105,14 @@ class Runs(Stage):
         return total
 
 
-def key_ranges(out: Path, source: str) -> int:
-    """How many ranges of keys a source is merged in: a function of its documents alone. ValueError
+def key_ranges(documents: int) -> list[tuple[int, int]]:
+    """Equal ranges, low <= key < high, few enough for so many documents to be merged one range at a time."""
+    count = max(-(-documents // DOCUMENTS_PER_RANGE), 1)
+    return [(number * 2**64 // count, (number + 1) * 2**64 // count) for number in range(count)]
+
+
+def ranges_of(out: Path, source: str) -> list[tuple[int, int]]:
+    """The ranges of keys in which a source is merged: a function of its documents alone. ValueError
     when it has none.
     """
     documents = sum(receipt["counts"]["documents"] for receipt in receipts(out, source))
@@ -115,12 +122,7 @@ def key_ranges(out: Path, source: str) -> int:
             "unit-*/receipt.json (of near copies: in tokenize/) for what was dropped and why, give it text, or take it "
             "out of the recipe"
         )
-    return -(-documents // DOCUMENTS_PER_RANGE)
-
-
-def range_bounds(number: int, ranges: int) -> tuple[int, int]:
-    """Keys low <= key < high of one of equal ranges."""
-    return number * 2**64 // ranges, (number + 1) * 2**64 // ranges
+    return key_ranges(documents)
 
 
 def read_slices(files: Sequence[CheckedFile], low: int, high: int) -> list[np.ndarray]:
@@ -168,12 +170,7 @@ def merge(parts: Iterable[np.ndarray]) -> np.ndarray:
 def in_order(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Documents (MERGED) by (key, high, low); equal ones stay in the order of the parts."""
     documents = np.concatenate(list(parts))
-    documents = documents[np.argsort(documents["key"], kind="stable")]
-    equal = documents["key"][1:] == documents["key"][:-1]
-    tied = np.flatnonzero(np.append(equal, False) | np.append(False, equal))
-    rows = documents[tied]
-    documents[tied] = rows[np.lexsort((rows["low"], rows["high"], rows["key"]))]
-    return documents
+    return documents[by_key(documents)]
 
 
 def same_id(left: np.ndarray, right: np.ndarray) -> np.ndarray:

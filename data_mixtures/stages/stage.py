@@ -23,7 +23,7 @@ import resource
 import shutil
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TextIO, TypeVar
@@ -32,7 +32,8 @@ import xxhash
 
 from data_mixtures import shards
 from data_mixtures.recipe import Recipe
-from records.files import hold_lock
+from data_mixtures.shards import Json
+from records.files import file_sha256, hold_lock
 
 PLAN, RECEIPT = "plan.json", "receipt.json"
 PLAN_FORMAT = 1
@@ -43,7 +44,6 @@ FOR_USERS = (
     ValueError,
     OSError,
 )  # their message alone tells what to do: wrong input, or a disk or network that fails
-Entry = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -77,14 +77,31 @@ class Stage:
         """
         raise NotImplementedError
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def work(self, unit: Unit, folder: Path) -> Json:
         """Write the unit's files into `folder` (empty, renamed afterwards); returns the
         counts for its receipt.
         """
         raise NotImplementedError
 
 
-def read_plan(out: Path) -> dict[str, Any]:
+def remembered(read: Callable[[Path], T]) -> Callable[[Path], T]:
+    """`read`, which reads a file again only when its time or size has changed."""
+
+    @functools.lru_cache(maxsize=4)
+    def kept(path: Path, mtime_ns: int, size: int) -> T:
+        return read(path)
+
+    def latest(path: Path) -> T:
+        status = path.stat()
+        return kept(path, status.st_mtime_ns, status.st_size)
+
+    return latest
+
+
+sha256_of = remembered(file_sha256)  # of a large tokenizer.json it takes 0.1 s, and each unit asks
+
+
+def read_plan(out: Path) -> Json:
     """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError
     when there is none.
     """
@@ -92,11 +109,11 @@ def read_plan(out: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first"
         )
-    return _read_plan(path, path.stat().st_mtime_ns, path.stat().st_size)
+    return _read_plan(path)
 
 
-@functools.lru_cache(maxsize=4)
-def _read_plan(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+@remembered
+def _read_plan(path: Path) -> Json:
     plan = shards.read_json(path, "delete it and plan again")
     if (found := plan.get("format")) != PLAN_FORMAT:
         raise ValueError(
@@ -105,7 +122,7 @@ def _read_plan(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     return plan
 
 
-def planned(out: Path, source: str) -> Entry:
+def planned(out: Path, source: str) -> Json:
     """What is planned for a source. ValueError when the plan lacks it."""
     if source not in (sources := read_plan(out)["sources"]):
         raise ValueError(
@@ -119,13 +136,8 @@ def planned_units(out: Path, source: str) -> list[Unit]:
     return [Unit(source, entry["number"]) for entry in planned(out, source)["units"]]
 
 
-def planned_unit(out: Path, unit: Unit) -> Entry:
+def planned_unit(out: Path, unit: Unit) -> Json:
     return planned(out, unit.source)["units"][unit.number]
-
-
-def text_column(out: Path, unit: Unit) -> str:
-    """The column of a unit's raw.parquet that holds its text."""
-    return planned_unit(out, unit).get("text_column", "text")
 
 
 def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
@@ -163,7 +175,7 @@ def _meaning(tree: Any) -> Any:
     return repr(tree)
 
 
-def read_receipt(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
+def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
     """{"key", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a finished unit, None
     when there is none.
     """
@@ -173,19 +185,14 @@ def read_receipt(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
         return None
 
 
-def made_files(out: Path, stage: str, unit: Unit) -> dict[str, Any] | None:
-    """The files of a finished unit as its receipt lists them, for the key of the stage that reads them."""
-    return (read_receipt(out, stage, unit) or {}).get("files")
-
-
-def receipt_of(out: Path, stage: str, unit: Unit) -> dict[str, Any]:
+def receipt_of(out: Path, stage: str, unit: Unit) -> Json:
     """The receipt of a finished unit. ValueError when that stage has not done it."""
     if (receipt := read_receipt(out, stage, unit)) is None:
         raise ValueError(f"{out}: {unit} has not been through {stage!r} yet; run that stage first")
     return receipt
 
 
-def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[dict[str, Any], ...]:
+def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[Json, ...]:
     """Receipts of a source's first `count` units, by default of all in the plan. ValueError
     when one is missing.
     """
@@ -198,11 +205,16 @@ def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tu
 
 
 @functools.lru_cache(maxsize=256)
-def _receipts(out: Path, stage: str, source: str, count: int, changed_ns: int) -> tuple[dict[str, Any], ...]:
+def _receipts(out: Path, stage: str, source: str, count: int, changed_ns: int) -> tuple[Json, ...]:
     return tuple(receipt_of(out, stage, Unit(source, number)) for number in range(count))
 
 
-def result(out: Path, stage: str, unit: Unit) -> tuple[Path, dict[str, Any]]:
+def counts(out: Path, stage: str, source: str, count: int | None = None) -> list[Json]:
+    """What the receipts of a source count, unit by unit. ValueError as `receipts`."""
+    return [receipt["counts"] for receipt in receipts(out, stage, source, count)]
+
+
+def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
     """The folder and the receipt of a finished unit. ValueError when that stage has not done
     it, or was freed.
     """
@@ -252,10 +264,12 @@ def is_done(stage: Stage, unit: Unit) -> bool:
         return False
     if receipt.get("freed"):
         return True
-    paths = {
-        unit_folder(stage.out, stage.name, unit) / name: of["bytes"] for name, of in receipt["files"].items()
-    }
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+    folder = unit_folder(stage.out, stage.name, unit)
+    for name, entry in receipt["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            return False
+    return True
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
@@ -305,7 +319,7 @@ def do(stage: Stage, unit: Unit) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def attempt(stage: Stage, unit: Unit) -> dict[str, Any] | None:
+def attempt(stage: Stage, unit: Unit) -> Json | None:
     """Do one unit; what went wrong, as plain data, since not every exception can be pickled.
     None when nothing did.
     """
@@ -318,13 +332,13 @@ def attempt(stage: Stage, unit: Unit) -> dict[str, Any] | None:
     return None
 
 
-def raise_failure(failure: Mapping[str, Any] | None) -> None:
+def raise_failure(failure: Json | None) -> None:
     """Raise what `attempt` returned: ValueError for what a user can fix."""
     if failure is not None:
         raise (ValueError if failure["user"] else RuntimeError)(failure["message"])
 
 
-def _entry(path: Path, sync: bool = False) -> dict[str, Any]:
+def _entry(path: Path, sync: bool = False) -> Json:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 24):

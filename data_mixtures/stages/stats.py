@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -20,6 +18,7 @@ from rich.console import Console
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture
 from data_mixtures.recipe import check_integer, check_known
+from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, sorted_runs, stage
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
@@ -30,6 +29,7 @@ JSON = "stats.json"
 LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
 BARS = "·▁▂▃▄▅▆▇█"
 PAIRS = 40  # of sources that share documents are shown
+Table = tuple[str, list[str], list[list[str]], str]  # title, head, rows, caption
 _FACTS = ("category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "windows")
 
 
@@ -39,75 +39,67 @@ def write(
     console: Console,
     sequences: Mapping[str, int] | None = None,
     workers: int = 0,
-) -> dict[str, Any]:
+) -> Json:
     """Print, and write stats.json; returns what it holds.
 
     sequences: phase -> how many sequences of it a run would read, for the epochs of each source. ValueError
     for a phase without a lock, or a source without a manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
+    first = next(iter(manifests.values()))
     with ThreadPoolExecutor(workers or usable_cpus()) as pool:
-        facts = {
-            source: {
-                **{name: manifest[name] for name in _FACTS},
-                "valid_windows": manifest["valid"]["windows"],
-                "lengths": _lengths(out / source, manifest, pool),
-            }
-            for source, manifest in manifests.items()
-        }
         result = {
-            "seed": next(iter(manifests.values()))["seed"],
-            "seq_len": next(iter(manifests.values()))["seq_len"],
-            "sources": facts,
-            "phases": _phases(out, dict(sequences or {})),
+            "seed": first["seed"],
+            "seq_len": first["seq_len"],
+            "sources": {source: _facts(out / source, found, pool) for source, found in manifests.items()},
+            "phases": _phases(out, sequences or {}),
             "shared_documents": shared_documents(out, sources, pool),
         }
     shards.write_json(out / JSON, result)
-    for title, head, rows, caption in tables(result):
-        console.print(figures(title, head, rows), caption, highlight=False)
-    console.print(f"{out / JSON}", highlight=False, soft_wrap=True)
+    for table in (_categories_table, _sources_table, _lengths_table, _dropped_table, _shared_table):
+        title, head, rows, caption = table(result)
+        console.print(figures(title, head, rows), caption)
+    console.print(f"{out / JSON}", soft_wrap=True)
     return result
 
 
-Table = tuple[str, list[str], list[list[str]], str]  # title, head, rows, caption
+def _facts(folder: Path, manifest: Json, pool: Executor) -> Json:
+    facts = {name: manifest[name] for name in _FACTS}
+    windows = manifest["valid"]["windows"]
+    return {**facts, "valid_windows": windows, "lengths": _lengths(folder, manifest, pool)}
 
 
-def tables(stats: Mapping[str, Any]) -> list[Table]:
-    """What stats.json holds, as text."""
-    made = (_categories_table, _sources_table, _lengths_table, _dropped_table, _shared_table)
-    return [table(stats, stats["sources"], stats["phases"]) for table in made]
+def _percent(share: float) -> str:
+    return page.percent(share, ".2f")
 
 
-def _categories_table(
-    stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]
-) -> Table:
+def _categories_table(stats: Json) -> Table:
+    sources, phases = stats["sources"], stats["phases"]
     tokens = sum(each["tokens"] for each in sources.values())
     rows = []
     for category in dict.fromkeys(each["category"] for each in sources.values()):
         names = [name for name, each in sources.items() if each["category"] == category]
         shares = [sum(phase["shares"].get(name, 0) for name in names) for phase in phases.values()]
         have = sum(sources[name]["tokens"] for name in names)
-        percents = (page.percent(each, ".2f") for each in (have / tokens, *shares))
-        rows.append([category, page.short(have), *percents])
+        rows.append([category, page.short(have), *map(_percent, (have / tokens, *shares))])
     head = ["category", "tokens", "share", *phases]
     return "Categories", head, rows, "What there is, and what each phase draws."
 
 
-def _sources_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]) -> Table:
+def _sources_table(stats: Json) -> Table:
+    phases, rows = stats["phases"], []
     epochs = {name: phase["epochs_at_end"] for name, phase in phases.items() if "sequences" in phase}
-    after = [f"epochs after {name}" for name in epochs]
-    rows = [
-        [name, page.short(each["tokens"]),
-         *(page.percent(phase["shares"].get(name, 0), ".2f") for phase in phases.values()),
-         *(f"{done.get(name, 0):.3f}" for done in epochs.values()),
-         *map(page.short, (each["windows"], each["valid_windows"]))]
-        for name, each in sources.items()
-    ]  # fmt: skip
-    head = ["source", "tokens", *phases, *after, "windows", "held out"]
+    for name, each in stats["sources"].items():
+        shares = [_percent(phase["shares"].get(name, 0)) for phase in phases.values()]
+        after = [f"{done.get(name, 0):.3f}" for done in epochs.values()]
+        windows = map(page.short, (each["windows"], each["valid_windows"]))
+        rows.append([name, page.short(each["tokens"]), *shares, *after, *windows])
+    head = ["source", "tokens", *phases, *(f"epochs after {name}" for name in epochs), "windows", "held out"]
     return "Sources", head, rows, f"Windows of {stats['seq_len']:,} tokens."
 
 
-def _lengths_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]) -> Table:
+def _lengths_table(stats: Json) -> Table:
+    sources = stats["sources"]
     bins = max(each["lengths"]["longest"] for each in sources.values()).bit_length()
     rows = []
     for name, each in sources.items():
@@ -119,65 +111,53 @@ def _lengths_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases:
     return "Lengths of documents", head, rows, caption
 
 
-def _dropped_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]) -> Table:
+def _dropped_table(stats: Json) -> Table:
+    sources, rows = stats["sources"], []
     reasons = sorted({name for each in sources.values() for name, count in each["dropped"].items() if count})
-    rows = [
-        [name, page.short(each["read"]), *(page.short(each["dropped"].get(reason, 0)) for reason in reasons),
-         page.percent(each["kept"] / max(each["read"], 1), ".2f")]
-        for name, each in sources.items()
-    ]  # fmt: skip
+    for name, each in sources.items():
+        dropped = [page.short(each["dropped"].get(reason, 0)) for reason in reasons]
+        rows.append([name, page.short(each["read"]), *dropped, _percent(each["kept"] / max(each["read"], 1))])
     head = ["source", "read", *reasons, "kept"]
     return "Dropped", head, rows, "Every document that was read is kept or counted here."
 
 
-def _shared_table(stats: Mapping[str, Any], sources: Mapping[str, Any], phases: Mapping[str, Any]) -> Table:
-    shared = stats["shared_documents"]
-    rows = []
+def _shared_table(stats: Json) -> Table:
+    shared, rows = stats["shared_documents"], []
     for pair in shared.get("pairs", ())[:PAIRS]:
-        of = [page.percent(pair["documents"] / sources[name]["documents"], ".2f") for name in pair["sources"]]
-        rows.append([", ".join(pair["sources"]), f"{pair['documents']:,}", *of])
+        count, names = pair["documents"], pair["sources"]
+        of = [_percent(count / stats["sources"][name]["documents"]) for name in names]
+        rows.append([", ".join(names), f"{count:,}", *of])
+    head = ["sources", "documents", "of the first", "of the second"]
     counted = "The same text in both, by its hash."
     caption = f"Not counted: {shared['unknown']}" if "unknown" in shared else counted
-    return (
-        "Documents that sources share",
-        ["sources", "documents", "of the first", "of the second"],
-        rows,
-        caption,
-    )
+    return "Documents that sources share", head, rows, caption
 
 
 def _bars(histogram: list[int]) -> str:
     return "".join(BARS[-(-count * (len(BARS) - 1) // max(1, *histogram))] for count in histogram)
 
 
-def _lengths(folder: Path, manifest: dict[str, Any], pool: Executor) -> dict[str, Any]:
+def _lengths(folder: Path, manifest: Json, pool: Executor) -> Json:
     """Lengths in tokens of the documents that begin in a window of the source: histogram, mean, longest."""
-    found = list(pool.map(lambda entry: _lengths_of(folder / entry["docs"]["name"]), manifest["shards"]))
-    histogram = np.sum([each[0] for each in found], axis=0)
-    documents = int(histogram.sum())
-    mean = sum(each[1] for each in found) / documents if documents else 0.0
-    return {
-        "histogram": histogram.tolist(),
-        "mean": round(mean, 2),
-        "longest": max(each[2] for each in found),
-    }
+    paths = [folder / entry["docs"]["name"] for entry in manifest["shards"]]
+    histograms, tokens, longest = zip(*pool.map(_lengths_of, paths), strict=True)
+    histogram = np.sum(histograms, axis=0)
+    mean = sum(tokens) / max(int(histogram.sum()), 1)
+    return {"histogram": histogram.tolist(), "mean": round(mean, 2), "longest": max(longest)}
 
 
 def _lengths_of(path: Path) -> tuple[np.ndarray, int, int]:
     lengths = shards.read_documents(path)[1]
     bins = np.frexp(lengths.astype(np.float64))[1] - 1  # exact: the exponent of a power of two
-    return (
-        np.bincount(bins, minlength=LENGTH_BINS),
-        int(lengths.sum(dtype=np.int64)),
-        int(lengths.max(initial=0)),
-    )
+    histogram = np.bincount(bins, minlength=LENGTH_BINS)
+    return histogram, int(lengths.sum(dtype=np.int64)), int(lengths.max(initial=0))
 
 
-def _phases(out: Path, sequences: dict[str, int]) -> dict[str, Any]:
+def _phases(out: Path, sequences: Mapping[str, int]) -> Json:
     """Shares of every phase that is pinned; with `sequences`, how often each source was read at its end."""
     locks = {path.name.removesuffix(".lock.json"): path for path in sorted(out.glob("*.lock.json"))}
     check_known("phase in sequences:", sequences, locks)
-    phases = dict[str, dict[str, Any]]()
+    phases = dict[str, Json]()
     consumed: dict[str, int] = {}  # phases follow each other
     for phase, path in locks.items():
         mixture = Mixture.open(path, consumed)
@@ -196,29 +176,25 @@ def _phases(out: Path, sequences: dict[str, int]) -> dict[str, Any]:
     return phases
 
 
-def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> dict[str, Any]:
+def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> Json:
     """How many documents two sources have in common, by exact comparison of their 128-bit ids.
 
     {"pairs": [{"sources", "documents"}]}, or {"unknown": why} when tokenized units were deleted.
     """
+    documents = 0
     for source in sources:
         name, units = sorted_runs.made_by(out, source)
         for unit in units:
             receipt = stage.read_receipt(out, name, unit)
             if receipt is None or receipt.get("freed"):
                 return {"unknown": f"{stage.unit_folder(out, name, unit)} is not there any more"}
-    documents = sum(
-        receipt["counts"]["documents"] for source in sources for receipt in sorted_runs.receipts(out, source)
-    )
-    ranges = -(-documents // sorted_runs.DOCUMENTS_PER_RANGE)
-    bounds = [sorted_runs.range_bounds(number, ranges) for number in range(ranges)]
-    shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
-    for found in pool.map(lambda keys: _shared_in_range(out, sources, *keys), bounds):
-        shared += found
-    pairs = sorted(
-        (-int(shared[a, b]), a, b) for a, b in combinations(range(len(sources)), 2) if shared[a, b]
-    )
-    return {"pairs": [{"sources": [sources[a], sources[b]], "documents": -count} for count, a, b in pairs]}
+            documents += receipt["counts"]["documents"]
+    ranges = sorted_runs.key_ranges(documents)
+    shared = np.sum(list(pool.map(lambda keys: _shared_in_range(out, sources, *keys), ranges)), axis=0)
+    pairs = [
+        {"sources": [sources[a], sources[b]], "documents": int(shared[a, b])} for a, b in np.argwhere(shared)
+    ]
+    return {"pairs": sorted(pairs, key=lambda pair: -pair["documents"])}
 
 
 def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -> np.ndarray:

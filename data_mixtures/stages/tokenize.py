@@ -15,13 +15,13 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
+from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, dedup, repeats, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
@@ -45,13 +45,13 @@ class Tokenize(Stage):
     name = "tokenize"
 
     def key(self, unit: Unit) -> str:
-        documents = (stage.made_files(self.out, "filter", unit) or {}).get(DOCUMENTS)
+        documents = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
         copies = dedup.dropped_rows(self.recipe, self.out, unit).tobytes()
         modules = [*_MODULES, *["stages/repeats.py"] * self.recipe.filter.repeated_ngrams]
         left_out = xxhash.xxh3_64_hexdigest(copies) if copies else ""
         return stage.key_of(modules, self.recipe.seed, _hashes(self.out), left_out, documents)
 
-    def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
+    def work(self, unit: Unit, folder: Path) -> Json:
         made = _loaded(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         rows, looping = [], [np.empty(0, bool)]
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
@@ -66,7 +66,7 @@ class Tokenize(Stage):
                 wanted = self.recipe.filter.repeated_ngrams
                 looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
         documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
-        order = np.lexsort((documents["low"], documents["high"], documents["key"]))
+        order = by_key(documents)
         ordered = documents[order := order[~np.concatenate(looping)[order]]]
         for name, start, length, dtype in parts(made.dtype):
             ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
@@ -75,15 +75,9 @@ class Tokenize(Stage):
         shards.save_array(folder / INDEX, ordered)
         for name in SLICED:
             blocks.seal(folder / name)
-        total = {name: int(ordered[name].sum(dtype=np.int64)) for name in ("length", "bytes")}
         copies = len(dedup.dropped_rows(self.recipe, self.out, unit))
         dropped = {"near_duplicate": copies, "repeated_ngrams": len(documents) - len(ordered)}
-        return {
-            "documents": len(ordered),
-            "tokens": total["length"],
-            "bytes": total["bytes"],
-            "dropped": dropped,
-        }
+        return {**totals(ordered), "dropped": dropped}
 
 
 def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
@@ -91,6 +85,17 @@ def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
     it is, its dtype.
     """
     return (TOKENS, "start", "length", tokens), (ORIGINS, "origin", "origin_bytes", np.dtype("u1"))
+
+
+def by_key(documents: np.ndarray) -> np.ndarray:
+    """The places of documents in the order (key, high, low); equal ones as they come."""
+    return np.lexsort((documents["low"], documents["high"], documents["key"]))
+
+
+def totals(documents: np.ndarray) -> dict[str, int]:
+    """What receipts count of documents: their number, tokens, and bytes of text."""
+    tokens, size = (int(documents[name].sum(dtype=np.int64)) for name in ("length", "bytes"))
+    return {"documents": len(documents), "tokens": tokens, "bytes": size}
 
 
 def compare(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[str]) -> None:
@@ -106,12 +111,7 @@ def compare(made: tokenizer.Tokenizer, ids: list[bytes], texts: list[str]) -> No
 
 
 def _hashes(out: Path) -> list[str]:
-    return [_sha256(path, path.stat().st_mtime_ns) for path in shards.tokenizer_files(out)]
-
-
-@functools.lru_cache(maxsize=4)
-def _sha256(path: Path, mtime_ns: int) -> str:  # a large tokenizer.json takes 0.1 s, and each unit asks
-    return file_sha256(path)
+    return list(map(stage.sha256_of, shards.tokenizer_files(out)))
 
 
 @functools.lru_cache(maxsize=1)
@@ -125,14 +125,11 @@ def describe(
 ) -> np.ndarray:
     """The rows of documents.npy, before they are in order: key and halves of the ids, and lengths."""
     rows = np.zeros(len(ids), DOCUMENT)
-    halves = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2)
-    rows["high"], rows["low"] = halves[:, 0], halves[:, 1]
+    rows["high"], rows["low"] = np.frombuffer(b"".join(ids), ">u8").reshape(-1, 2).T
     rows["key"] = [key_of_id(identity, seed) for identity in ids]
-    rows["length"], rows["bytes"], rows["origin_bytes"] = (
-        lengths,
-        list(map(len, texts)),
-        list(map(len, origins)),
-    )
+    rows["length"] = lengths
+    rows["bytes"] = list(map(len, texts))
+    rows["origin_bytes"] = list(map(len, origins))
     return rows
 
 
@@ -163,12 +160,11 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
     if made == {"key": key, "sha256": _hashes(out)}:
         return
     if isinstance(given, TokenizerFile) and (names := tokenizer.load_given(given).names):
-        model, beside = Path(given.path).read_bytes(), Path(given.path).with_name(shards.TOKENIZER_CONFIG)
+        beside = Path(given.path).with_name(shards.TOKENIZER_CONFIG)
         config = shards.read_json(beside, "mend it") if beside.is_file() else {}
-        shards.write_json(
-            out / shards.TOKENIZER_CONFIG, {**config, "bos_token": names[0], "eos_token": names[1]}
-        )
-        write_atomically(out / shards.TOKENIZER_JSON, model)
+        config |= {"bos_token": names[0], "eos_token": names[1]}
+        shards.write_json(out / shards.TOKENIZER_CONFIG, config)
+        write_atomically(out / shards.TOKENIZER_JSON, Path(given.path).read_bytes())
     elif (out / shards.TOKENIZER_JSON).exists():
         raise ValueError(
             f"{out / shards.TOKENIZER_JSON} is not this recipe's tokenizer, and would be used; remove it"
@@ -187,9 +183,11 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
         return stage.key_of(
             ("tokenizer.py",), file_sha256(Path(given.path)), tokenizer.load_given(given).names
         )
-    receipts = [stage.receipts(out, "filter", source.name) for source in recipe.sources]
-    files = [[receipt["files"][DOCUMENTS] for receipt in source] for source in receipts]
-    left_out = stage.made_files(out, dedup.DEDUP, dedup.ALL) if recipe.dedup.minhash else None
+    files = [
+        [receipt["files"][DOCUMENTS] for receipt in stage.receipts(out, "filter", source.name)]
+        for source in recipe.sources
+    ]
+    left_out = stage.receipt_of(out, dedup.DEDUP, dedup.ALL)["files"] if recipe.dedup.minhash else None
     return stage.key_of(_MODULES, asdict(given), recipe.seed, _held_out(recipe), files, left_out)
 
 
@@ -200,16 +198,16 @@ def _held_out(recipe: Recipe) -> int:
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     """Training documents of every source in shuffled order, up to the source's share of train_bytes by size."""
-    names = [each.name for each in recipe.sources]
     sizes = {
-        name: sum(each["counts"]["bytes"] for each in stage.receipts(out, "filter", name)) for name in names
+        each.name: sum(counts["bytes"] for counts in stage.counts(out, "filter", each.name))
+        for each in recipe.sources
     }
-    sample = []
+    total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
         batches = (batch for unit in units for batch in dedup.documents(recipe, out, unit))
         documents = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
-        sample += first_documents(documents, train_bytes * size // max(sum(sizes.values()), 1), recipe)
+        sample += first_documents(documents, train_bytes * size // total, recipe)
     return sample
 
 

@@ -24,19 +24,12 @@ import numpy as np
 import pyarrow
 import xxhash
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import track
 
 from data_mixtures import mixture, shards
+from data_mixtures.shards import Json
 from data_mixtures.stages import shuffle, stage
 from data_mixtures.stages.stage import Unit
-from records.files import file_sha256
 from records.workers import usable_cpus
 
 # of a whole shard: its number, where its first document begins, and where the one after its last
@@ -55,11 +48,8 @@ class Damage:
     block: int | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: {self.reason}"
-            if self.block is None
-            else f"{self.path}: block {self.block} {self.reason}"
-        )
+        block = "" if self.block is None else f"block {self.block} "
+        return f"{self.path}: {block}{self.reason}"
 
 
 def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int | None = None) -> list[Damage]:
@@ -69,47 +59,44 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
     ValueError when a source has no readable manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
-    listed = [entry for manifest in manifests.values() for entry in shards.token_files(manifest)]
-    size = sum(entry["bytes"] for entry in listed)
+    files = [
+        (out / source, manifest, entry)
+        for source, manifest in manifests.items()
+        for entry in shards.token_files(manifest)
+    ]
     found: list[Damage] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-    with bar as progress, ThreadPoolExecutor(workers or usable_cpus()) as pool:
-        task = progress.add_task("verifying", total=size)
-        for source, manifest in manifests.items():
-            folder, entries = out / source, shards.token_files(manifest)
-            checks = pool.map(lambda entry, m=manifest, at=folder: _check_file(at, m, entry), entries)
-            spans = []
-            for entry, (damage, span) in zip(entries, checks, strict=True):
-                found += damage
-                spans.append(span)
-                progress.advance(task, entry["bytes"])
-            found += _check_source(folder, manifest, spans)
+    spans: dict[str, list[Span]] = {source: [] for source in sources}
+    with ThreadPoolExecutor(workers or usable_cpus()) as pool:
+        checks = pool.map(lambda file: _check_file(*file), files)
+        shown = track(checks, "verifying", len(files), console=console, transient=True)
+        for (folder, _, _), (damage, span) in zip(files, shown, strict=True):
+            found += damage
+            spans[folder.name] += span
+    for source, manifest in manifests.items():
+        found += _check_source(out / source, manifest, spans[source])
     found += _check_locks(out, manifests)
     for each in found:
-        console.print(f"damaged: {each}", style="red", highlight=False, soft_wrap=True, markup=False)
-    files = sum(len(shards.files_of(entry)) for entry in listed)
-    console.print(f"{files} files, {size:,} bytes: {len(found)} damaged", highlight=False)
+        console.print(f"damaged: {each}", style="red", soft_wrap=True, markup=False)
+    count = sum(len(shards.files_of(entry)) for _, _, entry in files)
+    size = sum(entry["bytes"] for _, _, entry in files)
+    console.print(f"{count} files, {size:,} bytes: {len(found)} damaged")
     return found
 
 
-def _check_file(
-    folder: Path, manifest: dict[str, Any], entry: dict[str, Any]
-) -> tuple[list[Damage], Span | None]:
-    """The tokens of a file, its document index, and both against each other."""
+def _check_file(folder: Path, manifest: Json, entry: Json) -> tuple[list[Damage], list[Span]]:
+    """The tokens of a file, its document index, and both against each other; its span where that is known."""
     damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
     if "docs" not in entry:
-        return damage, None
+        return damage, []
     path = folder / entry["docs"]["name"]
     wrong, documents = _check_documents(path, entry["docs"])
     if begins is None or documents is None:
-        return damage + wrong, None
+        return damage + wrong, []
     ids, lengths, _ = documents
     if (ids < np.uint64(shards.held_out_below(manifest["valid_per_10000"]))).any():
         wrong.append(Damage(path, "lists documents that are held out"))
-    begins = begins[
-        begins < entry["windows"] * manifest["seq_len"]
-    ]  # the last token is the next shard's first as well
+    # the last token is the next shard's first as well
+    begins = begins[begins < entry["windows"] * manifest["seq_len"]]
     first = int(begins[0]) if len(begins) else 0
     ends = first + np.cumsum(lengths, dtype=np.int64)
     if not np.array_equal(begins, ends - lengths):
@@ -118,11 +105,10 @@ def _check_file(
         )
     number = shards.shard_number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
-    span = (number, at + first, at + int(ends[-1])) if len(ends) and not wrong else None
-    return damage + wrong, span
+    return damage + wrong, [(number, at + first, at + int(ends[-1]))] if len(ends) and not wrong else []
 
 
-def _check_tokens(path: Path, entry: dict[str, Any], bos_id: int) -> tuple[list[Damage], np.ndarray | None]:
+def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], np.ndarray | None]:
     if not path.is_file():
         return [Damage(path, f"missing; {entry['bytes']} bytes in the manifest")], None
     damage: list[Damage] = []
@@ -145,7 +131,7 @@ def _check_tokens(path: Path, entry: dict[str, Any], bos_id: int) -> tuple[list[
     return damage, None if damage else np.concatenate([np.empty(0, np.int64), *begins])
 
 
-def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], tuple[Any, ...] | None]:
+def _check_documents(path: Path, entry: Json) -> tuple[list[Damage], tuple[Any, ...] | None]:
     try:
         with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
             data = stream.read()
@@ -154,27 +140,22 @@ def _check_documents(path: Path, entry: dict[str, Any]) -> tuple[list[Damage], t
     except OSError as error:
         return [Damage(path, f"cannot be unpacked ({error})")], None
     found = hashlib.sha256(data).hexdigest()
-    if found != entry["sha256_uncompressed"]:
-        return [
-            Damage(path, f"unpacked sha256 {found}, {entry['sha256_uncompressed']} in the manifest")
-        ], None
+    if found != (expected := entry["sha256_uncompressed"]):
+        return [Damage(path, f"unpacked sha256 {found}, {expected} in the manifest")], None
     documents = shards.unpack_documents(data)
     if (count := len(documents[0])) != entry["documents"]:
         return [Damage(path, f"{count} documents, {entry['documents']} in the manifest")], None
     return [], documents
 
 
-def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | None]) -> list[Damage]:
+def _check_source(folder: Path, manifest: Json, spans: list[Span]) -> list[Damage]:
     """Checks across files: documents that continue in the next shard, counts, files that do not belong here."""
     damage: list[Damage] = []
     path = folder / shards.MANIFEST
-    for left, right in pairwise(span for span in spans if span):
-        if right[0] == left[0] + 1 and right[1] != left[2]:
+    for (left, _, end), (right, begin, _) in pairwise(spans):
+        if right == left + 1 and begin != end:
             damage.append(
-                Damage(
-                    path,
-                    f"shard {left[0]} lists documents up to token {left[2]}, shard {right[0]} from {right[1]}",
-                )
+                Damage(path, f"shard {left} lists documents up to token {end}, shard {right} from {begin}")
             )
     windows = sum(entry["windows"] for entry in manifest["shards"])
     if windows != manifest["windows"]:
@@ -188,12 +169,12 @@ def _check_source(folder: Path, manifest: dict[str, Any], spans: list[Span | Non
     ]
 
 
-def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage]:
+def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
     damage, path = [], shards.tokenizer_path(out)
-    sha256 = file_sha256(path) if path.is_file() else None
-    for source, manifest in manifests.items() if sha256 else ():
-        if sha256 != manifest["tokenizer_sha256"]:
-            damage.append(Damage(path, f"is not the tokenizer of {source} ({manifest['tokenizer_sha256']})"))
+    for source, manifest in manifests.items():
+        expected = manifest["tokenizer_sha256"]
+        if path.is_file() and stage.sha256_of(path) != expected:
+            damage.append(Damage(path, f"is not the tokenizer of {source} ({expected})"))
     for path in sorted(out.glob("*.lock.json")):
         try:
             lock = mixture.read_lock(path)
@@ -201,10 +182,9 @@ def _check_locks(out: Path, manifests: dict[str, dict[str, Any]]) -> list[Damage
             damage.append(Damage(path, str(error)))
             continue
         for entry in lock["sources"]:
-            folder = out / entry["name"]
-            found = manifests.get(entry["name"], entry)["content_sha256"]
-            if found != entry["content_sha256"]:
-                damage.append(Damage(path, f"pins other data than that of {folder / shards.MANIFEST}"))
+            name = entry["name"]
+            if name in manifests and manifests[name]["content_sha256"] != entry["content_sha256"]:
+                damage.append(Damage(path, f"pins other data than that of {out / name / shards.MANIFEST}"))
     return damage
 
 
@@ -215,15 +195,14 @@ def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
     tokenized units. `prepare` compares manifests, locks and the tokenizer by itself.
     """
     gone: dict[Path, None] = {}
-    for path in [
-        each.path for each in damage if each.path.parent != out and each.path.name != shards.MANIFEST
-    ]:
-        number = re.match(r"shard-(\d+)\.", path.name)
+    for path in (each.path for each in damage):
+        if path.parent == out or path.name == shards.MANIFEST:
+            continue
+        number = int(found[1]) if (found := re.match(r"shard-(\d+)\.", path.name)) else None
         if path.name == shards.VALID:  # its unit follows those of the shards
-            unit = Unit(path.parent.name, len(shards.read_manifest(path.parent)["shards"]))
-            gone[stage.unit_folder(out, shuffle.SHUFFLE, unit)] = None
-        elif number:
-            gone[stage.unit_folder(out, shuffle.SHUFFLE, Unit(path.parent.name, int(number[1])))] = None
+            number = len(shards.read_manifest(path.parent)["shards"])
+        if number is not None:
+            gone[stage.unit_folder(out, shuffle.SHUFFLE, Unit(path.parent.name, number))] = None
         gone[path] = None
     removal = [shlex.join(["rm", "-rf", *map(str, gone)])] if gone else []
     return [*removal, f"python -m data_mixtures.prepare {shlex.join([str(recipe_path), '--out', str(out)])}"]

@@ -161,7 +161,7 @@ def test_what_a_recipe_does_not_say_has_a_default(tmp_path):
     (tmp_path / "own.toml").write_text(SHORTEST)
     read = recipe_file.load(tmp_path / "own.toml")
     mine, theirs = read.sources
-    assert mine.inputs[0].paths == ("{recipe}/corpus/*.jsonl.gz", "s3://bucket/*.jsonl", "/there/*")
+    assert mine.inputs[0].paths == ("corpus/*.jsonl.gz", "s3://bucket/*.jsonl", "/there/*")
     assert (mine.inputs[0].field, mine.category, mine.min_bytes) == ("text", "other", 1)
     assert (theirs.configs, theirs.revision, theirs.expected_tokens_b) == (("",), "main", None)
     given = recipe.TokenizerFile(str(tmp_path / "tokenizer.json"))

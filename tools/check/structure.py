@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_850,
     "laneformer": 93_500,
-    "data_mixtures": 53_000,
+    "data_mixtures": 51_500,
     "train": 29_300,
     "evals": 32_400,
     "tools": 105_400,

@@ -56,8 +56,8 @@ def test_bytes_are_those_of_the_in_memory_way_for_any_units(tmp_path, tiny, unit
     assert sorted(files) == sorted(expected)
     assert len(files) > 20
     assert files == expected
-    assert shuffle.key_ranges(tmp_path, "notes") == -(-200 // 13)  # of the documents, not of the units
-    orders = stage.receipts(tmp_path, "order", "notes", shuffle.key_ranges(tmp_path, "notes"))
+    assert len(shuffle.ranges_of(tmp_path, "notes")) == -(-200 // 13)  # of the documents, not of the units
+    orders = stage.receipts(tmp_path, "order", "notes", len(shuffle.ranges_of(tmp_path, "notes")))
     assert sum(receipt["counts"]["duplicate"] for receipt in orders) == 200 - len(set(texts))
     assert sum(receipt["counts"]["documents"] for receipt in orders) == 200
 
@@ -151,7 +151,7 @@ def test_a_small_held_out_part_is_read_alone(tmp_path, monkeypatch):
     work = shuffle.WriteShards(plan, tmp_path, ("notes",))
     monkeypatch.setattr(blocks.CheckedFile, "read_blocks", counted)
     stage.do(work, work.units()[-1])
-    orders = stage.receipts(tmp_path, "order", "notes", shuffle.key_ranges(tmp_path, "notes"))
+    orders = stage.receipts(tmp_path, "order", "notes", len(shuffle.ranges_of(tmp_path, "notes")))
     counts = [receipt["counts"]["valid"] for receipt in orders]
     tokens = sum(count["tokens"] for count in counts)
     assert tokens // 2 < sum(read) * 64 // 2 <= 2 * tokens < 400 * len(tokens_of(texts[0])) // 10

@@ -46,7 +46,7 @@ def test_bytes_are_the_same_with_and_without_runs(tmp_path, few, units, made):
     name, made_of = sorted_runs.made_by(tmp_path, "notes")
     assert (name, len(made_of)) == made
     assert shuffled_files(tmp_path, "notes") == in_memory(texts, plan)
-    orders = stage.receipts(tmp_path, "order", "notes", sorted_runs.key_ranges(tmp_path, "notes"))
+    orders = stage.receipts(tmp_path, "order", "notes", len(sorted_runs.ranges_of(tmp_path, "notes")))
     assert sum(receipt["counts"]["duplicate"] for receipt in orders) == 200 - len(set(texts))
     assert sum(receipt["counts"]["documents"] for receipt in orders) == 200
 

@@ -68,7 +68,6 @@ def test_folders_are_matched_exactly_and_columns_are_read(tmp_path, mirror):
     assert paths["longer"] == ["4plus_MIND/part_000000.parquet"]
     assert paths["both"] == paths["longer"] + paths["exact"]
     assert stage.planned_unit(tmp_path / "out", Unit("content", 0))["text_column"] == "content"
-    assert stage.text_column(tmp_path / "out", Unit("content", 0)) == "content"
     entry = stage.planned_unit(tmp_path / "out", Unit("exact", 1))
     assert entry["bytes"] == (mirror / REPO / entry["path"]).stat().st_size
     assert stage.planned_units(tmp_path / "out", "exact") == [Unit("exact", number) for number in range(3)]
