@@ -81,7 +81,7 @@ class Model:
     """Architecture: 2b, 300m or tiny; [architecture] overrides single fields"""
     hf_assets_path: str = "."
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
-    attention: str = "auto"
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
     """Attention kernel: sdpa, flex, varlen (flash attention on a GPU), auto (flex if compiled for
     a GPU, else sdpa)
     """

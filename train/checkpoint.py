@@ -25,10 +25,11 @@ from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, Async
 from torchtitan.tools.logging import logger
 
 from laneformer.config import LaneformerConfig
+from laneformer.tensors import check_shapes
 from records import checkpoints
 from records.events import record_event
 
-from .checkpoint_checks import Contents, check_tensors, first_problem, on_rank_zero, require_nothing_lost
+from .checkpoint_checks import Contents, first_problem, on_rank_zero, require_nothing_lost
 from .checkpoint_writer import HashingWriter, end_background
 from .optimizer import apply_optimizer_settings
 from .supervise.heartbeat import enter
@@ -237,8 +238,11 @@ class PhaseCheckpointManager(CheckpointManager):
         """Load these states; returns the names of everything that the checkpoint holds."""
         stored = checkpoints.read_metadata(folder).state_dict_metadata
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
-        check_tensors(
-            folder, stored, self.states[MODEL].state_dict(), [name for name in self.states if name != MODEL]
+        others = tuple(f"{name}." for name in self.states if name != MODEL)
+        found = {name: entry.size for name, entry in stored.items() if not name.startswith(others)}
+        expected = {name: tensor.shape for name, tensor in self.states[MODEL].state_dict().items()}
+        check_shapes(
+            str(folder), found, expected, "; set model.flavor and [architecture] to the checkpoint's"
         )
         logger.info(f"Loading {', '.join(names)} from {folder}")
         self.dcp_load(states, str(folder), from_hf=False, from_quantized=False)
@@ -257,8 +261,6 @@ class PhaseCheckpointManager(CheckpointManager):
         to_hf: bool = False,
     ) -> Any:
         """TorchTitan's, with our writer in place of the one that DCP derives from the folder's name."""
-        if to_hf:
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = HashingWriter(checkpoint_id, json.dumps(self.architecture.to_dict(), indent=2) + "\n")
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)

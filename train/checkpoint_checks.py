@@ -6,7 +6,7 @@ All functions that look at the shared disk are collectives: every rank calls the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,28 +98,6 @@ def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequ
             "checkpoint's values, or, for a new phase that means the change, name the fields in "
             "checkpoint.allow_changes"
         )
-
-
-def check_tensors(
-    checkpoint: Path, stored: dict[str, Any], model: dict[str, Any], states: Iterable[str]
-) -> None:
-    """Raise ValueError unless the checkpoint holds exactly the model's tensors. states: what
-    else it may hold.
-    """
-    others = tuple(f"{name}." for name in states)
-    shapes = {name: list(entry.size) for name, entry in stored.items() if not name.startswith(others)}
-    expected = {name: list(tensor.shape) for name, tensor in model.items()}
-    other = {name for name in expected.keys() & shapes.keys() if expected[name] != shapes[name]}
-    for what, names in {
-        "lacks": expected.keys() - shapes.keys(),
-        "holds, beyond this model's,": shapes.keys() - expected.keys(),
-        "has in another shape": other,
-    }.items():
-        if names:
-            raise ValueError(
-                f"{checkpoint} {what} {len(names)} tensors, first {min(names)!r}; set model.flavor and "
-                "[architecture] to those of the checkpoint"
-            )
 
 
 def on_rank_zero(decide: Callable[[], Any]) -> Any:

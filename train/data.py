@@ -220,14 +220,10 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
     vocabulary do not fit.
     """
     section = job_config.mixture
-    if not section.lock:
-        raise ValueError(
-            "mixture.lock is empty; give the lock file that `python -m data_mixtures.prepare` wrote"
-        )
     lock = Path(section.lock)
     if not lock.is_file():
         raise ValueError(
-            f"mixture.lock = {section.lock} does not exist; `python -m data_mixtures.prepare` makes it"
+            f"mixture.lock = {section.lock!r} does not exist; `python -m data_mixtures.prepare` writes one"
         )
     batch = job_config.training.local_batch_size
     skips = read_skip_list(Path(job_config.job.dump_folder), job_config.resilience.skip_sequences)

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from laneformer.config import FLAVORS
-from laneformer.titan.attention import KINDS
 
 # settings that TorchTitan declares as plain text
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.name": ("laneformer",),
     "model.flavor": tuple(FLAVORS),
-    "model.attention": KINDS,
     "optimizer.name": ("Adam", "AdamW"),
     "compile.components": ("model", "loss"),
     "compile.backend": ("inductor", "aot_eager", "eager"),

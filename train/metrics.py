@@ -278,12 +278,5 @@ def _scalars(row: dict[str, Any]) -> dict[str, float]:
 
 def _json_line(row: dict[str, Any]) -> str:
     """JSON has no NaN: a diverged loss is written as null, and the dashboard shows a gap."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(each) for name, each in value.items()}
-        if isinstance(value, list):
-            return [finite(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(row))
+    finite = json.loads(json.dumps(row), parse_constant=lambda constant: None)
+    return json.dumps(finite)

@@ -9,7 +9,7 @@ from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 
 from laneformer.titan.parallelize import parallelize_laneformer
-from laneformer.titan.spec import LaneformerStateDictAdapter, TitanLaneformer, model_args_by_flavor
+from laneformer.titan.spec import TitanLaneformer, model_args_by_flavor
 
 from .data import build_mixture_loader
 from .metrics import RunMetrics
@@ -29,7 +29,6 @@ SPEC = TrainSpec(
     build_loss_fn=lambda *_, **__: None,  # the model computes its losses itself, see titan/loss.py
     build_validator_fn=HeldOutValidator,
     build_metrics_processor_fn=RunMetrics,
-    state_dict_adapter=LaneformerStateDictAdapter,
 )
 
 

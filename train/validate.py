@@ -30,14 +30,18 @@ from .metrics import RunMetrics, sequence_losses
 from .supervise.heartbeat import enter
 
 
-def held_out(lock_path: Path, windows_per_source: int, flags: bool = False) -> dict[str, np.ndarray]:
-    """Held-out windows (n, S + 1) of each source of a mixture that has some, or the flags of their tokens.
+def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndarray]]:
+    """Held-out windows (n, S + 1) of each source of a mixture that has some; if they are packed, their flags as well.
 
     Raises ValueError where no source has any that the mixture reads.
     """
-    weights = {source["name"]: source["weight"] for source in read_lock(lock_path)["sources"]}
-    windows = {name: valid_windows(lock_path.parent, name, windows_per_source, flags) for name in weights}
-    without = [name for name, found in windows.items() if not len(found)]
+    lock, folder = read_lock(lock_path), lock_path.parent
+    weights = {source["name"]: source["weight"] for source in lock["sources"]}
+    parts = (False, True) if lock["packing"] == CONVERSATIONS else (False,)
+    found = {
+        name: [valid_windows(folder, name, windows_per_source, flags) for flags in parts] for name in weights
+    }
+    without = [name for name, (windows, *_) in found.items() if not len(windows)]
     if not sum(weight for name, weight in weights.items() if name not in without):
         raise ValueError(
             f"{', '.join(without)} of {lock_path} have no held-out windows to validate on; raise valid_per_10000 in "
@@ -45,7 +49,7 @@ def held_out(lock_path: Path, windows_per_source: int, flags: bool = False) -> d
         )
     if without:
         logger.warning(f"no held-out windows, so not in the validation loss: {', '.join(without)}")
-    return {name: found for name, found in windows.items() if name not in without}
+    return {name: each for name, each in found.items() if name not in without}
 
 
 def deal_out(
@@ -78,30 +82,24 @@ class HeldOutValidator(BaseValidator):
     ):
         """TorchTitan's arguments. Raises ValueError for a mixture that cannot be validated."""
         super().__init__(job_config)
-        section = job_config.validation
-        lock = Path(job_config.mixture.lock)
-        locked = read_lock(lock)
-        weights = {source["name"]: source["weight"] for source in locked["sources"]}
-        windows = held_out(lock, section.windows_per_source)
-        packed = locked["packing"] == CONVERSATIONS
-        flags = held_out(lock, section.windows_per_source, flags=True) if packed else {}
-        self.names, self.metrics = list(windows), metrics_processor
+        section, lock = job_config.validation, Path(job_config.mixture.lock)
+        found = held_out(lock, section.windows_per_source)
+        weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
+        self.names, self.metrics = list(found), metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
         self.weights = [weights[name] for name in self.names]
-        counted = {
-            name: (flags[name] & TRAINED)[:, 1:] if packed else w[:, 1:] >= 0 for name, w in windows.items()
-        }
-        self.tokens_per_source = [int(np.count_nonzero(each)) for each in counted.values()]
-        source = np.repeat(np.arange(len(windows)), [len(w) for w in windows.values()])
-
-        def mine(found: dict[str, np.ndarray]) -> list[torch.Tensor]:
-            """This rank's micro-batches of all windows (or flags), and of their sources."""
-            whole, batch = np.concatenate(list(found.values())), section.local_batch_size
-            dealt = deal_out(whole, source, dp_world_size, batch, unread=len(windows))
-            return [torch.from_numpy(each[:, dp_rank]) for each in dealt]
-
-        self.tokens, self.sources = mine(windows)
-        self.flags: Any = mine(flags)[0] if packed else [None] * len(self.tokens)
+        self.tokens_per_source = [
+            int(np.count_nonzero(flags[0][:, 1:] & TRAINED)) if flags else windows[:, 1:].size
+            for windows, *flags in found.values()
+        ]
+        source = np.repeat(np.arange(len(found)), [len(windows) for windows, *_ in found.values()])
+        dealt = [
+            deal_out(np.concatenate(part), source, dp_world_size, section.local_batch_size, unread=len(found))
+            for part in zip(*found.values(), strict=True)
+        ]
+        mine = [torch.from_numpy(each[:, dp_rank]) for each, _ in dealt]
+        self.sources = torch.from_numpy(dealt[0][1][:, dp_rank])
+        self.tokens, self.flags = mine[0], mine[1] if len(mine) > 1 else [None] * len(self.sources)
         self.context = validation_context
 
     def should_validate(self, step: int) -> bool:

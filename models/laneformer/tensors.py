@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -34,6 +35,23 @@ def dtype_name(dtype: Any) -> Any:
     """Our name of a type that may be given as torch's ("bfloat16", torch.bfloat16); anything else as it is."""
     name = str(dtype).removeprefix("torch.")
     return next((ours for ours, stored in STORED_TYPES.items() if stored.torch == name), dtype)
+
+
+def check_shapes(
+    where: str, found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], fix: str = ""
+) -> None:
+    """ValueError unless `where` holds exactly these tensors; it names one that is missing, unknown or misshapen."""
+    if missing := sorted(expected.keys() - found.keys()):
+        raise ValueError(f"{where} lacks {len(missing)} tensors, such as {missing[0]}{fix}")
+    if extra := sorted(found.keys() - expected.keys()):
+        raise ValueError(
+            f"{where} holds {len(extra)} tensors this architecture has not, such as {extra[0]}{fix}"
+        )
+    for name, shape in expected.items():
+        if tuple(found[name]) != tuple(shape):
+            raise ValueError(
+                f"{where}: tensor {name} has shape {tuple(found[name])}, the config says {tuple(shape)}{fix}"
+            )
 
 
 @dataclass(frozen=True)

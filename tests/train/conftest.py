@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.shared import Shared
+from tests.train import production
 from tests.train.logged import train_logged
 from tests.train.runs import succeed
 from tests.train.supervised import INTERVAL, STEPS, undisturbed
@@ -35,3 +36,14 @@ def logged_run(prepared_data: Path, shared: Shared) -> Path:
     lock = prepared_data / "phase1.lock.json"
     job = ("--metrics.enable_wandb", "--metrics.gpu_hour_price", "3600", "--metrics.currency", "EUR")
     return shared("logged_run", lambda folder: train_logged(folder / "seen", lock, *job)) / "seen"
+
+
+@pytest.fixture(scope="session")
+def shipped_run(prepared_data: Path, shared: Shared) -> Path:
+    """configs/phase1.toml on two ranks, started as a user starts it (tests/train/production.py)."""
+    lock, launcher = prepared_data / "phase1.lock.json", production.torchrun(2)
+    made = shared(
+        "shipped_run",
+        lambda folder: production.train(launcher, "phase1", folder / "run", lock, {}, warm=False),
+    )
+    return made / "run"

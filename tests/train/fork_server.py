@@ -23,6 +23,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -34,13 +35,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ENVIRONMENT = dict(os.environ)  # without what imports add to it
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # `python -m train` raises it
 GRACE_S = 5.0  # for the other ranks, to say what they saw of a failure
 TIMEOUT_S = 500.0
 WARM = (
     "train",
     "train.supervise",
+    "train.supervise.preflight",
+    "train.supervise.node_checks",
     "train.job_config",
     "torch.distributed.run",
+    "tests.train.load_jobs",
     "tests.train.rank",
     "tools.ablate",
 )
@@ -83,6 +88,7 @@ def become_program(program: list[str], environment: dict[str, str]) -> NoReturn:
         ):  # subprocess resets them, a new interpreter ignores them
             signal.signal(number, signal.SIG_IGN)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # whoever started this learns by it that all went well
+        resource.setrlimit(resource.RLIMIT_NOFILE, OPEN_FILES)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(io.FileIO(n, "wb", closefd=False), write_through=True) for n in (1, 2)

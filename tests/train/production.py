@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tomllib
@@ -14,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from laneformer import LaneformerConfig
+from tests.train.runs import ask, limit_open_files
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, EVERY = 4, 2
+STEPS, EVERY = 2, 1
 SHAPES = {  # widths and lengths; layers, lanes, window pattern and delay stay those of the 2B flavor
     "architecture.hidden_size": 32,
     "architecture.intermediate_size": 64,
     "architecture.num_attention_heads": 8,
     "architecture.num_key_value_heads": 8,
     "architecture.sliding_window": 8,
-    "architecture.max_position_embeddings": 32,
+    "architecture.max_position_embeddings": 512,  # as long as the windows of conversations
     "architecture.vocab_size": 512,  # the pieces of the test's tokenizer
     "training.seq_len": 32,
     "training.local_batch_size": 2,
@@ -50,25 +50,34 @@ HYBRID = {  # four ranks: two replicas of two shards, as the 2B run has 24 of 8
 
 
 def train(
-    launcher: list[str], config: str, folder: Path, lock: Path, changes: dict[str, Any], **env: str
+    launcher: list[str],
+    config: str,
+    folder: Path,
+    lock: Path,
+    changes: dict[str, Any],
+    warm: bool = True,
+    **env: str,
 ) -> Path:
-    """Run configs/`config`.toml with the settings above and `changes` to its end; returns the run folder."""
+    """Run configs/`config`.toml with the settings above and `changes` to its end; returns the run folder.
+
+    warm: its processes are forked by the fork server; otherwise all is really started.
+    """
     settings = {"job.dump_folder": folder, "mixture.lock": lock, **SHAPES, **DEVIATIONS, **changes}
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", *launcher, "--job.config_file", f"configs/{config}.toml", *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **env}
-    job = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, preexec_fn=limit_open_files
-    )
+    env, log = {"WANDB_MODE": "offline", **env}, folder.with_name(f"{folder.name}.log")
+    if warm:
+        places = {"log": str(log), "pid": str(log.with_suffix(".pid"))}
+        status = ask({"command": command, "environment": env, **places})
+    else:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        with open(log, "wb") as said:
+            status = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=said, stderr=said, timeout=500, preexec_fn=limit_open_files
+            ).returncode
     outcome = folder / "outcome.json"
-    reason = outcome.read_text() if outcome.is_file() else ""
-    assert job.returncode == 0, job.stdout[-2000:] + job.stderr[-4000:] + reason
+    assert status == 0, log.read_text()[-6000:] + (outcome.read_text() if outcome.is_file() else "")
     return folder
-
-
-def limit_open_files() -> None:
-    """To what most systems allow a login shell, from which Slurm takes the limits of its jobs."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def torchrun(ranks: int) -> list[str]:

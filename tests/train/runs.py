@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -46,9 +47,15 @@ def fork_server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        preexec_fn=limit_open_files,
     )
     atexit.register(server.kill)
     return server
+
+
+def limit_open_files() -> None:
+    """To what most systems allow a login shell, from which Slurm takes the limits of its jobs."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def launch(
@@ -83,6 +90,15 @@ def ask(job: dict[str, Any], meanwhile: Callable[[], None] = lambda: None) -> An
     print(json.dumps(job), file=server.stdin, flush=True)
     meanwhile()
     return json.loads(server.stdout.readline())
+
+
+def forked(folder: Path, *program: str) -> tuple[int, str]:
+    """Exit status of `python -m PROGRAM` forked by the fork server, and what it said; its log goes to `folder`."""
+    places = {"log": folder / "said.log", "pid": folder / "said.pid"}
+    places["log"].unlink(missing_ok=True)
+    job = {"command": [sys.executable, "-m", *program], "environment": {}}
+    status = ask({**job, **{name: str(path) for name, path in places.items()}})
+    return status, places["log"].read_text()
 
 
 def environment() -> dict[str, str]:

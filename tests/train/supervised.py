@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,12 @@ def supervise(
     faults: list[dict[str, Any]],
     *more: str,
     warm: bool = True,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Path, int, str]:
     """One life of the supervisor: (run folder, its exit status, what it said).
 
-    warm: it and the attempts' processes are forked by the fork server; otherwise all is really started.
+    warm: it and the attempts' processes are forked by the fork server; otherwise all is really started. meanwhile:
+    called when it has been started, if warm.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "faults.json"
@@ -85,7 +88,8 @@ def supervise(
     ]  # fmt: skip
     env, said, pid = {"LANEFORMER_FAULTS": str(plan)}, folder / "supervisor.log", folder / "supervisor.pid"
     if warm:
-        status = ask({"command": command, "environment": env, "log": str(said), "pid": str(pid)})
+        job = {"command": command, "environment": env, "log": str(said), "pid": str(pid)}
+        status = ask(job, meanwhile)
     else:
         with open(said, "a") as log:
             process = subprocess.Popen(

@@ -4,13 +4,13 @@ how to mend it.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.train import load_jobs
+from tests.train.runs import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 # setting of a job file -> what the refusal has to say; the value itself is looked for, too
@@ -70,18 +70,6 @@ TOGETHER: dict[str, tuple[dict[tuple[str, str], str], str]] = {
         "lr_scheduler.warmup_steps = 301",
     ),
 }
-LOAD = """
-import json, sys
-from train.job_config import load_job
-answers = {}
-for path in sys.argv[1:]:
-    try:
-        load_job(["--job.config_file", path])
-        answers[path] = None
-    except ValueError as problem:
-        answers[path] = str(problem)
-print(json.dumps(answers))
-"""
 
 
 def job_file(path: Path, settings: dict[str, str]) -> str:
@@ -106,10 +94,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         job_file(folder / f"{n}.toml", {k: v for (k, _), v in s.items()}) for n, (s, _) in TOGETHER.items()
     ]
     paths += [job_file(folder / "good.toml", {"lr_scheduler.total_steps": "299"})]
-    command = [sys.executable, "-c", LOAD, *paths]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {Path(path).stem: said for path, said in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {Path(path).stem: said.get("refused") for path, said in load_jobs.answers(paths, folder).items()}
 
 
 @pytest.mark.parametrize("at", range(len(BAD)), ids=[f"{name}={value}" for name, value in BAD])
@@ -138,8 +123,7 @@ def test_the_supervisor_starts_nothing_that_the_workers_would_refuse(tmp_path: P
     path = job_file(
         tmp_path / "job.toml", {"lr_scheduler.decay_type": '"lin"', "job.dump_folder": f'"{tmp_path}/run"'}
     )
-    command = [sys.executable, "-m", "train.supervise", "--job.config_file", path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "did you mean 'linear'?" in done.stderr.splitlines()[-1]
+    status, said = forked(tmp_path, "train.supervise", "--job.config_file", path)
+    assert status == 2
+    assert "did you mean 'linear'?" in said.splitlines()[-1]
     assert not (tmp_path / "run/events.jsonl").exists(), "no attempt was made"

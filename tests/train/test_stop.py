@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 from records.checkpoints import check_complete
 from records.events import STOPPED, STOPPED_UNSAVED
 from records.files import read_lines
-from tests.train.production import torchrun
 from tests.train.runs import run_job
-from tests.train.supervised import arguments, environment
+from tests.train.supervised import arguments
 
 
 @pytest.mark.parametrize(("full_disk", "code"), [(False, STOPPED), (True, STOPPED_UNSAVED)])
@@ -66,9 +64,7 @@ def run_with_writers(data: Path, folder: Path, fault: dict[str, Any]) -> subproc
     job = arguments(folder / "run", data / "phase1.lock.json", steps=8, interval=2)
     job += ["--experimental.custom_import", "tests.train.production_facts"]
     job += ["--checkpoint.async_mode", "async_with_pinned_mem"]
-    env = {**environment(), "LANEFORMER_FAULTS": str(folder / "faults.json")}
-    # not from the fork server, which has replaced the signal handlers of all processes that come from it
-    return subprocess.run([sys.executable, "-m", *torchrun(2), *job], env=env, capture_output=True, text=True)
+    return run_job(folder / "run", job, 2, LANEFORMER_FAULTS=str(folder / "faults.json"))
 
 
 def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> None:

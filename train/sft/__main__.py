@@ -32,6 +32,13 @@ from records.workers import usable_cpus
 from .source import Rules, prepare
 
 PHASE = "sft"
+RANGES = {
+    "seq_len": (16, 1 << 20),
+    "epoch_cap": (1, 1000),
+    "workers": (1, 1024),
+    "holdout": (0.0001, 0.5),
+    "max_dropped": (0, 1),
+}
 
 
 @dataclass
@@ -106,15 +113,9 @@ def run(arguments: Arguments) -> Path:
 
 
 def _rules(arguments: Arguments) -> Rules:
-    for name, low, high in (("seq_len", 16, 1 << 20), ("epoch_cap", 1, 1000), ("workers", 1, 1024)):
-        if not low <= getattr(arguments, name) <= high:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(arguments, name)} must be from {low} to {high}"
-            )
-    if not 0.0001 <= arguments.holdout <= 0.5:
-        raise ValueError(f"--holdout {arguments.holdout} must be a share from 0.0001 to 0.5")
-    if not 0 <= arguments.max_dropped <= 1:
-        raise ValueError(f"--max-dropped {arguments.max_dropped} must be a share from 0 to 1")
+    for name, (low, high) in RANGES.items():
+        if not low <= (value := getattr(arguments, name)) <= high:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be from {low} to {high}")
     return Rules(arguments.seq_len, arguments.seed, round(arguments.holdout * 10_000), arguments.cut_long)
 
 

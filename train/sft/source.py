@@ -91,7 +91,7 @@ def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if any(manifest.get(name) != value for name, value in facts.items()):
         return None
-    listed = [each for entry in (*manifest["shards"], manifest["valid"]) for each in (entry, entry["flags"])]
+    listed = [each for entry in shards.token_files(manifest) for each in (entry, entry["flags"])]
     paths = [(folder / entry["name"], entry["sha256"]) for entry in listed]
     return manifest if all(path.is_file() and file_sha256(path) == sha256 for path, sha256 in paths) else None
 

@@ -12,33 +12,30 @@ newest checkpoint is an older one), 86 (the guard refused a step and the policy 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
+
+import tyro
 
 from records.job import read_job
 
 from .lock import hold_run, no_ranks
-from .supervisor import Supervisor
+from .supervisor import Options, Supervisor
 
 
 def main() -> int:
     """Parse the supervisor's own flags; the rest is the job's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.supervise", allow_abbrev=False, description=__doc__
+    options, train_arguments = tyro.cli(
+        Options, prog="python -m train.supervise", description=__doc__, return_unknown_args=True
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="workers per node, one per GPU")
-    parser.add_argument("--nodes", help="comma-separated nodes of this Slurm job; default: this machine")
-    parser.add_argument("--spares", type=int, default=0, help="number of these nodes that are spares")
-    options, train_arguments = parser.parse_known_args()
     try:
         job = read_job(train_arguments)
         alone = hold_run(job.run)
         no_ranks(job.run)
         refuse_impossible(train_arguments)
     except ValueError as problem:
-        parser.error(str(problem))
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     with alone:
         return Supervisor(job, options, train_arguments).run()
 

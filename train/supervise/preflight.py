@@ -11,7 +11,6 @@ be blamed: the job's own first step runs into that, under its timeout.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -21,8 +20,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import tyro
 
 from records.files import host_name
 from records.job import Resilience
@@ -121,18 +123,28 @@ def judge_network(
     return slow
 
 
-def check_this_node(train_arguments: list[str], gpus: int, free_disk_gib: float | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Needs:
+    """What the node must have, besides what the job file says."""
+
+    gpus: int
+    """GPUs that the node must have"""
+    free_disk_gib: float | None = None
+    """Room in the run folder; default: two checkpoints"""
+
+
+def check_this_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
     """Run `train.supervise.node_checks` in a process that can be given up, and keep to the
     deadline of every check.
     """
-    needs = json.dumps({"gpus": gpus, "free_disk_gib": free_disk_gib})
-    command = [sys.executable, "-m", "train.supervise.node_checks", ",".join(CHECKS), needs, *train_arguments]
+    asked = (",".join(CHECKS), json.dumps(vars(needs)), *train_arguments)
+    command = [sys.executable, "-m", "train.supervise.node_checks", *asked]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
     assert process.stdout is not None
     checks, reason = _follow(process.stdout)
     if reason is not None and process.poll() is None:
         process.kill()  # not waited for: a process in an uninterruptible call cannot die
-    return {"node": host_name(), "ok": reason is None, "reason": reason, "gpus": gpus, "checks": checks}
+    return {"node": host_name(), "ok": reason is None, "reason": reason, "gpus": needs.gpus, "checks": checks}
 
 
 def _follow(reports: IO[bytes]) -> tuple[dict[str, Any], str | None]:
@@ -153,19 +165,15 @@ def _follow(reports: IO[bytes]) -> tuple[dict[str, Any], str | None]:
 
 
 def main() -> None:
-    usage = (
-        "python -m train.supervise.preflight [--gpus N] [--free-disk-gib X] --job.config_file X.toml [...]"
-    )
-    parser = argparse.ArgumentParser(
-        usage=usage, allow_abbrev=False, description="Is this node fit to train?"
-    )
     expected = os.environ.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]  # "8", or "h100:8"
-    parser.add_argument("--gpus", type=int, default=int(expected), help="GPUs that the node must have")
-    parser.add_argument(
-        "--free-disk-gib", type=float, help="room in the run folder; default: two checkpoints"
+    needs, train_arguments = tyro.cli(
+        Needs,
+        prog="python -m train.supervise.preflight",
+        description="Is this node fit to train?",
+        default=Needs(int(expected)),
+        return_unknown_args=True,
     )
-    options, train_arguments = parser.parse_known_args()
-    record = check_this_node(train_arguments, options.gpus, options.free_disk_gib)
+    record = check_this_node(train_arguments, needs)
     print(json.dumps(record), flush=True)
     sys.exit(0 if record["ok"] else 1)
 

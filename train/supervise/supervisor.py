@@ -6,13 +6,13 @@ with it, and when they have ended if they live on (train.supervise.lock).
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import textwrap
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,22 @@ CONSOLE_CHARS = 300  # the whole text is in events.jsonl
 console = Console(highlight=False)
 
 
+@dataclass(frozen=True)
+class Options:
+    """The supervisor's own flags."""
+
+    nproc_per_node: int = 1
+    """Workers per node, one per GPU"""
+    nodes: str | None = None
+    """Comma-separated nodes of this Slurm job; default: this machine"""
+    spares: int = 0
+    """Number of these nodes that are spares"""
+
+
 class Supervisor:
     """The restart loop of one job."""
 
-    def __init__(self, job: JobSections, options: argparse.Namespace, train_arguments: list[str]):
+    def __init__(self, job: JobSections, options: Options, train_arguments: list[str]):
         self.job, self.options, self.train_arguments = job, options, train_arguments
         self.stop = StopSignals(on_force=lambda: None)  # the attempt polls `forced`
         self.stop.deadline_s = job.resilience.stop_deadline_s
@@ -100,7 +112,8 @@ class Supervisor:
         """Start the workers and watch them to their end."""
         self.attempt = next_attempt(self.job.run)
         attempt = Attempt(self.job, self.attempt, self.stop, self.look)
-        nodes = self.choose_nodes(attempt.logs) if self.options.nodes else None
+        names = self.options.nodes
+        nodes = self.choose_nodes(names.split(","), attempt.logs) if names else None
         if isinstance(nodes, Ended):
             return nodes
         whence = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
@@ -140,10 +153,10 @@ class Supervisor:
         hangs = {node for end in ends for node in end.get("suspects", ())}
         return hangs | {node for node, count in crashes.items() if node and count >= SUSPECT_CRASHES}
 
-    def choose_nodes(self, logs: Path) -> list[str] | Ended:
+    def choose_nodes(self, names: list[str], logs: Path) -> list[str] | Ended:
         """As many healthy nodes as the job needs, suspects last; spares replace bad ones."""
         suspects = self.suspects()
-        candidates = sorted(self.options.nodes.split(","), key=lambda node: node in suspects)
+        candidates = sorted(names, key=lambda node: node in suspects)
         good, bad = healthy_nodes(candidates, self.train_arguments)
         for node, reason in bad.items():
             self.say("bad_node", f"{node}: {reason}", node=node)

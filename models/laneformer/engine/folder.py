@@ -22,7 +22,7 @@ from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
-from ..tensors import STORED_TYPES, Tensor
+from ..tensors import STORED_TYPES, Tensor, check_shapes
 from .machine import memory_bytes, this_machine
 from .options import sampling_defaults
 
@@ -70,7 +70,7 @@ def read_checkpoint(
             f"lanes = {lanes}: this model was trained with {config.num_lanes}; leave the option out"
         )
     own = {plain_name(name): tensor for name, tensor in stored.items()}
-    check_tensors(config, own)
+    check_shapes("the checkpoint", {name: t.values.shape for name, t in own.items()}, config.tensor_shapes())
     return Checkpoint(config, own, eos_ids(folder, values, config), files, *text_files(folder))
 
 
@@ -233,20 +233,6 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         aligned = (start + begin) % np.dtype(element).itemsize == 0
         values = data.view(element) if aligned else np.frombuffer(data.tobytes(), element)
         yield name, Tensor(dtype, values.reshape(shape))
-
-
-def check_tensors(config: LaneformerConfig, tensors: dict[str, Tensor]) -> None:
-    expected = config.tensor_shapes()
-    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing:
-        raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}")
-    if extra:
-        raise ValueError(
-            f"the checkpoint holds {len(extra)} tensors this architecture has not, such as {extra[0]}"
-        )
-    for name, shape in expected.items():
-        if tensors[name].values.shape != shape:
-            raise ValueError(f"tensor {name} has shape {tensors[name].values.shape}, the config says {shape}")
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:

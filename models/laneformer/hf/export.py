@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..config import LaneformerConfig, hf_name
 from ..model import Laneformer
+from ..tensors import check_shapes
 from .tokenizer import write_tokenizer
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -172,21 +173,8 @@ def load_weights(checkpoint: Path, config: LaneformerConfig) -> dict[str, Tensor
     reader = dcp.FileSystemReader(checkpoint)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     expected = config.tensor_shapes()
-    missing = [name for name in expected if name not in stored]
-    if missing:
-        raise ValueError(
-            f"{checkpoint} lacks {len(missing)} of {len(expected)} model tensors, first {missing[0]!r}"
-        )
-    extra = [name for name in stored if name not in expected and name.startswith("layers.")]
-    if extra:
-        raise ValueError(
-            f"{checkpoint} holds {extra[0]!r}, which a model of this config lacks; pass its own --config"
-        )
-    for name, shape in expected.items():
-        if (actual := tuple(stored[name].size)) != shape:
-            raise ValueError(
-                f"{checkpoint}: {name} is {actual}, but the config says {shape}; pass its own --config"
-            )
+    found = {name: stored[name].size for name in stored if name in expected or name.startswith("layers.")}
+    check_shapes(str(checkpoint), found, expected, "; pass its own --config")
     weights = {
         name: torch.empty(shape, dtype=stored[name].properties.dtype) for name, shape in expected.items()
     }

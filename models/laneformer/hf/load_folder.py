@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..config import LaneformerConfig, plain_name
 from ..old_spellings import MODEL_TYPES, modern_spelling
+from ..tensors import check_shapes
 from .configuration_laneformer import FIELDS
 from .export import staged_folder
 
@@ -82,11 +83,5 @@ def read_weights(hf: Path, config: LaneformerConfig) -> dict[str, Tensor]:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             weights |= {plain_name(name): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    expected = config.tensor_shapes()
-    actual = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in sorted(expected.keys() | actual.keys()):
-        if expected.get(name) != actual.get(name):
-            raise ValueError(
-                f"{hf}: {name} is {actual.get(name)}, but its config.json says {expected.get(name)}"
-            )
+    check_shapes(str(hf), {name: tensor.shape for name, tensor in weights.items()}, config.tensor_shapes())
     return weights

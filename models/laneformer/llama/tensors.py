@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..config import EMBEDDING, HEAD, LaneformerConfig
-from ..tensors import Tensor
+from ..tensors import Tensor, check_shapes
 from .config import config_of_llama
 
 WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -52,25 +52,14 @@ class LlamaTensors(Mapping[str, Tensor]):
 
     def __init__(self, config: LaneformerConfig, tensors: Mapping[str, Tensor]):
         self.config, self.tensors, self.shapes = config, tensors, config.tensor_shapes()
-        sources = {source_of(name): name for name in self.shapes}
-        extra = sorted(name for name in tensors.keys() - sources.keys() if not IGNORED.fullmatch(name))
-        if HEAD in extra and config.tie_word_embeddings:
+        # a GGUF file knows its shapes, and widens a tensor when it is asked for
+        known = getattr(tensors, "shapes", None) or {name: tensors[name].values.shape for name in tensors}
+        found = {name: known[name] for name in tensors if not IGNORED.fullmatch(name)}
+        if config.tie_word_embeddings and found.pop(HEAD, None):
             self._expect_tied()
-            extra.remove(HEAD)
-        if missing := sorted(sources.keys() - tensors.keys()):
-            raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}")
-        if extra:
-            raise ValueError(
-                f"the checkpoint holds {len(extra)} tensors this architecture has not, such as {extra[0]}"
-            )
-        known = getattr(
-            tensors, "shapes", {}
-        )  # of a GGUF file, whose tensors are widened when they are asked for
-        for source, name in sources.items():
-            found = known[source] if known else tensors[source].values.shape
-            expected = self._source_shape(name)
-            if found != expected:
-                raise ValueError(f"tensor {source} has shape {found}, the config says {expected}")
+        check_shapes(
+            "the checkpoint", found, {source_of(name): self._source_shape(name) for name in self.shapes}
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         shape, (part, _) = self.shapes[name], part_of(name)

@@ -27,8 +27,6 @@ from ..config import LaneformerConfig
 from ..model import LaneAttention, causal_mask
 from .products import one_product
 
-KINDS = ("auto", "sdpa", "flex", "varlen")
-
 
 class Segments(NamedTuple):
     """Where the documents of a batch, laid end to end, begin and end: int32 (their number + 1,);

@@ -44,19 +44,16 @@ def join_norm(h: Tensor, partial: Tensor, delayed: Tensor | None, weight: Tensor
     return _forward(h, partial, delayed, weight, eps)
 
 
-@join.register_fake
-def _(h: Tensor, partial: Tensor, delayed: Tensor | None) -> Tensor:
-    return h.new_empty(h.shape)
+def _uninitialized(h: Tensor, joined: bool, normed: bool) -> Parts:
+    """Streams (h itself where nothing is joined), normed streams and 1/rms, the latter empty without a norm."""
+    streams = h.new_empty(h.shape) if joined else h
+    shapes = (h.shape, h.shape[:3]) if normed else (0, 0)
+    return streams, h.new_empty(shapes[0]), h.new_empty(shapes[1], dtype=torch.float32)
 
 
-@rms_norm.register_fake
-def _(h: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return h.new_empty(h.shape), h.new_empty(h.shape[:3], dtype=torch.float32)
-
-
-@join_norm.register_fake
-def _(h: Tensor, partial: Tensor, delayed: Tensor | None, weight: Tensor, eps: float) -> Parts:
-    return h.new_empty(h.shape), h.new_empty(h.shape), h.new_empty(h.shape[:3], dtype=torch.float32)
+join.register_fake(lambda h, partial, delayed: _uninitialized(h, True, False)[0])
+rms_norm.register_fake(lambda h, weight, eps: _uninitialized(h, False, True)[1:])
+join_norm.register_fake(lambda h, partial, delayed, weight, eps: _uninitialized(h, True, True))
 
 
 def _forward(
@@ -67,9 +64,7 @@ def _forward(
     """
     h, partial, delayed = (_strided(t) for t in (h, partial, delayed))
     _check(h, partial, delayed, weight)
-    streams = h if partial is None else h.new_empty(h.shape)
-    normed = h.new_empty(h.shape if weight is not None else 0)
-    rstd = h.new_empty(h.shape[:3] if weight is not None else 0, dtype=torch.float32)
+    streams, normed, rstd = _uninitialized(h, partial is not None, weight is not None)
     kernels.forward_kernel[(h.shape[0] * h.shape[1],)](
         h, partial, delayed, weight, streams, normed, rstd,
         *_strides(h), *_strides(partial), *_strides(delayed), eps,

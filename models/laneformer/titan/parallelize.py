@@ -51,20 +51,24 @@ KEPT_OPS = {
 def parallelize_laneformer(
     model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """Prepare the (meta) model for its mesh. Raises ValueError for parallelisms that the
-    Laneformer does not have.
+    """Prepare the (meta) model for its mesh; `train.job_checks` has refused all but FSDP and HSDP. Raises ValueError
+    for replicas without shards.
     """
-    check_parallelism(parallel_dims)
+    if parallel_dims.dp_replicate_enabled and not parallel_dims.dp_shard_enabled:
+        raise ValueError(
+            f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} with shard degree 1 is plain DDP, which "
+            "torchtitan 0.2.2 trains with gradients twice divided by the ranks; use data_parallel_shard_degree >= 2"
+        )
     if isinstance(model.layers[0], FusedLayer):
         check_kernels()
     checkpoint_and_compile(model, job_config)
+    mesh = parallel_dims.world_mesh
     if parallel_dims.fsdp_enabled:
-        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-        apply_fsdp(model, parallel_dims.get_mesh(names), job_config)
-    else:
-        # one device is a mesh of one: the same mixed precision everywhere; under autocast sums would
-        # widen the streams
-        apply_fsdp(model, parallel_dims.world_mesh, job_config)
+        mesh = parallel_dims.get_mesh(
+            ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        )
+    # one device is a mesh of one: the same mixed precision everywhere; under autocast sums would widen the streams
+    apply_fsdp(model, mesh, job_config)
     return model
 
 
@@ -102,24 +106,6 @@ def apply_selective_checkpointing(model: Laneformer) -> None:
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(
             layer, context_fn=lambda: create_selective_checkpoint_contexts(policy), preserve_rng_state=False
-        )
-
-
-def check_parallelism(parallel_dims: ParallelDims) -> None:
-    for name, degree in (
-        ("tensor", parallel_dims.tp),
-        ("pipeline", parallel_dims.pp),
-        ("context", parallel_dims.cp),
-    ):
-        if degree > 1:
-            raise ValueError(
-                f"parallelism.{name}_parallel_degree = {degree} is not supported; the 2B model fits one GPU's shard: "
-                "use data_parallel_shard_degree (FSDP) and data_parallel_replicate_degree (HSDP)"
-            )
-    if parallel_dims.dp_replicate_enabled and not parallel_dims.dp_shard_enabled:
-        raise ValueError(
-            f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} with shard degree 1 is plain DDP, which "
-            "torchtitan 0.2.2 trains with gradients twice divided by the ranks; use data_parallel_shard_degree >= 2"
         )
 
 

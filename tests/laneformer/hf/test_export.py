@@ -216,11 +216,13 @@ def test_verification_notices_one_wrong_lane(
 def test_incomplete_checkpoints_are_refused(tmp_path: Path, checkpoint: Path, model: Laneformer) -> None:
     with pytest.raises(ValueError, match=r"no complete torch DCP checkpoint \(no .metadata\)"):
         load_weights(tmp_path, model.config)
-    with pytest.raises(ValueError, match=r"lacks 9 of 66 model tensors, first 'layers.6"):
+    with pytest.raises(ValueError, match=r"lacks 9 tensors, such as layers.6"):
         load_weights(checkpoint, small_config(num_hidden_layers=7))
-    with pytest.raises(ValueError, match=r"holds 'layers.5.\S+', which a model of this config lacks"):
+    with pytest.raises(ValueError, match=r"holds 9 tensors this architecture has not, such as layers.5"):
         load_weights(checkpoint, small_config(num_hidden_layers=5))
-    with pytest.raises(ValueError, match=r"w1.weight is \(4, 128, 128\), but the config says \(4, 64, 128\)"):
+    with pytest.raises(
+        ValueError, match=r"w1.weight has shape \(4, 128, 128\), the config says \(4, 64, 128\)"
+    ):
         load_weights(checkpoint, small_config(intermediate_size=256))
     broken = random_model()
     broken.state_dict()["norm.weight"][7] = float("nan")

@@ -37,7 +37,7 @@ def test_import_refuses_what_is_not_a_laneformer(tmp_path: Path, exported: tuple
         import_folder(hf, tmp_path / "run")
     (hf / "model.safetensors").symlink_to(exported[0] / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"lm_head.weight is \(4, 256, 128\), but its config.json says \(4, 512, 128\)"
+        ValueError, match=r"tok_embeddings.weight has shape \(1024, 128\), the config says \(2048, 128\)"
     ):
         import_folder(hf, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -47,7 +47,6 @@ SMALL = (
     "--architecture.max_position_embeddings", "32", "--architecture.vocab_size", "512",
     "--checkpoint.async_mode", "disabled", "--metrics.no-enable_tensorboard", "--experimental.custom_import",
     "train.paced", "--training.steps", "40", "--checkpoint.interval", "8",
-    "--resilience.min_network_share", "0.001", "--resilience.max_network_latency", "1e6",  # measured, never judged
 )  # fmt: skip
 
 

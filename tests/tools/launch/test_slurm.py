@@ -37,6 +37,10 @@ pytestmark = [
     ),
 ]
 TIMEOUT_S = 300  # for anything to happen on a slow day
+NETWORK = {  # before each attempt of a phase: not measured, as a start of torchrun takes long; measured, never judged
+    1: ("--resilience.min_network_share", "0"),
+    2: ("--resilience.min_network_share", "0.001", "--resilience.max_network_latency", "1e6"),
+}
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Launcher:
     def launch(self, number: int, *arguments: str) -> subprocess.CompletedProcess:
         lock = ("--mixture.lock", str(self.data / f"phase{number}.lock.json"))
         run = ("--run", str(self.folder / f"phase{number}"))
-        return launch(self.checkout, *arguments, *run, *SMALL, *lock, env=self.env)
+        return launch(self.checkout, *arguments, *run, *SMALL, *NETWORK[number], *lock, env=self.env)
 
     def submit(self, number: int, *arguments: str) -> tuple[int, Path]:
         done = self.launch(number, *arguments)
@@ -204,6 +208,9 @@ def test_phase_two_waits_and_leaves_out_a_bad_node(story: Story) -> None:
     assert first["node"] == "n2"
     assert "0 GPUs where 8 are needed" in first["text"]
     assert [start["nodes"] for start in supervisor(story.phase2, "start")] == [["n1", "n3"]]
+    assert not list(story.phase1.glob("logs/*/network"))
+    (network,) = story.phase2.glob("logs/*/network/network.json")
+    assert {row["peer"] for row in json.loads(network.read_text())} == {0, 1}, "each node has met the other"
     parent = json.loads((story.phase2 / "lineage.json").read_text())["parent"]
     assert parent == str(story.phase1 / "checkpoint/step-40")
     (launched,) = records(story.phase2 / "launches.jsonl")

@@ -125,15 +125,10 @@ def test_packed_conversations_must_not_see_each_other(lock: Path, parent: Path, 
 
 
 @pytest.mark.slow
-def test_shipped_job(prepared_data: Path, tmp_path: Path) -> None:
+def test_shipped_job(shipped_run: Path, lock: Path, tmp_path: Path) -> None:
     """configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated."""
-    lock = chats.prepare(tmp_path, prepared_data / "tokenizer.model", 300)
-    length = {"training.seq_len": chats.SEQ_LEN, "architecture.max_position_embeddings": chats.SEQ_LEN}
-    start = production.train(
-        production.torchrun(2), "phase1", tmp_path / "phase1", prepared_data / "phase1.lock.json",
-        {**length, "training.seq_len": 32, "training.steps": 1, "validation.freq": 1},
-    )  # fmt: skip
-    more = {**length, "checkpoint.initial_load_path": start / "checkpoint/step-1"}
+    start = shipped_run / f"checkpoint/step-{production.STEPS}"
+    more = {"training.seq_len": chats.SEQ_LEN, "checkpoint.initial_load_path": start}
     run = production.train(production.torchrun(2), "sft", tmp_path / "sft", lock, more)
     rows = production.rows(run)
     assert [row["step"] for row in rows] == list(range(1, production.STEPS + 1))

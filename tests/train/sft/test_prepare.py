@@ -306,4 +306,4 @@ def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
     assert "sft.lock.json: identity 100.0%" in done.stdout
     refused = command("train.sft", *given, "--holdout", "0")
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == "error: --holdout 0.0 must be a share from 0.0001 to 0.5\n"
+    assert refused.stderr == "error: --holdout 0.0 must be from 0.0001 to 0.5\n"

@@ -16,7 +16,7 @@ from records.events import record_event
 from records.files import read_lines
 from records.job import JobSections
 from train.supervise.alerts import Alerts
-from train.supervise.supervisor import Supervisor
+from train.supervise.supervisor import Options, Supervisor
 
 
 @pytest.fixture
@@ -126,9 +126,8 @@ def test_a_hanging_server_delays_nothing(
         raise OSError("this will hang")
 
     monkeypatch.setattr("train.supervise.attempt.start_workers", no_start)
-    options = type("Options", (), {"nodes": None, "spares": 0, "nproc_per_node": 1})
     began = time.monotonic()
-    assert Supervisor(job, options, []).run() == 1
+    assert Supervisor(job, Options(), []).run() == 1
     assert starts[-1] - starts[0] < 1.0
     assert 1.5 < time.monotonic() - began < 4.0, "at its end it waits for timeout_s"
     assert {post["text"].split(":")[1] for post in posts} == {" crash", " give up"}

@@ -17,7 +17,7 @@ import pytest
 from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record
 from records.files import hold_lock
 from tests.train.runs import fail, run_job
-from tests.train.supervised import arguments, environment, supervise
+from tests.train.supervised import arguments, supervise
 from train.supervise.lock import hold_rank, hold_run, no_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -172,45 +172,32 @@ def test_a_missing_shard_is_no_refusal(prepared_data: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_workers_outlive_their_supervisor_and_keep_others_out(prepared_data: Path, tmp_path: Path) -> None:
-    """Real processes: the supervisor is SIGKILLed while its workers wait for a stopped rank."""
+    """The supervisor is SIGKILLed while its workers wait for a stopped rank."""
     lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"
-    (tmp_path / "faults.json").write_text(json.dumps([{"kind": "stop", "step": 3, "rank": 1}]))
-    job = [*arguments(run, lock, steps=6, interval=2), "--experimental.custom_import", "tests.train.faults"]
-    job += ["--resilience.hang_timeout_s", "600"]
-    env = {**environment(), "LANEFORMER_FAULTS": str(tmp_path / "faults.json")}
-    first = subprocess.Popen(
-        [sys.executable, "-m", "train.supervise", "--nproc-per-node", "2", *job], cwd=ROOT, env=env
-    )
-    while len(list(tmp_path.glob("faults.*.done"))) < 1:
-        assert first.poll() is None
-        time.sleep(0.1)
+    faults = [{"kind": "stop", "step": 3, "rank": 1}]
+    job = [*arguments(run, lock, steps=6, interval=2), "--resilience.hang_timeout_s", "600"]
+
+    def kill() -> None:
+        while not list(tmp_path.glob("faults.*.done")):
+            time.sleep(0.1)
+        os.kill(int((tmp_path / "supervisor.pid").read_text()), signal.SIGKILL)
+
+    _, status, said = supervise(tmp_path, lock, 6, 2, faults, *job[-2:], meanwhile=kill)
+    assert status == -signal.SIGKILL, said
     pids = [json.loads(path.read_text())["pid"] for path in (run / "heartbeats").glob("rank-*.json")]
-    first.kill()
-    first.wait()
     try:
         second = subprocess.run(
-            [sys.executable, "-m", "train.supervise", *job], cwd=ROOT, env=env, capture_output=True, text=True
+            [sys.executable, "-m", "train.supervise", *job], cwd=ROOT, capture_output=True, text=True
         )
         assert second.returncode == 2
         assert any(f"held by process {pid} on " in second.stderr for pid in pids), second.stderr
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            "-m",
-            "train",
-        ]
-        plain = subprocess.run(
-            [*torchrun, *job], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-        )
+        plain = run_job(run, job, 2)
         assert plain.returncode != 0
-        assert "of another job is alive" in plain.stderr
+        assert "of another job is alive" in plain.stdout
         assert not (run / "outcome.json").exists(), "what is there is the first job's"
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 1
-    _, status, said = supervise(tmp_path, lock, 6, 2, [{"kind": "stop", "step": 3, "rank": 1}], warm=False)
+    _, status, said = supervise(tmp_path, lock, 6, 2, faults)
     assert status == 0, said

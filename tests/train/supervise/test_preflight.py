@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.train.runs import forked
 from train.supervise import preflight as preflight_module
 from train.supervise.preflight import _follow, healthy_nodes
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 def preflight(data: Path, run: Path, *options: str) -> dict:
-    command = [
-        sys.executable, "-m", "train.supervise.preflight", *options, "--job.config_file", "configs/debug_phase1.toml",
+    status, said = forked(
+        run.parent, "train.supervise.preflight", *options, "--job.config_file", "configs/debug_phase1.toml",
         "--job.dump_folder", str(run), "--mixture.lock", str(data / "phase1.lock.json"),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    record = json.loads(done.stdout)
-    assert done.returncode == (0 if record["ok"] else 1)
+    )  # fmt: skip
+    (record,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"node"')]
+    assert status == (0 if record["ok"] else 1)
     return record
 
 
@@ -38,12 +35,12 @@ def test_good_node(prepared_data: Path, tmp_path: Path) -> None:
 
 
 def test_missing_gpus_and_a_full_disk(prepared_data: Path, tmp_path: Path) -> None:
-    reason = preflight(prepared_data, tmp_path, "--gpus", "4096")["reason"]
+    reason = preflight(prepared_data, tmp_path / "run", "--gpus", "4096")["reason"]
     assert reason.startswith("gpus: ValueError:")
     assert "where 4096 are needed" in reason
     assert (
         "GiB free where 1000000000.0 are needed"
-        in preflight(prepared_data, tmp_path, "--free-disk-gib", "1e9")["reason"]
+        in preflight(prepared_data, tmp_path / "run", "--free-disk-gib", "1e9")["reason"]
     )
 
 

@@ -4,7 +4,6 @@ and what is not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from records.events import BAD_STEP, CRASHED, DONE, REFUSED, STOPPED, STOPPED_UN
 from records.files import read_lines
 from records.job import JobSections, read_job
 from train.supervise.attempt import Attempt, Ended
-from train.supervise.supervisor import Supervisor
+from train.supervise.supervisor import Options, Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
 Life = tuple[int, int, str, int | None]  # code, step, reason, step of the checkpoint that it saves
@@ -56,7 +55,7 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
         monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
         monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
-        options = argparse.Namespace(nodes=nodes, spares=spares, nproc_per_node=2)
+        options = Options(2, nodes, spares)
         return Supervisor(job, options, []).run(), len(begun)
 
     return run
@@ -152,7 +151,7 @@ def test_workers_that_cannot_be_started_are_tried_again(
 
     monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
     monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
-    options = argparse.Namespace(nodes=None, spares=0, nproc_per_node=2)
+    options = Options(2)
     assert Supervisor(job, options, []).run() == CRASHED
     assert len(starts) == 3
     assert "No space left on device" in read_lines(job.run / "events.jsonl")[-1]["text"]
