@@ -63,7 +63,7 @@ $(VENV)/nvrtc-%: | setup
 # chromium: the dashboard and the playground; the cross compiler and qemu: the engine on aarch64; slurm: launches on three
 # virtual nodes; bwrap: the sandbox of code that a model writes; spin: the protocol of the GPU's words
 COMMANDS := chromium=chromium aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64-static=qemu-user-static \
-  slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client munged=munge bwrap=bubblewrap spin=spin clang-22=clang-22
+  slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client munged=munge bwrap=bubblewrap spin=spin
 packages:
 	@missing=$$(export PATH=$$PATH:/usr/sbin; for x in $(COMMANDS); do command -v $${x%=*} >/dev/null || echo $${x#*=}; done); \
 	  test -z "$$missing" || apt-get update -q; for x in $$missing; do apt-get install -qy --no-install-recommends $$x \

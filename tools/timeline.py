@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from laneformer.config import MODULES, Join, LaneformerConfig
 from laneformer.engine.cuda.bench import weight_bytes
-from laneformer.engine.cuda.geometry import Geometry, Machine
+from laneformer.engine.cuda.geometry import WARP_THREADS, Geometry, Machine
 from laneformer.engine.cuda.planning import plan
 
 from .cards import CASES, INPUTS, Card, Inputs
@@ -166,9 +166,8 @@ class Kernel:
 
 
 def machine_of(card: Card) -> Machine:
-    """What the CUDA engine's planner has to know of a card."""
-    shared_bytes = 1024 * card.shared_kib
-    return Machine(card.multiprocessors, shared_bytes, card.architecture, card.warp_threads, card.chiplets)
+    """What the CUDA engine's planner has to know of a card. For one of AMD's it plans as for NVIDIA's: warps of 32."""
+    return Machine(card.multiprocessors, 1024 * card.shared_kib, card.architecture)
 
 
 def rounds_of_keys(geometry: Geometry, positions: int) -> int:
@@ -179,5 +178,9 @@ def rounds_of_keys(geometry: Geometry, positions: int) -> int:
 
 
 def interval(config: LaneformerConfig, card: Card) -> dict[str, float]:
-    """Tokens/s of one request on one GPU in every case. ValueError where the kernel does not take the model."""
+    """Tokens/s of one request on one GPU in every case. ValueError where the kernel does not take model or card."""
+    if card.warp_threads != WARP_THREADS:
+        raise ValueError(
+            f"{card.name} has warps of {card.warp_threads} threads; the kernel is for NVIDIA's GPUs"
+        )
     return {case: 1 / Kernel(config, card, case).device_s() for case in CASES}

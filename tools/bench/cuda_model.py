@@ -66,7 +66,11 @@ def measure(options: Options, console: Any) -> Result:
         "stalls of an idle memory": {"replaced": {"saturated_latency": 1.0}},
         **{f"{name} = 0": {"replaced": {name: 0.0}} for name in STALLS},
     }  # fmt: skip
-    cards = [name for name, rows in tables()["cards"].items() if rows.keys() >= set(GEOMETRY)]
+    cards = [  # NVIDIA's: the others say how many threads their warps have
+        name
+        for name, rows in tables()["cards"].items()
+        if rows.keys() >= set(GEOMETRY) and "warp_threads" not in rows
+    ]
 
     def rows(name: str, points: dict[Any, dict[str, Any]]) -> list[Result]:
         return [

@@ -4,16 +4,12 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 #include <vector>
 
 namespace emulator {
 
-#ifndef WARP_THREADS
-#define WARP_THREADS 32
-#endif
-constexpr int kLanes = WARP_THREADS;
-using Lanes = std::conditional_t<kLanes == 64, uint64_t, uint32_t>;  // a bit for each
+constexpr int kLanes = 32;
+using Lanes = uint32_t;  // a bit for each
 constexpr Lanes kOneLane = 1, kAllLanes = ~Lanes{0};
 
 // What is known of one warp: all its lanes up to sync `time`, and of what follows the first releases of each lane.

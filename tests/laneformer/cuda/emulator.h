@@ -8,7 +8,6 @@
 #include "machine.h"
 #include "order.h"
 #include "races.h"
-#include "../../../models/laneformer/engine/cuda/vectors.cuh"
 
 // ---- the language ----
 
@@ -24,6 +23,18 @@
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
 DEVICE float2 make_float2(float x, float y) { return {x, y}; }
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
@@ -152,11 +163,10 @@ SLOW void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* f
   if ((reinterpret_cast<uintptr_t>(slot) | reinterpret_cast<uintptr_t>(source) | bytes) % 16 || !bytes)
     fail(format("copy_chunk of %u bytes from %p to %p: all must be multiples of 16", bytes, source, slot));
   if (to < shared || to + bytes > shared + machine->shared_bytes) fail("copy_chunk to outside shared memory");
-  if (b.lanes >> me->lane & 1) fail(format("copy_chunk again, only lanes %08llx came to the copy before", 1ull * b.lanes));
+  if (b.lanes >> me->lane & 1) fail(format("copy_chunk again, only lanes %08x came to the copy before", b.lanes));
   if (b.lanes == 0) {
     if (b.unawaited) fail("copy_chunk to a barrier whose last copy nobody has waited for");
     b.slot = to, b.source = static_cast<const char*>(source), b.bytes = bytes, b.in_flight = b.unawaited = true;
-    b.number = ++my_warp().copies;
     memset(slot, 0xff, bytes);
   } else if (b.slot != to || b.source != source || b.bytes != bytes) {
     fail("copy_chunk: the lanes of the warp differ in what they copy");
@@ -167,15 +177,12 @@ SLOW void copy_chunk(void* slot, const void* source, uint32_t bytes, uint64_t* f
   if (b.lanes == kAllLanes) b.lanes = 0;
   ++machine->progress;
 }
-template <int Newer = 0>
 SLOW void wait_full(uint64_t* full, uint32_t parity) {
   emulator::maybe_pause();
   if (parity > 1) emulator::fail("wait_full with parity " + std::to_string(parity) + "; allowed: 0 and 1");
   if ((barrier_at(full).phase & 1) == parity) emulator::machine->wait(emulator::Wait::barrier, full, parity);
   emulator::Barrier& b = barrier_at(full);
   if (!b.in_flight) b.unawaited = false;
-  const uint32_t newer = emulator::my_warp().copies - b.number;
-  if (emulator::kLanes == 64 && newer < Newer) emulator::fail(emulator::format("wait_full<%d>: only %u copies are newer", Newer, newer));
   emulator::see_wait(int(emulator::index_of(full)), b.phase);
 }
 DEVICE void prefetch_l2(const void* at, uint32_t bytes) {}

@@ -65,8 +65,7 @@ struct Warp {
   int block, index;
   Lanes ready = kAllLanes, waiting = 0, arrived = 0, exited = 0;  // lanes
   int sync = kNone;
-  uint32_t time = 0;    // syncs so far
-  uint32_t copies = 0;  // begun
+  uint32_t time = 0;  // syncs so far
   uint32_t exchanged[2][kLanes];
   uint32_t fragments[2][kLanes][6];  // of a matrix product: each lane's a and b
   uint16_t releases[kLanes] = {};
@@ -83,7 +82,6 @@ struct Barrier {
   const char* source = nullptr;
   uint32_t bytes = 0, phase = 0;  // phases completed
   Lanes lanes = 0;                // that came to the running copy
-  uint32_t number = 0;            // of the copy, among its warp's
   bool in_flight = false, unawaited = false;  // begun, not there; begun, and nobody came back from a wait for it
   uint64_t due = 0;
 };
@@ -183,9 +181,9 @@ inline std::string name(int sync) {
 
 [[gnu::noinline]] inline void Machine::arrive(int sync) {
   Warp& w = my_warp();
-  if (w.exited) fail(format("diverged: comes to %s, lanes %08llx have ended", name(sync).c_str(), 1ull * w.exited));
+  if (w.exited) fail(format("diverged: comes to %s, lanes %08x have ended", name(sync).c_str(), w.exited));
   if (w.arrived && w.sync != sync)
-    fail(format("diverged: comes to %s, lanes %08llx wait at %s", name(sync).c_str(), 1ull * w.arrived, name(w.sync).c_str()));
+    fail(format("diverged: comes to %s, lanes %08x wait at %s", name(sync).c_str(), w.arrived, name(w.sync).c_str()));
   if (sync == kBlockSync && my_block().exited) fail("comes to sync_block, warps of its block have ended");
   w.sync = sync, w.arrived |= kOneLane << me->lane, w.ready &= ~(kOneLane << me->lane);
   me->looked = 0, me->polled = nullptr;
@@ -200,7 +198,7 @@ inline std::string name(int sync) {
 }
 inline void Machine::exit_fiber() {
   Warp& w = my_warp();
-  if (w.arrived) fail(format("diverged: ends, lanes %08llx wait at %s", 1ull * w.arrived, name(w.sync).c_str()));
+  if (w.arrived) fail(format("diverged: ends, lanes %08x wait at %s", w.arrived, name(w.sync).c_str()));
   w.ready &= ~(kOneLane << me->lane), w.exited |= kOneLane << me->lane;
   ++progress, --alive_;
   if (w.exited == kAllLanes) ++my_block().exited;
@@ -336,7 +334,7 @@ inline Warp* Machine::next_warp() {
 // each ready lane (now and then: some) up to where it gives up its turn, in random order
 inline void Machine::take_turn(Warp& w) {
   const uint64_t draw = random();
-  const Lanes some = kLanes == 32 ? draw >> 4 : draw >> 4 ^ draw << 24;
+  const Lanes some = draw >> 4;
   Lanes lanes = w.ready;
   if (draw % 4 == 0 && lanes & some) lanes &= some;
   const int from = draw >> 36 & (kLanes - 1), stride = (draw >> 41 & (kLanes - 1)) | 1;

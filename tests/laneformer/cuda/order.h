@@ -101,8 +101,8 @@ inline std::string waits_for(const Fiber& f) {
     return "for " + name(f.polled) + format(", which holds epoch %u", static_cast<const Word*>(f.polled)->epoch);
   if (f.wait != Wait::barrier) return "for a change of memory";
   const Barrier& b = machine->barriers[index_of(f.waits_for.at)];
-  return format("for the copy that completes parity %d of a barrier; %u completed, lanes %08llx came to the next",
-                int(f.waits_for.bits), b.phase, 1ull * b.lanes);
+  return format("for the copy that completes parity %d of a barrier; %u completed, lanes %08x came to the next",
+                int(f.waits_for.bits), b.phase, b.lanes);
 }
 inline std::string deadlock_report() {
   std::string text;
@@ -115,9 +115,9 @@ inline std::string deadlock_report() {
     for (Lanes left = w.waiting; left; left &= left - 1)
       late = late || missed(machine->fibers[index * kLanes + std::countr_zero(left)]);
     if (++shown > 8) continue;
-    if (w.arrived) text += "\n" + place(index) + format(" lanes %08llx wait at ", 1ull * w.arrived) + name(w.sync);
+    if (w.arrived) text += "\n" + place(index) + format(" lanes %08x wait at ", w.arrived) + name(w.sync);
     if (lane < kLanes)
-      text += "\n" + place(index) + format(" lanes %08llx poll; lane %d waits ", 1ull * w.waiting, lane) +
+      text += "\n" + place(index) + format(" lanes %08x poll; lane %d waits ", w.waiting, lane) +
               waits_for(machine->fibers[index * kLanes + lane]);
   }
   if (shown > 8) text += format("\nand %d warps more", shown - 8);

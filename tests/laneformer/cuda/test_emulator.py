@@ -238,6 +238,7 @@ def test_every_primitive_is_offered_as_it_is() -> None:
     assert missing == {
         ("uint32_t shared_address", "const void*"),
         ("uint32_t fp16_of_fp8", "uint32_t"),
+        ("uint64_t bits_of_word", "float, uint32_t"),
     }  # PTX alone
     assert len(primitives) > 25
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from laneformer.config import FLAVORS, LaneformerConfig
 from laneformer.engine.cuda.geometry import RESERVED_BYTES, Machine
+from laneformer.engine.cuda.launch import describe
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.cards import CARDS, LIMITS, Card
 from tests.laneformer.cuda.fake_run import CONFIG, FAULTS, H200, NAMES, STREAM, filled
@@ -76,6 +78,12 @@ def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
 
 
 # ---- the driver ----
+
+
+def test_a_pytorch_for_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ValueError, match=r"for AMD GPUs, the CUDA engine for NVIDIA's; use device \"cpu\""):
+        describe(torch.device("cuda"))
 
 
 @pytest.fixture(scope="module")

@@ -113,11 +113,7 @@ struct Block {
   DEVICE void locate() {
     const int index = here(thread_index()), block = here(block_index());
     warp = index / kWarpThreads, thread = index % kWarpThreads;
-#if LANES_ALTERNATE  // blocks go to the chiplets in turn: a lane's are then on one
-    local_lane = block % kDeviceLanes, group = block / kDeviceLanes;
-#else
     local_lane = block / kBlocksPerLane, group = block % kBlocksPerLane;
-#endif
     lane = watch.lane = p.first_lane + local_lane, lane_warp = group * kWarps + warp;
     words = p.lane_words + static_cast<int64_t>(local_lane) * kLaneWords;
     char* at = dynamic_shared();

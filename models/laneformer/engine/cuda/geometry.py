@@ -25,10 +25,11 @@ HALVES = tuple(
 )  # 16 bits
 EIGHT_BITS = ("int8", "fp8")  # with a scale for each row (eight_bits.py)
 DTYPES = (*HALVES, *EIGHT_BITS)  # of matrices
-SEGMENT_BYTES = 512  # for a warp of 32 threads: 16 for each
+WARP_THREADS = 32
+SEGMENT_BYTES = 16 * WARP_THREADS
 MAX_CHUNKS = 16  # deeper rings hide nothing more
 MAX_STOPS = 16
-MAX_WARPS = 32  # of 32 threads; a block has half as many of 64
+MAX_WARPS = 32  # of a block
 MAX_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
 MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
 MAX_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
@@ -48,9 +49,7 @@ class Machine:
 
     multiprocessors: int
     shared_bytes: int
-    architecture: int  # 90 for sm_90, 942 for gfx942
-    warp_threads: int = 32
-    chiplets: int = 1  # with an L2 each; blocks are dealt to them in turn
+    architecture: int  # 90 for sm_90
 
     def shared_among(self, blocks: int) -> int:
         """The same for each of so many blocks that are resident together."""
@@ -58,7 +57,6 @@ class Machine:
 
 
 H200 = Machine(132, 227 * 1024, 90)
-MI300X = Machine(304, 64 * 1024, 942, warp_threads=64, chiplets=8)
 
 
 @dataclass(frozen=True)
@@ -73,17 +71,16 @@ class Matrix:
     columns: int
     unit_rows: int
     parts: int = 1
-    warp_threads: int = 32
     thread_numbers: int = 8  # of a segment: 16 bytes
 
     @property
     def row_threads(self) -> int:
-        """Threads of a warp that share one row; at most 32, so that its sum is the same where warps have 64."""
-        return math.gcd(self.columns // self.thread_numbers, 32)
+        """Threads of a warp that share one row."""
+        return math.gcd(self.columns // self.thread_numbers, WARP_THREADS)
 
     @property
     def segment_rows(self) -> int:
-        return self.warp_threads // self.row_threads
+        return WARP_THREADS // self.row_threads
 
     @property
     def steps(self) -> int:
@@ -122,8 +119,6 @@ class Geometry:
         False  # the chunks of a block's warps lie in turn, so that a block reads at one place of memory
     )
     prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
-    warp_threads: int = 32
-    alternate: bool = False  # block i is of lane i % lanes: neighbours are on different chiplets
     half: str = "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
 
     @property
@@ -160,12 +155,12 @@ class Geometry:
     @property
     def threads(self) -> int:
         """Of a block."""
-        return self.warps * self.warp_threads
+        return self.warps * WARP_THREADS
 
     @property
     def strip(self) -> int:
         """Rows of segments that share their columns; they must fit in a chunk."""
-        return min(4, self.chunk_bytes // segment_bytes(self.warp_threads))
+        return min(4, self.chunk_bytes // SEGMENT_BYTES)
 
     @property
     def mail_slots(self) -> int:
@@ -194,7 +189,7 @@ class Geometry:
             if op in ("output", "down")
             else (columns,)
         )
-        cut = (1, self.warp_threads, 16 // self.number_bytes)
+        cut = (1, 16 // self.number_bytes)  # parts, numbers of a thread
         segment_rows = max(Matrix(rows, n, 1, *cut).segment_rows for n in alike)
         return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1), *cut)
 
@@ -328,8 +323,6 @@ class Geometry:
             f"#define WEIGHTS_BF16 {int(self.half == 'bf16')}",
             *(f"#define WEIGHTS_{name.upper()} {int(self.dtype == name)}" for name in EIGHT_BITS),
             f"#define MMA_COLUMNS {self.mma_columns}",
-            f"#define WARP_THREADS {self.warp_threads}",
-            f"#define LANES_ALTERNATE {int(self.alternate)}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
             "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
             f"enum Join {braces(map(join_name, Join))};",
@@ -344,11 +337,6 @@ class Geometry:
             ),
         ]
         return "\n".join(lines) + "\n"
-
-
-def segment_bytes(warp_threads: int) -> int:
-    """16 for each thread of a warp."""
-    return SEGMENT_BYTES // 32 * warp_threads
 
 
 def parts_of(rows: int, columns: int) -> int:

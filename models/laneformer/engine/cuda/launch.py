@@ -23,10 +23,7 @@ class NotResident(RuntimeError):
 def describe(device: torch.device) -> Machine:
     """What of this GPU decides the geometry; ValueError for one that is too old, or AMD's."""
     if torch.version.hip:
-        raise ValueError(
-            "this PyTorch is for AMD GPUs, on which kernels compile (gfx942) but cannot be launched yet; "
-            'use device "cpu"'
-        )
+        raise ValueError('this PyTorch is for AMD GPUs, the CUDA engine for NVIDIA\'s; use device "cpu"')
     properties: Any = torch.cuda.get_device_properties(device)
     architecture = 10 * properties.major + properties.minor
     if architecture < 80:

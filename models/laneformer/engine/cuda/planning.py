@@ -23,7 +23,6 @@ from .geometry import (
     Geometry,
     Machine,
     Matrix,
-    segment_bytes,
 )
 
 
@@ -53,19 +52,17 @@ def plan(
     """
     check_model(config, dtype, devices)
     blocks = blocks_of(machine, config.num_lanes // devices, blocks_per_lane)
-    segment, wider = segment_bytes(machine.warp_threads), machine.warp_threads // 32
-    max_warps = min(MAX_WARPS, MAX_RESIDENT_WARPS // resident) // wider
+    max_warps = min(MAX_WARPS, MAX_RESIDENT_WARPS // resident)
     if warps is not None and not 1 <= warps <= max_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {max_warps}, which is what a block can have")
-    check_tapes(dtype, machine, chunk_bytes, mma_columns, interleaved, prefetch_chunks)
+    check_tapes(dtype, chunk_bytes, mma_columns, interleaved, prefetch_chunks)
     if mma_columns and wide_exchanges:
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
         options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
         activations = half if dtype in EIGHT_BITS else dtype
-        card = (32 * wider, machine.chiplets > 1)
-        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, *card, activations)
+        return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, activations)
 
     for op in OPS:
         check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps)
@@ -75,12 +72,10 @@ def plan(
         left = machine.shared_among(resident) - without.shared_bytes
         return dataclasses.replace(without, chunks=min(MAX_CHUNKS, left // (warps * (chunk_bytes + 8))))
 
-    # where 64 KB are all there is, small chunks keep most of a ring under way
-    sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES if wider == 1 else (segment,)
-    # sums over a block depend on its warps: the same in both versions, where both fit; AMD's kernels
-    # do not overlap
-    tried = (warps,) if warps else [max(1, count // wider) for count in WARPS]
-    counts = sorted(tried, key=lambda count: wider == 1 and cut(count, sizes[-1], 2).chunks < 2)
+    sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES
+    # sums over a block depend on its warps: the same in both versions, where both fit
+    tried = (warps,) if warps else WARPS
+    counts = sorted(tried, key=lambda count: cut(count, sizes[-1], 2).chunks < 2)
     cuts = [cut(count, size, resident) for count in counts for size in sizes]
     for geometry in cuts:
         if geometry.chunks >= 2:
@@ -111,17 +106,13 @@ def blocks_of(machine: Machine, lanes: int, given: int | None) -> int:
 
 def check_tapes(
     dtype: str,
-    machine: Machine,
     chunk_bytes: int | None,
     columns: int,
     interleaved: bool,
     prefetch_chunks: int,
 ) -> None:
-    segment = segment_bytes(machine.warp_threads)
-    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % segment):
-        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {segment}")
-    if columns and segment != SEGMENT_BYTES:
-        raise ValueError(f"mma_columns = {columns} is for GPUs with warps of 32 threads; leave it out")
+    if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
+        raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
     if not 0 <= columns <= MAX_COLUMNS:
         raise ValueError(f"mma_columns = {columns} is outside 0 to {MAX_COLUMNS}")
     if interleaved and columns:
@@ -132,8 +123,6 @@ def check_tapes(
         raise ValueError(
             f"dtype = {dtype!r}: passes of several columns (mma_columns = {columns}) have 16-bit weights"
         )
-    if dtype in EIGHT_BITS and segment != SEGMENT_BYTES:
-        raise ValueError(f"dtype = {dtype!r} is for GPUs with warps of 32 threads; use 'bf16' or 'fp16'")
     if prefetch_chunks < 0:
         raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 

@@ -2,8 +2,8 @@
 //
 // A lane's matrix is cut into units of rows, and the units evenly over all warps of the lane. Each warp has a tape: its
 // rows of all matrices of all layers, one after another in the order of execution. A tape is made of segments of 512
-// bytes (1024 where warps have 64 threads), 16 for each thread; a segment holds 8 columns for each of `row_threads`
-// threads, of kWarpThreads / row_threads rows.
+// bytes, 16 for each thread; a segment holds 8 columns for each of `row_threads` threads, of kWarpThreads / row_threads
+// rows.
 // Up to kStrip segments share their columns (a strip), so that the inputs are read once for them:
 //
 //     strip [step][row of segments][thread][8 numbers],  columns of thread t in a step: 4t .. 4t+3, then the same
@@ -18,7 +18,7 @@
 // geometry.py makes the tables, tape.py the tapes; the same rules stand there in numpy.
 #pragma once
 
-constexpr int kWarpThreads = WARP_THREADS;
+constexpr int kWarpThreads = 32;
 constexpr int kThreads = kWarpThreads * kWarps;
 constexpr int kSegmentBytes = 16 * kWarpThreads;
 constexpr bool kEightBits = WEIGHTS_INT8 || WEIGHTS_FP8;
@@ -26,14 +26,11 @@ constexpr int kThreadNumbers = kEightBits ? 16 : 8;  // of a segment
 constexpr int kWarpsPerLane = kBlocksPerLane * kWarps;
 constexpr int kOwners = kMmaColumns ? kBlocksPerLane : kWarpsPerLane;  // of rows: with columns.cuh, blocks
 
-// Copies that an endless tape has begun after that of the slot to be read: all the others of its ring. Other tapes end.
-constexpr int kNewerCopies = GRAPH ? 0 : kChunks - 1;
-
 enum Op { kQkv, kOutput, kGateUp, kDown, kHead };
 
 // threads of a warp that share a row (or a key), `numbers` of it at a time
 DEVICE constexpr int row_threads_of(int columns, int numbers) {
-  int threads = 32;  // at most, also of 64: a row's sum is then the same
+  int threads = kWarpThreads;
   while (columns / numbers % threads) threads /= 2;
   return threads;
 }
@@ -125,11 +122,11 @@ struct Tape {
   template <int Count>
   DEVICE void need() {
     static_assert(Count * kSegmentBytes <= kChunkBytes);
-    if (at == 0) wait_full<kNewerCopies>(full + slot, parity);
+    if (at == 0) wait_full(full + slot, parity);
     if (kInterleaved && !endless && at) wait_full(full + slot, parity);  // it may have started within a chunk
     if (at + Count * kSegmentBytes <= kChunkBytes) return;
     const bool last = slot + 1 == kChunks;
-    wait_full<GRAPH ? 0 : kNewerCopies - 1>(full + (last ? 0 : slot + 1), parity ^ last);
+    wait_full(full + (last ? 0 : slot + 1), parity ^ last);
   }
 
   // this thread's numbers from a segment that is there
