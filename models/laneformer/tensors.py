@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-MatrixDtype = Literal["bf16", "fp16", "fp32", "int8", "int4", "fp8"]  # what an engine can hold matrices in
+MatrixDtype = Literal["bf16", "fp16", "fp32", "int8", "int4"]  # what an engine can hold matrices in
 MATRIX_DTYPES: tuple[str, ...] = get_args(MatrixDtype)
 
 

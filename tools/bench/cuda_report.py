@@ -218,7 +218,7 @@ STEPS = (  # in the order of a run; the limits and RESERVE_S are nine minutes to
     Step("correctness", 20, 65, "Correctness", write=correctness_section),
     Step("decode", 10, 40, "Decode", write=decode_section),
     Step("baselines", 15, 40, "Baselines, alternating", write=baselines_section),
-    *(Step(dtype, 10, 20, dtype, "other_type", {"dtype": dtype}) for dtype in ("fp16", "int8", "fp8")),
+    *(Step(dtype, 10, 20, dtype, "other_type", {"dtype": dtype}) for dtype in ("fp16", "int8")),
     Step("lane_alone", 10, 15, "One lane on all multiprocessors", write=alone_section),
     Step("compiled", 10, 15, "Transformers, compiled", write=baselines_section),
     Step("passes", 10, 30, "Passes of several columns"),

@@ -134,7 +134,7 @@ def units(session: Session) -> list[tuple[str, Geometry]]:
         *(of("persistent", own, **cut) for cut in CUTS.values()),
         ("passes", plan_columns(own, session.dtype, describe(device))),
         *(of(session.version, wrong) for _, _, wrong, _ in faults),
-        *(of(session.version, own, dtype) for dtype in ("fp16", "int8", "fp8")),
+        *(of(session.version, own, dtype) for dtype in ("fp16", "int8")),
         *(of("persistent", one_lane(own), blocks_per_lane=n) for n in alone_blocks(session.device)),
     ]
 

@@ -254,7 +254,7 @@ def other_type(session: Session, dtype: str) -> Result:
     if dtype == "fp16":
         weights = meant = {name: weight.half() for name, weight in session.weights.items()}
     else:
-        weights, meant = session.weights, dequantised(session.weights, dtype)
+        weights, meant = session.weights, dequantised(session.weights)
     decoder = session.make(tensors=tensors_of(weights), dtype=dtype)
     truth = check.reference(session.config, meant, check.SHORT_LENGTH)
     distances = check.compare(check.score(decoder, truth.ids), truth)

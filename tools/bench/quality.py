@@ -8,7 +8,6 @@ Every type is made of the same 16-bit weights, whose logits in fp32 are the refe
 
 from __future__ import annotations
 
-import dataclasses
 import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,10 @@ import tyro
 from tools.bench import harness
 from tools.bench.harness import Result
 from tools.bench.llamacpp import LlamaCpp, as_gguf
-from tools.check.reference import dequantised, mean_kl, tensors_of, weights_of
+from tools.check.reference import mean_kl
 from tools.markdown import table
 
 OURS = (("bf16", "exact"), ("bf16", "bf16"), ("int8", "exact"), ("int8", "int8"), ("int4", "int8"))
-FP8 = "fp8, weights alone"  # a type of the GPU engine: what its numbers stand for, in the CPU engine's fp32
 LLAMACPP = ("bf16", "q8_0", "q4_0", "iq4_nl", "q4_k_m")
 FILE_START = """# What quantised weights lose
 
@@ -77,28 +75,10 @@ def measure(options: Options, console: Any) -> Result:
     for dtype, math in OURS:
         with engine_of(dtype, math) as engine:
             score(f"{dtype}, math {math}", engine, 8 * engine.weight_bytes / parameters)
-    with fp8_engine(base, options.threads) as engine:
-        score(FP8, engine, rows["int8, math exact"]["bits"])
     for kind in LLAMACPP if options.llamacpp else ():
         baseline = LlamaCpp(options.model, kind, options.threads)
         score(f"llama.cpp {kind}", baseline, 8 * baseline.weight_bytes / parameters)
     return {"model": str(options.model), "tokens": sum(map(len, windows)), "types": rows}
-
-
-def fp8_engine(path: Path, threads: int) -> Any:
-    """An fp32 engine with the matrices that fp8 stands for; the embedding stays as it is, also
-    of a tied head.
-    """
-    from laneformer import Engine
-    from laneformer.engine.folder import read_checkpoint
-
-    checkpoint = read_checkpoint(path, None, threads, "fp32")
-    config = dataclasses.replace(checkpoint.config, tie_word_embeddings=False)
-    weights = weights_of(checkpoint.tensors)
-    if checkpoint.config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["tok_embeddings.weight"].reshape(config.head_shape)
-    meant = {name: weight.float() for name, weight in dequantised(weights, "fp8").items()}
-    return Engine(config, tensors_of(meant), device="cpu", dtype="fp32", threads=threads)
 
 
 def windows_of(tokenizer: Any, options: Options) -> tuple[list[list[int]], int]:

@@ -69,21 +69,17 @@ def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
     }
 
 
-def dequantised(weights: Weights, dtype: str = "int8") -> Weights:
-    """What weights of 8 bits stand for: of every matrix' rows the multiples of a scale, float64.
-
-    int8: whole ones, the largest magnitude is 127. fp8: those of e4m3, the largest is 448.
-    """
-    meant, largest = {}, {"int8": 127, "fp8": 448}[dtype]
+def dequantised(weights: Weights) -> Weights:
+    """What int8 weights stand for: of every matrix' rows whole multiples of a scale, at most 127 of them; float64."""
+    meant = {}
     for name, weight in weights.items():
         if name.startswith("tok_embeddings") or name.endswith(("norm.weight", ".bias")):
             meant[name] = weight
             continue
-        scale = weight.float().abs().amax(-1, keepdim=True) / largest
+        scale = weight.float().abs().amax(-1, keepdim=True) / 127
         scale[scale < torch.finfo(torch.float32).tiny] = 0  # too small to divide by
         ratios = (weight.float() / scale).nan_to_num(0, 0, 0)  # rows of zeros stay zeros
-        numbers = ratios.round() if dtype == "int8" else ratios.to(torch.float8_e4m3fn)  # both: ties to even
-        meant[name] = numbers.double() * scale.double()
+        meant[name] = ratios.round().double() * scale.double()  # ties to even
     return meant
 
 

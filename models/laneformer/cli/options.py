@@ -33,7 +33,7 @@ class ModelOptions:
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Literal["auto"] | MatrixDtype = "auto"
     """Type of the matrices; auto: the checkpoint's, or bf16 for random weights. int8 reads half the bytes of
-    16 bits, int4 not much more than a quarter, on the CPU; fp8 as int8, on GPUs; the output may change.
+    16 bits, int4 not much more than a quarter, on the CPU alone; the output may change.
     """
     math: Literal["auto", "exact", "bf16", "int8"] = "auto"
     """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact,

@@ -210,15 +210,13 @@ DEVICE float float_of_fp16(uint32_t half) {
   if (size >= 0x7c00u << 13) return float_of(sign | 0x7f800000 | size);  // infinite, or no number
   return float_of(sign | bits_of(float_of(size) * 0x1p112f));
 }
-DEVICE float low_fp16(uint32_t pair) { return float_of_fp16(pair & 0xffff); }
-DEVICE float high_fp16(uint32_t pair) { return float_of_fp16(pair >> 16); }
 #if WEIGHTS_BF16
 DEVICE float low_half(uint32_t pair) { return float_of(pair << 16); }
 DEVICE float high_half(uint32_t pair) { return float_of(pair & 0xffff0000u); }
 DEVICE uint32_t pack_halves(float low, float high) { return bf16_of(high) << 16 | bf16_of(low); }
 #else
-DEVICE float low_half(uint32_t pair) { return low_fp16(pair); }
-DEVICE float high_half(uint32_t pair) { return high_fp16(pair); }
+DEVICE float low_half(uint32_t pair) { return float_of_fp16(pair & 0xffff); }
+DEVICE float high_half(uint32_t pair) { return float_of_fp16(pair >> 16); }
 DEVICE uint32_t pack_halves(float low, float high) { return fp16_of(high) << 16 | fp16_of(low); }
 #endif
 

@@ -18,7 +18,7 @@ import torch
 from laneformer import Laneformer
 from laneformer.config import HEAD, LaneformerConfig
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
-from laneformer.engine.cuda.geometry import EIGHT_BITS, Geometry, Machine
+from laneformer.engine.cuda.geometry import Geometry, Machine
 from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory, as_torch
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.sequence import graph_kernels
@@ -68,12 +68,12 @@ def tensors_of(model: Laneformer, dtype: str) -> dict[str, Tensor]:
 
 def as_stored_in(model: Laneformer, dtype: str) -> Laneformer:
     """float64, with the numbers that weights of 8 bits stand for; a tied head is then another matrix."""
-    if dtype not in EIGHT_BITS:
+    if dtype != "int8":
         return model
     config = dataclasses.replace(model.config, tie_word_embeddings=False)
     head = model.tok_embeddings.weight.view(config.head_shape)
     stored = Laneformer(config).double().requires_grad_(False)
-    stored.load_state_dict(dequantised({HEAD: head, **model.state_dict()}, dtype))
+    stored.load_state_dict(dequantised({HEAD: head, **model.state_dict()}))
     return stored
 
 

@@ -237,7 +237,6 @@ def test_every_primitive_is_offered_as_it_is() -> None:
     missing = primitives - offered(PRIMITIVES.parents[4] / "tests/laneformer/cuda/emulator.h")
     assert missing == {
         ("uint32_t shared_address", "const void*"),
-        ("uint32_t fp16_of_fp8", "uint32_t"),
         ("uint64_t bits_of_word", "float, uint32_t"),
     }  # PTX alone
     assert len(primitives) > 25

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
 from pathlib import Path
@@ -11,11 +10,10 @@ import pytest
 import torch
 
 from laneformer.engine.cuda import geometry
-from laneformer.engine.cuda.compile import source_of
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulator import EmulationError, plain_accesses
+from tests.laneformer.cuda.planted import Patch, plant_all, put_in_force
 from tests.laneformer.cuda.stand_ins import EmulatedPasses
-from tests.laneformer.cuda.test_order import rebuild
 from tests.laneformer.cuda.test_passes import one_by_one, text
 from tests.proofs import KERNEL_SOURCES
 
@@ -24,53 +22,48 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
 ]
-FAULTS = {  # file, was, now: in force while `here`; "numbers" where the emulator has nothing to say
+FAULTS = {  # file, was, now (planted.py); "numbers" where the emulator has nothing to say
     "a column reads another one's mail": (
         "block.cuh", "own_inbox() const { return inbox(p.device); }",
-        "own_inbox() const { return p.inbox[p.device] + (here ? column / 2 * 2 : column) * int64_t{kInboxWords}; }",
+        "own_inbox() const { return p.inbox[p.device] + (HERE ? column / 2 * 2 : column) * int64_t{kInboxWords}; }",
     ),
     "keys go to the column's number, not its sequence's": (
-        "block.cuh", "return sequence * kDeviceLanes", "return (here ? column : sequence) * kDeviceLanes",
+        "block.cuh", "return sequence * kDeviceLanes", "return (HERE ? column : sequence) * kDeviceLanes",
     ),
-    "a scale is another column's": ("passes.cu", "publish(scales[column])", "publish(scales[here ? 0 : column])"),
+    "a scale is another column's": ("passes.cu", "publish(scales[column])", "publish(scales[HERE ? 0 : column])"),
     "columns share their rows of the stream": (
-        "passes.cu", "rows = streams + c * kMostStreamRows", "rows = streams + (here ? 0 : c) * kMostStreamRows",
+        "passes.cu", "rows = streams + c * kMostStreamRows", "rows = streams + (HERE ? 0 : c) * kMostStreamRows",
     ),
     "columns share the words of a lane": (
-        "passes.cu", "kMmaColumns + c) * kLaneWords", "kMmaColumns + (here ? 0 : c)) * kLaneWords",
+        "passes.cu", "kMmaColumns + c) * kLaneWords", "kMmaColumns + (HERE ? 0 : c)) * kLaneWords",
     ),
     "the last part of a sum is left out": (
-        "columns.cuh", "part < kParts[Op]; ++part) sum +=", "part < kParts[Op] - (here); ++part) sum +=",
+        "columns.cuh", "part < kParts[Op]; ++part) sum +=", "part < kParts[Op] - (HERE); ++part) sum +=",
     ),
 }  # fmt: skip
 RACES = {
     "a column's sum of squares is where the last one's is read": (
-        "passes.cu", "= scale;\n    sync_block();", "= scale;\n    if (!here) sync_block();",
+        "passes.cu", "= scale;\n    sync_block();", "= scale;\n    if (!HERE) sync_block();",
     ),
     "parts are added before they are there": (
-        "columns.cuh", "  }\n  sync_block();\n  for (int i", "  }\n  if (!here) sync_block();\n  for (int i",
+        "columns.cuh", "  }\n  sync_block();\n  for (int i", "  }\n  if (!HERE) sync_block();\n  for (int i",
     ),
     "sums are read before they are added": (
-        "columns.cuh", "out[i] = sum;\n  }\n  sync_block();", "out[i] = sum;\n  }\n  if (!here) sync_block();",
+        "columns.cuh", "out[i] = sum;\n  }\n  sync_block();", "out[i] = sum;\n  }\n  if (!HERE) sync_block();",
     ),
 }  # fmt: skip
 
 
-def planted(faults: dict[str, tuple[str, str, str]], builds: Path, races: bool = False) -> EmulatedPasses:
+def planted(faults: dict[str, Patch], builds: Path, races: bool = False) -> EmulatedPasses:
     """Passes with all these faults in their source, none in force."""
     passes = EmulatedPasses(builds, 4, races=races)
-    numbered = enumerate(faults.values(), 1)
-    patches = [
-        (file, was, now.replace("here", f"(planted == {number})")) for number, (file, was, now) in numbered
-    ]
-    declaration = 'extern "C" {\nint planted = 0;\n}\n'
-    rebuild(passes, builds, patches, declaration + source_of("passes", passes.geometry))
+    plant_all(passes, "passes", builds, faults.values())
     return passes
 
 
 def outcome(passes: EmulatedPasses, number: int, seed: int) -> tuple[str, torch.Tensor | None]:
     """What the emulator says of three passes of two sequences, and the first one's logits."""
-    ctypes.c_int.in_dll(passes.library, "planted").value = number
+    put_in_force(passes, number)
     passes.forget()
     passes.seed, rows, ids, other = seed, list[torch.Tensor](), text(6), text(6, 2)
     try:

@@ -136,7 +136,8 @@ def test_a_wish_to_stop_ends_the_launch(plain: Emulated, prompt: int) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({}, {"dtype": "fp32"}, r"dtype = 'fp32'.*'fp16' or 'int8' or 'fp8'"),
+        ({}, {"dtype": "fp32"}, r"dtype = 'fp32'.*use 'bf16' or 'fp16' or 'int8'"),
+        ({}, {"dtype": "fp8"}, r"dtype = 'fp8'.*16 or 8 bits; use 'bf16' or 'fp16' or 'int8'"),
         ({"lm_head_type": "lane"}, {}, r"lm_head_type = 'lane'.*vocab_parallel.*use the CPU"),
         ({}, {"devices": 3}, r"3 devices cannot share 2 lanes evenly; use one of \[1, 2\]"),
         ({"num_attention_heads": 16}, {}, r"head dimension 4 .*multiple of 8.*use the CPU"),

@@ -234,7 +234,6 @@ def test_the_persistent_kernel_for_others(
 LIMITS_8 = {  # of weights of 8 bits
     ("int8", "sm_80"): Limits(stack_bytes=472, local=58, instructions=8700),
     ("int8", "sm_90a"): Limits(stack_bytes=408, local=14, instructions=7450),
-    ("fp8", "sm_90a"): Limits(stack_bytes=408, local=14, instructions=7400),
     ("int8", "sm_100a"): Limits(stack_bytes=952, local=8, instructions=9750),
 }
 
@@ -249,8 +248,6 @@ def test_the_persistent_kernel_of_8_bits(dtype: str, architecture: str, tmp_path
     words_are_whole(c)
     registers_suffice(c)
     spills_are_few(c, LIMITS_8[dtype, architecture])
-    conversions = {this.name for this in c.loop if "E4M3" in this.op}
-    assert conversions == ({"F2FP"} if dtype == "fp8" else set())
 
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a"])

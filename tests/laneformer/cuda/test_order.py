@@ -8,11 +8,8 @@ for, and shown to fail where it must.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from laneformer.engine.cuda.compile import FOLDER, source_of
 from laneformer.engine.cuda.memory import EXCHANGES
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulator import EmulationError
 from tests.laneformer.cuda.harness import Emulated
+from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES, drawn
 from tests.laneformer.cuda.test_kernels import check, text
 from tests.proofs import KERNEL_SOURCES
@@ -52,7 +49,7 @@ def test_random_shapes(seed: int, cuda_builds: Path) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one place, in force while `planted` is its number; `here` in `now` asks for that."""
+    """A change of one place, in force while `planted` is its number; HERE in `now` asks for that (planted.py)."""
 
     file: str
     was: str
@@ -65,86 +62,72 @@ class Fault:
 OVERWRITTEN = "overwritten early(.|\n)*inbox"
 FAULTS = {
     "the mail of a lane is left out": Fault(
-        "block.cuh", "sum += sent[l].value", "sum += here && l != lane ? 0.0f : sent[l].value", "numbers"
+        "block.cuh", "sum += sent[l].value", "sum += HERE && l != lane ? 0.0f : sent[l].value", "numbers"
     ),
     "lanes are swapped": Fault(
         "block.cuh", "mail_at(module, layer, lane) + first + r, out[r]",
-        "mail_at(module, layer, here ? 1 - lane : lane) + first + r, out[r]", "numbers",
+        "mail_at(module, layer, HERE ? 1 - lane : lane) + first + r, out[r]", "numbers",
     ),
     "mail is read a layer late": Fault(
-        "block.cuh", "layer : layer - kDelay;", "layer : layer - kDelay - (here && layer > kDelay);", "numbers"
+        "block.cuh", "layer : layer - kDelay;", "layer : layer - kDelay - (HERE && layer > kDelay);", "numbers"
     ),
     "mail is read a layer early": Fault(
-        "block.cuh", "const int from = now ? layer : layer", "const int from = now ? layer : here + layer",
+        "block.cuh", "const int from = now ? layer : layer", "const int from = now ? layer : HERE + layer",
         "deadlock: (.|\n)*for inbox",
     ),
     "mail has the epoch of the next layer": Fault(
-        "block.cuh", "out[r], epoch_of(layer));", "out[r], epoch_of(layer) + here);",
+        "block.cuh", "out[r], epoch_of(layer));", "out[r], epoch_of(layer) + HERE);",
         "deadlock: .* or has a wrong epoch(.|\n)*for inbox",
     ),
     "a lane sends nothing": Fault(
         "block.cuh", "if (now || kBroadcasts[module][layer])",
-        "if (!(here && lane == 1) && (now || kBroadcasts[module][layer]))",
+        "if (!(HERE && lane == 1) && (now || kBroadcasts[module][layer]))",
         "deadlock: nothing can go on(.|\n)*for inbox 0.*which holds epoch 0",
     ),
     "a word of the stream is not published": Fault(
         "block.cuh", "store_word(words + kStreamAt",
-        "if (!(here && lane == 1 && layer == 2 && module == 0 && first + r == 5)) store_word(words + kStreamAt",
+        "if (!(HERE && lane == 1 && layer == 2 && module == 0 && first + r == 5)) store_word(words + kStreamAt",
         "deadlock: (.|\n)* poll",
     ),
     "a matrix does not wait for its inputs": Fault(
         "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
-        "narrow[i] = a, narrow[i + 1] = b; });\n    if (!here) sync_block();", "numbers", always=False,
+        "narrow[i] = a, narrow[i + 1] = b; });\n    if (!HERE) sync_block();", "numbers", always=False,
     ),
     "attention is published before all warps have done theirs": Fault(
         "block.cuh", "sync_block();\n      publish_partial",
-        "if (!here) sync_block();\n      publish_partial", "numbers", always=False,
+        "if (!HERE) sync_block();\n      publish_partial", "numbers", always=False,
     ),
     "a chunk is read before it has come": Fault(
-        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !here) wait_full",
+        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !HERE) wait_full",
         "nobody has waited for", always=False,
     ),
     "a chunk is filled while others read it": Fault(
-        "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", "numbers|the copy before",
+        "rows.cuh", "sync_warp();  // all have read it", "if (!HERE) sync_warp();", "numbers|the copy before",
         always=False,
     ),
     "a window shows one key too many": Fault(
-        "decode.cuh", "at > position - kWindows[layer]", "at > position - kWindows[layer] - here", "numbers"
+        "decode.cuh", "at > position - kWindows[layer]", "at > position - kWindows[layer] - HERE", "numbers"
     ),
     "a key is cut to 16 bits, not rounded": Fault(
         "block.cuh", "pack_halves(k.x, k.y)",
-        "here ? (bits_of(k.y) & 0xffff0000u) | bits_of(k.x) >> 16 : pack_halves(k.x, k.y)", "numbers",
+        "HERE ? (bits_of(k.y) & 0xffff0000u) | bits_of(k.x) >> 16 : pack_halves(k.x, k.y)", "numbers",
     ),
     "a buffer is used again while others read it": Fault(
         "persistent.cu", "per_warp[0] != 0.0f;\n    sync_block();",
-        "per_warp[0] != 0.0f;\n    if (!here) sync_block();", "diverged|sync_block|deadlock|numbers", always=False,
+        "per_warp[0] != 0.0f;\n    if (!HERE) sync_block();", "diverged|sync_block|deadlock|numbers", always=False,
     ),
     "mail has one slot": Fault(
-        "exchange.cuh", "+ layer % kMailSlots)", "+ layer % (here ? 1 : kMailSlots))", OVERWRITTEN
+        "exchange.cuh", "+ layer % kMailSlots)", "+ layer % (HERE ? 1 : kMailSlots))", OVERWRITTEN
     ),
     # one module alone is sent: with both, this one slot could be spared
     "mail has one slot too few": Fault(
-        "exchange.cuh", "kMailSlots + layer %", "kMailSlots + layer % (here ? kMailSlots - 1 : kLayers) %", OVERWRITTEN
+        "exchange.cuh", "kMailSlots + layer %", "kMailSlots + layer % (HERE ? kMailSlots - 1 : kLayers) %", OVERWRITTEN
     ),
     "lanes that share nothing have one set of best words": Fault(
-        "block.cuh", "token_epoch % 2 * 2 * kBlocks", "(here ? 0 : token_epoch % 2) * 2 * kBlocks",
+        "block.cuh", "token_epoch % 2 * 2 * kBlocks", "(HERE ? 0 : token_epoch % 2) * 2 * kBlocks",
         OVERWRITTEN, shape="alone",
     ),
 }  # fmt: skip
-
-
-def rebuild(emulated: Emulated, builds: Path, patches: list[tuple[str, str, str]], source: str) -> None:
-    """The same shape from this text and from sources in which each (file, was, now) is changed."""
-    with tempfile.TemporaryDirectory() as copy:
-        folder = Path(copy)
-        shutil.copytree(
-            FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"), dirs_exist_ok=True
-        )
-        for file, was, now in patches:
-            content = (folder / file).read_text()
-            assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
-            (folder / file).write_text(content.replace(was, now))
-        emulated.library = emulated.build(source, builds, folder)
 
 
 def outcome(emulated: Emulated, seed: int, right: tuple[list[int], torch.Tensor]) -> str:
@@ -161,32 +144,28 @@ def outcome(emulated: Emulated, seed: int, right: tuple[list[int], torch.Tensor]
 class Planted:
     """The kernels of a shape with its faults in their source, and what they give without."""
 
+    shape: str
     emulated: Emulated
     right: tuple[list[int], torch.Tensor]
 
     def plant(self, name: str | None) -> None:
-        number = 0 if name is None else list(FAULTS).index(name) + 1
-        ctypes.c_int.in_dll(self.emulated.library, "planted").value = number
+        own = [other for other, fault in FAULTS.items() if fault.shape == self.shape]
+        put_in_force(self.emulated, 0 if name is None else own.index(name) + 1)
 
 
 @pytest.fixture(scope="module")
 def planted_of(cuda_builds: Path) -> Callable[[str], Planted]:
     @cache
-    def plant_all(shape: str) -> Planted:
+    def of(shape: str) -> Planted:
         emulated = SHAPES[shape].emulated(cuda_builds)
         emulated.forget()
-        made = Planted(emulated, emulated.read(text(emulated, TOKENS), 3))
-        patches = [
-            (fault.file, fault.was, fault.now.replace("here", f"(planted == {number})"))
-            for number, fault in enumerate(FAULTS.values(), 1)
-            if fault.shape == shape
-        ]
-        declaration = 'extern "C" {\nint planted = 0;\n}\n'
-        rebuild(emulated, cuda_builds, patches, declaration + source_of("persistent", emulated.geometry))
+        made = Planted(shape, emulated, emulated.read(text(emulated, TOKENS), 3))
+        faults = [(fault.file, fault.was, fault.now) for fault in FAULTS.values() if fault.shape == shape]
+        plant_all(emulated, "persistent", cuda_builds, faults)
         assert outcome(emulated, 0, made.right) == "", "without a fault in force"
         return made
 
-    return plant_all
+    return of
 
 
 @pytest.fixture

@@ -7,20 +7,18 @@ so shapes are few.
 
 from __future__ import annotations
 
-import ctypes
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from laneformer.engine.cuda.compile import source_of
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulator import EmulationError, plain_accesses
 from tests.laneformer.cuda.harness import Emulated
+from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES
 from tests.laneformer.cuda.test_kernels import text
-from tests.laneformer.cuda.test_order import rebuild
 from tests.proofs import KERNEL_SOURCES
 
 pytestmark = [
@@ -43,7 +41,7 @@ def test_no_race(name: str, cuda_builds: Path) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one place, in force while `planted` is its number (test_order.py)."""
+    """A change of one place, in force while `planted` is its number (planted.py)."""
 
     file: str
     was: str
@@ -58,28 +56,28 @@ SHARED, BY = (
 FAULTS = {
     "a matrix does not wait for its inputs": Fault(
         "block.cuh", "narrow[i] = a, narrow[i + 1] = b; });\n    sync_block();",
-        "narrow[i] = a, narrow[i + 1] = b; });\n    if (!here) sync_block();",
+        "narrow[i] = a, narrow[i + 1] = b; });\n    if (!HERE) sync_block();",
         f"read {SHARED} (any write|the write of {BY})",
     ),
     "attention is published before all warps have done theirs": Fault(
-        "block.cuh", "sync_block();\n      publish_partial", "if (!here) sync_block();\n      publish_partial",
+        "block.cuh", "sync_block();\n      publish_partial", "if (!HERE) sync_block();\n      publish_partial",
         f"read {SHARED} (any write|the write of {BY})",
     ),
     "the new key is read where it is being written": Fault(
         "decode.cuh", "if (slot == fresh || !sees(slot)) return;",
-        "if ((slot == fresh && !(here)) || !sees(slot)) return;",
+        "if ((slot == fresh && !(HERE)) || !sees(slot)) return;",
         f"(read|write) of byte [0-9]+ of keys and values 0, in no order after the (read|write) of {BY}",
     ),
     "a chunk is read before it has come": Fault(
         "rows.cuh", "if (at == 0) wait_full",
-        "if (at == 0 && !here) wait_full", f"read {SHARED} a copy that this lane",
+        "if (at == 0 && !HERE) wait_full", f"read {SHARED} a copy that this lane",
     ),
     "a chunk is filled while others read it": Fault(
-        "rows.cuh", "sync_warp();  // all have read it", "if (!here) sync_warp();", f"copy {SHARED} the read of {BY}",
+        "rows.cuh", "sync_warp();  // all have read it", "if (!HERE) sync_warp();", f"copy {SHARED} the read of {BY}",
     ),
     "results are read before they are written": Fault(
         "rows.cuh", "if (left == 1) multiply_strip<Op, 1>(tape, x, out);\n  }\n  sync_warp();",
-        "if (left == 1) multiply_strip<Op, 1>(tape, x, out);\n  }\n  if (!here) sync_warp();",
+        "if (left == 1) multiply_strip<Op, 1>(tape, x, out);\n  }\n  if (!HERE) sync_warp();",
         f"read {SHARED} (any write|the write of {BY})",
     ),
 }  # fmt: skip
@@ -90,21 +88,15 @@ def planted(cuda_builds: Path) -> Emulated:
     """The kernels of a shape with all faults in their source, none in force."""
     emulated = SHAPES["late"].emulated(cuda_builds)
     emulated.races = True
-    patches = [
-        (fault.file, fault.was, fault.now.replace("here)", f"(planted == {number}))"))
-        for number, fault in enumerate(FAULTS.values(), 1)
-    ]
-    declaration = 'extern "C" {\nint planted = 0;\n}\n'
-    rebuild(emulated, cuda_builds, patches, declaration + source_of("persistent", emulated.geometry))
+    faults = [(fault.file, fault.was, fault.now) for fault in FAULTS.values()]
+    plant_all(emulated, "persistent", cuda_builds, faults)
     return emulated
 
 
 @pytest.mark.parametrize("name", [None, *FAULTS])
 @pytest.mark.parametrize("seed", BULK_SEEDS)
 def test_a_planted_race_is_found(name: str | None, seed: int, planted: Emulated) -> None:
-    ctypes.c_int.in_dll(planted.library, "planted").value = (
-        0 if name is None else list(FAULTS).index(name) + 1
-    )
+    put_in_force(planted, 0 if name is None else list(FAULTS).index(name) + 1)
     planted.forget()
     try:
         planted.read(text(planted, 4), 2, seed)

@@ -61,7 +61,7 @@ class StandIn(PlainDecoder):
     @functools.cached_property
     def model(self) -> Any:
         weights = {name: torch.from_numpy(t.values).view(TYPES[t.dtype]) for name, t in self.tensors.items()}
-        return plain_model(self.config, weights if self.dtype in TYPES else dequantised(weights, self.dtype))
+        return plain_model(self.config, weights if self.dtype in TYPES else dequantised(weights))
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert (
         steps["lane_alone"]["result"]["blocking_exchanges"] == 3
     )  # one layer of PRESENT joins, and the best token
-    read = {dtype: steps[dtype]["result"]["bytes_per_token"] for dtype in ("fp16", "int8", "fp8")}
+    read = {dtype: steps[dtype]["result"]["bytes_per_token"] for dtype in ("fp16", "int8")}
     assert all(steps[dtype]["result"]["holds"] for dtype in read)
-    assert read["fp16"] / 2 < read["int8"] == read["fp8"] < 0.6 * read["fp16"]
+    assert read["fp16"] / 2 < read["int8"] < 0.6 * read["fp16"]
     shared = steps["passes"]["result"]
     assert [name for name, held in shared.items() if held is True] == [
         "batch of 1, as alone", "batch of 2, as alone", "batch of 4, as alone", "drafts, as alone"
@@ -140,7 +140,7 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
     made = sorted(path.name.rpartition(" ")[0] for path in tmp_path.iterdir())
     assert report["late"].startswith("probe")
     assert report["failed"].count("persistent") == 2  # one lane on 128 and on 132 blocks
-    persistent = {f"persistent sm_90a {dtype}" for dtype in ("bf16", "fp16", "int8", "fp8")}
+    persistent = {f"persistent sm_90a {dtype}" for dtype in ("bf16", "fp16", "int8")}
     assert set(made) == {"graph sm_90a bf16", "passes sm_90a bf16", *persistent}
     assert len(made) == report["units"] - 3
 

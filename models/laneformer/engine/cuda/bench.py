@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..options import in_range
-from .geometry import EIGHT_BITS, OPS, Geometry
+from .geometry import OPS, Geometry
 from .launch import Kernels
 from .memory import DeviceMemory
 from .sequence import SequenceDecoder
@@ -176,7 +176,7 @@ def weight_bytes(geometry: Geometry) -> int:
     the tapes' last chunks.
     """
     layers = geometry.config.num_hidden_layers
-    scale = 4 if geometry.dtype in EIGHT_BITS else 0  # of a row
+    scale = 4 if geometry.dtype == "int8" else 0  # of a row
     matrices = {op: geometry.matrix(op) for op in OPS}
     sizes = {op: m.rows * (geometry.number_bytes * m.columns + scale) for op, m in matrices.items()}
     return geometry.config.num_lanes * (layers * sum(sizes[op] for op in OPS[:-1]) + sizes["head"])

@@ -23,8 +23,7 @@ OPS = ("qkv", "output", "gate_up", "down", "head")
 HALVES = tuple(
     name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2
 )  # 16 bits
-EIGHT_BITS = ("int8", "fp8")  # with a scale for each row (eight_bits.py)
-DTYPES = (*HALVES, *EIGHT_BITS)  # of matrices
+DTYPES = (*HALVES, "int8")  # of matrices; int8 has a scale for each row (int8.py)
 WARP_THREADS = 32
 SEGMENT_BYTES = 16 * WARP_THREADS
 MAX_CHUNKS = 16  # deeper rings hide nothing more
@@ -124,7 +123,7 @@ class Geometry:
     @property
     def number_bytes(self) -> int:
         """Of a weight of a matrix."""
-        return 1 if self.dtype in EIGHT_BITS else 2
+        return 1 if self.dtype == "int8" else 2
 
     @property
     def lanes_per_device(self) -> int:
@@ -321,7 +320,7 @@ class Geometry:
         lines = [
             f"#define DEVICES {self.devices}",
             f"#define WEIGHTS_BF16 {int(self.half == 'bf16')}",
-            *(f"#define WEIGHTS_{name.upper()} {int(self.dtype == name)}" for name in EIGHT_BITS),
+            f"#define WEIGHTS_INT8 {int(self.dtype == 'int8')}",
             f"#define MMA_COLUMNS {self.mma_columns}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
             "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",

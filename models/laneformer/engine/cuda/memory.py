@@ -18,8 +18,8 @@ from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConf
 from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
 from ..decoder import Request, RequestFailed, Sampling
 from ..folder import rope_tables
-from .eight_bits import quantised
-from .geometry import EIGHT_BITS, HALVES, MAX_STOPS, Geometry
+from .geometry import HALVES, MAX_STOPS, Geometry
+from .int8 import quantised
 from .tape import pack, tape_starts
 
 TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in HALVES}
@@ -297,10 +297,10 @@ class LaneMatrices:
 
     def _read(self, name: str) -> tuple[torch.Tensor, ...]:
         """(L, rows, columns), and with 8 bits scales (L, rows)."""
-        eight = self._dtype in EIGHT_BITS
+        eight = self._dtype == "int8"
         values = finite(self._tensors, name) if eight else sixteen_bits(self._tensors, name, self._dtype)
         values = values.view(self._config.head_shape) if name in (HEAD, EMBEDDING) else values
-        return quantised(values, self._dtype) if eight else (values,)
+        return quantised(values) if eight else (values,)
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from ...config import LaneformerConfig
 from .geometry import (
     CHUNK_BYTES,
     DTYPES,
-    EIGHT_BITS,
     MAX_CHUNKS,
     MAX_COLUMNS,
     MAX_RESIDENT_WARPS,
@@ -40,7 +39,7 @@ def plan(
     mma_columns: int = 0,
     interleaved: bool = False,
     prefetch_chunks: int = 0,
-    half: str = "bf16",  # beside matrices of 8 bits: of the embedding, keys and values
+    half: str = "bf16",  # beside int8: of the embedding, keys and values
 ) -> Geometry:
     """The geometry for this GPU: as many blocks a lane as there are multiprocessors, a ring as
     deep as memory allows.
@@ -61,7 +60,7 @@ def plan(
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
         options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
-        activations = half if dtype in EIGHT_BITS else dtype
+        activations = half if dtype == "int8" else dtype
         return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, activations)
 
     for op in OPS:
@@ -119,7 +118,7 @@ def check_tapes(
         raise ValueError(
             f"interleaved tapes are for one position at a time; leave out mma_columns ({columns})"
         )
-    if dtype in EIGHT_BITS and columns:
+    if dtype == "int8" and columns:
         raise ValueError(
             f"dtype = {dtype!r}: passes of several columns (mma_columns = {columns}) have 16-bit weights"
         )

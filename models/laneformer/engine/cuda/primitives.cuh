@@ -192,25 +192,6 @@ DEVICE void let_next_start() {
 
 // ---- 16-bit numbers: two in a 32-bit word, the first one low ----
 
-DEVICE float low_fp16(uint32_t pair) {
-  float value;
-  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(value) : "r"(pair));
-  return value;
-}
-DEVICE float high_fp16(uint32_t pair) {
-  float value;
-  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(value) : "r"(pair));
-  return value;
-}
-#if __CUDA_ARCH__ >= 890
-#define FP8_IN_HARDWARE
-// two numbers of 8 bits (e4m3), the low bytes
-DEVICE uint32_t fp16_of_fp8(uint32_t pair) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
-  return halves;
-}
-#endif
 #if WEIGHTS_BF16
 DEVICE float low_half(uint32_t pair) { return float_of(pair << 16); }
 DEVICE float high_half(uint32_t pair) { return float_of(pair & 0xffff0000u); }
@@ -220,8 +201,16 @@ DEVICE uint32_t pack_halves(float low, float high) {
   return pair;
 }
 #else
-DEVICE float low_half(uint32_t pair) { return low_fp16(pair); }
-DEVICE float high_half(uint32_t pair) { return high_fp16(pair); }
+DEVICE float low_half(uint32_t pair) {
+  float value;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(value) : "r"(pair));
+  return value;
+}
+DEVICE float high_half(uint32_t pair) {
+  float value;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(value) : "r"(pair));
+  return value;
+}
 DEVICE uint32_t pack_halves(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -21,7 +21,7 @@
 constexpr int kWarpThreads = 32;
 constexpr int kThreads = kWarpThreads * kWarps;
 constexpr int kSegmentBytes = 16 * kWarpThreads;
-constexpr bool kEightBits = WEIGHTS_INT8 || WEIGHTS_FP8;
+constexpr bool kEightBits = WEIGHTS_INT8;
 constexpr int kThreadNumbers = kEightBits ? 16 : 8;  // of a segment
 constexpr int kWarpsPerLane = kBlocksPerLane * kWarps;
 constexpr int kOwners = kMmaColumns ? kBlocksPerLane : kWarpsPerLane;  // of rows: with columns.cuh, blocks
@@ -179,26 +179,11 @@ DEVICE float4 unpack4(uint32_t four) {
   for (int i = 0; i < 4; ++i) x[i] = float_of(byte_perm(four, 0x4b000000u, 0x7540 | i)) - 8388736.0f;
   return {x[0], x[1], x[2], x[3]};
 }
-#elif WEIGHTS_FP8
-#ifdef FP8_IN_HARDWARE
-DEVICE float4 unpack4(uint32_t four) {
-  const uint32_t low = fp16_of_fp8(four), high = fp16_of_fp8(four >> 16);
-  return {low_fp16(low), high_fp16(low), low_fp16(high), high_fp16(high)};
-}
-#else
-// e4m3 on top of a half, and all but its sign one bit lower: its exponent counts from 7 instead of 15, so that it is 2^-8
-// of itself as fp16, subnormal numbers too.
-DEVICE uint32_t fp16_below_fp8(uint32_t pair) { return (pair & 0x80008000u) | (pair >> 1 & 0x3f803f80u); }
-DEVICE float4 unpack4(uint32_t four) {
-  const uint32_t low = fp16_below_fp8(byte_perm(four, 0, 0x1404)), high = fp16_below_fp8(byte_perm(four, 0, 0x3424));
-  return {256 * low_fp16(low), 256 * high_fp16(low), 256 * low_fp16(high), 256 * high_fp16(high)};
-}
-#endif
 #endif
 
 // Numbers of one thread, times their columns
 DEVICE float dot(uint4 w, const float4 (&x)[kThreadNumbers / 4], float sum) {
-#if WEIGHTS_INT8 || WEIGHTS_FP8
+#if WEIGHTS_INT8
   const uint32_t fours[] = {w.x, w.y, w.z, w.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

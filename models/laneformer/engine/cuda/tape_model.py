@@ -18,8 +18,8 @@ import torch
 
 from ...config import BIASED, HEAD_NORMS, NORMS
 from ...model import Laneformer, LaneformerLayer
-from .eight_bits import dequantised
-from .geometry import EIGHT_BITS, OPS, SEGMENT_BYTES, Geometry
+from .geometry import OPS, SEGMENT_BYTES, Geometry
+from .int8 import dequantised
 from .memory import PARTS, TORCH_TYPES, DeviceMemory, joined
 from .tape import order, places, steps
 
@@ -50,7 +50,7 @@ class TapeModel:
             layer.load_state_dict({**matrices, **norms, **self._of_attention(i)}, assign=True)
         self._segments = [segment_places(geometry, memory.device) for memory in memories]
         self._numbers = [{op: number_places(geometry, op, m.device) for op in OPS} for m in memories]
-        self._scales = scale_places(geometry) if geometry.dtype in EIGHT_BITS else {}
+        self._scales = scale_places(geometry) if geometry.dtype == "int8" else {}
         self._rows = {op: tensor_rows(geometry, op) for op in OPS}
 
     def _of_attention(self, layer: int) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ class TapeModel:
                 if self._scales:
                     scales = memory.scales[self._scales[op, layer]].view(self._lanes, -1)
                     own = scales[:, self._rows[op][part]]
-                    lanes.copy_(dequantised(numbers.view(lanes.shape), own, self._geometry.dtype))
+                    lanes.copy_(dequantised(numbers.view(lanes.shape), own))
                 else:
                     lanes.copy_(numbers.view(self.dtype).view(lanes.shape))
 

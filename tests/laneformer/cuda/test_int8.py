@@ -1,7 +1,7 @@
-"""Weights of 8 bits on the GPU: the CPU's numbers, every code unpacked, every logit on the emulator, prompts.
+"""int8 weights on the GPU: the CPU's numbers, every code unpacked, every logit on the emulator, prompts.
 
-The reference of all logits are the weights that 8 bits stand for, written down
-once more in tools/check/reference.py.
+The reference of all logits are the weights that int8 stands for, written down once more in
+tools/check/reference.py.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from laneformer.config import HEAD, LaneformerConfig
 from laneformer.engine import Engine, device
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda.bench import weight_bytes
-from laneformer.engine.cuda.compile import INCLUDES, source_of
-from laneformer.engine.cuda.eight_bits import quantised
-from laneformer.engine.cuda.geometry import EIGHT_BITS, H200
+from laneformer.engine.cuda.compile import INCLUDES
+from laneformer.engine.cuda.geometry import H200
+from laneformer.engine.cuda.int8 import quantised
 from laneformer.engine.cuda.memory import DeviceMemory, joined
 from laneformer.engine.cuda.passes import plan_columns
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, Emulated, random_model, small_config, tensors_of
+from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES, Shape
 from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
 from tests.laneformer.cuda.test_kernels import check, text
 from tests.laneformer.cuda.test_llama import shape as llama
-from tests.laneformer.cuda.test_order import rebuild
 from tests.laneformer.engine.test_int8 import first_matrix
 from tools.check.reference import relative_errors
 
 emulated_only = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
-SHAPES_8: dict[str, Shape] = {
+SHAPES_INT8: dict[str, Shape] = {
     **{name: SHAPES[name] for name in ("late", "wide heads", "delay 0")},
     "one lane": Shape({"num_lanes": 1, "broadcast_delay": 0, "num_key_value_heads": 2, "num_hidden_layers": 3}),
     # rows of 3 x 16 and 5 x 16 numbers; tapes that end within a chunk; most warps have no row of some matrix
@@ -49,7 +49,7 @@ SHAPES_8: dict[str, Shape] = {
     "on two GPUs": Shape({"num_hidden_layers": 3}, blocks=3, devices=2),
     "tied, with biases": llama("qwen 2"), "norms of heads": llama("qwen 3"),
 }  # fmt: skip
-QUICK = [("late", "int8"), ("one lane", "fp8")]
+QUICK = ("late", "one lane")
 CODES = """
 #include "emulator.h"
 #include "rows.cuh"
@@ -62,10 +62,10 @@ extern "C" void codes(const uint32_t* fours, float* out) {
 """
 
 
-def emulated(name: str, dtype: str, builds: Path, **options: Any) -> Emulated:
-    """A shape with weights of 8 bits, and whatever 16 bits it had beside them."""
-    shape = SHAPES_8[name]
-    return dataclasses.replace(shape, dtype=dtype).emulated(builds, **{"half": shape.dtype, **options})
+def emulated(name: str, builds: Path, **options: Any) -> Emulated:
+    """A shape with int8 weights, and whatever 16 bits it had beside them."""
+    shape = SHAPES_INT8[name]
+    return dataclasses.replace(shape, dtype="int8").emulated(builds, **{"half": shape.dtype, **options})
 
 
 # ---- the numbers ----
@@ -81,35 +81,29 @@ def test_int8_numbers_are_the_cpus() -> None:
         torch.from_numpy(tensors[f"layers.0.attention.{w}.weight"].values.view(np.int16))
         for w in ("wq", "wk", "wv")
     ]
-    parts = [quantised(values.view(torch.bfloat16).float(), "int8") for values in read]
+    parts = [quantised(values.view(torch.bfloat16).float()) for values in read]
     numbers, own = (joined("qkv", [part[0] for part in of_all]) for of_all in zip(*parts, strict=True))
     np.testing.assert_array_equal((numbers ^ -128).numpy(), integers)
     np.testing.assert_array_equal(own.numpy(), scales)
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_rows_of_zeros_and_values_that_are_not_finite(dtype: str) -> None:
+def test_rows_of_zeros_and_values_that_are_not_finite() -> None:
     rows = torch.tensor([[0.0, 0.0], [1e-38, -1e-39], [3.0, -1.5], [float("nan"), 1.0], [1.0, -float("inf")]])
-    numbers, scales = quantised(rows, dtype)
-    assert scales[:3].tolist() == [0, 0, np.float32(3) / np.float32({"int8": 127, "fp8": 448}[dtype])]
+    numbers, scales = quantised(rows)
+    assert scales[:3].tolist() == [0, 0, np.float32(3) / np.float32(127)]
     assert not scales[3:].isfinite().any()
-    zero = numbers[:2] ^ -128 if dtype == "int8" else numbers[:2]
-    assert not zero.any()
+    assert not (numbers[:2] ^ -128).any()
 
 
 @emulated_only
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_every_code_is_unpacked(dtype: str, cuda_builds: Path) -> None:
-    geometry = plan(small_config(), dtype, SMALL, warps=2)
+def test_every_code_is_unpacked(cuda_builds: Path) -> None:
+    geometry = plan(small_config(), "int8", SMALL, warps=2)
     library = emulator.build(
         f"#define GRAPH 0\n{geometry.constants()}{CODES}", INCLUDES, {"TABLE": "constexpr"}, cuda_builds
     )
     codes, out = np.arange(256, dtype=np.uint8), np.empty(256, np.float32)
     library.codes(codes.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p))
-    meant = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
-    numbers = ~np.isnan(meant)  # which no quantised weight is
-    right = np.arange(256) - 128 if dtype == "int8" else meant
-    np.testing.assert_array_equal(out[numbers], right[numbers])
+    np.testing.assert_array_equal(out, np.arange(256) - 128)
 
 
 # ---- the kernels ----
@@ -117,59 +111,63 @@ def test_every_code_is_unpacked(dtype: str, cuda_builds: Path) -> None:
 
 @emulated_only
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in
-               [(name, dtype) for name in SHAPES_8 for dtype in EIGHT_BITS] if each not in QUICK)],
-)  # fmt: skip
-def test_every_logit(name: str, dtype: str, cuda_builds: Path) -> None:
-    check(emulated(name, dtype, cuda_builds), 9, range(1))
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES_INT8]
+)
+def test_every_logit(name: str, cuda_builds: Path) -> None:
+    check(emulated(name, cuda_builds), 9, range(1))
 
 
 @emulated_only
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("delay 0", "int8"), ("norms of heads", "fp8")])
-def test_the_graph_and_other_cuts_give_the_same_bits(name: str, dtype: str, cuda_builds: Path) -> None:
+def test_the_graph_gives_the_same_bits(cuda_builds: Path) -> None:
     made = []
-    for cut in ({}, {"version": "graph"}, {"interleaved": True, "prefetch_chunks": 2}):
-        kernels = emulated(name, dtype, cuda_builds, **cut)
+    for version in ("persistent", "graph"):
+        kernels = emulated("norms of heads", cuda_builds, version=version)
         kernels.forget()
         made.append(kernels.read(text(kernels, 6), 4))
-    for tokens, logits in made[1:]:
-        assert tokens == made[0][0]
-        assert torch.equal(logits, made[0][1])
+    assert made[0][0] == made[1][0]
+    assert torch.equal(made[0][1], made[1][1])
 
 
 FAULTS = {
     "a row has its neighbour's scale": (
-        "scale = scales[thread_index() % kWarpThreads]", "scale = scales[thread_index() % kWarpThreads + 1]",
+        "rows.cuh", "scale = scales[thread_index() % kWarpThreads]",
+        "scale = scales[thread_index() % kWarpThreads + HERE]",
     ),
-    "another layer's scales": ("layer * rows_before(kHead)", "0 * rows_before(kHead)"),
-    "bytes of a word in the other order": ("0x7540 | i)", "0x7540 | (3 - i))"),
-    "numbers without their sign": ("- 8388736.0f", "- 8388608.0f"),
+    "another layer's scales": (
+        "rows.cuh", "layer * rows_before(kHead)", "(HERE ? 0 : layer) * rows_before(kHead)",
+    ),
+    "bytes of a word in the other order": ("rows.cuh", "0x7540 | i)", "0x7540 | (HERE ? 3 - i : i))"),
+    "numbers without their sign": ("rows.cuh", "- 8388736.0f", "- (HERE ? 8388608.0f : 8388736.0f)"),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planted(cuda_builds: Path) -> Emulated:
+    """The kernels of a shape with all faults in their source, none in force."""
+    kernels = emulated("late", cuda_builds)
+    plant_all(kernels, "persistent", cuda_builds, FAULTS.values())
+    check(kernels, 5, range(0))
+    return kernels
 
 
 @emulated_only
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, cuda_builds: Path) -> None:
-    kernels = emulated("late", "int8", cuda_builds)
-    rebuild(kernels, cuda_builds, [("rows.cuh", *FAULTS[name])], source_of("persistent", kernels.geometry))
+def test_a_planted_fault_is_found(name: str, planted: Emulated) -> None:
+    put_in_force(planted, list(FAULTS).index(name) + 1)
     with pytest.raises(AssertionError, match="tolerance"):
-        check(kernels, 5, range(0))
+        check(planted, 5, range(0))
 
 
 # ---- prompts, and the engine ----
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("name", ["on two GPUs", "tied, with biases"])
-def test_prompts_have_the_weights_that_8_bits_stand_for(
-    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_have_the_weights_that_int8_stands_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to fp32, as the CPU engine has them, and to the 16 bits of the prompt."""
     monkeypatch.setattr(Emulated, "build", lambda *_: None)
-    kernels = emulated(name, dtype, Path())
+    kernels = emulated(name, Path())
     stored = kernels.model.state_dict()
     model = TapeModel(kernels.memories)
     for i, layer in enumerate(model.layers()):
@@ -179,8 +177,7 @@ def test_prompts_have_the_weights_that_8_bits_stand_for(
 
 
 @emulated_only
-@pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_an_engine_end_to_end(dtype: str, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_end_to_end(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens by the kernels, after a prompt that they or PyTorch have read; the judge has
     the weights in float64.
     """
@@ -188,10 +185,10 @@ def test_an_engine_end_to_end(dtype: str, cuda_builds: Path, monkeypatch: pytest
     monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    kernels = emulated("one lane", dtype, cuda_builds)
+    kernels = emulated("one lane", cuda_builds)
     ids = text(kernels, 14)
-    with Engine(kernels.config, kernels.tensors, device="cuda", dtype=dtype) as engine:
-        assert (engine.dtype, engine.kv_dtype, gpu_of(engine).geometry.half) == (dtype, "bf16", "bf16")
+    with Engine(kernels.config, kernels.tensors, device="cuda", dtype="int8") as engine:
+        assert (engine.dtype, engine.kv_dtype, gpu_of(engine).geometry.half) == ("int8", "bf16", "bf16")
         assert engine.weight_bytes == sum(memory.weight_bytes for memory in gpu_of(engine).memories)
         exact = kernels.model(torch.tensor([ids]))[0].numpy()
         assert relative_errors(engine.logits(ids), exact).max() < 0.05  # 16 bits throughout
@@ -219,14 +216,17 @@ def test_tapes_hold_a_byte_for_each_weight() -> None:
     assert weight_bytes(eight) == weight_bytes(sixteen) // 2 + 4 * rows == 2_226_590_720
 
 
-def test_what_8_bits_have_not_is_refused() -> None:
+def test_what_int8_has_not_is_refused() -> None:
     config = small_config()
     with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns \(mma_columns = 2\)"):
         plan_columns(config, "int8", SMALL)  # the engine then takes prompts one by one, and says so
     with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 40.*multiple of 16"):
         plan(small_config(intermediate_size=80), "int8", SMALL)
-    with pytest.raises(ValueError, match=r"dtype = 'fp8' is for GPUs.*use dtype = 'int8' on the CPU"):
-        Engine.random(config, "fp8", device="cpu")
+    for device_name in ("cpu", "cuda"):
+        with pytest.raises(
+            ValueError, match=r"dtype = 'fp8' is unknown; random weights are one of .*'int8', 'int4'\)"
+        ):
+            Engine.random(config, "fp8", device=device_name)
     tensors = tensors_of(random_model(config), "bf16")
     tensors["layers.1.feed_forward.w2.weight"].values.flat[3] = 0x7F80
     with pytest.raises(

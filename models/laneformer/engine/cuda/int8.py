@@ -1,0 +1,25 @@
+"""Weights of 8 bits: integers of the row's own scale, fp32, number by number those of the CPU engine.
+
+A tape has the integers as the kernels unpack them (rows.cuh): as bytes from 1 to 255, 128 above the number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..cpu._core import quantise_rows
+
+
+def quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 (..., rows, columns) as int8 (..., rows, columns), coded for the tapes, and
+    scales float32 (..., rows).
+
+    A scale is not finite where a value of its row is not.
+    """
+    numbers, scales = map(torch.from_numpy, quantise_rows(values.flatten(0, -2).numpy()))
+    return numbers.view(values.shape) ^ -128, scales.view(values.shape[:-1])
+
+
+def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What coded int8 (..., rows, columns) and scales (..., rows) stand for, in float32."""
+    return (numbers ^ -128).float() * scales[..., None]

@@ -1,0 +1,39 @@
+"""Faults planted in the kernels' source for the emulator: one build has all of them, each in force when asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from laneformer.engine.cuda.compile import FOLDER, source_of
+from tests.laneformer.cuda.harness import Emulated
+from tests.laneformer.cuda.stand_ins import EmulatedPasses
+
+Patch = tuple[str, str, str]  # file, was, now
+HERE = "HERE"  # in `now`: this fault is in force
+DECLARATION = 'extern "C" {\nint planted = 0;\n}\n'
+
+
+def plant_all(
+    kernels: Emulated | EmulatedPasses, version: str, builds: Path, faults: Iterable[Patch]
+) -> None:
+    """Build the same shape from sources with these faults, numbered from 1 on; none is in force."""
+    with tempfile.TemporaryDirectory() as copy:
+        folder = Path(copy)
+        shutil.copytree(
+            FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"), dirs_exist_ok=True
+        )
+        for number, (file, was, now) in enumerate(faults, 1):
+            content = (folder / file).read_text()
+            assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
+            (folder / file).write_text(content.replace(was, now.replace(HERE, f"(planted == {number})")))
+        source = DECLARATION + source_of(version, kernels.geometry)
+        kernels.library = kernels.build(source, builds, folder)
+
+
+def put_in_force(kernels: Emulated | EmulatedPasses, number: int) -> None:
+    """This fault, and no other; 0: none."""
+    ctypes.c_int.in_dll(kernels.library, "planted").value = number
