@@ -32,8 +32,7 @@ from tools.check.reference import TORCH_DTYPES, Weights, planted_faults, random_
 LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
 SMALLER_RUNS = 10  # that must be bit-identical, of a smaller model
 CUTS: dict[str, Result] = {  # of the persistent version, each compared with the one that decodes
-    "wide_exchanges": {"wide_exchanges": True}, "interleaved": {"interleaved": True},
-    "prefetched": {"prefetch_chunks": 4}, "both": {"interleaved": True, "prefetch_chunks": 4},
+    "wide_exchanges": {"wide_exchanges": True}, "prefetched": {"prefetch_chunks": 4},
 }  # fmt: skip
 RESERVE_S = 3.0  # to answer within the limit
 SMOKE_SHAPE: Result = {"blocks_per_lane": 4, "warps": 4}

@@ -94,9 +94,7 @@ def test_positions_out_of_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    "cut", [{}, {"mma_columns": 8}, {"interleaved": True}], ids=["rows", "tiles", "interleaved"]
-)
+@pytest.mark.parametrize("cut", [{}, {"mma_columns": 8}], ids=["rows", "tiles"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_weight_comes_back_from_the_tapes(name: str, cut: dict[str, Any]) -> None:
     """Bit for bit, in every cut; and what it costs is one layer."""

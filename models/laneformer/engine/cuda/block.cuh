@@ -134,7 +134,7 @@ struct Block {
     const int own = local_lane * kWarpsPerLane + lane_warp;
     const uint64_t* at = p.weights.tape_at + own;
     bytes = at[1] - at[0];
-    return p.weights.tapes + tape_place(at[0], own);
+    return p.weights.tapes + at[0];
   }
 
   // of this warp's rows of a matrix

@@ -114,9 +114,6 @@ class Geometry:
     devices: int = 1
     wide_exchanges: bool = False  # the ablation: every exchange waits for all blocks
     mma_columns: int = 0  # positions of one pass, by matrix-multiply instructions; 0: one, by FMAs
-    interleaved: bool = (
-        False  # the chunks of a block's warps lie in turn, so that a block reads at one place of memory
-    )
     prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
     half: str = "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
 
@@ -264,13 +261,6 @@ class Geometry:
         return 2 * c.hidden_size + self.matrix("qkv").rows + partial + c.intermediate_size // c.num_lanes
 
     @property
-    def tape_chunks(self) -> int:
-        """Chunks that no warp's tape exceeds: the room of each where they are interleaved."""
-        layer = sum(self.max_rows(op) * self.matrix(op).columns for op in OPS[:-1])
-        numbers = layer * self.config.num_hidden_layers + self.max_rows("head") * self.matrix("head").columns
-        return -(-self.number_bytes * numbers // self.chunk_bytes)
-
-    @property
     def device_words(self) -> int:
         """Words of all lanes of a device, and one for each block (the ablation's)."""
         return self.lanes_per_device * self.lane_words + self.blocks
@@ -299,7 +289,6 @@ class Geometry:
             "kNarrow": self.narrow, "kMostRows": self.max_rows(*OPS),
             "kMostStreamRows": self.max_rows("output", "down"), "kMostStops": MAX_STOPS,
             "kMmaColumns": self.mma_columns, "kMostSums": self.max_sums,
-            "kInterleaved": int(self.interleaved), "kTapeChunks": self.tape_chunks,
             "kPrefetchChunks": self.prefetch_chunks,
         }  # fmt: skip
         tables = {

@@ -35,12 +35,10 @@ struct Step : Block {
     const int segment = Op == kHead ? kLayers * (qkv + output + gate_up + down)
                                     : layer * (qkv + output + gate_up + down) + before;
     uint64_t bytes;
-    const uint32_t first = static_cast<uint32_t>(segment) * kSegmentBytes;
-    const uint32_t size = Matrix<Op>::segments(lane_warp) * kSegmentBytes;
-    tape.source = own_tape(bytes) + (kInterleaved ? 0 : first);
-    tape.bytes = kInterleaved && size ? first + size : size;
+    tape.source = own_tape(bytes) + static_cast<uint32_t>(segment) * kSegmentBytes;
+    tape.bytes = Matrix<Op>::segments(lane_warp) * kSegmentBytes;
     tape.endless = false;
-    tape.start(kInterleaved && size ? first : 0);
+    tape.start();
   }
 };
 

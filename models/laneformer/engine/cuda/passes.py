@@ -29,7 +29,7 @@ from .planning import plan
 from .prefill import DeviceCache, logits_of, streams
 from .sequence import connect
 from .slots import MAX_SLOTS, Slots
-from .tape import tape_bytes
+from .tape import tape_starts
 from .tape_model import TapeModel
 
 COLUMNS = (8, 4, 2)  # of a pass: as many as fit
@@ -55,7 +55,7 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
     One for each column, plus cached ones in a quarter of the remainder or in `cache_bytes`. ValueError if the
     columns alone do not fit: the tiles are a second copy of the weights.
     """
-    config, columns, tiles = geometry.config, geometry.mma_columns, tape_bytes(geometry)
+    config, columns, tiles = geometry.config, geometry.mma_columns, int(tape_starts(geometry)[-1])
     each = 2 * geometry.lanes_per_device * geometry.kv_lane + 12 * config.vocab_size
     words = 8 * columns * (geometry.device_words + geometry.inbox_words)
     needed = tiles + 2 * config.vocab_size * config.hidden_size + words + columns * each

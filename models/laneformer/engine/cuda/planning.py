@@ -37,7 +37,6 @@ def plan(
     blocks_per_lane: int | None = None,
     wide_exchanges: bool = False,
     mma_columns: int = 0,
-    interleaved: bool = False,
     prefetch_chunks: int = 0,
     half: str = "bf16",  # beside int8: of the embedding, keys and values
 ) -> Geometry:
@@ -54,12 +53,12 @@ def plan(
     max_warps = min(MAX_WARPS, MAX_RESIDENT_WARPS // resident)
     if warps is not None and not 1 <= warps <= max_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {max_warps}, which is what a block can have")
-    check_tapes(dtype, chunk_bytes, mma_columns, interleaved, prefetch_chunks)
+    check_tapes(dtype, chunk_bytes, mma_columns, prefetch_chunks)
     if mma_columns and wide_exchanges:
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
-        options = (devices, wide_exchanges, mma_columns, interleaved, prefetch_chunks)
+        options = (devices, wide_exchanges, mma_columns, prefetch_chunks)
         activations = half if dtype == "int8" else dtype
         return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, activations)
 
@@ -107,17 +106,12 @@ def check_tapes(
     dtype: str,
     chunk_bytes: int | None,
     columns: int,
-    interleaved: bool,
     prefetch_chunks: int,
 ) -> None:
     if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
     if not 0 <= columns <= MAX_COLUMNS:
         raise ValueError(f"mma_columns = {columns} is outside 0 to {MAX_COLUMNS}")
-    if interleaved and columns:
-        raise ValueError(
-            f"interleaved tapes are for one position at a time; leave out mma_columns ({columns})"
-        )
     if dtype == "int8" and columns:
         raise ValueError(
             f"dtype = {dtype!r}: passes of several columns (mma_columns = {columns}) have 16-bit weights"

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) stream(const __grid_co
   const int warp = thread_index() / kWarpThreads, thread = thread_index() % kWarpThreads;
   const int own = block_index() * kWarps + warp;
   const uint64_t* at = p.tape_at + own;
-  const char* source = p.tapes + tape_place(at[0], own);
+  const char* source = p.tapes + at[0];
   const uint32_t chunks = static_cast<uint32_t>((at[1] - at[0]) / kChunkBytes), total = chunks * p.rounds;
   char* ring = dynamic_shared() + warp * kChunks * kChunkBytes;
   uint64_t* full = reinterpret_cast<uint64_t*>(dynamic_shared() + kWarps * kChunks * kChunkBytes) + warp * kChunks;
@@ -38,8 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) stream(const __grid_co
   uint32_t copied = 0, next = 0, sum = 0, slot = 0, parity = 0;
   const auto copy_to = [&](int target) {
     if (copied == total) return;
-    const uint64_t place = static_cast<uint64_t>(next) * kTapeStride * kChunkBytes;
-    copy_chunk(ring + target * kChunkBytes, source + place, kChunkBytes, full + target);
+    copy_chunk(ring + target * kChunkBytes, source + static_cast<uint64_t>(next) * kChunkBytes, kChunkBytes, full + target);
     ++copied;
     if (++next == chunks) next = 0;
   };

@@ -11,9 +11,8 @@
 //
 // The second half of a thread's columns lies that far so that both reads of x by a warp touch each bank once. Numbers of
 // 8 bits are 16 a thread, in four such quarters; their rows' scales lie beside the tapes, and multiply the rows' sums.
-// With kInterleaved, the chunks of a block's tapes lie in turn, [chunk][warp]: a block then streams from one place of the
-// memory and not from kWarps. With kPrefetchChunks, the L2 is a second ring: while exchanges hold a warp up, as many
-// chunks more than its ring has come nearer.
+// With kPrefetchChunks, the L2 is a second ring: while exchanges hold a warp up, as many chunks more than its ring has
+// come nearer.
 //
 // geometry.py makes the tables, tape.py the tapes; the same rules stand there in numpy.
 #pragma once
@@ -67,13 +66,6 @@ struct Matrix {
   DEVICE static int segments(int lane_warp) { return row_count(lane_warp) / kSegmentRows * kSteps; }
 };
 
-// where tape number `tape` of the device begins, in bytes; `alone`: where, if every tape lies by itself
-DEVICE uint64_t tape_place(uint64_t alone, int tape) {
-  const uint64_t first = static_cast<uint64_t>(tape / kWarps) * kWarps * kTapeChunks + tape % kWarps;
-  return kInterleaved ? first * kChunkBytes : alone;
-}
-constexpr uint32_t kTapeStride = kInterleaved ? kWarps : 1;  // of the chunks of a tape
-
 // The segments of one warp, streamed through a ring of chunks in shared memory. The ring is filled ahead of use as far
 // as it is deep, whatever the warp is doing: across matrices, layers and, with `endless`, tokens.
 struct Tape {
@@ -91,24 +83,19 @@ struct Tape {
       ahead = 0;
     }
     const uint32_t size = bytes - ahead < kChunkBytes ? bytes - ahead : kChunkBytes;
-    copy_chunk(ring + target * kChunkBytes, place(ahead), size, full + target);
+    copy_chunk(ring + target * kChunkBytes, source + ahead, size, full + target);
     prefetch(ahead + kPrefetchChunks * kChunkBytes);
     ahead += size;
   }
 
-  // `byte` begins a chunk
-  DEVICE const char* place(uint32_t byte) const { return source + static_cast<uint64_t>(byte) * kTapeStride; }
-
   DEVICE void prefetch(uint32_t byte) const {
     if (kPrefetchChunks == 0 || thread_index() % kWarpThreads != 0) return;
     if (endless && byte >= bytes) byte -= bytes;
-    if (byte < bytes) prefetch_l2(place(byte), bytes - byte < kChunkBytes ? bytes - byte : kChunkBytes);
+    if (byte < bytes) prefetch_l2(source + byte, bytes - byte < kChunkBytes ? bytes - byte : kChunkBytes);
   }
 
-  // from this byte on
-  DEVICE void start(uint32_t first = 0) {
-    slot = parity = 0;
-    at = first % kChunkBytes, ahead = first - at;
+  DEVICE void start() {
+    slot = parity = at = ahead = 0;
     if (thread_index() % kWarpThreads == 0) {
       for (int i = 0; i < kChunks; ++i) init_full(full + i);
       fence_full();
@@ -123,7 +110,6 @@ struct Tape {
   DEVICE void need() {
     static_assert(Count * kSegmentBytes <= kChunkBytes);
     if (at == 0) wait_full(full + slot, parity);
-    if (kInterleaved && !endless && at) wait_full(full + slot, parity);  // it may have started within a chunk
     if (at + Count * kSegmentBytes <= kChunkBytes) return;
     const bool last = slot + 1 == kChunks;
     wait_full(full + (last ? 0 : slot + 1), parity ^ last);

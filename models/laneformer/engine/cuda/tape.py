@@ -5,8 +5,7 @@ so packing is one gather a matrix, on the GPU when the tensors are there.
 
     W[row, column] of a lane -> [strip][step][row of segments][thread][8 numbers, or 16 of 8 bits]
 
-With `interleaved` the chunks of a block's tapes lie in turn: [block][chunk][warp]. With `mma_columns` a
-segment is a tile of 16 x 16, in the order that columns.cuh describes and reads.
+With `mma_columns` a segment is a tile of 16 x 16, in the order that columns.cuh describes and reads.
 """
 
 from __future__ import annotations
@@ -90,46 +89,18 @@ def tape_starts(geometry: Geometry) -> np.ndarray:
     ) * np.uint64(geometry.chunk_bytes)
 
 
-def tape_bytes(geometry: Geometry) -> int:
-    """Of the buffer of a device's tapes."""
-    if not geometry.interleaved:
-        return int(tape_starts(geometry)[-1])
-    return geometry.blocks * geometry.warps * geometry.tape_chunks * geometry.chunk_bytes
-
-
-def pieces(geometry: Geometry, tape: int, start: int, size: int) -> Iterator[slice]:
-    """Where `size` numbers of an interleaved tape lie, from its `start` on: a slice for each
-    chunk that they touch.
-    """
-    (block, warp), numbers = divmod(tape, geometry.warps), geometry.chunk_bytes // geometry.number_bytes
-    while size:
-        chunk, offset = divmod(start, numbers)
-        count = min(size, numbers - offset)
-        place = ((block * geometry.tape_chunks + chunk) * geometry.warps + warp) * numbers + offset
-        yield slice(place, place + count)
-        start, size = start + count, size - count
-
-
 def places(geometry: Geometry) -> Iterator[tuple[str, int, int, list[tuple[slice, slice]]]]:
     """For each matrix (op, layer, lane of the device): where each warp's numbers are in its
     tapes, and in `order`.
-
-    A warp has one pair of slices, or one for each chunk where tapes are interleaved.
     """
-    warps, starts = geometry.warps_per_lane, tape_starts(geometry).astype(np.int64) // geometry.number_bytes
-    at = starts[:-1].copy()
+    warps, at = geometry.warps_per_lane, tape_starts(geometry).astype(np.int64) // geometry.number_bytes
     for op, layer in steps(geometry):
         first = ends(geometry, geometry.matrix(op))
         for lane in range(geometry.lanes_per_device):
             pairs = []
             for warp in range(warps):
                 tape, size = lane * warps + warp, first[warp + 1] - first[warp]
-                if geometry.interleaved:
-                    here = first[warp]
-                    for there in pieces(geometry, tape, int(at[tape] - starts[tape]), size):
-                        pairs.append((there, slice(here, here := here + there.stop - there.start)))
-                else:
-                    pairs.append((slice(at[tape], at[tape] + size), slice(first[warp], first[warp + 1])))
+                pairs.append((slice(at[tape], at[tape] + size), slice(first[warp], first[warp + 1])))
                 at[tape] += size
             yield op, layer, lane, pairs
 
@@ -139,7 +110,7 @@ def pack(
 ) -> torch.Tensor:
     """The tapes of the lanes `first_lane`, ... of one device: (numbers,) of NUMBERS."""
     kind, size = NUMBERS[geometry.number_bytes], SEGMENT_BYTES // geometry.number_bytes
-    tapes = torch.zeros(tape_bytes(geometry) // geometry.number_bytes, dtype=kind, device=device)
+    tapes = torch.zeros(int(tape_starts(geometry)[-1]) // geometry.number_bytes, dtype=kind, device=device)
     orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))).to(device) for op in OPS}
     for op, layer, lane, pairs in places(geometry):
         numbers = matrices(op, layer, first_lane + lane).to(device).view(kind).flatten()[orders[op]]
