@@ -122,10 +122,20 @@ class Kernel:
         return sorted(components(self.graph, set(of)), key=len, reverse=True)
 
     @cached_property
+    def reached(self) -> set[int]:
+        """From the kernel's start: a listing also has calls that nothing comes to."""
+        found, todo = {0}, [0]
+        while todo:
+            new = set(self.graph[todo.pop()]) - found
+            found |= new
+            todo += new
+        return found
+
+    @cached_property
     def layer_loop(self) -> set[int]:
         """The largest loop inside the largest loop (that over tokens); ValueError where there is none."""
-        tokens = next(iter(self.loops(range(len(self.code)))), set())
-        entries = {s for i in range(len(self.code)) if i not in tokens for s in self.graph[i] if s in tokens}
+        tokens = next(iter(self.loops(self.reached)), set())
+        entries = {s for i in self.reached - tokens for s in self.graph[i] if s in tokens}
         inner = self.loops(tokens - entries)
         if not inner:
             raise ValueError("no loop inside a loop: the layers are not one, or the reader has lost its way")

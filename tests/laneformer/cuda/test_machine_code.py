@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
 from laneformer.engine.cuda.geometry import Geometry
@@ -25,10 +24,10 @@ from laneformer.engine.cuda.memory import decode_structure
 from laneformer.engine.cuda.nvrtc import compilers
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import sass
-from tests.laneformer.cuda.cards import CARDS, REGISTERS
+from tests.laneformer.cuda.cards import CARDS, MODELS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
-from tests.laneformer.cuda.test_compile import small
-from tests.proofs import CACHE, KERNEL_SOURCES
+from tests.laneformer.cuda.test_compile import CUBINS, small
+from tests.proofs import KERNEL_SOURCES
 
 pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES),
@@ -37,11 +36,6 @@ pytestmark = [
     pytest.mark.skipif(sass.tools() is None, reason="nvdisasm comes with Triton: pip install triton"),
 ]
 
-MACHINES = {
-    "sm_80": CARDS["A100 40 GB, 80 GB"].machine, "sm_86": CARDS["RTX 3090"].machine, "sm_89": CARDS["RTX 4090"].machine,
-    "sm_90a": CARDS["H100 SXM, NVL, H200, GH200"].machine, "sm_100a": CARDS["B200"].machine,
-    "sm_120a": CARDS["RTX 5090"].machine,
-}  # fmt: skip
 WORDS = {"lane_words", "inbox"}
 # by whom else these are written while the kernel runs: a cache that is not coherent would show old values
 WRITTEN = WORDS | {"kv", "graph", "logits", "tokens", "published", "report", "aborted", "cancel", "times"}
@@ -56,14 +50,45 @@ class Limits:
     instructions: int  # in the loop, of 16 bytes
 
 
-LIMITS = {
-    "sm_80": Limits(stack_bytes=464, local=32, instructions=8000),
-    "sm_86": Limits(stack_bytes=472, local=52, instructions=7800),
-    "sm_89": Limits(stack_bytes=432, local=20, instructions=6700),
-    "sm_90a": Limits(stack_bytes=408, local=8, instructions=6900),
-    "sm_100a": Limits(stack_bytes=952, local=8, instructions=8500),
-    "sm_120a": Limits(stack_bytes=648, local=8, instructions=8500),
-}
+@dataclass(frozen=True)
+class Gate:
+    """A model on a card, and what its persistent kernel may cost there. They are to go down only."""
+
+    card: str
+    model: str
+    limits: Limits
+    dtype: str = "bf16"
+    devices: int = 1
+
+    @property
+    def geometry(self) -> Geometry:
+        return plan(MODELS[self.model], self.dtype, CARDS[self.card].machine, devices=self.devices)
+
+    @property
+    def architecture(self) -> str:
+        number = CARDS[self.card].architecture
+        return f"sm_{number}" + ("a" if number >= 90 else "")
+
+
+H200 = "H100 SXM, NVL, H200, GH200"
+GATES = (  # every card once, and a shape of the Llama family on each generation that several cards share
+    Gate("A100 40 GB, 80 GB", "2b", Limits(stack_bytes=464, local=32, instructions=8000)),
+    Gate("RTX 3090", "2b", Limits(stack_bytes=472, local=52, instructions=7800)),
+    Gate("RTX 4090", "2b", Limits(stack_bytes=432, local=20, instructions=6700)),
+    Gate(H200, "2b", Limits(stack_bytes=408, local=8, instructions=6900)),
+    Gate("B200", "2b", Limits(stack_bytes=952, local=8, instructions=8500)),
+    Gate("RTX 5090", "2b", Limits(stack_bytes=648, local=8, instructions=8500)),
+    Gate("A10", "Qwen3-0.6B", Limits(stack_bytes=288, local=26, instructions=8450)),
+    Gate("L4", "Qwen2.5-7B", Limits(stack_bytes=272, local=8, instructions=5950)),
+    Gate("L40S", "Llama-3-8B", Limits(stack_bytes=312, local=92, instructions=8800)),
+    Gate("H100 PCIe", "Llama-3-8B", Limits(stack_bytes=240, local=72, instructions=8500)),
+    Gate("H100 MIG 2g", "Qwen3-0.6B", Limits(stack_bytes=240, local=4, instructions=8150)),
+    Gate(H200, "2b", Limits(stack_bytes=408, local=8, instructions=8400), devices=8),
+    Gate(H200, "300m", Limits(stack_bytes=384, local=16, instructions=8400)),
+    Gate("A100 40 GB, 80 GB", "2b", Limits(stack_bytes=472, local=58, instructions=8700), dtype="int8"),
+    Gate(H200, "2b", Limits(stack_bytes=408, local=14, instructions=7450), dtype="int8"),
+    Gate("B200", "2b", Limits(stack_bytes=952, local=8, instructions=9750), dtype="int8"),
+)
 
 
 @dataclass(frozen=True)
@@ -97,8 +122,9 @@ def pointer_fields(structure: type[ctypes.Structure], at: int = 0) -> dict[str, 
 
 
 def compiled(version: str, geometry: Geometry, architecture: str, folder: Path) -> dict[str, Compiled]:
+    """Compiled once for all tests: the cache is named by content."""
     cubin = folder / f"{version}-{architecture}.cubin"
-    cubin.write_bytes(compile_cubin(version, geometry, architecture, CACHE / "cubins"))
+    cubin.write_bytes(compile_cubin(version, geometry, architecture, CUBINS))
     return read(version, geometry, cubin)
 
 
@@ -194,66 +220,32 @@ def every_gate(c: Compiled, name: str) -> None:
 # ---- the kernels as they are ----
 
 
-def config(flavor: str = "2b") -> LaneformerConfig:
-    return LaneformerConfig.from_flavor(flavor)
-
-
 def report(c: Compiled, what: str) -> None:
     """For docs/decisions/gpu.md; pytest -s shows it."""
     local = sum(this.name in ("LDL", "STL") for this in c.loop)
     print(f"\n{what}: {c.resources}, loop {len(c.loop)} instructions, {local} local, of {len(c.kernel.code)}")
 
 
-@pytest.mark.parametrize("architecture", MACHINES)
-def test_the_persistent_kernel(architecture: str, tmp_path: Path) -> None:
-    c = compiled("persistent", plan(config(), "bf16", MACHINES[architecture]), architecture, tmp_path)[
-        "decode"
-    ]
-    report(c, architecture)
-    every_gate(c, "decode")
-    words_are_whole(c)
-    registers_suffice(c)
-    spills_are_few(c, LIMITS[architecture])
-
-
 @pytest.mark.parametrize(
-    ("flavor", "devices", "stack_bytes", "local"), [("2b", 8, 408, 8), ("300m", 1, 384, 16)]
+    "gate", GATES, ids=lambda g: f"{g.model} {g.dtype} on {g.devices} {g.card.split(',')[0]}"
 )
-def test_the_persistent_kernel_for_others(
-    flavor: str, devices: int, stack_bytes: int, local: int, tmp_path: Path
-) -> None:
-    geometry = plan(config(flavor), "bf16", MACHINES["sm_90a"], devices=devices)
-    c = compiled("persistent", geometry, "sm_90a", tmp_path)["decode"]
-    report(c, f"{flavor} on {devices}")
+def test_the_persistent_kernel(gate: Gate, tmp_path: Path) -> None:
+    c = compiled("persistent", gate.geometry, gate.architecture, tmp_path)["decode"]
+    report(c, f"{gate.model} in {gate.dtype} on {gate.devices} {gate.card}, {gate.architecture}")
     every_gate(c, "decode")
     words_are_whole(c)
     registers_suffice(c)
-    spills_are_few(c, Limits(stack_bytes, local, 8400))
+    spills_are_few(c, gate.limits)
 
 
-LIMITS_8 = {  # of weights of 8 bits
-    ("int8", "sm_80"): Limits(stack_bytes=472, local=58, instructions=8700),
-    ("int8", "sm_90a"): Limits(stack_bytes=408, local=14, instructions=7450),
-    ("int8", "sm_100a"): Limits(stack_bytes=952, local=8, instructions=9750),
-}
+def test_every_card_has_a_gate() -> None:
+    assert {gate.card for gate in GATES} == set(CARDS)
 
 
-@pytest.mark.parametrize(("dtype", "architecture"), LIMITS_8)
-def test_the_persistent_kernel_of_8_bits(dtype: str, architecture: str, tmp_path: Path) -> None:
-    c = compiled("persistent", plan(config(), dtype, MACHINES[architecture]), architecture, tmp_path)[
-        "decode"
-    ]
-    report(c, f"{dtype}, {architecture}")
-    every_gate(c, "decode")
-    words_are_whole(c)
-    registers_suffice(c)
-    spills_are_few(c, LIMITS_8[dtype, architecture])
-
-
-@pytest.mark.parametrize("architecture", ["sm_89", "sm_90a"])
-def test_the_kernels_of_the_graph(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("card", "architecture"), [("RTX 4090", "sm_89"), (H200, "sm_90a")])
+def test_the_kernels_of_the_graph(card: str, architecture: str, tmp_path: Path) -> None:
     """Two blocks on a multiprocessor, and hardly anything spilled; the one that chooses a token is alone."""
-    geometry = plan(config(), "bf16", MACHINES[architecture], resident=2)
+    geometry = plan(MODELS["2b"], "bf16", CARDS[card].machine, resident=2)
     for name, c in compiled("graph", geometry, architecture, tmp_path).items():
         every_gate(c, name)
         registers_suffice(c, 1 if name == "choose" else 2)
@@ -269,14 +261,17 @@ def test_the_kernels_of_the_graph(architecture: str, tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Fault:
+    """A change of one place; those of one `build` are in the same source, and each gate names its own."""
+
+    build: str
     file: str
     was: str
     now: str
     gate: Callable[[Compiled], None]
     message: str
-    shape: dict[str, Any]
 
 
+BUILDS: dict[str, dict[str, Any]] = {"one": {}, "another": {}, "two GPUs": {"devices": 2}}
 TWO_STORES = """const_cast<volatile Word*>(at)->value = value;
   const_cast<volatile Word*>(at)->epoch = epoch;
 }
@@ -289,51 +284,67 @@ LOAD_ALL = """uint4 there[Strip];
   }"""
 FAULTS = {
     "a word is stored in two halves": Fault(
-        "primitives.cuh", 'asm volatile("st.relaxed." SCOPE', TWO_STORES + '"st.relaxed." SCOPE',
-        words_are_whole, "without STRONG.GPU", {},
+        "one", "primitives.cuh", 'asm volatile("st.relaxed." SCOPE', TWO_STORES + '"st.relaxed." SCOPE',
+        words_are_whole, "without STRONG.GPU",
     ),
     "words are for one GPU, of two": Fault(
-        "primitives.cuh", '#define SCOPE "sys"', '#define SCOPE "gpu"', words_are_whole,
-        "without STRONG.SYS", {"devices": 2},
+        "two GPUs", "primitives.cuh", '#define SCOPE "sys"', '#define SCOPE "gpu"', words_are_whole,
+        "without STRONG.SYS",
     ),
     "words are loaded as what never changes": Fault(
-        "primitives.cuh", "ld.relaxed.\" SCOPE \".global.b64", "ld.global.nc.b64",
-        nothing_stale_is_read, "non-coherent", {},
+        "another", "primitives.cuh", "ld.relaxed.\" SCOPE \".global.b64", "ld.global.nc.b64",
+        nothing_stale_is_read, "non-coherent",
     ),
     "keys are loaded as what never changes": Fault(
-        "decode.cuh", "take(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim), chunks);",
+        "one", "decode.cuh", "take(reinterpret_cast<const uint4*>(slots + (2 * slot + value) * kHeadDim), chunks);",
         "for (int c = 0; c < kKeyChunks; ++c) chunks[c] = __ldg(reinterpret_cast<const uint4*>(slots + "
         "(2 * slot + value) * kHeadDim) + c * kKeyThreads + here(thread_index()) % kKeyThreads);",
-        nothing_stale_is_read, "non-coherent", {},
+        nothing_stale_is_read, "non-coherent",
     ),
     "a slot is filled while its values are under way": Fault(
-        "rows.cuh",
+        "one", "rows.cuh",
         "for (int r = 0; r < Strip; ++r) sum[r] = dot(tape.peek(r, thread), in, sum[r]);\n"
         "    tape.drop(Strip);\n  }",
-        LOAD_ALL, slots_are_consumed, "not awaited before", {},
+        LOAD_ALL, slots_are_consumed, "not awaited before",
     ),
     "the host's structure is another": Fault(
-        "block.cuh", "  uint64_t limit_ns;\n  Graph", "  uint64_t limit_ns, other;\n  Graph",
-        the_parameter_fits, "parameter of", {},
+        "one", "block.cuh", "  uint64_t limit_ns;\n  Graph", "  uint64_t limit_ns, other;\n  Graph",
+        the_parameter_fits, "parameter of",
     ),
     "registers are too few": Fault(
-        "persistent.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
-        lambda c: spills_are_few(c, Limits(1000, 8, 10000)), "spilled registers", {},
+        "another", "persistent.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
+        lambda c: spills_are_few(c, Limits(1000, 8, 10000)), "spilled registers",
     ),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compiled]:
+    """The kernel of a build, from sources with all its faults."""
+
+    @functools.cache
+    def of(build: str) -> Compiled:
+        top = tmp_path_factory.mktemp("faulty")
+        folder = top / "kernels"
+        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        for fault in FAULTS.values():
+            content = (folder / fault.file).read_text()
+            if fault.build == build:
+                count = content.count(fault.was)
+                assert count == 1, f"{fault.file} holds {count} times: {fault.was}"
+                (folder / fault.file).write_text(content.replace(fault.was, fault.now))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiling, "INCLUDES", (folder, FOLDER.parent))
+            return compiled("persistent", small(**BUILDS[build]), "sm_90a", top)["decode"]
+
+    return of
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault, folder = FAULTS[name], tmp_path / "kernels"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    content = (folder / fault.file).read_text()
-    assert content.count(fault.was) == 1, f"{fault.file} holds {content.count(fault.was)} times: {fault.was}"
-    (folder / fault.file).write_text(content.replace(fault.was, fault.now))
-    monkeypatch.setattr(compiling, "INCLUDES", (folder, FOLDER.parent))
-    c = compiled("persistent", small(**fault.shape), "sm_90a", tmp_path)["decode"]
+def test_a_planted_fault_is_found(name: str, faulty: Callable[[str], Compiled]) -> None:
+    fault = FAULTS[name]
     with pytest.raises(AssertionError, match=fault.message):
-        fault.gate(c)
+        fault.gate(faulty(fault.build))
 
 
 def test_without_a_fault_a_small_kernel_passes(tmp_path: Path) -> None:

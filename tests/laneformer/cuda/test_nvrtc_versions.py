@@ -12,30 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import compile_cubin
-from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.nvrtc import Nvrtc
-from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import sass
-from tests.laneformer.cuda.test_compile import small
+from tests.laneformer.cuda.test_compile import CUBINS, small
 from tests.laneformer.cuda.test_machine_code import (
-    LIMITS,
-    MACHINES,
+    GATES,
+    H200,
     every_gate,
     read,
     spills_are_few,
     words_are_whole,
 )
-from tests.proofs import CACHE, KERNEL_SOURCES
+from tests.proofs import KERNEL_SOURCES
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARIES = {"12.9": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "13.0": "nvidia/cu13/lib/libnvrtc.so.13"}
 UNITS = [("persistent", "sm_80"), ("persistent", "sm_120a"), ("graph", "sm_89"), ("graph", "sm_100a")]
 
 
-def large() -> Geometry:
-    return plan(LaneformerConfig.from_flavor("2b"), "bf16", MACHINES["sm_90a"])
+LARGE = next(gate for gate in GATES if gate.card == H200)
 
 
 def compile_all(library: str, version: str, folder: str) -> None:
@@ -43,9 +39,9 @@ def compile_all(library: str, version: str, folder: str) -> None:
     compiler = Nvrtc(library)
     assert ".".join(map(str, compiler.version)) == version
     for unit, architecture in UNITS:
-        cubin = compile_cubin(unit, small(), architecture, CACHE / "cubins", compiler=compiler)
+        cubin = compile_cubin(unit, small(), architecture, CUBINS, compiler=compiler)
         (Path(folder) / f"{unit}-{architecture}.cubin").write_bytes(cubin)
-    cubin = compile_cubin("persistent", large(), "sm_90a", CACHE / "cubins", compiler=compiler)
+    cubin = compile_cubin("persistent", LARGE.geometry, LARGE.architecture, CUBINS, compiler=compiler)
     (Path(folder) / "2b.cubin").write_bytes(cubin)
 
 
@@ -66,7 +62,7 @@ def test_an_older_compiler(version: str, tmp_path: Path) -> None:
     for unit, architecture in UNITS:
         for name, c in read(unit, small(), tmp_path / f"{unit}-{architecture}.cubin").items():
             every_gate(c, name)
-    c = read("persistent", large(), tmp_path / "2b.cubin")["decode"]
+    c = read("persistent", LARGE.geometry, tmp_path / "2b.cubin")["decode"]
     every_gate(c, "decode")
     words_are_whole(c)
-    spills_are_few(c, replace(LIMITS["sm_90a"], local=9))  # one more than the newest, as measured
+    spills_are_few(c, replace(LARGE.limits, local=9))  # one more than the newest, as measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ class PlainDecoder:
 
     devices = (torch.device("cpu"),)
 
-    def __init__(self, config: LaneformerConfig, weights: dict[str, torch.Tensor]):
+    def __init__(self, config: LaneformerConfig, weights: dict[str, torch.Tensor], warps: int = 16):
         self.config, self.model, self.noise = config, plain_model(config, weights), 0.0
+        self.geometry: Any = SimpleNamespace(warps=warps)
         self.known = dict[tuple[int, ...], torch.Tensor]()
 
     def start(self, ids: list[int], tokens: int, logits: torch.Tensor | None = None, **options: Any) -> None:
@@ -67,6 +69,12 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
     report = check({"persistent": lambda: sound, "graph": lambda: sound}, truth, 2, 3, lambda text: None)
     assert all(report["passed"].values()), report["passed"]
     assert len(report["passed"]) == 10
+    fewer = PlainDecoder(CONFIG, weights, warps=8)
+    passed = check({"persistent": lambda: sound, "graph": lambda: fewer}, truth, 1, 1, lambda text: None)[
+        "passed"
+    ]
+    assert all(passed.values())
+    assert not any(name.startswith("both") for name in passed), "sums of other warps are other sums"
 
     broken = {"persistent": lambda: Hanging(CONFIG, weights), "graph": lambda: Unsteady(CONFIG, weights)}
     passed = check(broken, truth, 1, 3, lambda text: None)["passed"]

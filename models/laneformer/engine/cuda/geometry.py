@@ -30,6 +30,8 @@ MAX_CHUNKS = 16  # deeper rings hide nothing more
 MAX_STOPS = 16
 MAX_WARPS = 32  # of a block
 MAX_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
+# the keys of such a head need the 168 registers a thread that 12 warps leave; 16 leave 128
+LARGE_HEAD, LARGE_HEAD_WARPS = 128, 12
 MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
 MAX_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
 TILE = 16  # rows and columns of a matrix that one such instruction takes: a segment

@@ -11,6 +11,8 @@ from ...config import LaneformerConfig
 from .geometry import (
     CHUNK_BYTES,
     DTYPES,
+    LARGE_HEAD,
+    LARGE_HEAD_WARPS,
     MAX_CHUNKS,
     MAX_COLUMNS,
     MAX_RESIDENT_WARPS,
@@ -44,7 +46,8 @@ def plan(
     deep as memory allows.
 
     `resident`: blocks that a multiprocessor holds together; two for the graph version, whose kernels overlap.
-    What is not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits.
+    What is not given of `warps` and `chunk_bytes` is the first of WARPS and CHUNK_BYTES that fits. Both versions
+    give the same bits where they have as many warps, because sums over a block depend on these.
 
     ValueError where the model does not fit the kernels or the GPU; the message says what would.
     """
@@ -65,16 +68,15 @@ def plan(
     for op in OPS:
         check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps)
 
-    def cut(warps: int, chunk_bytes: int, resident: int) -> Geometry:
+    def cut(warps: int, chunk_bytes: int) -> Geometry:
         without = bare(warps, chunk_bytes)
         left = machine.shared_among(resident) - without.shared_bytes
         return dataclasses.replace(without, chunks=min(MAX_CHUNKS, left // (warps * (chunk_bytes + 8))))
 
+    most = LARGE_HEAD_WARPS if config.head_dim >= LARGE_HEAD else MAX_WARPS
+    counts = (warps,) if warps else [count for count in WARPS if count <= most]
     sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES
-    # sums over a block depend on its warps: the same in both versions, where both fit
-    tried = (warps,) if warps else WARPS
-    counts = sorted(tried, key=lambda count: cut(count, sizes[-1], 2).chunks < 2)
-    cuts = [cut(count, size, resident) for count in counts for size in sizes]
+    cuts = [cut(count, size) for count in counts for size in sizes]
     for geometry in cuts:
         if geometry.chunks >= 2:
             return geometry
