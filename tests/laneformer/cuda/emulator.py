@@ -6,6 +6,7 @@ leave undefined (machine.h) and that no word is overwritten before it was read, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,12 +14,16 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.proofs import CACHE
+
 FOLDER = Path(__file__).resolve().parent
 FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-DEMULATED")
+MACHINE = ("clocks.h", "machine.h", "order.h", "races.h")  # headers that no unit changes
 SEES_PLAIN = ("-fsanitize=thread", "-DSEES_PLAIN")  # races.h takes the place of the sanitizer's library
 MISSING = (
     "the CUDA emulator needs g++" if shutil.which("g++") is None
@@ -64,6 +69,8 @@ def build(
         *(f"-D{name}={value}" for name, value in defines.items()),
     ]
     command = ["g++", *options, *(f"-I{f}" for f in folders)]
+    if not races:
+        command += ["-include", str(precompiled())]
     included = [
         p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in (".h", ".cuh", ".cu")
     ]
@@ -93,6 +100,32 @@ def build(
             raise RuntimeError(f"the emulated kernels do not compile:\n{done.stderr}")
         unfinished.rename(library)
     return ctypes.CDLL(str(library))
+
+
+@functools.cache
+def precompiled() -> Path:
+    """A header with what does not depend on the unit, which its compiler does not read again: a quarter of its time.
+
+    It is made once in CACHE, for this compiler and these contents.
+    """
+    parts = [repr((FLAGS, compiler())).encode(), *((FOLDER / name).read_bytes() for name in MACHINE)]
+    key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    folder = CACHE / "emulated" / f"machine-{key}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            made = Path(temporary) / "made"
+            made.mkdir()
+            (made / "machine_first.h").write_text(
+                "".join(f'#include "{name}"\n' for name in ("math.h", *MACHINE))
+            )
+            command = ["g++", *FLAGS, f"-I{FOLDER}", "-x", "c++-header", str(made / "machine_first.h")]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"the emulator's machine does not compile:\n{done.stderr}")
+            with contextlib.suppress(OSError):  # another process was first
+                made.rename(folder)
+    return folder / "machine_first.h"
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,7 @@ class Emulated:
         self, config: LaneformerConfig, cache: Path, *, dtype: str = "bf16", version: str = "persistent",
         machine: Machine = SMALL, seed: int = 0, races: bool = False, **shape: Any,
     ):  # fmt: skip
-        self.config, self.version, self.races = config, version, races
+        self.config, self.version, self.races, self.cache = config, version, races, cache
         self.geometry: Geometry = plan(config, dtype, machine, **{"warps": 2, **shape})
         stored = random_model(config, self.geometry.half, seed)
         self.model = as_stored_in(stored, dtype)
@@ -107,7 +108,11 @@ class Emulated:
         self.memories = [
             DeviceMemory(self.geometry, self.tensors, i, "cpu") for i in range(self.geometry.devices)
         ]
-        self.library = self.build(source_of(version, self.geometry), cache)
+
+    @functools.cached_property
+    def library(self) -> ctypes.CDLL:
+        """Built when it is first needed."""
+        return self.build(source_of(self.version, self.geometry), self.cache)
 
     def build(self, source: str, cache: Path, folder: Path = FOLDER) -> ctypes.CDLL:
         """The kernels of this text, which includes those of `folder`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -203,7 +204,12 @@ class EmulatedPasses(PassDecoder):
         tensors, devices = tensors_of(self.model, dtype), range(self.geometry.devices)
         self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
         self.forget()
-        self.library = self.build(source_of("passes", self.geometry), builds)
+        self.builds = builds
+
+    @functools.cached_property
+    def library(self) -> ctypes.CDLL:
+        """Built when it is first needed."""
+        return self.build(source_of("passes", self.geometry), self.builds)
 
     def build(self, source: str, builds: Path, folder: Path = FOLDER) -> ctypes.CDLL:
         """The kernel of this text, which includes those of `folder`."""

@@ -82,8 +82,9 @@ def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int 
 
 
 @needs_emulator
-@pytest.mark.parametrize("columns", [1, 2, 5, 8])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "columns"), [("bf16", 1), ("bf16", 2), ("bf16", 5), ("bf16", 8), ("fp16", 5)]
+)
 def test_products_are_those_of_float32(dtype: str, columns: int, cuda_builds: Path) -> None:
     geometry = planned(columns, dtype=dtype)
     x, w = inputs(geometry, columns), weights(geometry)
@@ -144,9 +145,9 @@ def test_what_tiles_cannot_hold_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120a"])
-@pytest.mark.parametrize(("dtype", "columns"), [("bf16", 8), ("fp16", 2)])
-def test_products_of_the_2b_model_compile(architecture: str, dtype: str, columns: int) -> None:
-    geometry = plan(LaneformerConfig.from_flavor("2b"), dtype, H200)
-    geometry = dataclasses.replace(geometry, mma_columns=columns, chunks=2)
+def test_products_in_fp16_of_the_2b_model_compile(architecture: str) -> None:
+    """Those in bf16 compile with the passes (test_compile.py)."""
+    geometry = plan(LaneformerConfig.from_flavor("2b"), "fp16", H200)
+    geometry = dataclasses.replace(geometry, mma_columns=2, chunks=2)
     source = f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n'
     assert b".text.products" in compiler_for(architecture, None).compile(source, architecture, INCLUDES)

@@ -93,7 +93,7 @@ def defines(case: Case) -> dict[str, int]:
 def search(folder: Path, numbers: dict[str, int]) -> str:
     """What Spin's verifier says after all states, or after the first error."""
     flags = [f"-D{name}={value}" for name, value in numbers.items()]
-    verifier = ["gcc", "-O1", "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=3000", "-o", "pan", "pan.c"]
+    verifier = ["gcc", "-O0", "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=3000", "-o", "pan", "pan.c"]
     for command in (["spin", "-a", *flags, str(MODEL)], verifier, ["./pan", "-m2000000"]):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"

@@ -29,12 +29,15 @@ pytestmark = [
 BULK_SEEDS = 3, 6, 8  # lane 0 copies for its warp; else each lane copies what it alone reads
 
 
-@pytest.mark.parametrize("name", ["delay 0", "delay 1", "wide heads", "at once"])
-def test_no_race(name: str, cuda_builds: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("delay 0", 7), ("delay 1", 7), ("wide heads", 4), ("at once", 7)],  # rings wrap, but for wide heads'
+)
+def test_no_race(name: str, count: int, cuda_builds: Path) -> None:
     emulated = SHAPES[name].emulated(cuda_builds, races=True)
     for seed in (0, 3):
         emulated.forget()
-        emulated.read(text(emulated, 7), 2, seed)
+        emulated.read(text(emulated, count), 2, seed)
         reads, writes = plain_accesses(emulated.library)
         assert reads > writes > 10_000
 
