@@ -48,7 +48,7 @@ class Engine:
         device: "cpu", "cuda", "cuda:0,cuda:1" for several GPUs, or "auto" (the CPU; see device.py).
         dtype: of the matrices; embedding and norms keep theirs. "auto" keeps the checkpoint's; "int8" has a scale
             a row; "int4" a scale and 16 levels for every 32 inputs of a row (first and last layer and the head are
-            int8) and implies math="int8". GPUs have the 16-bit types, "int8", and "fp8" (e4m3, a scale a row).
+            int8) and implies math="int8". GPUs have the 16-bit types and "int8".
         cache_bytes: memory for keys and values of earlier requests, so that a new prompt reuses the prefix it
             shares with one of them. Default: a quarter of the free memory (csrc/kv_pool.h).
 
@@ -171,13 +171,13 @@ class Engine:
     ) -> Engine:
         """Random weights of a flavor's shapes, for benchmarks without a checkpoint; `options` as in Engine.
 
-        int8, int4 and fp8 are made of the bf16 weights of the same seed.
+        int8 and int4 are made of the bf16 weights of the same seed.
         """
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
         dtype = dtype_name(dtype)
         if dtype not in MATRIX_DTYPES:
             raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {MATRIX_DTYPES}")
-        tensors = RandomTensors(config, "bf16" if dtype in ("int8", "int4", "fp8") else dtype, seed)
+        tensors = RandomTensors(config, "bf16" if dtype in ("int8", "int4") else dtype, seed)
         return cls(config, tensors, device=device, dtype=dtype, **options)
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:

@@ -83,8 +83,6 @@ class CpuDecoder(_core.Decoder):
         packed: PackedWeights | None = None,
         place: Place = ALONE,
     ):
-        if dtype == "fp8":
-            raise ValueError("dtype = 'fp8' is for GPUs (device = 'cuda'); use dtype = 'int8' on the CPU")
         if math not in ("auto", *MATHS):
             raise ValueError(f"math = {math!r} is unknown; choose from {('auto', *MATHS)}")
         if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
