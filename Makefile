@@ -37,13 +37,13 @@ $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "uv>=0.11"
 	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(INSTALL) --no-build-isolation -e ".[$(SERVING)]"
+	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]"
 	@touch $@
 
 # torch with pip, which knows the wheels that a machine keeps
 $(VENV)/.ready: $(VENV)/.engine-ready
 	$(BIN)/pip install -q --no-deps "$(TORCH)"
-	$(INSTALL) --no-build-isolation -e ".[$(SERVING),train,eval,cuda,demo,figures,dev]"
+	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING),train,eval,cuda,demo,figures,dev]"
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 
