@@ -29,7 +29,7 @@ INSIDE = {
     "old_spellings": set(),
     "model": {"config"},
     "llama": {"config", "tensors"},
-    "hf": {"config", "model", "llama", "old_spellings"},
+    "hf": {"config", "model", "llama", "old_spellings", "tensors"},
     "titan": {"config", "model"},
     "chat": {"config"},
     "prompts": {"chat"},
