@@ -22,6 +22,9 @@ from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape import pack, tape_starts
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, small_config
+from tests.proofs import KERNEL_SOURCES
+
+pytestmark = pytest.mark.proof(*KERNEL_SOURCES)
 
 needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 UNIT = 2.0**-24  # half a step of float32 at 1

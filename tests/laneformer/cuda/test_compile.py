@@ -22,12 +22,13 @@ from laneformer.engine.cuda.geometry import H200, Geometry
 from laneformer.engine.cuda.nvrtc import compilers
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.harness import KERNELS, small_config
-from tests.proofs import CACHE
+from tests.proofs import CACHE, KERNEL_SOURCES
 
 CUBINS = CACHE / "cubins"  # shared by all tests of real kernels: each is named by all that decides it
-pytestmark = pytest.mark.skipif(
-    not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"
-)
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
+    pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"),
+]
 
 
 def small(**shape: Any) -> Geometry:

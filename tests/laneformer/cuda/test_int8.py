@@ -34,7 +34,10 @@ from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
 from tests.laneformer.cuda.test_kernels import check, text
 from tests.laneformer.cuda.test_llama import shape as llama
 from tests.laneformer.engine.test_int8 import first_matrix
+from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 from tools.check.reference import relative_errors
+
+pytestmark = pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES)
 
 emulated_only = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 SHAPES_INT8: dict[str, Shape] = {

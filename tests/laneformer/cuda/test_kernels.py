@@ -17,8 +17,12 @@ from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import Emulated, small_config
 from tests.laneformer.cuda.reference import expected, read_one_by_one
 from tests.laneformer.cuda.shapes import SHAPES
+from tests.proofs import KERNEL_SOURCES
 
-pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
 
 
 def text(emulated: Emulated, count: int) -> list[int]:

@@ -21,6 +21,9 @@ from tests.laneformer.cuda.shapes import Shape
 from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
 from tests.laneformer.cuda.test_kernels import check
 from tests.laneformer.llama.folders import LLAMA3, Case, logits_of, reference, relative_error, write_folder
+from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
+
+pytestmark = pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES)
 
 needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 SIZES: dict[str, Any] = {

@@ -19,8 +19,12 @@ from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import small_config
 from tests.laneformer.cuda.reference import expected, kept_at
 from tests.laneformer.cuda.stand_ins import EmulatedPasses
+from tests.proofs import KERNEL_SOURCES
 
-pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
 GREEDY = Sampling(top_p=1.0)
 
 

@@ -22,8 +22,12 @@ from laneformer.engine.cuda.planning import plan
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, Emulated, small_config
+from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
-pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES),
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
 
 VOCAB, COUNT = 152, 200  # some threads have three logits, some two
 LOGITS = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)

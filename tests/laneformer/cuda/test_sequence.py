@@ -22,8 +22,12 @@ from laneformer.engine.cuda.prefill import prefill
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
+from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
-pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES),
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
 CONFIG = small_config()
 MODEL = random_model(CONFIG)
 TENSORS = tensors_of(MODEL, "bf16")

@@ -27,8 +27,12 @@ from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import EmulatedDecoder, EmulatedPasses, gpu_of
 from tests.laneformer.engine.assets import byte_tokenizer
+from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
-pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES),
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
 CONFIG = small_config()  # the kernels of test_sequence.py
 TENSORS = tensors_of(random_model(CONFIG), "bf16")
 PROMPT = [5, 60, 7]

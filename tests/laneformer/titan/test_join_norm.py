@@ -36,6 +36,7 @@ from tools.bench import sm90
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.proof("tests/laneformer/titan/*.py")
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_in_the_interpreter(marked: str) -> None:
     """Every join and norm, their gradients, the model's, and the compiler's pass: tests in a
@@ -78,6 +79,7 @@ def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> t
     return int(registers), sum(map(int, spilled))
 
 
+@pytest.mark.proof("tests/laneformer/titan/*.py")
 @pytest.mark.parametrize("lane_scales", [False, True])
 @pytest.mark.parametrize("flavor", ["2b", pytest.param("300m", marks=pytest.mark.slow)])
 def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: bool) -> None:
@@ -97,6 +99,7 @@ def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: b
 # ------------------------------------------------------------------------
 
 
+@pytest.mark.proof("tests/laneformer/titan/*.py")
 @pytest.mark.slow
 def test_a_layer_moves_what_its_kernels_read_and_write() -> None:
     """A middle layer of the 2B model: the kernels it calls and their bytes, in streams;
