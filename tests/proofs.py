@@ -39,7 +39,8 @@ KERNEL_SOURCES = (
     "models/laneformer/engine/cuda/*.cu*", "models/laneformer/engine/sampling.h", "tests/laneformer/cuda/*.[chp]*",
 )  # fmt: skip
 CORE_SOURCES = (
-    "CMakeLists.txt", "models/laneformer/engine/cpu/csrc/**/*", "models/laneformer/engine/sampling.h",
+    "CMakeLists.txt", "models/laneformer/engine/cpu/csrc/**/*", "models/laneformer/engine/schedule/*",
+    "models/laneformer/engine/sampling.h",
     "tests/laneformer/engine/*.cpp", "tests/laneformer/engine/*.h",
 )  # fmt: skip
 SWITCHES = ("SANITIZE", "CUDA_SHAPES", "CUDA_SEEDS", "BELOW_AMX")

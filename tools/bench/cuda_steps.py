@@ -285,7 +285,7 @@ def passes(session: Session) -> Result:
     columns, report = decoder.geometry.mma_columns, Result()
 
     def run(prompts: list[list[int]], drafts: int) -> tuple[list[Decoding], float]:
-        requests = [Request([ids], TRIAL_TOKENS, reuse_prefix=False, speculate=drafts) for ids in prompts]
+        requests = [Request(ids, TRIAL_TOKENS, reuse_prefix=False, speculate=drafts) for ids in prompts]
         made = [Decoding(request) for request in requests]
         start = time.perf_counter()
         while not all(s.finished for s in made):

@@ -202,8 +202,9 @@ def trial(engine: Any, link_s: float, trial_s: float, token_s: float) -> tuple[f
 
     most = engine.config.max_position_embeddings // 2
     engine._decoder.set_latency(link_s)
-    decoder = after(engine, [5], 1 + min(most, max(MIN_TOKENS, round(trial_s / token_s))), reuse_prefix=False)
-    return float(np.median(decoder.token_s())), decoder.outputs()[0]
+    tokens = 1 + min(most, max(MIN_TOKENS, round(trial_s / token_s)))
+    collected = after(engine, [5], tokens, reuse_prefix=False)
+    return float(np.median(collected.whole.token_s)), collected.tokens
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:

@@ -26,8 +26,6 @@ class Bench:
     """Cached positions before the measured tokens; given several, the JSON has all but
     the first under "depths".
     """
-    barriers: bool = False
-    """Also measure decoding with a barrier after every module, alternating with normal decoding. CPU only."""
     json: bool = False
     """Print nothing but the JSON line."""
     processes: ProcessFlags = field(default_factory=ProcessOptions)
@@ -41,7 +39,7 @@ class Bench:
             engine = self.engine()
         with engine, console.status("measuring"):
             figures, *deeper = [
-                benchmark(engine, depth, lambda line: console.print(line, style="dim"), self.barriers)
+                benchmark(engine, depth, lambda line: console.print(line, style="dim"))
                 for depth in self.depth or (0,)
             ]
         figures |= {"depths": deeper} if deeper else {}

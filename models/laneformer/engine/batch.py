@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .decoder import Collected, Decoder, GeneratedToken, PromptLogprobs, Request, Statistics
+from .requests import Requests
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,8 @@ class Batch:
     told that one ended.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        joining: Callable[[Sequence[int], bool, dict[str, Any]], Request],
-        scoring: Callable[[Sequence[int], int, int, bool], Request],
-        release: Callable[[], None],
-    ):
-        self._decoder, self._joining, self._scoring, self._release = decoder, joining, scoring, release
+    def __init__(self, decoder: Decoder, requests: Requests, release: Callable[[], None]):
+        self._decoder, self._requests, self._release = decoder, requests, release
         self._joined: dict[int, Joined] = {}  # by ticket
         self._lock, self._collecting = threading.Lock(), threading.Lock()
         self._closed = False
@@ -77,25 +72,25 @@ class Batch:
 
         masked: before each new token is drawn, `allow` must have said which ids are possible.
         """
-        return self._join(self._joining(prompt_ids, masked, options))
+        return self._join(self._requests.generation(prompt_ids, options, masked=masked))
 
     def score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> int:
         """Begin to score ids[start:], as `Engine.logprobs` does; returns the ticket."""
-        return self._join(self._scoring(ids, start, top, True))
+        return self._join(self._requests.scoring(ids, start, top))
 
     def check(self, prompt_ids: Sequence[int], *, masked: bool = False, **options: Any) -> None:
         """ValueError where `join` would raise one."""
-        self._joining(prompt_ids, masked, options)
+        self._requests.generation(prompt_ids, options, masked=masked)
 
     def check_score(self, ids: Sequence[int], *, start: int = 1, top: int = 0) -> None:
         """ValueError where `score` would raise one."""
-        self._scoring(ids, start, top, True)
+        self._requests.scoring(ids, start, top)
 
     def _join(self, request: Request) -> int:
         with self._lock:
             if self._closed:
                 raise ValueError("this batch is closed")
-            ticket = self._decoder.join(request)
+            ticket = self._decoder.join([request])[0]
             self._joined[ticket] = Joined(request)
         return ticket
 
@@ -121,16 +116,17 @@ class Batch:
 
     def _update(self, c: Collected) -> Update:
         with self._lock:  # `join` holds it until the ticket is known
-            joined = self._joined[c.ticket] if c.statistics is None else self._joined.pop(c.ticket)
+            joined = self._joined[c.ticket] if c.ended is None else self._joined.pop(c.ticket)
         request, scores = joined.request, c.scores
         joined.last_id = c.tokens[-1] if c.tokens else joined.last_id
         tokens = [] if request.score_from else GeneratedToken.described(c.tokens, scores)
-        if c.statistics is None:
+        if c.ended is None:
             return Update(c.ticket, tokens)
-        reason, statistics = joined.finish_reason(c.error), Statistics(**c.statistics)
+        error = None if c.ended.error is None else str(c.ended.error)
+        reason, statistics = joined.finish_reason(error), Statistics(**c.ended.statistics)
         if not request.score_from or reason != "stop" or scores is None:
-            return Update(c.ticket, tokens, reason, None, statistics, c.error)
-        scored = PromptLogprobs.of(request.prompts[0][request.score_from :], scores, request.logprobs or 0)
+            return Update(c.ticket, tokens, reason, None, statistics, error)
+        scored = PromptLogprobs.of(request.prompt[request.score_from :], scores, request.logprobs or 0)
         return Update(c.ticket, tokens, reason, scored, statistics)
 
     def close(self) -> None:

@@ -1,16 +1,12 @@
 """Decode speed next to what the memory gives at the same moment.
 
 A tokens/s figure of a shared machine says little by itself: its read bandwidth can change by a factor of
-three within minutes. So the decode loop stops every few tokens and lets the same threads read a large buffer
+three within minutes. So decoding stops every few tokens and lets the same threads read a large buffer
 from end to end; each segment of tokens is compared with the probes before and after it.
-
-The ablation runs every second segment with a barrier of all threads after each module, as tensor parallelism
-without a delay would: neighbouring segments then show what the delay is worth at that moment.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 from collections.abc import Callable
@@ -20,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .decoder import CUDA
-from .options import GenerationOptions, in_range
+from .options import in_range
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -30,35 +26,36 @@ MIN_SEGMENT_S = 0.25  # long enough that one tick of another process does not de
 MIN_TOKENS = 64  # of the context, left to decode
 
 
-def benchmark(
-    engine: Engine, depth: int = 0, progress: Callable[[str], None] = print, barriers: bool = False
-) -> dict[str, Any]:
+def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = print) -> dict[str, Any]:
     """Figures of single-request decoding after `depth` cached positions; the keys are
-    those of `laneformer bench`.
-
-    `barriers` adds the ablation: as many segments again, which no other figure
-    includes. On GPUs: cuda/bench.py.
+    those of `laneformer bench`. On GPUs: cuda/bench.py.
     """
+    decoder: Any = engine._open()
     if engine.isa == CUDA:
-        return on_gpus(engine, depth, progress, barriers)
+        from .cuda import bench  # imports torch
+
+        return bench.benchmark(decoder.gpu, depth, progress)
     context = engine.config.max_position_embeddings
     in_range("depth", depth, int, 0, context - MIN_TOKENS)
     length = max(depth, min(128, context // 2))
     progress(f"prefill of {length} positions")
-    ttft_s = after(engine, random_prompt(engine, length), 1, reuse_prefix=False).first_token_s
+    ttft_s = after(engine, random_prompt(engine, length), 1, reuse_prefix=False).whole.first_token_s
 
     prompt = random_prompt(engine, max(depth, 1))
     engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
-    segment = max(1, round(MIN_SEGMENT_S / float(np.median(after(engine, prompt, 9).token_s()))))
+    segment = max(1, round(MIN_SEGMENT_S / float(np.median(after(engine, prompt, 9).whole.token_s))))
     segment = max(1, min(segment, (context - len(prompt)) // (2 * SEGMENTS)))
     progress(f"{SEGMENTS} segments of {segment} tokens, a read probe before and after each")
-    decoder = after(engine, prompt, SEGMENTS * segment + 1, probe_every=segment)
-    token_s, probes = decoder.token_s(), decoder.probe_bytes_per_s()
+    ids, token_s, probes = list(prompt), np.empty((SEGMENTS, segment)), [decoder.probe()]
+    for i in range(SEGMENTS):
+        collected = after(engine, ids, segment + 1)
+        ids += collected.tokens[:segment]
+        token_s[i] = collected.whole.token_s
+        probes.append(decoder.probe())
 
-    segments = len(token_s) // segment
-    tokens_per_s = segment / token_s[: segments * segment].reshape(segments, segment).sum(1)
-    probe = (probes[:segments] + probes[1 : segments + 1]) / 2
-    read = bytes_per_token(engine, len(prompt) + segments * segment / 2)
+    tokens_per_s = segment / token_s.sum(1)
+    probe = (np.array(probes[:-1]) + np.array(probes[1:])) / 2
+    read = bytes_per_token(engine, len(prompt) + SEGMENTS * segment / 2)
     return {
         **spread("tokens_per_s", tokens_per_s),
         "bytes_per_token": int(read),
@@ -68,7 +65,7 @@ def benchmark(
         "token_s_p99": float(np.percentile(token_s, 99)),
         "prefill_tokens_per_s": length / ttft_s,
         "ttft_s": ttft_s,
-        "stretches": segments,
+        "stretches": SEGMENTS,
         "tokens_per_stretch": segment,
         "depth": depth,
         "dtype": engine.dtype,
@@ -77,40 +74,13 @@ def benchmark(
         "threads": engine.threads,
         "isa": engine.isa,
         "cpu": cpu_name(),
-        **(measure_barriers(engine, prompt, segment) if barriers else {}),
     }
 
 
-def on_gpus(engine: Engine, depth: int, progress: Callable[[str], None], barriers: bool) -> dict[str, Any]:
-    from .cuda import bench  # imports torch
-
-    if barriers:
-        raise ValueError(
-            "barriers = True: on GPUs the ablation is a kernel of its own; use `tools.bench cuda`"
-        )
-    decoder: Any = engine._open()
-    return bench.benchmark(decoder.gpu, depth, progress)
-
-
-def measure_barriers(engine: Engine, prompt: list[int], segment: int) -> dict[str, float]:
-    """Tokens/s of segments with a barrier after every module, and how much faster
-    their neighbours without are.
-    """
-    pairs = min(SEGMENTS, (engine.config.max_position_embeddings - len(prompt)) // (2 * segment))
-    tokens = 2 * pairs * segment
-    token_s = after(engine, prompt, tokens + 1, probe_every=segment, compare_barriers=True).token_s()
-    delayed_s, barrier_s = token_s[:tokens].reshape(pairs, 2, segment).sum(2).T
-    ratio = barrier_s / delayed_s
-    return {
-        "barriers_tokens_per_s": float(np.median(segment / barrier_s)),
-        **spread("delay_over_barriers", ratio),
-    }
-
-
-def after(engine: Engine, prompt: list[int], tokens: int, **fields: Any) -> Any:
-    """The CpuDecoder, with its timings, after this many new tokens; `fields`: of Request."""
-    request = engine._request([prompt], GenerationOptions(max_new_tokens=tokens, ignore_eos=True))
-    return engine._result(engine._start(dataclasses.replace(request, **fields)), lambda decoder: decoder)
+def after(engine: Engine, prompt: list[int], tokens: int, **options: Any) -> Any:
+    """A timed request, Collected at its end, with this many new tokens."""
+    options = {"max_new_tokens": tokens, "ignore_eos": True, **options}
+    return engine._finished([engine._requests.generation(prompt, options, timed=True, quiet=True)])[0]
 
 
 def bytes_per_token(engine: Engine, positions: float) -> float:
@@ -121,7 +91,8 @@ def bytes_per_token(engine: Engine, positions: float) -> float:
 
 def probe(engine: Engine) -> float:
     """Bytes/s that the CPU engine's threads read from memory, now."""
-    return float(np.median(after(engine, [0], 2, probe_every=1).probe_bytes_per_s()))
+    decoder: Any = engine._open()
+    return decoder.probe()
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:

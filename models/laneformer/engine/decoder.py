@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+MAX_SEQUENCES = 8  # that decode together
 CUDA = "cuda"  # the `isa` of the decoder on GPUs
 
 
@@ -36,13 +37,13 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """One request, complete and checked (options.py); both decoders read it field by field.
+    """One request, complete and checked (requests.py); both decoders read it field by field.
 
-    A request either generates up to `max_new_tokens` after each prompt, or, with `score_from` > 0, scores the
-    ids of its one prompt from that index on.
+    A request either generates up to `max_new_tokens` after its prompt, or, with `score_from` > 0, scores the
+    ids of its prompt from that index on.
     """
 
-    prompts: Sequence[Sequence[int]]
+    prompt: Sequence[int]
     max_new_tokens: int = 0
     stop_ids: Sequence[int] = ()
     min_new_tokens: int = 0
@@ -50,32 +51,41 @@ class Request:
     speculate: int = 0  # most draft tokens verified in one pass
     logprobs: int | None = None  # likeliest ids to record with each token; None: no log-probabilities at all
     sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(top_p=1.0))  # greedy
-    seeds: Sequence[int] = ()  # of each prompt; none: that of `sampling`
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()
-    masked: bool = False  # joined requests: each token is drawn among the ids that `allow` names
+    masked: bool = False  # each token is drawn among the ids that `allow` names
+    quiet: bool = False  # its end alone is news: no token wakes who collects, which would take a core
+    timed: bool = False  # with the times of tokens at its end (bench.py)
     # scoring
     score_from: int = 0
     keep_logits: bool = False  # the logits of every position as well
-    keep_partials: Sequence[
-        int
-    ] = ()  # with keep_logits: positions, ascending, whose modules' outputs are kept
-    # measurements (bench.py)
-    probe_every: int = 0  # read-bandwidth probe before every this many decoded tokens; 0: none
-    compare_barriers: bool = (
-        False  # every second segment of `probe_every` tokens: a barrier after every module
-    )
+    # with keep_logits: positions, ascending, whose modules' outputs are kept
+    keep_partials: Sequence[int] = ()
 
 
 # of scored tokens: log p (count,) float32, likeliest ids int32 and their log p float32, flat
 Scores = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
+class Ended(NamedTuple):
+    """What a request leaves: the fields of `Statistics`, and what it was asked to keep.
+
+    logits: float32, [position][vocab], flat. partials: float32, [position][layer][module][lane][hidden], flat.
+    first_token_s: from the join. token_s: float64, of each token after the first.
+    """
+
+    statistics: dict[str, int]
+    error: Exception | None = None  # it ended because of this
+    logits: np.ndarray | None = None
+    partials: np.ndarray | None = None
+    first_token_s: float = 0.0
+    token_s: np.ndarray | None = None
+
+
 class Collected(NamedTuple):
-    """News of one joined request: tokens first, first + 1, ...; `statistics` (those of `Statistics`)
-    once it has ended.
+    """News of one request: tokens first, first + 1, ...; `ended` once it has.
 
     scores: of these tokens where the request has `logprobs`; of a scoring request, all of them at its end.
     """
@@ -84,16 +94,20 @@ class Collected(NamedTuple):
     first: int
     tokens: list[int]
     scores: Scores | None = None
-    statistics: dict[str, int] | None = None
-    error: str | None = None  # it ended because of this
+    ended: Ended | None = None
+
+    @property
+    def whole(self) -> Ended:
+        """Of news that are the last."""
+        assert self.ended is not None
+        return self.ended
 
 
 class Decoder(Protocol):
-    """A model in memory and the loop that decodes with it, one request at a time.
+    """A model in memory and the loop that decodes with it.
 
-    After `start` a request runs by itself until `poll` says that it has finished. Results are those of the
-    last request; scores may be read for the tokens that `poll` has returned. `start` runs on the caller's
-    thread and raises RuntimeError while another request runs.
+    Requests join and leave between two tokens of the others, and each gets what it gets alone. Any thread may
+    call these, but only one at a time `collect`.
     """
 
     @property
@@ -113,53 +127,44 @@ class Decoder(Protocol):
         """Fields of Request for which `check` accepts their defaults only."""
         ...
 
-    def check(self, request: Request) -> None:
-        """ValueError for an option that this decoder does not support."""
-
-    def start(self, request: Request) -> None: ...
-    def poll(self, from_index: int, timeout_s: float, until_done: bool) -> tuple[list[int], bool]:
-        """The first prompt's new tokens from an index on, and whether the request has finished.
-
-        Waits until there are some, or with `until_done` for the end, but not longer than the timeout.
-        """
-        ...
-
-    def cancel(self) -> None: ...
-    def outputs(self) -> list[list[int]]: ...
-    def scores(self, from_index: int, count: int) -> Scores: ...
-
-    def logits(self) -> np.ndarray: ...
-    def partials(self) -> np.ndarray: ...
-    def statistics(self) -> dict[str, int]:
-        """The fields of `Statistics`."""
-        ...
-
-    # Requests of one prompt that run side by side (batch.py), in place of `start` and `poll`. Any thread may
-    # call these, but only one at a time `collect`.
-
     @property
     def max_joined(self) -> int: ...
 
-    def join(self, request: Request) -> int:
-        """Begin a request between two tokens of the others; returns its ticket, which is never used again.
+    def check(self, request: Request) -> None:
+        """ValueError for an option that this decoder does not support."""
 
-        RuntimeError where `max_joined` run whose end has not been collected, or a request of `start` does.
+    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+        """Begin requests before the same token; returns their tickets, which are never used again.
+
+        alone: no other joins until they have ended. RuntimeError where more than `max_joined` would run whose
+        end has not been collected; those that are alone may be up to MAX_SEQUENCES.
         """
         ...
 
     def collect(self, timeout_s: float) -> list[Collected]:
-        """News of every joined request since the last call; waits until there are some, or the time is up."""
+        """News of every request since the last call; waits until there are some, or the time is up."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Requests whose end has not been collected."""
         ...
 
     def leave(self, ticket: int) -> None:
-        """End a joined request at the next token; nothing where it has ended."""
+        """End a request at the next token; nothing where it has ended."""
         ...
+
+    def leave_all(self) -> None: ...
 
     def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
         """New token `index` (from 0) of a masked request is one of these ids: bits, uint32 (ceil(V / 32),).
 
         The draw waits for it; the other requests do not. Nothing where the request has ended.
         """
+        ...
+
+    def statistics(self) -> dict[str, int]:
+        """The fields of `Statistics`, of all requests that have ended since none ran."""
         ...
 
     def close(self) -> None: ...
@@ -191,17 +196,17 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one request, all its sequences together.
+    """Of one request, or of those that ran together.
 
     reused_tokens: prompt tokens whose keys and values were still there, or were copied from another
     request's. passes: reads of all the weights. proposed_tokens: draft tokens of `speculate`;
     accepted_tokens: those that were right.
     """
 
-    reused_tokens: int
-    passes: int
-    proposed_tokens: int
-    accepted_tokens: int
+    reused_tokens: int = 0
+    passes: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -241,10 +246,3 @@ class PromptLogprobs:
         top_ids, top_logprobs = (values.reshape(len(ids), top) for values in tops)
         greedy = (top_ids[:, :1] == np.array(ids, np.int32)[:, None]).any(1)
         return PromptLogprobs(logprobs, top_ids, top_logprobs, greedy)
-
-
-def described(decoder: Decoder, ids: list[int], first: int, request: Request) -> list[GeneratedToken]:
-    """Tokens first, first + 1, ... of the running request."""
-    return GeneratedToken.described(
-        ids, None if request.logprobs is None else decoder.scores(first, len(ids))
-    )

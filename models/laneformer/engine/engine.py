@@ -1,19 +1,16 @@
-"""Engine: the facade of inference. It validates options, streams text and holds a Decoder,
-which does the rest.
+"""Engine: the facade of inference. It makes requests and holds the decoder that they join.
 
-From `generate` to the decode loop: Engine._start -> Decoder.start -> the loop itself (C++ `Decoder::serve`,
-or the launch of the CUDA kernel).
+From `generate` to the decode loop: Engine._run -> Decoder.join -> the loop itself (C++ `Decoder::serve`, or
+the launch of the CUDA kernel); what it yields comes back through Decoder.collect.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -26,17 +23,25 @@ from .batch import Batch
 from .cpu.decoder import RandomTensors
 from .cpu.packed import PackedWeights
 from .cpu.processes import cpu_decoder
-from .decoder import Decoder, GeneratedToken, Generation, PromptLogprobs, Request, Statistics, described
+from .decoder import (
+    Collected,
+    Decoder,
+    GeneratedToken,
+    Generation,
+    PromptLogprobs,
+    Request,
+    Scores,
+    Statistics,
+)
 from .device import cuda_devices
 from .folder import read_checkpoint, read_tensors, with_context
-from .options import MAX_LOGPROBS, GenerationOptions, checked_ids, in_range, without_logprobs
-from .running import ENGINES, SIGNAL_POLL_S, Running, Stream, wait
+from .options import without_logprobs
+from .requests import Requests
+from .running import ENGINES, Running, Stream
 from .text import StopStrings, TextStream, text_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-MAX_SEQUENCES = 8  # of one batch
 
 T = TypeVar("T")
 
@@ -50,7 +55,7 @@ class Engine:
             a row; "int4" a scale and 16 levels for every 32 inputs of a row (first and last layer and the head are
             int8) and implies math="int8". GPUs have the 16-bit types and "int8".
         cache_bytes: memory for keys and values of earlier requests, so that a new prompt reuses the prefix it
-            shares with one of them. Default: a quarter of the free memory (csrc/kv_pool.h).
+            shares with one of them. Default: a quarter of the free memory (schedule/prefix.h).
 
     Args on the CPU:
         threads: default all physical cores, or what the container's CPU quota allows.
@@ -101,7 +106,7 @@ class Engine:
         self.request_lock = (
             threading.Lock()
         )  # held while weights load, and from a request's start until it is read
-        self._running = Running()  # the last request
+        self._running = Running([])  # the last one
         self._batch: Batch | None = None  # the last one
         self._decoder: Decoder | None = None
         self._process = os.getpid()
@@ -117,7 +122,7 @@ class Engine:
                 decoder = CudaDecoder(config, tensors, dtype, devices, **options)
             else:
                 decoder = cpu_decoder(config, tensors, dtype, **options)
-        self._decoder = decoder
+        self._decoder, self._requests = decoder, Requests(config, self.eos_ids, decoder)
         self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
         self.refused_options = decoder.refused_options  # of a generation: this device does not have them
 
@@ -182,50 +187,37 @@ class Engine:
 
     def generate(self, prompt_ids: Sequence[int], **options: Any) -> list[int]:
         """New token ids after the prompt; options are those of GenerationOptions."""
-        request = self._request([self._prompt(prompt_ids, "prompt_ids")], without_logprobs(options))
-        return self._result(self._start(request), lambda d: d.outputs())[0]
+        request = self._requests.generation(prompt_ids, without_logprobs(options), quiet=True)
+        return self._finished([request])[0].tokens
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> Stream[int]:
         """The tokens of `generate`, each as soon as it is known; closing the stream cancels the request."""
-        request = self._request([self._prompt(prompt_ids, "prompt_ids")], without_logprobs(options))
-        running = Running()
-        return Stream(self._tokens(request, running, lambda decoder, ids, first: ids), running)
+        request = self._requests.generation(prompt_ids, without_logprobs(options))
+        return self._stream(request, lambda ids, scores: ids)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         """`generate` for 1 to 8 prompts that share each pass over the weights.
 
         Each as if it were alone, with a seed of its own (option `seed` of GenerationOptions).
         """
-        given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # arrays and tensors
-        if isinstance(given, str) or not hasattr(given, "__len__") or not 1 <= len(given) <= MAX_SEQUENCES:
-            raise ValueError(
-                f"prompts must be a list of 1 to {MAX_SEQUENCES} prompts, each a list of token ids"
-            )
-        checked = [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(given)]
-        request = self._request(checked, without_logprobs(options))
-        return self._result(self._start(request), lambda d: d.outputs())
+        requests = self._requests.batch(prompts, without_logprobs(options))
+        return [news.tokens for news in self._finished(requests)]
 
     def generate_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Generation:
         """`generate` with log-probabilities (option `logprobs`), the reason of the end, and statistics."""
-        prompt = self._prompt(prompt_ids, "prompt_ids")
-        request = self._request([prompt], GenerationOptions.from_kwargs(options))
-
-        def read(decoder: Decoder) -> Generation:
-            ids = decoder.outputs()[0]
-            ended = "stop" if ids and ids[-1] in request.stop_ids else "length"
-            reason = "cancelled" if self._running.cancelled else ended
-            tokens = described(decoder, ids, 0, request)
-            return Generation(tokens, reason, len(prompt), Statistics(**decoder.statistics()))
-
-        return self._result(self._start(request), read, even_cancelled=True)
+        request = self._requests.generation(prompt_ids, options, quiet=True)
+        news = self._finished([request], even_cancelled=True)[0]
+        reason = "stop" if {*news.tokens[-1:]} & {*request.stop_ids} else "length"
+        return Generation(
+            GeneratedToken.described(news.tokens, news.scores),
+            "cancelled" if self._running.cancelled else reason,
+            len(request.prompt),
+            Statistics(**news.whole.statistics),
+        )
 
     def stream_detailed(self, prompt_ids: Sequence[int], **options: Any) -> Stream[GeneratedToken]:
         """The tokens of `generate_detailed`, each as soon as it is known."""
-        prompt = self._prompt(prompt_ids, "prompt_ids")
-        request = self._request([prompt], GenerationOptions.from_kwargs(options))
-        running = Running()
-        tokens = self._tokens(request, running, lambda d, ids, first: described(d, ids, first, request))
-        return Stream(tokens, running)
+        return self._stream(self._requests.generation(prompt_ids, options), GeneratedToken.described)
 
     def generate_text(
         self, prompt: str | Sequence[int], *, stop: str | Sequence[str] = (), **options: Any
@@ -241,11 +233,12 @@ class Engine:
             raise ValueError(
                 "text needs a tokenizer, but the model folder of this engine holds no tokenizer.json"
             )
-        ids = self._prompt(self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt, "prompt")
-        request = self._request([ids], without_logprobs(options))
-        running = Running()
-        tokens = self._tokens(request, running, lambda decoder, ids, first: ids)
-        return Stream(text_of(tokens, TextStream(self.tokenizer, ids), StopStrings(stop)), running)
+        ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
+        request = self._requests.generation(ids, without_logprobs(options), "prompt")
+        running = Running([request])
+        tokens = self._tokens(running, lambda ids, scores: ids)
+        text = TextStream(self.tokenizer, request.prompt)
+        return Stream(text_of(tokens, text, StopStrings(stop)), running)
 
     @overload
     def logprobs(self, ids: Sequence[int], *, start: int = 1, reuse_prefix: bool = True) -> np.ndarray: ...
@@ -262,33 +255,27 @@ class Engine:
         The last id is only predicted, never read. A later `start` saves the head's work, and that of the
         positions before it that are still in the KV cache, as when many continuations follow one context.
         """
-        request = self._scoring(ids, start, 0 if top is None else top, reuse_prefix)
-
-        def read(decoder: Decoder) -> np.ndarray | PromptLogprobs:
-            scores = decoder.scores(0, len(request.prompts[0]) - start)
-            return scores[0] if top is None else PromptLogprobs.of(request.prompts[0][start:], scores, top)
-
-        return self._result(self._start(request), read)
+        request = self._requests.scoring(ids, start, 0 if top is None else top, reuse_prefix)
+        scores = self._finished([request])[0].scores
+        assert scores is not None
+        return scores[0] if top is None else PromptLogprobs.of(request.prompt[start:], scores, top)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits after every position, float32 (len(ids), V)."""
-        request = Request(
-            [self._prompt(ids, "ids")], score_from=1, logprobs=0, reuse_prefix=False, keep_logits=True
-        )
-        return self._result(self._start(request), lambda d: d.logits()).reshape(-1, self.config.vocab_size)
+        whole = self._finished([self._requests.logits(ids)])[0].whole
+        assert whole.logits is not None
+        return whole.logits.reshape(-1, self.config.vocab_size)
 
     def _partials(self, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Outputs of each module at some positions (ascending), for checks: float32 (positions,
         layers, 2, L, D).
         """
-        checked = self._prompt(ids, "ids")
-        request = Request(
-            [checked], score_from=len(checked), logprobs=0, reuse_prefix=False, keep_logits=True,
-            keep_partials=list(positions),
-        )  # fmt: skip
+        whole = self._finished([self._requests.logits(ids, positions)])[0].whole
+        assert whole.partials is not None
         c = self.config
-        shape = len(positions), c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size
-        return self._result(self._start(request), lambda d: d.partials()).reshape(shape)
+        return whole.partials.reshape(
+            len(positions), c.num_hidden_layers, len(MODULES), c.num_lanes, c.hidden_size
+        )
 
     def batch(self) -> Batch:
         """For requests that run side by side, as a server's do. Until it is closed, the
@@ -298,7 +285,7 @@ class Engine:
         """
         decoder = self._open()
         self._acquire()
-        self._batch = Batch(decoder, self._joining, self._scoring, self.request_lock.release)
+        self._batch = Batch(decoder, self._requests, self.request_lock.release)
         return self._batch
 
     @property
@@ -355,86 +342,46 @@ class Engine:
             )
         return self._decoder
 
-    def _prompt(self, ids: Sequence[int], what: str, longest: int | None = None) -> list[int]:
-        checked = checked_ids(ids, self.config.vocab_size, what)
-        context = longest or self.config.max_position_embeddings
-        if not checked:
-            raise ValueError(f"{what} is empty; give at least one token (such as the begin-of-text id)")
-        if len(checked) > context:
-            raise ValueError(
-                f"{what} has {len(checked)} tokens, more than the {context} that fit; shorten it"
-            )
-        return checked
-
-    def _scoring(self, ids: Sequence[int], start: int, top: int, reuse_prefix: bool) -> Request:
-        checked = self._prompt(ids, "ids", self.config.max_position_embeddings + 1)
-        first = in_range("start", start, int, 1, len(checked))
-        count = in_range("top", top, int, 0, min(MAX_LOGPROBS, self.config.vocab_size))
-        if not isinstance(reuse_prefix, bool):
-            raise ValueError(f"reuse_prefix = {reuse_prefix!r} must be True or False")
-        return Request([checked], score_from=first, logprobs=count, reuse_prefix=reuse_prefix)
-
-    def _request(self, prompts: list[list[int]], options: GenerationOptions, masked: bool = False) -> Request:
-        request = dataclasses.replace(
-            options.request(prompts, self.config.vocab_size, self.eos_ids), masked=masked
-        )
-        self._open().check(request)
-        return request
-
-    def _joining(self, prompt_ids: Sequence[int], masked: bool, options: dict[str, Any]) -> Request:
-        prompts = [self._prompt(prompt_ids, "prompt_ids")]
-        return self._request(prompts, GenerationOptions.from_kwargs(options), masked)
-
     def _acquire(self) -> None:
         if not self.request_lock.acquire(blocking=False):
             raise RuntimeError("the engine is busy with another request; finish or close its stream first")
 
-    @contextlib.contextmanager
-    def _start(self, request: Request, running: Running | None = None) -> Iterator[Decoder]:
-        """The decoder at work on the request; what still runs at the end of the block is
-        cancelled and waited for.
+    def _run(self, running: Running) -> Generator[tuple[int, Collected]]:
+        """News of requests that have the decoder to themselves, until they have ended.
 
         RuntimeError while another request has not ended.
         """
-        decoder, running = self._open(), running or Running()
+        decoder = self._open()
         self._acquire()
         try:
             self._running = running
-            decoder.start(request)
-            running.begin(decoder)
-            try:
-                yield decoder
-            finally:
-                running.end()
-                decoder.cancel()
-                if os.getpid() == self._process:  # a forked child has nobody to wait for
-                    wait(decoder)
+            yield from running.news(decoder)
         finally:
             self.request_lock.release()
 
-    def _result(
-        self,
-        started: AbstractContextManager[Decoder],
-        read: Callable[[Decoder], T],
-        even_cancelled: bool = False,
-    ) -> T:
-        """What `read` finds at the request's end; Cancelled, or with `even_cancelled` what there is by then."""
-        with started as decoder:
-            wait(decoder)
-            if not even_cancelled:
-                self._running.expect_finished()
-            return read(decoder)
+    def _finished(self, requests: Sequence[Request], even_cancelled: bool = False) -> list[Collected]:
+        """All that comes of quiet requests, or of scoring ones.
+
+        Cancelled where they were cancelled, or with `even_cancelled` what there was by then.
+        """
+        running, found = Running(requests), dict[int, Collected]()
+        with contextlib.closing(self._run(running)) as every:
+            found.update(every)
+        if not even_cancelled:
+            running.expect_finished()
+        return [found[number] for number in range(len(requests))]
+
+    def _stream(self, request: Request, read: Callable[[list[int], Scores | None], list[T]]) -> Stream[T]:
+        running = Running([request])
+        return Stream(self._tokens(running, read), running)
 
     def _tokens(
-        self, request: Request, running: Running, read: Callable[[Decoder, list[int], int], list[T]]
+        self, running: Running, read: Callable[[list[int], Scores | None], list[T]]
     ) -> Generator[T, None, None]:
-        """What `read` makes of new token ids and the index of their first, one by one."""
-        known, finished = 0, False
+        """What `read` makes of new token ids and their scores, one by one."""
         # started here and not by `stream`: an iterator that is never advanced must not leave
         # a request running
-        with self._start(request, running) as decoder:
-            while not finished:
-                tokens, finished = decoder.poll(known, SIGNAL_POLL_S, False)
-                yield from read(decoder, tokens, known)
-                known += len(tokens)
-            running.expect_finished()
+        with contextlib.closing(self._run(running)) as every:
+            for _, news in every:
+                yield from read(news.tokens, news.scores)
+        running.expect_finished()

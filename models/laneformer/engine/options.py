@@ -105,35 +105,39 @@ class GenerationOptions:
         bias = {i: in_range(f"logit_bias[{i!r}]", b, float, low, high) for i, b in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
 
-    def request(
+    def requests(
         self, prompts: Sequence[Sequence[int]], vocab_size: int, eos_ids: Sequence[int] = ()
-    ) -> Request:
-        """What a decoder is given for checked prompts; ids in the options are checked here."""
+    ) -> list[Request]:
+        """What a decoder is given for each checked prompt; ids in the options are checked here."""
         biased = checked_ids(list(self.logit_bias), vocab_size, "logit_bias")
         stops = checked_ids(self.stop_ids, vocab_size, "stop_ids")
-        greedy = self.temperature < MIN_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
         seeds = batch_seeds(self.seed, len(prompts)) if isinstance(self.seed, int) else list(self.seed)
-        if len(seeds) != len(prompts) and not isinstance(self.seed, int):
+        if len(seeds) != len(prompts):
             raise ValueError(
                 f"seed has {len(seeds)} values for {len(prompts)} prompts; give one integer, or one each"
             )
-        same = {field.name for field in dataclasses.fields(Request)} & {
-            f.name for f in dataclasses.fields(self)
-        }
-        return Request(
-            prompts,
-            **{name: getattr(self, name) for name in same - {"logit_bias", "stop_ids", "logprobs"}},
-            sampling=Sampling(
-                seed=seeds[0] if seeds else self.seed,
-                inverse_temperature=0.0 if greedy else 1 / self.temperature,
-                top_p=max(self.top_p, float(np.finfo(np.float32).tiny)),  # not rounded to 0
-                min_p=self.min_p,
-                top_k=self.top_k,
-            ),
-            seeds=seeds,
-            logit_bias=list(zip(biased, self.logit_bias.values(), strict=True)),
-            stop_ids=stops + ([] if self.ignore_eos else list(eos_ids)),
-            logprobs=None if self.logprobs is None else min(self.logprobs, vocab_size),
+        names = {f.name for f in dataclasses.fields(Request)} & {f.name for f in dataclasses.fields(self)}
+        same = {name: getattr(self, name) for name in names - {"logit_bias", "stop_ids", "logprobs"}}
+        return [
+            Request(
+                prompt,
+                **same,
+                sampling=self.sampling(seed),
+                logit_bias=list(zip(biased, self.logit_bias.values(), strict=True)),
+                stop_ids=stops + ([] if self.ignore_eos else list(eos_ids)),
+                logprobs=None if self.logprobs is None else min(self.logprobs, vocab_size),
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    def sampling(self, seed: int) -> Sampling:
+        greedy = self.temperature < MIN_TEMPERATURE or self.top_k == 1  # one candidate: nothing to draw
+        return Sampling(
+            seed=seed,
+            inverse_temperature=0.0 if greedy else 1 / self.temperature,
+            top_p=max(self.top_p, float(np.finfo(np.float32).tiny)),  # not rounded to 0
+            min_p=self.min_p,
+            top_k=self.top_k,
         )
 
     @classmethod
@@ -148,12 +152,12 @@ class GenerationOptions:
         return cls(**options)
 
 
-def without_logprobs(options: Mapping[str, Any]) -> GenerationOptions:
+def without_logprobs(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if options.get("logprobs") is not None:
         raise ValueError(
             "logprobs: this call returns token ids only; use generate_detailed or stream_detailed"
         )
-    return GenerationOptions.from_kwargs(options)
+    return options
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,14 @@ requests end at exit.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from .decoder import Decoder
+from .decoder import Collected, Decoder, Request
 
 T_co = TypeVar("T_co", covariant=True)
 SIGNAL_POLL_S = 0.1  # longest delay of Ctrl-C while a decoder works
@@ -30,28 +31,52 @@ class Cancelled(RuntimeError):
 
 
 class Running:
-    """One request: waiting for its start, at work in a decoder, or over. `cancel` may come from any thread."""
+    """The requests of one call: waiting for their start, at work in a decoder, or over.
 
-    def __init__(self) -> None:
+    `cancel` may come from any thread, at any time.
+    """
+
+    def __init__(self, requests: Sequence[Request]):
+        self.requests = requests
         self.cancelled = self.over = False
         self._decoder: Decoder | None = None
         self._lock = threading.Lock()
 
-    def begin(self, decoder: Decoder) -> None:
-        with self._lock:
-            self._decoder = decoder
-            if self.cancelled:  # before it began
-                decoder.cancel()
+    def news(self, decoder: Decoder) -> Generator[tuple[int, Collected]]:
+        """What comes of each request, by its number, until all have ended; the error of one ends them all.
 
-    def end(self) -> None:
-        with self._lock:
-            self.over, self._decoder = True, None
+        What still runs when this generator ends is told to leave, and waited for.
+        """
+        process = os.getpid()
+        try:
+            with self._lock:
+                self._decoder = decoder
+                tickets = decoder.join(self.requests, alone=True)
+                if self.cancelled:  # before it began
+                    decoder.leave_all()
+            left = len(tickets)
+            while left:
+                for news in decoder.collect(SIGNAL_POLL_S):
+                    if news.ended is not None:
+                        left -= 1
+                        if news.ended.error is not None:
+                            raise news.ended.error
+                    yield tickets.index(news.ticket), news
+        finally:
+            self.cancel(over=True)
+            while os.getpid() == process and decoder.running:  # a forked child has nobody to wait for
+                with contextlib.suppress(Exception):  # what has failed is known by now
+                    decoder.collect(SIGNAL_POLL_S)
 
-    def cancel(self) -> None:
+    def cancel(self, over: bool = False) -> None:
+        """over: it has ended, and only what is left of it is to end."""
         with self._lock:
+            self.over |= over
             self.cancelled |= not self.over
             if self._decoder is not None:
-                self._decoder.cancel()
+                self._decoder.leave_all()
+            if over:
+                self._decoder = None
 
     def expect_finished(self) -> None:
         if self.cancelled:
@@ -82,11 +107,6 @@ class Stream(Iterator[T_co]):
         self._running.cancel()  # a thread that waits in `next` comes back
         with self._lock:
             self._results.close()
-
-
-def wait(decoder: Decoder) -> None:
-    while not decoder.poll(0, SIGNAL_POLL_S, True)[1]:
-        pass
 
 
 class Owner(Protocol):

@@ -283,8 +283,8 @@ def test_an_interrupted_wait_cancels(engine, expected, monkeypatch):
 
 
 def test_a_batch_draws_with_a_seed_for_each_prompt(engine):
-    engine.generate_batch([PROMPT] * 3, max_new_tokens=2, temperature=1.0, seed=5)
-    assert [s.sampling.seed for s in engine._open()._sharing] == batch_seeds(5, 3)
+    requests = engine._requests.batch([PROMPT] * 3, {"temperature": 1.0, "seed": 5})
+    assert [request.sampling.seed for request in requests] == batch_seeds(5, 3)
 
 
 def test_a_closed_engine_says_so(engine):
@@ -492,6 +492,3 @@ def test_bench_measures_the_decoder(capsys, monkeypatch):
     assert asked == [(LoopDecoder, 0), (LoopDecoder, 30)]
     assert json.loads(printed.out) == {**figures, "depths": [figures], "model": "tiny"}
     assert "4000.0 GB/s that H200 read" in " ".join(printed.err.split())
-    with pytest.raises(SystemExit):
-        main(["bench", "--random-weights", "tiny", "--device", "cuda", "--barriers"])
-    assert "tools.bench cuda" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def decode(
     passes: PassDecoder, prompts: list[list[int]], sampling: list[Sampling], **options: Any
 ) -> list[Decoding]:
     pairs = zip(prompts, sampling, strict=True)
-    made = [Decoding(Request([ids], 9, sampling=s, **options)) for ids, s in pairs]
+    made = [Decoding(Request(ids, 9, sampling=s, **options)) for ids, s in pairs]
     while not all(s.finished for s in made):
         passes.advance(made)
     return made
@@ -152,9 +152,9 @@ def test_pieces_and_slots_change_no_token(cuda_builds: Path, monkeypatch: pytest
     assert [s.tokens for s in beside] == [s.tokens for s in alone] * 2
     assert sum(s.reused for s in beside) >= 4 * 14 + 2, "rings have forgotten no prompt's end"
     longer = prompts[0] + alone[0].tokens
-    again = Decoding(Request([longer], 1))
-    scored = Decoding(Request([longer], score_from=12, logprobs=1))
-    kept = Decoding(Request([longer], score_from=1, logprobs=0, keep_logits=True, reuse_prefix=False))
+    again = Decoding(Request(longer, 1))
+    scored = Decoding(Request(longer, score_from=12, logprobs=1))
+    kept = Decoding(Request(longer, score_from=1, logprobs=0, keep_logits=True, reuse_prefix=False))
     while not (again.finished and scored.finished and kept.finished):
         five.advance([again, scored, kept])
     assert again.reused >= 14

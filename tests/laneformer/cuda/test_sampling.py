@@ -185,7 +185,7 @@ def test_the_cpu_draws_the_same_tokens(sampler: Sampler, temperature: float, fil
     bf16 weights make them.
     """
     logits = (LOGITS * 8).round() / 8
-    request = GenerationOptions(temperature=temperature, seed=12, **filters).request([], VOCAB)
+    request = GenerationOptions(temperature=temperature, seed=12, **filters).requests([[0]], VOCAB)[0]
     there = sampler(logits, request.sampling)
     here = [_core.sample(logits, request, [], [], position) for position in range(COUNT)]
     np.testing.assert_array_equal(there, here)
@@ -280,7 +280,7 @@ def test_the_cpu_changes_logits_alike(cuda_builds: Path, version: str, changes: 
     plain, _ = emulated.read(ids, made)
     emulated.forget()
     stops = plain[1:3] if "min_new_tokens" in changes else []
-    request = GenerationOptions(max_new_tokens=made, stop_ids=stops, **changes).request([ids], 96)
+    request = GenerationOptions(max_new_tokens=made, stop_ids=stops, **changes).requests([ids], 96)[0]
     options: dict[str, Any] = {
         "sampling": request.sampling,
         "changes": emulated.memories[0].changes(request, ids, 0),

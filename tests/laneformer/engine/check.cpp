@@ -3,7 +3,7 @@
 //
 //   _core            runs everything; the last line holds a hash of each case's logits
 //   _core products   only each product alone (check_products.cpp)
-//   _core race       reads results that a running request still writes: ThreadSanitizer must end the program
+//   _core race       reads the caches' books while a request writes them: ThreadSanitizer must end the program
 //   _core overflow   writes one byte behind the packed weights: AddressSanitizer must end the program
 #include <atomic>
 #include <cstdio>
@@ -72,24 +72,24 @@ void map_parts(Decoder& decoder, Decoder& owner, const ModelSpec& s) {
 
 Request request_of(const ModelSpec& s) {
   Request request;
-  request.prompts.resize(1);
-  for (int i = 0; i < 140; ++i) request.prompts[0].push_back(i * 37 % s.vocab);  // two blocks, twenty windows
+  for (int i = 0; i < 140; ++i) request.prompt.push_back(i * 37 % s.vocab);  // two blocks, twenty windows
   request.max_new_tokens = 20;
   return request;
 }
 
-// New tokens as they come; the scores of those that have come may be read while the request runs.
-std::vector<int> finished(Decoder& decoder, bool scored = false) {
-  bool over = false;
-  double total = 0.0;
-  std::vector<int> tokens;
-  while (!over) {
-    const std::vector<int> more = decoder.poll(tokens.size(), 10.0, false, over);
-    for (size_t i = 0; scored && i < more.size(); ++i) total += decoder.scores().logprobs[tokens.size() + i];
-    tokens.insert(tokens.end(), more.begin(), more.end());
-  }
-  if (total > 0.0) std::abort();
-  return tokens;
+// All that comes of requests that join together, each as one piece of news.
+std::vector<News> finished(Decoder& decoder, std::vector<Request> requests, bool leaves = false) {
+  const std::vector<int64_t> tickets = decoder.schedule().join(std::move(requests));
+  if (leaves) std::thread(&Decoder::leave_all, &decoder).join();
+  std::vector<News> whole(tickets.size());
+  for (size_t over = 0; over < tickets.size();)
+    for (News& news : decoder.schedule().collect(10.0)) {
+      News& to = whole[news.ticket - tickets[0]];
+      to.tokens.insert(to.tokens.end(), news.tokens.begin(), news.tokens.end());
+      if (news.scores) to.scores = std::move(news.scores);
+      if (news.ended) ++over, to.ended = std::move(news.ended);
+    }
+  return whole;
 }
 
 // Everything a request can ask for; returns what must not depend on the number of threads.
@@ -103,37 +103,26 @@ Results run(Decoder& decoder, const ModelSpec& s) {
   Results results;
   Request scoring = request_of(s);
   scoring.score_from = 1, scoring.top_logprobs = 3, scoring.keep_logits = true, scoring.keep_partials = {0, 7, 44};
-  decoder.start(scoring);
-  finished(decoder);
-  results.logits = decoder.take_logits(), results.partials = decoder.take_partials();
+  Ended scored = std::move(*finished(decoder, {scoring})[0].ended);
+  results.logits = std::move(scored.logits), results.partials = std::move(scored.partials);
 
   Request request = request_of(s);
   request.top_logprobs = 2;
-  decoder.start(request);
-  results.greedy = finished(decoder, true);
+  results.greedy = finished(decoder, {request})[0].tokens;
   request.speculate = 3, request.top_logprobs = -1;  // with guesses, and from the cached prefix
-  request.prompts[0].insert(request.prompts[0].end(), results.greedy.begin(), results.greedy.begin() + 4);
-  decoder.start(request);
-  const std::vector<int> guessed = finished(decoder);
+  request.prompt.insert(request.prompt.end(), results.greedy.begin(), results.greedy.begin() + 4);
+  request.quiet = request.timed = true;
+  const std::vector<int> guessed = finished(decoder, {request})[0].tokens;
   if (!std::equal(results.greedy.begin() + 4, results.greedy.end(), guessed.begin())) results.greedy.clear();
 
   request.sampling.draw.inverse_temperature = 1.0f, request.sampling.repetition_penalty = 1.2;
-  request.prompts.push_back({5, 6, 7});  // a batch of two
-  decoder.start(request);
-  results.sampled = finished(decoder);
+  Request other = request;
+  other.prompt = {5, 6, 7};
+  results.sampled = finished(decoder, {request, other})[0].tokens;
   request.max_new_tokens = 40;
-  decoder.start(request);
-  std::thread(&Decoder::cancel, &decoder).join();
-  finished(decoder);
+  finished(decoder, {request}, true);
+  if (!(decoder.probe() > 0.0)) std::abort();
   return results;
-}
-
-// A stretch with a barrier after every module in turn with one without, and the bandwidth probe between them.
-void run_ablation(Decoder& decoder, const ModelSpec& s) {
-  Request request = request_of(s);
-  request.compare_barriers = true, request.probe_every = 5;
-  decoder.start(request);
-  finished(decoder);
 }
 
 // Three threads join and leave, the fourth collects. Every request must give what it gives alone; those of the third
@@ -143,36 +132,33 @@ bool run_joined(Decoder& decoder, const ModelSpec& s) {
   std::vector<Request> requests(kClients, request_of(s));
   requests[0].speculate = 3, requests[0].top_logprobs = 2;
   requests[1].score_from = 70, requests[1].top_logprobs = 1;
-  requests[2].prompts[0].resize(3), requests[2].sampling.draw.inverse_temperature = 1.0f;
+  requests[2].prompt.resize(3), requests[2].sampling.draw.inverse_temperature = 1.0f;
   std::vector<News> expected(kClients), came(kClients * kTurns);
-  for (int i = 0; i < kClients; ++i) {
-    decoder.start(requests[i]);
-    expected[i].tokens = finished(decoder);
-    if (i < 2) expected[i].scores = decoder.scores();
-  }
+  for (int i = 0; i < kClients; ++i) expected[i] = finished(decoder, {requests[i]})[0];
   requests[2].masked = true;
   std::atomic<int64_t> tickets[kClients * kTurns] = {};
   std::atomic<int> over[kClients * kTurns] = {};
   const auto client = [&](int i) {
     for (int turn = 0; turn < kTurns; ++turn) {
       const int at = i * kTurns + turn;
-      const int64_t ticket = tickets[at] = decoder.join(requests[i]);
+      const int64_t ticket = tickets[at] = decoder.schedule().join({requests[i]})[0];
       for (int token = 0; i == 2 && token < 20; ++token)
-        decoder.allow(ticket, token, Sequence::Mask((s.vocab + 31) / 32, ~0u));
-      if (turn % 3 == 2) decoder.leave(ticket);
+        decoder.schedule().allow(ticket, token, Sequence::Mask((s.vocab + 31) / 32, ~0u));
+      if (turn % 3 == 2) decoder.schedule().leave(ticket);
       while (!over[at]) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   };
   std::vector<std::thread> clients;
   for (int i = 0; i < kClients; ++i) clients.emplace_back(client, i);
   for (int ended = 0; ended < kClients * kTurns;)
-    for (News& news : decoder.collect(10.0)) {
+    for (News& news : decoder.schedule().collect(10.0)) {
       int at = 0;
       while (tickets[at] != news.ticket) at = (at + 1) % (kClients * kTurns);  // its client may not have it yet
       came[at].tokens.insert(came[at].tokens.end(), news.tokens.begin(), news.tokens.end());
       if (news.scores) came[at].scores = news.scores;
-      if (news.statistics) ++ended, over[at] = 1;
-      if (!news.error.empty()) std::abort();
+      if (!news.ended) continue;
+      ++ended, over[at] = 1;
+      if (!news.ended->error.empty()) std::abort();
     }
   for (std::thread& thread : clients) thread.join();
   bool equal = true;
@@ -229,7 +215,6 @@ Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, Math ma
       return {};
     }
     if (threads != 3) continue;
-    run_ablation(decoder, spec);
     // on the matrix unit, passes of four columns and more round otherwise (kernels/amx.h)
     if (!run_joined(decoder, spec) && std::strcmp(isa, "amx") != 0)
       return std::puts("joined requests gave other results"), Results{};
@@ -254,12 +239,9 @@ int plant(const std::string& fault) {
   load_random(decoder, spec);
   if (fault == "overflow") decoder.part(0)[decoder.part_bytes(0)] = 1;
   if (fault == "race") {
-    Request request = request_of(spec);
-    request.score_from = 1, request.top_logprobs = 3;
-    decoder.start(request);
-    volatile float early = 0.0f;
-    for (bool over = false; !over; decoder.poll(0, 0.0, true, over))
-      for (const float logprob : decoder.scores().logprobs) early = early + logprob;
+    decoder.schedule().join({request_of(spec)});
+    volatile size_t early = 0;
+    while (decoder.schedule().running()) decoder.schedule().collect(0.0), early = early + decoder.schedule().prefixes().bytes();
   }
   std::puts("not noticed");
   return EXIT_SUCCESS;

@@ -135,17 +135,13 @@ def test_int8_is_named_wherever_it_is_measured(folder, capsys):
         assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=10) + "\n"
 
 
-def test_bench_of_a_folder_at_depths_with_the_ablation(folder, capsys):
-    main(["bench", str(folder), "--depth", "20", "0", "--barriers", "--threads", "2"])
+def test_bench_of_a_folder_at_depths(folder, capsys):
+    main(["bench", str(folder), "--depth", "20", "0", "--threads", "2"])
     figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert (figures["depth"], figures["dtype"], figures["threads"]) == (20, "fp32", 2)
     assert [deeper["depth"] for deeper in figures["depths"]] == [0]
-    assert figures["barriers_tokens_per_s"] > 0
-    assert (
-        figures["delay_over_barriers_p10"]
-        <= figures["delay_over_barriers"]
-        <= figures["delay_over_barriers_p90"]
-    )
+    assert figures["tokens_per_s_p10"] <= figures["tokens_per_s"] <= figures["tokens_per_s_p90"]
+    assert figures["probe_bytes_per_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -174,16 +170,17 @@ def test_mistakes_end_with_a_message(arguments, message, capsys):
 
 
 def test_a_lost_process_ends_with_a_message(folder, monkeypatch, capsys):
-    start = ProcessesDecoder.start
+    join = ProcessesDecoder.join
 
-    def lose(self, request):
+    def lose(self, requests, alone=False):
         self._workers.processes[0].send_signal(
             signal.SIGSTOP
         )  # rank 0 decodes in the background: it must wait for it
-        start(self, request)
+        tickets = join(self, requests)
         self._workers.processes[0].kill()
+        return tickets
 
-    monkeypatch.setattr(ProcessesDecoder, "start", lose)
+    monkeypatch.setattr(ProcessesDecoder, "join", lose)
     with pytest.raises(SystemExit) as stop:
         main(
             [

@@ -62,7 +62,7 @@ def test_no_token_depends_on_the_latency(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_wait_that_a_join_needs_takes_its_time(variant):
     with engine_with(variant, link_s=LINK_S) as engine:
-        assert min(after(engine, [1, 2, 3], 3).token_s()) >= floor_s(variant)
+        assert min(after(engine, [1, 2, 3], 3).whole.token_s) >= floor_s(variant)
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_every_wait_that_a_join_needs_takes_its_time(variant):
 def test_no_join_waits_that_need_not(variant):
     link_s = 0.1  # beside which even a busy machine is fast
     with engine_with(variant, link_s=link_s) as engine:
-        least = min(after(engine, [1, 2, 3], 4).token_s())
+        least = min(after(engine, [1, 2, 3], 4).whole.token_s)
     assert floor_s(variant, link_s) <= least < floor_s(variant, link_s) + 2 * link_s
 
 
@@ -85,7 +85,7 @@ def test_processes_wait_as_threads_do():
         expected = one.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True)
     with engine_of(model, threads=1, processes=2) as engine:
         decoder_of(engine).set_latency(link_s)
-        times = after(engine, [1, 2, 3], 5).token_s()
+        times = after(engine, [1, 2, 3], 5).whole.token_s
         # one process may begin a token up to a link's latency before the other, so a single one
         # can be shorter
         assert sum(times) >= (len(times) * exchanges - 1) * link_s
@@ -101,12 +101,12 @@ def test_threads_of_one_lane_do_not_wait_for_the_link():
     model = random_model(small_config(num_lanes=1, broadcast_delay=0))
     with engine_of(model, threads=2) as engine:
         decoder_of(engine).set_latency(1.0)
-        assert min(after(engine, [1, 2, 3], 3).token_s()) < 1.0
+        assert min(after(engine, [1, 2, 3], 3).whole.token_s) < 1.0
 
 
 def test_jitter_spreads_the_times_of_tokens():
     with engine_with("tensor_parallel", link_s=LINK_S, jitter=1.0, seed=1) as engine:
-        times = after(engine, [1, 2, 3], 9).token_s()
+        times = after(engine, [1, 2, 3], 9).whole.token_s
     assert max(times) - min(times) > 2 * LINK_S
 
 

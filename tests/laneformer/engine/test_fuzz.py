@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laneformer.engine import GenerationOptions
-from laneformer.engine.cpu import _core
+from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.options import RANGES
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
 
@@ -98,7 +98,7 @@ def test_any_scoring_ends_in_numbers_or_an_error(engine, ids, options):
     still_works(engine)
 
 
-REQUEST = GenerationOptions(max_new_tokens=2).request([[1, 2]], 264)
+REQUEST = GenerationOptions(max_new_tokens=2).requests([[1, 2]], 264)[0]
 FIELDS = [field.name for field in dataclasses.fields(REQUEST)]
 
 
@@ -106,22 +106,14 @@ FIELDS = [field.name for field in dataclasses.fields(REQUEST)]
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=3))
 def test_the_compiled_module_checks_its_arguments_itself(engine, changes):
     """What a mistake in Python could send: sizes and ids are refused, never followed."""
-    decoder: _core.Decoder = engine._open()
-    if isinstance(changes.get("max_new_tokens"), int) or isinstance(changes.get("probe_every"), int):
+    decoder: CpuDecoder = engine._open()
+    if isinstance(changes.get("max_new_tokens"), int):
         return  # long, but no mistake
-    try:
-        decoder.start(dataclasses.replace(REQUEST, **changes))
-    except (ValueError, RuntimeError, TypeError):
-        pass
-    else:
-        while not decoder.poll(0, 0.1, True)[1]:
-            pass
-        assert all(0 <= i < 264 for tokens in decoder.outputs() for i in tokens)
+    with contextlib.suppress(ValueError, RuntimeError, TypeError):
+        (ticket,) = decoder.join([dataclasses.replace(REQUEST, **changes)])
+        if changes.get("masked"):
+            decoder.leave(ticket)
+        while decoder.running:
+            for news in decoder.collect(0.1):
+                assert all(0 <= i < 264 for i in news.tokens)
     still_works(engine)
-
-
-def test_scores_that_do_not_exist_are_refused(engine):
-    engine.generate([1], max_new_tokens=3)
-    for first, count in ((0, 1), (5, 0), (0, 2**63), (2**63, 2**63)):
-        with pytest.raises(ValueError, match="no such scores"):
-            engine._open().scores(first, count)

@@ -254,7 +254,7 @@ def test_different_results_are_an_error(transport):
     with engine_of(random_model(small_config()), threads=1, processes=2, transport=transport) as engine:
         others = engine._decoder._workers
         send = others.send
-        others.send = lambda request: send(dataclasses.replace(request, prompts=[[4]]))
+        others.send = lambda call: send((call[0], [dataclasses.replace(r, prompt=[4]) for r in call[1]]))
         with pytest.raises(RuntimeError, match="the processes have come to different results"):
             engine.generate([3], max_new_tokens=20)
         with pytest.raises(
@@ -283,10 +283,13 @@ def test_what_several_processes_do_not_do():
     with pytest.raises(ValueError, match="processes = 5 must be an integer from 1 to 4, the model's lanes"):
         engine_of(random_model(small_config()), processes=5)
     with engine_of(random_model(small_config()), threads=1, processes=2) as engine:
-        batch = engine.batch()
-        with pytest.raises(RuntimeError, match="in several processes runs one request at a time"):
+        with engine.batch() as batch:
+            assert batch.max_joined == 1
+            with pytest.raises(ValueError, match="in several processes draws without masks"):
+                batch.join([3], masked=True)
             batch.join([3], max_new_tokens=2)
-        batch.close()
+            with pytest.raises(RuntimeError, match="in several processes runs one request at a time"):
+                batch.join([3], max_new_tokens=2)
         with pytest.raises(ValueError, match="keep_partials needs one process"):
             engine._partials([3], [0])
         assert len(engine.generate([3], max_new_tokens=2)) == 2

@@ -42,7 +42,7 @@ def random_options(rng, **fixed) -> GenerationOptions:
 
 def drawn(logits, prompt, output, options: GenerationOptions) -> int:
     position = len(prompt) + len(output) - 1
-    return _core.sample(logits, options.request([], len(logits)), prompt, output, position)
+    return _core.sample(logits, options.requests([[0]], len(logits))[0], prompt, output, position)
 
 
 def mismatches(change_prompt: bool) -> int:

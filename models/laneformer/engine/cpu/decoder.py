@@ -26,7 +26,7 @@ from ...config import (
     LaneformerConfig,
 )
 from ...tensors import FIRST_MATRIX, Tensor
-from ..decoder import Collected, Request
+from ..decoder import Collected, Ended, Request
 from ..folder import rope_tables
 from ..machine import free_memory_bytes, this_machine
 from . import _core
@@ -133,11 +133,14 @@ class CpuDecoder(_core.Decoder):
         """Every option is supported."""
 
     def collect(self, timeout_s: float) -> list[Collected]:
-        return [Collected(*news) for news in super().collect(timeout_s)]
+        return [
+            Collected(ticket, first, tokens, scores, ended and Ended(*ended))
+            for ticket, first, tokens, scores, ended in super().collect(timeout_s)
+        ]
 
     def close(self) -> None:
-        """End the request, if one runs; threads and weights go with the object."""
-        self.cancel()
+        """End all requests; threads and weights go with the object."""
+        self.leave_all()
 
     def _load(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], packed: PackedWeights | None

@@ -19,12 +19,12 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import EngineLost, Request
+from ..decoder import Collected, EngineLost, Request
 from ..machine import this_machine
 from .decoder import MAX_THREADS, CpuDecoder, Place
 from .links import LOADED, MEETING_S, follow_replies, heard, launched, listener, meet, shared_file
@@ -64,9 +64,12 @@ class ProcessesDecoder(CpuDecoder):
     """A CpuDecoder whose lanes are shared out over `processes` processes; `threads` are those
     of each of them.
 
-    One request at a time. EngineLost where a process is lost, then and from then on; ValueError where the
-    lanes cannot be shared out.
+    A request joins when the last one has ended. EngineLost where a process is lost, then and from then on;
+    ValueError where the lanes cannot be shared out.
     """
+
+    max_joined = 1
+    refused_options = ("masked",)  # masks would have to reach every process before the draw
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class ProcessesDecoder(CpuDecoder):
         source: Source,
         **options: Any,
     ):
-        self._told, self._transport = False, transport
+        self._transport = transport
         self._workers = Workers(processes)
         self._end = weakref.finalize(self, self._workers.close)
         try:
@@ -91,19 +94,22 @@ class ProcessesDecoder(CpuDecoder):
                 raise EngineLost(f"{reason} while it loaded the model") from None
             raise
 
-    def start(self, request: Request) -> None:
+    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
         if self._workers.loss or self.lost:
             raise EngineLost(f"this engine is closed: {self._reason()}; load the model again")
-        self._told = False
-        super().start(request)
-        self._workers.send(request)
+        tickets = super().join(requests)
+        self._workers.send(("join", list(requests)))
+        return tickets
 
-    def poll(self, from_index: int, timeout_s: float, until_done: bool) -> tuple[list[int], bool]:
-        tokens, finished = super().poll(from_index, timeout_s, until_done)
-        if finished and self.lost and not self._told and not self._workers.closed:
-            self._told = True
+    def collect(self, timeout_s: float) -> list[Collected]:
+        news = super().collect(timeout_s)
+        if self.lost and not self._workers.closed:
             raise EngineLost(f"{self._reason()}: the request has ended, and the engine is closed")
-        return tokens, finished
+        return news
+
+    def probe(self) -> float:
+        self._workers.send(("probe",))
+        return super().probe()
 
     def set_latency(self, link_s: float, jitter: float = 0.0, seed: int = 0) -> None:
         """In every process. ValueError by TCP, which does not carry the stamps of the delay line."""
@@ -112,10 +118,10 @@ class ProcessesDecoder(CpuDecoder):
                 f"transport = {self._transport!r}: a latency is injected where processes share memory"
             )
         super().set_latency(link_s, jitter, seed)
-        self._workers.send((link_s, jitter, seed))
+        self._workers.send(("set_latency", link_s, jitter, seed))
 
     def close(self) -> None:
-        self.cancel()
+        self.leave_all()
         self._end()
 
     def _settle(self, cache_bytes: int) -> int:

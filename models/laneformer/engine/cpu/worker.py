@@ -1,14 +1,13 @@
 """A worker process of an engine in several processes (processes.py): `python -m
 laneformer.engine.cpu.worker`.
 
-Standard input holds pickles of rank 0's: the model, the bytes that its caches may take, then requests one
-after another (or a latency that is injected, for measurements). One line of standard output says that the
+Standard input holds pickles of rank 0's: the model, the bytes that its caches may take, then what rank 0 calls
+of its decoder: `join`, and for measurements `set_latency` and `probe`. One line of standard output says that the
 weights are loaded, or why they are not; the rest of it is beats (links.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import queue
@@ -19,8 +18,6 @@ from typing import Any, BinaryIO, NoReturn, TextIO
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import Request
-from ..running import wait
 from .decoder import CpuDecoder, Place
 from .links import LOADED, Address, beat, connect_all, controlled, shared_file
 
@@ -52,13 +49,10 @@ class Worker(CpuDecoder):
 
     def run(self) -> None:
         while True:
-            message = self._inbox.get()
-            with contextlib.suppress(OverflowError):  # which rank 0 has found, too
-                wait(self)  # the last request ends with the same pass as rank 0's
-            if isinstance(message, Request):
-                self.start(message)
-            else:
-                self.set_latency(*message)
+            name, *arguments = self._inbox.get()
+            while self.running:  # the last requests end with the same pass as rank 0's
+                self.collect(1.0)
+            getattr(self, name)(*arguments)
 
 
 Inbox = queue.SimpleQueue[Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import time
@@ -14,10 +13,9 @@ import torch
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import CUDA, Collected, Request, RequestFailed, Sampling, Scores
-from ..joined import OneAtATime
+from ..decoder import CUDA, Collected, Request, RequestFailed, Scores
 from ..options import in_range
-from .decoding import Decoding
+from .alone import Alone
 from .geometry import DTYPES, HALVES, MAX_STOPS
 from .launch import NotResident
 from .memory import half_of
@@ -32,7 +30,7 @@ CPU_ONLY = ("masked",)
 SCORED_AT_ONCE = 16  # new tokens whose logits are kept: with `logprobs` a launch makes no more
 
 
-class CudaDecoder(OneAtATime):
+class CudaDecoder:
     """Decodes on one or more GPUs that share the lanes.
 
     The kernels compute as math="exact" does, but for keys and values in 16 bits; prompts of more than a few
@@ -84,10 +82,10 @@ class CudaDecoder(OneAtATime):
             cache_bytes = in_range("cache_bytes", cache_bytes, int, 0, 2**63)
         self.config, self._version = config, version
         self._tensors, self._devices, self._cache_bytes = tensors, devices, cache_bytes
-        self._sharing: list[Decoding] = []  # of a request whose columns share passes
-        self._prepare_joined()
+        self._alone = Alone(self)
+        self._at_work: Alone | JoinedPasses = self._alone  # what requests have joined last
         self._request = Request([])
-        self._outputs: list[list[int]] = []
+        self._tokens: list[int] = []
         self._running = self._cancelled = False
         self._reused = self._passes = 0
         self._before: list[int] = []  # new tokens of launches before this one
@@ -97,16 +95,15 @@ class CudaDecoder(OneAtATime):
 
     def check(self, request: Request) -> None:
         """ValueError for what only the CPU has."""
-        for field in dataclasses.fields(Request):
-            value = getattr(request, field.name)
-            if field.name in CPU_ONLY and value not in (field.default, []):
-                raise ValueError(f"{field.name} = {value!r}: {USE_CPU}")
+        for name in (*CPU_ONLY, "keep_partials"):
+            if value := getattr(request, name):
+                raise ValueError(f"{name} = {value!r}: {USE_CPU}")
         if len(request.stop_ids) > MAX_STOPS:
             raise ValueError(f"{len(request.stop_ids)} stop ids; the CUDA engine takes at most {MAX_STOPS}")
 
     def close(self) -> None:
-        """End the request, if one runs, else give the memory back."""
-        self.cancel()
+        """End the requests, if any run, else give the memory back."""
+        self.leave_all()
         if not self._running:
             for name in ("gpu", "side_by_side", "_joining", "_held"):
                 self.__dict__.pop(name, None)
@@ -154,137 +151,118 @@ class CudaDecoder(OneAtATime):
 
     @property
     def max_joined(self) -> int:
-        return self._joining.max_joined if self._joining else super().max_joined
+        return self._joining.max_joined if self._joining else 1
 
-    def join(self, request: Request) -> int:
-        return self._joining.join(request) if self._joining else super().join(request)
+    @property
+    def running(self) -> int:
+        return self._at_work.running
+
+    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+        """One that is alone, without drafts, is a launch of the kernel of one column."""
+        shares = not alone or len(requests) > 1 or requests[0].speculate > 0
+        self._at_work = (self._joining if shares else None) or self._alone
+        return self._at_work.join(requests, alone)
 
     def collect(self, timeout_s: float) -> list[Collected]:
-        return self._joining.collect(timeout_s) if self._joining else super().collect(timeout_s)
+        return self._at_work.collect(timeout_s)
 
     def leave(self, ticket: int) -> None:
-        self._joining.leave(ticket) if self._joining else super().leave(ticket)
+        self._at_work.leave(ticket)
 
-    # one request
+    def leave_all(self) -> None:
+        self._at_work.leave_all()
+
+    def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
+        raise AssertionError("`check` refuses masked requests")
+
+    # requests that are alone
 
     def start(self, request: Request) -> None:
-        self._request, self._outputs, self._cancelled, self._sharing = request, [], False, []
+        self._request, self._tokens, self._cancelled = request, [], False
         self._reused = self._passes = 0
         self._scores = KeptScores(request.logprobs or 0)
         try:
-            if request.score_from:
-                self._score(request)
-            elif (len(request.prompts) > 1 or request.speculate > 0) and self.side_by_side:
-                context = self.config.max_position_embeddings
-                self._sharing = [Decoding(request, i, context) for i in range(len(request.prompts))]
-                self.side_by_side.passes, self._running = 0, True
-            else:
-                self._start_next()
+            self._score(request) if request.score_from else self._launch()
         except torch.OutOfMemoryError as error:
             raise RequestFailed(f"the GPU has no memory for this request: {error}") from None
 
-    def _start_next(self) -> None:
-        """The next prompt."""
-        self._outputs.append([])
-        self._launch()
-
     def _launch(self) -> None:
-        """All new tokens that are left of this prompt; with `logprobs`, some of them."""
-        r, number, self._before = self._request, len(self._outputs) - 1, self._outputs[-1]
-        sampling = Sampling.from_buffer_copy(r.sampling)
-        sampling.seed = r.seeds[number] if r.seeds else sampling.seed
+        """All new tokens that are left; with `logprobs`, some of them."""
+        r, self._before = self._request, self._tokens
         left, made = self._most_new() - len(self._before), len(self._before)
         self.gpu.start(
-            [*r.prompts[number], *self._before], left if r.logprobs is None else min(left, SCORED_AT_ONCE), r.stop_ids,
-            sampling, r.reuse_prefix or made > 0, request=r, made=made,
+            [*r.prompt, *self._before], left if r.logprobs is None else min(left, SCORED_AT_ONCE), r.stop_ids,
+            r.sampling, r.reuse_prefix or made > 0, request=r, made=made,
         )  # fmt: skip
         self._running = True
 
     def _most_new(self) -> int:
-        """New tokens after the prompt under way, unless a stop id comes."""
-        room = self.config.max_position_embeddings - len(self._request.prompts[len(self._outputs) - 1]) + 1
+        """New tokens, unless a stop id comes."""
+        room = self.config.max_position_embeddings - len(self._request.prompt) + 1
         return min(self._request.max_new_tokens, room)
 
     def poll(self, from_index: int, timeout_s: float, until_done: bool) -> tuple[list[int], bool]:
-        """The first prompt's tokens from an index on, when there are any, all have ended, or the time is up."""
+        """New tokens from an index on, and whether these are all; waits for some, the end, or the timeout.
+
+        until_done: only for the end.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             self._look()
-            tokens = self._outputs[0][from_index:] if self._outputs else []
+            tokens = self._tokens[from_index:]
             if not self._running or (tokens and not until_done) or time.monotonic() > deadline:
                 return tokens, not self._running
             time.sleep(POLL_S)
 
     def _look(self) -> None:
-        """Take new tokens, notice the end, start the next prompt."""
+        """Take new tokens, notice the end."""
         if not self._running:
             return
         try:
-            if self._sharing:
-                self._share()
-                return
             tokens, finished = self.gpu.poll()
         except Exception:  # a hang, or the driver's: there is nothing left to wait for
             self._running = False
             raise
         if self._request.logprobs is None or finished:
-            self._outputs[-1] = self._before + tokens
+            self._tokens = self._before + tokens
         if finished:
             self._running = False
             self._finish(tokens)
-
-    def _share(self) -> None:
-        """One pass for all prompts; between two of them a request can end."""
-        assert self.side_by_side is not None
-        for s in self._sharing:
-            s.left = self._cancelled
-        self.side_by_side.advance(self._sharing)
-        if error := next((s.error for s in self._sharing if s.error), None):
-            self.side_by_side.end(self._sharing)
-            raise RequestFailed(error)
-        self._outputs, self._passes = [s.tokens for s in self._sharing], self.side_by_side.passes
-        self._reused = sum(s.reused for s in self._sharing)
-        self._running = not all(s.finished for s in self._sharing)
 
     def _finish(self, tokens: list[int]) -> None:
         """A launch has ended: score its tokens, start the next one."""
         r = self._request
         self._count(len(tokens))
-        if r.logprobs is not None and len(self._outputs) == 1:
+        if r.logprobs is not None:
             self._scores.add(self.gpu.new_logits(len(tokens)), tokens)
-        if self._cancelled:
+        if self._cancelled or not tokens or tokens[-1] in r.stop_ids:
             return
-        if tokens and tokens[-1] not in r.stop_ids and len(self._outputs[-1]) < self._most_new():
+        if len(self._tokens) < self._most_new():
             self._launch()
-        elif len(self._outputs) < len(r.prompts):
-            self._start_next()
 
     def _count(self, made: int) -> None:
-        read = len(self._request.prompts[len(self._outputs) - 1]) + len(self._before)
+        read = len(self._request.prompt) + len(self._before)
         self._reused += 0 if self._before else self.gpu.reused
         prefilled = read - self.gpu.read_tokens - self.gpu.reused
         self._passes += -(-prefilled // CHUNK_TOKENS) + self.gpu.read_tokens + max(made - 1, 0)
 
+    def figures(self) -> dict[str, int]:
+        """The fields of `Statistics`, of the last `start`."""
+        return {"reused_tokens": self._reused, "passes": self._passes}
+
     def cancel(self) -> None:
         self._cancelled = True
-        if self._running and not self._sharing:
+        if self._running:
             self.gpu.cancel()
 
-    def outputs(self) -> list[list[int]]:
-        return self._outputs
-
     def statistics(self) -> dict[str, int]:
-        drafts = {
-            f"{kind}_tokens": sum(getattr(s, kind) for s in self._sharing)
-            for kind in ("proposed", "accepted")
-        }
-        return {"reused_tokens": self._reused, "passes": self._passes, **drafts}
+        return self._at_work.statistics()
 
     def _score(self, r: Request) -> None:
         """Scores of ids[score_from:], or with `keep_logits` the logits after every id;
         all before this returns.
         """
-        ids, first = list(r.prompts[0]), r.score_from
+        ids, first = list(r.prompt), r.score_from
         start, read = (0, ids) if r.keep_logits else (first - 1, ids[:-1])
         blocks = (
             block
@@ -300,10 +278,7 @@ class CudaDecoder(OneAtATime):
         self._reused, self._passes = self.gpu.reused, -(-(len(read) - self.gpu.reused) // CHUNK_TOKENS)
 
     def scores(self, from_index: int, count: int) -> Scores:
-        return (self._sharing[0].scores if self._sharing else self._scores).part(from_index, count)
+        return self._scores.part(from_index, count)
 
     def logits(self) -> np.ndarray:
         return self._logits
-
-    def partials(self) -> np.ndarray:
-        raise ValueError(f"keep_partials: {USE_CPU}")

@@ -1,5 +1,5 @@
 """One sequence on its way through passes (passes.py): what it reads, drafts,
-draws and keeps (csrc/sequence.h).
+draws and keeps (schedule/sequence.h).
 
 The first ids of a long prompt, and all that is to be scored, are read in pieces by PyTorch; where
 the pieces end is a matter of the prompt and of what was reused, never of the others. All further ids
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from ..decoder import Request, Sampling
+from ..decoder import Request
 from .memory import Changes, Column
 from .scores import KeptScores
 from .slots import Slot
@@ -31,14 +31,12 @@ NEUTRAL = (1.0, 0.0, 0.0)  # penalties
 class Decoding:
     """One sequence of a request. `position`: ids before it have their keys and values in `slot`."""
 
-    def __init__(self, request: Request, index: int = 0, context: int = 2**31):
+    def __init__(self, request: Request, context: int = 2**31):
         """`context`: positions that a cache has."""
-        self.request, self.ids = request, list(request.prompts[index])
+        self.request, self.ids = request, list(request.prompt)
         self.prompt_length = len(self.ids)
         room = context - self.prompt_length + 1
         self.max_tokens = 0 if self.scoring else min(request.max_new_tokens, room)
-        self.sampling = Sampling.from_buffer_copy(request.sampling)
-        self.sampling.seed = request.seeds[index] if request.seeds else self.sampling.seed
         self.slot: Slot | None = None
         self.position = self.pieces_end = 0
         self.finished = self.max_tokens == 0 and not self._scored_ids()
@@ -135,7 +133,7 @@ class Decoding:
         left = max(r.min_new_tokens - self.made - drafts, 0)
         return Column(
             token, self.position + i, row, drafts, row if self.penalises else -1, row if r.logit_bias else -1,
-            len(r.stop_ids), tuple(r.stop_ids), self.sampling,
+            len(r.stop_ids), tuple(r.stop_ids), r.sampling,
             Changes(None, None, r.repetition_penalty, r.frequency_penalty, r.presence_penalty, left),
         )  # fmt: skip
 
@@ -181,7 +179,7 @@ class Decoding:
 
 def draft(ids: Sequence[int], most: int) -> list[int]:
     """Prompt lookup: `most` ids that followed the latest earlier place of the last
-    few ids (as csrc/sequence.cpp).
+    few ids (as schedule/lookup.cpp).
     """
     length = len(ids)
     for phrase in range(LONGEST_PHRASE, SHORTEST_PHRASE - 1, -1) if most > 0 else ():

@@ -1,7 +1,7 @@
 """Several sequences side by side, and several positions of one: passes of up to 8 columns (passes.cu).
 
 A launch is one pass; between two of them the host says what the columns are. As in the CPU engine
-(csrc/passes.cpp): first the next id of each sequence that decodes, and draft tokens after it; then as many
+(schedule/schedule.cpp): first the next id of each sequence that decodes, and draft tokens after it; then as many
 ids of prompts as there is room for. Each sequence draws the tokens that it would draw alone, whatever shares
 its passes. Long prompts are read by PyTorch, a piece between two passes.
 """

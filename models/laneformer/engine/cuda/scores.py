@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from logits on a GPU, kept as they come (csrc/sequence.h: Scores)."""
+"""Log-probabilities of tokens from logits on a GPU, kept as they come (schedule/sequence.h: Scores)."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ void Decoder::cache_position(int t, int layer, int own, const float* key, const 
     const int index = own * heads + head;
     rotate(key + head * d, rotated, rope_position(layer, at.position));
     bool fits = convert(rotated, DType::fp32, d, narrow, spec_.kv_dtype);
-    char* to = caches_->keys(t, at.cache, layer, index) + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
+    char* to = kv_->keys(t, at.cache, layer, index) + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
     for (int j = 0; j < d; ++j) std::memcpy(to + size_t(j) * 16 * bytes, narrow + j * bytes, bytes);
     fits &= convert(value + head * d, DType::fp32, d,
-                    caches_->values(t, at.cache, layer, index) + size_t(slot) * dim * bytes, spec_.kv_dtype);
+                    kv_->values(t, at.cache, layer, index) + size_t(slot) * dim * bytes, spec_.kv_dtype);
     if (!fits && spec_.kv_dtype == DType::fp16) {
       kv_overflowed_.fetch_or(1u << at.sequence);
       overflowed_.fetch_or(1u << at.sequence);
@@ -53,8 +53,8 @@ AttendArgs Decoder::queries_of(int t, int layer, int own, const Attended& block,
   const int leader = plans_[t].leader, head = own * kv_heads + block.head;
   AttendArgs a{};
   a.query = w.query.floats();
-  a.keys = caches_->keys(leader, first.cache, layer, head);
-  a.values = caches_->values(leader, first.cache, layer, head);
+  a.keys = kv_->keys(leader, first.cache, layer, head);
+  a.values = kv_->values(leader, first.cache, layer, head);
   a.dtype = spec_.kv_dtype;
   a.queries = block.count * group;
   a.heads = group;

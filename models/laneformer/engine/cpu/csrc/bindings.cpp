@@ -106,13 +106,11 @@ struct nanobind::detail::type_caster<Request> {
   NB_TYPE_CASTER(Request, const_name("Request"))
   bool from_python(handle r, uint8_t, cleanup_list*) noexcept try {
     const auto field = [&](const char* name, auto& to) { to = nb::cast<std::decay_t<decltype(to)>>(r.attr(name)); };
-    field("prompts", value.prompts), field("max_new_tokens", value.max_new_tokens);
+    field("prompt", value.prompt), field("max_new_tokens", value.max_new_tokens);
     field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate), field("masked", value.masked);
-    field("score_from", value.score_from), field("keep_logits", value.keep_logits);
-    field("keep_partials", value.keep_partials), field("probe_every", value.probe_every);
-    field("compare_barriers", value.compare_barriers);
+    field("quiet", value.quiet), field("timed", value.timed), field("score_from", value.score_from);
+    field("keep_logits", value.keep_logits), field("keep_partials", value.keep_partials);
     value.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
-    field("seeds", value.seeds);
     value.sampling = sampling_from(r);
     return true;
   } catch (...) {
@@ -195,24 +193,10 @@ void map_part(Decoder& decoder, int index, Bytes data) {
   decoder.map_part(index, data.data());
 }
 
-nb::tuple poll(Decoder& decoder, size_t from, double timeout_s, bool until_done) {
-  bool finished = false;
-  std::vector<int> tokens;
-  {
-    nb::gil_scoped_release release;
-    tokens = decoder.poll(from, timeout_s, until_done, finished);
-  }
-  return nb::make_tuple(tokens, finished);
-}
-
 // Log-probabilities, best ids, and theirs, flat.
 nb::tuple as_tuple(Scores s) {
   return nb::make_tuple(to_numpy(std::move(s.logprobs)), to_numpy(std::move(s.top_ids)),
                         to_numpy(std::move(s.top_logprobs)));
-}
-
-nb::tuple scores(const Decoder& decoder, size_t from, size_t count) {
-  return as_tuple(decoder.scores().part(from, count));
 }
 
 nb::dict as_dict(const Statistics& s) {
@@ -222,25 +206,44 @@ nb::dict as_dict(const Statistics& s) {
   return d;
 }
 
+template <class T>
+nb::object or_none(std::vector<T> values) {
+  return values.empty() ? nb::none() : nb::cast(to_numpy(std::move(values)));
+}
+
+// What decoder.py's Collected holds beside tokens and scores.
+nb::tuple as_tuple(Ended& ended) {
+  const nb::handle kind = ended.overflowed ? PyExc_OverflowError : PyExc_ValueError;
+  const nb::object error = ended.error.empty() ? nb::none() : kind(ended.error);
+  return nb::make_tuple(as_dict(ended.statistics), error, or_none(std::move(ended.logits)),
+                        or_none(std::move(ended.partials)), ended.timings.first_token_s,
+                        or_none(std::move(ended.timings.token_s)));
+}
+
 // The fields of decoder.py's Collected, of each request.
 nb::list collect(Decoder& decoder, double timeout_s) {
   std::vector<News> all;
   {
     nb::gil_scoped_release release;
-    all = decoder.collect(timeout_s);
+    all = decoder.schedule().collect(timeout_s);
   }
   nb::list found;
   for (News& news : all) {
-    const nb::object error = news.error.empty() ? nb::none() : nb::cast(news.error);
     const nb::object scores = news.scores ? nb::object(as_tuple(std::move(*news.scores))) : nb::none();
-    const nb::object statistics = news.statistics ? nb::object(as_dict(*news.statistics)) : nb::none();
-    found.append(nb::make_tuple(news.ticket, news.first, news.tokens, scores, statistics, error));
+    const nb::object ended = news.ended ? nb::object(as_tuple(*news.ended)) : nb::none();
+    found.append(nb::make_tuple(news.ticket, news.first, news.tokens, scores, ended));
   }
   return found;
 }
 
+// alone: as long as the caller lets nobody else join, which is the same here.
+std::vector<int64_t> join(Decoder& decoder, std::vector<Request> requests, bool) {
+  if (!decoder.loaded()) throw std::invalid_argument("the weights are not loaded yet");
+  return decoder.schedule().join(std::move(requests));
+}
+
 void allow(Decoder& decoder, int64_t ticket, int index, nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig> mask) {
-  decoder.allow(ticket, index, Sequence::Mask(mask.data(), mask.data() + mask.size()));
+  decoder.schedule().allow(ticket, index, Sequence::Mask(mask.data(), mask.data() + mask.size()));
 }
 
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
@@ -355,26 +358,19 @@ NB_MODULE(_core, m) {
       .def("copy_parts", &Decoder::copy_parts, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("parts", &Decoder::parts)
       .def("tune", &Decoder::tune, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("start", &Decoder::start, "request"_a, nb::call_guard<nb::gil_scoped_release>())  // it may map a KV cache
-      .def("poll", &poll, "from_index"_a, "timeout_s"_a, "until_done"_a)
-      .def("cancel", &Decoder::cancel, nb::call_guard<nb::gil_scoped_release>())
-      .def("join", &Decoder::join, "request"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("join", &join, "requests"_a, "alone"_a = false, nb::call_guard<nb::gil_scoped_release>())
       .def("collect", &collect, "timeout_s"_a)
       .def("leave", &Decoder::leave, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("leave_all", &Decoder::leave_all, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("running", [](Decoder& d) { return d.schedule().running(); })
       .def("allow", &allow, "ticket"_a, "index"_a, "mask"_a)
-      .def("outputs", &Decoder::outputs)
-      .def("scores", &scores, "from_index"_a, "count"_a)
-      .def("statistics", [](const Decoder& d) { return as_dict(d.statistics()); })
-      .def("logits", [](Decoder& d) { return to_numpy(d.take_logits()); })
-      .def("partials", [](Decoder& d) { return to_numpy(d.take_partials()); })
-      .def("token_s", [](const Decoder& d) { return to_numpy(d.timings().token_s); })
-      .def("probe_bytes_per_s", [](const Decoder& d) { return to_numpy(d.timings().probe_bytes_per_s); })
-      .def_prop_ro("first_token_s", [](const Decoder& d) { return d.timings().first_token_s; })
+      .def("statistics", [](Decoder& d) { return as_dict(d.schedule().statistics()); })
+      .def("probe", nb::overload_cast<>(&Decoder::probe), nb::call_guard<nb::gil_scoped_release>())
       .def("set_latency", [](Decoder& d, double s, double jitter, uint64_t seed) { d.set_latency({s, jitter, seed}); },
            "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
       .def("set_ladder", &Decoder::set_ladder)
-      .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.caches().set_limit(bytes); }, "bytes"_a)
-      .def_prop_ro("kv_bytes", [](Decoder& d) { return d.caches().bytes(); })
+      .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.schedule().set_cache_limit(bytes); }, "bytes"_a)
+      .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().prefixes().bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
       .def_prop_ro("lost", [](const Decoder& d) { return int(d.lost()); })

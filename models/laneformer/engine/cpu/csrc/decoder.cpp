@@ -1,8 +1,7 @@
-// Threads, loading, and the bandwidth probe; requests.cpp has what a request does with them.
+// Threads, loading, and the loop over passes.
 #include "decoder.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
@@ -18,10 +17,6 @@ int broadcast_delay(const ModelSpec& spec) {
   return 0;
 }
 }  // namespace
-
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, const Kernels* kernels,
                  Math math, std::vector<int> cpus, double processors, Place place)
@@ -62,7 +57,12 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     const int own = plans_[t].last_lane - plans_[t].first_lane;
     heads.push_back(plans_[t].leader == t ? own * (spec.kv_heads / spec.lanes) : 0);
   }
-  caches_ = std::make_unique<KvPool>(spec_, std::move(heads));
+  kv_ = std::make_unique<KvMemory>(spec_, std::move(heads));
+  Limits limits{spec_.vocab, spec_.context};
+  limits.side_by_side = place_.processes == 1;  // a process alone has all modules' outputs
+  if (limits.side_by_side) limits.partials = size_t(spec_.layers) * 2 * spec_.lanes * spec_.hidden;
+  limits.log_sum_exp = kernels_->log_sum_exp;
+  schedule_ = std::make_unique<Schedule>(limits, kv_->shape(), *kv_, [this] { wake(); });
   if (!place_.sockets.empty()) mirror_ = std::make_unique<Mirror>(memory_, exchange_, place_.sockets);
   team_ = std::make_unique<Team>(own_, [cpus = cpus_, first = first_](int t) {
     if (!cpus.empty()) pin_to(cpus[(first + t) % cpus.size()]);
@@ -110,7 +110,7 @@ size_t Decoder::prepared_bytes(DType dtype, size_t inputs) const {
 }
 
 Decoder::~Decoder() {
-  cancel();
+  leave_all();
   if (getpid() != process_) (void)team_.release();  // a forked child has none of the threads to wait for
 }
 
@@ -124,32 +124,12 @@ size_t Decoder::weight_bytes() const {
 
 void Decoder::on_all_threads(const std::function<void(int)>& job) {
   {
-    std::lock_guard lock(team_->mutex);
-    if (team_->busy()) throw std::runtime_error("the engine is busy with another request");
+    if (schedule_->running()) throw std::runtime_error("the engine is busy with another request");
+    std::unique_lock lock(team_->mutex);
+    team_->changed.wait(lock, [&] { return !team_->busy(); });  // the last request is on its way out
     team_->post([&](int t) { job(first_ + t); });
   }
   team_->wait();
-}
-
-// --- for measurements -------------------------------------------------------------------------------------------
-
-void Decoder::set_latency(const Latency& latency) {
-  const auto in_range = [](double value, double most) { return value >= 0.0 && value <= most; };
-  if (!in_range(latency.link_s, 1.0) || !in_range(latency.jitter, 2.0))
-    throw std::invalid_argument("latency: 0 to 1 s, its jitter 0 to 2; got " + std::to_string(latency.link_s) +
-                                " and " + std::to_string(latency.jitter));
-  std::vector<int> first_of_lane;
-  for (const ThreadPlan& plan : plans_) first_of_lane.push_back(plan.leader);
-  on_all_threads([](int) {});  // throws while a request runs
-  exchange_.set_latency(latency, std::move(first_of_lane));
-}
-
-void Decoder::set_ladder() {
-  for (const auto& joins : spec_.join)
-    if (std::find_if(joins.begin(), joins.end(), [](Join how) { return how != Join::present; }) != joins.end())
-      throw std::invalid_argument("ladder: every join of the model must be PRESENT; set broadcast_delay = 0");
-  on_all_threads([](int) {});
-  ladder_ = true;
 }
 
 // --- loading ----------------------------------------------------------------------------------------------------
@@ -236,76 +216,66 @@ void Decoder::set_rope(const float* cosine, const float* sine) {
   sine_.assign(sine, sine + count);
 }
 
-// --- prefetch distance ------------------------------------------------------------------------------------------
-
-size_t Decoder::tune(int64_t bytes) {
-  constexpr size_t kLeast = size_t{64} << 20, kMost = size_t{96} << 20;  // more than caches; enough to tell apart
-  constexpr int kRounds = 5, kCount = std::size(kAhead);
-  if (bytes >= 0) return ahead_ = static_cast<size_t>(bytes);
-  if (weight_bytes() < kLeast) return ahead_;
-  std::array<std::array<double, kRounds>, kCount> seconds;
-  on_all_threads([&](int t) {
-    for (int turn = -1; turn < kRounds * kCount; ++turn) {  // the first one touches the pages
-      const int i = (turn + kCount) % kCount;
-      meet(t);
-      const double began = now_s();
-      if (t == first_) ahead_ = kAhead[i];
-      meet(t);
-      read_tape(t, kMost / plans_.size());
-      meet(t);
-      if (t == first_ && turn >= 0) seconds[i][turn / kCount] = now_s() - began;
-    }
-  });
-  const auto median = [](std::array<double, kRounds> of) {
-    std::nth_element(of.begin(), of.begin() + kRounds / 2, of.end());
-    return of[kRounds / 2];
-  };
-  const auto faster = [&](const auto& a, const auto& b) { return median(a) < median(b); };
-  return ahead_ = kAhead[std::min_element(seconds.begin(), seconds.end(), faster) - seconds.begin()];
-}
-
-// Multiplies as decoding does, layer by layer, until `most` bytes of this thread's tape are read.
-void Decoder::read_tape(int t, size_t most) {
-  Worker& w = workers_[t];
-  for (const auto& layer : plans_[t].layers)
-    for (const LaneLayer& lane : layer)
-      for (const Matrix* matrix : {&lane.qkv, &lane.wo, &lane.gate_up, &lane.w2}) {
-        if (matrix->offset > most) return;
-        multiply(t, *matrix, w.x.floats(), 0, w.y.floats() - matrix->first_row, 0, 1);
-      }
-}
-
 // --- passes -----------------------------------------------------------------------------------------------------
 
+void Decoder::leave(int64_t ticket) {
+  if (getpid() == process_) schedule_->leave(ticket);
+}
+
+void Decoder::leave_all() {
+  if (getpid() == process_) schedule_->leave_all();
+}
+
+// There is something to run again.
+void Decoder::wake() {
+  std::unique_lock lock(team_->mutex);
+  team_->changed.wait(lock, [&] { return !team_->busy(); });  // the threads are on their way out
+  gone_ = 0;
+  team_->post([this](int t) { serve(first_ + t); });
+}
+
 void Decoder::serve(int t) {
-  if (request_->probe_every)  // untouched pages would all be the same zero page
-    std::memset(probe_buffer_.bytes() + kProbeBytes / plans_.size() * t, 1, kProbeBytes / plans_.size());
   meet(t);
-  uint64_t seen = pass_issued_.value.load(std::memory_order_acquire);
+  const uint64_t seen = pass_issued_.value.load(std::memory_order_acquire);
   meet(t);  // nobody issues a pass before everybody knows the number of the last one
-  if (t == first_) request_began_s_ = now_s();
+  run_passes(t, seen);
+  if (exchange_.lost() && ++gone_ == own_) schedule_->fail();
+}
+
+void Decoder::run_passes(int t, uint64_t seen) {
   while (!exchange_.lost()) {
     ++seen;
     if (t == first_) {
-      pass_ = next_pass();
+      issue_pass();
       pass_issued_.value.store(seen, std::memory_order_release);
-      if (std::exchange(tells_news_, false)) team_->changed.notify_all();  // while the others are at work already
+      schedule_->tell_news();  // while the others are at work already
     } else {
       const auto issued = [&] { return pass_issued_.value.load(std::memory_order_acquire) >= seen; };
       spin_until(spin_turns_, [&] { return issued() || exchange_.lost(); });
       if (!issued()) return;
     }
     const Pass pass = pass_;
-    if (pass.step == Step::end) return;
-    if (pass.step == Step::probe) {
-      probe(t);
-    } else {
-      run_layers(t, pass);
-      if (pass.head_columns && !exchange_.lost()) run_head(t, pass);
-    }
+    if (!pass.columns) return;
+    run_layers(t, pass);
+    if (pass.head_columns && !exchange_.lost()) run_head(t, pass);
     const bool gives = pass.head_columns && !pass.scores && spec_.head != Head::lane;
     meet(t, gives ? Gives::logits : Gives::nothing);
   }
+}
+
+// By the first thread, while the others wait: what the last pass gave, and what comes next.
+void Decoder::issue_pass() {
+  const Said said = heard();
+  const PassResult result{logits(pass_), size_t(round_up(spec_.vocab, 16)), said.overflowed, said.kv_overflowed};
+  const bool ran = std::exchange(pass_.columns, 0);
+  if (exchange_.lost()) return;
+  const Pass* next = schedule_->next(ran ? &result : nullptr, said.left);
+  if (!next) return;
+  pass_ = *next;
+  plan_hash_ = 0;
+  for (int c = 0; c < pass_.columns; ++c)
+    for (const int value : {pass_.column[c].token, pass_.column[c].position, pass_.column[c].cache})
+      plan_hash_ = (plan_hash_ ^ static_cast<uint32_t>(value)) * 0x100000001b3ull;  // FNV-1a's prime
 }
 
 // Every thread waits for every other, in all processes.
@@ -314,7 +284,7 @@ void Decoder::meet(int t, Gives gives) {
   if (place_.processes == 1) return;
   const uint64_t number = exchange_.published(Exchange::kMet, t);
   if (t == first_) {
-    said(number, place_.rank) = {plan_hash_, overflowed_, kv_overflowed_, cancelled_};
+    said(number, place_.rank) = {plan_hash_, overflowed_, kv_overflowed_, schedule_->leaving()};
     exchange_.publish(Exchange::kProcessesMet, place_.rank, number);
     if (mirror_) {
       std::vector<iovec> written = given(gives);
@@ -377,21 +347,6 @@ Said Decoder::heard() {
 void Decoder::meet_group(int t) {
   const ThreadPlan& plan = plans_[t];
   if (plan.members > 1) exchange_.meet(Exchange::kGroupMet, t, plan.leader, plan.leader + plan.members);
-}
-
-// The best of a few plain read loops over every thread's share of a large buffer.
-void Decoder::probe(int t) {
-  const size_t share = kProbeBytes / plans_.size() / 1024 * 1024;
-  double best = 0.0;
-  for (const size_t ahead : kAhead) {
-    meet(t);
-    const double began = now_s();
-    volatile uint64_t sink = kernels_->read(probe_buffer_.bytes() + share / 64 * 64 * t, share, ahead);
-    (void)sink;
-    meet(t);
-    best = std::max(best, static_cast<double>(share * plans_.size()) / (now_s() - began));
-  }
-  if (t == first_) timings_.probe_bytes_per_s.push_back(best);
 }
 
 }  // namespace laneformer

@@ -1,14 +1,12 @@
-// Requests on T persistent threads that own lanes: one at a time (`start`), or up to eight that come and go (`join`).
+// A model on T persistent threads that own lanes: executes the passes that its schedule plans (schedule.h).
 //
-// A pass sends a block of columns through all layers; a column is one position of one sequence: a part of a prompt,
-// one new token of each sequence of a batch, or a new token and draft tokens after it. A thread runs its lanes'
-// modules without a barrier; it publishes each module's partial outputs in a mailbox and then counts up its own
-// modules done (exchange.h). Only a join that needs other lanes waits: PRESENT for this module, PAST for the module
-// `delay` layers ago. Where threads outnumber lanes, a group of threads shares each lane: its members own rows of the
-// lane's matrices, keep a copy each of its residual stream, and meet within a module. Two meetings of all threads a
-// pass: before the first thread samples, and before the next pass. No column's result depends on which other columns it
-// shares the pass with, not in a single bit (on the matrix unit: as long as they are four or more, or fewer;
-// kernels/amx.h).
+// A pass sends a block of columns through all layers. A thread runs its lanes' modules without a barrier; it publishes
+// each module's partial outputs in a mailbox and then counts up its own modules done (exchange.h). Only a join that
+// needs other lanes waits: PRESENT for this module, PAST for the module `delay` layers ago. Where threads outnumber
+// lanes, a group of threads shares each lane: its members own rows of the lane's matrices, keep a copy each of its
+// residual stream, and meet within a module. Two meetings of all threads a pass: before the first thread asks for the
+// next pass, and before that runs. No column's result depends on which other columns it shares the pass with, not in a
+// single bit (on the matrix unit: as long as they are four or more, or fewer; kernels/amx.h).
 #pragma once
 #include <unistd.h>
 
@@ -17,26 +15,24 @@
 #include <memory>
 #include <vector>
 
+#include "../../schedule/schedule.h"
 #include "exchange.h"
-#include "kv_pool.h"
+#include "kv_memory.h"
 #include "mirror.h"
 #include "model.h"
-#include "pace.h"
 #include "processes.h"
-#include "sequence.h"
 #include "system.h"
 #include "team.h"
 
 namespace laneformer {
 
-constexpr int kMaxSequences = 8;
+static_assert(kMaxColumns == kPassColumns);
 constexpr int kBlockQueries = 128;  // that attention takes at a time: their scores stay in the second-level cache
 constexpr int kHeadShareTiles = 2;  // what a thread takes of the head at a time
 #ifndef LANEFORMER_PROBE_MIB
 #define LANEFORMER_PROBE_MIB 256  // far larger than the caches
 #endif
 constexpr size_t kProbeBytes = size_t{LANEFORMER_PROBE_MIB} << 20;
-double now_s();
 
 class Decoder {
  public:
@@ -66,60 +62,25 @@ class Decoder {
   // not negative. It changes no result. Returns the distance.
   size_t tune(int64_t bytes);
 
-  // One request that has the decoder to itself. Throws std::runtime_error while another one runs, and
-  // std::invalid_argument where a size or an id would lead beyond a buffer; what the values mean is Python's to check
-  // (options.py).
-  void start(Request request);
-  // New tokens of the first sequence since `from`; waits until there are some or the request is over (`until_done`:
-  // only for the end).
-  std::vector<int> poll(size_t from, double timeout_s, bool until_done, bool& finished);
-  std::vector<std::vector<int>> outputs();  // new tokens of every sequence
-  void cancel();  // ends all requests
-
-  // Requests of one prompt side by side, each with the results that it has alone. They begin and end between two
-  // passes; where nothing can run, the threads sleep. All of these may be called from any thread, at any time.
-  // Returns the request's ticket, which is never used again; throws as `start`, where kMaxSequences have not been
-  // collected to their end, too.
-  int64_t join(Request request);
-  // Of all joined requests since the last call; waits until there is something, but not longer than the timeout.
-  std::vector<News> collect(double timeout_s);
+  // Where requests join, and from where their results come. `leave_all` does nothing in a forked child, which has none
+  // of the threads, and whose mutexes may never be free.
+  Schedule& schedule() { return *schedule_; }
   void leave(int64_t ticket);
-  // New token `index` (from 0) of a masked request is one of these ids. Where it could be drawn before this comes, its
-  // logits are kept and the others go on.
-  void allow(int64_t ticket, int index, Sequence::Mask mask);
+  void leave_all();
+  bool loaded() const { return !cosine_.empty(); }
 
-  // Of the last request of `start`; while it runs, scores are valid for the tokens that poll has returned.
-  const Scores& scores() const { return sequences_.at(0)->scores; }
-  std::vector<float> take_logits() { return std::move(kept_logits_); }
-  std::vector<float> take_partials() { return std::move(kept_partials_); }  // [position][layer][module][lane][hidden]
-  Statistics statistics() const;  // all its sequences together
-  const Timings& timings() const { return timings_; }
   const Kernels* kernels() const { return kernels_; }
   const ModelSpec& spec() const { return spec_; }
   Exchange::Loss lost() const { return exchange_.lost(); }
   int threads() const { return static_cast<int>(plans_.size()); }
   size_t weight_bytes() const;  // read per decoded token, all threads
-  KvPool& caches() { return *caches_; }  // its limit and size, while no request runs
 
-  // For measurements. Both throw std::runtime_error while a request runs.
+  // For measurements. All throw std::runtime_error while a request runs.
+  double probe();  // bytes/s at which the threads read memory
   void set_latency(const Latency& latency);  // of what threads of different lanes give each other; changes no result
   void set_ladder();  // of a model without a delay (else std::invalid_argument): as Ladder Residual joins
 
  private:
-  enum class Step { layers, probe, end };
-  struct Column {
-    int token, position, cache, sequence;
-  };
-  struct Pass {
-    Step step = Step::end;
-    uint64_t first_layer = 0;  // layers run before this pass, over all requests
-    int columns = 0, head_columns = 0;
-    bool barriers = false;  // all threads meet after every module
-    bool scores = false;    // some head columns are of sequences that score
-    int decoding = 0, prompt_columns = 0;  // sequences that wait for their next token; columns of others
-    Column column[kMaxColumns] = {};
-    int head[kMaxColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
-  };
   struct Attended {  // what one call of the kernel computes: a KV head's query heads for some columns of a sequence
     int head, column, count;
   };
@@ -142,7 +103,10 @@ class Decoder {
   // decoder.cpp: threads, loading, the loop over passes
   void reserve(int t);
   void on_all_threads(const std::function<void(int)>& job);
+  void wake();
   void serve(int t);
+  void run_passes(int t, uint64_t seen);
+  void issue_pass();
   enum class Gives { nothing, streams, logits };  // to other machines, at a meeting
   void meet(int t, Gives gives = Gives::nothing);
   void send_partials(int t, uint64_t layer, Module module, const Pass& pass);
@@ -150,28 +114,8 @@ class Decoder {
   Said heard();
   Exchange::Shape shape() const;
   void meet_group(int t);
-  void probe(int t);
+  double probe(int t, Pages& buffer);
   void read_tape(int t, size_t most);
-
-  // requests.cpp: from and to Python
-  void expect(const Request& request) const;
-  void wake(std::unique_lock<std::mutex>& lock);
-  Sequence* find(int64_t ticket);
-  void begin_sequence(Sequence& sequence);
-
-  // passes.cpp: what a pass holds, and what its logits lead to
-  Pass next_pass();
-  bool change_sequences();
-  void end_sequences();
-  void admit(Sequence& sequence);
-  bool probe_is_due(bool over) const;
-  Pass plan_pass();
-  void add_columns(Pass& pass, int sequence, int most);
-  void finish_pass(const Said& said);
-  void take_tokens(Sequence& sequence);
-  bool take_mask(Sequence& sequence, Sequence::Mask& mask);
-  bool take_token(Sequence& sequence, const float* logits);
-  void score_positions(int t, const Pass& pass);
 
   // forward.cpp, attention.cpp, head.cpp: one pass
   void run_layers(int t, const Pass& pass);
@@ -188,6 +132,7 @@ class Decoder {
   void join_lanes(int t, int layer, Module module, const Pass& pass);
   void keep_partials(int t, int layer, Module module, const Pass& pass);
   void run_head(int t, const Pass& pass);
+  void score_positions(int t, const Pass& pass);
   void replicated_inputs(int t, const Pass& pass);
   void lane_inputs(int t, const Pass& pass);
   void prepare_head(int t, const Pass& pass);
@@ -207,10 +152,10 @@ class Decoder {
   }
   // Of several processes, one may still draw from its last pass's logits while another has the next one's: two turns.
   float* logits(const Pass& pass) const {
-    const size_t turn = place_.processes > 1 ? pass.first_layer / spec_.layers % 2 : 0;
+    const size_t turn = place_.processes > 1 ? pass.number % 2 : 0;
     return logits_.floats() + turn * kMaxColumns * round_up(spec_.vocab, 16);
   }
-  bool leaves(const Sequence& s) const { return place_.processes > 1 ? leaves_ : s.left; }
+  uint64_t first_layer(const Pass& pass) const { return (pass.number - 1) * spec_.layers; }  // of all passes together
   const float* norm_scale(int index, int lane) const;
   void wait_for_peers(int t, uint64_t modules) const {
     exchange_.wait_for(Exchange::kModulesDone, t, 0, threads(), modules);
@@ -240,14 +185,13 @@ class Decoder {
   const int first_, own_;  // of the threads: those of this process
   std::vector<ThreadPlan> plans_;
   std::vector<Worker> workers_;
-  std::unique_ptr<KvPool> caches_;
+  std::unique_ptr<KvMemory> kv_;
   Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, d); padded
-  Pages embedding_, norms_, final_streams_, logits_, lane_logits_, probe_buffer_;
+  Pages embedding_, norms_, final_streams_, logits_, lane_logits_;
   std::vector<float> cosine_, sine_;
   bool mapped_ = false;  // tapes or embedding are read-only
   size_t ahead_ = 3072;  // bytes of the tape to prefetch ahead, the same for all threads
 
-  bool wants_tokens_ = false;
   const int spin_turns_;  // before the core is given up: none where threads outnumber the processors
   SharedMemory memory_;
   Exchange exchange_;
@@ -256,28 +200,11 @@ class Decoder {
   bool ladder_ = false;
   Counter pass_issued_;
 
-  // the requests: while they run, only the first thread writes these, between two meetings
-  std::shared_ptr<const Request> request_;  // of `start`; of joined ones an empty one: each sequence has its own
-  Pass pass_;
-  std::vector<Sequence*> running_;  // places of a pass's columns
+  std::unique_ptr<Schedule> schedule_;
+  Pass pass_;              // the running one; without columns there is none
+  uint64_t plan_hash_ = 0;  // of it
   std::atomic<uint32_t> overflowed_{0}, kv_overflowed_{0};  // bit i: place i; ... as a key or value is beyond fp16
-  std::atomic<bool> cancelled_{false};  // of `start`
-  bool probed_ = false, tells_news_ = false;
-  bool leaves_ = false;    // of several processes: it has been cancelled, as all of them know
-  uint64_t plan_hash_ = 0;  // of the running pass
-  uint64_t layers_run_ = 0;
-  double request_began_s_ = 0, pass_began_s_ = 0;
-  std::vector<float> kept_logits_, kept_partials_;
-  int passes_ = 0;
-  Pace pace_;
-  Timings timings_;
-
-  // under the team's mutex
-  std::vector<std::unique_ptr<Sequence>> sequences_;  // of the last `start`, or joined and not collected to the end
-  bool joined_ = false;                               // they have joined
-  bool serving_ = false;                              // the threads will look for more work
-  bool has_news_ = false;                             // for `collect`
-  int64_t tickets_ = 0;
+  std::atomic<int> gone_{0};  // threads that have ended as a process is lost
 
   // jobs are handed over under its mutex; within a request only counters are used. Ends before all that its jobs use
   std::unique_ptr<Team> team_;

@@ -38,7 +38,7 @@ void Decoder::multiply(int t, const Matrix& matrix, const float* x, int x_stride
 }
 
 void Decoder::run_layers(int t, const Pass& pass) {
-  caches_->copy(t);
+  for (int i = 0; i < pass.copies; ++i) kv_->copy(t, pass.copy[i]);
   const ThreadPlan& plan = plans_[t];
   const int own_lanes = plan.last_lane - plan.first_lane;
   for (int c = 0; c < pass.columns; ++c) {
@@ -47,7 +47,7 @@ void Decoder::run_layers(int t, const Pass& pass) {
       std::memcpy(stream(t, own, c), stream(t, 0, c), spec_.hidden * sizeof(float));
   }
   for (int layer = 0; layer < spec_.layers && !exchange_.lost(); ++layer) {
-    const uint64_t global = pass.first_layer + layer;
+    const uint64_t global = first_layer(pass) + layer;
     for (const Module module : {kAttention, kMlp}) {
       // This slot's last readers joined it `delay` layers after it was written; they are past that once they have
       // finished the module that follows.
@@ -59,9 +59,8 @@ void Decoder::run_layers(int t, const Pass& pass) {
       }
       exchange_.publish(Exchange::kModulesDone, t, 2 * global + module + 1);
       if (mirror_) send_partials(t, global, module, pass);
-      if (pass.barriers) meet(t);
       join_lanes(t, layer, module, pass);
-      if (!request_->keep_partials.empty()) keep_partials(t, layer, module, pass);
+      if (pass.keeps) keep_partials(t, layer, module, pass);
     }
   }
 }
@@ -98,7 +97,7 @@ void Decoder::add_sum(int t, uint64_t number, const Pass& pass) {
 
 // Ladder Residual (arXiv 2501.06589), for measurements: every sum joins one module late, the last two together.
 void Decoder::join_late(int t, int layer, Module module, const Pass& pass) {
-  const uint64_t number = 2 * (pass.first_layer + layer) + module;
+  const uint64_t number = 2 * (first_layer(pass) + layer) + module;
   if (layer || module) add_sum(t, number - 1, pass);
   if (layer == spec_.layers - 1 && module) add_sum(t, number, pass);
 }
@@ -106,7 +105,7 @@ void Decoder::join_late(int t, int layer, Module module, const Pass& pass) {
 // The update table of config.Join for the own lanes; sums over lanes are always in lane order.
 void Decoder::join_lanes(int t, int layer, Module module, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
-  const uint64_t global = pass.first_layer + layer;
+  const uint64_t global = first_layer(pass) + layer;
   const Join how = spec_.join[module][layer];
   if (ladder_) return join_late(t, layer, module, pass);
   if (how == Join::present) return add_sum(t, 2 * global + module, pass);
@@ -137,14 +136,12 @@ void Decoder::join_lanes(int t, int layer, Module module, const Pass& pass) {
 // overwrites them waits until this thread has finished the next module.
 void Decoder::keep_partials(int t, int layer, Module module, const Pass& pass) {
   const ThreadPlan& plan = plans_[t];
-  const std::vector<int>& chosen = request_->keep_partials;
+  const size_t floats = size_t(spec_.lanes) * spec_.hidden;
   for (int c = 0; t == plan.leader && c < pass.columns; ++c) {
-    const auto found = std::lower_bound(chosen.begin(), chosen.end(), pass.column[c].position);
-    if (found == chosen.end() || *found != pass.column[c].position) continue;
-    const size_t row = (size_t(found - chosen.begin()) * spec_.layers + layer) * 2 + module;
-    for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
-      std::memcpy(kept_partials_.data() + (row * spec_.lanes + lane) * spec_.hidden,
-                  exchange_.slot(pass.first_layer + layer, module, lane) + size_t(c) * spec_.padded_hidden(),
+    float* kept = schedule_->partials(pass.column[c], layer, module, floats);
+    for (int lane = plan.first_lane; kept && lane < plan.last_lane; ++lane)
+      std::memcpy(kept + size_t(lane) * spec_.hidden,
+                  exchange_.slot(first_layer(pass) + layer, module, lane) + size_t(c) * spec_.padded_hidden(),
                   spec_.hidden * sizeof(float));
   }
 }

@@ -35,6 +35,12 @@ void Decoder::run_head(int t, const Pass& pass) {
   score_positions(t, pass);
 }
 
+// Log-probabilities of the ids that follow the pass's positions, shared out over the threads of rank 0.
+void Decoder::score_positions(int t, const Pass& pass) {
+  for (int row = t; place_.rank == 0 && row < pass.head_columns; row += own_)
+    schedule_->score(pass, row, logits(pass) + row * round_up(spec_.vocab, 16));
+}
+
 // Once for all shares: another thread may multiply them.
 void Decoder::prepare_head(int t, const Pass& pass) {
   Worker& w = workers_[t];
@@ -47,7 +53,7 @@ void Decoder::prepare_head(int t, const Pass& pass) {
 // This thread's matrices of the head, then what slower threads of its process have left of theirs: nobody waits long at
 // the end of a token for a thread that lost its core for a moment. Each row is one thread's work, so no sum changes.
 void Decoder::share_head(int t, const Pass& pass) {
-  const uint64_t ready = pass.first_layer + 1;
+  const uint64_t ready = pass.number;
   workers_[t].head_taken.value.store(0, std::memory_order_relaxed);
   workers_[t].head_ready.value.store(ready, std::memory_order_release);
   for (int i = 0; i < own_; ++i) {

@@ -6,7 +6,7 @@
 #pragma once
 #include <algorithm>
 
-#include "kernels.h"
+#include "pass.h"
 
 namespace laneformer {
 
@@ -26,7 +26,7 @@ class Pace {
     ++since_usual_;
     const double change = std::clamp(kLongest * usual_s_ / seconds, 0.5, 1.5);
     if (columns == static_cast<int>(columns_))
-      columns_ = std::clamp(columns_ * change, 1.0, double{kMaxColumns});
+      columns_ = std::clamp(columns_ * change, 1.0, double{kPassColumns});
     else if (change < 1.0)  // there was no more to read, and even that was too much
       columns_ = std::max(columns * change, 1.0);
   }

@@ -14,7 +14,7 @@
 #include <vector>
 
 #define DEVICE inline
-#include "../../sampling.h"
+#include "../sampling.h"
 #undef DEVICE
 
 namespace laneformer {

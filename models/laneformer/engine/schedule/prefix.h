@@ -1,28 +1,46 @@
-// KV caches: their memory, the ids whose keys and values they hold, and where a new sequence may start in one of them.
+// KV caches: the ids whose keys and values they hold, and where a new sequence may start in one of them. Their bytes are
+// the executor's (KvStore).
 //
 // Every layer has room for all positions, and memory only for those that were written. A layer with a sliding window
 // needs no more than the window before the next position; what lies before is kept as long as the limit allows, so that
 // a sequence may part from the cached one anywhere. Beyond the limit it is dropped, but for the windows before
 // positions where a sequence is likely to start again; then whole caches, the least recently used one first.
 //
-// The first thread calls everything but `copy`, between two passes.
+// Everything is called between two passes.
 #pragma once
 #include <cstdint>
+#include <utility>
 #include <vector>
 
-#include "model.h"
-#include "system.h"
+#include "pass.h"
 
 namespace laneformer {
 
-class KvPool {
+struct KvShape {
+  int context = 0;
+  int page = 1;                 // positions that are kept or dropped together
+  int layers = 0, windowed = 0;  // ... with a window that is not the whole context
+  int window = 0;               // the longest of those
+  size_t layer_bytes = 0;       // of a position, keys and values of all heads
+};
+
+// The bytes of caches, by their number. Layers have room for all positions, and memory for those that are written.
+class KvStore {
+ public:
+  virtual ~KvStore() = default;
+  virtual void open(int cache) = 0;  // throws std::bad_alloc
+  virtual void close(int cache) = 0;
+  // The memory of some positions is given back: of all layers, or of those with windows.
+  virtual void release(int cache, int from, int to, bool windows_only) = 0;
+};
+
+class Prefixes {
  public:
   struct Start {
     int cache, position;  // the first position to run: keys and values of those before it are there
   };
 
-  // heads[t]: KV heads of a layer whose keys and values lie with thread t.
-  KvPool(const ModelSpec& spec, std::vector<int> heads);
+  Prefixes(const KvShape& shape, KvStore& store) : shape_(shape), store_(store) {}
 
   // What a sequence uses is never given up, so many of them may hold more.
   void set_limit(size_t bytes) { limit_ = bytes; }
@@ -38,19 +56,12 @@ class KvPool {
   void end(int cache);
   void forget(int cache);  // nobody may start from its keys and values
 
-  // By every thread, before the layers: what the sequences that have begun take from other caches.
-  void copy(int t) const;
-  void copied() { copies_.clear(); }
-
-  // Of one of thread t's KV heads: keys [position / 16][d][position % 16], values [position][d]; d is padded.
-  char* keys(int t, int cache, int layer, int head) const {
-    return caches_[cache].memory[t].bytes() + at(layer, head, t);
-  }
-  char* values(int t, int cache, int layer, int head) const { return keys(t, cache, layer, head) + bytes_[t] / 2; }
+  // What sequences that have begun take from other caches before the next pass; it is taken by then.
+  std::vector<KvCopy> take_copies() { return std::exchange(copies_, {}); }
 
  private:
   struct Cache {
-    std::vector<Pages> memory;     // [thread]: keys, values; none: free
+    bool open = false;
     std::vector<int> ids;          // keys and values of these are there
     std::vector<int> prompt;       // of the sequence that uses it
     std::vector<int> starts;       // ascending: positions where a sequence is likely to start, some still to come
@@ -60,9 +71,6 @@ class KvPool {
     int turn = 0;                  // where its last sequence began
     uint64_t last_used = 0;        // number of the sequence
     bool in_use = false;
-  };
-  struct Copy {
-    int from, to, positions;
   };
   struct Found {
     int cache = -1, position = 0;  // where to start
@@ -74,7 +82,7 @@ class KvPool {
   int start_in(const Cache& cache, int shared) const;
   int add(int source);
   void add_start(Cache& cache, int position);
-  void truncate(Cache& cache, int position);
+  void truncate(int cache, int position);
   bool make_room(size_t bytes, int source);
   bool give_up_one(int source);
   bool give_up_cache(int source);
@@ -83,22 +91,13 @@ class KvPool {
   bool needed(int cache, int source) const;
   size_t unyielding(int source) const;
   void drop(Cache& cache, size_t page, bool dropped);
-  void release(Cache& cache, int from, int to, bool windows_only);
   size_t bytes_of(int positions, int pages_dropped = 0) const;
-  bool windowed(int layer) const { return spec_.window[layer] && spec_.window[layer] < spec_.context; }
-  int page_of(int position) const { return position / page_; }
-  size_t at(int layer, int head, int t) const { return (size_t(layer) * heads_[t] + head) * head_bytes_; }
+  int page_of(int position) const { return position / shape_.page; }
 
-  const ModelSpec& spec_;
-  const std::vector<int> heads_;
-  const size_t position_bytes_;  // of a head's keys, or values
-  const size_t head_bytes_;      // whole pages for all positions
-  const int page_;               // positions that are kept or dropped together: at least a page of a head's keys
-  const int all_heads_;
-  int window_ = 0, windows_ = 0;  // the longest window that is not the whole context, layers with one
-  std::vector<size_t> bytes_;                     // of a cache, by thread
+  const KvShape shape_;
+  KvStore& store_;
   std::vector<Cache> caches_;
-  std::vector<Copy> copies_;
+  std::vector<KvCopy> copies_;
   size_t limit_ = SIZE_MAX;
   uint64_t sequences_ = 0;
 };

@@ -1,0 +1,43 @@
+// The bytes of keys and values: every layer of a cache has room for all positions, and memory only for those that were
+// written. Which caches there are, and what they hold, is the schedule's to know (prefix.h).
+//
+// The first thread calls everything but `copy`, between two passes.
+#pragma once
+#include <vector>
+
+#include "../../schedule/prefix.h"
+#include "model.h"
+#include "system.h"
+
+namespace laneformer {
+
+class KvMemory : public KvStore {
+ public:
+  // heads[t]: KV heads of a layer whose keys and values lie with thread t.
+  KvMemory(const ModelSpec& spec, std::vector<int> heads);
+
+  KvShape shape() const;
+  void open(int cache) override;
+  void close(int cache) override { caches_[cache].clear(); }
+  void release(int cache, int from, int to, bool windows_only) override;
+  void copy(int t, const KvCopy& copy) const;  // by every thread
+
+  // Of one of thread t's KV heads: keys [position / 16][d][position % 16], values [position][d]; d is padded.
+  char* keys(int t, int cache, int layer, int head) const {
+    return caches_[cache][t].bytes() + at(layer, head, t);
+  }
+  char* values(int t, int cache, int layer, int head) const { return keys(t, cache, layer, head) + bytes_[t] / 2; }
+
+ private:
+  bool windowed(int layer) const { return spec_.window[layer] && spec_.window[layer] < spec_.context; }
+  size_t at(int layer, int head, int t) const { return (size_t(layer) * heads_[t] + head) * head_bytes_; }
+
+  const ModelSpec& spec_;
+  const std::vector<int> heads_;
+  const size_t position_bytes_;  // of a head's keys, or values
+  const size_t head_bytes_;      // whole pages for all positions
+  std::vector<size_t> bytes_;    // of a cache, by thread
+  std::vector<std::vector<Pages>> caches_;  // [cache][thread]: keys, values
+};
+
+}  // namespace laneformer

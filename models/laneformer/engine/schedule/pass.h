@@ -1,0 +1,50 @@
+// What passes between the schedule and whoever executes it: plain data without pointers, so that a Pass may lie in
+// memory that processes share.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace laneformer {
+
+constexpr int kMaxSequences = 8;   // that decode together
+constexpr int kPassColumns = 128;  // at most
+constexpr int kMaxCopies = 32;     // requests that have nothing to run end at once, so more than run may have begun
+
+struct Column {
+  int token, position;
+  int cache;     // where its keys and values belong
+  int sequence;  // its place among those that run
+};
+
+struct KvCopy {  // before the layers: keys and values of the first positions, from cache to cache
+  int from, to, positions;
+};
+
+struct Pass {
+  uint64_t number = 0;  // of passes before it
+  int columns = 0, head_columns = 0, copies = 0;
+  bool scores = false;  // some head columns are of sequences that score: their rows go to `Schedule::score`
+  bool keeps = false;   // modules' outputs of some columns are kept, in `Schedule::partials`
+  int decoding = 0, prompt_columns = 0;  // sequences that wait for their next token; columns of others
+  Column column[kPassColumns] = {};
+  int16_t head[kPassColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
+  KvCopy copy[kMaxCopies] = {};
+};
+static_assert(std::is_trivially_copyable_v<Pass> && sizeof(Pass) < 4096);
+
+struct PassResult {
+  const float* logits = nullptr;  // rows of `stride` floats; valid until the next pass
+  size_t stride = 0;
+  uint32_t overflowed = 0, kv_overflowed = 0;  // bit i: the sequence at place i; ... as a key or value is too large
+};
+
+// The model and the executor, as far as they decide what a pass may hold.
+struct Limits {
+  int vocab = 0, context = 0;
+  size_t partials = 0;   // floats of one position's module outputs
+  bool side_by_side = true;  // else requests join when the last ones have ended, and leave together
+  double (*log_sum_exp)(const float* x, int n) = nullptr;
+};
+
+}  // namespace laneformer

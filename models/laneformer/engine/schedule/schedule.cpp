@@ -1,0 +1,370 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace laneformer {
+
+namespace {
+constexpr char kOverflow[] =
+    "the model's activations or logits are infinite, NaN, or beyond what float32 can square: its weights are damaged "
+    "or far too large";
+constexpr char kKvOverflow[] =
+    "a key or value of this model is beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'";
+constexpr char kNoneAllowed[] = "the mask, with min_new_tokens, leaves no id from which a token could be drawn";
+}  // namespace
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Schedule::Schedule(const Limits& limits, const KvShape& shape, KvStore& store, std::function<void()> wake)
+    : limits_(limits), wake_(std::move(wake)), prefixes_(shape, store) {}
+
+// --- callers ----------------------------------------------------------------------------------------------------
+
+void Schedule::expect(const Request& r) const {
+  const size_t longest = size_t(limits_.context) + (r.scores() && !r.keep_logits);
+  if (r.prompt.empty() || r.prompt.size() > longest)
+    throw std::invalid_argument("prompt is empty or longer than the context");
+  expect_ids(r.prompt, limits_.vocab);
+  r.sampling.expect(limits_.vocab);
+  if (r.max_new_tokens < 0 || r.top_logprobs > limits_.vocab || r.speculate < 0)
+    throw std::invalid_argument("max_new_tokens, logprobs or speculate is out of range");
+  const int length = static_cast<int>(r.prompt.size());
+  if (r.score_from < 0 || (r.scores() && (r.score_from > length || r.top_logprobs < 0)))
+    throw std::invalid_argument("scoring takes score_from inside the prompt, and logprobs");
+  if (r.masked && !limits_.side_by_side)
+    throw std::invalid_argument("masked: an engine in several processes draws without masks; use one process");
+  if (r.masked && r.scores()) throw std::invalid_argument("scoring takes no mask");
+  if (r.keep_logits && !r.scores()) throw std::invalid_argument("keep_logits needs score_from");
+  int next = 0;
+  for (const int position : r.keep_partials)
+    if (position < std::exchange(next, position + 1) || position >= length)
+      throw std::invalid_argument("keep_partials must be positions of the prompt in ascending order");
+  if (!r.keep_partials.empty() && !r.keep_logits) throw std::invalid_argument("keep_partials needs keep_logits");
+  if (!r.keep_partials.empty() && !limits_.partials)
+    throw std::invalid_argument("keep_partials needs one process: each has the outputs of its own lanes");
+}
+
+std::vector<int64_t> Schedule::join(std::vector<Request> requests) {
+  std::vector<std::unique_ptr<Sequence>> joining;
+  for (Request& request : requests) {
+    expect(request);
+    joining.push_back(std::make_unique<Sequence>(std::move(request), limits_));
+  }
+  std::unique_lock lock(mutex_);
+  if (!limits_.side_by_side && !sequences_.empty())
+    throw std::runtime_error("an engine in several processes runs one request at a time; collect its end first");
+  if (sequences_.size() + joining.size() > kMaxSequences)
+    throw std::runtime_error("the engine runs at most " + std::to_string(kMaxSequences) +
+                             " requests; collect the end of one first");
+  if (sequences_.empty()) total_ = {}, total_passes_ = 0, leaving_ = false;
+  std::vector<int64_t> tickets;
+  for (auto& sequence : joining) {
+    tickets.push_back(sequence->ticket = ++tickets_);
+    sequence->joined_s = now_s();
+    sequences_.push_back(std::move(sequence));
+  }
+  wake(lock);
+  return tickets;
+}
+
+// The executor goes on with requests, where it has ceased to.
+void Schedule::wake(std::unique_lock<std::mutex>& lock) {
+  if (sequences_.empty() || !std::exchange(asleep_, false)) return;
+  lock.unlock();
+  wake_();
+}
+
+std::vector<News> Schedule::collect(double timeout_s) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return has_news_; });
+  std::vector<News> found;
+  if (!std::exchange(has_news_, false)) return found;
+  for (const auto& s : sequences_)
+    if (s->has_news()) found.push_back(s->take_news());
+  for (const News& news : found)
+    if (news.ended) total_ += news.ended->statistics;
+  std::erase_if(sequences_, [](const auto& s) { return s->stage == Sequence::Stage::ended; });
+  return found;
+}
+
+int Schedule::running() {
+  std::lock_guard lock(mutex_);
+  return static_cast<int>(sequences_.size());
+}
+
+bool Schedule::leaving() {
+  std::lock_guard lock(mutex_);
+  return leaving_;
+}
+
+Statistics Schedule::statistics() {
+  std::lock_guard lock(mutex_);
+  Statistics total = total_;
+  total.passes = total_passes_;  // which requests share
+  return total;
+}
+
+// Of a request that has not ended.
+Sequence* Schedule::find(int64_t ticket) {
+  for (const auto& s : sequences_)
+    if (s->ticket == ticket && s->stage != Sequence::Stage::ended) return s.get();
+  return nullptr;
+}
+
+void Schedule::leave(int64_t ticket) {
+  std::unique_lock lock(mutex_);
+  if (Sequence* s = find(ticket)) {
+    s->left = leaving_ = true;
+    wake(lock);
+  }
+}
+
+void Schedule::leave_all() {
+  std::unique_lock lock(mutex_);
+  for (const auto& s : sequences_) s->left = leaving_ = true;
+  wake(lock);
+}
+
+void Schedule::allow(int64_t ticket, int index, Sequence::Mask mask) {
+  if (mask.size() != (size_t(limits_.vocab) + 31) / 32 || index < 0)
+    throw std::invalid_argument("a mask has " + std::to_string((limits_.vocab + 31) / 32) + " words, not " +
+                                std::to_string(mask.size()) + ", and an index from 0");
+  std::unique_lock lock(mutex_);
+  Sequence* s = find(ticket);
+  if (!s || index < s->new_tokens()) return;
+  if (!s->request.masked) throw std::invalid_argument("this request was joined without masked");
+  s->masks[index] = std::move(mask);
+  wake(lock);
+}
+
+// --- the executor -----------------------------------------------------------------------------------------------
+
+const Pass* Schedule::next(const PassResult* last, bool leaves) {
+  leaves_ = leaves;
+  if (last) finish_pass(*last);
+  if (!change_sequences()) {
+    pass_.decoding = 0;
+    return nullptr;
+  }
+  Pass pass{.number = pass_.number + 1};
+  plan(pass);
+  pass_ = pass;
+  return &pass_;
+}
+
+void Schedule::tell_news() {
+  if (std::exchange(tells_news_, false)) changed_.notify_all();
+}
+
+void Schedule::fail() {
+  std::lock_guard lock(mutex_);
+  for (const auto& s : sequences_) s->stage = Sequence::Stage::ended;
+  running_.clear();
+  asleep_ = has_news_ = true;
+  changed_.notify_all();
+}
+
+// Draws the tokens whose masks have come, begins what has joined, ends what is over. False where nothing is left that
+// can run.
+bool Schedule::change_sequences() {
+  const auto waits = [](const Sequence* s) { return s->awaits_mask; };
+  const auto is_waiting = [](const auto& s) { return s->stage == Sequence::Stage::waiting; };
+  for (;;) {
+    for (Sequence* s : running_)
+      if (s->awaits_mask) take_token(*s, s->undrawn.data());
+    std::lock_guard lock(mutex_);
+    end_sequences();  // first, as others may take their caches
+    for (const auto& s : sequences_)
+      if (is_waiting(s)) admit(*s);
+    end_sequences();  // of those that have begun now, too, some have nothing to run
+    has_news_ = std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
+    tells_news_ |= has_news_;
+    if (!std::all_of(running_.begin(), running_.end(), waits)) return true;
+    if (running_.empty() && std::any_of(sequences_.begin(), sequences_.end(), is_waiting)) continue;
+    const auto drawable = [](const Sequence* s) { return s->masks.count(s->new_tokens()) > 0; };
+    if (std::none_of(running_.begin(), running_.end(), drawable)) return asleep_ = true, false;
+  }
+}
+
+void Schedule::end_sequences() {
+  std::erase_if(running_, [this](Sequence* s) {
+    if (!s->finished && !leaves(*s)) return false;
+    prefixes_.end(s->cache);
+    s->stage = Sequence::Stage::ended;
+    return true;
+  });
+}
+
+void Schedule::admit(Sequence& s) try {
+  if (leaves(s))
+    s.stage = Sequence::Stage::ended;
+  else if (!prefixes_.awaits(s.ids, s.max_reusable()))
+    begin_sequence(s);
+} catch (const std::exception& error) {
+  s.fail(error.what(), false);
+  s.stage = Sequence::Stage::ended;
+}
+
+void Schedule::begin_sequence(Sequence& s) {
+  const Prefixes::Start start = prefixes_.begin(s.ids, s.max_reusable());
+  s.cache = start.cache;
+  s.position = s.left_behind.statistics.reused = start.position;
+  s.finished = s.end <= s.position;
+  s.stage = Sequence::Stage::running;
+  running_.push_back(&s);
+}
+
+// The next id of every sequence that decodes, and draft tokens; then ids of prompts: as many as there is room for, or
+// where others wait for their next token, as their pace allows, in the order of arrival.
+void Schedule::plan(Pass& pass) {
+  const double began_s = pass_began_s_;
+  pass_began_s_ = now_s();
+  if (pass_.decoding) pace_.passed(pass_.prompt_columns, pass_began_s_ - began_s);
+  bool awaited = false;  // somebody waits for each next token
+  for (Sequence* s : running_) {
+    s->drafts.clear(), s->columns = s->head_columns = 0;
+    pass.decoding += s->decodes();
+    awaited |= s->decodes() && !s->request.quiet;
+  }
+  // with drafts of others, there is still room for one column of each sequence
+  const int share = (kPassColumns - kMaxSequences) / std::max(1, pass.decoding);
+  const int prompts = awaited && limits_.side_by_side ? pace_.columns() : kPassColumns;
+  const int places = static_cast<int>(running_.size());
+  for (int i = 0; i < places; ++i)
+    if (running_[i]->decodes() && !running_[i]->awaits_mask) add_columns(pass, i, share);
+  // no pass is empty, as one where all that decode wait for their masks would be
+  const int decoding_columns = pass.columns;
+  const int most = std::clamp(decoding_columns + prompts, 1, kPassColumns);
+  for (int i = 0; i < places; ++i)
+    if (!running_[i]->decodes()) add_columns(pass, i, most - pass.columns);
+  pass.prompt_columns = pass.columns - decoding_columns;
+  ++total_passes_;
+  for (const KvCopy& copy : prefixes_.take_copies()) {
+    if (pass.copies == kMaxCopies) throw std::length_error("more prefixes were copied than a pass holds");
+    pass.copy[pass.copies++] = copy;
+  }
+}
+
+// A sequence's ids that have not run yet, and draft tokens after the last one.
+void Schedule::add_columns(Pass& pass, int sequence, int most) {
+  Sequence& s = *running_[sequence];
+  const Request& request = s.request;
+  const int known = s.known(), run = std::min(known - s.position, most);
+  if (run <= 0) return;
+  const bool draws = !request.scores() && s.position + run == known;
+  if (draws && s.drafter)
+    s.drafter->propose(s.ids, std::min({request.speculate, most - run, s.end - known - 1}), s.drafts);
+  s.columns = run + static_cast<int>(s.drafts.size());
+  s.first_row = pass.head_columns;
+  s.left_behind.statistics.proposed += s.columns - run;
+  ++s.left_behind.statistics.passes;
+  for (int c = 0; c < s.columns; ++c) {
+    const int position = s.position + c;
+    if (request.scores() ? position + 1 >= request.score_from || request.keep_logits : draws && c >= run - 1)
+      pass.head[pass.head_columns++] = static_cast<int16_t>(pass.columns), ++s.head_columns;
+    pass.column[pass.columns++] = {c < run ? s.ids[position] : s.drafts[c - run], position, s.cache, sequence};
+  }
+  pass.scores |= request.scores() && s.head_columns;
+  pass.keeps |= !request.keep_partials.empty();
+}
+
+void Schedule::finish_pass(const PassResult& last) {
+  for (size_t i = 0; i < running_.size(); ++i) {
+    Sequence& s = *running_[i];
+    if (last.overflowed & 1u << i) {
+      prefixes_.forget(s.cache);
+      s.fail(last.kv_overflowed & 1u << i ? kKvOverflow : kOverflow, true);
+    }
+    if (s.finished || !s.columns) continue;
+    const int written = s.position + s.columns;
+    s.position += s.columns - static_cast<int>(s.drafts.size());
+    if (s.request.scores())
+      s.finished = s.position >= s.end;
+    else if (s.head_columns)
+      take_tokens(s, last);
+    prefixes_.ran(s.cache, s.ids, s.position, written);
+  }
+}
+
+// One token, and one more for each draft token that was right: what a pass of its own would have given.
+void Schedule::take_tokens(Sequence& s, const PassResult& last) {
+  const int before = s.new_tokens();
+  for (int i = 0; i < s.head_columns; ++i) {
+    if (!take_token(s, last.logits + (s.first_row + i) * last.stride)) return;
+    const bool right = i < static_cast<int>(s.drafts.size()) && s.drafts[i] == s.ids.back();
+    s.left_behind.statistics.accepted += right;
+    if (s.finished || !right) break;
+    ++s.position;  // the draft token's keys and values stand
+  }
+  if (!s.request.timed) return;
+  Timings& timings = s.left_behind.timings;
+  const int taken = s.new_tokens() - before;
+  if (before == 0) timings.first_token_s = now_s() - s.joined_s;
+  const double each_s = (now_s() - pass_began_s_) / taken;
+  for (int i = before ? 0 : 1; i < taken; ++i) timings.token_s.push_back(each_s);
+}
+
+bool Schedule::take_mask(Sequence& s, Sequence::Mask& mask) {
+  std::lock_guard lock(mutex_);
+  auto found = s.masks.extract(s.new_tokens());
+  if (found) mask = std::move(found.mapped());
+  return !found.empty();
+}
+
+// False where the token's mask has not come.
+bool Schedule::take_token(Sequence& s, const float* logits) {
+  Sequence::Mask mask;
+  if (s.request.masked && !take_mask(s, mask)) {
+    if (!s.awaits_mask) s.undrawn.assign(logits, logits + limits_.vocab);
+    s.awaits_mask = true;
+    return false;
+  }
+  s.awaits_mask = false;
+  const int token = s.sampler.choose(logits, static_cast<int>(s.ids.size()) - 1, mask);
+  if (token < 0) {
+    s.fail(kNoneAllowed, false);
+    return true;
+  }
+  if (s.request.top_logprobs >= 0)
+    s.scores.record(s.new_tokens(), logits, limits_.vocab, token, limits_.log_sum_exp(logits, limits_.vocab));
+  s.sampler.accept(token);
+  {
+    std::lock_guard lock(mutex_);
+    s.ids.push_back(token);
+  }
+  s.finished = static_cast<int>(s.ids.size()) >= s.end || s.sampler.options().stops_at(token);
+  return true;
+}
+
+// Log-probabilities of the id that follows the row's position.
+void Schedule::score(const Pass& pass, int row, const float* logits) {
+  const Column& column = pass.column[pass.head[row]];
+  Sequence& s = *running_[column.sequence];
+  if (!s.request.scores()) return;
+  const int next = column.position + 1;
+  if (s.request.keep_logits)
+    std::memcpy(s.left_behind.logits.data() + size_t(column.position) * limits_.vocab, logits,
+                limits_.vocab * sizeof(float));
+  if (next < static_cast<int>(s.ids.size()) && next >= s.request.score_from)
+    s.scores.record(next - s.request.score_from, logits, limits_.vocab, s.ids[next],
+                    limits_.log_sum_exp(logits, limits_.vocab));
+}
+
+float* Schedule::partials(const Column& column, int layer, int module, size_t floats) {
+  Sequence& s = *running_[column.sequence];
+  const std::vector<int>& chosen = s.request.keep_partials;
+  const auto found = std::lower_bound(chosen.begin(), chosen.end(), column.position);
+  if (found == chosen.end() || *found != column.position) return nullptr;
+  const size_t row = size_t(found - chosen.begin()) * limits_.partials;
+  return s.left_behind.partials.data() + row + (size_t(layer) * 2 + module) * floats;
+}
+
+}  // namespace laneformer

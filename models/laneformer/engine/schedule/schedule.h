@@ -1,0 +1,94 @@
+// Which requests run, what the next pass holds, and what came of the last one. It is passive: an executor asks for the
+// next pass and hands in what the last one gave, and runs nothing while there is none.
+//
+// A pass is a block of columns; a column is one position of one sequence: a part of a prompt, one new token, or a draft
+// token after it. A request gets the same results alone and beside others.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "pace.h"
+#include "pass.h"
+#include "prefix.h"
+#include "sequence.h"
+
+namespace laneformer {
+
+double now_s();
+
+class Schedule {
+ public:
+  // `wake`: called without a lock when there is something to run again after `next` has returned nullptr.
+  Schedule(const Limits& limits, const KvShape& shape, KvStore& store, std::function<void()> wake);
+
+  // From any thread, at any time.
+  //
+  // Joins requests before the same pass; returns their tickets, which are never used again. Throws std::runtime_error
+  // where more than kMaxSequences would not have been collected to their end (not side by side: where any has not), and
+  // std::invalid_argument where a size or an id would lead beyond a buffer; what the values mean is Python's to check.
+  std::vector<int64_t> join(std::vector<Request> requests);
+  // Of all requests since the last call; waits until there is something, but not longer than the timeout.
+  std::vector<News> collect(double timeout_s);
+  void leave(int64_t ticket);
+  void leave_all();
+  // New token `index` (from 0) of a masked request is one of these ids. Where it could be drawn before this comes, its
+  // logits are kept and the others go on.
+  void allow(int64_t ticket, int index, Sequence::Mask mask);
+  int running();            // requests that have not been collected to their end
+  Statistics statistics();  // of all that were collected to their end since none ran
+  bool leaving();           // not side by side: they are to end
+
+  // By the executor's thread, which never waits in them.
+  //
+  // The next pass, or nullptr where nothing can run; `last` is what the one before gave. `leaves`: all are to end.
+  const Pass* next(const PassResult* last, bool leaves = false);
+  void tell_news();  // after `next`, as soon as the executor has begun with the pass
+  void fail();       // all requests end, as there will be no more passes
+
+  // By any thread of the executor, while a pass runs: head row `row` of a sequence that scores; where a column's
+  // partial outputs of one module are to be kept, [lane][hidden], or nullptr.
+  void score(const Pass& pass, int row, const float* logits);
+  float* partials(const Column& column, int layer, int module, size_t floats);
+  const Prefixes& prefixes() const { return prefixes_; }
+  void set_cache_limit(size_t bytes) { prefixes_.set_limit(bytes); }  // while no request runs
+
+ private:
+  void expect(const Request& request) const;
+  void wake(std::unique_lock<std::mutex>& lock);
+  Sequence* find(int64_t ticket);
+  bool change_sequences();
+  void end_sequences();
+  void admit(Sequence& sequence);
+  void plan(Pass& pass);
+  void add_columns(Pass& pass, int sequence, int most);
+  void finish_pass(const PassResult& last);
+  void take_tokens(Sequence& sequence, const PassResult& last);
+  bool take_mask(Sequence& sequence, Sequence::Mask& mask);
+  bool take_token(Sequence& sequence, const float* logits);
+  void begin_sequence(Sequence& sequence);
+  bool leaves(const Sequence& s) const { return limits_.side_by_side ? s.left : leaves_; }
+
+  const Limits limits_;
+  const std::function<void()> wake_;
+  // while they run, only the executor's thread writes these
+  Prefixes prefixes_;
+  Pass pass_;
+  std::vector<Sequence*> running_;  // places of a pass's columns
+  Pace pace_;
+  double pass_began_s_ = 0;
+  bool leaves_ = false, tells_news_ = false;
+
+  std::mutex mutex_;  // of all that follows
+  std::condition_variable changed_;
+  std::vector<std::unique_ptr<Sequence>> sequences_;  // that have not been collected to the end
+  Statistics total_;
+  std::atomic<int> total_passes_{0};  // since none ran
+  bool asleep_ = true, has_news_ = false, leaving_ = false;
+  int64_t tickets_ = 0;
+};
+
+}  // namespace laneformer

@@ -1,0 +1,171 @@
+"""200 requests of every kind to six random models, and the ids that the engine answered with in November 2026.
+
+    python -m tests.laneformer.engine.goldens     records goldens.json anew: only where tokens are meant to change
+
+Weights are integers times a constant, so they are the same everywhere. The recorder asks for the same ids from the
+portable kernels, which round otherwise: no answer depends on a tie. Models whose activations are rounded (int8, int4)
+are excepted, as a rounding may flip there; their ids hold for all other instruction sets.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from laneformer.engine import Batch, Engine, Update
+from tests.laneformer.engine.assets import small_config
+
+FILE = Path(__file__).with_suffix(".json")
+REQUESTS = 34  # of each model
+CACHE_BYTES = 1 << 20  # some prefixes are still there, others have gone
+MODELS: dict[str, dict[str, Any]] = {
+    "delay_2": {},
+    "replicated_head": {"lm_head_type": "replicate", "broadcast_delay": 1, "dtype": "fp32"},
+    "lane_head": {"lm_head_type": "lane", "broadcast_delay": 0, "dtype": "fp16", "kv_dtype": "bf16"},
+    "two_lanes": {"num_lanes": 2, "broadcast_delay": 4, "vocab_size": 264, "kv_dtype": "fp32"},
+    "int8": {"tie_word_embeddings": True, "dtype": "int8", "math": "int8"},
+    "int4": {"use_early_comm": False, "dtype": "int4"},
+}
+ROUNDED = ("int8", "int4")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Scored from `start` on where that is not 0, else generated; with `masks`, each token among these ids."""
+
+    ids: list[int]
+    options: dict[str, Any]
+    start: int = 0
+    masks: Sequence[Sequence[int]] = ()
+
+
+def engine_of(name: str, **options: Any) -> Engine:
+    overrides = dict(MODELS[name])
+    engine = {key: overrides.pop(key) for key in ("dtype", "math", "kv_dtype") if key in overrides}
+    config = small_config(**{"max_position_embeddings": 300, "initializer_range": 0.15, **overrides})
+    return Engine.random(
+        config, **{"seed": 11, "cache_bytes": CACHE_BYTES, "eos_ids": [7], **engine, **options}
+    )
+
+
+def requests(name: str) -> list[Asked]:
+    draw, vocab = random.Random(name), MODELS[name].get("vocab_size", 100)
+    shared = [[draw.randrange(vocab) for _ in range(200)] for _ in range(3)]
+    return [_request(draw, vocab, shared) for _ in range(REQUESTS)]
+
+
+def _request(draw: random.Random, vocab: int, shared: list[list[int]]) -> Asked:
+    """Prompts often begin as others do, or repeat themselves; the options are any mixture."""
+    prompt = draw.choice(shared)[: draw.choice((0, 1, 20, 60, 140, 200))]
+    prompt = prompt + [draw.randrange(vocab) for _ in range(draw.randrange(1, 30))]
+    kind = draw.random()
+    if kind < 0.15:
+        return Asked(prompt, {"top": draw.randrange(4)}, start=draw.randrange(1, len(prompt) + 1))
+    options: dict[str, Any] = {"max_new_tokens": draw.randrange(1, 25)}
+    for option, value in {
+        "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": draw.randrange(2**63), "logprobs": 2,
+        "repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.5, "reuse_prefix": False,
+        "stop_ids": [draw.randrange(vocab) for _ in range(3)], "logit_bias": {draw.randrange(vocab): 3.0},
+        "ignore_eos": True, "speculate": draw.choice((1, 4, 31)), "min_new_tokens": 1,
+    }.items():  # fmt: skip
+        if draw.random() < 0.35:
+            options[option] = value
+    if kind < 0.3:
+        masks = [[draw.randrange(vocab) for _ in range(30)] for _ in range(options["max_new_tokens"])]
+        return Asked(prompt, options, masks=masks)
+    if "speculate" in options:
+        prompt = (prompt[-12:] * 3)[: len(prompt)] + prompt[-12:]
+        options["logit_bias"] = dict.fromkeys(prompt[-2:], 6.0)  # so that drafts are right now and then
+    return Asked(prompt, options)
+
+
+def mask_of(ids: Sequence[int], vocab: int) -> np.ndarray:
+    mask = np.zeros((vocab + 31) // 32, np.uint32)
+    for i in ids:
+        mask[i // 32] |= np.uint32(1 << i % 32)
+    return mask
+
+
+def join(batch: Batch, asked: Asked, vocab: int) -> int:
+    if asked.start:
+        return batch.score(asked.ids, start=asked.start, **asked.options)
+    ticket = batch.join(asked.ids, masked=bool(asked.masks), **asked.options)
+    for index, ids in enumerate(asked.masks):
+        batch.allow(ticket, index, mask_of(ids, vocab))
+    return ticket
+
+
+def ids_of(updates: Sequence[Update]) -> list[int]:
+    """Of the tokens and of the likeliest beside them, or of what was scored."""
+    assert updates[-1].error is None
+    if (scores := updates[-1].scores) is not None:
+        return scores.top_ids.ravel().tolist()
+    tokens = [token for update in updates for token in update.tokens]
+    return [token.id for token in tokens] + [i for token in tokens for i, _ in token.top]
+
+
+def alone(engine: Engine, asked: Asked) -> list[int]:
+    """The ids, then reused positions, passes, draft tokens, and those that were right."""
+    if asked.start or asked.masks:
+        with engine.batch() as batch:
+            ticket, updates = join(batch, asked, engine.config.vocab_size), list[Update]()
+            while not updates or updates[-1].finish_reason is None:
+                updates += [update for update in batch.updates(10.0) if update.ticket == ticket]
+        found, statistics = ids_of(updates), updates[-1].statistics
+    else:
+        result = engine.generate_detailed(asked.ids, **asked.options)
+        found, statistics = (
+            result.ids + [i for token in result.tokens for i, _ in token.top],
+            result.statistics,
+        )
+    assert statistics is not None
+    return [*found, *vars(statistics).values()]
+
+
+def streamed(engine: Engine, asked: Asked) -> list[int]:
+    tokens = list(engine.stream_detailed(asked.ids, **asked.options))
+    return [token.id for token in tokens] + [i for token in tokens for i, _ in token.top]
+
+
+def side_by_side(engine: Engine, every: Sequence[Asked]) -> list[list[int]]:
+    """The ids of all, which join in order, as many at a time as there is room for."""
+    waiting, numbers = list(range(len(every))), dict[int, int]()
+    updates: list[list[Update]] = [[] for _ in every]
+    with engine.batch() as batch:
+        while waiting or any(not u or u[-1].finish_reason is None for u in updates):
+            running = sum(
+                bool(not updates[n] or updates[n][-1].finish_reason is None) for n in numbers.values()
+            )
+            for number in waiting[: batch.max_joined - running]:
+                numbers[join(batch, every[number], engine.config.vocab_size)] = number
+            waiting = waiting[batch.max_joined - running :]
+            for update in batch.updates(10.0):
+                updates[numbers[update.ticket]].append(update)
+    return [ids_of(u) for u in updates]
+
+
+def goldens() -> dict[str, list[list[int]]]:
+    return json.loads(FILE.read_text())
+
+
+def record() -> Iterator[tuple[str, list[list[int]]]]:
+    for name in MODELS:
+        answers = {}
+        for isa in ("auto", "portable"):
+            with engine_of(name, threads=1, isa=isa) as engine:
+                answers[isa] = [alone(engine, asked) for asked in requests(name)]
+        if name not in ROUNDED and answers["auto"] != answers["portable"]:
+            raise RuntimeError(f"{name}: an answer depends on rounding; take other weights or requests")
+        yield name, answers["auto"]
+
+
+if __name__ == "__main__":
+    found = {name: [json.dumps(ids) for ids in answers] for name, answers in record()}
+    models = [f'"{name}": [\n' + ",\n".join(lines) + "\n]" for name, lines in found.items()]
+    FILE.write_text("{\n" + ",\n".join(models) + "\n}\n")
