@@ -92,7 +92,7 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
 
 
 @pytest.mark.slow
-@pytest.mark.proof()
+@pytest.mark.proof
 @pytest.mark.parametrize("early", [False, True])
 def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor, early: bool) -> None:
     """Layers, last norm and loss compiled by inductor under selective checkpointing, as the 2B configs do.
