@@ -122,7 +122,7 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Stor
             "1",
             "--cpu",
         )
-        id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=1")
+        id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=5")
         switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
         id2, _ = there.submit(2, *switch)
         waiting = cluster.job(id2)
