@@ -34,7 +34,7 @@ def smollm2() -> Iterator[Server]:
     """SmolLM2-135M-Instruct, whose template knows no tools."""
     if not SMOLLM2.exists():
         pytest.skip(f"no {SMOLLM2}: make test-all puts it there")
-    server = start(SMOLLM2, engine={"threads": 2})
+    server = start(SMOLLM2)  # one thread: two that wait for each other crawl where other tests take a core
     yield server
     assert server.stop() == 0, server.output()
 
