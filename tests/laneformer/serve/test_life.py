@@ -166,7 +166,7 @@ def test_an_engine_error_ends_its_request_alone(model_folder: Path, server: Call
 from laneformer.engine.cpu.decoder import CpuDecoder
 collect = CpuDecoder.collect
 def failing(self, timeout_s):
-    return [c._replace(error="planted") if c.statistics and len(c.tokens) + c.first == 7 else c
+    return [c._replace(ended=c.ended._replace(error="planted")) if c.ended and len(c.tokens) + c.first == 7 else c
             for c in collect(self, timeout_s)]
 CpuDecoder.collect = failing
 """,
