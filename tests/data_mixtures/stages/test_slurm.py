@@ -20,7 +20,7 @@ from tests.data_mixtures.stages.toy_stage import SLURM, Toy, run
 from tests.tools.launch.slurm_cluster import SlurmCluster, missing, wait_for
 
 pytestmark = pytest.mark.skipif(
-    bool(missing()), reason=f"no {', '.join(missing())} here: `make slurm` installs a Slurm"
+    bool(missing()), reason=f"no {', '.join(missing())} here: `make packages` installs a Slurm"
 )
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
-        bool(missing()), reason=f"no {', '.join(missing())} here: `make slurm` installs a Slurm"
+        bool(missing()), reason=f"no {', '.join(missing())} here: `make packages` installs a Slurm"
     ),
 ]
 TIMEOUT_S = 300  # for anything to happen on a slow day
