@@ -46,6 +46,7 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 class Kernel:
     """One launch: bytes read and written in device memory, and the FLOPs of a matrix product."""
 
+    name: str
     kind: str  # "elementwise" (Triton, with reductions), "product" (cuBLAS) or "attention"
     bytes: int
     flops: int = 0
@@ -184,20 +185,24 @@ def _kernel(node: Any) -> Kernel | None:
     if isinstance(node, scheduler.NopKernelSchedulerNode):
         return None
     if not node.is_extern():  # a template is FlexAttention's
-        return Kernel("attention" if node.is_template() else "elementwise", _touched(node))
+        return Kernel(node.get_name(), "attention" if node.is_template() else "elementwise", _touched(node))
     call = node.node
     if isinstance(call, ir.MultiOutput):  # one result of the call that it names
-        return Kernel(_kind(call.inputs[0]), _bytes(call))
+        return Kernel(node.get_name(), _kind(call.inputs[0]), _bytes(call))
     # a library's kernel, or one of the model's own: its operands and its result, each once
     operands = [operand for operand in call.inputs if isinstance(operand, ir.IRNode)]
     results = [] if isinstance(call.layout, ir.NoneLayout | ir.MultiOutputLayout) else [call]
     kind, size = _kind(call), sum(map(_bytes, [*operands, *results]))
     flops = 2 * _numel(call) * _int(operands[-1].get_size()[-2]) if kind == "product" else 0
-    return Kernel(kind, size, flops)
+    return Kernel(_operation(call), kind, size, flops)
+
+
+def _operation(call: Any) -> str:
+    return str(call.python_kernel_name or call.op_overload)
 
 
 def _kind(call: Any) -> str:
-    name = str(call.python_kernel_name or call.op_overload)
+    name = _operation(call)
     if name.removeprefix("extern_kernels.") in PRODUCTS:
         return "product"
     return "attention" if "attention" in name else "elementwise"

@@ -170,7 +170,7 @@ def reached(*names: str) -> set[str]:
             tree = ast.parse(ours[name].read_text())
             tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
             package = name if ours[name].name == "__init__.py" else parent
-            for module, each in imported(tree, package.split(".")):
+            for module, each in imported(tree, package):
                 left += [module, f"{module}.{each}"]
     return seen
 

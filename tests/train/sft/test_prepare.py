@@ -275,7 +275,7 @@ def test_killed_while_writing_it_leaves_no_source_and_goes_on(
         ({"conversations": ("A B=x.jsonl",)}, "the name 'A B' becomes a folder"),
         ({"weights": ("caht=1",)}, "unknown source in --weights 'caht'; did you mean 'chat'"),
         ({"weights": ("chat=x",)}, "source 'chat' needs an integer"),
-        ({"holdout": 0.0}, r"--holdout 0\.0 must be a share"),
+        ({"holdout": 0.0}, r"--holdout 0\.0 must be from 0\.0001 to 0\.5"),
         ({"holdout": 0.0001}, "0 held out; both need at least one. Raise --holdout"),
         ({"seq_len": 4}, "--seq-len 4 must be from 16"),
         ({"max_dropped": 2.0}, "--max-dropped"),
