@@ -16,6 +16,7 @@ from laneformer.engine import Engine
 from laneformer.engine.cpu.decoder import CpuDecoder
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 from tests.laneformer.engine.test_joined import collect, tokens_of
+from tests.laneformer.engine.test_running import run_python
 
 # head dimensions of 6, padded to 16, in fp32: 64 positions share a page
 PAGE = 64
@@ -222,6 +223,33 @@ def test_memory_is_taken_as_it_is_written_and_given_back():
         core(engine).set_cache_limit(0)
         engine.generate([1, 2, 3], max_new_tokens=1)
         assert resident() - before < 0.1 * written
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
+def test_a_cache_without_memory_takes_that_of_an_old_one_or_ends_its_request_alone():
+    done = run_python("""
+        import resource
+        from laneformer import LaneformerConfig
+        config = LaneformerConfig.from_flavor("tiny", max_position_embeddings=1 << 20, vocab_size=64)
+        engine = Engine.random(config, dtype="bf16", threads=1, cache_bytes=1 << 50)
+        first = engine.generate([1, 2, 3], max_new_tokens=4)
+        cache = (1 << 20) * config.cached_bytes(1, 2)  # its address space alone
+        used = 4096 * int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (used + 3 * cache // 4, resource.RLIM_INFINITY))
+        print(engine.generate([1, 2, 3], max_new_tokens=4, reuse_prefix=False) == first)
+        with engine.batch() as batch:
+            tickets = [batch.join([n % 60, 2], max_new_tokens=n) for n in (300, 5)]
+            ends = {}
+            while len(ends) < 2:
+                ends |= {u.ticket: u for u in batch.updates(1.0) if u.finish_reason}
+        print(*(ends[t].finish_reason for t in tickets), ends[tickets[1]].error, sep="\\n")
+        print(engine.statistics.passes)
+    """)
+    assert done.returncode == 0, done.stderr
+    again, first, second, error, passes = done.stdout.splitlines()
+    assert (again, first, second) == ("True", "length", "error")
+    assert "1048576 positions need more than" in error and "the system does not give" in error
+    assert passes == "300"  # those that could not run are not counted
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1g"])

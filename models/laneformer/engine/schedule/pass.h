@@ -9,7 +9,7 @@ namespace laneformer {
 
 constexpr int kMaxSequences = 8;   // that decode together
 constexpr int kPassColumns = 128;  // at most
-constexpr int kMaxCopies = 32;     // requests that have nothing to run end at once, so more than run may have begun
+constexpr int kMaxOps = 32;        // what is more waits for a pass of its own
 
 struct Column {
   int token, position;
@@ -17,19 +17,26 @@ struct Column {
   int sequence;  // its place among those that run
 };
 
-struct KvCopy {  // before the layers: keys and values of the first positions, from cache to cache
-  int from, to, positions;
+// What happens to KV caches before the layers of a pass, in this order. All but copies is the work of one thread; after a
+// copy there are only copies.
+struct KvOp {
+  enum Kind : uint8_t { open, close, release, copy };
+  Kind kind;
+  bool windows_only;     // release: of the layers with windows
+  int16_t cache;         // copy: the target
+  int16_t from;          // copy: the source
+  int begin, end;        // positions; copy: the first `end`
 };
 
 struct Pass {
-  uint64_t number = 0;  // of passes before it
-  int columns = 0, head_columns = 0, copies = 0;
+  uint64_t number = 0;  // of passes with columns, up to this one
+  int columns = 0, head_columns = 0, ops = 0;  // without columns, it has KV operations alone
   bool scores = false;  // some head columns are of sequences that score: their rows go to `Schedule::score`
   bool keeps = false;   // modules' outputs of some columns are kept, in `Schedule::partials`
   int decoding = 0, prompt_columns = 0;  // sequences that wait for their next token; columns of others
   Column column[kPassColumns] = {};
   int16_t head[kPassColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
-  KvCopy copy[kMaxCopies] = {};
+  KvOp op[kMaxOps] = {};
 };
 static_assert(std::is_trivially_copyable_v<Pass> && sizeof(Pass) < 4096);
 
@@ -37,6 +44,7 @@ struct PassResult {
   const float* logits = nullptr;  // rows of `stride` floats; valid until the next pass
   size_t stride = 0;
   uint32_t overflowed = 0, kv_overflowed = 0;  // bit i: the sequence at place i; ... as a key or value is too large
+  int refused = -1;  // the KV operation for which there was no memory: neither later ones nor the columns have run
 };
 
 // The model and the executor, as far as they decide what a pass may hold.

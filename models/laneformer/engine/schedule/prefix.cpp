@@ -1,9 +1,7 @@
 #include "prefix.h"
 
 #include <algorithm>
-#include <new>
 #include <numeric>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -50,7 +48,7 @@ Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
     cache.turn = found.lost <= kRevised ? position : std::min(cache.turn, position);
     truncate(index, position);
   } else if (position) {
-    copies_.push_back({source, index, position});
+    ops_.push_back({KvOp::copy, false, int16_t(index), int16_t(source), 0, position});
     add_start(caches_[source], position);
     for (int page = 0; shape_.window && shape_.page * (page + 1) <= position - shape_.window + 1; ++page) drop(cache, page, true);
     cache.written = position;
@@ -118,11 +116,39 @@ void Prefixes::truncate(int index, int position) {
   const int before = cache.pages_dropped;
   for (size_t page = page_of(position + shape_.page - 1); page < cache.dropped.size(); ++page) drop(cache, page, false);
   if (cache.pages_dropped < before || !position) {
-    store_.release(index, position, cache.written, false);
+    ops_.push_back({KvOp::release, false, int16_t(index), 0, position, cache.written});
     cache.written = position;
   }
   cache.ids.resize(position);
   cache.starts.erase(std::upper_bound(cache.starts.begin(), cache.starts.end(), position), cache.starts.end());
+}
+
+// --- operations -------------------------------------------------------------------------------------------------
+
+bool Prefixes::plan(Pass& pass) const {
+  for (const KvOp& op : ops_) {
+    const bool after_copies = pass.ops && pass.op[pass.ops - 1].kind == KvOp::copy && op.kind != KvOp::copy;
+    if (pass.ops == kMaxOps || after_copies) return false;
+    pass.op[pass.ops++] = op;
+  }
+  return true;
+}
+
+bool Prefixes::refused() {
+  const int index = ops_.front().cache;
+  if (give_up_cache(-1)) {  // before it is opened again
+    std::rotate(ops_.begin(), ops_.end() - 1, ops_.end());
+    return true;
+  }
+  std::erase_if(ops_, [&](const KvOp& op) { return op.cache == index; });
+  caches_[index] = {};
+  return false;
+}
+
+std::string Prefixes::refusal() const {
+  return "keys and values of " + std::to_string(shape_.context) + " positions need more than " +
+         std::to_string(bytes_of(shape_.context) >> 20) + " MiB, which the system does not give; use a smaller " +
+         "context_tokens, or kv_dtype = 'fp16'";
 }
 
 // --- memory -----------------------------------------------------------------------------------------------------
@@ -134,16 +160,7 @@ int Prefixes::add(int source) {
   auto slot = std::find_if(caches_.begin(), caches_.end(), is_free);
   if (slot == caches_.end()) slot = caches_.emplace(slot);
   const int index = static_cast<int>(slot - caches_.begin());
-  for (;;) try {
-      store_.open(index);
-      break;
-    } catch (const std::bad_alloc&) {
-      if (give_up_cache(source)) continue;
-      const size_t total = bytes_of(shape_.context);
-      throw std::invalid_argument("keys and values of " + std::to_string(shape_.context) + " positions need more than " +
-                                  std::to_string(total >> 20) + " MiB, which the system does not give; use a smaller " +
-                                  "context_tokens, or kv_dtype = 'fp16'");
-    }
+  ops_.push_back({KvOp::open, false, int16_t(index)});
   slot->open = true;
   slot->dropped.assign(page_of(shape_.context) + 2, 0);
   return index;
@@ -187,7 +204,7 @@ bool Prefixes::give_up_one(int source) {
 bool Prefixes::give_up_cache(int source) {
   for (const int i : by_age(source))
     if (!caches_[i].in_use) {
-      store_.close(i);
+      ops_.push_back({KvOp::close, false, int16_t(i)});
       caches_[i] = {};
       return true;
     }
@@ -204,8 +221,8 @@ std::vector<int> Prefixes::by_age(int source) const {
 
 // Free, or somebody starts from it in the next pass.
 bool Prefixes::needed(int index, int source) const {
-  const auto copies = [&](const KvCopy& c) { return c.from == index || c.to == index; };
-  return index == source || !caches_[index].open || std::any_of(copies_.begin(), copies_.end(), copies);
+  const auto copies = [&](const KvOp& op) { return op.kind == KvOp::copy && (op.from == index || op.cache == index); };
+  return index == source || !caches_[index].open || std::any_of(ops_.begin(), ops_.end(), copies);
 }
 
 // Drops positions that no window before the end needs, nor before a start. False where none is left.
@@ -217,7 +234,7 @@ bool Prefixes::thin(int index, bool keep_starts) {
   for (int page = 0; shape_.page * (page + 1) <= end - shape_.window + 1; ++page) {
     const auto needs = [&](int start) { return shape_.page * page < start && start - shape_.window + 1 < shape_.page * (page + 1); };
     if (cache.dropped[page] || (keep_starts && std::any_of(cache.starts.begin(), cache.starts.end(), needs))) continue;
-    store_.release(index, shape_.page * page, shape_.page * (page + 1), true);
+    ops_.push_back({KvOp::release, true, int16_t(index), 0, shape_.page * page, shape_.page * (page + 1)});
     drop(cache, page, true);
     thinner = true;
   }

@@ -1,5 +1,5 @@
 // KV caches: the ids whose keys and values they hold, and where a new sequence may start in one of them. Their bytes are
-// the executor's (KvStore).
+// the executor's (KvOp).
 //
 // Every layer has room for all positions, and memory only for those that were written. A layer with a sliding window
 // needs no more than the window before the next position; what lies before is kept as long as the limit allows, so that
@@ -9,7 +9,8 @@
 // Everything is called between two passes.
 #pragma once
 #include <cstdint>
-#include <utility>
+#include <deque>
+#include <string>
 #include <vector>
 
 #include "pass.h"
@@ -24,23 +25,13 @@ struct KvShape {
   size_t layer_bytes = 0;       // of a position, keys and values of all heads
 };
 
-// The bytes of caches, by their number. Layers have room for all positions, and memory for those that are written.
-class KvStore {
- public:
-  virtual ~KvStore() = default;
-  virtual void open(int cache) = 0;  // throws std::bad_alloc
-  virtual void close(int cache) = 0;
-  // The memory of some positions is given back: of all layers, or of those with windows.
-  virtual void release(int cache, int from, int to, bool windows_only) = 0;
-};
-
 class Prefixes {
  public:
   struct Start {
     int cache, position;  // the first position to run: keys and values of those before it are there
   };
 
-  Prefixes(const KvShape& shape, KvStore& store) : shape_(shape), store_(store) {}
+  explicit Prefixes(const KvShape& shape) : shape_(shape) {}
 
   // What a sequence uses is never given up, so many of them may hold more.
   void set_limit(size_t bytes) { limit_ = bytes; }
@@ -49,15 +40,20 @@ class Prefixes {
   // Whether a running sequence is still reading ids that this one shares: then it should begin later, and copy.
   bool awaits(const std::vector<int>& ids, int max_reusable) const;
   // A cache for a sequence, until its end; it starts from at most `max_reusable` positions that are still there.
-  // Throws std::invalid_argument where the system gives no memory.
   Start begin(const std::vector<int>& ids, int max_reusable);
   // The first `position` ids have run; keys and values of positions below `written` may be other than before.
   void ran(int cache, const std::vector<int>& ids, int position, int written);
   void end(int cache);
   void forget(int cache);  // nobody may start from its keys and values
 
-  // What sequences that have begun take from other caches before the next pass; it is taken by then.
-  std::vector<KvCopy> take_copies() { return std::exchange(copies_, {}); }
+  // The operations that the pass is to begin with; false where more are left, which come before any columns.
+  bool plan(Pass& pass) const;
+  // So many of them are done.
+  void done(int ops) { ops_.erase(ops_.begin(), ops_.begin() + ops); }
+  // There is no memory for the next one. False where nothing can be given up for it: the cache is gone, and who uses it
+  // has to end.
+  bool refused();
+  std::string refusal() const;  // why such a sequence ends
 
  private:
   struct Cache {
@@ -95,9 +91,8 @@ class Prefixes {
   int page_of(int position) const { return position / shape_.page; }
 
   const KvShape shape_;
-  KvStore& store_;
   std::vector<Cache> caches_;
-  std::vector<KvCopy> copies_;
+  std::deque<KvOp> ops_;  // not done yet
   size_t limit_ = SIZE_MAX;
   uint64_t sequences_ = 0;
 };

@@ -23,8 +23,8 @@ double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Schedule::Schedule(const Limits& limits, const KvShape& shape, KvStore& store, std::function<void()> wake)
-    : limits_(limits), wake_(std::move(wake)), prefixes_(shape, store) {}
+Schedule::Schedule(const Limits& limits, const KvShape& shape, std::function<void()> wake)
+    : limits_(limits), wake_(std::move(wake)), prefixes_(shape) {}
 
 // --- callers ----------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ const Pass* Schedule::next(const PassResult* last, bool leaves) {
     pass_.decoding = 0;
     return nullptr;
   }
-  Pass pass{.number = pass_.number + 1};
+  Pass pass{.number = pass_.number};
   plan(pass);
   pass_ = pass;
   return &pass_;
@@ -222,15 +222,19 @@ void Schedule::begin_sequence(Sequence& s) {
   running_.push_back(&s);
 }
 
-// The next id of every sequence that decodes, and draft tokens; then ids of prompts: as many as there is room for, or
-// where others wait for their next token, as their pace allows, in the order of arrival.
 void Schedule::plan(Pass& pass) {
   const double began_s = pass_began_s_;
   pass_began_s_ = now_s();
   if (pass_.decoding) pace_.passed(pass_.prompt_columns, pass_began_s_ - began_s);
+  for (Sequence* s : running_) s->drafts.clear(), s->columns = s->head_columns = 0;
+  if (prefixes_.plan(pass)) plan_columns(pass);
+}
+
+// The next id of every sequence that decodes, and draft tokens; then ids of prompts: as many as there is room for, or
+// where others wait for their next token, as their pace allows, in the order of arrival.
+void Schedule::plan_columns(Pass& pass) {
   bool awaited = false;  // somebody waits for each next token
-  for (Sequence* s : running_) {
-    s->drafts.clear(), s->columns = s->head_columns = 0;
+  for (const Sequence* s : running_) {
     pass.decoding += s->decodes();
     awaited |= s->decodes() && !s->request.quiet;
   }
@@ -246,11 +250,7 @@ void Schedule::plan(Pass& pass) {
   for (int i = 0; i < places; ++i)
     if (!running_[i]->decodes()) add_columns(pass, i, most - pass.columns);
   pass.prompt_columns = pass.columns - decoding_columns;
-  ++total_passes_;
-  for (const KvCopy& copy : prefixes_.take_copies()) {
-    if (pass.copies == kMaxCopies) throw std::length_error("more prefixes were copied than a pass holds");
-    pass.copy[pass.copies++] = copy;
-  }
+  ++pass.number, ++total_passes_;
 }
 
 // A sequence's ids that have not run yet, and draft tokens after the last one.
@@ -276,7 +276,22 @@ void Schedule::add_columns(Pass& pass, int sequence, int most) {
   pass.keeps |= !request.keep_partials.empty();
 }
 
+// The last pass has run no columns, as there was no memory for a cache.
+void Schedule::take_back(int cache) {
+  const bool gone = !prefixes_.refused();
+  for (Sequence* s : running_) {
+    if (gone && s->cache == cache) s->fail(prefixes_.refusal(), false), s->cache = -1;
+    if (!s->columns) continue;
+    --s->left_behind.statistics.passes;
+    s->left_behind.statistics.proposed -= static_cast<int>(s->drafts.size());
+  }
+  if (pass_.columns) --pass_.number, --total_passes_;
+  pass_.decoding = 0;
+}
+
 void Schedule::finish_pass(const PassResult& last) {
+  prefixes_.done(last.refused < 0 ? pass_.ops : last.refused);
+  if (last.refused >= 0) return take_back(pass_.op[last.refused].cache);
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& s = *running_[i];
     if (last.overflowed & 1u << i) {

@@ -23,7 +23,7 @@ double now_s();
 class Schedule {
  public:
   // `wake`: called without a lock when there is something to run again after `next` has returned nullptr.
-  Schedule(const Limits& limits, const KvShape& shape, KvStore& store, std::function<void()> wake);
+  Schedule(const Limits& limits, const KvShape& shape, std::function<void()> wake);
 
   // From any thread, at any time.
   //
@@ -64,6 +64,8 @@ class Schedule {
   void end_sequences();
   void admit(Sequence& sequence);
   void plan(Pass& pass);
+  void plan_columns(Pass& pass);
+  void take_back(int cache);
   void add_columns(Pass& pass, int sequence, int most);
   void finish_pass(const PassResult& last);
   void take_tokens(Sequence& sequence, const PassResult& last);

@@ -62,7 +62,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
   limits.side_by_side = place_.processes == 1;  // a process alone has all modules' outputs
   if (limits.side_by_side) limits.partials = size_t(spec_.layers) * 2 * spec_.lanes * spec_.hidden;
   limits.log_sum_exp = kernels_->log_sum_exp;
-  schedule_ = std::make_unique<Schedule>(limits, kv_->shape(), *kv_, [this] { wake(); });
+  schedule_ = std::make_unique<Schedule>(limits, kv_->shape(), [this] { wake(); });
   if (!place_.sockets.empty()) mirror_ = std::make_unique<Mirror>(memory_, exchange_, place_.sockets);
   team_ = std::make_unique<Team>(own_, [cpus = cpus_, first = first_](int t) {
     if (!cpus.empty()) pin_to(cpus[(first + t) % cpus.size()]);
@@ -254,9 +254,10 @@ void Decoder::run_passes(int t, uint64_t seen) {
       spin_until(spin_turns_, [&] { return issued() || exchange_.lost(); });
       if (!issued()) return;
     }
+    if (!running_) return;
     const Pass pass = pass_;
-    if (!pass.columns) return;
-    run_layers(t, pass);
+    kv_->copy(t, pass);
+    if (pass.columns) run_layers(t, pass);
     if (pass.head_columns && !exchange_.lost()) run_head(t, pass);
     const bool gives = pass.head_columns && !pass.scores && spec_.head != Head::lane;
     meet(t, gives ? Gives::logits : Gives::nothing);
@@ -266,12 +267,17 @@ void Decoder::run_passes(int t, uint64_t seen) {
 // By the first thread, while the others wait: what the last pass gave, and what comes next.
 void Decoder::issue_pass() {
   const Said said = heard();
-  const PassResult result{logits(pass_), size_t(round_up(spec_.vocab, 16)), said.overflowed, said.kv_overflowed};
-  const bool ran = std::exchange(pass_.columns, 0);
+  PassResult result{logits(pass_), size_t(round_up(spec_.vocab, 16)), said.overflowed, said.kv_overflowed};
+  bool ran = std::exchange(running_, false);
   if (exchange_.lost()) return;
-  const Pass* next = schedule_->next(ran ? &result : nullptr, said.left);
-  if (!next) return;
-  pass_ = *next;
+  do {
+    const Pass* next = schedule_->next(ran ? &result : nullptr, said.left);
+    if (!next) return;
+    pass_ = *next;
+    result.refused = kv_->apply(pass_);
+    ran = true;
+  } while (result.refused >= 0);
+  running_ = true;
   plan_hash_ = 0;
   for (int c = 0; c < pass_.columns; ++c)
     for (const int value : {pass_.column[c].token, pass_.column[c].position, pass_.column[c].cache})

@@ -201,7 +201,8 @@ class Decoder {
   Counter pass_issued_;
 
   std::unique_ptr<Schedule> schedule_;
-  Pass pass_;              // the running one; without columns there is none
+  Pass pass_;
+  bool running_ = false;   // ... that pass
   uint64_t plan_hash_ = 0;  // of it
   std::atomic<uint32_t> overflowed_{0}, kv_overflowed_{0};  // bit i: place i; ... as a key or value is beyond fp16
   std::atomic<int> gone_{0};  // threads that have ended as a process is lost

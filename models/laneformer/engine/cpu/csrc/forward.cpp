@@ -38,7 +38,6 @@ void Decoder::multiply(int t, const Matrix& matrix, const float* x, int x_stride
 }
 
 void Decoder::run_layers(int t, const Pass& pass) {
-  for (int i = 0; i < pass.copies; ++i) kv_->copy(t, pass.copy[i]);
   const ThreadPlan& plan = plans_[t];
   const int own_lanes = plan.last_lane - plan.first_lane;
   for (int c = 0; c < pass.columns; ++c) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <numeric>
 #include <utility>
 
@@ -25,6 +26,18 @@ KvShape KvMemory::shape() const {
   return shape;
 }
 
+int KvMemory::apply(const Pass& pass) {
+  for (int i = 0; i < pass.ops; ++i) try {
+      const KvOp& op = pass.op[i];
+      if (op.kind == KvOp::open) open(op.cache);
+      if (op.kind == KvOp::close) caches_[op.cache].clear();
+      if (op.kind == KvOp::release) release(op);
+    } catch (const std::bad_alloc&) {
+      return i;
+    }
+  return -1;
+}
+
 void KvMemory::open(int cache) {
   std::vector<Pages> memory;
   for (const size_t bytes : bytes_) memory.push_back(Pages::sparse(bytes));
@@ -32,25 +45,30 @@ void KvMemory::open(int cache) {
   caches_[cache] = std::move(memory);
 }
 
-void KvMemory::release(int cache, int from, int to, bool windows_only) {
-  const size_t first = from * position_bytes_, size = std::max(0, to - from) * position_bytes_;
+void KvMemory::release(const KvOp& op) {
+  const size_t first = op.begin * position_bytes_, size = std::max(0, op.end - op.begin) * position_bytes_;
   for (int t = 0; t < static_cast<int>(heads_.size()); ++t)
     for (int layer = 0; layer < spec_.layers; ++layer)
-      for (int head = 0; head < heads_[t] && (windowed(layer) || !windows_only); ++head) {
-        caches_[cache][t].release(at(layer, head, t) + first, size);
-        caches_[cache][t].release(at(layer, head, t) + bytes_[t] / 2 + first, size);
+      for (int head = 0; head < heads_[t] && (windowed(layer) || !op.windows_only); ++head) {
+        caches_[op.cache][t].release(at(layer, head, t) + first, size);
+        caches_[op.cache][t].release(at(layer, head, t) + bytes_[t] / 2 + first, size);
       }
 }
 
+void KvMemory::copy(int t, const Pass& pass) const {
+  for (int i = 0; i < pass.ops; ++i)
+    if (pass.op[i].kind == KvOp::copy) copy(t, pass.op[i]);
+}
+
 // Of layers with windows, only the pages that a window before the end needs.
-void KvMemory::copy(int t, const KvCopy& c) const {
+void KvMemory::copy(int t, const KvOp& c) const {
   const KvShape whole = shape();
   for (int layer = 0; layer < spec_.layers; ++layer) {
-    const size_t from = windowed(layer) ? std::max(0, c.positions - whole.window + 1) / whole.page * whole.page : 0;
-    const size_t skipped = from * position_bytes_, size = round_up(c.positions, 16) * position_bytes_ - skipped;
+    const size_t from = windowed(layer) ? std::max(0, c.end - whole.window + 1) / whole.page * whole.page : 0;
+    const size_t skipped = from * position_bytes_, size = round_up(c.end, 16) * position_bytes_ - skipped;
     for (int head = 0; head < heads_[t]; ++head) {
-      std::memcpy(keys(t, c.to, layer, head) + skipped, keys(t, c.from, layer, head) + skipped, size);
-      std::memcpy(values(t, c.to, layer, head) + skipped, values(t, c.from, layer, head) + skipped, size);
+      std::memcpy(keys(t, c.cache, layer, head) + skipped, keys(t, c.from, layer, head) + skipped, size);
+      std::memcpy(values(t, c.cache, layer, head) + skipped, values(t, c.from, layer, head) + skipped, size);
     }
   }
 }

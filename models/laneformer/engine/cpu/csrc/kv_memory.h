@@ -5,22 +5,22 @@
 #pragma once
 #include <vector>
 
+#include "../../schedule/pass.h"
 #include "../../schedule/prefix.h"
 #include "model.h"
 #include "system.h"
 
 namespace laneformer {
 
-class KvMemory : public KvStore {
+class KvMemory {
  public:
   // heads[t]: KV heads of a layer whose keys and values lie with thread t.
   KvMemory(const ModelSpec& spec, std::vector<int> heads);
 
   KvShape shape() const;
-  void open(int cache) override;
-  void close(int cache) override { caches_[cache].clear(); }
-  void release(int cache, int from, int to, bool windows_only) override;
-  void copy(int t, const KvCopy& copy) const;  // by every thread
+  // All operations of a pass but its copies; returns the first for which there is no memory, or -1.
+  int apply(const Pass& pass);
+  void copy(int t, const Pass& pass) const;  // the copies, by every thread
 
   // Of one of thread t's KV heads: keys [position / 16][d][position % 16], values [position][d]; d is padded.
   char* keys(int t, int cache, int layer, int head) const {
@@ -29,6 +29,9 @@ class KvMemory : public KvStore {
   char* values(int t, int cache, int layer, int head) const { return keys(t, cache, layer, head) + bytes_[t] / 2; }
 
  private:
+  void open(int cache);  // throws std::bad_alloc
+  void release(const KvOp& op);
+  void copy(int t, const KvOp& op) const;
   bool windowed(int layer) const { return spec_.window[layer] && spec_.window[layer] < spec_.context; }
   size_t at(int layer, int head, int t) const { return (size_t(layer) * heads_[t] + head) * head_bytes_; }
 
