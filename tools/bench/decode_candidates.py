@@ -92,7 +92,7 @@ class OurEngine:
     def decode(self, prompt: list[int], new_tokens: int) -> Result:
         from laneformer.engine.bench import bytes_per_token
 
-        stream = self.engine.stream(prompt, max_new_tokens=new_tokens + 1, ignore_eos=True)
+        stream = self.engine.stream(prompt, max_new_tokens=new_tokens + 1, ignore_eos=True, speculate=0)
         arrivals = [time.perf_counter() for _ in stream]
         assert len(arrivals) == new_tokens + 1, f"{len(arrivals)} tokens instead of {new_tokens + 1}"
         read = bytes_per_token(self.engine, len(prompt) + new_tokens / 2)
@@ -105,7 +105,8 @@ class OurEngine:
 
     def batch(self, sequences: int, new_tokens: int) -> Result:
         prompts, start = [[5 + i] for i in range(sequences)], time.perf_counter()
-        self.engine.generate_batch(prompts, max_new_tokens=new_tokens, ignore_eos=True, reuse_prefix=False)
+        options = {"ignore_eos": True, "reuse_prefix": False, "speculate": 0}
+        self.engine.generate_batch(prompts, max_new_tokens=new_tokens, **options)
         speed = sequences * new_tokens / (time.perf_counter() - start)
         return {"tokens_per_s": speed, "bytes_per_token": self.engine.weight_bytes / sequences}
 

@@ -105,6 +105,7 @@ class Server:
 
 def ours(model: Path, dtype: str, threads: int) -> Server:
     flags = ["serve", str(model), "--threads", str(threads), "--model-name", "model", "--dtype", dtype]
+    flags += ["--speculate", "0"]  # a token at a time, as the others
     command = [sys.executable, "-m", "laneformer.cli", *flags]
     return Server("laneformer", command, f"laneformer {version('laneformer')}, dtype {dtype}")
 

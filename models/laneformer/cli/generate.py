@@ -51,8 +51,8 @@ class Generate:
             for piece in engine.stream_text(prompt, stop=self.stop, **lengths, **self.sampling.of(engine)):
                 print(piece, end="", flush=True)
             print(flush=True)
-            if self.sampling.speculate:
-                figures = engine.statistics
+            figures = engine.statistics
+            if figures.proposed_tokens:
                 print(
                     f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right",
                     file=sys.stderr,

@@ -94,8 +94,8 @@ class SamplingOptions:
     """Subtracted from the logits of tokens that are in the output."""
     seed: int = 0
     """The same seed and prompt give the same text."""
-    speculate: int = 0
-    """Most draft tokens, taken from earlier text, to verify in one pass; the output stays the same."""
+    speculate: int = GenerationOptions.speculate
+    """Most draft tokens, taken from earlier text, to verify in one pass; the output stays the same. 0: none."""
 
     def given(self) -> dict[str, Any]:
         """What the user asked for, as options of a generation; ValueError for values that they do not have."""

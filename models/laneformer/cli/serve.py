@@ -49,6 +49,8 @@ class Serve:
     """Of one request."""
     keep_alive_s: float = ServerOptions.keep_alive_s
     """Longest silence of a stream, while a long prompt is read, before a comment is sent."""
+    speculate: int = ServerOptions.speculate
+    """Most draft tokens to verify in one pass, of requests that do not say; the answers stay the same. 0: none."""
     open: bool = False
     """Open the playground in this machine's browser."""
     model: ModelFlags = field(default_factory=ModelOptions)

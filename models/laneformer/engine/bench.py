@@ -78,8 +78,8 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
 
 
 def after(engine: Engine, prompt: list[int], tokens: int, **options: Any) -> Any:
-    """A timed request, Collected at its end, with this many new tokens."""
-    options = {"max_new_tokens": tokens, "ignore_eos": True, **options}
+    """A timed request, Collected at its end, with this many new tokens, one in each pass."""
+    options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
     return engine._finished([engine._requests.generation(prompt, options, timed=True, quiet=True)])[0]
 
 

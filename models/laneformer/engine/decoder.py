@@ -49,6 +49,7 @@ class Request:
     min_new_tokens: int = 0
     reuse_prefix: bool = True  # start from what the KV cache still holds
     speculate: int = 0  # most draft tokens verified in one pass
+    prediction: Sequence[int] = ()  # what the output may look like, to take drafts from
     logprobs: int | None = None  # likeliest ids to record with each token; None: no log-probabilities at all
     sampling: Sampling = dataclasses.field(default_factory=lambda: Sampling(top_p=1.0))  # greedy
     repetition_penalty: float = 1.0
@@ -57,6 +58,7 @@ class Request:
     logit_bias: Sequence[tuple[int, float]] = ()
     masked: bool = False  # each token is drawn among the ids that `allow` names
     quiet: bool = False  # its end alone is news: no token wakes who collects, which would take a core
+    replay: Sequence[int] = ()  # for measurements: the output's first ids, whatever is drawn
     timed: bool = False  # with the times of tokens at its end (bench.py)
     # scoring
     score_from: int = 0

@@ -58,8 +58,9 @@ class GenerationOptions:
     are added unless ignore_eos. logprobs: for each token its log-probability and those of this many
     likeliest ids, of the model's own distribution (before step 1); None: none. Only for
     `generate_detailed` and `stream_detailed`. reuse_prefix: start from keys and values of earlier requests
-    where the prompt begins alike. speculate: most draft tokens, taken from earlier text, to verify in one
-    pass; the output stays the same.
+    where the prompt begins alike. speculate: most draft tokens to verify in one pass, 0 for none; they are
+    taken from the text so far, `prediction` and earlier outputs, and as many are tried as make tokens
+    come sooner; the output stays the same. prediction: ids that the output may contain.
     """
 
     max_new_tokens: int = 128
@@ -77,7 +78,8 @@ class GenerationOptions:
     ignore_eos: bool = False
     logprobs: int | None = None
     reuse_prefix: bool = True
-    speculate: int = 0
+    speculate: int = MAX_DRAFT_TOKENS
+    prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for name, (kind, low, high) in RANGES.items():
@@ -111,19 +113,23 @@ class GenerationOptions:
         """What a decoder is given for each checked prompt; ids in the options are checked here."""
         biased = checked_ids(list(self.logit_bias), vocab_size, "logit_bias")
         stops = checked_ids(self.stop_ids, vocab_size, "stop_ids")
+        prediction = checked_ids(self.prediction, vocab_size, "prediction")
         seeds = batch_seeds(self.seed, len(prompts)) if isinstance(self.seed, int) else list(self.seed)
         if len(seeds) != len(prompts):
             raise ValueError(
                 f"seed has {len(seeds)} values for {len(prompts)} prompts; give one integer, or one each"
             )
         names = {f.name for f in dataclasses.fields(Request)} & {f.name for f in dataclasses.fields(self)}
-        same = {name: getattr(self, name) for name in names - {"logit_bias", "stop_ids", "logprobs"}}
+        same = {
+            name: getattr(self, name) for name in names - {"logit_bias", "stop_ids", "logprobs", "prediction"}
+        }
         return [
             Request(
                 prompt,
                 **same,
                 sampling=self.sampling(seed),
                 logit_bias=list(zip(biased, self.logit_bias.values(), strict=True)),
+                prediction=prediction,
                 stop_ids=stops + ([] if self.ignore_eos else list(eos_ids)),
                 logprobs=None if self.logprobs is None else min(self.logprobs, vocab_size),
             )

@@ -58,14 +58,14 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         "kv_dtype",
         "threads",
         "weight_bytes",
-        "sampling_defaults",
         "refused_options",
     )
     facts = {"id": options.model, **{name: getattr(engine, name) for name in names}}
     # before requests come, so that nothing disturbs it
     facts["probe_bytes_per_s"] = None if engine.isa == CUDA else probe(engine)
     scheduler = Scheduler(engine, options.max_waiting, options.deadline_s)
-    context = ServingContext(scheduler, engine, options.model)
+    context = ServingContext(scheduler, engine, options.model, options.speculate)
+    facts["sampling_defaults"] = context.sampling_defaults
     facts["max_joined"] = scheduler.max_joined
     facts |= {
         "context_tokens": context.context_tokens,

@@ -34,13 +34,14 @@ BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte
 class ServingContext:
     """A model as its clients see it. model: its name."""
 
-    def __init__(self, scheduler: Scheduler, engine: Engine, model: str):
+    def __init__(self, scheduler: Scheduler, engine: Engine, model: str, speculate: int):
         """ValueError for a model without a tokenizer."""
         if engine.tokenizer is None:
             raise ValueError("a server needs a tokenizer, but the model folder holds no tokenizer.json")
         self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
         self.vocab_size, self.context_tokens = engine.config.vocab_size, engine.config.max_position_embeddings
-        self.eos_ids, self.sampling_defaults = engine.eos_ids, engine.sampling_defaults
+        self.eos_ids = engine.eos_ids
+        self.sampling_defaults = {**engine.sampling_defaults, "speculate": speculate}
         self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids)
         self.grammars.prepare()  # before requests come, whose streams it would stall

@@ -4,6 +4,7 @@ by calls of tools.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -13,7 +14,7 @@ from .answers import Answer, conversation_logprobs
 from .choices import Choices, Piece
 from .context import ServingContext
 from .grammar import Grammar
-from .schema import ConversationRequest, RequestError
+from .schema import ConversationRequest, RequestError, texts_of
 
 BEGIN: dict[str, Any] = {"role": ASSISTANT, "content": "", "refusal": None}
 
@@ -42,6 +43,9 @@ class ConversationAnswer(Answer):
         options = request.options(
             context.sampling_defaults, limit, request.top_logprobs or 0 if request.logprobs else None
         )
+        if request.prediction is not None:
+            expected = context.prompts.text("".join(texts_of(request.prediction.content)), False)
+            options = dataclasses.replace(options, prediction=expected)
         self.parsers = [self.tools.parser() for _ in range(request.n)]
         choices = Choices(
             context, [prompt], request.n, options, request.stop,

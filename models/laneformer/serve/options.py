@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from ..engine.options import in_range
+from ..engine.options import MAX_DRAFT_TOKENS, in_range
 
 RANGES: dict[str, tuple[type, float, float]] = {
     "port": (int, 0, 65535),
@@ -15,6 +15,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "grace_s": (float, 0, 1e6),
     "max_body_bytes": (int, 1, 2**40),
     "keep_alive_s": (float, 0.01, 1e6),
+    "speculate": (int, 0, MAX_DRAFT_TOKENS),
 }
 
 
@@ -27,7 +28,8 @@ class ServerOptions:
     one nobody is asked. host_names: names beside localhost and addresses by which browsers may call the
     server. max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest
     time of a request, its waiting included. grace_s: after SIGTERM, for requests that run. max_body_bytes: of
-    one request. keep_alive_s: longest silence of a stream before a comment is sent.
+    one request. keep_alive_s: longest silence of a stream before a comment is sent. speculate: most draft tokens
+    of requests that do not say; 0: none.
     """
 
     model: str
@@ -40,6 +42,7 @@ class ServerOptions:
     grace_s: float = 10.0
     max_body_bytes: int = 4 * 2**20
     keep_alive_s: float = 5.0
+    speculate: int = MAX_DRAFT_TOKENS
 
     def __post_init__(self) -> None:
         if self.api_key is None:

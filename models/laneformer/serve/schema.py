@@ -113,7 +113,7 @@ class Sampled(Body):
     ignore_eos: bool = False
     min_tokens: Count = 0
     stop_token_ids: Ids = []
-    speculate: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] = 0
+    speculate: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
     return_token_ids: bool = False
 
     @model_validator(mode="after")
@@ -125,15 +125,15 @@ class Sampled(Body):
     def options(
         self, defaults: Mapping[str, Any], max_new_tokens: int, logprobs: int | None
     ) -> GenerationOptions:
-        """For the engine; defaults: how the model's makers sample, for what the request leaves open."""
+        """For the engine; defaults: for what the request leaves open."""
         said = {
             name: getattr(self, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "speculate")
         }
         chosen = {**defaults, **{name: value for name, value in said.items() if value is not None}}
         chosen["top_k"] = max(0, chosen.get("top_k", 0))
         chosen["top_p"] = max(MIN_TOP_P, chosen.get("top_p", 1.0))
-        same = ("frequency_penalty", "presence_penalty", "ignore_eos", "speculate")
+        same = ("frequency_penalty", "presence_penalty", "ignore_eos")
         try:
             return GenerationOptions(
                 **chosen,
@@ -188,6 +188,34 @@ class ToolCall(Body):
     index: int | None = None  # left in by programs that put deltas together
 
 
+Content = str | list[dict[str, Any]] | None
+
+
+def expect_text(content: Content) -> None:
+    for part in content if isinstance(content, list) else ():
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            refuse(
+                "content",
+                f"content holds {str(part)[:80]}; the model reads {{'type': 'text', 'text': ...}}",
+            )
+
+
+def texts_of(content: Content) -> list[str]:
+    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+
+
+class Prediction(Body):
+    """What most of the answer is expected to be: drafts are taken from it, the answer stays the same."""
+
+    type: Literal["content"] = "content"
+    content: Content
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Self:
+        expect_text(self.content)
+        return self
+
+
 class Message(Body):
     refused = {
         "audio": "the model reads text only",
@@ -196,7 +224,7 @@ class Message(Body):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: Content = None
     name: str | None = None
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
@@ -210,12 +238,7 @@ class Message(Body):
             refuse("content", f"content is missing in a message of the role {self.role!r}; send text")
         if self.tool_calls and self.role != ASSISTANT:
             refuse("tool_calls", f"tool_calls are an assistant's, not of the role {self.role!r}")
-        for part in self.content if isinstance(self.content, list) else ():
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                refuse(
-                    "content",
-                    f"content holds {str(part)[:80]}; the model reads {{'type': 'text', 'text': ...}}",
-                )
+        expect_text(self.content)
         return self
 
     def plain(self) -> dict[str, Any]:
@@ -223,8 +246,7 @@ class Message(Body):
         without = {"annotations"} if self.tool_calls else {"annotations", "tool_calls"}
         found = self.model_dump(exclude_none=True, exclude=without)
         found["role"] = SYSTEM if self.role == "developer" else self.role
-        parts = self.content if isinstance(self.content, list) else [{"text": self.content or ""}]
-        found["content"] = "\n".join(part["text"] for part in parts)
+        found["content"] = "\n".join(texts_of(self.content))
         for call in found.get("tool_calls", []):
             function = call["function"]
             try:
@@ -245,7 +267,6 @@ class ConversationRequest(Sampled):
         "functions": "use tools",
         "function_call": "use tool_choice",
         "moderation": "answers are not moderated",
-        "prediction": "use speculate = n, which takes draft tokens from the text so far",
         "web_search_options": "the model cannot search",
     }
 
@@ -258,6 +279,7 @@ class ConversationRequest(Sampled):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     response_format: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     # without effect
     metadata: dict[str, str] | None = None
     modalities: list[Literal["text"]] | None = None

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from laneformer.engine import Batch, Engine, Update
-from tests.laneformer.engine.assets import small_config
+from tests.laneformer.engine.assets import small_config, with_fixed_cost
 
 FILE = Path(__file__).with_suffix(".json")
 REQUESTS = 34  # of each model
@@ -49,9 +49,10 @@ def engine_of(name: str, **options: Any) -> Engine:
     overrides = dict(MODELS[name])
     engine = {key: overrides.pop(key) for key in ("dtype", "math", "kv_dtype") if key in overrides}
     config = small_config(**{"max_position_embeddings": 300, "initializer_range": 0.15, **overrides})
-    return Engine.random(
+    made = Engine.random(
         config, **{"seed": 11, "cache_bytes": CACHE_BYTES, "eos_ids": [7], **engine, **options}
     )
+    return with_fixed_cost(made)
 
 
 def requests(name: str) -> list[Asked]:
@@ -79,7 +80,7 @@ def _request(draw: random.Random, vocab: int, shared: list[list[int]]) -> Asked:
     if kind < 0.3:
         masks = [[draw.randrange(vocab) for _ in range(30)] for _ in range(options["max_new_tokens"])]
         return Asked(prompt, options, masks=masks)
-    if "speculate" in options:
+    if options.setdefault("speculate", 0):
         prompt = (prompt[-12:] * 3)[: len(prompt)] + prompt[-12:]
         options["logit_bias"] = dict.fromkeys(prompt[-2:], 6.0)  # so that drafts are right now and then
     return Asked(prompt, options)

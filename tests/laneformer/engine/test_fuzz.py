@@ -43,7 +43,8 @@ def valid(name: str) -> st.SearchStrategy:
         return st.integers(int(low), int(min(high, 40))) if kind is int else st.floats(low, min(high, 100.0))
     if name == "logit_bias":
         return st.dictionaries(st.integers(0, 263), st.floats(-100, 100), max_size=4)
-    return st.lists(st.integers(0, 263), max_size=4) if name == "stop_ids" else st.booleans()
+    ids = name in ("stop_ids", "prediction")
+    return st.lists(st.integers(0, 263), max_size=4) if ids else st.booleans()
 
 
 good_options = st.fixed_dictionaries({}, optional={name: valid(name) for name in NAMES})

@@ -246,8 +246,9 @@ def test_usage_so_far(tiny):
 
 
 def test_speculation_changes_no_text(tiny):
-    plain = post(tiny, prompt=[5, 6, 7] * 8, max_tokens=60)
-    faster = post(tiny, prompt=[5, 6, 7] * 8, max_tokens=60, speculate=4)
+    plain = post(tiny, prompt=[5, 6, 7] * 8, max_tokens=60, speculate=0)
+    assert plain["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
+    faster = post(tiny, prompt=[5, 6, 7] * 8, max_tokens=60)
     assert plain["choices"][0]["text"] == faster["choices"][0]["text"]
     details = faster["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0

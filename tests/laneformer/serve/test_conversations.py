@@ -155,6 +155,20 @@ def test_the_form_is_openais(tiny):
     )  # sent back
 
 
+def test_a_prediction_is_drafted(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "messages": TALK, "max_completion_tokens": 60, "temperature": 1.0, "seed": 7}
+    plain = client.chat.completions.create(**asked)
+    expected = plain.choices[0].message.content
+    parts = [{"type": "text", "text": expected[:10]}, {"type": "text", "text": expected[10:]}]
+    for content in (expected, parts):
+        told = client.chat.completions.create(**asked, prediction={"type": "content", "content": content})
+        assert told.choices[0].message.content == expected
+        assert told.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="the model reads"):
+        picture: Any = [{"type": "image_url", "image_url": {"url": "x"}}]
+        client.chat.completions.create(**asked, prediction={"type": "content", "content": picture})
+
+
 def test_contents_spell_no_control_token(tiny, engine):
     """A user who writes the template's own tokens gets ordinary ids, and the conversation has the
     form of any other.

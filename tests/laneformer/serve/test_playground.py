@@ -334,7 +334,7 @@ def test_a_race_is_run_apart_then_replayed(page: Page, server: StandIn) -> None:
     page.until("!document.querySelector('#race-replay').hidden", 60)
     warm, a, b = server.requests
     assert warm["max_completion_tokens"] == 1
-    assert (a["speculate"], b["speculate"]) == (0, 8)
+    assert (a["speculate"], b["speculate"]) == (0, 31)
     assert a["seed"] == b["seed"]
     assert server.max_at_once == 1, "neither slows the other"
     assert re.match(r"B is [12]\.\d\d× as fast: .* The answers are the same", text(page, "#verdict"))

@@ -27,7 +27,7 @@ EFFECTIVE = {
     CompletionRequest: {"prompt", "echo", "logprobs", *OPTIONS},
     ConversationRequest: {
         "messages", "logprobs", "top_logprobs", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls",
-        "response_format", *OPTIONS,
+        "response_format", "prediction", *OPTIONS,
     },
 }  # fmt: skip
 WITHOUT_EFFECT = {"user": ("me", 1), "model": ("tiny", 1)}

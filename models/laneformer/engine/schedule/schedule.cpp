@@ -16,6 +16,7 @@ constexpr char kOverflow[] =
     "or far too large";
 constexpr char kKvOverflow[] =
     "a key or value of this model is beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'";
+constexpr double kLeastGain = 1.03;  // of drafts
 constexpr char kNoneAllowed[] = "the mask, with min_new_tokens, leaves no id from which a token could be drawn";
 }  // namespace
 
@@ -32,7 +33,7 @@ void Schedule::expect(const Request& r) const {
   const size_t longest = size_t(limits_.context) + (r.scores() && !r.keep_logits);
   if (r.prompt.empty() || r.prompt.size() > longest)
     throw std::invalid_argument("prompt is empty or longer than the context");
-  expect_ids(r.prompt, limits_.vocab);
+  expect_ids(r.prompt, limits_.vocab), expect_ids(r.prediction, limits_.vocab), expect_ids(r.replay, limits_.vocab);
   r.sampling.expect(limits_.vocab);
   if (r.max_new_tokens < 0 || r.top_logprobs > limits_.vocab || r.speculate < 0)
     throw std::invalid_argument("max_new_tokens, logprobs or speculate is out of range");
@@ -56,7 +57,7 @@ std::vector<int64_t> Schedule::join(std::vector<Request> requests) {
   std::vector<std::unique_ptr<Sequence>> joining;
   for (Request& request : requests) {
     expect(request);
-    joining.push_back(std::make_unique<Sequence>(std::move(request), limits_));
+    joining.push_back(std::make_unique<Sequence>(std::move(request), limits_, past_));
   }
   std::unique_lock lock(mutex_);
   if (!limits_.side_by_side && !sequences_.empty())
@@ -198,6 +199,7 @@ void Schedule::end_sequences() {
   std::erase_if(running_, [this](Sequence* s) {
     if (!s->finished && !leaves(*s)) return false;
     prefixes_.end(s->cache);
+    if (s->drafter) past_.add({s->ids.begin() + s->prompt_length, s->ids.end()});
     s->stage = Sequence::Stage::ended;
     return true;
   });
@@ -226,7 +228,8 @@ void Schedule::plan(Pass& pass) {
   const double began_s = pass_began_s_;
   pass_began_s_ = now_s();
   if (pass_.decoding) pace_.passed(pass_.prompt_columns, pass_began_s_ - began_s);
-  for (Sequence* s : running_) s->drafts.clear(), s->columns = s->head_columns = 0;
+  if (pass_.decoding && !pass_.prompt_columns) cost_.passed(pass_.columns, pass_began_s_ - began_s);
+  for (Sequence* s : running_) s->drafts.clear(), s->odds.clear(), s->columns = s->head_columns = 0;
   if (prefixes_.plan(pass)) plan_columns(pass);
 }
 
@@ -238,12 +241,11 @@ void Schedule::plan_columns(Pass& pass) {
     pass.decoding += s->decodes();
     awaited |= s->decodes() && !s->request.quiet;
   }
-  // with drafts of others, there is still room for one column of each sequence
-  const int share = (kPassColumns - kMaxSequences) / std::max(1, pass.decoding);
+  choose_drafts();
   const int prompts = awaited && limits_.side_by_side ? pace_.columns() : kPassColumns;
   const int places = static_cast<int>(running_.size());
   for (int i = 0; i < places; ++i)
-    if (running_[i]->decodes() && !running_[i]->awaits_mask) add_columns(pass, i, share);
+    if (running_[i]->decodes() && !running_[i]->awaits_mask) add_columns(pass, i, kPassColumns);
   // no pass is empty, as one where all that decode wait for their masks would be
   const int decoding_columns = pass.columns;
   const int most = std::clamp(decoding_columns + prompts, 1, kPassColumns);
@@ -253,6 +255,35 @@ void Schedule::plan_columns(Pass& pass) {
   ++pass.number, ++total_passes_;
 }
 
+// So many draft tokens of all sequences, the likeliest first, that a pass gives tokens the fastest; without drafts where
+// the gain is within what one pass varies from the next.
+void Schedule::choose_drafts() {
+  int decoding = 0, proposed = 0;
+  for (Sequence* s : running_)
+    if (s->decodes() && !s->awaits_mask) ++decoding, proposed += propose(*s, kPassColumns - kMaxSequences);
+  if (!proposed) return;
+  std::vector<int> chosen(running_.size(), 0), best = chosen;
+  double tokens = decoding, fastest = kLeastGain * tokens / cost_.of(decoding);
+  for (int columns = decoding + 1; columns <= std::min(decoding + proposed, kPassColumns - kMaxSequences); ++columns) {
+    const auto next = [&](size_t i) {
+      return size_t(chosen[i]) < running_[i]->odds.size() ? running_[i]->odds[chosen[i]] : 0.0;
+    };
+    size_t likeliest = 0;
+    for (size_t i = 1; i < chosen.size(); ++i)
+      if (next(i) > next(likeliest)) likeliest = i;
+    tokens += next(likeliest);
+    ++chosen[likeliest];
+    if (tokens / cost_.of(columns) > fastest) fastest = tokens / cost_.of(columns), best = chosen;
+  }
+  for (size_t i = 0; i < best.size(); ++i) running_[i]->drafts.resize(best[i]);
+}
+
+int Schedule::propose(Sequence& s, int most) {
+  most = std::min({s.request.speculate, most, s.end - s.known() - 1});
+  if (s.drafter && most > 0) s.drafter->propose(most, s.drafts, s.odds);
+  return static_cast<int>(s.drafts.size());
+}
+
 // A sequence's ids that have not run yet, and draft tokens after the last one.
 void Schedule::add_columns(Pass& pass, int sequence, int most) {
   Sequence& s = *running_[sequence];
@@ -260,8 +291,6 @@ void Schedule::add_columns(Pass& pass, int sequence, int most) {
   const int known = s.known(), run = std::min(known - s.position, most);
   if (run <= 0) return;
   const bool draws = !request.scores() && s.position + run == known;
-  if (draws && s.drafter)
-    s.drafter->propose(s.ids, std::min({request.speculate, most - run, s.end - known - 1}), s.drafts);
   s.columns = run + static_cast<int>(s.drafts.size());
   s.first_row = pass.head_columns;
   s.left_behind.statistics.proposed += s.columns - run;
@@ -311,7 +340,7 @@ void Schedule::finish_pass(const PassResult& last) {
 
 // One token, and one more for each draft token that was right: what a pass of its own would have given.
 void Schedule::take_tokens(Sequence& s, const PassResult& last) {
-  const int before = s.new_tokens();
+  const int before = s.new_tokens(), accepted = s.left_behind.statistics.accepted;
   for (int i = 0; i < s.head_columns; ++i) {
     if (!take_token(s, last.logits + (s.first_row + i) * last.stride)) return;
     const bool right = i < static_cast<int>(s.drafts.size()) && s.drafts[i] == s.ids.back();
@@ -319,6 +348,8 @@ void Schedule::take_tokens(Sequence& s, const PassResult& last) {
     if (s.finished || !right) break;
     ++s.position;  // the draft token's keys and values stand
   }
+  if (s.drafter)
+    s.drafter->verified(static_cast<int>(s.drafts.size()), s.left_behind.statistics.accepted - accepted);
   if (!s.request.timed) return;
   Timings& timings = s.left_behind.timings;
   const int taken = s.new_tokens() - before;
@@ -343,7 +374,8 @@ bool Schedule::take_token(Sequence& s, const float* logits) {
     return false;
   }
   s.awaits_mask = false;
-  const int token = s.sampler.choose(logits, static_cast<int>(s.ids.size()) - 1, mask);
+  int token = s.sampler.choose(logits, static_cast<int>(s.ids.size()) - 1, mask);
+  if (size_t(s.new_tokens()) < s.request.replay.size()) token = s.request.replay[s.new_tokens()];
   if (token < 0) {
     s.fail(kNoneAllowed, false);
     return true;
@@ -353,7 +385,7 @@ bool Schedule::take_token(Sequence& s, const float* logits) {
   s.sampler.accept(token);
   {
     std::lock_guard lock(mutex_);
-    s.ids.push_back(token);
+    s.take(token);
   }
   s.finished = static_cast<int>(s.ids.size()) >= s.end || s.sampler.options().stops_at(token);
   return true;

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "cost.h"
 #include "pace.h"
 #include "pass.h"
 #include "prefix.h"
@@ -54,7 +55,9 @@ class Schedule {
   void score(const Pass& pass, int row, const float* logits);
   float* partials(const Column& column, int layer, int module, size_t floats);
   const Prefixes& prefixes() const { return prefixes_; }
-  void set_cache_limit(size_t bytes) { prefixes_.set_limit(bytes); }  // while no request runs
+  // while no request runs
+  void set_cache_limit(size_t bytes) { prefixes_.set_limit(bytes); }
+  void fix_cost(double each_column) { cost_.fix(each_column); }
 
  private:
   void expect(const Request& request) const;
@@ -65,6 +68,8 @@ class Schedule {
   void admit(Sequence& sequence);
   void plan(Pass& pass);
   void plan_columns(Pass& pass);
+  void choose_drafts();
+  int propose(Sequence& sequence, int most);
   void take_back(int cache);
   void add_columns(Pass& pass, int sequence, int most);
   void finish_pass(const PassResult& last);
@@ -80,7 +85,9 @@ class Schedule {
   Prefixes prefixes_;
   Pass pass_;
   std::vector<Sequence*> running_;  // places of a pass's columns
+  PastOutputs past_;
   Pace pace_;
+  Cost cost_;
   double pass_began_s_ = 0;
   bool leaves_ = false, tells_news_ = false;
 

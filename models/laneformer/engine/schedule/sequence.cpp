@@ -30,12 +30,11 @@ Scores Scores::part(size_t from, size_t count) const {
   return {top, part_of(logprobs, 1), part_of(top_ids, top), part_of(top_logprobs, top)};
 }
 
-Sequence::Sequence(Request of, const Limits& limits)
+Sequence::Sequence(Request of, const Limits& limits, const PastOutputs& past)
     : request(std::move(of)),
       ids(request.prompt),
       prompt_length(static_cast<int>(ids.size())),
-      sampler(request.sampling, limits.vocab, ids),
-      drafter(request.speculate && !request.masked ? prompt_lookup() : nullptr) {
+      sampler(request.sampling, limits.vocab, ids) {
   const int room = limits.context - prompt_length + 1, wanted = std::min(request.max_new_tokens, room);
   end = request.scores() ? request.positions() : prompt_length + wanted;
   if (request.scores())
@@ -46,7 +45,9 @@ Sequence::Sequence(Request of, const Limits& limits)
   if (request.keep_logits) left_behind.logits.resize(size_t(prompt_length) * limits.vocab);
   left_behind.partials.resize(request.keep_partials.size() * limits.partials);
   if (request.timed) left_behind.timings.token_s.reserve(std::max(0, wanted));
-  drafts.reserve(kPassColumns);
+  drafts.reserve(kPassColumns), odds.reserve(kPassColumns);
+  if (request.speculate && !request.masked && !request.scores() && wanted > 1)
+    drafter = std::make_unique<SuffixDrafter>(request.prediction, ids, past);
 }
 
 News Sequence::take_news() {

@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "drafter.h"
 #include "pass.h"
 #include "sampler.h"
+#include "suffix.h"
 
 namespace laneformer {
 
@@ -19,7 +19,9 @@ struct Request {
   SamplingOptions sampling;
   int max_new_tokens = 0;
   bool reuse_prefix = true;  // start from what a KV cache still holds
-  int speculate = 0;         // most draft tokens, from earlier text, to verify in one pass
+  int speculate = 0;         // most draft tokens to verify in one pass
+  std::vector<int> prediction;  // what the output may look like, to take drafts from
+  std::vector<int> replay;   // for measurements: the output's first ids, whatever is drawn
   bool masked = false;       // each token is drawn among the ids that `Schedule::allow` names; no drafts
   bool quiet = false;        // its end alone is news, so no token wakes whoever collects, which would take a core
   bool timed = false;        // with Timings at its end
@@ -85,7 +87,7 @@ struct Sequence {
   enum class Stage { waiting, running, ended };
   using Mask = std::vector<uint32_t>;  // bit id % 32 of word id / 32: the id is possible
 
-  Sequence(Request of, const Limits& limits);
+  Sequence(Request of, const Limits& limits, const PastOutputs& past);
 
   const Request request;
   std::vector<int> ids;  // the prompt, then the new tokens; grown under the mutex, as others read it there
@@ -104,6 +106,7 @@ struct Sequence {
   // its part of the running pass
   int columns = 0, head_columns = 0, first_row = 0;
   std::vector<int> drafts;  // draft tokens: the last columns, ids that may come next
+  std::vector<double> odds;  // ... that each comes, and all before it
   // under the mutex
   Stage stage = Stage::waiting;
   bool left = false;  // it ends before the next pass
@@ -113,6 +116,10 @@ struct Sequence {
 
   int new_tokens() const { return static_cast<int>(ids.size()) - prompt_length; }
   int known() const { return request.scores() ? end : static_cast<int>(ids.size()); }  // positions that could run
+  void take(int token) {  // under the mutex
+    ids.push_back(token);
+    if (drafter) drafter->extend(token);
+  }
   bool decodes() const { return !request.scores() && position + 1 >= known(); }
   // Positions that need not run if they are cached: generating needs the logits of the last prompt id; scoring those of
   // the id before the first scored one.

@@ -19,7 +19,7 @@ const SETTINGS = [  // name in the request, label, what it does, least, most, st
   ["presence_penalty", "Presence penalty", "for tokens that were written", -2, 2, "any", 0],
   ["max_completion_tokens", "Most tokens", "of an answer", 1, 1e6, 1, "no limit"],
   ["seed", "Seed", "the same seed, the same answer", 0, 2 ** 53 - 1, 1, "random"],
-  ["speculate", "Draft tokens", "guessed from earlier text, checked in one pass: the same answer, sooner", 0, 31, 1, 0],
+  ["speculate", "Draft tokens", "most of a pass, guessed from earlier text: the same answer, sooner; 0 is off", 0, 31, 1, 31],
 ];
 const STARTERS = [
   "Explain to a ten-year-old why the sky is blue.",

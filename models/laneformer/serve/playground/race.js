@@ -61,7 +61,7 @@ class Lane {
 
 /** `requestFor(messages)`: a request with the settings of the chat. */
 export function setUpRace(requestFor) {
-  const lanes = [new Lane("A", 0), new Lane("B", 8)], [a, b] = lanes;
+  const lanes = [new Lane("A", 0), new Lane("B", 31)], [a, b] = lanes;
   let controller = null;
   const how = () => ($("race-how").textContent = HOW[$("race-order").value]);
   const lead = (winner) => lanes.forEach((lane) => lane.element.classList.toggle("ahead", lane === winner));

@@ -43,8 +43,8 @@ class Asked:
         """Requests that wait or decode, and those that have been cancelled, by the server's own count."""
         headers = {"Authorization": f"Bearer {self.key}"}
         with urllib.request.urlopen(urllib.request.Request(f"{self.url}/metrics", headers=headers)) as answer:
-            lines = [line.split() for line in answer.read().decode().splitlines()]
-        found = {line[0]: int(float(line[1])) for line in lines if line[0] != "#"}
+            lines = [line.rsplit(maxsplit=1) for line in answer.read().decode().splitlines()]
+        found = {line[0]: int(float(line[1])) for line in lines if not line[0].startswith("#")}
         busy = found["laneformer_running"] + found["laneformer_waiting"]
         return busy, found.get('laneformer_ended_total{reason="cancelled"}', 0)
 

@@ -107,7 +107,8 @@ struct nanobind::detail::type_caster<Request> {
   bool from_python(handle r, uint8_t, cleanup_list*) noexcept try {
     const auto field = [&](const char* name, auto& to) { to = nb::cast<std::decay_t<decltype(to)>>(r.attr(name)); };
     field("prompt", value.prompt), field("max_new_tokens", value.max_new_tokens);
-    field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate), field("masked", value.masked);
+    field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate);
+    field("prediction", value.prediction), field("replay", value.replay), field("masked", value.masked);
     field("quiet", value.quiet), field("timed", value.timed), field("score_from", value.score_from);
     field("keep_logits", value.keep_logits), field("keep_partials", value.keep_partials);
     value.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
@@ -328,6 +329,21 @@ std::vector<double> time_exchange(int file, int rank, size_t floats, int rounds,
   return seconds;
 }
 
+// For tests: a drafter with past outputs of its own.
+struct OneDrafter {
+  OneDrafter(std::vector<int> prediction, std::vector<int> prompt, std::vector<std::vector<int>> outputs)
+      : drafter(prediction, prompt, past) {
+    for (const auto& output : outputs) past.add(output);
+  }
+  std::pair<std::vector<int>, std::vector<double>> propose(int most) {
+    std::pair<std::vector<int>, std::vector<double>> found;
+    drafter.propose(most, found.first, found.second);
+    return found;
+  }
+  PastOutputs past;
+  SuffixDrafter drafter;
+};
+
 void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::string& dtype, uint64_t key,
                    float deviation) {
   nb::gil_scoped_release release;
@@ -370,15 +386,27 @@ NB_MODULE(_core, m) {
            "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
       .def("set_ladder", &Decoder::set_ladder)
       .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.schedule().set_cache_limit(bytes); }, "bytes"_a)
+      .def("fix_cost", [](Decoder& d, double each) { d.schedule().fix_cost(each); }, "each_column"_a)
       .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().prefixes().bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
       .def_prop_ro("lost", [](const Decoder& d) { return int(d.lost()); })
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
-  nb::class_<Pace>(m, "Pace")  // for tests
+  // for tests
+  nb::class_<Pace>(m, "Pace")
       .def(nb::init<>())
       .def("columns", &Pace::columns)
       .def("passed", &Pace::passed, "columns"_a, "seconds"_a);
+  nb::class_<Cost>(m, "Cost")
+      .def(nb::init<>())
+      .def("of", &Cost::of, "columns"_a)
+      .def("passed", &Cost::passed, "columns"_a, "seconds"_a);
+  nb::class_<OneDrafter>(m, "Drafter")
+      .def(nb::init<std::vector<int>, std::vector<int>, std::vector<std::vector<int>>>(), "prediction"_a, "prompt"_a,
+           "past"_a)
+      .def("extend", [](OneDrafter& d, int id) { d.drafter.extend(id); }, "id"_a)
+      .def("propose", &OneDrafter::propose, "most"_a)
+      .def("verified", [](OneDrafter& d, int n, int right) { d.drafter.verified(n, right); }, "drafts"_a, "right"_a);
   m.attr("MAX_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("quantise_rows", &quantise_rows, "weights"_a);
