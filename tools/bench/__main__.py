@@ -11,6 +11,7 @@ BENCHMARKS = {
     "decode": "decode speed on the CPU, alternating with llama.cpp and Transformers",
     "serve": "the server over HTTP, alternating with llama.cpp's servers; its cost over the engine",
     "latency": "what the delay hides: tokens/s against an injected latency of the link between lanes",
+    "drafts": "what drafts are worth, by kind of text and type of weights",
     "load": "time from packed weights to the first token",
     "loader": "training data loaders on the same windows",
     "text": "filtering and tokenizing text on one core",

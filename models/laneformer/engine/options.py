@@ -58,9 +58,9 @@ class GenerationOptions:
     are added unless ignore_eos. logprobs: for each token its log-probability and those of this many
     likeliest ids, of the model's own distribution (before step 1); None: none. Only for
     `generate_detailed` and `stream_detailed`. reuse_prefix: start from keys and values of earlier requests
-    where the prompt begins alike. speculate: most draft tokens to verify in one pass, 0 for none; they are
-    taken from the text so far, `prediction` and earlier outputs, and as many are tried as make tokens
-    come sooner; the output stays the same. prediction: ids that the output may contain.
+    where the prompt begins alike, and draft from their outputs. speculate: most draft tokens to verify in
+    one pass, 0 for none; they are taken from the text so far, `prediction` and earlier outputs, as many as
+    make tokens come sooner; the output stays the same. prediction: ids that the output may contain.
     """
 
     max_new_tokens: int = 128

@@ -18,7 +18,7 @@ struct Request {
   std::vector<int> prompt;
   SamplingOptions sampling;
   int max_new_tokens = 0;
-  bool reuse_prefix = true;  // start from what a KV cache still holds
+  bool reuse_prefix = true;  // start from what a KV cache still holds; draft from earlier outputs
   int speculate = 0;         // most draft tokens to verify in one pass
   std::vector<int> prediction;  // what the output may look like, to take drafts from
   std::vector<int> replay;   // for measurements: the output's first ids, whatever is drawn

@@ -85,7 +85,7 @@ SuffixIndex::Match PastOutputs::longest(std::span<const int> text, const std::ve
 // --- drafts -----------------------------------------------------------------------------------------------------
 
 SuffixDrafter::SuffixDrafter(const std::vector<int>& prediction, const std::vector<int>& prompt,
-                             const PastOutputs& past)
+                             const PastOutputs* past)
     : past_(past) {
   for (const double odds : kFirstOdds) rates_.push_back({odds * kFirstWeight, kFirstWeight});
   for (const int id : prediction) own_.append(id);
@@ -100,7 +100,7 @@ int SuffixDrafter::bucket(int length) {
 void SuffixDrafter::propose(int most, std::vector<int>& drafts, std::vector<double>& odds) {
   const std::vector<int>*text = &own_.ids(), *past = nullptr;
   SuffixIndex::Match match = own_.longest(*text, true);
-  if (const SuffixIndex::Match other = past_.longest(*text, &past); other.length > match.length)
+  if (const auto other = past_ ? past_->longest(*text, &past) : SuffixIndex::Match{}; other.length > match.length)
     match = other, text = past;
   length_ = match.length;
   double all = 1.0;

@@ -53,8 +53,8 @@ class PastOutputs {
 
 class SuffixDrafter : public Drafter {
  public:
-  // `prediction`: what the output may look like. past: outlives the drafter.
-  SuffixDrafter(const std::vector<int>& prediction, const std::vector<int>& prompt, const PastOutputs& past);
+  // `prediction`: what the output may look like. past: outlives the drafter; nullptr for none.
+  SuffixDrafter(const std::vector<int>& prediction, const std::vector<int>& prompt, const PastOutputs* past);
   void extend(int id) override { own_.append(id); }
   void propose(int most, std::vector<int>& drafts, std::vector<double>& odds) override;
   void verified(int drafts, int right) override;
@@ -66,7 +66,7 @@ class SuffixDrafter : public Drafter {
   static int bucket(int length);
 
   SuffixIndex own_;
-  const PastOutputs& past_;
+  const PastOutputs* past_;
   std::vector<Rate> rates_;
   int length_ = 0;  // of the last proposal's match
 };

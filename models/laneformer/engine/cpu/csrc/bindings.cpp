@@ -332,7 +332,7 @@ std::vector<double> time_exchange(int file, int rank, size_t floats, int rounds,
 // For tests: a drafter with past outputs of its own.
 struct OneDrafter {
   OneDrafter(std::vector<int> prediction, std::vector<int> prompt, std::vector<std::vector<int>> outputs)
-      : drafter(prediction, prompt, past) {
+      : drafter(prediction, prompt, &past) {
     for (const auto& output : outputs) past.add(output);
   }
   std::pair<std::vector<int>, std::vector<double>> propose(int most) {
