@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from ..engine import Engine
-from .options import ModelFlags, ModelOptions, ProcessFlags, ProcessOptions
+from .options import ModelFlags, ModelOptions
 
 
 @dataclass
@@ -28,7 +28,6 @@ class Bench:
     """
     json: bool = False
     """Print nothing but the JSON line."""
-    processes: ProcessFlags = field(default_factory=ProcessOptions)
     model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
@@ -56,7 +55,7 @@ class Bench:
 
     def engine(self) -> Engine:
         if self.hf_dir is not None and self.random_weights is None:
-            return self.model.load(self.hf_dir, self.processes)
+            return self.model.load(self.hf_dir)
         if self.random_weights is not None and self.hf_dir is None:
-            return self.model.random(self.random_weights, self.processes)
+            return self.model.random(self.random_weights)
         raise ValueError("give either a model folder or --random-weights")

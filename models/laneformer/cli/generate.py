@@ -11,7 +11,7 @@ import tyro
 from ..chat import SYSTEM, USER
 from ..engine import Engine, GenerationOptions
 from ..prompts import PromptEncoder
-from .options import ModelFlags, ModelOptions, ProcessFlags, ProcessOptions, SamplingFlags, SamplingOptions
+from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
 
 
 @dataclass
@@ -38,7 +38,6 @@ class Generate:
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to end before; may be given several times."""
     sampling: SamplingFlags = field(default_factory=SamplingOptions)
-    processes: ProcessFlags = field(default_factory=ProcessOptions)
     model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
@@ -46,7 +45,7 @@ class Generate:
         GenerationOptions(**lengths, **self.sampling.given())  # errors show before the weights are loaded
         if self.system is not None and not self.chat:
             raise ValueError("--system is a message of a conversation; add --chat")
-        with self.model.load(self.hf_dir, self.processes) as engine:
+        with self.model.load(self.hf_dir) as engine:
             prompt = conversation(engine, self.prompt, self.system) if self.chat else self.prompt
             for piece in engine.stream_text(prompt, stop=self.stop, **lengths, **self.sampling.of(engine)):
                 print(piece, end="", flush=True)

@@ -17,17 +17,6 @@ FOLDERS_ALONE = ("lanes", "cache", "context_tokens")  # a flavor has its own
 
 
 @dataclass(frozen=True)
-class ProcessOptions:
-    processes: int = 1
-    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
-    transport: Literal["memory", "tcp", "launched"] = "memory"
-    """What links them: memory of one machine, TCP on it, or TCP between machines on which this
-    command has been started with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set: rank 0 prints,
-    the others end with it.
-    """
-
-
-@dataclass(frozen=True)
 class ModelOptions:
     device: str = "auto"
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
@@ -43,6 +32,8 @@ class ModelOptions:
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
+    processes: int = 1
+    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     pin: bool | None = None
     """Keep each thread on a CPU of its own; default: where the machine has several memory nodes."""
     lanes: int | None = None
@@ -55,21 +46,18 @@ class ModelOptions:
     cache_bytes: int | None = None
     """Memory for keys and values of earlier requests, on each device; default: a quarter of what is left."""
 
-    def load(self, path: Path, processes: ProcessOptions | None = None, **others: Any) -> Engine:
+    def load(self, path: Path, **others: Any) -> Engine:
         """`others`: of the engine."""
-        return Engine.from_pretrained(path, **self._given(processes), **others)
+        return Engine.from_pretrained(path, **self._given(), **others)
 
-    def random(self, flavor: str, processes: ProcessOptions | None = None) -> Engine:
-        options = self._given(processes)
+    def random(self, flavor: str) -> Engine:
+        options = self._given()
         for name in FOLDERS_ALONE:
             options.pop(name, None)
         return Engine.random(flavor, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})
 
-    def _given(self, processes: ProcessOptions | None) -> dict[str, Any]:
-        several = dataclasses.asdict(processes) if processes and processes.processes != 1 else {}
-        return several | {
-            name: value for name, value in dataclasses.asdict(self).items() if value is not None
-        }
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -127,5 +115,4 @@ class SamplingOptions:
 
 # fields of a command, whose flags have no prefix
 ModelFlags = Annotated[ModelOptions, tyro.conf.arg(name="")]
-ProcessFlags = Annotated[ProcessOptions, tyro.conf.arg(name="")]
 SamplingFlags = Annotated[SamplingOptions, tyro.conf.arg(name="")]

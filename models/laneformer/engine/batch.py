@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .decoder import Collected, Decoder, GeneratedToken, PromptLogprobs, Request, Statistics
+from .decoder import Collected, Decoder, EngineLost, GeneratedToken, PromptLogprobs, Request, Statistics
 from .requests import Requests
 
 
@@ -136,7 +136,10 @@ class Batch:
         for ticket in tuple(self._joined):
             self.leave(ticket)
         while self._joined:
-            self.updates(0.1)  # another thread may collect them
+            try:
+                self.updates(0.1)  # another thread may collect them
+            except EngineLost:  # and nobody tells their ends
+                self._joined.clear()
         if not closed:
             self._release()
 

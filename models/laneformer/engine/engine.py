@@ -68,9 +68,7 @@ class Engine:
         kv_dtype: of cached keys and values. "auto": "fp32" for fp32 weights, else "fp16", which raises ValueError
             for values beyond 65,504; "bf16" holds them.
         processes: share the lanes over that many processes, `threads` threads each (default: an equal part of the
-            cores), one request at a time. Losing one raises RuntimeError and closes the engine.
-        transport: between processes: "memory", "tcp", or "launched" (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-            of a launcher that started this program on every rank; ranks above 0 serve rank 0 until it exits).
+            cores). Losing one raises RuntimeError and closes the engine.
         isa: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "portable"; default from
             the environment variable LANEFORMER_ISA. Results are bit-identical alone, batched or drafted, except on
             "amx" with bf16 weights, where passes of four positions and more differ by about 1e-6.

@@ -86,15 +86,8 @@ def test_processes_wait_as_threads_do():
     with engine_of(model, threads=1, processes=2) as engine:
         decoder_of(engine).set_latency(link_s)
         times = after(engine, [1, 2, 3], 5).whole.token_s
-        # one process may begin a token up to a link's latency before the other, so a single one
-        # can be shorter
-        assert sum(times) >= (len(times) * exchanges - 1) * link_s
+        assert min(times) >= exchanges * link_s
         assert engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True) == expected
-    refused = pytest.raises(
-        ValueError, match="transport = 'tcp': a latency is injected where processes share memory"
-    )
-    with engine_of(model, threads=1, processes=2, transport="tcp") as engine, refused:
-        decoder_of(engine).set_latency(LINK_S)
 
 
 def test_threads_of_one_lane_do_not_wait_for_the_link():

@@ -65,13 +65,12 @@ def test_on_every_instruction_set(name: str, threads: int) -> None:
                 assert streamed(engine, every[number]) == ids(name)[number]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_in_several_processes(name: str, processes: int) -> None:
     if MODELS[name].get("num_lanes", 4) < processes:
         pytest.skip("a lane is not cut")
+    every = requests(name)
     with engine_of(name, threads=1, processes=processes) as engine:
-        for number, asked in enumerate(requests(name)):
-            if not asked.start and not asked.masks:
-                assert streamed(engine, asked) == ids(name)[number]
+        assert [alone(engine, asked) for asked in every] == GOLDENS[name]
+        assert side_by_side(engine, every) == ids(name)

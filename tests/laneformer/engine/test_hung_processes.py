@@ -1,17 +1,11 @@
-"""A worker that hangs, or whose machine has vanished, ends the request; one that is slow, or
-was paused, does not.
-"""
+"""A worker that hangs ends the requests; one that is slow, or was paused, does not."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import pickle
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import textwrap
@@ -22,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from laneformer.engine import Engine
-from laneformer.engine.cpu import links, processes
+from laneformer.engine.cpu import processes
 from laneformer.tensors import Tensor
 from tests.laneformer.engine.assets import (
     engine_of,
@@ -31,13 +24,12 @@ from tests.laneformer.engine.assets import (
     random_model,
     small_config,
     tensors_of,
-    write_folder,
 )
 from tests.laneformer.engine.test_processes import (
     ENDLESS,
-    LOCAL,
     LONG,
     LOST_S,
+    follow,
     is_alive,
     shared_files,
     workers,
@@ -49,7 +41,7 @@ HUNG = rf"has shown no sign of life for {SILENT_S:g} s"
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(links, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(processes, "SILENT_S", SILENT_S)
 
 
 @pytest.fixture
@@ -79,10 +71,9 @@ def held_memory() -> set[str]:
     return {str(path) for path in shared_files()} | {name for name in opened if "memfd:laneformer" in name}
 
 
-@pytest.mark.parametrize("transport", LOCAL)
-def test_a_hung_worker_ends_the_request(transport, bounded):
+def test_a_hung_worker_ends_the_request(bounded):
     before = held_memory()
-    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=3, transport=transport)
+    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=3)
     bounded(engine.close)
     pids = [process.pid for process in workers(engine)]
     stream = engine.stream([3], **ENDLESS)
@@ -97,6 +88,18 @@ def test_a_hung_worker_ends_the_request(transport, bounded):
         engine.generate([3], max_new_tokens=2)
     engine.close()
     assert held_memory() <= before
+
+
+def test_a_hung_worker_ends_requests_side_by_side(bounded):
+    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2)
+    bounded(engine.close)
+    with engine.batch() as batch:
+        tickets = [batch.join([first_id], **ENDLESS) for first_id in (3, 4, 5)]
+        while not {update.ticket for update in batch.updates(1.0)} >= {*tickets}:
+            pass
+        os.kill(workers(engine)[0].pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match=rf"process 1 of 2 .* {HUNG}: the request has ended"):
+            follow(batch, SILENT_S + LOST_S)
 
 
 def stop_here() -> Mapping[str, Tensor]:
@@ -149,9 +152,9 @@ def test_a_pause_of_all_processes_is_no_error():
         import json, sys
         from laneformer.config import LaneformerConfig
         from laneformer.engine import Engine
-        from laneformer.engine.cpu import links
+        from laneformer.engine.cpu import processes
 
-        links.SILENT_S = float(sys.argv[2])
+        processes.SILENT_S = float(sys.argv[2])
         with Engine.random(LaneformerConfig(**json.loads(sys.argv[1])), threads=1, processes=2) as engine:
             stream = engine.stream([3], max_new_tokens=19_000, ignore_eos=True)
             next(stream)
@@ -174,78 +177,6 @@ def test_a_pause_of_all_processes_is_no_error():
         time.sleep(SILENT_S / 8)  # rank 0 looks for beats before the worker goes on
     assert rank_0.communicate("\n", timeout=60)[0] == "4\n"
     assert rank_0.returncode == 0
-
-
-def with_small_buffers(connection: socket.socket) -> int:
-    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, buffer, 4096)
-    return ready(connection)
-
-
-ready = links.ready
-
-
-@pytest.mark.slow
-def test_a_hung_worker_of_a_launcher(tmp_path, monkeypatch, bounded):
-    """In the middle of a prompt, when rank 0 is sending more than the connection takes."""
-    wide = small_config(
-        hidden_size=512, broadcast_delay=4, use_early_comm=False, max_position_embeddings=4000
-    )
-    options = {"threads": 1, "processes": 2, "transport": "launched", "cache": False}
-    folder = write_folder(tmp_path, random_model(wide))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(links, "ready", with_small_buffers)
-    script = f"""
-        from tests.laneformer.engine.test_hung_processes import Engine, links, with_small_buffers
-
-        links.ready = with_small_buffers
-        Engine.from_pretrained({str(folder)!r}, **{options})
-    """
-    worker = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "RANK": "1"}
-    )
-    bounded(worker.kill)
-    engine = Engine.from_pretrained(folder, **options)
-    threading.Timer(0.4, worker.send_signal, [signal.SIGSTOP]).start()
-    lost = pytest.raises(
-        RuntimeError, match=rf"process 1 of 2 \(pid {worker.pid} on {socket.gethostname()}\) {HUNG}"
-    )
-    with lost:
-        engine.logprobs(random_ids(wide, 4000))
-    engine.close()
-    worker.send_signal(signal.SIGCONT)
-    assert worker.wait(LOST_S) == 0
-
-
-def vanish(connection: socket.socket) -> None:
-    """The kernel drops what arrives, and acknowledges nothing: a filter of one instruction, `return 0`."""
-    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-    program = struct.pack("HP", 1, ctypes.addressof(instruction))
-    connection.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
-
-
-@pytest.mark.skipif(
-    not hasattr(socket, "TCP_USER_TIMEOUT"), reason="elsewhere the system gives up after minutes"
-)
-def test_a_worker_notices_that_the_machine_of_rank_0_has_vanished():
-    with socket.create_server(("127.0.0.1", 0)) as meeting:
-        control = links.controlled(1, meeting.getsockname()[:2])
-        rank_0, _ = meeting.accept()
-    assert links.heard(rank_0) == [1, os.getpid(), socket.gethostname()]
-    vanish(rank_0)
-    threading.Thread(target=links.beat, args=(control.fileno(),), daemon=True).start()
-    ended = threading.Event()
-
-    def read() -> None:
-        with contextlib.suppress(TimeoutError):
-            assert control.recv(1) == b""
-        ended.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    assert ended.wait(SILENT_S + LOST_S)
 
 
 def test_a_worker_ends_when_rank_0_ends_in_the_middle_of_a_message():

@@ -5,11 +5,9 @@ The processes outnumber the cores in some of these, so waits also meet a peer th
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laneformer.engine import Cancelled, Engine
-from laneformer.engine.cpu.processes import TRANSPORTS, threads_of_each, whole_lanes
+from laneformer.engine import Batch, Cancelled, Engine
+from laneformer.engine.cpu.processes import threads_of_each, whole_lanes
 from tests.laneformer.engine.assets import (
     byte_tokenizer,
     engine_of,
@@ -30,11 +28,12 @@ from tests.laneformer.engine.assets import (
     small_config,
     write_folder,
 )
+from tests.laneformer.engine.goldens import mask_of
+from tests.laneformer.engine.test_joined import collect, tokens_of
 
 LONG = {"max_position_embeddings": 20_000, "vocab_size": 264}
 ENDLESS = {"max_new_tokens": 19_000, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "repetition_penalty": 1.1, "logprobs": 3}
-LOCAL = TRANSPORTS[:2]
 LOST_S = 5.0  # generous: a shared machine may stop for a while
 
 
@@ -46,6 +45,7 @@ def results(engine: Engine, ids: list[int]) -> list[object]:
     found.append(engine.generate(ids[:30] * 2, max_new_tokens=12, speculate=4))
     scores = engine.logprobs(ids, top=2)
     found += [scores.logprobs.tolist(), scores.top_ids.tolist(), engine.logits(ids[:20]).tolist()]
+    found.append(engine._partials(ids[:150], [0, 7, 140]).tolist())
     return found
 
 
@@ -53,15 +53,13 @@ def workers(engine: Engine) -> list[subprocess.Popen[bytes]]:
     return engine._decoder._workers.processes
 
 
-def compare(
-    numbers: tuple[int, ...], dtype: str = "auto", transport: str = "memory", **overrides: object
-) -> None:
+def compare(numbers: tuple[int, ...], dtype: str = "auto", **overrides: object) -> None:
     model = random_model(small_config(**{"max_position_embeddings": 400, **overrides}), seed=1, dtype="bf16")
     ids = random_ids(model.config, 300)
     with engine_of(model, threads=1, dtype=dtype) as engine:
         expected = results(engine, ids)
     for processes in numbers:
-        with engine_of(model, threads=1, dtype=dtype, processes=processes, transport=transport) as engine:
+        with engine_of(model, threads=1, dtype=dtype, processes=processes) as engine:
             assert engine.threads == processes
             assert results(engine, ids) == expected, f"{processes} processes"
 
@@ -71,18 +69,13 @@ def test_the_same_bits(head):
     compare((2,), lm_head_type=head, broadcast_delay={"vocab_parallel": 2, "replicate": 0, "lane": 1}[head])
 
 
-def test_the_same_bits_over_sockets():
-    compare((2,), transport="tcp", lm_head_type="replicate", broadcast_delay=1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", LOCAL)
 @pytest.mark.parametrize(
     ("delay", "head"), [(0, "vocab_parallel"), (1, "replicate"), (2, "lane"), (4, "replicate")]
 )
-def test_the_same_bits_of_every_model(head, delay, transport):
-    compare((2, 4), transport=transport, lm_head_type=head, broadcast_delay=delay)
-    compare((2,), "int8", transport, lm_head_type=head, broadcast_delay=delay)
+def test_the_same_bits_of_every_model(head, delay):
+    compare((2, 4), lm_head_type=head, broadcast_delay=delay)
+    compare((2,), "int8", lm_head_type=head, broadcast_delay=delay)
 
 
 @pytest.mark.slow
@@ -91,17 +84,16 @@ def test_the_same_bits_of_every_model(head, delay, transport):
 )
 def test_the_same_bits_without_joins_and_with_tied_embeddings(overrides):
     compare((2, 3), **overrides)
-    compare((3,), "int8", "tcp", **overrides)
+    compare((3,), "int8", **overrides)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", LOCAL)
-def test_groups_of_threads_share_lanes_within_a_process(transport):
+def test_groups_of_threads_share_lanes_within_a_process():
     model = random_model(small_config(num_lanes=2, intermediate_size=352), seed=2, dtype="bf16")
     ids = random_ids(model.config, 40)
     with engine_of(model, threads=1) as engine:
         expected = engine.logits(ids).tolist()
-    with engine_of(model, threads=3, processes=2, transport=transport) as engine:
+    with engine_of(model, threads=3, processes=2) as engine:
         assert engine.threads == 6
         assert engine.logits(ids).tolist() == expected
 
@@ -139,28 +131,64 @@ def test_a_folder_and_random_weights(tmp_path, capfd):
         assert two.generate([3], max_new_tokens=20) == one.generate([3], max_new_tokens=20)
 
 
-@pytest.mark.slow
-def test_processes_of_a_launcher(tmp_path):
-    folder = write_folder(tmp_path, random_model(small_config(vocab_size=264), dtype="bf16"), eos_token_id=2)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    with Engine.from_pretrained(folder, threads=1) as engine:
-        expected = engine.generate_text("a b", max_new_tokens=40)
-    command = [sys.executable, "-m", "laneformer.cli", "generate", folder, "--prompt", "a b", "--max-new-tokens", "40",
-               "--threads", "1", "--processes", "3", "--transport", "launched"]  # fmt: skip
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    started = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port)},
-        )
-        for rank in range(3)
-    ]  # fmt: skip
-    assert [process.communicate(timeout=60)[0] for process in started] == [expected + "\n", "", ""]
-    assert [process.returncode for process in started] == [0, 0, 0]
-    with pytest.raises(ValueError, match="needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"):
-        Engine.from_pretrained(folder, processes=2, transport="launched")
+def late_masks(engine: Engine) -> list[int]:
+    """Tokens of a request whose masks come late, so that all threads sleep before each draw, beside another one."""
+    vocab, ids = engine.config.vocab_size, list[int]()
+    with engine.batch() as batch:
+        other = batch.join([5, 6], max_new_tokens=3, logprobs=1)
+        ticket, running = batch.join([3], max_new_tokens=6, masked=True), {0, 1}
+        while running:
+            for update in batch.updates(0.05):
+                ids += [token.id for token in update.tokens] if update.ticket == ticket else []
+                running -= {update.ticket - other} if update.finish_reason else set()
+            if 1 in running:
+                batch.allow(ticket, len(ids), mask_of(range(len(ids), vocab, 7), vocab))
+    return ids
+
+
+def test_masks_that_come_late():
+    model = random_model(small_config())
+    with engine_of(model, threads=1) as one, engine_of(model, threads=1, processes=2) as two:
+        expected = late_masks(one)
+        assert len(expected) == 6
+        assert late_masks(two) == expected
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_workers_sleep_between_requests():
+    def busy_s(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    with engine_of(random_model(small_config()), threads=1, processes=2) as engine:
+        pid = workers(engine)[0].pid
+        for _ in range(3):
+            engine.generate([3], max_new_tokens=5)
+        before_s = busy_s(pid)
+        time.sleep(1.0)
+        assert busy_s(pid) - before_s < 0.05
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS")
+def test_a_worker_without_memory_for_a_cache_ends_that_request_alone():
+    import resource
+
+    model = random_model(small_config(max_position_embeddings=1 << 20))
+    with engine_of(model, threads=1, processes=3, cache_bytes=1 << 50) as engine:
+        expected = engine.generate([3, 5], max_new_tokens=12)
+        pid, any_size = workers(engine)[1].pid, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        used = 4096 * int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        resource.prlimit(pid, resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+        with engine.batch() as batch:
+            tickets = [batch.join(ids, max_new_tokens=12, reuse_prefix=False) for ids in ([3, 5], [7])]
+            updates = collect(batch, *tickets)
+            assert [token.id for token in tokens_of(updates[tickets[0]])] == expected
+            assert "1048576 positions need more than" in str(updates[tickets[1]][-1].error)
+            resource.prlimit(pid, resource.RLIMIT_AS, any_size)
+            tickets = [batch.join(ids, max_new_tokens=12, reuse_prefix=False) for ids in ([3, 5], [7])]
+            updates = collect(batch, *tickets)
+            assert [token.id for token in tokens_of(updates[tickets[0]])] == expected
+            assert updates[tickets[1]][-1].error is None
 
 
 def test_a_cancelled_request_leaves_the_next_one_as_it_is():
@@ -181,9 +209,8 @@ def test_a_cancelled_request_leaves_the_next_one_as_it_is():
             engine.generate([3], **ENDLESS)
 
 
-@pytest.mark.parametrize("transport", LOCAL)
-def test_a_lost_worker_ends_the_request(transport):
-    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2, transport=transport)
+def test_a_lost_worker_ends_the_request():
+    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2)
     lost = workers(engine)[0]
     stream = engine.stream([3], **ENDLESS)
     next(stream)
@@ -194,6 +221,28 @@ def test_a_lost_worker_ends_the_request(transport):
     assert time.monotonic() - began_s < LOST_S
     with pytest.raises(RuntimeError, match=r"this engine is closed: process 1 of 2 .* load the model again"):
         engine.generate([3], max_new_tokens=2)
+    engine.close()
+
+
+def follow(batch: Batch, most_s: float) -> None:
+    until_s = time.monotonic() + most_s
+    while time.monotonic() < until_s:
+        batch.updates(0.1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_lost_worker_ends_requests_side_by_side(masked):
+    """masked: no thread runs when it is lost, as all requests wait for masks."""
+    engine = engine_of(random_model(small_config(**LONG)), threads=1, processes=2)
+    with engine.batch() as batch:
+        for first_id in (3, 4):
+            batch.join([first_id], masked=masked, **ENDLESS)
+        batch.updates(0.2)
+        workers(engine)[0].kill()
+        with pytest.raises(RuntimeError, match=r"process 1 of 2 .* was killed by SIGKILL"):
+            follow(batch, LOST_S)
+        with pytest.raises(RuntimeError, match="this engine is closed: process 1 of 2"):
+            batch.join([3])
     engine.close()
 
 
@@ -249,25 +298,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("transport", LOCAL)
-def test_different_results_are_an_error(transport):
-    with engine_of(random_model(small_config()), threads=1, processes=2, transport=transport) as engine:
-        others = engine._decoder._workers
-        send = others.send
-        others.send = lambda call: send((call[0], [dataclasses.replace(r, prompt=[4]) for r in call[1]]))
-        with pytest.raises(RuntimeError, match="the processes have come to different results"):
-            engine.generate([3], max_new_tokens=20)
-        with pytest.raises(
-            RuntimeError, match="this engine is closed: the processes have come to different results"
-        ):
-            engine.generate([3], max_new_tokens=20)
-
-
-@pytest.mark.parametrize("transport", LOCAL)
-def test_a_worker_lost_while_it_loads(monkeypatch, transport):
+def test_a_worker_lost_while_it_loads(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="ended with exit status 1 while it loaded the model"):
-        engine_of(random_model(small_config()), threads=1, processes=2, transport=transport)
+        engine_of(random_model(small_config()), threads=1, processes=2)
 
 
 def test_a_model_that_cannot_be_loaded():
@@ -279,23 +313,9 @@ def test_a_model_that_cannot_be_loaded():
         engine_of(model, threads=1, processes=2)
 
 
-def test_what_several_processes_do_not_do():
-    with pytest.raises(ValueError, match="processes = 5 must be an integer from 1 to 4, the model's lanes"):
-        engine_of(random_model(small_config()), processes=5)
-    with engine_of(random_model(small_config()), threads=1, processes=2) as engine:
-        with engine.batch() as batch:
-            assert batch.max_joined == 1
-            with pytest.raises(ValueError, match="in several processes draws without masks"):
-                batch.join([3], masked=True)
-            batch.join([3], max_new_tokens=2)
-            with pytest.raises(RuntimeError, match="in several processes runs one request at a time"):
-                batch.join([3], max_new_tokens=2)
-        with pytest.raises(ValueError, match="keep_partials needs one process"):
-            engine._partials([3], [0])
-        assert len(engine.generate([3], max_new_tokens=2)) == 2
-
-
 def test_threads_of_each_process():
+    with pytest.raises(ValueError, match="processes = 5 must be an integer from 1 to 4, the model's lanes"):
+        threads_of_each(4, 5, None)
     assert [whole_lanes(3, 2, threads) for threads in (1, 2, 4)] == [True, True, False]
     assert all(whole_lanes(8, 4, threads) for threads in range(1, 40))
     with pytest.raises(ValueError, match="threads = 4 for each of 2 processes would cut one of 3 lanes"):

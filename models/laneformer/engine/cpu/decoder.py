@@ -5,11 +5,10 @@ core (csrc/), which decodes.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,16 +42,16 @@ MATHS = {  # how activations enter matrix products, and the weights that they me
 
 
 class Place(NamedTuple):
-    """Which of several processes a decoder is in, and file descriptors of what links them (links.py).
+    """Which of several processes a decoder is in.
 
-    memory: a file, empty at first, that all of them map; with sockets to all others, which become the
-    decoder's, it is this process's own.
+    memory: file descriptor of a file, empty at first, that all of them map. wake: of rank 0, tells all others to
+    `work`; called on a thread that has given it something to run.
     """
 
     rank: int = 0
     processes: int = 1
     memory: int = -1
-    sockets: Sequence[int] = ()
+    wake: Callable[[], None] | None = None
 
 
 ALONE = Place()
@@ -108,26 +107,20 @@ class CpuDecoder(_core.Decoder):
         embedding = tensors[EMBEDDING].dtype if self.dtype in ("int8", "int4") else self.dtype
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
-        self._spec = {**core_spec(config), "kv_dtype": self.kv_dtype}
         super().__init__(
-            self._spec, self.dtype, embedding,
+            {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
             self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
         )  # fmt: skip
         self._alone = place.processes == 1
         self._load(config, tensors, packed)
-        cache_bytes = free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
-        self.set_cache_limit(self._settle(cache_bytes))
+        self._settle()
+        if place.rank == 0:
+            self.set_cache_limit(free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
 
-    def _settle(self, cache_bytes: int) -> int:
-        """What all processes go by, once each has loaded its weights."""
-        return cache_bytes
-
-    def terms(self) -> str:
-        """A hash of what must be the same in all processes, lest their results differ."""
-        decided = (self._spec, self.dtype, self.math, self.kv_dtype, self.isa, self.threads, LAYOUT_VERSION)
-        return hashlib.sha256(repr(decided).encode()).hexdigest()[:16]
+    def _settle(self) -> None:
+        """Of several processes: go on once each has loaded its weights."""
 
     def check(self, request: Request) -> None:
         """Every option is supported."""

@@ -51,7 +51,6 @@ struct PassResult {
 struct Limits {
   int vocab = 0, context = 0;
   size_t partials = 0;   // floats of one position's module outputs
-  bool side_by_side = true;  // else requests join when the last ones have ended, and leave together
   double (*log_sum_exp)(const float* x, int n) = nullptr;
 };
 

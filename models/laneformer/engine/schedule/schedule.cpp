@@ -40,8 +40,6 @@ void Schedule::expect(const Request& r) const {
   const int length = static_cast<int>(r.prompt.size());
   if (r.score_from < 0 || (r.scores() && (r.score_from > length || r.top_logprobs < 0)))
     throw std::invalid_argument("scoring takes score_from inside the prompt, and logprobs");
-  if (r.masked && !limits_.side_by_side)
-    throw std::invalid_argument("masked: an engine in several processes draws without masks; use one process");
   if (r.masked && r.scores()) throw std::invalid_argument("scoring takes no mask");
   if (r.keep_logits && !r.scores()) throw std::invalid_argument("keep_logits needs score_from");
   int next = 0;
@@ -49,8 +47,6 @@ void Schedule::expect(const Request& r) const {
     if (position < std::exchange(next, position + 1) || position >= length)
       throw std::invalid_argument("keep_partials must be positions of the prompt in ascending order");
   if (!r.keep_partials.empty() && !r.keep_logits) throw std::invalid_argument("keep_partials needs keep_logits");
-  if (!r.keep_partials.empty() && !limits_.partials)
-    throw std::invalid_argument("keep_partials needs one process: each has the outputs of its own lanes");
 }
 
 std::vector<int64_t> Schedule::join(std::vector<Request> requests) {
@@ -60,12 +56,10 @@ std::vector<int64_t> Schedule::join(std::vector<Request> requests) {
     joining.push_back(std::make_unique<Sequence>(std::move(request), limits_, past_));
   }
   std::unique_lock lock(mutex_);
-  if (!limits_.side_by_side && !sequences_.empty())
-    throw std::runtime_error("an engine in several processes runs one request at a time; collect its end first");
   if (sequences_.size() + joining.size() > kMaxSequences)
     throw std::runtime_error("the engine runs at most " + std::to_string(kMaxSequences) +
                              " requests; collect the end of one first");
-  if (sequences_.empty()) total_ = {}, total_passes_ = 0, leaving_ = false;
+  if (sequences_.empty()) total_ = {}, total_passes_ = 0;
   std::vector<int64_t> tickets;
   for (auto& sequence : joining) {
     tickets.push_back(sequence->ticket = ++tickets_);
@@ -101,11 +95,6 @@ int Schedule::running() {
   return static_cast<int>(sequences_.size());
 }
 
-bool Schedule::leaving() {
-  std::lock_guard lock(mutex_);
-  return leaving_;
-}
-
 Statistics Schedule::statistics() {
   std::lock_guard lock(mutex_);
   Statistics total = total_;
@@ -123,14 +112,14 @@ Sequence* Schedule::find(int64_t ticket) {
 void Schedule::leave(int64_t ticket) {
   std::unique_lock lock(mutex_);
   if (Sequence* s = find(ticket)) {
-    s->left = leaving_ = true;
+    s->left = true;
     wake(lock);
   }
 }
 
 void Schedule::leave_all() {
   std::unique_lock lock(mutex_);
-  for (const auto& s : sequences_) s->left = leaving_ = true;
+  for (const auto& s : sequences_) s->left = true;
   wake(lock);
 }
 
@@ -148,8 +137,7 @@ void Schedule::allow(int64_t ticket, int index, Sequence::Mask mask) {
 
 // --- the executor -----------------------------------------------------------------------------------------------
 
-const Pass* Schedule::next(const PassResult* last, bool leaves) {
-  leaves_ = leaves;
+const Pass* Schedule::next(const PassResult* last) {
   if (last) finish_pass(*last);
   if (!change_sequences()) {
     pass_.decoding = 0;
@@ -197,7 +185,7 @@ bool Schedule::change_sequences() {
 
 void Schedule::end_sequences() {
   std::erase_if(running_, [this](Sequence* s) {
-    if (!s->finished && !leaves(*s)) return false;
+    if (!s->finished && !s->left) return false;
     prefixes_.end(s->cache);
     if (s->drafter && s->request.reuse_prefix) past_.add({s->ids.begin() + s->prompt_length, s->ids.end()});
     s->stage = Sequence::Stage::ended;
@@ -206,7 +194,7 @@ void Schedule::end_sequences() {
 }
 
 void Schedule::admit(Sequence& s) try {
-  if (leaves(s))
+  if (s.left)
     s.stage = Sequence::Stage::ended;
   else if (!prefixes_.awaits(s.ids, s.max_reusable()))
     begin_sequence(s);
@@ -242,7 +230,7 @@ void Schedule::plan_columns(Pass& pass) {
     awaited |= s->decodes() && !s->request.quiet;
   }
   choose_drafts();
-  const int prompts = awaited && limits_.side_by_side ? pace_.columns() : kPassColumns;
+  const int prompts = awaited ? pace_.columns() : kPassColumns;
   const int places = static_cast<int>(running_.size());
   for (int i = 0; i < places; ++i)
     if (running_[i]->decodes() && !running_[i]->awaits_mask) add_columns(pass, i, kPassColumns);

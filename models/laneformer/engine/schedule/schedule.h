@@ -29,8 +29,7 @@ class Schedule {
   // From any thread, at any time.
   //
   // Joins requests before the same pass; returns their tickets, which are never used again. Throws std::runtime_error
-  // where more than kMaxSequences would not have been collected to their end (not side by side: where any has not), and
-  // std::invalid_argument where a size or an id would lead beyond a buffer; what the values mean is Python's to check.
+  // where more than kMaxSequences would not have been collected to their end, and std::invalid_argument where a size or an id would lead beyond a buffer; what the values mean is Python's to check.
   std::vector<int64_t> join(std::vector<Request> requests);
   // Of all requests since the last call; waits until there is something, but not longer than the timeout.
   std::vector<News> collect(double timeout_s);
@@ -41,12 +40,11 @@ class Schedule {
   void allow(int64_t ticket, int index, Sequence::Mask mask);
   int running();            // requests that have not been collected to their end
   Statistics statistics();  // of all that were collected to their end since none ran
-  bool leaving();           // not side by side: they are to end
 
   // By the executor's thread, which never waits in them.
   //
-  // The next pass, or nullptr where nothing can run; `last` is what the one before gave. `leaves`: all are to end.
-  const Pass* next(const PassResult* last, bool leaves = false);
+  // The next pass, or nullptr where nothing can run; `last` is what the one before gave.
+  const Pass* next(const PassResult* last);
   void tell_news();  // after `next`, as soon as the executor has begun with the pass
   void fail();       // all requests end, as there will be no more passes
 
@@ -77,7 +75,6 @@ class Schedule {
   bool take_mask(Sequence& sequence, Sequence::Mask& mask);
   bool take_token(Sequence& sequence, const float* logits);
   void begin_sequence(Sequence& sequence);
-  bool leaves(const Sequence& s) const { return limits_.side_by_side ? s.left : leaves_; }
 
   const Limits limits_;
   const std::function<void()> wake_;
@@ -89,14 +86,14 @@ class Schedule {
   Pace pace_;
   Cost cost_;
   double pass_began_s_ = 0;
-  bool leaves_ = false, tells_news_ = false;
+  bool tells_news_ = false;
 
   std::mutex mutex_;  // of all that follows
   std::condition_variable changed_;
   std::vector<std::unique_ptr<Sequence>> sequences_;  // that have not been collected to the end
   Statistics total_;
   std::atomic<int> total_passes_{0};  // since none ran
-  bool asleep_ = true, has_news_ = false, leaving_ = false;
+  bool asleep_ = true, has_news_ = false;
   int64_t tickets_ = 0;
 };
 

@@ -33,8 +33,8 @@ void Decoder::cache_position(int t, int layer, int own, const float* key, const 
     fits &= convert(value + head * d, DType::fp32, d,
                     kv_->values(t, at.cache, layer, index) + size_t(slot) * dim * bytes, spec_.kv_dtype);
     if (!fits && spec_.kv_dtype == DType::fp16) {
-      kv_overflowed_.fetch_or(1u << at.sequence);
-      overflowed_.fetch_or(1u << at.sequence);
+      orders_.kv_overflowed.fetch_or(1u << at.sequence);
+      orders_.overflowed.fetch_or(1u << at.sequence);
     }
   }
 }

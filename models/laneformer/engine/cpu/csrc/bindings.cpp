@@ -2,6 +2,7 @@
 // read beyond a buffer; everything that takes time runs without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -123,10 +124,10 @@ namespace {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
                const std::string& isa, const std::string& math, std::vector<int> cpus,
-               double processors, int rank, int processes, int memory, std::vector<int> sockets) {
+               double processors, int rank, int processes, int memory, std::function<void()> wake) {
   new (self) Decoder(spec_from(spec), dtype_named(dtype, kDTypeCount), dtype_named(embedding_dtype), threads,
                      choose_kernels(isa.c_str()), math_named(math), std::move(cpus), processors,
-                     {rank, processes, memory, std::move(sockets)});
+                     {rank, processes, memory, std::move(wake)});
 }
 
 void expect_layer(const Decoder& decoder, int layer) {
@@ -362,7 +363,7 @@ NB_MODULE(_core, m) {
   using namespace nb::literals;
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
-           "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a, "sockets"_a)
+           "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a, "wake"_a.none())
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &set_norm, "index"_a, "data"_a, "dtype"_a)
@@ -378,6 +379,7 @@ NB_MODULE(_core, m) {
       .def("collect", &collect, "timeout_s"_a)
       .def("leave", &Decoder::leave, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("leave_all", &Decoder::leave_all, nb::call_guard<nb::gil_scoped_release>())
+      .def("work", &Decoder::work, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("running", [](Decoder& d) { return d.schedule().running(); })
       .def("allow", &allow, "ticket"_a, "index"_a, "mask"_a)
       .def("statistics", [](Decoder& d) { return as_dict(d.schedule().statistics()); })
@@ -390,7 +392,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().prefixes().bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
-      .def_prop_ro("lost", [](const Decoder& d) { return int(d.lost()); })
+      .def_prop_ro("lost", [](const Decoder& d) { return d.lost(); })
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
   // for tests
   nb::class_<Pace>(m, "Pace")

@@ -33,10 +33,11 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
       own_(threads),
       plans_(plan_tapes(spec, threads * place_.processes, dtype)),
       workers_(plans_.size()),
-      spin_turns_((place_.sockets.empty() ? this->threads() : own_) <= processors ? 1000 : 0),
+      spin_turns_(this->threads() <= processors ? 1000 : 0),
       memory_(place_.memory),
       exchange_(shape(), spin_turns_, memory_.take(shape().bytes())),
-      said_(memory_.take(2 * place_.processes * sizeof(Said))) {
+      orders_memory_(memory_.take(sizeof(Orders))),
+      orders_(*reinterpret_cast<Orders*>(orders_memory_.bytes())) {
   const ThreadPlan& last = plans_[first_ + own_ - 1];
   if (plans_[first_].leader != first_ || last.leader + last.members > first_ + own_)
     throw std::invalid_argument("a lane's threads must be in one process");
@@ -48,7 +49,7 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
   if (spec.qkv_bias) biases_ = floats(size_t(spec.layers) * spec.lanes * round_up(spec.qkv_rows(), 32));
   if (spec.head_norms) head_norms_ = floats(size_t(spec.layers) * 2 * spec.padded_head_dim());
   const auto shared = [&](size_t count) { return memory_.take(count * sizeof(float)); };
-  logits_ = spec.head == Head::lane ? floats(2 * kMaxColumns * vocab) : shared(2 * kMaxColumns * vocab);
+  logits_ = shared(kMaxColumns * vocab);
   if (spec.head == Head::lane) lane_logits_ = shared(spec.lanes * kMaxColumns * vocab);
   if (spec.head == Head::replicate) final_streams_ = shared(spec.lanes * kMaxColumns * hidden);
   std::vector<int> heads;  // what other processes' threads work with is reserved, but never touched
@@ -58,12 +59,9 @@ Decoder::Decoder(const ModelSpec& spec, DType dtype, DType embedding_dtype, int 
     heads.push_back(plans_[t].leader == t ? own * (spec.kv_heads / spec.lanes) : 0);
   }
   kv_ = std::make_unique<KvMemory>(spec_, std::move(heads));
-  Limits limits{spec_.vocab, spec_.context};
-  limits.side_by_side = place_.processes == 1;  // a process alone has all modules' outputs
-  if (limits.side_by_side) limits.partials = size_t(spec_.layers) * 2 * spec_.lanes * spec_.hidden;
-  limits.log_sum_exp = kernels_->log_sum_exp;
-  schedule_ = std::make_unique<Schedule>(limits, kv_->shape(), [this] { wake(); });
-  if (!place_.sockets.empty()) mirror_ = std::make_unique<Mirror>(memory_, exchange_, place_.sockets);
+  const size_t partials = size_t(spec_.layers) * 2 * spec_.lanes * spec_.hidden;
+  const Limits limits{spec_.vocab, spec_.context, partials, kernels_->log_sum_exp};
+  if (place_.rank == 0) schedule_ = std::make_unique<Schedule>(limits, kv_->shape(), [this] { wake(); });
   team_ = std::make_unique<Team>(own_, [cpus = cpus_, first = first_](int t) {
     if (!cpus.empty()) pin_to(cpus[(first + t) % cpus.size()]);
   });
@@ -124,7 +122,7 @@ size_t Decoder::weight_bytes() const {
 
 void Decoder::on_all_threads(const std::function<void(int)>& job) {
   {
-    if (schedule_->running()) throw std::runtime_error("the engine is busy with another request");
+    if (schedule_ && schedule_->running()) throw std::runtime_error("the engine is busy with another request");
     std::unique_lock lock(team_->mutex);
     team_->changed.wait(lock, [&] { return !team_->busy(); });  // the last request is on its way out
     team_->post([&](int t) { job(first_ + t); });
@@ -218,135 +216,85 @@ void Decoder::set_rope(const float* cosine, const float* sine) {
 
 // --- passes -----------------------------------------------------------------------------------------------------
 
+Schedule& Decoder::schedule() {
+  if (!schedule_) throw std::logic_error("the schedule is with rank 0");
+  return *schedule_;
+}
+
 void Decoder::leave(int64_t ticket) {
-  if (getpid() == process_) schedule_->leave(ticket);
+  if (getpid() == process_) schedule().leave(ticket);
 }
 
 void Decoder::leave_all() {
-  if (getpid() == process_) schedule_->leave_all();
+  if (schedule_ && getpid() == process_) schedule_->leave_all();
 }
 
 // There is something to run again.
 void Decoder::wake() {
+  if (place_.wake) place_.wake();
   std::unique_lock lock(team_->mutex);
   team_->changed.wait(lock, [&] { return !team_->busy(); });  // the threads are on their way out
   gone_ = 0;
   team_->post([this](int t) { serve(first_ + t); });
 }
 
-void Decoder::serve(int t) {
-  meet(t);
-  const uint64_t seen = pass_issued_.value.load(std::memory_order_acquire);
-  meet(t);  // nobody issues a pass before everybody knows the number of the last one
-  run_passes(t, seen);
-  if (exchange_.lost() && ++gone_ == own_) schedule_->fail();
+void Decoder::work() {
+  wake();
+  team_->wait();
 }
 
-void Decoder::run_passes(int t, uint64_t seen) {
+void Decoder::serve(int t) {
+  meet(t);  // nobody issues a pass before everybody has read the last order
+  run_passes(t);
+  if (exchange_.lost() && ++gone_ == own_ && schedule_) schedule_->fail();
+}
+
+void Decoder::run_passes(int t) {
   while (!exchange_.lost()) {
-    ++seen;
-    if (t == first_) {
+    const uint64_t seen = ++workers_[t].orders;
+    if (t == 0) {
       issue_pass();
-      pass_issued_.value.store(seen, std::memory_order_release);
+      orders_.issued.value.store(seen, std::memory_order_release);
       schedule_->tell_news();  // while the others are at work already
     } else {
-      const auto issued = [&] { return pass_issued_.value.load(std::memory_order_acquire) >= seen; };
+      const auto issued = [&] { return orders_.issued.value.load(std::memory_order_acquire) >= seen; };
       spin_until(spin_turns_, [&] { return issued() || exchange_.lost(); });
       if (!issued()) return;
     }
-    if (!running_) return;
-    const Pass pass = pass_;
-    kv_->copy(t, pass);
-    if (pass.columns) run_layers(t, pass);
-    if (pass.head_columns && !exchange_.lost()) run_head(t, pass);
-    const bool gives = pass.head_columns && !pass.scores && spec_.head != Head::lane;
-    meet(t, gives ? Gives::logits : Gives::nothing);
+    if (!orders_.runs) return;
+    const Pass& pass = orders_.pass;
+    if (!pass.ops || apply_ops(t, pass)) {
+      if (pass.columns) run_layers(t, pass);
+      if (pass.head_columns && !exchange_.lost()) run_head(t, pass);
+    }
+    meet(t);
   }
 }
 
-// By the first thread, while the others wait: what the last pass gave, and what comes next.
+// By rank 0's first thread, while all others wait: what the last pass gave, and what comes next.
 void Decoder::issue_pass() {
-  const Said said = heard();
-  PassResult result{logits(pass_), size_t(round_up(spec_.vocab, 16)), said.overflowed, said.kv_overflowed};
-  bool ran = std::exchange(running_, false);
-  if (exchange_.lost()) return;
-  do {
-    const Pass* next = schedule_->next(ran ? &result : nullptr, said.left);
-    if (!next) return;
-    pass_ = *next;
-    result.refused = kv_->apply(pass_);
-    ran = true;
-  } while (result.refused >= 0);
-  running_ = true;
-  plan_hash_ = 0;
-  for (int c = 0; c < pass_.columns; ++c)
-    for (const int value : {pass_.column[c].token, pass_.column[c].position, pass_.column[c].cache})
-      plan_hash_ = (plan_hash_ ^ static_cast<uint32_t>(value)) * 0x100000001b3ull;  // FNV-1a's prime
+  PassResult result{logits_.floats(), size_t(round_up(spec_.vocab, 16)), orders_.overflowed.exchange(0),
+                    orders_.kv_overflowed.exchange(0)};
+  if (orders_.ops < orders_.pass.ops) result.refused = orders_.ops;
+  const bool ran = std::exchange(orders_.runs, false);
+  const Pass* next = exchange_.lost() ? nullptr : schedule_->next(ran ? &result : nullptr);
+  if (!next) return;
+  orders_.pass = *next;
+  orders_.ops = next->ops;
+  orders_.runs = true;
 }
 
-// Every thread waits for every other, in all processes.
-void Decoder::meet(int t, Gives gives) {
-  exchange_.meet(Exchange::kMet, t, first_, first_ + own_);
-  if (place_.processes == 1) return;
-  const uint64_t number = exchange_.published(Exchange::kMet, t);
+// What happens to KV caches before the layers; false where a process has no memory for it.
+bool Decoder::apply_ops(int t, const Pass& pass) {
   if (t == first_) {
-    said(number, place_.rank) = {plan_hash_, overflowed_, kv_overflowed_, schedule_->leaving()};
-    exchange_.publish(Exchange::kProcessesMet, place_.rank, number);
-    if (mirror_) {
-      std::vector<iovec> written = given(gives);
-      written.push_back({&said(number, place_.rank), sizeof(Said)});
-      mirror_->send(written, exchange_.counter_of(Exchange::kProcessesMet, place_.rank));
+    const int applied = kv_->apply(pass);
+    for (int least = orders_.ops; applied < least && !orders_.ops.compare_exchange_weak(least, applied);) {
     }
   }
-  exchange_.wait_for(Exchange::kProcessesMet, place_.rank, 0, place_.processes, number);
-}
-
-// What this process has written of the running pass's final streams, or logits.
-std::vector<iovec> Decoder::given(Gives gives) const {
-  std::vector<iovec> pieces;
-  const auto add = [&](float* from, size_t count) { pieces.push_back({from, count * sizeof(float)}); };
-  const ThreadPlan &first = plans_[first_], &last = plans_[first_ + own_ - 1];
-  const size_t vocab = round_up(spec_.vocab, 16), hidden = spec_.padded_hidden(), columns = pass_.head_columns;
-  const bool by_lane = gives == Gives::streams || (gives == Gives::logits && spec_.head == Head::lane);
-  for (size_t lane = first.first_lane; by_lane && lane < size_t(last.last_lane); ++lane) {
-    const size_t each = gives == Gives::streams ? hidden : vocab;
-    add((gives == Gives::streams ? final_streams_ : lane_logits_).floats() + lane * kMaxColumns * each, columns * each);
-  }
-  if (by_lane || gives == Gives::nothing) return pieces;
-  const bool replicated = spec_.head == Head::replicate;
-  const int from = replicated ? first.head[0].first_row : first.first_lane * spec_.head_rows();
-  const int end = replicated ? last.head[0].first_row + last.head[0].rows : last.last_lane * spec_.head_rows();
-  for (size_t c = 0; c < columns; ++c) add(logits(pass_) + c * vocab + from, end - from);
-  return pieces;
-}
-
-// A thread's rows of a module's outputs.
-void Decoder::send_partials(int t, uint64_t layer, Module module, const Pass& pass) {
-  const ThreadPlan& plan = plans_[t];
-  const LaneLayer& matrices = plan.layers[layer % spec_.layers][0];
-  const Matrix& matrix = module == kAttention ? matrices.wo : matrices.w2;
-  const size_t hidden = spec_.padded_hidden();
-  std::vector<iovec> pieces;
-  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
-    float* slot = exchange_.slot(layer, module, lane);
-    if (plan.members == 1) pieces.push_back({slot, pass.columns * hidden * sizeof(float)});
-    for (int c = 0; plan.members > 1 && matrix.rows && c < pass.columns; ++c)
-      pieces.push_back({slot + c * hidden + matrix.first_row, matrix.rows * sizeof(float)});
-  }
-  mirror_->send(pieces, exchange_.counter_of(Exchange::kModulesDone, t));
-}
-
-// By the first thread after a meeting: what all processes have said there. It stands until the meeting after the next.
-Said Decoder::heard() {
-  const uint64_t number = exchange_.published(Exchange::kMet, first_);
-  Said all{plan_hash_, overflowed_.exchange(0), kv_overflowed_.exchange(0)};
-  for (int rank = 0; place_.processes > 1 && rank < place_.processes; ++rank) {
-    const Said& other = said(number, rank);
-    all.overflowed |= other.overflowed, all.kv_overflowed |= other.kv_overflowed;
-    if (other.plan != all.plan) exchange_.lose(Exchange::kProcessesDisagree);
-  }
-  if (place_.processes > 1) all.left = said(number, 0).left;
-  return all;
+  meet(t);
+  if (orders_.ops < pass.ops) return false;
+  kv_->copy(t, pass);
+  return true;
 }
 
 // The threads that share a lane wait for each other; nothing to do where a lane has one thread.

@@ -1,4 +1,5 @@
-// A model on T persistent threads that own lanes: executes the passes that its schedule plans (schedule.h).
+// A model on T persistent threads that own lanes, in one process or several: executes the passes that the schedule plans
+// (schedule.h).
 //
 // A pass sends a block of columns through all layers. A thread runs its lanes' modules without a barrier; it publishes
 // each module's partial outputs in a mailbox and then counts up its own modules done (exchange.h). Only a join that
@@ -18,7 +19,6 @@
 #include "../../schedule/schedule.h"
 #include "exchange.h"
 #include "kv_memory.h"
-#include "mirror.h"
 #include "model.h"
 #include "processes.h"
 #include "system.h"
@@ -62,16 +62,17 @@ class Decoder {
   // not negative. It changes no result. Returns the distance.
   size_t tune(int64_t bytes);
 
-  // Where requests join, and from where their results come. `leave_all` does nothing in a forked child, which has none
-  // of the threads, and whose mutexes may never be free.
-  Schedule& schedule() { return *schedule_; }
+  // Where requests join, and from where their results come; rank 0's. `leave_all` does nothing in a forked child, which
+  // has none of the threads, and whose mutexes may never be free.
+  Schedule& schedule();
   void leave(int64_t ticket);
   void leave_all();
+  void work();  // of another rank: executes passes until rank 0 has none
   bool loaded() const { return !cosine_.empty(); }
 
   const Kernels* kernels() const { return kernels_; }
   const ModelSpec& spec() const { return spec_; }
-  Exchange::Loss lost() const { return exchange_.lost(); }
+  bool lost() const { return exchange_.lost(); }
   int threads() const { return static_cast<int>(plans_.size()); }
   size_t weight_bytes() const;  // read per decoded token, all threads
 
@@ -97,6 +98,7 @@ class Decoder {
     Pages head_inputs;                 // [head matrix][column][hidden]
     std::vector<Pages> head_prepared;  // by head matrix, as the product reads them
     std::vector<Inputs> head_x;        // one of the two
+    uint64_t orders = 0;           // that it has seen
     Counter head_ready, head_taken;    // number of the pass whose inputs are there; shares of the head begun in it
   };
 
@@ -105,13 +107,10 @@ class Decoder {
   void on_all_threads(const std::function<void(int)>& job);
   void wake();
   void serve(int t);
-  void run_passes(int t, uint64_t seen);
+  void run_passes(int t);
   void issue_pass();
-  enum class Gives { nothing, streams, logits };  // to other machines, at a meeting
-  void meet(int t, Gives gives = Gives::nothing);
-  void send_partials(int t, uint64_t layer, Module module, const Pass& pass);
-  std::vector<iovec> given(Gives gives) const;
-  Said heard();
+  bool apply_ops(int t, const Pass& pass);
+  void meet(int t) { exchange_.meet(Exchange::kMet, t, 0, threads()); }
   Exchange::Shape shape() const;
   void meet_group(int t);
   double probe(int t, Pages& buffer);
@@ -147,14 +146,6 @@ class Decoder {
   void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
   void rotate(const float* from, float* to, int position) const;
   float* stream(int t, int own, int column) const;
-  Said& said(uint64_t meeting, int rank) const {
-    return reinterpret_cast<Said*>(said_.bytes())[meeting % 2 * place_.processes + rank];
-  }
-  // Of several processes, one may still draw from its last pass's logits while another has the next one's: two turns.
-  float* logits(const Pass& pass) const {
-    const size_t turn = place_.processes > 1 ? pass.number % 2 : 0;
-    return logits_.floats() + turn * kMaxColumns * round_up(spec_.vocab, 16);
-  }
   uint64_t first_layer(const Pass& pass) const { return (pass.number - 1) * spec_.layers; }  // of all passes together
   const float* norm_scale(int index, int lane) const;
   void wait_for_peers(int t, uint64_t modules) const {
@@ -195,16 +186,11 @@ class Decoder {
   const int spin_turns_;  // before the core is given up: none where threads outnumber the processors
   SharedMemory memory_;
   Exchange exchange_;
-  Pages said_;  // [meeting % 2][rank]: Said
-  std::unique_ptr<Mirror> mirror_;
+  const Pages orders_memory_;
+  Orders& orders_;
   bool ladder_ = false;
-  Counter pass_issued_;
 
-  std::unique_ptr<Schedule> schedule_;
-  Pass pass_;
-  bool running_ = false;   // ... that pass
-  uint64_t plan_hash_ = 0;  // of it
-  std::atomic<uint32_t> overflowed_{0}, kv_overflowed_{0};  // bit i: place i; ... as a key or value is beyond fp16
+  std::unique_ptr<Schedule> schedule_;  // of rank 0
   std::atomic<int> gone_{0};  // threads that have ended as a process is lost
 
   // jobs are handed over under its mutex; within a request only counters are used. Ends before all that its jobs use

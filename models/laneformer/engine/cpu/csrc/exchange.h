@@ -33,8 +33,7 @@ struct Latency {
 
 class Exchange {
  public:
-  // meetings of a process's threads; of those that share a lane; of all processes (by rank, of which there are no more)
-  enum Count : int { kModulesDone, kMet, kGroupMet, kProcessesMet };
+  enum Count : int { kModulesDone, kMet, kGroupMet };  // meetings of all threads; of those that share a lane
   struct Shape {
     int ring_layers, lanes, threads;
     size_t floats;  // of a slot
@@ -71,9 +70,7 @@ class Exchange {
     counter(what, t).store(count, std::memory_order_release);
   }
   uint64_t published(Count what, int t) const { return counter(what, t).load(std::memory_order_relaxed); }
-  const std::atomic<uint64_t>& counter_of(Count what, int t) const { return counter(what, t); }
-  // Until every thread (kProcessesMet: rank) of [first, last) but t has published `count` or more; at once where a
-  // process is lost.
+  // Until every thread of [first, last) but t has published `count` or more; at once where a process is lost.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
     for (int peer = first; peer < last; ++peer) {
       if (peer == t) continue;
@@ -88,14 +85,12 @@ class Exchange {
     wait_for(what, t, first, last, number);
   }
 
-  // Why no wait ends any more, and nothing that was waited for may be used; 0: all processes are there. It is the first
-  // word of the memory.
-  enum Loss : uint64_t { kNoLoss, kProcessLost, kProcessesDisagree };
-  Loss lost() const { return static_cast<Loss>(counters_[0].value.load(std::memory_order_acquire)); }
-  void lose(Loss why) { counters_[0].value.store(why, std::memory_order_release); }
+  // A process is gone: waits end at once, and nothing that was waited for may be used. processes.py sets it, in the first
+  // byte of the memory.
+  bool lost() const { return counters_[0].value.load(std::memory_order_acquire) != 0; }
 
  private:
-  static constexpr int kCounts = 4;
+  static constexpr int kCounts = 3;
   using Stamp = std::atomic<int64_t>;  // nanoseconds of the steady clock, which all processes of a machine share
   static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters lie in memory that processes share");
   std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[1 + what * shape_.threads + t].value; }
@@ -120,7 +115,7 @@ class Exchange {
     stamp(what, t, count).store(arrival_ns, std::memory_order_relaxed);
   }
   void await_arrival(Count what, int t, int peer, uint64_t count) const {
-    if (what != kProcessesMet && first_of_lane_[t] == first_of_lane_[peer]) return;
+    if (first_of_lane_[t] == first_of_lane_[peer]) return;
     const int64_t arrival_ns = stamp(what, peer, count).load(std::memory_order_relaxed);
     while (now_ns() < arrival_ns) spin_turns_ ? pause_briefly() : std::this_thread::yield();
   }

@@ -57,7 +57,6 @@ void Decoder::run_layers(int t, const Pass& pass) {
         module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
       }
       exchange_.publish(Exchange::kModulesDone, t, 2 * global + module + 1);
-      if (mirror_) send_partials(t, global, module, pass);
       join_lanes(t, layer, module, pass);
       if (pass.keeps) keep_partials(t, layer, module, pass);
     }
@@ -131,16 +130,18 @@ void Decoder::join_lanes(int t, int layer, Module module, const Pass& pass) {
   }
 }
 
-// Its own lanes' partials of the chosen positions. After the join they are whole and still in the mailbox: whoever
+// All lanes' partials of the chosen positions, by rank 0's first thread. They are still in the mailbox: whoever
 // overwrites them waits until this thread has finished the next module.
 void Decoder::keep_partials(int t, int layer, Module module, const Pass& pass) {
-  const ThreadPlan& plan = plans_[t];
+  if (t != 0) return;
+  const uint64_t global = first_layer(pass) + layer;
   const size_t floats = size_t(spec_.lanes) * spec_.hidden;
-  for (int c = 0; t == plan.leader && c < pass.columns; ++c) {
+  wait_for_peers(t, 2 * global + module + 1);
+  for (int c = 0; c < pass.columns; ++c) {
     float* kept = schedule_->partials(pass.column[c], layer, module, floats);
-    for (int lane = plan.first_lane; kept && lane < plan.last_lane; ++lane)
+    for (int lane = 0; kept && lane < spec_.lanes; ++lane)
       std::memcpy(kept + size_t(lane) * spec_.hidden,
-                  exchange_.slot(first_layer(pass) + layer, module, lane) + size_t(c) * spec_.padded_hidden(),
+                  exchange_.slot(global, module, lane) + size_t(c) * spec_.padded_hidden(),
                   spec_.hidden * sizeof(float));
   }
 }

@@ -17,7 +17,7 @@ void Decoder::expect_finite(const float* values, int count, const Pass& pass, in
     for (int k = 0; k < kChains; ++k) squares[k] += values[i + k] * values[i + k];
   for (; i < count; ++i) total += values[i] * values[i];
   for (const float sum : squares) total += sum;
-  if (!std::isfinite(total)) overflowed_.fetch_or(1u << pass.column[pass.head[row]].sequence);
+  if (!std::isfinite(total)) orders_.overflowed.fetch_or(1u << pass.column[pass.head[row]].sequence);
 }
 
 void Decoder::run_head(int t, const Pass& pass) {
@@ -31,14 +31,14 @@ void Decoder::run_head(int t, const Pass& pass) {
   share_head(t, pass);
   if (spec_.head == Head::lane) sum_lane_logits(t, pass);
   if (!pass.scores) return;
-  meet(t, spec_.head == Head::lane ? Gives::nothing : Gives::logits);
+  meet(t);
   score_positions(t, pass);
 }
 
 // Log-probabilities of the ids that follow the pass's positions, shared out over the threads of rank 0.
 void Decoder::score_positions(int t, const Pass& pass) {
   for (int row = t; place_.rank == 0 && row < pass.head_columns; row += own_)
-    schedule_->score(pass, row, logits(pass) + row * round_up(spec_.vocab, 16));
+    schedule_->score(pass, row, logits_.floats() + row * round_up(spec_.vocab, 16));
 }
 
 // Once for all shares: another thread may multiply them.
@@ -79,7 +79,7 @@ bool Decoder::multiply_head_share(int owner, uint64_t share, const Pass& pass) {
     }
     const int lane = plan.first_lane + static_cast<int>(i);
     const size_t vocab = round_up(spec_.vocab, 16);
-    float* out = logits(pass);
+    float* out = logits_.floats();
     if (spec_.head == Head::vocab_parallel) out += size_t(lane) * spec_.head_rows();
     if (spec_.head == Head::lane) out = lane_logits_.floats() + lane * kMaxColumns * vocab;
     const Matrix tiles = head.tiles_from(share * kHeadShareTiles, kHeadShareTiles);
@@ -106,13 +106,13 @@ void Decoder::lane_inputs(int t, const Pass& pass) {
 }
 
 void Decoder::sum_lane_logits(int t, const Pass& pass) {
-  meet(t, Gives::logits);  // then every process sums for itself
-  const size_t vocab = round_up(spec_.vocab, 16), share = round_up((vocab + own_ - 1) / own_, 16);
-  const size_t from = std::min(vocab, (t - first_) * share), to = std::min(vocab, from + share);
+  meet(t);
+  const size_t vocab = round_up(spec_.vocab, 16), share = round_up((vocab + threads() - 1) / threads(), 16);
+  const size_t from = std::min(vocab, t * share), to = std::min(vocab, from + share);
   for (int c = 0; c < pass.head_columns; ++c)
     if (to > from)
       kernels_->sum_rows(lane_logits_.floats() + c * vocab + from, kMaxColumns * vocab, spec_.lanes,
-                         logits(pass) + c * vocab + from, static_cast<int>(to - from));
+                         logits_.floats() + c * vocab + from, static_cast<int>(to - from));
 }
 
 // The lanes' mean of normed streams, or the norm of their sum: the one input of all threads' rows.
@@ -133,7 +133,7 @@ void Decoder::replicated_inputs(int t, const Pass& pass) {
       else
         norm(h, lane, shared);
     }
-  meet(t, Gives::streams);
+  meet(t);
   for (int c = 0; c < pass.head_columns; ++c) {
     float* x = w.head_inputs.floats() + size_t(c) * hidden;
     float* total = w.total.floats();

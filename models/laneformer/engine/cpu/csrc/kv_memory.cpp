@@ -35,7 +35,7 @@ int KvMemory::apply(const Pass& pass) {
     } catch (const std::bad_alloc&) {
       return i;
     }
-  return -1;
+  return pass.ops;
 }
 
 void KvMemory::open(int cache) {

@@ -1,32 +1,36 @@
-// The processes over which one decoder's threads are shared out.
+// The processes of one machine over which one executor's threads are shared out.
 //
-// Each of them gets every request, plans every pass and draws every token by itself: the same results give the same
-// bits everywhere, so that nothing has to be told but what lanes give each other anyway, logits, and a few words at
-// each meeting. Weights, keys and values of a lane are with the process that has its threads.
+// Rank 0 has the schedule. Its passes lie in memory that all of them map, and all threads of all processes execute them.
+// Weights, keys and values of a lane are with the process that has its threads.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <new>
-#include <stdexcept>
 #include <vector>
 
+#include "../../schedule/pass.h"
+#include "exchange.h"
 #include "system.h"
 
 namespace laneformer {
 
 struct Place {
   int rank = 0, processes = 1;
-  int memory = -1;           // of more than one: a file, empty at first, that all of them map
-  std::vector<int> sockets;  // or that each has for itself, and these to all others (mirror.h)
+  int memory = -1;             // of more than one: a file, empty at first, that all of them map
+  std::function<void()> wake;  // of rank 0: all others are to `work`
 };
 
-// What a process says at a meeting of all threads.
-struct alignas(128) Said {
-  uint64_t plan = 0;  // a hash of the pass that it has run
-  uint32_t overflowed = 0, kv_overflowed = 0;
-  bool left = false;  // the request ends before the next pass; rank 0's word counts
+// What rank 0's first thread tells all threads, and what they tell it until they have met. It begins as zeros.
+struct Orders {
+  Counter issued;  // the orders so far
+  bool runs;       // the last one is this pass; else its threads end
+  Pass pass;
+  std::atomic<int> ops;  // of the pass, from the first: for so many there was memory in every process
+  std::atomic<uint32_t> overflowed, kv_overflowed;  // bit i: place i; ... as a key or value is beyond fp16
 };
 
 // Memory that all processes map, cut into pieces by the same calls in each of them; of one process, its own.
@@ -45,34 +49,16 @@ class SharedMemory {
     if (pwrite(file_, "", 1, static_cast<off_t>(end_ + size - 1)) != 1) throw std::bad_alloc();
     void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, static_cast<off_t>(end_));
     if (at == MAP_FAILED) throw std::bad_alloc();
-    pieces_.push_back({static_cast<char*>(at), size});
+    pieces_.push_back({at, size});
     end_ += size;
     return Pages::borrowed(at);
   }
 
-  // Where something lies, the same in all processes; and what lies there, or nullptr where nothing of that size does.
-  uint64_t place_of(const void* p) const {
-    uint64_t before = 0;
-    for (const Piece& piece : pieces_) {
-      if (is_in(piece, static_cast<const char*>(p))) return before + (static_cast<const char*>(p) - piece.at);
-      before += piece.bytes;
-    }
-    throw std::logic_error("not in the shared memory");
-  }
-  char* at(uint64_t place, uint64_t bytes) const {
-    for (const Piece& piece : pieces_) {
-      if (place < piece.bytes) return bytes <= piece.bytes - place ? piece.at + place : nullptr;
-      place -= piece.bytes;
-    }
-    return nullptr;
-  }
-
  private:
   struct Piece {
-    char* at;
+    void* at;
     size_t bytes;
   };
-  static bool is_in(const Piece& piece, const char* p) { return p >= piece.at && p < piece.at + piece.bytes; }
 
   const int file_;
   size_t end_ = 0;
