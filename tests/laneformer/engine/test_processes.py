@@ -111,6 +111,8 @@ def test_a_folder_and_random_weights(tmp_path, capfd):
         "a b",
         "--max-new-tokens",
         "40",
+        "--speculate",
+        "0",
     ]
     texts = {
         processes: subprocess.run(
