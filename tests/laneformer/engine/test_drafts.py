@@ -122,3 +122,16 @@ def test_a_prediction_is_drafted_and_changes_no_token() -> None:
         assert told.statistics.accepted_tokens > 40
         with pytest.raises(ValueError, match="prediction holds 1000"):
             engine.generate(prompt, prediction=[1000])
+
+
+@pytest.mark.parametrize("each_column", [0.05, 0.25, 0.6])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_cost_next_to_nothing_where_they_fail(each_column: float, temperature: float) -> None:
+    """By the cost of columns; with few ids, ends of the text stood before all the time and mean little."""
+    with engine_of(random_model(small_config(vocab_size=16, max_position_embeddings=512))) as engine:
+        engine._open().fix_cost(each_column)
+        for seed in range(6):
+            prompt = [random.Random(seed).randrange(16) for _ in range(40)]
+            options = {"max_new_tokens": 400, "temperature": temperature, "seed": seed, "ignore_eos": True}
+            done = engine.generate_detailed(prompt, **options, reuse_prefix=False).statistics
+            assert done.passes + each_column * done.proposed_tokens < 1.03 * 400
