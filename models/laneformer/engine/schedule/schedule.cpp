@@ -187,7 +187,7 @@ void Schedule::end_sequences() {
   std::erase_if(running_, [this](Sequence* s) {
     if (!s->finished && !s->left) return false;
     prefixes_.end(s->cache);
-    if (s->drafter && s->request.reuse_prefix) past_.add({s->ids.begin() + s->prompt_length, s->ids.end()});
+    if (s->drafter && s->request.shares_outputs()) past_.add({s->ids.begin() + s->prompt_length, s->ids.end()});
     s->stage = Sequence::Stage::ended;
     return true;
   });

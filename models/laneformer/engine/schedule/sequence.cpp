@@ -47,7 +47,7 @@ Sequence::Sequence(Request of, const Limits& limits, const PastOutputs& past)
   if (request.timed) left_behind.timings.token_s.reserve(std::max(0, wanted));
   drafts.reserve(kPassColumns), odds.reserve(kPassColumns);
   if (request.speculate && !request.masked && !request.scores() && wanted > 1)
-    drafter = std::make_unique<SuffixDrafter>(request.prediction, ids, request.reuse_prefix ? &past : nullptr);
+    drafter = std::make_unique<SuffixDrafter>(request.prediction, ids, request.shares_outputs() ? &past : nullptr);
 }
 
 News Sequence::take_news() {

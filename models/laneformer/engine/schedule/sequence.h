@@ -21,7 +21,7 @@ struct Request {
   bool reuse_prefix = true;  // start from what a KV cache still holds; draft from earlier outputs
   int speculate = 0;         // most draft tokens to verify in one pass
   std::vector<int> prediction;  // what the output may look like, to take drafts from
-  std::vector<int> replay;   // for measurements: the output's first ids, whatever is drawn
+  std::vector<int> replay;   // for measurements: the output's first ids, whatever is drawn, without drafts from the past
   bool masked = false;       // each token is drawn among the ids that `Schedule::allow` names; no drafts
   bool quiet = false;        // its end alone is news, so no token wakes whoever collects, which would take a core
   bool timed = false;        // with Timings at its end
@@ -31,6 +31,7 @@ struct Request {
   std::vector<int> keep_partials;  // with keep_logits: positions, ascending, whose modules' outputs are kept as well
 
   bool scores() const { return score_from > 0; }
+  bool shares_outputs() const { return reuse_prefix && replay.empty(); }
   // Scoring: all of the prompt, but for its last id where that is only something to predict.
   int positions() const { return static_cast<int>(prompt.size()) - (scores() && !keep_logits); }
 };
