@@ -26,7 +26,7 @@ from laneformer import LaneformerConfig
 from laneformer.config import MODULES, Join
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.compile import VERSIONS
-from laneformer.engine.cuda.decoding import Decoding
+from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.sequence import SequenceDecoder
 from laneformer.engine.decoder import Request
@@ -283,28 +283,32 @@ def passes(session: Session) -> Result:
     """
     decoder = PassDecoder(session.config, session.tensors, session.dtype, (session.device,), LIMIT_S)
     columns, report = decoder.geometry.mma_columns, Result()
+    schedule = CudaExecutor(decoder).schedule
 
-    def run(prompts: list[list[int]], drafts: int) -> tuple[list[Decoding], float]:
-        requests = [Request(ids, TRIAL_TOKENS, reuse_prefix=False, speculate=drafts) for ids in prompts]
-        made = [Decoding(request) for request in requests]
+    def run(prompts: list[list[int]], drafts: int) -> tuple[list[list[int]], float]:
+        options: dict[str, Any] = {"reuse_prefix": False, "speculate": drafts, "quiet": True}
         start = time.perf_counter()
-        while not all(s.finished for s in made):
-            decoder.advance(made)
-        if error := next((s.error for s in made if s.error), None):
-            raise RuntimeError(error)
-        return made, sum(s.made for s in made) / (time.perf_counter() - start)
+        tickets = schedule.join([Request(ids, TRIAL_TOKENS, **options) for ids in prompts])
+        made: dict[int, list[int]] = {}
+        while len(made) < len(tickets):
+            for ticket, _, tokens, _, (_, error, *_) in schedule.collect(LIMIT_S):
+                if error is not None:
+                    raise error
+                made[ticket] = tokens
+        seconds = time.perf_counter() - start
+        return [made[ticket] for ticket in tickets], sum(map(len, made.values())) / seconds
 
     prompts = [[5 + i] for i in range(columns)]
     cases = {f"batch of {n}": (prompts[:n], 0) for n in (1, 2, 4, 8) if n <= columns}
     cases["drafts"] = ([[5, 6, 7] * 8], columns - 1)
     for name, (asked, drafts) in cases.items():
-        alone = [run([ids], 0)[0][0].tokens for ids in asked]
+        alone = [run([ids], 0)[0][0] for ids in asked]
         trials = [run(asked, drafts) for _ in range(3)]
         report[f"{name}, tokens/s"] = statistics.median(speed for _, speed in trials)
-        report[f"{name}, as alone"] = all([s.tokens for s in made] == alone for made, _ in trials)
-    drafting = trials[-1][0][0]
-    accepted = f"{drafting.accepted} of {drafting.proposed}"
-    return {**report, "drafts": accepted, "drafts, passes": drafting.passes}
+        report[f"{name}, as alone"] = all(made == alone for made, _ in trials)
+    found = schedule.statistics()  # of the last one
+    accepted = f"{found['accepted_tokens']} of {found['proposed_tokens']}"
+    return {**report, "drafts": accepted, "drafts, passes": found["passes"]}
 
 
 def first_lane(name: str, tensor: Tensor) -> Tensor:

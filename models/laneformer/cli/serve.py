@@ -9,7 +9,6 @@ import threading
 import webbrowser
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import tyro
 from rich.console import Console
@@ -63,9 +62,8 @@ class Serve:
         )  # errors show before the weights load
         from ..serve.app import run  # imports what the extra brings
 
-        of_gpus: dict[str, Any] = {} if self.model.device in ("auto", "cpu") else {"joined_only": True}
         with Console(stderr=True).status("loading weights"):
-            engine = self.model.load(self.hf_dir, **of_gpus)
+            engine = self.model.load(self.hf_dir)
         with engine:
             run(engine, options, open_page if self.open else None)
 

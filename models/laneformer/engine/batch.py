@@ -129,6 +129,11 @@ class Batch:
         scored = PromptLogprobs.of(request.prompt[request.score_from :], scores, request.logprobs or 0)
         return Update(c.ticket, tokens, reason, scored, statistics)
 
+    @property
+    def failure(self) -> str | None:
+        """Why no request can join any more."""
+        return self._decoder.failure
+
     def close(self) -> None:
         """End all requests and wait until they have; the engine then takes others. Safe to call twice."""
         with self._lock:

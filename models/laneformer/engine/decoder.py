@@ -131,6 +131,10 @@ class Decoder(Protocol):
 
     @property
     def max_joined(self) -> int: ...
+    @property
+    def failure(self) -> str | None:
+        """Why all requests have ended, and none can join any more."""
+        ...
 
     def check(self, request: Request) -> None:
         """ValueError for an option that this decoder does not support."""

@@ -224,9 +224,9 @@ def run(engine: Engine, options: ServerOptions, on_start: Callable[[str], None] 
             )
         app = create_app(engine, options)
         if engine.isa == CUDA:
-            most, refused = app.state.scheduler.max_joined, ", ".join(engine.refused_options) or "none"
+            most = app.state.scheduler.max_joined
             decode = (
                 f"up to {most} requests decode side by side" if most > 1 else "one request decodes at a time"
             )
-            print(f"laneformer: {decode}, others wait; these options are refused: {refused}", file=sys.stderr)
+            print(f"laneformer: {decode}, others wait", file=sys.stderr)
         Server(app, options, on_start).run(sockets=[listening])

@@ -268,6 +268,8 @@ class Scheduler:
             while not self._closing:
                 self._admit()
                 self._hand_over(self._collect())
+                if self._batch.failure is not None:
+                    raise RuntimeError(self._batch.failure)
         except BaseException as error:
             log.exception("the engine's thread has failed")
             self.failure = f"the engine's thread has failed: {error!r}"

@@ -1,8 +1,8 @@
 """Decoders for the CUDA engine where there is no GPU.
 
 `EmulatedDecoder` is SequenceDecoder itself with its memory on the CPU and the kernels on the emulator, in a
-thread of their own, as a GPU runs them beside the host. `LoopDecoder` is a plain PyTorch loop that makes one
-token for each poll.
+thread of their own, as a GPU runs them beside the host. `EmulatedPasses` is PassDecoder in the same way. `LoopPasses`
+are passes by the plain PyTorch model.
 """
 
 from __future__ import annotations
@@ -12,24 +12,29 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from laneformer import Laneformer
 from laneformer.config import LaneformerConfig
-from laneformer.engine import Engine
+from laneformer.engine import Engine, device
+from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.decoder import CudaDecoder
-from laneformer.engine.cuda.decoding import Decoding
+from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.memory import Column, DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.prefill import logits_of
 from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
-from laneformer.engine.cuda.slots import Slot, Slots
-from laneformer.engine.decoder import Sampling
+from laneformer.engine.cuda.slots import Slots
+from laneformer.engine.decoder import Collected, Ended, Request, Sampling
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import (
@@ -44,10 +49,44 @@ from tests.laneformer.cuda.harness import (
 
 
 def gpu_of(engine: Engine) -> Any:
-    """The engine's decoder of sequences: one of those below, or on a GPU SequenceDecoder."""
+    """The engine's decoder of sequences: EmulatedDecoder, or on a GPU SequenceDecoder."""
+    return cuda_of(engine).gpu
+
+
+def passes_of(engine: Engine) -> Any:
+    """What runs the engine's passes: one of those below, or on a GPU PassDecoder."""
+    return cuda_of(engine)._executor.passes
+
+
+def answers(executor: CudaExecutor, requests: Sequence[Request]) -> list[Collected]:
+    """All that comes of requests that begin before the same pass."""
+    tickets, found = (
+        executor.schedule.join([replace(r, quiet=True) for r in requests], True),
+        dict[int, Collected](),
+    )
+    while len(found) < len(tickets):
+        for ticket, first, tokens, scores, ended in executor.schedule.collect(60):
+            found[ticket] = Collected(ticket, first, tokens, scores, Ended(*ended))
+    return [found[ticket] for ticket in tickets]
+
+
+def cuda_of(engine: Engine) -> CudaDecoder:
     decoder = engine._open()
     assert isinstance(decoder, CudaDecoder)
-    return decoder.gpu
+    return decoder
+
+
+def without_tiles(monkeypatch: pytest.MonkeyPatch, builds: Path) -> None:
+    """As if there were one GPU, on which passes do not fit: EmulatedDecoder runs the engine's."""
+
+    def no_tiles(*_: Any, **__: Any) -> None:
+        raise ValueError("no tiles")
+
+    monkeypatch.setattr(EmulatedDecoder, "cache", builds, raising=False)
+    monkeypatch.setattr(cuda_decoder, "PassDecoder", no_tiles)
+    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
+    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
 class Running:
@@ -138,54 +177,6 @@ class EmulatedDecoder(SequenceDecoder):
             self._replays += 1
 
 
-class LoopDecoder:
-    """Greedy tokens of the PyTorch model, one at each `poll`; the prompt counts as read by the kernel."""
-
-    def __init__(
-        self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Sequence[str] = (),
-        version: str = "persistent", cache_bytes: int | None = None,
-    ):  # fmt: skip
-        self.config, self.version, self.devices = config, version, devices
-        self.geometry = plan(config, dtype, SMALL, warps=2)
-        self.memories: list[DeviceMemory] = []
-        self.plain: Laneformer = plain_model(config, tensors, dtype)
-        self.model = as_read(self.plain)
-        self.polls, self.failure, self.asked = 0, "", []
-
-    def start(
-        self, ids: Sequence[int], max_tokens: int, stops: Sequence[int] = (), sampling: Any = None,
-        reuse_prefix: bool = True, request: Any = None, made: int = 0,
-    ) -> None:  # fmt: skip
-        assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings
-        self.asked.append((list(ids), max_tokens, list(stops), sampling, reuse_prefix))
-        self.ids, self.max_tokens, self.stops = list(ids), max_tokens, set(stops)
-        self.tokens, self.cancelled = [], False
-        self.reused, self.read_tokens = 0, len(ids)
-
-    @torch.inference_mode()
-    def poll(self) -> tuple[list[int], bool]:
-        self.polls += 1
-        if self.failure:
-            raise RuntimeError(self.failure)
-        logits = self.plain(torch.tensor([self.ids + self.tokens]))[0, -1]
-        self.tokens.append(int(logits.float().argmax()))
-        ended = len(self.tokens) == self.max_tokens or self.tokens[-1] in self.stops
-        return list(self.tokens), ended or self.cancelled
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    @torch.inference_mode()
-    def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
-        self.reused = 0
-        if not ids:
-            return
-        positions = torch.arange(len(ids))
-        rope, masks = rope_table(self.config, positions), self.model.masks(positions, positions)
-        embedding = self.plain.tok_embeddings(torch.tensor([ids]))
-        yield run_layers(self.plain.layers, self.config, embedding, rope, masks)[:, start:]
-
-
 class EmulatedPasses(PassDecoder):
     """PassDecoder itself, with its memory on the CPU and the kernel on the emulator."""
 
@@ -241,45 +232,71 @@ class EmulatedPasses(PassDecoder):
         rows = torch.full((len(columns), self.config.vocab_size), float("nan"))
         self.run(
             [Column(*column, times_row=-1, bias_row=-1, sampling=Sampling(top_p=1.0)) for column in columns],
-            rows,
+            logits=rows,
         )
         return rows
 
 
+class LoopCaches(Caches):
+    """The ids whose keys and values each cache would have."""
+
+    def __init__(self, memory: Any):
+        super().__init__([memory])
+        self.ids: dict[int, list[int]] = {}
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        assert len(self.ids[source]) >= count
+        self.ids[target] = self.ids[source][:count]
+
+
 class LoopPasses(PassDecoder):
-    """Passes of up to five columns: of each, the PyTorch model's greedy token."""
+    """Passes of up to five columns by the PyTorch model: its logits, and of each column its greedy token."""
 
     def __init__(
         self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = (), cache_bytes: Any = None
     ):
-        self.config = config
+        self.config, self.devices = config, devices
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), mma_columns=5)
         self.model: Laneformer = plain_model(config, tensors, dtype)
         numbers = 5 * self.geometry.lanes_per_device * self.geometry.kv_lane
         memory: Any = SimpleNamespace(geometry=self.geometry, kv=torch.zeros(numbers, dtype=torch.int16))
-        memory.changes = lambda *_: None
+        memory.device, memory.weight_bytes = "cpu", 1
         self._hold([memory])
-        self.caches: dict[int, list[int]] = {}
-        vars(self.slots)["_copy"] = self._copy
-
-    def _copy(self, source: Slot, target: Slot, count: int) -> None:
-        self.caches[target.number] = self.caches[source.number][:count]
+        self.caches: Any = LoopCaches(memory)
+        self.asked: list[Sequence[Column]] = []  # columns of each pass
 
     @torch.inference_mode()
-    def _read_piece(self, s: Decoding) -> None:
-        first, end = s.first_scored(), s.pieces_end
-        s.score(first, [self.model(torch.tensor([s.ids[:end]]))[0, first:].float()])
-        self.caches[s.slot.number] = s.ids[:end]
-        s.was_read(end - s.position)
+    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+        known = self.caches.ids[cache] = [*self.caches.ids.get(cache, [])[:position], *ids]
+        assert len(known) == position + len(ids), "keys and values are missing"
+        if first_row < len(known):
+            yield self.logits_after(known)[first_row:]
+
+    def logits_after(self, ids: Sequence[int]) -> torch.Tensor:
+        """float32 (len(ids), V): the layers in 16 bits, the head's sums in float32, as on a GPU."""
+        positions = torch.arange(len(ids))
+        embedding, masks = (
+            self.model.tok_embeddings(torch.tensor([ids])),
+            self.model.masks(positions, positions),
+        )
+        rope = rope_table(self.config, positions)
+        h = run_layers(self.model.layers, self.config, embedding, rope, masks)
+        return torch.cat([*logits_of(as_read(self.model), h)])
 
     @torch.inference_mode()
-    def run(self, columns: Sequence[Column], logits: torch.Tensor | None = None) -> list[int]:
+    def run(
+        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+    ) -> list[list[int]]:
         self.passes += 1
+        self.asked.append(columns)
         assert 1 <= len(columns) <= 5
-        tokens = []
-        for column in columns:
-            ids = self.caches.get(column.sequence, [])
+        tokens, kept = [], self.caches.ids
+        for i, column in enumerate(columns):
+            ids = kept.get(column.sequence, [])
             assert len(ids) >= column.position, "keys and values are missing"
-            ids = self.caches[column.sequence] = [*ids[: column.position], column.token]
-            tokens.append(int(self.model(torch.tensor([ids]))[0, -1].float().argmax()))
-        return tokens
+            ids = kept[column.sequence] = [*ids[: column.position], column.token]
+            row = self.logits_after(ids)[-1]
+            tokens.append(int(row.argmax()))
+            if logits is not None:
+                logits[i] = row
+        return [tokens]

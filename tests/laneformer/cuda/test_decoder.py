@@ -7,7 +7,9 @@ import json
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,11 @@ from laneformer.engine import Cancelled, Engine, TextStream, device
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda.decoder import CudaDecoder
-from laneformer.engine.cuda.scores import scores_of
+from laneformer.engine.cuda.prefill import scores_of
 from laneformer.engine.options import batch_seeds
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import LoopDecoder, LoopPasses, gpu_of
+from tests.laneformer.cuda.stand_ins import LoopPasses, cuda_of, passes_of
 from tests.laneformer.engine.assets import byte_tokenizer, write_folder
 from tests.laneformer.engine.test_joined import collect, tokens_of
 
@@ -36,7 +38,6 @@ PROMPT = [5, 60, 7]
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were a GPU."""
-    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", LoopDecoder)
     monkeypatch.setattr(cuda_decoder, "PassDecoder", LoopPasses)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -48,13 +49,12 @@ def engine(a_gpu: None) -> Iterator[Engine]:
         yield engine
 
 
+@torch.inference_mode()
 def greedy(prompt: list[int], count: int) -> list[int]:
-    loop = LoopDecoder(CONFIG, TENSORS, "bf16")
-    loop.start(prompt, count)
-    while True:
-        tokens, finished = loop.poll()
-        if finished:
-            return tokens
+    loop, ids = LoopPasses(CONFIG, TENSORS, "bf16"), list(prompt)
+    for _ in range(count):
+        ids.append(int(loop.logits_after(ids)[-1].argmax()))
+    return ids[len(prompt) :]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
     detailed = engine.generate_detailed(PROMPT, max_new_tokens=12)
     assert (detailed.ids, detailed.finish_reason, detailed.prompt_tokens) == (expected, "length", 3)
     assert detailed.statistics == engine.statistics
-    assert engine.statistics.passes == len(PROMPT) + 11
+    assert engine.statistics.passes == 1 + 11
     assert [token.id for token in engine.stream_detailed(PROMPT, max_new_tokens=12)] == expected
     assert engine.generate(PROMPT, max_new_tokens=12, speculate=5) == expected
 
@@ -89,10 +89,12 @@ def test_the_models_own_end_ids_are_stops(expected):
 
 
 def test_tokens_stream_as_they_come(engine, expected):
-    stream = engine.stream(PROMPT, max_new_tokens=12)
-    assert gpu_of(engine).asked == []  # an iterator that is never advanced leaves nothing running
-    for i, token in enumerate(stream):
-        assert (token, gpu_of(engine).polls) == (expected[i], i + 1)
+    stream = engine.stream(PROMPT, max_new_tokens=40)
+    assert cuda_of(engine).running == 0  # an iterator that is never advanced leaves nothing running
+    for token, right in zip(stream, expected, strict=False):
+        assert token == right
+    assert passes_of(engine).passes <= 40
+    stream.close()
 
 
 def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
@@ -106,41 +108,23 @@ def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
         with pytest.raises(RuntimeError, match="busy with another request"):
             call()
     stream.close()
-    assert gpu_of(engine).cancelled
-    assert gpu_of(engine).polls <= 2
+    assert passes_of(engine).passes < 40
     assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
 
 
-def refuse(*arguments: Any, **options: Any) -> None:
-    raise ValueError("no tiles")
+def test_an_engine_without_tiles_says_so(monkeypatch):
+    """One sequence at a time then: test_sequence.py."""
 
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise ValueError("no tiles")
 
-def test_requests_join_one_after_the_other_where_passes_do_not_fit(engine, expected, monkeypatch):
-    """`Engine.batch`, as a server uses it."""
     monkeypatch.setattr(cuda_decoder, "PassDecoder", refuse)
-    with pytest.warns(UserWarning, match="requests do not share passes.*no tiles"):
-        batch = engine.batch()
-    with batch:
-        assert batch.max_joined == 1
-        assert batch.updates(0.01) == []
-        for _ in range(2):
-            ticket = batch.join(PROMPT, max_new_tokens=12)
-            with pytest.raises(RuntimeError, match="one request at a time"):
-                batch.join(PROMPT)
-            updates = collect(batch, ticket)[ticket]
-            assert [token.id for token in tokens_of(updates)] == expected
-            assert updates[-1].finish_reason == "length"
-        ticket = batch.score(PROMPT, start=2, top=1)
-        scores = collect(batch, ticket)[ticket][-1].scores
-        batch.leave(ticket)  # it has ended
-        ticket = batch.join(PROMPT, max_new_tokens=40)
-        batch.leave(ticket)
-        assert collect(batch, ticket)[ticket][-1].finish_reason == "cancelled"
-        with pytest.raises(ValueError, match=r"masked = True: .*cpu"):
-            batch.join(PROMPT, masked=True)
-        batch.join(PROMPT, max_new_tokens=40)  # ends with the batch
-    assert np.array_equal(scores.logprobs, engine.logprobs(PROMPT, start=2))
-    assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
+    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", refuse)
+    with (
+        pytest.warns(UserWarning, match="requests do not share passes.*no tiles"),
+        pytest.raises(ValueError, match="no tiles"),
+    ):
+        Engine(CONFIG, TENSORS, device="cuda")
 
 
 def test_drafts_share_passes(engine):
@@ -161,7 +145,7 @@ def test_requests_join_side_by_side(engine):
         assert batch.max_joined == 5
         assert batch.updates(0.01) == []
         tickets = [batch.join(prompt, max_new_tokens=4 + i) for i, prompt in enumerate(prompts)]
-        with pytest.raises(RuntimeError, match="5 requests run; collect the end of one first"):
+        with pytest.raises(RuntimeError, match="at most 5 requests; collect the end of one first"):
             batch.join(PROMPT)
         found = collect(batch, *tickets)
         last = batch.join(PROMPT, max_new_tokens=40)
@@ -175,20 +159,7 @@ def test_requests_join_side_by_side(engine):
     assert ended[last][-1].finish_reason == "cancelled"
     right = engine.logprobs(prompts[2], top=2)
     np.testing.assert_array_equal(ended[scored][-1].scores.top_ids, right.top_ids)
-    np.testing.assert_allclose(
-        ended[scored][-1].scores.logprobs, right.logprobs, rtol=0, atol=0.05
-    )  # a head in bf16
-    assert gpu_of(engine).asked == []
-
-
-def test_a_servers_engine_holds_tiles_alone_until_a_request_needs_the_tapes(expected):
-    with Engine(CONFIG, TENSORS, device="cuda", joined_only=True) as engine:
-        with engine.batch() as batch:
-            ticket = batch.join(PROMPT, max_new_tokens=12)
-            assert [token.id for token in tokens_of(collect(batch, ticket)[ticket])] == expected
-        assert "gpu" not in vars(engine._open())
-        assert engine.generate(PROMPT, max_new_tokens=12) == expected
-        assert len(gpu_of(engine).asked) == 1
+    np.testing.assert_array_equal(ended[scored][-1].scores.logprobs, right.logprobs)
 
 
 def test_random_requests_give_what_each_gives_alone(engine):
@@ -217,6 +188,30 @@ def test_random_requests_give_what_each_gives_alone(engine):
     assert reused > 24
 
 
+def test_more_prompts_than_columns_wait(engine):
+    prompts = [[1 + i, 2, 3] for i in range(8)]
+    assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
+    assert engine.statistics.passes < 8 * 5
+
+
+def test_masks_hold_nobody_up(engine, expected):
+    """A draw waits for its mask, and others do not; what is drawn is the likeliest id that the mask holds."""
+    mask = np.zeros(-(-264 // 32), np.uint32)
+    mask[2] = 0b1010  # 65 and 67
+    with engine.batch() as batch:
+        masked = batch.join(PROMPT, max_new_tokens=3, masked=True, speculate=3)
+        other = batch.join(PROMPT, max_new_tokens=12)
+        assert [token.id for token in tokens_of(collect(batch, other)[other])] == expected
+        for index in range(3):
+            batch.allow(masked, index, mask)
+        found, ids = [token.id for token in tokens_of(collect(batch, masked)[masked])], list(PROMPT)
+    for token in found:
+        logits = passes_of(engine).logits_after(ids)[-1]
+        assert token == max((65, 67), key=lambda i: float(logits[i]))
+        ids.append(token)
+    assert len(found) == 3
+
+
 def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
     def fails(*_: Any) -> None:
         raise RuntimeError("an illegal memory access")
@@ -225,24 +220,14 @@ def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
         monkeypatch.setattr(LoopPasses, "run", fails)
         ticket = batch.join(PROMPT)
         last = collect(batch, ticket)[ticket][-1]
-        assert (last.finish_reason, last.error) == ("error", "RuntimeError: an illegal memory access")
-        with pytest.raises(
-            RuntimeError, match=r"have failed, and with them this process: .*illegal memory access"
-        ):
+        failed = "the GPU has failed, and with it all requests: an illegal memory access"
+        assert (last.finish_reason, last.error) == ("error", failed)
+        assert batch.failure == failed
+        with pytest.raises(RuntimeError, match=failed):
             batch.join(PROMPT)
-
-
-def test_where_passes_do_not_fit_a_batch_is_one_prompt_after_the_other(engine, monkeypatch):
-    monkeypatch.setattr(cuda_decoder, "PassDecoder", refuse)
-    prompts = [[1, 2], [3], [4, 5, 6]]
-    with pytest.warns(UserWarning, match="requests do not share passes.*no tiles"):
-        assert engine.generate_batch(prompts[:2], max_new_tokens=5) == [
-            greedy(prompt, 5) for prompt in prompts[:2]
-        ]
-    gpu_of(engine).asked.clear()
-    assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
-    assert [ids for ids, *_ in gpu_of(engine).asked] == prompts
-    assert engine.statistics.passes == sum(len(prompt) + 4 for prompt in prompts)
+    for call in (engine.generate, lambda prompt: list(engine.stream(prompt))):
+        with pytest.raises(RuntimeError, match=failed):
+            call(PROMPT)
 
 
 def test_the_context_is_the_limit(engine):
@@ -258,27 +243,37 @@ def test_text_ends_before_a_stop_string(engine):
     assert text == "".join([*map(pieces.push, greedy(ids, 20)), pieces.finish()])
     assert len(text) > 6
     assert engine.generate_text("ab é", max_new_tokens=20, stop=text[4:6]) == text[: text.index(text[4:6])]
-    assert gpu_of(engine).cancelled
 
 
-def test_an_error_of_the_gpu_frees_the_engine(engine, expected):
-    gpu_of(engine).failure = "waited 10 s in vain"
-    for call in (engine.generate, lambda prompt: list(engine.stream(prompt))):
-        with pytest.raises(RuntimeError, match="in vain"):
-            call(PROMPT)
-    gpu_of(engine).failure = ""
-    assert engine.generate(PROMPT, max_new_tokens=4) == expected[:4]
+def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
+    """The others go on, and what it has written is nobody's."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(LoopPasses, "unread", 8)
+    with Engine(CONFIG, TENSORS, device="cuda") as engine, engine.batch() as batch:
+        monkeypatch.setattr(LoopPasses, "read", full)
+        tickets = batch.join(PROMPT, max_new_tokens=12), batch.join(PROMPT * 6)
+        found = collect(batch, *tickets)
+        monkeypatch.undo()
+        assert [token.id for token in tokens_of(found[tickets[0]])] == expected
+        last = found[tickets[1]][-1]
+        assert last.error == "the GPU has no memory for this request: tried to allocate 3 GiB"
+        again = batch.join(PROMPT * 6, max_new_tokens=2)
+        updates = collect(batch, again)[again]
+        assert [token.id for token in tokens_of(updates)] == greedy(PROMPT * 6, 2)
+        assert updates[-1].statistics.reused_tokens in (0, 3)
 
 
 def test_an_interrupted_wait_cancels(engine, expected, monkeypatch):
-    def interrupt(seconds: float) -> None:
+    def interrupt(decoder: CudaDecoder, timeout_s: float) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("laneformer.engine.cuda.decoder.time.sleep", interrupt)
+    monkeypatch.setattr(CudaDecoder, "collect", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPT, max_new_tokens=40)
-    assert gpu_of(engine).cancelled
     assert engine.generate(PROMPT, max_new_tokens=4) == expected[:4]
 
 
@@ -290,10 +285,12 @@ def test_a_batch_draws_with_a_seed_for_each_prompt(engine):
 def test_a_closed_engine_says_so(engine):
     stream = engine.stream(PROMPT, max_new_tokens=40)
     next(stream)
-    gpu = gpu_of(engine)
+    executor = cuda_of(engine)._executor
     engine.close()
     engine.close()
-    assert gpu.cancelled
+    for _ in range(100):
+        time.sleep(0.05 * (executor.passes is not None))
+    assert executor.passes is None, "its memory is given back"
     with pytest.raises(Cancelled):
         list(stream)
     with pytest.raises(ValueError, match="closed"):
@@ -314,7 +311,7 @@ def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
 
 def test_scores_are_those_of_the_model(engine):
     ids = [(11 * i + 3) % 264 for i in range(49)]
-    logits = reference_logits(gpu_of(engine).plain, ids[:48])
+    logits = reference_logits(passes_of(engine).model, ids[:48])
     logprobs = torch.from_numpy(logits).log_softmax(-1).numpy()
     # fp32 sums of 64 products: 64 roundings of 2^-24 of at most the sum of magnitudes, here below 200
     bound = 64 * 2**-24 * 200
@@ -351,9 +348,10 @@ def test_logits_come_in_blocks(engine, monkeypatch):
 # ---- options ----
 
 
-def test_too_many_stop_ids(engine):
-    with pytest.raises(ValueError, match="17 stop ids; the CUDA engine takes at most 16"):
-        engine.generate(PROMPT, stop_ids=range(17))
+def test_many_stop_ids(engine, expected):
+    """More than the kernels take: the schedule draws."""
+    others = [i for i in range(264) if i not in expected]
+    assert engine.generate(PROMPT, max_new_tokens=12, stop_ids=others) == expected
 
 
 @pytest.mark.parametrize(
@@ -376,7 +374,7 @@ def test_options_of_the_cpu_are_refused_by_name(options):
 def sampled(engine: Engine, **options: Any) -> Any:
     """What the kernels were given."""
     engine.generate(PROMPT, max_new_tokens=1, **options)
-    return gpu_of(engine).asked[-1][3]
+    return passes_of(engine).asked[-1][-1].sampling
 
 
 def test_sampling_options_as_the_kernels_take_them(engine):
@@ -396,14 +394,15 @@ def test_the_device_chooses_the_engine(tmp_path, expected):
     with Engine.from_pretrained(folder, device="cuda:0,cuda:1", context_tokens=40) as engine:
         assert isinstance(engine._open(), CudaDecoder)
         assert (engine.dtype, engine.isa, engine.eos_ids) == ("bf16", "cuda", (3,))  # the checkpoint is fp32
-        assert (gpu_of(engine).devices, engine.config.max_position_embeddings) == (("cuda:0", "cuda:1"), 40)
+        assert (passes_of(engine).devices, engine.config.max_position_embeddings) == (
+            ("cuda:0", "cuda:1"),
+            40,
+        )
         assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
     with Engine.from_pretrained(folder) as engine:
         assert isinstance(engine._open(), CpuDecoder), "unproven kernels are for those who name them"
     with Engine.random("tiny", device="cpu") as engine:
         assert isinstance(engine._open(), CpuDecoder)
-    with Engine.random(CONFIG, "fp16", device="cuda", version="graph") as engine:
-        assert (engine.dtype, gpu_of(engine).version) == ("fp16", "graph")
     with pytest.raises(ValueError, match="threads = 2"):
         Engine.random(CONFIG, device="cuda", threads=2)
 
@@ -487,8 +486,9 @@ def test_bench_measures_the_decoder(capsys, monkeypatch):
         "laneformer.engine.cuda.bench.benchmark",
         lambda gpu, depth, say: asked.append((type(gpu), depth)) or {**figures},
     )
+    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", lambda *_, **__: SimpleNamespace())
     main(["bench", "--random-weights", "tiny", "--device", "cuda", "--depth", "0", "30"])
     printed = capsys.readouterr()
-    assert asked == [(LoopDecoder, 0), (LoopDecoder, 30)]
+    assert asked == [(SimpleNamespace, 0), (SimpleNamespace, 30)]
     assert json.loads(printed.out) == {**figures, "depths": [figures], "model": "tiny"}
     assert "4000.0 GB/s that H200 read" in " ".join(printed.err.split())

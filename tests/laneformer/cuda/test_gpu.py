@@ -98,7 +98,7 @@ def test_a_column_has_the_same_bits_in_any_company():
         rows = torch.empty(len(columns), TINY.vocab_size, device="cuda")
         passes.run(
             [Column(*column, times_row=-1, bias_row=-1, sampling=Sampling(top_p=1.0)) for column in columns],
-            rows,
+            logits=rows,
         )
         return rows
 
@@ -162,18 +162,22 @@ def test_a_text_that_goes_on_is_not_read_again(version):
 
 def test_a_wait_in_vain_is_reported_and_over(tiny):
     """One block is missing, so the others wait for its words."""
-    tokens, gpu = tiny.generate(PROMPT, max_new_tokens=9), gpu_of(tiny)
+    gpu = gpu_of(tiny)
+    gpu.start(PROMPT, 9)
+    tokens = gpu.wait()
     kernels, limit_s, launch = gpu.kernels[0], gpu.limit_s, gpu.kernels[0].launch
     gpu.limit_s = 0.05
     # a launch of one block less
     kernels.launch = lambda name, argument, blocks=None: launch(name, argument, gpu.geometry.blocks - 1)
     try:
+        gpu.start(PROMPT, 9)
         with pytest.raises(RuntimeError, match=r"waited 0.05 s in vain: lane \d+, layer \d+, exchange '"):
-            tiny.generate(PROMPT, max_new_tokens=9)
+            gpu.wait()
     finally:
         gpu.limit_s = limit_s
         del kernels.launch
-    assert tiny.generate(PROMPT, max_new_tokens=9) == tokens
+    gpu.start(PROMPT, 9)
+    assert gpu.wait() == tokens
 
 
 # ---- draws ----

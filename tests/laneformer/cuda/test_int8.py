@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from laneformer.config import HEAD, LaneformerConfig
-from laneformer.engine import Engine, device
-from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine import Engine
 from laneformer.engine.cuda.bench import weight_bytes
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import H200
@@ -30,7 +29,7 @@ from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, Emulated, random_model, small_config, tensors_of
 from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES, Shape
-from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
+from tests.laneformer.cuda.stand_ins import gpu_of, without_tiles
 from tests.laneformer.cuda.test_kernels import check, text
 from tests.laneformer.cuda.test_llama import shape as llama
 from tests.laneformer.engine.test_int8 import first_matrix
@@ -183,10 +182,7 @@ def test_an_engine_end_to_end(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch
     """Tokens by the kernels, after a prompt that they or PyTorch have read; the judge has
     the weights in float64.
     """
-    monkeypatch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
-    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
-    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    without_tiles(monkeypatch, cuda_builds)
     kernels = emulated("one lane", cuda_builds)
     ids = text(kernels, 14)
     with Engine(kernels.config, kernels.tensors, device="cuda", dtype="int8") as engine:

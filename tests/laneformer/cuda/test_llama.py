@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer.engine import Engine, device
-from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine import Engine
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
@@ -18,7 +17,7 @@ from laneformer.llama.config import config_of_llama, lanes_for_gpus
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, plain_model, random_model, tensors_of
 from tests.laneformer.cuda.shapes import Shape
-from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
+from tests.laneformer.cuda.stand_ins import gpu_of, without_tiles
 from tests.laneformer.cuda.test_kernels import check
 from tests.laneformer.llama.folders import LLAMA3, Case, logits_of, reference, relative_error, write_folder
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
@@ -88,6 +87,7 @@ def test_prompts_have_the_same_weights(name: str) -> None:
 
 @needs_emulator
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:requests do not share passes")
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
 def test_a_folder_end_to_end(
     kind: str, tmp_path: Path, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,10 +95,7 @@ def test_a_folder_end_to_end(
     """Written and judged by Transformers; prompts through PyTorch on the tapes, tokens by the kernels."""
     values = {"vocab_size": 136, "max_position_embeddings": 48, "tie_word_embeddings": True, "head_dim": 16}
     folder = write_folder(Case(kind, values, torch.bfloat16), tmp_path / "hf")
-    monkeypatch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
-    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
-    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    without_tiles(monkeypatch, cuda_builds)
     ids = [(7 * i + 3) % 136 for i in range(20)]
     judge = reference(folder)
     with Engine.from_pretrained(folder, device="cuda") as engine:

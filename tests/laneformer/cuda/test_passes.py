@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda import decoding
-from laneformer.engine.cuda.decoding import Decoding, draft
+from laneformer.engine.cuda import executor as executor_module
+from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200, Machine
-from laneformer.engine.cuda.passes import PassDecoder, plan_columns, sequences_in
-from laneformer.engine.decoder import Request, Sampling
+from laneformer.engine.cuda.passes import plan_columns, sequences_in
+from laneformer.engine.decoder import Collected, Request, Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import small_config
 from tests.laneformer.cuda.reference import expected, kept_at
-from tests.laneformer.cuda.stand_ins import EmulatedPasses
+from tests.laneformer.cuda.stand_ins import EmulatedPasses, answers
 from tests.proofs import KERNEL_SOURCES
 
 pytestmark = [
@@ -80,37 +81,58 @@ def test_two_gpus(cuda_builds: Path) -> None:
 
 
 def decode(
-    passes: PassDecoder, prompts: list[list[int]], sampling: list[Sampling], **options: Any
-) -> list[Decoding]:
+    executor: CudaExecutor, prompts: list[list[int]], sampling: list[Sampling], **options: Any
+) -> list[Collected]:
     pairs = zip(prompts, sampling, strict=True)
-    made = [Decoding(Request(ids, 9, sampling=s, **options)) for ids, s in pairs]
-    while not all(s.finished for s in made):
-        passes.advance(made)
-    return made
+    return answers(executor, [Request(ids, 9, sampling=s, **options) for ids, s in pairs])
 
 
-def test_batches_and_drafts_change_no_token(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+WAYS = [GREEDY, Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)]
+
+
+def test_batches_and_drafts_change_no_token(cuda_builds: Path) -> None:
     """Greedy, drawn and filtered; prompts of different lengths, read in pieces beside those that decode."""
     prompts = [text(3), [5, 6, 7, 5, 6, 7, 5, 6], text(11, 4)]
-    ways = [GREEDY, Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)]
-    alone = [
-        decode(EmulatedPasses(cuda_builds, 1), [p], [w])[0].tokens for p, w in zip(prompts, ways, strict=True)
-    ]
+    one = CudaExecutor(EmulatedPasses(cuda_builds, 1))
+    alone = [decode(one, [p], [w])[0].tokens for p, w in zip(prompts, WAYS, strict=True)]
     five = EmulatedPasses(cuda_builds, 5)
-    assert [s.tokens for s in decode(five, prompts, ways)] == alone
-    five.passes, at = 0, {len(p): p + tokens for p, tokens in zip(prompts, alone, strict=True)}
+    executor = CudaExecutor(five)
+    assert [news.tokens for news in decode(executor, prompts, WAYS)] == alone
+    assert five.passes <= 5 + 9, "22 ids of prompts, then nine tokens of all three"
+    # texts of few ids, after which this model repeats itself
+    prompts = [
+        [70, 70, 22, 70, 70, 22, 62, 70, 70, 22],
+        [71, 16, 71, 71, 71, 71],
+        [50] * 3 + [19, 50, 19, 19],
+    ]
+    alone = [decode(one, [p], [GREEDY])[0].tokens for p in prompts]
+    drafting = [decode(executor, [p], [GREEDY], speculate=4)[0] for p in prompts]
+    assert [news.tokens for news in drafting] == alone
+    found = executor.schedule.statistics()
+    proposed, accepted = (
+        sum(news.whole.statistics[f"{name}_tokens"] for news in drafting) for name in ("proposed", "accepted")
+    )
+    assert proposed > accepted > 3, found
 
-    def oracle(ids: Sequence[int], most: int) -> list[int]:
-        """What comes, but for the third."""
-        text = next(text for length, text in at.items() if ids[:length] == text[:length])
-        return [token if i != 2 else 95 - token for i, token in enumerate(text[len(ids) :][:most])]
 
-    monkeypatch.setattr("laneformer.engine.cuda.decoding.draft", oracle)
-    drafting = [decode(five, [p], [w], speculate=4)[0] for p, w in zip(prompts, ways, strict=True)]
-    assert [s.tokens for s in drafting] == alone
-    assert [s.accepted for s in drafting] == [6, 6, 6]
-    assert all(s.proposed > s.accepted for s in drafting)
-    assert five.passes <= sum(-(-len(p) // 5) + 3 for p in prompts), "9 tokens in 4 passes at most"
+def test_each_option_as_alone(cuda_builds: Path) -> None:
+    """What the kernel draws beside what the schedule draws from rows of logits, with drafts among both."""
+    ids = [70, 70, 22, 70, 70, 22, 62, 70, 70, 22]
+    asked = [
+        Request(ids, 9, speculate=3),
+        Request(ids, 9, speculate=3, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=2),
+        Request(text(4), 6, sampling=WAYS[2], logit_bias=[(7, 3.0)], stop_ids=[70], min_new_tokens=5),
+        Request(text(7), 8, sampling=WAYS[1], logprobs=0),
+        Request(text(9), 8, sampling=WAYS[2], stop_ids=range(40)),
+    ]
+    executor = CudaExecutor(EmulatedPasses(cuda_builds, 5))
+    alone = [answers(executor, [replace(r, reuse_prefix=False)])[0] for r in asked]
+    together = answers(executor, asked)
+    for one, other in zip(alone, together, strict=True):
+        assert other.tokens == one.tokens
+        for ours, theirs in zip(other.scores or (), one.scores or (), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert together[1].tokens != together[0].tokens
 
 
 def test_columns_leave_memory_for_the_ring() -> None:
@@ -134,34 +156,30 @@ def test_columns_leave_memory_for_the_ring() -> None:
         plan_columns(small_config(vocab_size=104), "bf16", H200)
 
 
-def test_drafts_follow_the_latest_earlier_place() -> None:
-    assert draft([1, 2, 3, 9, 2, 3, 8, 2, 3], 2) == [8, 2]
-    assert draft([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
-    assert draft([1, 2, 3, 4], 3) == []
-    assert draft([1, 2, 1, 2], 0) == []
-
-
-def test_pieces_and_slots_change_no_token(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_caches_change_no_token(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts read by PyTorch from the tiles, beside others, again, continued and scored."""
-    monkeypatch.setattr(decoding, "IN_PASS_TOKENS", 3)
-    monkeypatch.setattr(decoding, "PIECE_TOKENS", 5)
+    monkeypatch.setattr(EmulatedPasses, "unread", 3)
+    monkeypatch.setattr(executor_module, "PIECE_TOKENS", 5)
     five, prompts = EmulatedPasses(cuda_builds, 5, sequences=7), [text(15), text(15, 2), text(2)]
-    alone = [decode(five, [prompt], [GREEDY], reuse_prefix=False)[0] for prompt in prompts]
-    assert [s.passes for s in alone] == [3 + 9, 3 + 9, 9]
-    beside = decode(five, prompts * 2, [GREEDY] * 6)
-    assert [s.tokens for s in beside] == [s.tokens for s in alone] * 2
-    assert sum(s.reused for s in beside) >= 4 * 14 + 2, "rings have forgotten no prompt's end"
+    executor = CudaExecutor(five)
+    alone = [decode(executor, [prompt], [GREEDY], reuse_prefix=False)[0] for prompt in prompts]
+    assert [news.whole.statistics["passes"] for news in alone] == [3 + 9, 3 + 9, 9]
+    beside = decode(executor, prompts * 2, [GREEDY] * 6)
+    assert [news.tokens for news in beside] == [news.tokens for news in alone] * 2
+    reused = sum(news.whole.statistics["reused_tokens"] for news in beside)
+    assert reused >= 4 * 14 + 2, "rings have forgotten no prompt's end"
     longer = prompts[0] + alone[0].tokens
-    again = Decoding(Request(longer, 1))
-    scored = Decoding(Request(longer, score_from=12, logprobs=1))
-    kept = Decoding(Request(longer, score_from=1, logprobs=0, keep_logits=True, reuse_prefix=False))
-    while not (again.finished and scored.finished and kept.finished):
-        five.advance([again, scored, kept])
-    assert again.reused >= 14
-    logprobs = scored.scores.part(0, len(longer) - 12)[0]
+    again, scored, kept = answers(executor, [
+        Request(longer, 1),
+        Request(longer, score_from=12, logprobs=1),
+        Request(longer, score_from=1, logprobs=0, keep_logits=True, reuse_prefix=False),
+    ])  # fmt: skip
+    assert again.whole.statistics["reused_tokens"] >= 14
+    assert scored.scores is not None
+    assert kept.whole.logits is not None
     right = five.model(torch.tensor([longer]))[0].log_softmax(-1)
-    plain = torch.cat(kept.logits).log_softmax(-1)
+    plain = torch.from_numpy(kept.whole.logits).view(right.shape).log_softmax(-1)
     off = (plain - right).abs().max()  # PyTorch in 16 bits, all positions
     assert off < 0.5
     targets = right[range(11, len(longer) - 1), longer[12:]]
-    assert (torch.from_numpy(logprobs) - targets).abs().max() <= 2 * off
+    assert (torch.from_numpy(scored.scores[0]) - targets).abs().max() <= 2 * off

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from laneformer.engine import Engine, device
-from laneformer.engine.cuda import decoder as cuda_decoder
-from laneformer.engine.cuda import sequence
-from laneformer.engine.cuda.prefill import prefill
+from laneformer.engine import Engine
+from laneformer.engine.cuda.single import SinglePasses
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import EmulatedDecoder, gpu_of
+from tests.laneformer.cuda.stand_ins import gpu_of, passes_of, without_tiles
+from tests.laneformer.engine.test_joined import collect, tokens_of
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
 pytestmark = [
@@ -36,11 +36,11 @@ LONG_PROMPT = [(5 * i + 1) % 96 for i in range(15)]  # read by the PyTorch model
 
 @pytest.fixture(params=["persistent", "graph"])
 def emulated(request, cuda_builds, monkeypatch):
-    monkeypatch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
-    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
-    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with Engine(CONFIG, TENSORS, device="cuda", version=request.param, cache_bytes=10**6) as engine:
+    without_tiles(monkeypatch, cuda_builds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = Engine(CONFIG, TENSORS, device="cuda", version=request.param, cache_bytes=10**6)
+    with engine:
         yield engine
 
 
@@ -79,11 +79,8 @@ REQUESTS: list[Any] = [
 
 
 @pytest.mark.parametrize("options", REQUESTS, ids=str)
-def test_every_option_as_the_cpu_has_it(emulated, cpu_tokens, options, monkeypatch):
-    """Tokens and log-probabilities; with these a launch makes four tokens, and the next goes
-    on where it ended.
-    """
-    monkeypatch.setattr(cuda_decoder, "SCORED_AT_ONCE", 4)
+def test_every_option_as_the_cpu_has_it(emulated, cpu_tokens, options):
+    """Tokens and log-probabilities."""
     options = {"max_new_tokens": 10, **options}
     if "min_new_tokens" in options:
         options["stop_ids"] = cpu_tokens[3]
@@ -101,12 +98,11 @@ def test_every_option_as_the_cpu_has_it(emulated, cpu_tokens, options, monkeypat
             theirs.logprob if theirs.logprob is None else pytest.approx(theirs.logprob, abs=bound)
         )
         np.testing.assert_allclose([x for _, x in ours.top], [x for _, x in theirs.top], rtol=0, atol=bound)
-    assert emulated.statistics.passes == 3 + len(found.ids) - 1
+    assert emulated.statistics.passes == len(found.ids)
     assert list(emulated.stream_detailed(LONG_PROMPT[:3], **options)) == found.tokens
 
 
-def test_a_cancelled_request_with_scores_starts_no_more(emulated, cpu_tokens, monkeypatch):
-    monkeypatch.setattr(cuda_decoder, "SCORED_AT_ONCE", 2)
+def test_a_cancelled_request_with_scores_starts_no_more(emulated, cpu_tokens):
     stream = emulated.stream_detailed(LONG_PROMPT[:3], max_new_tokens=10, logprobs=1)
     assert next(stream).id == cpu_tokens[3][0]
     stream.close()
@@ -125,10 +121,11 @@ def test_a_text_that_goes_on_is_not_read_again(emulated, cpu_tokens):
 
 
 def test_a_graph_that_ran_past_a_stop_has_lost_its_ring(emulated, cpu_tokens):
-    tokens, stop = cpu_tokens[15], cpu_tokens[15][0]
-    assert emulated.generate(LONG_PROMPT, max_new_tokens=10, stop_ids=[stop], reuse_prefix=False) == [stop]
-    assert emulated.generate([*LONG_PROMPT, stop], max_new_tokens=9) == tokens[1:]
-    assert emulated.statistics.reused_tokens == (15 if gpu_of(emulated).version == "persistent" else 14)
+    tokens, stop = cpu_tokens[15], cpu_tokens[15][1]
+    options = {"max_new_tokens": 10, "reuse_prefix": False}
+    assert emulated.generate(LONG_PROMPT, stop_ids=[stop], **options) == tokens[:2]
+    assert emulated.generate([*LONG_PROMPT, *tokens[:2]], max_new_tokens=8) == tokens[2:]
+    assert emulated.statistics.reused_tokens == (16 if gpu_of(emulated).version == "persistent" else 15)
 
 
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
@@ -177,24 +174,75 @@ def test_a_caller_that_went_away_disturbs_nobody(emulated, cpu_tokens):
 
 
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
-def test_a_wait_in_vain_is_reported_and_over(emulated, cpu_tokens):
+def test_a_wait_in_vain_is_reported_to_everybody(emulated):
     gpu = gpu_of(emulated)
     gpu.missing_blocks, gpu.limit_s = 1, 0.05
     with pytest.raises(RuntimeError, match=r"waited 0.05 s in vain: lane \d, layer \d, exchange '"):
         emulated.generate(LONG_PROMPT[:3], max_new_tokens=10)
     gpu.missing_blocks, gpu.limit_s = 0, 10.0
-    assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
+    with pytest.raises(RuntimeError, match="the GPU has failed, and with it all requests: the decode kernel"):
+        emulated.generate(LONG_PROMPT[:3], max_new_tokens=10)
 
 
 @pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
 def test_a_prompt_that_was_not_read_to_its_end_is_not_reused(emulated, cpu_tokens, monkeypatch):
-    def fails(model: Any, ids: list[int], cache: Any) -> None:
-        prefill(model, ids, cache)
-        raise RuntimeError("out of memory")
+    passes = passes_of(emulated)
+
+    def fails(*given: Any) -> Any:
+        yield from SinglePasses.read(passes, *given)
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
     emulated.generate(LONG_PROMPT[:3], max_new_tokens=2, reuse_prefix=False)
-    monkeypatch.setattr(sequence, "prefill", fails)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    monkeypatch.setattr(passes, "read", fails)
+    with pytest.raises(RuntimeError, match="the GPU has no memory for this request: tried to allocate 3 GiB"):
         emulated.generate(LONG_PROMPT[1:])
-    monkeypatch.setattr(sequence, "prefill", prefill)
+    monkeypatch.undo()
+    assert emulated.generate(LONG_PROMPT[1:], max_new_tokens=1)
+    assert emulated.statistics.reused_tokens == 0
     assert emulated.generate(LONG_PROMPT[:3], max_new_tokens=10) == cpu_tokens[3]
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_requests_join_one_after_the_other(emulated, cpu_tokens):
+    """`Engine.batch`, as a server uses it; drafts have no effect."""
+    prompt = LONG_PROMPT[:3]
+    with emulated.batch() as batch:
+        assert batch.max_joined == 1
+        assert batch.updates(0.01) == []
+        for _ in range(2):
+            ticket = batch.join(prompt, max_new_tokens=10, speculate=4)
+            with pytest.raises(RuntimeError, match="at most 1 requests"):
+                batch.join(prompt)
+            updates = collect(batch, ticket)[ticket]
+            assert [token.id for token in tokens_of(updates)] == cpu_tokens[3]
+            assert updates[-1].finish_reason == "length"
+            assert updates[-1].statistics.proposed_tokens == 0
+        ticket = batch.score(prompt, start=2, top=1)
+        scores = collect(batch, ticket)[ticket][-1].scores
+        batch.leave(ticket)  # it has ended
+        ticket = batch.join(prompt, max_new_tokens=29)
+        batch.leave(ticket)
+        assert collect(batch, ticket)[ticket][-1].finish_reason == "cancelled"
+        batch.join(prompt, max_new_tokens=29)  # ends with the batch
+    assert np.array_equal(scores.logprobs, emulated.logprobs(prompt, start=2))
+
+
+@pytest.mark.parametrize("emulated", ["persistent"], indirect=True)
+def test_a_batch_is_one_prompt_after_the_other(emulated, cpu_tokens):
+    """Several tokens come of a launch, as nothing of the host is needed between them."""
+    prompts, before = [LONG_PROMPT[:3], LONG_PROMPT], gpu_of(emulated).launches
+    assert emulated.generate_batch(prompts, max_new_tokens=10) == [cpu_tokens[len(p)] for p in prompts]
+    assert gpu_of(emulated).launches - before == 4
+
+
+def test_masks(emulated):
+    """Only ids of a mask are drawn, each as the next token is due."""
+    mask = np.zeros(3, np.uint32)
+    mask[1] = 0b1010  # 33 and 35
+    with emulated.batch() as batch:
+        ticket = batch.join(LONG_PROMPT, max_new_tokens=6, masked=True, temperature=2.0, seed=1)
+        for index in range(6):
+            batch.allow(ticket, index, mask)
+        found = [token.id for token in tokens_of(collect(batch, ticket)[ticket])]
+    assert len(found) == 6
+    assert set(found) == {33, 35}

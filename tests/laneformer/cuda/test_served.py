@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,15 +19,17 @@ import httpx
 import pytest
 import torch
 
+from laneformer.config import LaneformerConfig
 from laneformer.engine import Engine, device
 from laneformer.engine.cuda import decoder as cuda_decoder
-from laneformer.engine.decoder import RequestFailed
 from laneformer.serve import app
 from laneformer.serve.options import ServerOptions
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import EmulatedDecoder, EmulatedPasses, gpu_of
+from tests.laneformer.cuda.stand_ins import EmulatedDecoder, EmulatedPasses, gpu_of, passes_of
 from tests.laneformer.engine.assets import byte_tokenizer
+from tests.laneformer.serve.grammar_assets import EOS, bytes_tokenizer
+from tests.laneformer.test_chat_template import SMOLLM2
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
 pytestmark = [
@@ -75,14 +78,18 @@ def shared(cuda_builds) -> Iterator[Served]:
 
 
 @contextmanager
-def serving(cuda_builds: Path, passes: Any) -> Iterator[Served]:
+def serving(
+    cuda_builds: Path, passes: Any, config: LaneformerConfig = CONFIG, **given: Any
+) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_decoder, "PassDecoder", passes)
         patch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
         patch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
         patch.setattr(device, "why_no_cuda", lambda: None)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
-        with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
+        tensors = TENSORS if config is CONFIG else tensors_of(random_model(config), "bf16")
+        given = {"tokenizer": byte_tokenizer(), **given}
+        with Engine(config, tensors, device="cuda", **given) as engine:
             expected = engine.generate(PROMPT, max_new_tokens=6, reuse_prefix=False)
             options = ServerOptions("tiny", port=0, max_waiting=4)
             address: list[str] = []
@@ -133,14 +140,13 @@ def test_what_it_can_is_said(name, most, says, request, monkeypatch, capsys):
     served = request.getfixturevalue(name)
     facts = httpx.get(f"{served.url}/props").json()
     assert (facts["max_joined"], facts["isa"]) == (most, "cuda")
-    assert tuple(facts["refused_options"]) == served.engine.refused_options
+    assert facts["refused_options"] == []
     state = SimpleNamespace(scheduler=SimpleNamespace(max_joined=most))
     monkeypatch.setattr(app, "create_app", lambda *_: SimpleNamespace(state=state))
     monkeypatch.setattr(app, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     app.run(served.engine, ServerOptions("tiny", port=0))
     said = capsys.readouterr().err
     assert says in said
-    assert all(name in said for name in served.engine.refused_options)
 
 
 def test_a_client_that_goes_away_ends_its_request(served):
@@ -155,24 +161,11 @@ def test_a_client_that_goes_away_ends_its_request(served):
     assert 'laneformer_ended_total{reason="cancelled"} 1.0' in ended
 
 
-def test_a_wait_in_vain_ends_the_request_and_not_the_server(served, monkeypatch):
-    def hangs() -> None:
-        raise RequestFailed("the decode kernel waited 10 s in vain")
-
-    monkeypatch.setattr(gpu_of(served.engine), "poll", hangs)  # test_sequence.py has one that waits
-    response = served.complete()
-    monkeypatch.undo()
-    assert response.status_code == 500
-    assert "in vain" in response.json()["error"]["message"]
-    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
-    assert served.tokens() == served.expected
-
-
 def test_a_prompt_too_large_for_the_memory_ends_the_request(served, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    monkeypatch.setattr(gpu_of(served.engine), "start", full)
+    monkeypatch.setattr(passes_of(served.engine), "read", full)
     response = served.complete(LONG_PROMPT)
     assert (response.status_code, "no memory for this request" in response.text) == (500, True)
     monkeypatch.undo()
@@ -195,7 +188,7 @@ REQUESTS: list[dict[str, Any]] = [  # six at a time, each with options of its ow
 def test_each_gets_what_it_gets_alone(shared):
     """With several in a pass, prompts are read beside the others' tokens."""
     alone = [shared.complete(**request).json()["choices"][0] for request in REQUESTS]
-    passes = passes_of(shared)
+    passes = passes_of(shared.engine)
     before = passes.passes
     with ThreadPoolExecutor(6) as clients:
         together = list(clients.map(lambda r: shared.complete(**r).json(), REQUESTS))
@@ -203,11 +196,7 @@ def test_each_gets_what_it_gets_alone(shared):
     assert [answer["choices"][0] for answer in together] == alone
     assert passes.passes - before < needed, "passes are shared"
     assert alone[0]["token_ids"] == shared.expected
-    assert shared.engine._open().gpu.launches == 1, "one launch for the fixture's tokens"
-
-
-def passes_of(shared: Served) -> Any:
-    return shared.engine._open().side_by_side
+    assert "gpu" not in vars(shared.engine._open()), "the weights are there once"
 
 
 def test_one_leaves_and_the_others_go_on(shared):
@@ -220,14 +209,80 @@ def test_one_leaves_and_the_others_go_on(shared):
     assert 'laneformer_ended_total{reason="cancelled"} 1.0' in httpx.get(f"{shared.url}/metrics").text
 
 
-def test_a_wait_in_vain_ends_all_of_its_pass_and_nobody_else(shared):
-    passes = passes_of(shared)
-    passes.missing_blocks, passes.limit_s = 1, 0.05
-    with ThreadPoolExecutor(2) as clients:
-        answers = list(clients.map(lambda _: shared.complete(), range(2)))
-    passes.missing_blocks, passes.limit_s = 0, 10.0
-    for answer in answers:
-        assert answer.status_code == 500
-        assert "the pass kernel waited 0.05 s in vain: lane" in answer.json()["error"]["message"]
-    assert httpx.get(f"{shared.url}/health").json() == {"status": "ok"}
-    assert shared.tokens() == shared.expected
+@pytest.mark.parametrize("columns", [0, 3])
+def test_a_wait_in_vain_ends_all_requests(columns, cuda_builds):
+    """Whoever ran or waited gets one sentence, and nobody is served any more; columns = 0: one at a time."""
+    passes: Any = (lambda *_, **__: EmulatedPasses(cuda_builds, columns)) if columns else no_tiles
+    with warnings.catch_warnings(), ThreadPoolExecutor(3) as clients:
+        warnings.simplefilter("ignore")
+        with serving(cuda_builds, passes) as failing:
+            hangs: Any = passes_of(failing.engine) if columns else gpu_of(failing.engine)
+            hangs.missing_blocks, hangs.limit_s = 1, 0.05
+            answers = list(clients.map(lambda _: failing.complete(), range(3)))
+            health = httpx.get(f"{failing.url}/health")
+            later = failing.complete()
+    said = {answer.json()["error"]["message"] for answer in answers}
+    assert {answer.status_code for answer in answers} == {500}
+    kernel = "pass" if columns else "decode"
+    assert all(f"the {kernel} kernel waited 0.05 s in vain: lane" in text for text in said)
+    assert (health.status_code, health.json()) == (503, {"status": "failed"})
+    assert later.status_code >= 500
+    assert "has failed" in later.json()["error"]["message"]
+
+
+# ---- grammars ----
+
+
+@pytest.fixture(scope="module")
+def grammatical(cuda_builds) -> Iterator[Served]:
+    """Passes of three columns, a tokenizer of many pieces and a chat template."""
+    sizes = {"vocab_size": 384, "max_position_embeddings": 1024}
+    tokenizer = bytes_tokenizer()
+    given = {
+        "tokenizer": tokenizer,
+        "eos_ids": [tokenizer.token_to_id(name) for name in EOS],
+        "tokenizer_config": {"chat_template": SMOLLM2, "eos_token": EOS[1], "bos_token": "<s>"},
+    }
+    passes = lambda *_, **__: EmulatedPasses(cuda_builds, 3, changes=sizes, sequences=5)  # noqa: E731
+    with serving(cuda_builds, passes, small_config(**sizes), **given) as served:
+        yield served
+
+
+def test_schemas_and_forced_tools_beside_others(grammatical):
+    """Each answer has the form that was asked for, as alone."""
+    pytest.importorskip("llguidance")
+    properties = {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2, 3]}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "forecast", "parameters": schema}}
+    asked: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}},
+        {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "forecast"}}},
+        {"max_tokens": 20, "ignore_eos": True},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}},
+         "temperature": 1.0, "seed": 4, "repetition_penalty": 1.2},
+    ]  # fmt: skip
+
+    def ask(fields: dict[str, Any]) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "Hello"}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": 200, **fields}
+        answer = httpx.post(f"{grammatical.url}/v1/chat/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        message = answer.json()["choices"][0]["message"]
+        for call in message.get("tool_calls") or ():
+            call.pop("id")
+        return message
+
+    alone = [ask(fields) for fields in asked]
+    for text in (
+        alone[0]["content"],
+        alone[1]["tool_calls"][0]["function"]["arguments"],
+        alone[3]["content"],
+    ):
+        assert set(json.loads(text)) == {"city", "days"}
+    with ThreadPoolExecutor(4) as clients:
+        assert list(clients.map(ask, asked)) == alone

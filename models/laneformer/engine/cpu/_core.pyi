@@ -1,4 +1,5 @@
-# Types of the compiled module (csrc/bindings.cpp).
+# Types of the compiled module (csrc/bindings.cpp, ../schedule/bindings.cpp).
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,17 @@ from ..decoder import Request
 
 MAX_SEQUENCES: int
 
-class Decoder:
+class Requests:  # of Decoder and Schedule alike; not a class of the module
+    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]: ...
+    def collect(self, timeout_s: float) -> list[Any]: ...
+    @property
+    def running(self) -> int: ...
+    def leave(self, ticket: int) -> None: ...
+    def leave_all(self) -> None: ...
+    def allow(self, ticket: int, index: int, mask: np.ndarray) -> None: ...
+    def statistics(self) -> dict[str, int]: ...
+
+class Decoder(Requests):
     def __init__(
         self,
         spec: dict[str, Any],
@@ -36,15 +47,7 @@ class Decoder:
     def copy_parts(self) -> None: ...
     @property
     def parts(self) -> int: ...
-    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]: ...
-    def collect(self, timeout_s: float) -> list[Any]: ...
-    @property
-    def running(self) -> int: ...
-    def leave(self, ticket: int) -> None: ...
-    def leave_all(self) -> None: ...
-    def allow(self, ticket: int, index: int, mask: np.ndarray) -> None: ...
     def work(self) -> None: ...
-    def statistics(self) -> dict[str, int]: ...
     def probe(self) -> float: ...
     @property
     def isa(self) -> str: ...
@@ -60,6 +63,75 @@ class Decoder:
     def fix_cost(self, each_column: float) -> None: ...
     @property
     def kv_bytes(self) -> int: ...
+
+class Limits:
+    columns: int
+    sequences: int
+    paced: bool
+    picks: bool
+    piece: int
+    unread: int
+    ahead: int
+    def __init__(self, vocab: int, context: int) -> None: ...
+
+class KvShape:
+    def __init__(self, context: int, caches: int, ring: int, back: int) -> None: ...
+
+class KvKind(enum.Enum):
+    open = 0
+    close = 1
+    release = 2
+    copy = 3
+
+class KvOp:
+    kind: KvKind
+    cache: int
+    source: int
+    end: int
+
+class Column:
+    token: int
+    position: int
+    cache: int
+    sequence: int
+
+class Draw:
+    rule: bytes
+    left: int
+    stops: list[int]
+
+class Pass:
+    piece: int
+    ahead: int
+    columns: list[Column]
+    start: Column
+    head: list[int]
+    ops: list[KvOp]
+    def draw(self, sequence: int) -> Draw: ...
+
+class Piece:
+    ids: list[int]
+    first_row: int
+    top: int
+    keeps_logits: bool
+
+class Schedule(Requests):
+    def __init__(self, limits: Limits, shape: KvShape) -> None: ...
+    def wait(self) -> bool: ...
+    def close(self) -> None: ...
+    def next(
+        self,
+        picked: np.ndarray | None = None,
+        logits: np.ndarray | None = None,
+        refused: int = -1,
+        error: str | None = None,
+    ) -> Pass | None: ...
+    def piece(self) -> Piece: ...
+    def score(self, position: int, logprobs: np.ndarray, ids: np.ndarray, tops: np.ndarray) -> None: ...
+    def keep_logits(self, position: int, rows: np.ndarray) -> None: ...
+    def fail(self, why: str) -> None: ...
+    @property
+    def failure(self) -> str: ...
 
 class Pace:
     def columns(self) -> int: ...

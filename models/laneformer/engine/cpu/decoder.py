@@ -66,6 +66,7 @@ class CpuDecoder(_core.Decoder):
 
     max_joined = _core.MAX_SEQUENCES
     refused_options: tuple[str, ...] = ()
+    failure: str | None = None
 
     def __init__(
         self,

@@ -1,9 +1,7 @@
 """Several sequences side by side, and several positions of one: passes of up to 8 columns (passes.cu).
 
-A launch is one pass; between two of them the host says what the columns are. As in the CPU engine
-(schedule/schedule.cpp): first the next id of each sequence that decodes, and draft tokens after it; then as many
-ids of prompts as there is room for. Each sequence draws the tokens that it would draw alone, whatever shares
-its passes. Long prompts are read by PyTorch, a piece between two passes.
+A launch is one pass; what its columns are is the schedule's to say (executor.py). Each sequence draws the tokens that
+it would draw alone, whatever shares its passes.
 """
 
 from __future__ import annotations
@@ -12,31 +10,30 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import RequestFailed
-from .decoding import Decoding
+from .caches import MAX_CACHES, Caches
 from .geometry import Geometry, Machine
 from .launch import Kernels, describe
 from .memory import Changes, Column, DeviceMemory, end_hang
 from .planning import plan
-from .prefill import DeviceCache, logits_of, streams
+from .prefill import DeviceCache, read
 from .sequence import connect
-from .slots import MAX_SLOTS, Slots
 from .tape import tape_starts
 from .tape_model import TapeModel
 
 COLUMNS = (8, 4, 2)  # of a pass: as many as fit
 LAST_EPOCH = 2**30  # of all layers together
 MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
-MIN_AWAITED = 16  # positions: who shares as many with a prompt that is being read begins when these are there
+IN_PASS_TOKENS = 64  # so many ids at most are read by passes alone: eight take as long as a small piece
 POLL_S = 0.00005
+PASS_S = 0.02  # far longer than any pass takes
 
 
 def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> Geometry:
@@ -65,11 +62,15 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
             f"the GPU has {free / 1e9:.1f} GB free; use a smaller context_tokens or more GPUs"
         )
     spare = (free - needed) // 4 if cache_bytes is None else min(cache_bytes, free - needed)
-    return columns + min(MAX_SLOTS - columns, spare // each)
+    return columns + min(MAX_CACHES - columns, spare // each)
 
 
 class PassDecoder:
-    """Weights as tiles on the GPUs, and passes over them. After a hang its error says who waited for what."""
+    """Weights as tiles on the GPUs, and passes over them (executor.Passes). After a hang its error says who waited
+    for what.
+    """
+
+    unread, ahead = IN_PASS_TOKENS, 0
 
     def __init__(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
@@ -98,125 +99,21 @@ class PassDecoder:
         )
 
     def _hold(self, memories: list[DeviceMemory]) -> None:
-        self.memories, self.slots, self.passes = memories, Slots(memories, 0), 0
+        self.memories, self.caches, self.passes = memories, Caches(memories), 0
+        self.columns = self.sequences = self.geometry.mma_columns
 
     @functools.cached_property
     def tape_model(self) -> TapeModel:
         """The PyTorch model on the tiles, for long prompts and scores; made when it is first needed."""
         return TapeModel(self.memories)
 
-    def advance(self, sequences: Sequence[Decoding]) -> None:
-        """End and begin sequences, read a piece of a prompt, then one pass: a token or more
-        for each that decodes.
+    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+        return read(self.tape_model, ids, DeviceCache(self.caches.of(cache), position), first_row)
 
-        As many run as there are columns; further ones wait. What fails is in `error` of
-        those whom it concerns.
-        """
-        self._begin(sequences)
-        try:
-            running = [s for s in sequences if s.slot]
-            if reading := next((s for s in running if s.reads_pieces), None):
-                self._read_piece(reading)
-            self._pass([s for s in running if not (s.reads_pieces or s.finished)])
-        finally:
-            self._end(sequences)
-
-    def end(self, sequences: Sequence[Decoding]) -> None:
-        """All of them, before their next pass."""
-        for s in sequences:
-            s.finished = True
-        self._end(sequences)
-
-    def _begin(self, sequences: Sequence[Decoding]) -> None:
-        for s in sequences:
-            s.finished = s.finished or s.left
-        self._end(sequences)
-        running = [s for s in sequences if s.slot]
-        for s in sequences:
-            if s.finished or s.slot or len(running) == self.geometry.mma_columns or self._awaits(s, running):
-                continue
-            for other in running:
-                self.slots.holds(other.ids[: other.position], slot=other.slot)
-            slot, start = self.slots.choose(s.ids, s.max_reusable, s.request.reuse_prefix)
-            slot.running = True
-            s.begin(slot, start)
-            for memory in self.memories:
-                memory.changes(s.request, s.ids, 0, slot.number)
-            running.append(s)
-
-    def _awaits(self, s: Decoding, running: Sequence[Decoding]) -> bool:
-        """Others read what it would read, too."""
-        reading = (r for r in running if r.position < r.prompt_length - 1)
-        return any(s.shares(r) - r.position >= MIN_AWAITED for r in reading)
-
-    def _end(self, sequences: Sequence[Decoding]) -> None:
-        """Slots of those that have finished are for others, who may go on from there."""
-        for s in sequences:
-            if s.finished and s.slot:
-                s.slot.running = False
-                self.slots.holds(s.ids[: s.position] if s.error is None else [], slot=s.slot)
-                s.slot = None
-
-    def _read_piece(self, s: Decoding) -> None:
-        assert s.slot is not None
-        ids, first = s.piece(), max(s.position, s.first_scored())
-        cache = DeviceCache(
-            [memory.of(kv) for memory, kv in zip(self.memories, s.slot.kv, strict=True)], s.position
-        )
-        try:
-            for h in streams(self.tape_model, ids, cache):
-                if s.scoring and (rows := s.position + len(ids) - first) > 0:
-                    s.score(first, logits_of(self.tape_model, h[:, -rows:]))
-        except torch.OutOfMemoryError as error:
-            s.fail(f"the GPU has no memory for this request: {error}")
-            return
-        s.was_read(len(ids))
-        s.slot.written = max(s.slot.written, s.position)
-        self.passes += 1
-
-    def _pass(self, sequences: Sequence[Decoding]) -> None:
-        room, columns, parts = self.geometry.mma_columns, list[Column](), list[tuple[Decoding, int]]()
-        share = room // max(1, len(sequences))  # drafts leave columns for prompts
-        for s in sorted(sequences, key=lambda s: not s.decodes):
-            new = s.columns(min(share, room - len(columns)) if s.decodes else room - len(columns))
-            columns += new
-            parts += [(s, len(new))] if new else []
-        if not columns:
-            return
-        scored = any(s.request.logprobs is not None for s, _ in parts)
-        try:
-            chosen = self.run(columns, self._logits if scored else None)
-        except RequestFailed as error:
-            for s, _ in parts:
-                s.fail(str(error))
-            return
-        first = 0
-        for s, count in parts:
-            self._take(
-                s, chosen[first : first + count], self._logits[first : first + count] if scored else None
-            )
-            first += count
-
-    def _take(self, s: Decoding, chosen: list[int], logits: torch.Tensor | None) -> None:
-        begins, new = not s.made, s.take(chosen, logits)
-        assert s.slot is not None
-        if begins and new:
-            self.slots.keep(s.ids[: s.prompt_length], s.prompt_length + s.max_tokens - 1, s.slot)
-        if s.penalises:
-            for token, memory in itertools.product(set(new), self.memories):
-                memory.times[s.slot.number, token] = s.tokens.count(token)
-
-    @functools.cached_property
-    def _logits(self) -> torch.Tensor:
-        shape = self.geometry.mma_columns, self.config.vocab_size
-        return torch.empty(shape, dtype=torch.float32, device=self.memories[0].device)
-
-    def run(self, columns: Sequence[Column], logits: torch.Tensor | None = None) -> list[int]:
-        """The token that each column would be followed by. `logits`: float32 (columns, V)
-        on the device, filled.
-
-        RequestFailed after a hang.
-        """
+    def run(
+        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+    ) -> list[list[int]]:
+        """As `Passes.run`; a launch is one pass, so nothing is made ahead. RequestFailed after a hang."""
         if self.memories[0].epoch > LAST_EPOCH // self.config.num_hidden_layers:
             self._reset()
         inboxes = [memory.inbox for memory in self.memories]
@@ -232,7 +129,7 @@ class PassDecoder:
         self.passes += 1
         self._launch(arguments)
         end_hang(self.memories, "pass", self.limit_s)
-        return self.memories[0].tokens[: len(columns)].tolist()
+        return [self.memories[0].tokens[: len(columns)].tolist()]
 
     def _reset(self) -> None:
         for memory in self.memories:
@@ -244,5 +141,8 @@ class PassDecoder:
         for kernels, argument, stream in zip(self.kernels, arguments, self._streams, strict=True):
             with torch.cuda.device(kernels.device), torch.cuda.stream(stream):
                 kernels.launch("pass", argument)
+        last_s = time.monotonic() + self.limit_s + PASS_S
         while not all(stream.query() for stream in self._streams):
+            if time.monotonic() > last_s:
+                raise RequestFailed(f"the pass kernel has not ended within {self.limit_s + PASS_S:g} s")
             time.sleep(POLL_S)

@@ -94,6 +94,13 @@ def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterato
         yield h
 
 
+def read(model: TapeModel, ids: Sequence[int], cache: DeviceCache, first_row: int) -> Iterator[torch.Tensor]:
+    """The same; yields float32 logits (n, V), in blocks, of the positions from `first_row` on."""
+    for h in streams(model, ids, cache):
+        if (rows := min(cache.length - first_row, h.shape[1])) > 0:
+            yield from logits_of(model, h[:, -rows:])
+
+
 def prefill(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> None:
     """Fill the cache with the keys and values of `ids`."""
     for _ in streams(model, ids, cache):
@@ -109,3 +116,18 @@ def logits_of(model: TapeModel, h: torch.Tensor) -> Iterator[torch.Tensor]:
     for part in h[0].split(HEAD_TOKENS):
         x = model.norm(part.float())
         yield torch.cat([F.linear(x[:, lane], rows.float()) for lane, rows in enumerate(weight)], 1)
+
+
+def scores_of(
+    logits: torch.Tensor, targets: Sequence[int], top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of logits (n, V): log p of the targets (n,), the `top` likeliest ids and their log p, flat; on the CPU."""
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(targets, dtype=torch.int64, device=logits.device)[:, None])[:, 0]
+    # a stable sort puts the lowest of equally likely ids first, which topk does not promise
+    likeliest = (
+        logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        if top
+        else own[:, None][:, :0].long()
+    )
+    return own.cpu(), likeliest.flatten().int().cpu(), logprobs.gather(1, likeliest).flatten().cpu()

@@ -116,7 +116,7 @@ class SequenceDecoder:
         `new_logits` gives the logits.
         """
         assert len(ids) + max_tokens - 1 <= self.config.max_position_embeddings, "the context is too short"
-        self._settle()
+        self.settle()
         at = self.reused = self.slots.begin(ids, len(ids) - 1, reuse_prefix and logits is None)
         if logits is None and len(ids) - at > IN_KERNEL_TOKENS:
             prefill(self.model, list(ids[at:-1]), DeviceCache(self.memories, at))
@@ -126,11 +126,22 @@ class SequenceDecoder:
         if request is not None and request.logprobs is not None:
             rows = len(ids) - at + max_tokens - 1
             self._logits = torch.empty(rows, self.config.vocab_size, device=self.devices[0])
+        try:
+            self.launch(ids, at, max_tokens, stops, sampling, self._logits, request, made)
+        except NotResident as error:
+            self._fall_back(error)
+            self.start(ids, max_tokens, stops, sampling, reuse_prefix, logits, request, made)
+
+    def launch(
+        self, ids: Sequence[int], at: int, max_tokens: int, stops: Sequence[int] = (), sampling: Sampling | None = None,
+        logits: torch.Tensor | None = None, request: Request | None = None, made: int = 0,
+    ) -> None:  # fmt: skip
+        """`start` from position `at` of the current keys and values on."""
         inboxes = [memory.inbox for memory in self.memories]
         self.arguments = [
             memory.arguments(
                 inboxes, list(ids[at:]), at, max_tokens, stops=list(stops), sampling=sampling, limit_s=self.limit_s,
-                logits=self._logits, changes=None if request is None else memory.changes(request, ids, made),
+                logits=logits, changes=None if request is None else memory.changes(request, ids, made),
             )
             for memory in self.memories
         ]  # fmt: skip
@@ -144,11 +155,7 @@ class SequenceDecoder:
         for memory in self.memories:  # whatever becomes of this request, no other one uses its epochs
             memory.epoch += self.read_tokens + max_tokens
         self._synchronize()
-        try:
-            self._launch()
-        except NotResident as error:
-            self._fall_back(error)
-            self.start(ids, max_tokens, stops, sampling, reuse_prefix, logits, request, made)
+        self._launch()
 
     def read(self, ids: Sequence[int], start: int, reuse_prefix: bool = True) -> Iterator[torch.Tensor]:
         """Read `ids` with the PyTorch model: the lanes' streams of ids[start:], (1, S, L, D) a
@@ -156,7 +163,7 @@ class SequenceDecoder:
 
         Keys and values of all ids stay for the next request.
         """
-        self._settle()
+        self.settle()
         at = self.reused = self.slots.begin(ids, start, reuse_prefix)
         for h in streams(self.model, list(ids[at:]), DeviceCache(self.memories, at)):
             first, at = at, at + h.shape[1]
@@ -202,7 +209,7 @@ class SequenceDecoder:
         for memory in self.memories:
             memory.cancel.fill_(1)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Nothing runs any more, and no time-out is on record, also where a caller was interrupted."""
         self.cancel()
         self._synchronize()
@@ -250,9 +257,9 @@ class SequenceDecoder:
         end_hang(self.memories, "decode", self.limit_s)
         known = (self.ids + tokens)[:-1]
         # the graph also reads what it makes after a stop id
-        surplus = self._replays - (self.read_tokens + len(tokens) - 1) if self.version == "graph" else 0
+        self.surplus = self._replays - (self.read_tokens + len(tokens) - 1) if self.version == "graph" else 0
         if tokens:  # else the prompt was not read whole
-            self.slots.holds(known, surplus)
+            self.slots.holds(known, self.surplus)
 
     def _reset(self) -> None:
         for memory in self.memories:

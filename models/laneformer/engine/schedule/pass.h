@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "sampler.h"
+
 namespace laneformer {
 
 constexpr int kMaxSequences = 8;   // that decode together
@@ -28,15 +30,25 @@ struct KvOp {
   int begin, end;        // positions; copy: the first `end`
 };
 
+// How the executor draws the tokens of a plain request; and when its passes end, where they follow unasked.
+struct Draw {
+  Sampling rule;
+  int left;  // tokens, at most
+  int stop_count, stops[kMaxStops];  // it ends after one of these
+};
+
 struct Pass {
   uint64_t number = 0;  // of passes with columns, up to this one
   int columns = 0, head_columns = 0, ops = 0;  // without columns, it has KV operations alone
   bool scores = false;  // some head columns are of sequences that score: their rows go to `Schedule::score`
   bool keeps = false;   // modules' outputs of some columns are kept, in `Schedule::partials`
   int decoding = 0, prompt_columns = 0;  // sequences that wait for their next token; columns of others
+  int piece = 0;  // instead of columns: ids of a prompt, `Schedule::piece`; column[0] is the first
+  int ahead = 0;  // passes that may follow unasked, each of the tokens that came: until one ends its sequence
   Column column[kPassColumns] = {};
   int16_t head[kPassColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
   KvOp op[kMaxOps] = {};
+  Draw draw[kMaxSequences] = {};  // of sequences by their place, where the executor draws
 };
 static_assert(std::is_trivially_copyable_v<Pass> && sizeof(Pass) < 4096);
 
@@ -44,6 +56,9 @@ struct PassResult {
   const float* logits = nullptr;  // rows of `stride` floats; valid until the next pass
   size_t stride = 0;
   uint32_t overflowed = 0, kv_overflowed = 0;  // bit i: the sequence at place i; ... as a key or value is too large
+  const int* picked = nullptr;  // where the executor draws: [pass][column], tokens
+  int passes = 1;               // this one, and those of `ahead` that followed
+  const char* error = nullptr;  // why a piece could not be read: its request ends
   int refused = -1;  // the KV operation for which there was no memory: neither later ones nor the columns have run
 };
 
@@ -52,6 +67,14 @@ struct Limits {
   int vocab = 0, context = 0;
   size_t partials = 0;   // floats of one position's module outputs
   double (*log_sum_exp)(const float* x, int n) = nullptr;
+  int columns = kPassColumns;     // of a pass, at most
+  int sequences = kMaxSequences;  // that run at a time; those beyond wait
+  bool paced = true;              // a pass takes the longer the more columns it has
+  bool picks = false;             // the executor draws the tokens of plain requests
+  // A prompt with more than `unread` ids to read, and whatever is to be scored, is read in pieces of so many ids, beside
+  // no columns; 0: never.
+  int piece = 0, unread = 0;
+  int ahead = 0;  // passes that may follow one unasked, at most
 };
 
 }  // namespace laneformer

@@ -8,7 +8,6 @@
 namespace laneformer {
 
 namespace {
-constexpr int kMostCaches = 128;   // each is a mapping of every thread, and systems limit their number
 constexpr int kRevised = kPassColumns;  // so few lost ids are worth no cache of their own
 constexpr int kMostStarts = 32;    // of a cache
 constexpr int kWorthWaiting = 16;  // positions: about as many as a pass reads in the time that it takes anyway
@@ -38,8 +37,11 @@ Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
   const size_t wanted = bytes_of(static_cast<int>(ids.size()));
   bool stays = source >= 0 && !caches_[source].in_use;
   if (stays) {
-    const bool revises = found.lost <= kRevised || (position >= caches_[source].turn && found.lost <= position);
-    stays = revises || unyielding(source) + wanted > limit_;
+    // a copy costs little where memory for it is there anyway, as on a GPU
+    const bool revises = shape_.ring ? !found.lost
+                                     : found.lost <= kRevised ||
+                                           (position >= caches_[source].turn && found.lost <= position);
+    stays = revises || unyielding(source) + wanted > limit_ || !has_other(source);
   }
   make_room(wanted - std::min(wanted, stays ? bytes_of(caches_[source].written) : 0), source);
   const int index = stays ? source : add(source);
@@ -51,7 +53,7 @@ Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
     ops_.push_back({KvOp::copy, false, int16_t(index), int16_t(source), 0, position});
     add_start(caches_[source], position);
     for (int page = 0; shape_.window && shape_.page * (page + 1) <= position - shape_.window + 1; ++page) drop(cache, page, true);
-    cache.written = position;
+    cache.written = shape_.ring ? caches_[source].written : position;  // a ring is copied as it is
     cache.turn = position;
   }
   cache.ids.assign(ids.begin(), ids.begin() + position);
@@ -68,6 +70,16 @@ void Prefixes::ran(int index, const std::vector<int>& ids, int position, int wri
   cache.written = std::max(cache.written, written);
   cache.ids.insert(cache.ids.end(), ids.begin() + static_cast<ptrdiff_t>(cache.ids.size()), ids.begin() + position);
   make_room(0, -1);
+}
+
+void Prefixes::keep(int index, int positions) {
+  if (!shape_.ring || positions <= shape_.ring || !has_other(index)) return;
+  const int aside = add(index);
+  Cache &own = caches_[index], &kept = caches_[aside];
+  kept.ids = own.prompt;
+  kept.turn = own.turn, kept.written = own.written;
+  kept.last_used = ++sequences_, own.last_used = ++sequences_;
+  ops_.push_back({KvOp::copy, false, int16_t(aside), int16_t(index), 0, static_cast<int>(kept.ids.size())});
 }
 
 void Prefixes::end(int index) {
@@ -94,6 +106,7 @@ Prefixes::Found Prefixes::find(const std::vector<int>& ids, int most) const {
 
 // The latest position, but not after `shared`, whose windows are still there.
 int Prefixes::start_in(const Cache& cache, int shared) const {
+  if (shape_.ring) return cache.written <= shape_.ring || cache.written - shared <= shape_.back ? shared : 0;
   if (!shape_.window) return shared;
   for (int page = page_of(shared); page >= 0; --page) {
     if (shape_.page * (page + 1) <= shared - shape_.window + 1) break;
@@ -156,7 +169,8 @@ std::string Prefixes::refusal() const {
 // A cache of its own, with what it will copy from another one.
 int Prefixes::add(int source) {
   const auto is_free = [](const Cache& cache) { return !cache.open; };
-  if (caches_.size() >= kMostCaches && std::none_of(caches_.begin(), caches_.end(), is_free)) give_up_cache(source);
+  const bool full = int(caches_.size()) >= shape_.caches && std::none_of(caches_.begin(), caches_.end(), is_free);
+  if (full && !give_up_cache(source)) give_up_cache(source, true);  // closed in its turn, after the copies
   auto slot = std::find_if(caches_.begin(), caches_.end(), is_free);
   if (slot == caches_.end()) slot = caches_.emplace(slot);
   const int index = static_cast<int>(slot - caches_.begin());
@@ -201,8 +215,8 @@ bool Prefixes::give_up_one(int source) {
   return thinned(true) || give_up_cache(source) || thinned(false);
 }
 
-bool Prefixes::give_up_cache(int source) {
-  for (const int i : by_age(source))
+bool Prefixes::give_up_cache(int source, bool even_needed) {
+  for (const int i : by_age(source, even_needed))
     if (!caches_[i].in_use) {
       ops_.push_back({KvOp::close, false, int16_t(i)});
       caches_[i] = {};
@@ -211,10 +225,17 @@ bool Prefixes::give_up_cache(int source) {
   return false;
 }
 
-std::vector<int> Prefixes::by_age(int source) const {
+// Whether a sequence could have another one than this.
+bool Prefixes::has_other(int source) const {
+  for (int i = 0; i < static_cast<int>(caches_.size()); ++i)
+    if (i != source && !caches_[i].in_use) return true;
+  return int(caches_.size()) < shape_.caches;
+}
+
+std::vector<int> Prefixes::by_age(int source, bool even_needed) const {
   std::vector<int> found(caches_.size());
   std::iota(found.begin(), found.end(), 0);
-  std::erase_if(found, [&](int i) { return needed(i, source); });
+  std::erase_if(found, [&](int i) { return even_needed ? i == source || !caches_[i].open : needed(i, source); });
   std::sort(found.begin(), found.end(), [&](int a, int b) { return caches_[a].last_used < caches_[b].last_used; });
   return found;
 }

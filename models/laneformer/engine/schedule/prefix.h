@@ -23,6 +23,10 @@ struct KvShape {
   int layers = 0, windowed = 0;  // ... with a window that is not the whole context
   int window = 0;               // the longest of those
   size_t layer_bytes = 0;       // of a position, keys and values of all heads
+  int caches = 128;             // at most; each may be a mapping of every thread, whose number systems limit
+  // Layers with windows may keep their positions in rings: so many are there whatever came after them (0: no rings), and
+  // where more have been written, a sequence may go back by so many.
+  int ring = 0, back = 0;
 };
 
 class Prefixes {
@@ -43,6 +47,8 @@ class Prefixes {
   Start begin(const std::vector<int>& ids, int max_reusable);
   // The first `position` ids have run; keys and values of positions below `written` may be other than before.
   void ran(int cache, const std::vector<int>& ids, int position, int written);
+  // What comes will make a cache so long: its prompt's end is set aside, where rings would forget it.
+  void keep(int cache, int positions);
   void end(int cache);
   void forget(int cache);  // nobody may start from its keys and values
 
@@ -81,9 +87,10 @@ class Prefixes {
   void truncate(int cache, int position);
   bool make_room(size_t bytes, int source);
   bool give_up_one(int source);
-  bool give_up_cache(int source);
+  bool give_up_cache(int source, bool even_needed = false);
+  bool has_other(int source) const;
   bool thin(int cache, bool keep_starts);
-  std::vector<int> by_age(int source) const;  // without the needed ones
+  std::vector<int> by_age(int source, bool even_needed = false) const;  // without the needed ones
   bool needed(int cache, int source) const;
   size_t unyielding(int source) const;
   void drop(Cache& cache, size_t page, bool dropped);

@@ -19,6 +19,8 @@
 
 namespace laneformer {
 
+constexpr int kMaxStops = 16;  // of a plain request
+
 struct SamplingOptions {
   Sampling draw;
   double repetition_penalty = 1.0, frequency_penalty = 0.0, presence_penalty = 0.0;
@@ -27,6 +29,10 @@ struct SamplingOptions {
   std::vector<int> stop_ids;  // the output ends after one of these
 
   bool penalises() const { return repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0; }
+  // A draw depends on the logits and on `draw` alone.
+  bool plain() const {
+    return !penalises() && logit_bias.empty() && !min_new_tokens && stop_ids.size() <= kMaxStops;
+  }
   bool stops_at(int id) const;
   void expect(int vocab) const;  // throws std::invalid_argument where an id is outside the vocabulary
 };

@@ -16,7 +16,6 @@ constexpr char kOverflow[] =
     "or far too large";
 constexpr char kKvOverflow[] =
     "a key or value of this model is beyond fp16's 65,504; use kv_dtype = 'bf16' or 'fp32'";
-constexpr double kLeastGain = 1.03;  // of drafts
 constexpr char kNoneAllowed[] = "the mask, with min_new_tokens, leaves no id from which a token could be drawn";
 }  // namespace
 
@@ -49,15 +48,17 @@ void Schedule::expect(const Request& r) const {
   if (!r.keep_partials.empty() && !r.keep_logits) throw std::invalid_argument("keep_partials needs keep_logits");
 }
 
-std::vector<int64_t> Schedule::join(std::vector<Request> requests) {
+std::vector<int64_t> Schedule::join(std::vector<Request> requests, bool alone) {
   std::vector<std::unique_ptr<Sequence>> joining;
   for (Request& request : requests) {
     expect(request);
     joining.push_back(std::make_unique<Sequence>(std::move(request), limits_, past_));
   }
   std::unique_lock lock(mutex_);
-  if (sequences_.size() + joining.size() > kMaxSequences)
-    throw std::runtime_error("the engine runs at most " + std::to_string(kMaxSequences) +
+  if (!failure_.empty()) throw std::runtime_error(failure_);
+  const size_t most = alone ? kMaxSequences : limits_.sequences;
+  if (sequences_.size() + joining.size() > most)
+    throw std::runtime_error("the engine runs at most " + std::to_string(most) +
                              " requests; collect the end of one first");
   if (sequences_.empty()) total_ = {}, total_passes_ = 0;
   std::vector<int64_t> tickets;
@@ -153,12 +154,21 @@ void Schedule::tell_news() {
   if (std::exchange(tells_news_, false)) changed_.notify_all();
 }
 
-void Schedule::fail() {
+void Schedule::fail(std::string why) {
   std::lock_guard lock(mutex_);
-  for (const auto& s : sequences_) s->stage = Sequence::Stage::ended;
+  failure_ = std::move(why);
+  for (const auto& s : sequences_) {
+    if (!failure_.empty() && s->stage != Sequence::Stage::ended) s->fail(failure_, Fault::executor);
+    s->stage = Sequence::Stage::ended;
+  }
   running_.clear();
   asleep_ = has_news_ = true;
   changed_.notify_all();
+}
+
+std::string Schedule::failure() {
+  std::lock_guard lock(mutex_);
+  return failure_;
 }
 
 // Draws the tokens whose masks have come, begins what has joined, ends what is over. False where nothing is left that
@@ -174,10 +184,11 @@ bool Schedule::change_sequences() {
     for (const auto& s : sequences_)
       if (is_waiting(s)) admit(*s);
     end_sequences();  // of those that have begun now, too, some have nothing to run
+    others_wait_ = std::any_of(sequences_.begin(), sequences_.end(), is_waiting);
     has_news_ = std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
     tells_news_ |= has_news_;
     if (!std::all_of(running_.begin(), running_.end(), waits)) return true;
-    if (running_.empty() && std::any_of(sequences_.begin(), sequences_.end(), is_waiting)) continue;
+    if (running_.empty() && others_wait_) continue;
     const auto drawable = [](const Sequence* s) { return s->masks.count(s->new_tokens()) > 0; };
     if (std::none_of(running_.begin(), running_.end(), drawable)) return asleep_ = true, false;
   }
@@ -196,10 +207,10 @@ void Schedule::end_sequences() {
 void Schedule::admit(Sequence& s) try {
   if (s.left)
     s.stage = Sequence::Stage::ended;
-  else if (!prefixes_.awaits(s.ids, s.max_reusable()))
+  else if (static_cast<int>(running_.size()) < limits_.sequences && !prefixes_.awaits(s.ids, s.max_reusable()))
     begin_sequence(s);
 } catch (const std::exception& error) {
-  s.fail(error.what(), false);
+  s.fail(error.what(), Fault::request);
   s.stage = Sequence::Stage::ended;
 }
 
@@ -208,121 +219,50 @@ void Schedule::begin_sequence(Sequence& s) {
   s.cache = start.cache;
   s.position = s.left_behind.statistics.reused = start.position;
   s.finished = s.end <= s.position;
+  if (limits_.piece && s.request.scores())
+    s.pieces_end = s.end;
+  else if (limits_.piece && s.prompt_length - s.position > limits_.unread)
+    s.pieces_end = s.prompt_length - 1;
   s.stage = Sequence::Stage::running;
   running_.push_back(&s);
-}
-
-void Schedule::plan(Pass& pass) {
-  const double began_s = pass_began_s_;
-  pass_began_s_ = now_s();
-  if (pass_.decoding) pace_.passed(pass_.prompt_columns, pass_began_s_ - began_s);
-  if (pass_.decoding && !pass_.prompt_columns) cost_.passed(pass_.columns, pass_began_s_ - began_s);
-  for (Sequence* s : running_) s->drafts.clear(), s->odds.clear(), s->columns = s->head_columns = 0;
-  if (prefixes_.plan(pass)) plan_columns(pass);
-}
-
-// The next id of every sequence that decodes, and draft tokens; then ids of prompts: as many as there is room for, or
-// where others wait for their next token, as their pace allows, in the order of arrival.
-void Schedule::plan_columns(Pass& pass) {
-  bool awaited = false;  // somebody waits for each next token
-  for (const Sequence* s : running_) {
-    pass.decoding += s->decodes();
-    awaited |= s->decodes() && !s->request.quiet;
-  }
-  choose_drafts();
-  const int prompts = awaited ? pace_.columns() : kPassColumns;
-  const int places = static_cast<int>(running_.size());
-  for (int i = 0; i < places; ++i)
-    if (running_[i]->decodes() && !running_[i]->awaits_mask) add_columns(pass, i, kPassColumns);
-  // no pass is empty, as one where all that decode wait for their masks would be
-  const int decoding_columns = pass.columns;
-  const int most = std::clamp(decoding_columns + prompts, 1, kPassColumns);
-  for (int i = 0; i < places; ++i)
-    if (!running_[i]->decodes()) add_columns(pass, i, most - pass.columns);
-  pass.prompt_columns = pass.columns - decoding_columns;
-  ++pass.number, ++total_passes_;
-}
-
-// So many draft tokens of all sequences, the likeliest first, that a pass gives tokens the fastest; without drafts where
-// the gain is within what one pass varies from the next.
-void Schedule::choose_drafts() {
-  int decoding = 0, proposed = 0;
-  for (Sequence* s : running_)
-    if (s->decodes() && !s->awaits_mask) ++decoding, proposed += propose(*s, kPassColumns - kMaxSequences);
-  if (!proposed) return;
-  std::vector<int> chosen(running_.size(), 0), best = chosen;
-  double tokens = decoding, fastest = kLeastGain * tokens / cost_.of(decoding);
-  for (int columns = decoding + 1; columns <= std::min(decoding + proposed, kPassColumns - kMaxSequences); ++columns) {
-    const auto next = [&](size_t i) {
-      return size_t(chosen[i]) < running_[i]->odds.size() ? running_[i]->odds[chosen[i]] : 0.0;
-    };
-    size_t likeliest = 0;
-    for (size_t i = 1; i < chosen.size(); ++i)
-      if (next(i) > next(likeliest)) likeliest = i;
-    tokens += next(likeliest);
-    ++chosen[likeliest];
-    if (tokens / cost_.of(columns) > fastest) fastest = tokens / cost_.of(columns), best = chosen;
-  }
-  for (size_t i = 0; i < best.size(); ++i) running_[i]->drafts.resize(best[i]);
-}
-
-int Schedule::propose(Sequence& s, int most) {
-  most = std::min({s.request.speculate, most, s.end - s.known() - 1});
-  if (s.drafter && most > 0) s.drafter->propose(most, s.drafts, s.odds);
-  return static_cast<int>(s.drafts.size());
-}
-
-// A sequence's ids that have not run yet, and draft tokens after the last one.
-void Schedule::add_columns(Pass& pass, int sequence, int most) {
-  Sequence& s = *running_[sequence];
-  const Request& request = s.request;
-  const int known = s.known(), run = std::min(known - s.position, most);
-  if (run <= 0) return;
-  const bool draws = !request.scores() && s.position + run == known;
-  s.columns = run + static_cast<int>(s.drafts.size());
-  s.first_row = pass.head_columns;
-  s.left_behind.statistics.proposed += s.columns - run;
-  ++s.left_behind.statistics.passes;
-  for (int c = 0; c < s.columns; ++c) {
-    const int position = s.position + c;
-    if (request.scores() ? position + 1 >= request.score_from || request.keep_logits : draws && c >= run - 1)
-      pass.head[pass.head_columns++] = static_cast<int16_t>(pass.columns), ++s.head_columns;
-    pass.column[pass.columns++] = {c < run ? s.ids[position] : s.drafts[c - run], position, s.cache, sequence};
-  }
-  pass.scores |= request.scores() && s.head_columns;
-  pass.keeps |= !request.keep_partials.empty();
 }
 
 // The last pass has run no columns, as there was no memory for a cache.
 void Schedule::take_back(int cache) {
   const bool gone = !prefixes_.refused();
   for (Sequence* s : running_) {
-    if (gone && s->cache == cache) s->fail(prefixes_.refusal(), false), s->cache = -1;
+    if (gone && s->cache == cache) s->fail(prefixes_.refusal(), Fault::request), s->cache = -1;
     if (!s->columns) continue;
     --s->left_behind.statistics.passes;
     s->left_behind.statistics.proposed -= static_cast<int>(s->drafts.size());
   }
-  if (pass_.columns) --pass_.number, --total_passes_;
+  if (pass_.columns || pass_.piece) --pass_.number, --total_passes_;
   pass_.decoding = 0;
 }
 
 void Schedule::finish_pass(const PassResult& last) {
   prefixes_.done(last.refused < 0 ? pass_.ops : last.refused);
   if (last.refused >= 0) return take_back(pass_.op[last.refused].cache);
+  passes_ = last.passes, total_passes_ += passes_ - 1;
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence& s = *running_[i];
     if (last.overflowed & 1u << i) {
       prefixes_.forget(s.cache);
-      s.fail(last.kv_overflowed & 1u << i ? kKvOverflow : kOverflow, true);
+      s.fail(last.kv_overflowed & 1u << i ? kKvOverflow : kOverflow, Fault::overflow);
+    }
+    if (last.error && s.columns) {
+      prefixes_.forget(s.cache);
+      s.fail(last.error, Fault::executor);
     }
     if (s.finished || !s.columns) continue;
-    const int written = s.position + s.columns;
+    const int before = s.position, written = s.position + s.columns + last.passes - 1;
     s.position += s.columns - static_cast<int>(s.drafts.size());
     if (s.request.scores())
       s.finished = s.position >= s.end;
     else if (s.head_columns)
       take_tokens(s, last);
     prefixes_.ran(s.cache, s.ids, s.position, written);
+    if (before < s.prompt_length && s.position >= s.prompt_length && !s.finished) prefixes_.keep(s.cache, s.end - 1);
   }
 }
 
@@ -330,7 +270,8 @@ void Schedule::finish_pass(const PassResult& last) {
 void Schedule::take_tokens(Sequence& s, const PassResult& last) {
   const int before = s.new_tokens(), accepted = s.left_behind.statistics.accepted;
   for (int i = 0; i < s.head_columns; ++i) {
-    if (!take_token(s, last.logits + (s.first_row + i) * last.stride)) return;
+    const int row = s.first_row + i;
+    if (!(s.picks ? take_token(s, nullptr, last.picked[row]) : take_token(s, last.logits + row * last.stride))) return;
     const bool right = i < static_cast<int>(s.drafts.size()) && s.drafts[i] == s.ids.back();
     s.left_behind.statistics.accepted += right;
     if (s.finished || !right) break;
@@ -338,12 +279,21 @@ void Schedule::take_tokens(Sequence& s, const PassResult& last) {
   }
   if (s.drafter)
     s.drafter->verified(static_cast<int>(s.drafts.size()), s.left_behind.statistics.accepted - accepted);
+  follow(s, last);
   if (!s.request.timed) return;
   Timings& timings = s.left_behind.timings;
   const int taken = s.new_tokens() - before;
   if (before == 0) timings.first_token_s = now_s() - s.joined_s;
   const double each_s = (now_s() - pass_began_s_) / taken;
   for (int i = before ? 0 : 1; i < taken; ++i) timings.token_s.push_back(each_s);
+}
+
+// The passes of `ahead` that were made, each of the token before.
+void Schedule::follow(Sequence& s, const PassResult& last) {
+  for (int pass = 1; pass < last.passes && !s.finished; ++pass) {
+    ++s.position, ++s.left_behind.statistics.passes;
+    take_token(s, nullptr, last.picked[pass * pass_.columns + s.first_row]);
+  }
 }
 
 bool Schedule::take_mask(Sequence& s, Sequence::Mask& mask) {
@@ -354,7 +304,7 @@ bool Schedule::take_mask(Sequence& s, Sequence::Mask& mask) {
 }
 
 // False where the token's mask has not come.
-bool Schedule::take_token(Sequence& s, const float* logits) {
+bool Schedule::take_token(Sequence& s, const float* logits, int picked) {
   Sequence::Mask mask;
   if (s.request.masked && !take_mask(s, mask)) {
     if (!s.awaits_mask) s.undrawn.assign(logits, logits + limits_.vocab);
@@ -362,10 +312,10 @@ bool Schedule::take_token(Sequence& s, const float* logits) {
     return false;
   }
   s.awaits_mask = false;
-  int token = s.sampler.choose(logits, static_cast<int>(s.ids.size()) - 1, mask);
+  int token = s.picks ? picked : s.sampler.choose(logits, static_cast<int>(s.ids.size()) - 1, mask);
   if (size_t(s.new_tokens()) < s.request.replay.size()) token = s.request.replay[s.new_tokens()];
   if (token < 0) {
-    s.fail(kNoneAllowed, false);
+    s.fail(kNoneAllowed, Fault::request);
     return true;
   }
   if (s.request.top_logprobs >= 0)

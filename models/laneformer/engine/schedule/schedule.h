@@ -29,8 +29,10 @@ class Schedule {
   // From any thread, at any time.
   //
   // Joins requests before the same pass; returns their tickets, which are never used again. Throws std::runtime_error
-  // where more than kMaxSequences would not have been collected to their end, and std::invalid_argument where a size or an id would lead beyond a buffer; what the values mean is Python's to check.
-  std::vector<int64_t> join(std::vector<Request> requests);
+  // after `fail`, and where more than Limits::sequences would not have been collected to their end (alone, so that none
+  // joins before that: more than kMaxSequences). Throws std::invalid_argument where a size or an id would lead beyond a
+  // buffer; what the values mean is Python's to check.
+  std::vector<int64_t> join(std::vector<Request> requests, bool alone = false);
   // Of all requests since the last call; waits until there is something, but not longer than the timeout.
   std::vector<News> collect(double timeout_s);
   void leave(int64_t ticket);
@@ -46,12 +48,26 @@ class Schedule {
   // The next pass, or nullptr where nothing can run; `last` is what the one before gave.
   const Pass* next(const PassResult* last);
   void tell_news();  // after `next`, as soon as the executor has begun with the pass
-  void fail();       // all requests end, as there will be no more passes
+  // All requests end, as there will be no more passes; with a reason it is their error, and that of all that would join.
+  void fail(std::string why = "");
+  std::string failure();  // that reason
 
   // By any thread of the executor, while a pass runs: head row `row` of a sequence that scores; where a column's
   // partial outputs of one module are to be kept, [lane][hidden], or nullptr.
   void score(const Pass& pass, int row, const float* logits);
   float* partials(const Column& column, int layer, int module, size_t floats);
+
+  // By the executor's thread, while a piece is read.
+  struct Piece {
+    std::vector<int> ids;  // and the one after them, if there is one
+    int first_row;         // the position from which logits are wanted; none where it is not below the piece's end
+    int top;               // likeliest ids to record
+    bool keeps_logits;
+  };
+  Piece piece(const Pass& pass) const;
+  // Of `count` positions from `position` on: the next ids' log-probabilities, best ids, and theirs, or all logits.
+  void score(const Pass& pass, int position, size_t count, const float* logprobs, const int* ids, const float* tops);
+  void keep_logits(const Pass& pass, int position, size_t count, const float* rows);
   const Prefixes& prefixes() const { return prefixes_; }
   // while no request runs
   void set_cache_limit(size_t bytes) { prefixes_.set_limit(bytes); }
@@ -65,15 +81,18 @@ class Schedule {
   void end_sequences();
   void admit(Sequence& sequence);
   void plan(Pass& pass);
+  void plan_piece(Pass& pass, int sequence);
   void plan_columns(Pass& pass);
   void choose_drafts();
   int propose(Sequence& sequence, int most);
+  int ahead() const;
   void take_back(int cache);
   void add_columns(Pass& pass, int sequence, int most);
   void finish_pass(const PassResult& last);
   void take_tokens(Sequence& sequence, const PassResult& last);
   bool take_mask(Sequence& sequence, Sequence::Mask& mask);
-  bool take_token(Sequence& sequence, const float* logits);
+  void follow(Sequence& sequence, const PassResult& last);
+  bool take_token(Sequence& sequence, const float* logits, int picked = -1);
   void begin_sequence(Sequence& sequence);
 
   const Limits limits_;
@@ -86,7 +105,8 @@ class Schedule {
   Pace pace_;
   Cost cost_;
   double pass_began_s_ = 0;
-  bool tells_news_ = false;
+  int passes_ = 1;  // that the last result is of
+  bool tells_news_ = false, others_wait_ = false;
 
   std::mutex mutex_;  // of all that follows
   std::condition_variable changed_;
@@ -95,6 +115,7 @@ class Schedule {
   std::atomic<int> total_passes_{0};  // since none ran
   bool asleep_ = true, has_news_ = false;
   int64_t tickets_ = 0;
+  std::string failure_;
 };
 
 }  // namespace laneformer

@@ -32,6 +32,8 @@ struct Request {
 
   bool scores() const { return score_from > 0; }
   bool shares_outputs() const { return reuse_prefix && replay.empty(); }
+  // Of its logits, only the tokens drawn from them are wanted.
+  bool plain() const { return !masked && top_logprobs < 0 && !scores() && replay.empty() && sampling.plain(); }
   // Scoring: all of the prompt, but for its last id where that is only something to predict.
   int positions() const { return static_cast<int>(prompt.size()) - (scores() && !keep_logits); }
 };
@@ -64,11 +66,13 @@ struct Timings {
   std::vector<double> token_s;  // decoding time of each token after the first
 };
 
+enum class Fault { request, overflow, executor };  // what was asked for; the model's numbers; who runs the passes
+
 // What a request leaves at its end.
 struct Ended {
   Statistics statistics;
-  std::string error;           // why it ended before it was finished
-  bool overflowed = false;     // ... by the model's numbers, and not by what was asked for
+  std::string error;  // why it ended before it was finished
+  Fault fault = Fault::request;
   std::vector<float> logits;   // of keep_logits: [position][vocab]
   std::vector<float> partials;  // of keep_partials: [position][layer][module][lane][hidden]
   Timings timings;
@@ -93,9 +97,11 @@ struct Sequence {
   const Request request;
   std::vector<int> ids;  // the prompt, then the new tokens; grown under the mutex, as others read it there
   const int prompt_length;
+  const bool picks;   // the executor draws its tokens
   int end;            // ids.size() at which the sequence is over; when scoring, positions to run
   int cache = -1;     // its KV cache
   int position = 0;   // positions that have run through the layers
+  int pieces_end = 0;  // positions before it are read in pieces
   bool finished = false;
   Sampler sampler;
   std::unique_ptr<Drafter> drafter;
@@ -121,6 +127,7 @@ struct Sequence {
     ids.push_back(token);
     if (drafter) drafter->extend(token);
   }
+  bool reads_pieces() const { return position < pieces_end; }
   bool decodes() const { return !request.scores() && position + 1 >= known(); }
   // Positions that need not run if they are cached: generating needs the logits of the last prompt id; scoring those of
   // the id before the first scored one.
@@ -128,8 +135,8 @@ struct Sequence {
     if (!request.reuse_prefix || request.keep_logits) return 0;
     return (request.scores() ? request.score_from : prompt_length) - 1;
   }
-  void fail(std::string why, bool overflowed) {
-    left_behind.error = std::move(why), left_behind.overflowed = overflowed;
+  void fail(std::string why, Fault fault) {
+    left_behind.error = std::move(why), left_behind.fault = fault;
     finished = true;
   }
   bool has_news() const {

@@ -1,11 +1,8 @@
 // laneformer.engine.cpu._core: the decoder for Python. Sizes are checked here as well, so that no mistake in Python can
 // read beyond a buffer; everything that takes time runs without the GIL.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+#include "../../schedule/bindings.h"
+
 #include <nanobind/stl/function.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -14,13 +11,11 @@
 #include "content_hash.h"
 #include "decoder.h"
 
-namespace nb = nanobind;
 using namespace laneformer;
 
 namespace {
 
 using Bytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-using Floats = nb::ndarray<const float, nb::ro, nb::c_contig, nb::device::cpu>;
 
 DType dtype_named(const std::string& name, int count = 3) {  // int8 and int4 are for packed matrices alone
   std::string known;
@@ -52,13 +47,6 @@ size_t matrix_values(const ModelSpec& s, const std::string& part) {
   throw std::invalid_argument("unknown matrix '" + part + "'");
 }
 
-template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> to_numpy(std::vector<T> values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner);
-}
-
 ModelSpec spec_from(nb::dict d) {
   const auto number = [&](const char* name) { return nb::cast<int>(d[name]); };
   ModelSpec s{};
@@ -83,44 +71,6 @@ ModelSpec spec_from(nb::dict d) {
   }
   return s;
 }
-
-SamplingOptions sampling_from(nb::handle r) {
-  const auto number = [&](const char* name) { return nb::cast<double>(r.attr(name)); };
-  SamplingOptions s;
-  const nb::object sampling = r.attr("sampling");  // decoder.py's Sampling is this very structure
-  const nb::bytes draw{nb::handle(sampling)};
-  if (draw.size() != sizeof s.draw) throw std::invalid_argument("sampling is not a Sampling");
-  std::memcpy(&s.draw, draw.data(), sizeof s.draw);
-  s.repetition_penalty = number("repetition_penalty"), s.frequency_penalty = number("frequency_penalty");
-  s.presence_penalty = number("presence_penalty");
-  s.min_new_tokens = nb::cast<int>(r.attr("min_new_tokens"));
-  s.logit_bias = nb::cast<std::vector<std::pair<int, double>>>(r.attr("logit_bias"));
-  s.stop_ids = nb::cast<std::vector<int>>(r.attr("stop_ids"));
-  return s;
-}
-
-}  // namespace
-
-// From decoder.py's Request, field by field; a field that is missing, or of another type, is a TypeError.
-template <>
-struct nanobind::detail::type_caster<Request> {
-  NB_TYPE_CASTER(Request, const_name("Request"))
-  bool from_python(handle r, uint8_t, cleanup_list*) noexcept try {
-    const auto field = [&](const char* name, auto& to) { to = nb::cast<std::decay_t<decltype(to)>>(r.attr(name)); };
-    field("prompt", value.prompt), field("max_new_tokens", value.max_new_tokens);
-    field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate);
-    field("prediction", value.prediction), field("replay", value.replay), field("masked", value.masked);
-    field("quiet", value.quiet), field("timed", value.timed), field("score_from", value.score_from);
-    field("keep_logits", value.keep_logits), field("keep_partials", value.keep_partials);
-    value.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
-    value.sampling = sampling_from(r);
-    return true;
-  } catch (...) {
-    return false;
-  }
-};
-
-namespace {
 
 void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std::string& embedding_dtype, int threads,
                const std::string& isa, const std::string& math, std::vector<int> cpus,
@@ -193,59 +143,6 @@ void map_part(Decoder& decoder, int index, Bytes data) {
   expect_part(decoder, index);
   expect_values(data, DType::bf16, decoder.part_bytes(index) / 2, "part");
   decoder.map_part(index, data.data());
-}
-
-// Log-probabilities, best ids, and theirs, flat.
-nb::tuple as_tuple(Scores s) {
-  return nb::make_tuple(to_numpy(std::move(s.logprobs)), to_numpy(std::move(s.top_ids)),
-                        to_numpy(std::move(s.top_logprobs)));
-}
-
-nb::dict as_dict(const Statistics& s) {
-  nb::dict d;
-  d["reused_tokens"] = s.reused, d["passes"] = s.passes;
-  d["proposed_tokens"] = s.proposed, d["accepted_tokens"] = s.accepted;
-  return d;
-}
-
-template <class T>
-nb::object or_none(std::vector<T> values) {
-  return values.empty() ? nb::none() : nb::cast(to_numpy(std::move(values)));
-}
-
-// What decoder.py's Collected holds beside tokens and scores.
-nb::tuple as_tuple(Ended& ended) {
-  const nb::handle kind = ended.overflowed ? PyExc_OverflowError : PyExc_ValueError;
-  const nb::object error = ended.error.empty() ? nb::none() : kind(ended.error);
-  return nb::make_tuple(as_dict(ended.statistics), error, or_none(std::move(ended.logits)),
-                        or_none(std::move(ended.partials)), ended.timings.first_token_s,
-                        or_none(std::move(ended.timings.token_s)));
-}
-
-// The fields of decoder.py's Collected, of each request.
-nb::list collect(Decoder& decoder, double timeout_s) {
-  std::vector<News> all;
-  {
-    nb::gil_scoped_release release;
-    all = decoder.schedule().collect(timeout_s);
-  }
-  nb::list found;
-  for (News& news : all) {
-    const nb::object scores = news.scores ? nb::object(as_tuple(std::move(*news.scores))) : nb::none();
-    const nb::object ended = news.ended ? nb::object(as_tuple(*news.ended)) : nb::none();
-    found.append(nb::make_tuple(news.ticket, news.first, news.tokens, scores, ended));
-  }
-  return found;
-}
-
-// alone: as long as the caller lets nobody else join, which is the same here.
-std::vector<int64_t> join(Decoder& decoder, std::vector<Request> requests, bool) {
-  if (!decoder.loaded()) throw std::invalid_argument("the weights are not loaded yet");
-  return decoder.schedule().join(std::move(requests));
-}
-
-void allow(Decoder& decoder, int64_t ticket, int index, nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig> mask) {
-  decoder.schedule().allow(ticket, index, Sequence::Mask(mask.data(), mask.data() + mask.size()));
 }
 
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
@@ -361,7 +258,9 @@ std::string hash_of(Bytes data) {
 
 NB_MODULE(_core, m) {
   using namespace nb::literals;
-  nb::class_<Decoder>(m, "Decoder")
+  nb::class_<Decoder> decoder(m, "Decoder");
+  bind_requests(decoder);
+  decoder
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
            "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a, "wake"_a.none())
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
@@ -375,14 +274,7 @@ NB_MODULE(_core, m) {
       .def("copy_parts", &Decoder::copy_parts, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("parts", &Decoder::parts)
       .def("tune", &Decoder::tune, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("join", &join, "requests"_a, "alone"_a = false, nb::call_guard<nb::gil_scoped_release>())
-      .def("collect", &collect, "timeout_s"_a)
-      .def("leave", &Decoder::leave, "ticket"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("leave_all", &Decoder::leave_all, nb::call_guard<nb::gil_scoped_release>())
       .def("work", &Decoder::work, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("running", [](Decoder& d) { return d.schedule().running(); })
-      .def("allow", &allow, "ticket"_a, "index"_a, "mask"_a)
-      .def("statistics", [](Decoder& d) { return as_dict(d.schedule().statistics()); })
       .def("probe", nb::overload_cast<>(&Decoder::probe), nb::call_guard<nb::gil_scoped_release>())
       .def("set_latency", [](Decoder& d, double s, double jitter, uint64_t seed) { d.set_latency({s, jitter, seed}); },
            "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
@@ -394,6 +286,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("threads", &Decoder::threads)
       .def_prop_ro("lost", [](const Decoder& d) { return d.lost(); })
       .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
+  bind_schedule(m, choose_kernels("auto")->log_sum_exp);
   // for tests
   nb::class_<Pace>(m, "Pace")
       .def(nb::init<>())

@@ -68,7 +68,9 @@ class Decoder {
   void leave(int64_t ticket);
   void leave_all();
   void work();  // of another rank: executes passes until rank 0 has none
-  bool loaded() const { return !cosine_.empty(); }
+  void expect_loaded() const {
+    if (cosine_.empty()) throw std::invalid_argument("the weights are not loaded yet");
+  }
 
   const Kernels* kernels() const { return kernels_; }
   const ModelSpec& spec() const { return spec_; }

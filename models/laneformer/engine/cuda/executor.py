@@ -1,0 +1,148 @@
+"""CudaExecutor: carries out on GPUs the passes that the schedule plans (schedule/schedule.h), in one host thread."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...config import LaneformerConfig
+from ..cpu import _core
+from ..decoder import Sampling
+from .caches import Caches
+from .memory import Column
+from .prefill import scores_of
+
+# the others wait for a piece: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
+PIECE_TOKENS = 1024
+LONGEST_END_S = 10.0  # of a pass, when the interpreter ends
+
+
+class Passes(Protocol):
+    """Weights on GPUs, and what runs them over some columns: passes.py, and where that cannot be single.py.
+
+    columns, sequences: at most in a pass. unread: prompt ids that columns may read; more are read by PyTorch.
+    ahead: further tokens of each column that a call of `run` may make.
+    """
+
+    config: LaneformerConfig
+    caches: Caches
+    columns: int
+    sequences: int
+    unread: int
+    ahead: int
+
+    def run(
+        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+    ) -> list[list[int]]:
+        """The token that each column would be followed by, then up to `ahead` times those that follow these.
+
+        They end with a stop id of a column; whatever comes after it has only been written in vain. logits: float32
+        (columns, V) of the first row, on the device, filled. RuntimeError where the GPU fails, or gives up a wait.
+        """
+
+    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+        """Fill a cache from `position` on, by PyTorch; float32 logits (n, V), in blocks, of the positions from
+        `first_row` on.
+        """
+
+
+class CudaExecutor:
+    """The thread sleeps where nothing can run, and ends with this object.
+
+    An error of the GPU ends all requests, and no further one can join: nothing in device memory can be trusted.
+    """
+
+    def __init__(self, passes: Passes):
+        self.passes: Passes | None = passes
+        limits = _core.Limits(passes.config.vocab_size, passes.config.max_position_embeddings)
+        limits.columns, limits.sequences, limits.ahead = passes.columns, passes.sequences, passes.ahead
+        limits.piece, limits.unread, limits.paced, limits.picks = PIECE_TOKENS, passes.unread, False, True
+        self.schedule = _core.Schedule(limits, passes.caches.shape())
+        shape = passes.columns, passes.config.vocab_size
+        self._logits = torch.empty(shape, device=passes.caches.memories[0].device)
+        arguments = self.schedule, weakref.ref(self)
+        thread = threading.Thread(target=serve, args=arguments, name="laneformer-passes", daemon=True)
+        thread.start()
+        weakref.finalize(self, end, self.schedule, thread)
+
+    def close(self) -> None:
+        """The memory goes as soon as nothing runs any more."""
+        self.schedule.close()
+
+    def run(self) -> None:
+        """Passes, until there is nothing to run."""
+        given: dict[str, Any] = {}
+        try:
+            while (plan := self.schedule.next(**given)) is not None:
+                given = self._pass(plan)
+        except Exception as error:
+            self.schedule.fail(
+                f"the GPU has failed, and with it all requests: {error or type(error).__name__}"
+            )
+
+    def _pass(self, plan: _core.Pass) -> dict[str, Any]:
+        """What it gave, as `Schedule.next` takes it."""
+        assert self.passes is not None
+        for i, op in enumerate(plan.ops):
+            try:
+                self.passes.caches.apply(op)
+            except torch.OutOfMemoryError:
+                return {"refused": i}
+        if plan.piece:
+            return self._read(plan)
+        if not (columns := plan.columns):
+            return {}
+        rows = plan.head  # of the logits that the schedule draws from
+        draws = {place: plan.draw(place) for place in {column.sequence for column in columns}}
+        asked = [column_of(column, draws[column.sequence]) for column in columns]
+        picked = self.passes.run(asked, plan.ahead, self._logits if rows else None)
+        given: dict[str, Any] = {"picked": np.array(picked, np.int32)}
+        return {**given, "logits": self._logits[rows].cpu().numpy()} if rows else given
+
+    def _read(self, plan: _core.Pass) -> dict[str, Any]:
+        """A piece of a prompt, with its scores."""
+        assert self.passes is not None
+        piece, start = self.schedule.piece(), plan.start
+        ids, at = piece.ids, piece.first_row
+        try:
+            for logits in self.passes.read(ids[: plan.piece], start.cache, start.position, at):
+                if piece.keeps_logits:
+                    self.schedule.keep_logits(at, logits.cpu().numpy())
+                next_ids = ids[at + 1 - start.position :][: len(logits)]
+                scores = scores_of(logits[: len(next_ids)], next_ids, piece.top)
+                self.schedule.score(at, *(values.numpy() for values in scores))
+                at += len(logits)
+        except torch.OutOfMemoryError as error:
+            return {"error": f"the GPU has no memory for this request: {error}"}
+        return {}
+
+
+def column_of(column: _core.Column, draw: _core.Draw) -> Column:
+    """As the kernel takes it; its sequence is the cache. Where the schedule draws, the rule is of no account."""
+    stops = draw.stops
+    rule = Sampling.from_buffer_copy(draw.rule)
+    return Column(column.token, column.position, column.cache, 0, -1, -1, len(stops), tuple(stops), rule)
+
+
+def end(schedule: _core.Schedule, thread: threading.Thread) -> None:
+    """It is not to outlive what it calls."""
+    schedule.close()
+    if thread is not threading.current_thread():
+        thread.join(LONGEST_END_S)
+
+
+def serve(schedule: _core.Schedule, executor: weakref.ref[CudaExecutor]) -> None:
+    """The thread: whoever holds the executor may drop it while this sleeps."""
+    while schedule.wait():
+        if (awake := executor()) is None:
+            return
+        awake.run()
+        del awake
+    if (closed := executor()) is not None:
+        closed.passes = None
+        torch.cuda.empty_cache()

@@ -1,0 +1,139 @@
+// A schedule whose executor is Python: one thread asks for passes, and sleeps here, without the GIL, while there is none.
+#include "bindings.h"
+
+#include <condition_variable>
+#include <mutex>
+
+namespace laneformer {
+
+namespace {
+
+using Ids = nb::ndarray<const int32_t, nb::ro, nb::c_contig, nb::device::cpu>;
+
+class HostSchedule {
+ public:
+  HostSchedule(const Limits& limits, const KvShape& shape)
+      : limits_(limits), schedule_(limits, shape, [this] { wake(false); }) {}
+
+  Schedule& schedule() { return schedule_; }
+  void leave(int64_t ticket) { schedule_.leave(ticket); }
+  void leave_all() { schedule_.leave_all(); }
+  void expect_loaded() const {}
+
+  // Until there is something to run; false after `close`.
+  bool wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return woken_ || closed_; });
+    return std::exchange(woken_, false) || !closed_;
+  }
+  void close() { wake(true); }
+
+  // `given`: of the pass that this has returned last.
+  const Pass* next(const PassResult& given) {
+    last_ = schedule_.next(last_ ? &given : nullptr);
+    schedule_.tell_news();
+    return last_;
+  }
+  const Pass& last() const {
+    if (!last_) throw std::runtime_error("no pass is under way");
+    return *last_;
+  }
+  void expect(const PassResult& given, size_t picked, size_t rows) const {
+    if (!last_ || given.refused >= 0 || given.error || last_->piece) return;
+    const size_t columns = last_->columns;
+    if (given.passes < 1 || given.passes > 1 + last_->ahead || (limits_.picks && picked < given.passes * columns))
+      throw std::invalid_argument("picked: a row of the columns' tokens for each pass, as many as may have been made");
+    if (rows < size_t(last_->head_columns) || (rows && given.stride != size_t(limits_.vocab)))
+      throw std::invalid_argument("logits: a row of the vocabulary for each column that needs them");
+    for (size_t i = 0; i < picked; ++i)
+      if (given.picked[i] < 0 || given.picked[i] >= limits_.vocab)
+        throw std::invalid_argument("the executor drew token " + std::to_string(given.picked[i]));
+  }
+
+ private:
+  void wake(bool close) {
+    {
+      std::lock_guard lock(mutex_);
+      (close ? closed_ : woken_) = true;
+    }
+    changed_.notify_all();
+  }
+
+  const Limits limits_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool woken_ = false, closed_ = false;
+  const Pass* last_ = nullptr;
+  Schedule schedule_;
+};
+
+const Pass* next(HostSchedule& host, std::optional<Ids> picked, std::optional<Floats> logits, int refused,
+                 std::optional<std::string> error) {
+  PassResult given;
+  given.refused = refused, given.error = error ? error->c_str() : nullptr;
+  if (picked) given.picked = picked->data(), given.passes = static_cast<int>(picked->shape(0));
+  if (logits) given.logits = logits->data(), given.stride = logits->shape(1);
+  host.expect(given, picked ? picked->size() : 0, logits ? logits->shape(0) : 0);
+  nb::gil_scoped_release release;
+  return host.next(given);
+}
+
+void score(HostSchedule& host, int position, Floats logprobs, Ids ids, Floats tops) {
+  const size_t count = logprobs.size(), top = host.schedule().piece(host.last()).top;
+  if (ids.size() != count * top || tops.size() != count * top) throw std::invalid_argument("scores of another number");
+  host.schedule().score(host.last(), position, count, logprobs.data(), ids.data(), tops.data());
+}
+
+}  // namespace
+
+void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n)) {
+  using namespace nb::literals;
+  nb::class_<Limits>(m, "Limits")
+      .def("__init__", [log_sum_exp](Limits* self, int vocab, int context) {
+        new (self) Limits{.vocab = vocab, .context = context, .log_sum_exp = log_sum_exp};
+      }, "vocab"_a, "context"_a)
+      .def_rw("columns", &Limits::columns).def_rw("sequences", &Limits::sequences).def_rw("paced", &Limits::paced)
+      .def_rw("picks", &Limits::picks).def_rw("piece", &Limits::piece).def_rw("unread", &Limits::unread)
+      .def_rw("ahead", &Limits::ahead);
+  nb::class_<KvShape>(m, "KvShape")
+      .def("__init__", [](KvShape* self, int context, int caches, int ring, int back) {
+        new (self) KvShape{.context = context, .page = context, .caches = caches, .ring = ring, .back = back};
+      }, "context"_a, "caches"_a, "ring"_a, "back"_a);
+  nb::class_<Column>(m, "Column")
+      .def_ro("token", &Column::token).def_ro("position", &Column::position).def_ro("cache", &Column::cache)
+      .def_ro("sequence", &Column::sequence);
+  nb::enum_<KvOp::Kind>(m, "KvKind").value("open", KvOp::open).value("close", KvOp::close)
+      .value("release", KvOp::release).value("copy", KvOp::copy);
+  nb::class_<KvOp>(m, "KvOp")
+      .def_ro("kind", &KvOp::kind).def_ro("cache", &KvOp::cache).def_ro("source", &KvOp::from).def_ro("end", &KvOp::end);
+  nb::class_<Draw>(m, "Draw")
+      .def_prop_ro("rule", [](const Draw& d) { return nb::bytes(&d.rule, sizeof d.rule); })  // decoder.py's Sampling
+      .def_ro("left", &Draw::left)
+      .def_prop_ro("stops", [](const Draw& d) { return std::vector<int>(d.stops, d.stops + d.stop_count); });
+  nb::class_<Pass>(m, "Pass")  // stands until `next` is called again
+      .def_ro("piece", &Pass::piece).def_ro("ahead", &Pass::ahead)
+      .def_prop_ro("columns", [](const Pass& p) { return std::vector<Column>(p.column, p.column + p.columns); })
+      .def_prop_ro("start", [](const Pass& p) { return p.column[0]; })  // of a piece
+      .def_prop_ro("head", [](const Pass& p) { return std::vector<int>(p.head, p.head + p.head_columns); })
+      .def_prop_ro("ops", [](const Pass& p) { return std::vector<KvOp>(p.op, p.op + p.ops); })
+      .def("draw", [](const Pass& p, int sequence) { return p.draw[sequence]; }, "sequence"_a);
+  nb::class_<Schedule::Piece>(m, "Piece")
+      .def_ro("ids", &Schedule::Piece::ids).def_ro("first_row", &Schedule::Piece::first_row)
+      .def_ro("top", &Schedule::Piece::top).def_ro("keeps_logits", &Schedule::Piece::keeps_logits);
+  nb::class_<HostSchedule> schedule(m, "Schedule");
+  bind_requests(schedule);
+  schedule.def(nb::init<const Limits&, const KvShape&>(), "limits"_a, "shape"_a)
+      .def("wait", &HostSchedule::wait, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &HostSchedule::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("next", &next, "picked"_a = nb::none(), "logits"_a = nb::none(), "refused"_a = -1, "error"_a = nb::none(),
+           nb::rv_policy::reference)
+      .def("piece", [](HostSchedule& h) { return h.schedule().piece(h.last()); })
+      .def("score", &score, "position"_a, "logprobs"_a, "ids"_a, "tops"_a)
+      .def("keep_logits", [](HostSchedule& h, int position, Floats rows) {
+        h.schedule().keep_logits(h.last(), position, rows.shape(0), rows.data());
+      }, "position"_a, "rows"_a)
+      .def("fail", [](HostSchedule& h, std::string why) { h.schedule().fail(std::move(why)); }, "why"_a)
+      .def_prop_ro("failure", [](HostSchedule& h) { return h.schedule().failure(); });
+}
+
+}  // namespace laneformer
