@@ -128,6 +128,7 @@ void bind_requests(nb::class_<Owner>& owner) {
       .def("leave_all", &Owner::leave_all, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("running", [](Owner& o) { return o.schedule().running(); })
       .def("allow", allow, "ticket"_a, "index"_a, "mask"_a)
+      .def("fix_cost", [](Owner& o, double each) { o.schedule().fix_cost(each); }, "each_column"_a)
       .def("statistics", [](Owner& o) { return as_dict(o.schedule().statistics()); });
 }
 

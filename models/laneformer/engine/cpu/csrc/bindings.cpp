@@ -280,7 +280,6 @@ NB_MODULE(_core, m) {
            "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
       .def("set_ladder", &Decoder::set_ladder)
       .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.schedule().set_cache_limit(bytes); }, "bytes"_a)
-      .def("fix_cost", [](Decoder& d, double each) { d.schedule().fix_cost(each); }, "each_column"_a)
       .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().prefixes().bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
       .def_prop_ro("threads", &Decoder::threads)
