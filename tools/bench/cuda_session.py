@@ -22,7 +22,7 @@ from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.compile import VERSIONS, compile_cubin, source_of
 from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.launch import architecture_name, describe
-from laneformer.engine.cuda.passes import plan_columns
+from laneformer.engine.cuda.launches import plan_columns
 from laneformer.engine.cuda.sequence import SequenceDecoder, geometry_for
 from laneformer.engine.device import driver_version
 from laneformer.tensors import Tensor

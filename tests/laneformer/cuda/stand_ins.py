@@ -24,7 +24,7 @@ from laneformer.engine import Engine
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.decoding import Decoding
-from laneformer.engine.cuda.memory import Column, DeviceMemory
+from laneformer.engine.cuda.memory import Column, DeviceMemory, reset
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
@@ -218,7 +218,7 @@ class EmulatedPasses(PassDecoder):
 
     def forget(self) -> None:
         """Words as new; keys and values that nobody has written are no numbers."""
-        self._reset()
+        reset(self.memories)
         for memory in self.memories:
             memory.kv.fill_(0x7FFF)
 
@@ -229,12 +229,13 @@ class EmulatedPasses(PassDecoder):
         kept = {
             f"keys and values {m.index}": (m.kv.data_ptr(), m.kv.nbytes) for m in self.memories if self.races
         }
-        emulator.launch(
-            self.library, "pass", arguments, blocks=self.geometry.blocks - self.missing_blocks,
+        launch = functools.partial(
+            emulator.launch, self.library, "pass", arguments, blocks=self.geometry.blocks - self.missing_blocks,
             threads=32 * self.geometry.warps, watchdog=self.missing_blocks > 0,
             shared_bytes=self.geometry.shared_bytes, seed=self.seed + self.passes, plain=kept,
             names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()},
         )  # fmt: skip
+        self._streams = [Running(launch)]
 
     def logits(self, columns: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Of one pass of (token, position, sequence): (columns, V)."""

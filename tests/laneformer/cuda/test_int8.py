@@ -22,8 +22,8 @@ from laneformer.engine.cuda.bench import weight_bytes
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import H200
 from laneformer.engine.cuda.int8 import quantised
+from laneformer.engine.cuda.launches import plan_columns
 from laneformer.engine.cuda.memory import DeviceMemory, joined
-from laneformer.engine.cuda.passes import plan_columns
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda import emulator

@@ -13,7 +13,8 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import decoding
 from laneformer.engine.cuda.decoding import Decoding, draft
 from laneformer.engine.cuda.geometry import H200, Machine
-from laneformer.engine.cuda.passes import PassDecoder, plan_columns, sequences_in
+from laneformer.engine.cuda.launches import plan_columns, sequences_in
+from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.decoder import Request, Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import small_config

@@ -18,10 +18,15 @@ from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConf
 from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
 from ..decoder import Request, RequestFailed, Sampling
 from ..folder import rope_tables
-from .geometry import HALVES, MAX_STOPS, Geometry
+from .geometry import HALVES, MAX_COLUMNS, MAX_STOPS, Geometry
 from .int8 import quantised
 from .tape import pack, tape_starts
 
+PASSES_PER_LAUNCH = (
+    16  # at most, of columns that draw (passes.cu); unproven on a GPU: the driver beside such a kernel
+)
+ENDS = 1 << 30  # in the word of a chosen token: its column ends with it (passes.cu: kEnds)
+TOKEN_BITS = ENDS - 1
 TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in HALVES}
 
 
@@ -53,7 +58,7 @@ class Column(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("token", "position", "sequence", "drafts", "times_row", "bias_row")),
         ("stop_count", ctypes.c_int), ("stops", ctypes.c_int * MAX_STOPS), ("sampling", Sampling),
-        ("changes", Changes),
+        ("changes", Changes), ("left", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -69,11 +74,13 @@ EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best
 
 
 def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
-    """The argument of all kernels for this geometry; it depends on the numbers of devices
-    and of columns alone.
+    """The argument of all kernels for this geometry; it depends on the number of devices
+    alone, and whether passes have columns.
     """
-    columns = geometry.mma_columns
-    of_a_pass: list[Any] = [("column_count", ctypes.c_int), ("columns", Column * columns)] if columns else []
+    of_passes: list[Any] = [
+        ("picks", ctypes.c_void_p), ("column_count", ctypes.c_int), ("ahead", ctypes.c_int),
+        ("columns", Column * MAX_COLUMNS),
+    ]  # fmt: skip
 
     class Decode(ctypes.Structure):
         _fields_ = [
@@ -92,7 +99,7 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             *((n, ctypes.c_int) for n in ("device", "first_lane", "position", "prompt_count", "max_tokens")),
             *((n, ctypes.c_int) for n in ("stop_count", "layer", "module")),
             ("stops", ctypes.c_int * MAX_STOPS),
-            *of_a_pass,
+            *(of_passes if geometry.mma_columns else ()),
         ]
 
     return Decode
@@ -153,11 +160,27 @@ class DeviceMemory:
         self.bias = self._zeros(sequences * config.vocab_size, torch.float64).view(sequences, -1)
         self.tokens = self._pinned(config.max_position_embeddings)
         self.cancel, self.published, self.report = self._pinned(1), self._pinned(1), self._pinned(8)
+        self.picks = torch.zeros(
+            (PASSES_PER_LAUNCH, MAX_COLUMNS), dtype=torch.int64, pin_memory=self.device.type == "cuda"
+        )
         self.epoch = 0  # tokens that the words have seen
+
+    def picked(self, epoch: int, columns: int) -> list[list[int]]:
+        """Tokens [pass][column] that passes from this epoch on have chosen so far; -1 where a
+        column has ended before. The kernel may still run.
+        """
+        rows, running = list[list[int]](), [True] * columns
+        for number, words in enumerate(self.picks[:, :columns].tolist(), epoch + 1):
+            there = [word >> 32 == number for word in words]
+            if not any(running) or there != running:
+                break
+            rows.append([word & TOKEN_BITS if here else -1 for word, here in zip(words, there, strict=True)])
+            running = [here and not word & ENDS for word, here in zip(words, there, strict=True)]
+        return rows
 
     def reset_words(self) -> None:
         """After a hang, or before epochs run out: no word is of any epoch."""
-        for words in (self.lane_words, self.inbox, self.aborted, self.report):
+        for words in (self.lane_words, self.inbox, self.aborted, self.report, self.picks):
             words.zero_()
         self.epoch = 0
 
@@ -356,6 +379,12 @@ def finite(tensors: Mapping[str, Tensor], name: str) -> torch.Tensor:
     return values
 
 
+def reset(memories: Sequence[DeviceMemory]) -> None:
+    """No word of any of them is of any epoch."""
+    for memory in memories:
+        memory.reset_words()
+
+
 def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> None:
     """RequestFailed, which says who waited for what, if a launch has given up a wait; no word is
     of any epoch then.
@@ -363,8 +392,7 @@ def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> N
     hang = next((report for memory in memories if (report := memory.hang())), None)
     if hang is None:
         return
-    for memory in memories:
-        memory.reset_words()
+    reset(memories)
     raise RequestFailed(
         f"the {kernel} kernel waited {limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
         f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"

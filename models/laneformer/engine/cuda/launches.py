@@ -1,0 +1,157 @@
+"""Launches of passes (passes.cu): what is planned and loaded for them, and one or several passes a launch.
+
+Between two launches the host says what the columns are. Where each of them draws the next token of a sequence,
+a launch may go on alone for some passes, and its tokens are read while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...config import LaneformerConfig
+from ...tensors import Tensor
+from .geometry import Geometry, Machine
+from .launch import Kernels, share_of, start
+from .memory import Changes, Column, DeviceMemory, end_hang, reset
+from .planning import plan
+from .sequence import connect
+from .slots import MAX_SLOTS
+from .tape import tape_starts
+
+COLUMNS = (8, 4, 2)  # of a pass: as many as fit
+LAST_EPOCH = 2**30  # of all layers together
+MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
+POLL_S = 0.00005
+Look = Callable[[list[list[int]]], bool]  # at what has been chosen so far: whether the launch is to end
+
+
+def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> Geometry:
+    """The geometry with the most columns that leave memory for the ring; ValueError where not even two fit."""
+    for columns in COLUMNS:
+        with contextlib.suppress(ValueError):
+            geometry = plan(config, dtype, machine, devices=devices, mma_columns=columns)
+            if geometry.warps * geometry.chunks * geometry.chunk_bytes >= MIN_RING_BYTES:
+                return geometry
+    return plan(config, dtype, machine, devices=devices, mma_columns=COLUMNS[-1])
+
+
+def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
+    """KV capacity in sequences, given `free` bytes of device memory before anything else of a pass is allocated.
+
+    One for each column, plus cached ones in a quarter of the remainder or in `cache_bytes`. ValueError if the
+    columns alone do not fit: the tiles are a second copy of the weights.
+    """
+    config, columns, tiles = geometry.config, geometry.mma_columns, int(tape_starts(geometry)[-1])
+    each = 2 * geometry.lanes_per_device * geometry.kv_lane + 12 * config.vocab_size
+    words = 8 * columns * (geometry.device_words + geometry.inbox_words)
+    needed = tiles + 2 * config.vocab_size * config.hidden_size + words + columns * each
+    if needed > free:
+        raise ValueError(
+            f"passes of {columns} columns need {needed / 1e9:.1f} GB, {tiles / 1e9:.1f} of them for weights as tiles; "
+            f"the GPU has {free / 1e9:.1f} GB free; use a smaller context_tokens or more GPUs"
+        )
+    spare = (free - needed) // 4 if cache_bytes is None else min(cache_bytes, free - needed)
+    return columns + min(MAX_SLOTS - columns, spare // each)
+
+
+class PassKernel:
+    """The kernel of passes on the GPUs, with weights as tiles."""
+
+    def __init__(
+        self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
+        limit_s: float = 10.0, cache_bytes: int | None = None,
+    ):  # fmt: skip
+        """`cache_bytes`: of each GPU, for earlier sequences; None: a quarter of what is left.
+
+        ValueError for a model or a GPU that tiles do not fit; NotResident where blocks would not
+        all run at once.
+        """
+        self.config, self.limit_s = config, limit_s
+        self.devices = [torch.device(device) for device in devices]
+        machine, sharing = share_of(self.devices)
+        self.geometry = plan_columns(config, dtype, machine, len(devices))
+        free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // sharing
+        sequences = sequences_in(free, self.geometry, cache_bytes)
+        connect(self.devices)
+        self.kernels = [Kernels("passes", self.geometry, device, sharing > 1) for device in self.devices]
+        for kernels in self.kernels:
+            kernels.require_resident("pass", sharing)
+            kernels.load("pass")
+        self._streams = [torch.cuda.Stream(device) for device in self.devices]
+        self._hold(
+            [DeviceMemory(self.geometry, tensors, i, d, sequences) for i, d in enumerate(self.devices)]
+        )
+
+    def _hold(self, memories: list[DeviceMemory]) -> None:
+        self.memories, self.passes = memories, 0
+
+    def run(
+        self, columns: Sequence[Column], logits: torch.Tensor | None = None, ahead: int | None = None,
+        look: Look | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """The token that each column would be followed by. `logits`: float32 (columns, V)
+        on the device, filled.
+
+        With `ahead`, also 0, up to so many passes more follow in the same launch: tokens [pass][column]. Each column
+        goes on with the token that it drew, until that is one of its stop ids or its `left`-th; then it has -1. A
+        launch makes PASSES_PER_LAUNCH at most, and ends when all columns have.
+
+        look: is told now and then, while the kernel runs, what has been chosen so far; where it returns true
+        the launch ends after the pass under way.
+
+        ValueError for columns that the device cannot go on with: drafts, two of one sequence, penalties,
+        min_new_tokens, logits. RequestFailed after a hang.
+        """
+        if ahead:
+            check_ahead(columns, logits)
+        memory, more = self.memories[0], min(ahead or 0, len(self.memories[0].picks) - 1)
+        if memory.epoch + more > LAST_EPOCH // self.config.num_hidden_layers:
+            reset(self.memories)
+        first, arguments = memory.epoch, self._arguments(columns, more, logits)
+        self.passes += 1
+        self._launch(arguments)
+        while not all(stream.query() for stream in self._streams):
+            if look is not None and look(memory.picked(first, len(columns))):
+                memory.cancel.fill_(1)  # its first block tells the others
+            time.sleep(POLL_S)
+        end_hang(self.memories, "pass", self.limit_s)
+        rows = memory.picked(first, len(columns))
+        self.passes += len(rows) - 1
+        return rows[0] if ahead is None else rows
+
+    def _arguments(
+        self, columns: Sequence[Column], ahead: int, logits: torch.Tensor | None
+    ) -> list[ctypes.Structure]:
+        inboxes, arguments = [memory.inbox for memory in self.memories], []
+        for memory in self.memories:
+            changes = Changes(memory.times.data_ptr(), memory.bias.data_ptr())
+            argument = memory.arguments(
+                inboxes, [], 0, 1, limit_s=self.limit_s, logits=logits, changes=changes
+            )
+            argument.column_count, argument.columns[: len(columns)] = len(columns), columns
+            argument.picks, argument.ahead = memory.picks.data_ptr(), ahead
+            arguments.append(argument)
+            memory.epoch += 1 + ahead  # whatever becomes of these passes, no others use their epochs
+        return arguments
+
+    def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
+        for device in self.devices:  # what `arguments` has written is there
+            torch.cuda.synchronize(device)
+        start(self.kernels, "pass", arguments, self._streams)
+
+
+def check_ahead(columns: Sequence[Column], logits: torch.Tensor | None) -> None:
+    """ValueError where passes cannot follow without the host."""
+    alone = len({column.sequence for column in columns}) == len(columns)
+    if not alone or any(column.drafts for column in columns):
+        raise ValueError("passes ahead are of one column a sequence, without drafts; use ahead = 0")
+    if logits is not None or any(c.times_row >= 0 or c.changes.min_new_tokens > 0 for c in columns):
+        raise ValueError(
+            "logits, penalties and min_new_tokens are the host's affair after each pass; use ahead = 0"
+        )
