@@ -193,23 +193,29 @@ class EmulatedPasses(PassDecoder):
 
     def __init__(
         self, builds: Path, columns: int, seed: int = 0, changes: dict[str, Any] | None = None, sequences: int = 0,
-        races: bool = False, **shape: Any,
+        races: bool = False, fewer: Sequence[int] = (), **shape: Any,
     ):  # fmt: skip
-        """`changes` of small_config, `shape` for `plan`."""
+        """`changes` of small_config, `shape` for `plan`; `fewer`: columns of the builds beside that of `columns`."""
         self.config, self.limit_s, self.seed = small_config(**(changes or {})), 10.0, seed
         dtype, self.races = shape.pop("dtype", "bf16"), races
         shape = {"warps": 2, "chunk_bytes": 512, **shape}
-        self.geometry = plan(self.config, dtype, SMALL, mma_columns=columns, **shape)
+        self.builds = [plan(self.config, dtype, SMALL, mma_columns=n, **shape) for n in (*fewer, columns)]
+        self.geometry, self.launched = self.builds[-1], list[int]()
         self.model = random_model(self.config, dtype)
         tensors, devices = tensors_of(self.model, dtype), range(self.geometry.devices)
         self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
         self.forget()
-        self.builds = builds
+        self.folder = builds
 
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
         """Built when it is first needed."""
-        return self.build(source_of("passes", self.geometry), self.builds)
+        return self.build(source_of("passes", self.geometry), self.folder)
+
+    @functools.cached_property
+    def libraries(self) -> list[ctypes.CDLL]:
+        smaller = [self.build(source_of("passes", geometry), self.folder) for geometry in self.builds[:-1]]
+        return [*smaller, self.library]
 
     def build(self, source: str, builds: Path, folder: Path = FOLDER) -> ctypes.CDLL:
         """The kernel of this text, which includes those of `folder`."""
@@ -229,10 +235,13 @@ class EmulatedPasses(PassDecoder):
         kept = {
             f"keys and values {m.index}": (m.kv.data_ptr(), m.kv.nbytes) for m in self.memories if self.races
         }
+        build = self.build_for(arguments)
+        self.launched.append(self.builds[build].mma_columns)
         launch = functools.partial(
-            emulator.launch, self.library, "pass", arguments, blocks=self.geometry.blocks - self.missing_blocks,
+            emulator.launch, self.libraries[build], "pass", arguments,
+            blocks=self.geometry.blocks - self.missing_blocks,
             threads=32 * self.geometry.warps, watchdog=self.missing_blocks > 0,
-            shared_bytes=self.geometry.shared_bytes, seed=self.seed + self.passes, plain=kept,
+            shared_bytes=self.builds[build].shared_bytes, seed=self.seed + self.passes, plain=kept,
             names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()},
         )  # fmt: skip
         self._streams = [Running(launch)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 from laneformer.engine.cuda import memory
 from laneformer.engine.cuda.memory import Changes, Column
+from laneformer.engine.cuda.planning import plan, plan_builds
 from laneformer.engine.decoder import Sampling
 from laneformer.llama.config import config_of_llama
 from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.cards import CARDS, MODELS
 from tests.laneformer.cuda.stand_ins import EmulatedPasses
 from tests.laneformer.cuda.test_llama import SIZES
 from tests.proofs import KERNEL_SOURCES
@@ -29,6 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
         "changes": {"broadcast_delay": 2, "num_lanes": 4, "num_hidden_layers": 5, "vocab_size": 128},
         "devices": 2, "blocks_per_lane": 2,
     },
+    "tapes shorter than their rings": {"changes": {"num_hidden_layers": 1, "swa_layers": (0,)}, "warps": 4},
     "llama": {"changes": vars(config_of_llama({**SIZES, **LLAMA}, 2))},
 }  # fmt: skip
 WAYS = Sampling(top_p=1.0), Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)
@@ -68,6 +72,9 @@ def test_tokens_and_keys_are_those_of_single_passes(name: str, cuda_builds: Path
     first, passes.seed = start(passes), 5
     assert passes.run(columns(first, 2), None, MOST - 1) == right
     assert all(torch.equal(m.kv, kv) for m, kv in zip(passes.memories, kept, strict=True))
+    assert passes.run(columns(start(passes), 2, left=2), None, MOST - 1) == right[:2], (
+        "chunks are under way then"
+    )
     assert len({token for row in right for token in row}) > 6, "a text, not one token again and again"
 
 
@@ -122,6 +129,44 @@ def test_tokens_are_seen_while_the_kernel_runs(two: EmulatedPasses, right: list[
     assert 1 in seen, "a pass takes a second here"
 
 
+def test_builds_share_tiles_caches_and_words(cuda_builds: Path) -> None:
+    """Passes of 1, 4 and 8 columns alternate over one memory; each gives the bits of the build of eight alone."""
+    shape: dict[str, Any] = {"sequences": 8, "blocks_per_lane": 2}
+    eight = EmulatedPasses(cuda_builds, 8, **shape)
+    builds = EmulatedPasses(cuda_builds, 8, fewer=(1, 4), **shape)
+    rings = zip(builds.builds, (5, 3, 2), strict=True)
+    builds.builds = [dataclasses.replace(geometry, chunks=chunks) for geometry, chunks in rings]
+    builds.geometry = builds.builds[-1]
+    wanted: list[list[tuple[int, int, int]]] = [
+        [(5, 0, 3)], [(6 + s, 0, s) for s in range(3)], [(6, 1, 3), *((9, 1, s) for s in range(3)), (1, 0, 6)],
+        [(7, 2, 3)], [(7, 3 + i, 3) for i in range(8)], [(8, 2, 1), (4, 2, 0)], [(8, 11, 3)],
+    ]  # fmt: skip
+    for columns_of_pass in wanted:
+        assert torch.equal(builds.logits(columns_of_pass), eight.logits(columns_of_pass))
+    ahead = [builds.run(columns([12], 12), None, 3), eight.run(columns([12], 12), None, 3)]
+    assert ahead[0] == ahead[1]
+    assert builds.launched == [1, 4, 8, 1, 8, 4, 1, 1]
+    assert all(torch.equal(a.kv, b.kv) for a, b in zip(builds.memories, eight.memories, strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", CARDS)
+def test_builds_are_planned_together(model: str, name: str) -> None:
+    """What they share in memory is cut alike, and a build of fewer columns has as deep a ring or a deeper one."""
+    config, card = MODELS[model], CARDS[name]
+    builds = plan_builds(config, "bf16", card.machine)
+    counts, last = [g.mma_columns for g in builds], builds[-1]
+    assert counts in ([1, 2], [1, 4], [1, 4, 8])
+    for build in builds:
+        assert dataclasses.replace(build, mma_columns=last.mma_columns, chunks=last.chunks) == last
+        assert build.shared_bytes <= card.shared_block
+        assert (build.kv_lane, build.lane_words, build.inbox_words) == (
+            last.kv_lane, last.lane_words, last.inbox_words,
+        )  # fmt: skip
+    assert [g.chunks for g in builds] == sorted((g.chunks for g in builds), reverse=True)
+    assert 2 * last.warps >= plan(config, "bf16", card.machine, mma_columns=1).warps
+
+
 def test_passes_per_launch_are_one_number(
     cuda_builds: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,14 +177,14 @@ def test_passes_per_launch_are_one_number(
 
 def test_what_the_device_cannot_go_on_with_is_refused(two: EmulatedPasses) -> None:
     plain = columns([1, 2], 0)
-    cases: dict[str, list[Column]] = {
-        "column a sequence": [plain[0], plain[0]],
-        "without drafts": [Column(1, 0, 0, 1, -1, -1)],
-        "penalties": [Column(1, 0, 0, 0, 0, -1)],
-        "min_new_tokens": [Column(1, 0, 0, 0, -1, -1, changes=Changes(min_new_tokens=2))],
-    }
-    for message, wanted in cases.items():
-        with pytest.raises(ValueError, match=message):
+    cases: list[list[Column]] = [
+        [plain[0], plain[0]],
+        [Column(1, 0, 0, 1, -1, -1)],
+        [Column(1, 0, 0, 0, 0, -1)],
+        [Column(1, 0, 0, 0, -1, -1, changes=Changes(min_new_tokens=2))],
+    ]
+    for wanted in cases:
+        with pytest.raises(ValueError, match="passes ahead are of one column a sequence, without drafts"):
             two.run(wanted, None, 1)
-    with pytest.raises(ValueError, match="logits"):
+    with pytest.raises(ValueError, match="use ahead = 0"):
         two.run(plain, torch.empty(2, 96), 1)

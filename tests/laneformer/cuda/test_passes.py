@@ -13,8 +13,9 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import decoding
 from laneformer.engine.cuda.decoding import Decoding, draft
 from laneformer.engine.cuda.geometry import H200, Machine
-from laneformer.engine.cuda.launches import plan_columns, sequences_in
+from laneformer.engine.cuda.launches import sequences_in
 from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.decoder import Request, Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import small_config
@@ -117,9 +118,9 @@ def test_batches_and_drafts_change_no_token(cuda_builds: Path, monkeypatch: pyte
 def test_columns_leave_memory_for_the_ring() -> None:
     """The 2b model: eight columns on an H200, fewer where the ring would be too small."""
     config = LaneformerConfig.from_flavor("2b")
-    sizes = [plan_columns(config, "bf16", m).mma_columns for m in (H200, Machine(108, 163 << 10, 80))]
+    sizes = [plan_builds(config, "bf16", m)[-1].mma_columns for m in (H200, Machine(108, 163 << 10, 80))]
     assert sizes == [8, 4]
-    geometry = plan_columns(config, "bf16", H200)
+    geometry = plan_builds(config, "bf16", H200)[-1]
     assert [sequences_in(n << 30, geometry, bytes_) for n, bytes_ in ((7, 0), (141, None), (141, 2**30))] == [
         8,
         64,
@@ -130,9 +131,9 @@ def test_columns_leave_memory_for_the_ring() -> None:
     ):
         sequences_in(5 << 30, geometry, None)
     with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns .* have 16-bit weights"):
-        plan_columns(config, "int8", H200)
+        plan_builds(config, "int8", H200)
     with pytest.raises(ValueError, match=r"head matrix of a lane, 52 x 64.*rows of 16"):
-        plan_columns(small_config(vocab_size=104), "bf16", H200)
+        plan_builds(small_config(vocab_size=104), "bf16", H200)
 
 
 def test_drafts_follow_the_latest_earlier_place() -> None:

@@ -6,8 +6,9 @@ a launch may go on alone for some passes, and its tokens are read while it runs.
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import ctypes
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,29 +17,17 @@ import torch
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
-from .geometry import Geometry, Machine
+from .geometry import Geometry
 from .launch import Kernels, share_of, start
 from .memory import Changes, Column, DeviceMemory, end_hang, reset
-from .planning import plan
+from .planning import plan_builds
 from .sequence import connect
 from .slots import MAX_SLOTS
 from .tape import tape_starts
 
-COLUMNS = (8, 4, 2)  # of a pass: as many as fit
 LAST_EPOCH = 2**30  # of all layers together
-MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
 POLL_S = 0.00005
 Look = Callable[[list[list[int]]], bool]  # at what has been chosen so far: whether the launch is to end
-
-
-def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> Geometry:
-    """The geometry with the most columns that leave memory for the ring; ValueError where not even two fit."""
-    for columns in COLUMNS:
-        with contextlib.suppress(ValueError):
-            geometry = plan(config, dtype, machine, devices=devices, mma_columns=columns)
-            if geometry.warps * geometry.chunks * geometry.chunk_bytes >= MIN_RING_BYTES:
-                return geometry
-    return plan(config, dtype, machine, devices=devices, mma_columns=COLUMNS[-1])
 
 
 def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
@@ -61,7 +50,7 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
 
 
 class PassKernel:
-    """The kernel of passes on the GPUs, with weights as tiles."""
+    """The kernel of passes on the GPUs, with weights as tiles. `geometry`: of the build with the most columns."""
 
     def __init__(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
@@ -75,12 +64,13 @@ class PassKernel:
         self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
         machine, sharing = share_of(self.devices)
-        self.geometry = plan_columns(config, dtype, machine, len(devices))
+        self.builds = plan_builds(config, dtype, machine, len(devices))
+        self.geometry = self.builds[-1]
         free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // sharing
         sequences = sequences_in(free, self.geometry, cache_bytes)
         connect(self.devices)
-        self.kernels = [Kernels("passes", self.geometry, device, sharing > 1) for device in self.devices]
-        for kernels in self.kernels:
+        self.kernels = [[Kernels("passes", g, d, sharing > 1) for d in self.devices] for g in self.builds]
+        for kernels in itertools.chain(*self.kernels):
             kernels.require_resident("pass", sharing)
             kernels.load("pass")
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
@@ -143,15 +133,19 @@ class PassKernel:
     def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
         for device in self.devices:  # what `arguments` has written is there
             torch.cuda.synchronize(device)
-        start(self.kernels, "pass", arguments, self._streams)
+        start(self.kernels[self.build_for(arguments)], "pass", arguments, self._streams)
+
+    def build_for(self, arguments: Sequence[ctypes.Structure]) -> int:
+        """The smallest build that holds their columns."""
+        counts = [geometry.mma_columns for geometry in self.builds]
+        return bisect.bisect_left(counts, arguments[0].column_count)
 
 
 def check_ahead(columns: Sequence[Column], logits: torch.Tensor | None) -> None:
     """ValueError where passes cannot follow without the host."""
-    alone = len({column.sequence for column in columns}) == len(columns)
-    if not alone or any(column.drafts for column in columns):
-        raise ValueError("passes ahead are of one column a sequence, without drafts; use ahead = 0")
-    if logits is not None or any(c.times_row >= 0 or c.changes.min_new_tokens > 0 for c in columns):
+    plain = all(c.drafts == 0 and c.times_row < 0 and c.changes.min_new_tokens == 0 for c in columns)
+    if not plain or logits is not None or len({c.sequence for c in columns}) < len(columns):
         raise ValueError(
-            "logits, penalties and min_new_tokens are the host's affair after each pass; use ahead = 0"
+            "passes ahead are of one column a sequence, without drafts, penalties, min_new_tokens or logits, which "
+            "are the host's affair after each pass; use ahead = 0"
         )

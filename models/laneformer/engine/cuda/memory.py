@@ -112,11 +112,11 @@ class DeviceMemory:
 
     def __init__(
         self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str,
-        sequences: int | None = None,
+        sequences: int = 1,
     ):  # fmt: skip
         """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits.
 
-        sequences: that have keys and values here; by default one for each column.
+        sequences: that have keys and values here.
         """
         config, self.geometry, self.index, self.device = (
             geometry.config,
@@ -129,28 +129,22 @@ class DeviceMemory:
         self.tapes = pack(geometry, matrices, self.first_lane, device)
         self.scales = self._put(torch.cat([*matrices.scales, torch.empty(0)]))
         self.tape_at = self._put(torch.from_numpy(tape_starts(geometry).view(np.int64)))
-        self.embedding = self._put(sixteen_bits(tensors, "tok_embeddings.weight", geometry.half))
+        self.embedding = self._put(finite(tensors, "tok_embeddings.weight", TORCH_TYPES[geometry.half]))
         self.norms = self._put(norm_scales(config, tensors))
         self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
         self.biases, self.head_norms = (
             self._put(biases(config, tensors)),
             self._put(head_scales(config, tensors)),
         )
-        columns = max(
-            1, geometry.mma_columns
-        )  # each with words of its own, and each can be of a sequence of its own
-        sequences = columns if sequences is None else sequences
+        numbers = sequences * geometry.lanes_per_device * geometry.kv_lane
         try:
-            self.kv = self._zeros(sequences * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
+            self.kv = self._zeros(numbers, torch.int16)
         except torch.OutOfMemoryError:
-            context, size = (
-                config.max_position_embeddings,
-                2 * sequences * geometry.lanes_per_device * geometry.kv_lane,
-            )
             raise ValueError(
-                f"the GPU has no memory for the keys and values of {context} positions, {size / 1e9:.1f} GB; use a "
-                "smaller context_tokens"
+                f"the GPU has no memory for the keys and values of {config.max_position_embeddings} positions, "
+                f"{2 * numbers / 1e9:.1f} GB; use a smaller context_tokens"
             ) from None
+        columns = max(1, geometry.mma_columns)  # each with words of its own
         self.lane_words = self._zeros(columns * geometry.device_words, torch.int64)
         self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
         self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
@@ -160,9 +154,8 @@ class DeviceMemory:
         self.bias = self._zeros(sequences * config.vocab_size, torch.float64).view(sequences, -1)
         self.tokens = self._pinned(config.max_position_embeddings)
         self.cancel, self.published, self.report = self._pinned(1), self._pinned(1), self._pinned(8)
-        self.picks = torch.zeros(
-            (PASSES_PER_LAUNCH, MAX_COLUMNS), dtype=torch.int64, pin_memory=self.device.type == "cuda"
-        )
+        picks = self._pinned(2 * PASSES_PER_LAUNCH * MAX_COLUMNS)
+        self.picks = picks.view(torch.int64).view(-1, MAX_COLUMNS)
         self.epoch = 0  # tokens that the words have seen
 
     def picked(self, epoch: int, columns: int) -> list[list[int]]:
@@ -257,7 +250,7 @@ class DeviceMemory:
 
     def hang(self) -> Report | None:
         """What the watchdog wrote, if it has given up a wait."""
-        report = Report.from_buffer_copy(self.report.numpy().tobytes()[: ctypes.sizeof(Report)])
+        report = Report.from_buffer_copy(self.report.numpy().tobytes())
         return report if report.set else None
 
     def kv_layer(self, layer: int, kv: torch.Tensor | None = None) -> torch.Tensor:
@@ -321,7 +314,7 @@ class LaneMatrices:
     def _read(self, name: str) -> tuple[torch.Tensor, ...]:
         """(L, rows, columns), and with 8 bits scales (L, rows)."""
         eight = self._dtype == "int8"
-        values = finite(self._tensors, name) if eight else sixteen_bits(self._tensors, name, self._dtype)
+        values = finite(self._tensors, name, torch.float32 if eight else TORCH_TYPES[self._dtype])
         values = values.view(self._config.head_shape) if name in (HEAD, EMBEDDING) else values
         return quantised(values) if eight else (values,)
 
@@ -334,14 +327,6 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
     if tensor.dtype == "fp32":
         return torch.from_numpy(values)
     return torch.from_numpy(values.view(np.int16)).view(TORCH_TYPES[tensor.dtype])
-
-
-def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.Tensor:
-    """A tensor in this 16-bit type, as int16; ValueError where a value is not finite."""
-    values = as_torch(tensors[name]).to(TORCH_TYPES[dtype])
-    if not values.isfinite().all():
-        raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
-    return values.view(torch.int16)
 
 
 def half_of(tensors: Mapping[str, Tensor]) -> str:
@@ -371,11 +356,11 @@ def head_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torc
     return torch.stack(rows) if rows else torch.empty(0)
 
 
-def finite(tensors: Mapping[str, Tensor], name: str) -> torch.Tensor:
-    """A tensor in float32; ValueError where a value is not finite."""
-    values = as_torch(tensors[name]).float()
+def finite(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor in this type; ValueError where a value is not finite in it."""
+    values = as_torch(tensors[name]).to(dtype)
     if not values.isfinite().all():
-        raise ValueError(f"tensor {name} holds values that are not finite")
+        raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
     return values
 
 

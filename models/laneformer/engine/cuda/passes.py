@@ -53,12 +53,6 @@ class PassDecoder(PassKernel):
         finally:
             self._end(sequences)
 
-    def end(self, sequences: Sequence[Decoding]) -> None:
-        """All of them, before their next pass."""
-        for s in sequences:
-            s.finished = True
-        self._end(sequences)
-
     def _begin(self, sequences: Sequence[Decoding]) -> None:
         for s in sequences:
             s.finished = s.finished or s.left
