@@ -22,7 +22,7 @@ from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.compile import VERSIONS, compile_cubin, source_of
 from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.launch import architecture_name, describe
-from laneformer.engine.cuda.passes import plan_columns
+from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.cuda.sequence import SequenceDecoder, geometry_for
 from laneformer.engine.device import driver_version
 from laneformer.tensors import Tensor
@@ -131,7 +131,7 @@ def units(session: Session) -> list[tuple[str, Geometry]]:
         *(of(version, smoke_config(tiny), **SMOKE_SHAPE) for version in VERSIONS),
         ("probe", of(session.version, own)[1]),
         *(of("persistent", own, **cut) for cut in CUTS.values()),
-        ("passes", plan_columns(own, session.dtype, describe(device))),
+        *(("passes", build) for build in plan_builds(own, session.dtype, describe(device))),
         *(of(session.version, wrong) for _, _, wrong, _ in faults),
         *(of(session.version, own, dtype) for dtype in ("fp16", "int8")),
         *(of("persistent", one_lane(own), blocks_per_lane=n) for n in alone_blocks(session.device)),

@@ -116,6 +116,11 @@ DEVICE WordPair load_words(const Word* at) {
   return {a, second_first ? b : load_word(at + 1)};
 }
 DEVICE void accept(const Word* at, uint32_t epoch) { emulator::accept(at, epoch); }
+DEVICE void tell_host(Word* at, float value, uint32_t epoch) {
+  emulator::maybe_pause();
+  *at = {value, epoch};
+  ++emulator::machine->progress;
+}
 #endif
 
 SLOW int load_flag(const int* at) {

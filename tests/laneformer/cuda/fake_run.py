@@ -26,7 +26,7 @@ from laneformer.engine.cuda import launch, sequence
 from laneformer.engine.cuda.bench import Probe
 from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.memory import DeviceMemory, decode_structure
-from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.planning import plan, plan_builds
 from tests.laneformer.cuda.cards import CARDS, REGISTERS, Card
 from tests.laneformer.cuda.harness import KERNELS, random_model, small_config, tensors_of
 
@@ -111,6 +111,13 @@ def argument_of(version: str, geometry: Geometry) -> type[ctypes.Structure]:
     return Probe if version == "probe" else decode_structure(geometry)
 
 
+def geometries_of(version: str, card: Card) -> list[Geometry]:
+    """As planned for the card, of each build."""
+    if version == "passes":
+        return plan_builds(CONFIG, "bf16", card.machine)
+    return [plan(CONFIG, "bf16", card.machine, resident=2 if version == "graph" else 1)]
+
+
 def filled(version: str, geometry: Geometry) -> bytes:
     """An argument's bytes, all of them known."""
     return bytes((7 * i + 1) % 256 for i in range(ctypes.sizeof(argument_of(version, geometry))))
@@ -119,16 +126,16 @@ def filled(version: str, geometry: Geometry) -> bytes:
 def launched(
     driver: FakeDriver, card: Card, version: str, kernels: ModuleType | Any = launch
 ) -> list[dict[str, Any]]:
-    """Every kernel of a version once, as planned for the card."""
+    """Every kernel of a version once, of each of its builds."""
     driver.use(card)
-    geometry = plan(CONFIG, "bf16", card.machine, resident=2 if version == "graph" else 1)
-    loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
-    if version == "persistent":
-        loaded.require_resident("decode")
-    loaded.load(*NAMES[version])
-    argument = argument_of(version, geometry).from_buffer_copy(filled(version, geometry))
-    for name in NAMES[version]:
-        loaded.launch(name, argument, 1 if name == "choose" else None)
+    for geometry in geometries_of(version, card):
+        loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
+        if version in ("persistent", "passes"):
+            loaded.require_resident(NAMES[version][0])
+        loaded.load(*NAMES[version])
+        argument = argument_of(version, geometry).from_buffer_copy(filled(version, geometry))
+        for name in NAMES[version]:
+            loaded.launch(name, argument, 1 if name == "choose" else None)
     return driver.launches()
 
 

@@ -30,6 +30,7 @@ from tools.check.reference import dequantised
 SMALL = Machine(8, 48 * 1024, 90)
 KERNELS = {
     "persistent": ("decode",),
+    "passes": ("pass",),
     "graph": ("qkv", "attention", "output", "gate_up", "down", "join_now", "head", "choose"),
 }
 

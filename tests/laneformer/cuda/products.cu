@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) products(const __grid_
   const int warp = thread_index() / 32;
   const uint64_t* at = p.tape_at + block_index() * kWarps + warp;
   Tape tape;
-  tape.source = p.tapes + at[0], tape.bytes = static_cast<uint32_t>(at[1] - at[0]), tape.endless = false;
+  tape.source = p.tapes + at[0], tape.bytes = static_cast<uint32_t>(at[1] - at[0]), tape.rounds = 0;
   tape.ring = dynamic_shared() + warp * kChunks * kChunkBytes;
   char* behind = dynamic_shared() + kWarps * kChunks * kChunkBytes;
   float* in = reinterpret_cast<float*>(behind);

@@ -21,6 +21,7 @@ REGISTER = re.compile(r"\b(U?R)(\d+)\b(\.64)?")
 DESCRIPTOR = re.compile(r"desc\[UR\d+\]")
 CONSTANT = re.compile(r"c\[0x0\]\[(U?R\d+)?\+?-?(0x[0-9a-f]+)?\]")
 LABEL = re.compile(r"`\((.+?)\)")
+TARGETS = re.compile(r"BRANCH_TARGETS (\S+?)\"")
 NO_RESULT = {
     "ST", "STG", "STS", "STL", "RED", "BRA", "BRX", "BSSY", "BSYNC", "BREAK", "EXIT", "CALL", "RET", "NOP", "BAR",
     "YIELD", "MEMBAR", "ERRBAR", "CGAERRBAR", "FENCE", "UBLKCP", "UBLKPF", "WARPSYNC", "CCTL", "LDGSTS", "ARRIVES",
@@ -103,9 +104,12 @@ class Kernel:
     def successors(self, at: int, calls: bool = False) -> Iterator[int]:
         """What can come next; with `calls`, the first instruction of a callee too."""
         this = self.code[at]
-        goes = this.name in ("EXIT", "RET") or (this.op == "BRA" and this.operands[0].startswith("`"))
-        if this.name in ("BRX", "JMP", "JMX"):
+        goes = this.name in ("EXIT", "RET", "BRX") or (this.op == "BRA" and this.operands[0].startswith("`"))
+        targets = TARGETS.search(this.operands[-1]) if this.name == "BRX" else None
+        if this.name in ("JMP", "JMX") or (this.name == "BRX" and not targets):
             raise ValueError(f"the reader does not know where this goes: {this}")
+        if targets:  # of a switch
+            yield from (self.labels[target] for target in targets[1].split(","))
         if this.guard or not goes:  # BRA.U, BRA.DIV, BRA.CONV: their conditions are operands
             yield at + 1
         label = LABEL.search(this.operands[-1]) if this.name in ("BRA", "WARPSYNC", "CALL") else None

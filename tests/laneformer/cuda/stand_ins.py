@@ -28,8 +28,8 @@ from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.executor import CudaExecutor
-from laneformer.engine.cuda.memory import Column, DeviceMemory
-from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.memory import Column, DeviceMemory, reset
+from laneformer.engine.cuda.passes import Look, PassDecoder
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.prefill import logits_of
 from laneformer.engine.cuda.sequence import SequenceDecoder, graph_kernels
@@ -184,23 +184,29 @@ class EmulatedPasses(PassDecoder):
 
     def __init__(
         self, builds: Path, columns: int, seed: int = 0, changes: dict[str, Any] | None = None, sequences: int = 0,
-        races: bool = False, **shape: Any,
+        races: bool = False, fewer: Sequence[int] = (), **shape: Any,
     ):  # fmt: skip
-        """`changes` of small_config, `shape` for `plan`."""
+        """`changes` of small_config, `shape` for `plan`; `fewer`: columns of the builds beside that of `columns`."""
         self.config, self.limit_s, self.seed = small_config(**(changes or {})), 10.0, seed
         dtype, self.races = shape.pop("dtype", "bf16"), races
         shape = {"warps": 2, "chunk_bytes": 512, **shape}
-        self.geometry = plan(self.config, dtype, SMALL, mma_columns=columns, **shape)
+        self.builds = [plan(self.config, dtype, SMALL, mma_columns=n, **shape) for n in (*fewer, columns)]
+        self.geometry, self.launched = self.builds[-1], list[int]()
         self.model = random_model(self.config, dtype)
         tensors, devices = tensors_of(self.model, dtype), range(self.geometry.devices)
         self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
         self.forget()
-        self.builds = builds
+        self.folder = builds
 
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
         """Built when it is first needed."""
-        return self.build(source_of("passes", self.geometry), self.builds)
+        return self.build(source_of("passes", self.geometry), self.folder)
+
+    @functools.cached_property
+    def libraries(self) -> list[ctypes.CDLL]:
+        smaller = [self.build(source_of("passes", geometry), self.folder) for geometry in self.builds[:-1]]
+        return [*smaller, self.library]
 
     def build(self, source: str, builds: Path, folder: Path = FOLDER) -> ctypes.CDLL:
         """The kernel of this text, which includes those of `folder`."""
@@ -209,7 +215,7 @@ class EmulatedPasses(PassDecoder):
 
     def forget(self) -> None:
         """Words as new; keys and values that nobody has written are no numbers."""
-        self._reset()
+        reset(self.memories)
         for memory in self.memories:
             memory.kv.fill_(0x7FFF)
 
@@ -220,12 +226,16 @@ class EmulatedPasses(PassDecoder):
         kept = {
             f"keys and values {m.index}": (m.kv.data_ptr(), m.kv.nbytes) for m in self.memories if self.races
         }
-        emulator.launch(
-            self.library, "pass", arguments, blocks=self.geometry.blocks - self.missing_blocks,
+        build = self.build_for(arguments)
+        self.launched.append(self.builds[build].mma_columns)
+        launch = functools.partial(
+            emulator.launch, self.libraries[build], "pass", arguments,
+            blocks=self.geometry.blocks - self.missing_blocks,
             threads=32 * self.geometry.warps, watchdog=self.missing_blocks > 0,
-            shared_bytes=self.geometry.shared_bytes, seed=self.seed + self.passes, plain=kept,
+            shared_bytes=self.builds[build].shared_bytes, seed=self.seed + self.passes, plain=kept,
             names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()},
         )  # fmt: skip
+        self._streams = [Running(launch)]
 
     def logits(self, columns: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Of one pass of (token, position, sequence): (columns, V)."""
@@ -285,12 +295,33 @@ class LoopPasses(PassDecoder):
 
     @torch.inference_mode()
     def run(
-        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+        self,
+        columns: Sequence[Column],
+        ahead: int = 0,
+        logits: torch.Tensor | None = None,
+        look: Look | None = None,
     ) -> list[list[int]]:
-        self.passes += 1
         self.asked.append(columns)
         assert 1 <= len(columns) <= 5
-        tokens, kept = [], self.caches.ids
+        rows, running = [self._pass(columns, logits)], [True] * len(columns)
+        for made in range(ahead):
+            running = [
+                on and t not in c.stops[: c.stop_count]
+                for on, t, c in zip(running, rows[-1], columns, strict=True)
+            ]
+            if not any(running) or (look is not None and look(rows)):
+                break
+            following = [
+                Column(token, column.position + 1 + made, column.sequence)
+                for token, column in zip(rows[-1], columns, strict=True)
+            ]
+            new = iter(self._pass([c for c, on in zip(following, running, strict=True) if on], None))
+            rows.append([next(new) if on else -1 for on in running])
+        return rows
+
+    def _pass(self, columns: Sequence[Column], logits: torch.Tensor | None) -> list[int]:
+        self.passes += 1
+        tokens, kept = list[int](), self.caches.ids
         for i, column in enumerate(columns):
             ids = kept.get(column.sequence, [])
             assert len(ids) >= column.position, "keys and values are missing"
@@ -299,4 +330,4 @@ class LoopPasses(PassDecoder):
             tokens.append(int(row.argmax()))
             if logits is not None:
                 logits[i] = row
-        return [tokens]
+        return tokens

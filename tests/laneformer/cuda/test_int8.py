@@ -22,8 +22,7 @@ from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import H200
 from laneformer.engine.cuda.int8 import quantised
 from laneformer.engine.cuda.memory import DeviceMemory, joined
-from laneformer.engine.cuda.passes import plan_columns
-from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.planning import plan, plan_builds
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, Emulated, random_model, small_config, tensors_of
@@ -216,8 +215,8 @@ def test_tapes_hold_a_byte_for_each_weight() -> None:
 
 def test_what_int8_has_not_is_refused() -> None:
     config = small_config()
-    with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns \(mma_columns = 2\)"):
-        plan_columns(config, "int8", SMALL)  # the engine then takes prompts one by one, and says so
+    with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns \(mma_columns = 1\)"):
+        plan_builds(config, "int8", SMALL)  # the engine then takes prompts one by one, and says so
     with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 40.*multiple of 16"):
         plan(small_config(intermediate_size=80), "int8", SMALL)
     for device_name in ("cpu", "cuda"):

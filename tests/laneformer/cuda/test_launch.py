@@ -21,7 +21,7 @@ from laneformer.engine.cuda.geometry import RESERVED_BYTES, Machine
 from laneformer.engine.cuda.launch import describe
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.cards import CARDS, LIMITS, MODELS, Card
-from tests.laneformer.cuda.fake_run import CONFIG, FAULTS, H200, NAMES, STREAM, filled
+from tests.laneformer.cuda.fake_run import FAULTS, H200, NAMES, STREAM, filled, geometries_of
 from tests.laneformer.cuda.harness import small_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,13 +100,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the launches of all kernels of a version; each has run once, in order."""
-    geometry = plan(CONFIG, "bf16", card.machine, resident=2 if version == "graph" else 1)
+    """What is wrong with the launches of all kernels of a version; each build has run once, in order."""
     attribute = {
-        "persistent": [COOPERATIVE, 1], "graph": [OVERLAP, int(card.architecture >= 90)], "probe": [OVERLAP, 0],
+        "persistent": [COOPERATIVE, 1], "passes": [COOPERATIVE, 1], "graph": [OVERLAP, int(card.architecture >= 90)],
+        "probe": [OVERLAP, 0],
     }[version]  # fmt: skip
-    found = [] if [launch["kernel"] for launch in launches] == list(NAMES[version]) else ["kernels"]
-    for launch in launches:
+    wanted = [(name, geometry) for geometry in geometries_of(version, card) for name in NAMES[version]]
+    found = [] if [launch["kernel"] for launch in launches] == [name for name, _ in wanted] else ["kernels"]
+    for launch, (_, geometry) in zip(launches, wanted, strict=False):
         right = {
             "grid": [1 if launch["kernel"] == "choose" else geometry.blocks, 1, 1],
             "block": [32 * geometry.warps, 1, 1], "shared": geometry.shared_bytes,

@@ -14,7 +14,8 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200, Machine
-from laneformer.engine.cuda.passes import plan_columns, sequences_in
+from laneformer.engine.cuda.passes import sequences_in
+from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.decoder import Collected, Request, Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import small_config
@@ -138,9 +139,9 @@ def test_each_option_as_alone(cuda_builds: Path) -> None:
 def test_columns_leave_memory_for_the_ring() -> None:
     """The 2b model: eight columns on an H200, fewer where the ring would be too small."""
     config = LaneformerConfig.from_flavor("2b")
-    sizes = [plan_columns(config, "bf16", m).mma_columns for m in (H200, Machine(108, 163 << 10, 80))]
+    sizes = [plan_builds(config, "bf16", m)[-1].mma_columns for m in (H200, Machine(108, 163 << 10, 80))]
     assert sizes == [8, 4]
-    geometry = plan_columns(config, "bf16", H200)
+    geometry = plan_builds(config, "bf16", H200)[-1]
     assert [sequences_in(n << 30, geometry, bytes_) for n, bytes_ in ((7, 0), (141, None), (141, 2**30))] == [
         8,
         64,
@@ -151,9 +152,9 @@ def test_columns_leave_memory_for_the_ring() -> None:
     ):
         sequences_in(5 << 30, geometry, None)
     with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns .* have 16-bit weights"):
-        plan_columns(config, "int8", H200)
+        plan_builds(config, "int8", H200)
     with pytest.raises(ValueError, match=r"head matrix of a lane, 52 x 64.*rows of 16"):
-        plan_columns(small_config(vocab_size=104), "bf16", H200)
+        plan_builds(small_config(vocab_size=104), "bf16", H200)
 
 
 def test_pieces_and_caches_change_no_token(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ def test_an_instruction() -> None:
     assert kernel("IMAD.WIDE R2, R0, 0x8, R6").code[0].written == ("R2", "R3")
     with pytest.raises(ValueError, match="does not know where this goes"):
         kernel("BRX R2 -0x10", "EXIT").graph  # noqa: B018
+    switch = kernel('BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_1,.L_x_0"*)', "0:", "NOP", "NOP", "1:", "EXIT")
+    assert switch.graph[0] == [3, 1]
 
 
 def test_the_layer_loop_is_the_loop_in_the_loop_over_tokens() -> None:

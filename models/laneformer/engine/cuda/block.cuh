@@ -24,6 +24,7 @@ struct Column {  // of a pass of several (passes.cu): a token at a position of a
   int stops[kMostStops];    // impossible while changes.min_new_tokens > 0
   Sampling sampling;
   Changes changes;          // without arrays
+  int left;                 // new tokens until it ends; 0: more than a launch makes
 };
 
 struct Decode {
@@ -46,8 +47,10 @@ struct Decode {
   int layer, module;       // of a kernel of the graph
   int stops[kMostStops];
 #if MMA_COLUMNS
+  Word* picks;             // host memory: what each pass has chosen, [pass][kMostColumns]
   int column_count;
-  Column columns[MMA_COLUMNS];
+  int ahead;               // passes after the first one, of columns that each draw a token
+  Column columns[kMostColumns];
 #endif
 };
 
@@ -67,7 +70,8 @@ struct Block {
   int column = 0, sequence = 0;  // those under way, of several
 
   DEVICE uint32_t epoch_of(int layer) const { return token_epoch * kLayers + layer + 1; }
-  DEVICE Word* inbox(int device) const { return p.inbox[device] + static_cast<int64_t>(column) * kInboxWords; }
+  DEVICE Word* inbox(int device) const { return inbox_of(device, column); }
+  DEVICE Word* inbox_of(int device, int c) const { return p.inbox[device] + static_cast<int64_t>(c) * kInboxWords; }
   DEVICE Word* own_inbox() const { return inbox(p.device); }
   DEVICE int kv_lane() const { return sequence * kDeviceLanes + local_lane; }
 #if MMA_COLUMNS
@@ -108,13 +112,18 @@ struct Block {
     watch = {p.aborted, p.report, p.limit_ns, lane, 0};
   }
 
-  // Where this thread is, and what is its own. Each step of a layer computes it anew: kept over all of them, it takes
-  // registers that the sums need.
-  DEVICE void locate() {
+  // Where this thread is.
+  DEVICE void stand() {
     const int index = here(thread_index()), block = here(block_index());
     warp = index / kWarpThreads, thread = index % kWarpThreads;
     local_lane = block / kBlocksPerLane, group = block % kBlocksPerLane;
     lane = watch.lane = p.first_lane + local_lane, lane_warp = group * kWarps + warp;
+  }
+
+  // The same, and what is its own. Each step of a layer computes it anew: kept over all of them, it takes registers
+  // that the sums need.
+  DEVICE void locate() {
+    stand();
     words = p.lane_words + static_cast<int64_t>(local_lane) * kLaneWords;
     char* at = dynamic_shared();
     tape.ring = at + warp * kChunks * kChunkBytes, at += kWarps * kChunks * kChunkBytes;
@@ -470,7 +479,8 @@ struct Block {
 
   DEVICE void publish_best(Candidate own, uint32_t cancel) {
     own = best_of_block(own, candidates);
-    for (int d = thread_index(); d < DEVICES; d += kThreads) {
+    constexpr int kReaders = kMmaColumns ? 1 : DEVICES;  // of several columns, one block chooses for all
+    for (int d = thread_index(); d < kReaders; d += kThreads) {
       Word* at = inbox(d) + best_at() + 2 * (p.first_lane * kBlocksPerLane + block_index());
       store_word(at, own.score, token_epoch + 1);
       store_word(at + 1, float_of(static_cast<uint32_t>(own.token) | cancel), token_epoch + 1);

@@ -32,7 +32,7 @@ DEVICE uint32_t take_leading(float& a, float& b) {
 // out [column][rows] of 16 rows a tile: the next Strip rows of tiles, times one part of the inputs x [column][stride]
 template <int Op, int Strip>
 DEVICE void multiply_tiles(Tape& tape, const float* x, int stride, float* out, int rows) {
-  const int thread = thread_index() % 32, g = thread / 4, c = thread % 4;
+  const int thread = here(thread_index()) % kWarpThreads, g = thread / 4, c = thread % 4;
   const float* from = x + g % kPassColumns * stride + 4 * c;  // columns that are not asked for compute another again
   float sum[Strip][3][4] = {};
 #pragma unroll 1
@@ -44,7 +44,7 @@ DEVICE void multiply_tiles(Tape& tape, const float* x, int stride, float* out, i
     tape.need<Strip>();
 #pragma unroll
     for (int r = 0; r < Strip; ++r) {
-      const uint4 a = tape.peek(r);
+      const uint4 a = tape.peek(r, thread);
 #pragma unroll
       for (int i = 0; i < 3; ++i) multiply_tile(sum[r][i], a, b[i]);
     }
@@ -63,7 +63,7 @@ DEVICE void multiply_tiles(Tape& tape, const float* x, int stride, float* out, i
 // holds kParts[Op] such arrays on the way. All threads of the block take part, and see the result.
 template <int Op>
 DEVICE void multiply_columns(Tape& tape, int block, const float* x, int stride, float* out) {
-  const int warp = thread_index() / 32, rows = Matrix<Op>::row_count(block), tiles = rows / kTile;
+  const int warp = here(thread_index()) / kWarpThreads, rows = Matrix<Op>::row_count(block), tiles = rows / kTile;
   const int units = tiles * kParts[Op], end = units * (warp + 1) / kWarps;
 #pragma unroll 1
   for (int unit = units * warp / kWarps, count; unit < end; unit += count) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from .prefill import scores_of
 
 # the others wait for a piece: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
 PIECE_TOKENS = 1024
+Look = Callable[[list[list[int]]], bool]  # at tokens [pass][column]
 LONGEST_END_S = 10.0  # of a pass, when the interpreter ends
 
 
@@ -37,12 +38,17 @@ class Passes(Protocol):
     ahead: int
 
     def run(
-        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+        self,
+        columns: Sequence[Column],
+        ahead: int = 0,
+        logits: torch.Tensor | None = None,
+        look: Look | None = None,
     ) -> list[list[int]]:
         """The token that each column would be followed by, then up to `ahead` times those that follow these.
 
-        They end with a stop id of a column; whatever comes after it has only been written in vain. logits: float32
-        (columns, V) of the first row, on the device, filled. RuntimeError where the GPU fails, or gives up a wait.
+        A column ends with a stop id; whatever comes after it has only been written in vain. logits: float32
+        (columns, V) of the first row, on the device, filled. look: is told now and then what there is so far, and
+        returns whether to end after the pass under way. RuntimeError where the GPU fails, or gives up a wait.
         """
 
     def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
@@ -100,7 +106,8 @@ class CudaExecutor:
         rows = plan.head  # of the logits that the schedule draws from
         draws = {place: plan.draw(place) for place in {column.sequence for column in columns}}
         asked = [column_of(column, draws[column.sequence]) for column in columns]
-        picked = self.passes.run(asked, plan.ahead, self._logits if rows else None)
+        look = (lambda rows: self.schedule.interrupts()) if plan.ahead else None
+        picked = self.passes.run(asked, plan.ahead, self._logits if rows else None, look)
         given: dict[str, Any] = {"picked": np.array(picked, np.int32)}
         return {**given, "logits": self._logits[rows].cpu().numpy()} if rows else given
 

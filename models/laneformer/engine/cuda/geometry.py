@@ -34,6 +34,7 @@ MAX_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
 LARGE_HEAD, LARGE_HEAD_WARPS = 128, 12
 MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
 MAX_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
+MAX_DRAFTS = MAX_COLUMNS - 1
 TILE = 16  # rows and columns of a matrix that one such instruction takes: a segment
 MAX_PARTS, MIN_UNITS = 16, 768  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
 RESERVED_BYTES = 1024  # of shared memory, which the system keeps of each block
@@ -194,7 +195,7 @@ class Geometry:
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
         context = self.config.max_position_embeddings
-        more = MAX_COLUMNS - 1 if self.mma_columns else 0  # that drafts write before they turn out wrong
+        more = MAX_DRAFTS if self.mma_columns else 0  # they write before they turn out wrong
         return -(-min((self.config.window(layer) or context) + more, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
@@ -239,8 +240,10 @@ class Geometry:
     def fixed_shared_bytes(self) -> int:
         """Shared memory beside the ring and its barriers."""
         query = self.group * self.config.head_dim + self.config.qk_norm * (self.group + 1)
-        if self.mma_columns:  # passes.cu: inputs, sums, rows of the stream and a scale of each column
-            column = self.column_stride + self.max_sums + self.max_rows("output", "down") + 1
+        if (
+            self.mma_columns
+        ):  # passes.cu: inputs, sums, rows of the stream, a scale and a token of each column
+            column = self.column_stride + self.max_sums + self.max_rows("output", "down") + 2
             fresh = self.config.head_dim
             return 4 * (query + fresh + self.mma_columns * column + self.warps) + 8 * self.warps
         per_warp = self.max_rows(*OPS) + self.max_rows("output", "down") + 1
@@ -290,7 +293,7 @@ class Geometry:
             "kMailSlots": self.mail_slots, "kWide": self.wide,
             "kNarrow": self.narrow, "kMostRows": self.max_rows(*OPS),
             "kMostStreamRows": self.max_rows("output", "down"), "kMostStops": MAX_STOPS,
-            "kMmaColumns": self.mma_columns, "kMostSums": self.max_sums,
+            "kMmaColumns": self.mma_columns, "kMostColumns": MAX_COLUMNS, "kMostSums": self.max_sums,
             "kPrefetchChunks": self.prefetch_chunks,
         }  # fmt: skip
         tables = {

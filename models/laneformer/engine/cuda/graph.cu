@@ -37,7 +37,7 @@ struct Step : Block {
     uint64_t bytes;
     tape.source = own_tape(bytes) + static_cast<uint32_t>(segment) * kSegmentBytes;
     tape.bytes = Matrix<Op>::segments(lane_warp) * kSegmentBytes;
-    tape.endless = false;
+    tape.rounds = 0;
     tape.start();
   }
 };

@@ -7,6 +7,8 @@ captures graphs, orders copies and frees memory as ever.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,12 @@ def describe(device: torch.device) -> Machine:
             f"{properties.name} is sm_{architecture}; the CUDA engine needs sm_80 (A100) or newer"
         )
     return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin, architecture)
+
+
+def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
+    """What each of these has of its GPU, and how often the GPU is named that is named most often."""
+    machine, sharing = describe(devices[0]), max(map(list(devices).count, devices))
+    return dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing), sharing
 
 
 def architecture_name(device: torch.device) -> str:
@@ -124,6 +132,18 @@ class Kernels:
                 check(driver.cuKernelSetAttribute(attribute, value, kernel, self.device.index or 0))
             self._kernels[name] = kernel
         return self._kernels[name]
+
+
+def start(
+    kernels: Sequence[Kernels],
+    name: str,
+    arguments: Sequence[ctypes.Structure],
+    streams: Sequence[torch.cuda.Stream],
+) -> None:
+    """Launch the kernel on every GPU, each on its stream."""
+    for of_device, argument, stream in zip(kernels, arguments, streams, strict=True):
+        with torch.cuda.device(of_device.device), torch.cuda.stream(stream):
+            of_device.launch(name, argument)
 
 
 def check(result: tuple[Any, ...]) -> Any:

@@ -18,10 +18,15 @@ from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConf
 from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
 from ..decoder import Request, RequestFailed, Sampling
 from ..folder import rope_tables
-from .geometry import HALVES, MAX_STOPS, Geometry
+from .geometry import HALVES, MAX_COLUMNS, MAX_STOPS, Geometry
 from .int8 import quantised
 from .tape import pack, tape_starts
 
+PASSES_PER_LAUNCH = (
+    16  # at most, of columns that draw (passes.cu); unproven on a GPU: the driver beside such a kernel
+)
+ENDS = 1 << 30  # in the word of a chosen token: its column ends with it (passes.cu: kEnds)
+TOKEN_BITS = ENDS - 1
 TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in HALVES}
 
 
@@ -53,7 +58,7 @@ class Column(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("token", "position", "sequence", "drafts", "times_row", "bias_row")),
         ("stop_count", ctypes.c_int), ("stops", ctypes.c_int * MAX_STOPS), ("sampling", Sampling),
-        ("changes", Changes),
+        ("changes", Changes), ("left", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -69,11 +74,13 @@ EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best
 
 
 def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
-    """The argument of all kernels for this geometry; it depends on the numbers of devices
-    and of columns alone.
+    """The argument of all kernels for this geometry; it depends on the number of devices
+    alone, and whether passes have columns.
     """
-    columns = geometry.mma_columns
-    of_a_pass: list[Any] = [("column_count", ctypes.c_int), ("columns", Column * columns)] if columns else []
+    of_passes: list[Any] = [
+        ("picks", ctypes.c_void_p), ("column_count", ctypes.c_int), ("ahead", ctypes.c_int),
+        ("columns", Column * MAX_COLUMNS),
+    ]  # fmt: skip
 
     class Decode(ctypes.Structure):
         _fields_ = [
@@ -92,7 +99,7 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             *((n, ctypes.c_int) for n in ("device", "first_lane", "position", "prompt_count", "max_tokens")),
             *((n, ctypes.c_int) for n in ("stop_count", "layer", "module")),
             ("stops", ctypes.c_int * MAX_STOPS),
-            *of_a_pass,
+            *(of_passes if geometry.mma_columns else ()),
         ]
 
     return Decode
@@ -105,11 +112,11 @@ class DeviceMemory:
 
     def __init__(
         self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str,
-        sequences: int | None = None,
+        sequences: int = 1,
     ):  # fmt: skip
         """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits.
 
-        sequences: that have keys and values here; by default one for each column.
+        sequences: that have keys and values here.
         """
         config, self.geometry, self.index, self.device = (
             geometry.config,
@@ -122,28 +129,22 @@ class DeviceMemory:
         self.tapes = pack(geometry, matrices, self.first_lane, device)
         self.scales = self._put(torch.cat([*matrices.scales, torch.empty(0)]))
         self.tape_at = self._put(torch.from_numpy(tape_starts(geometry).view(np.int64)))
-        self.embedding = self._put(sixteen_bits(tensors, "tok_embeddings.weight", geometry.half))
+        self.embedding = self._put(finite(tensors, "tok_embeddings.weight", TORCH_TYPES[geometry.half]))
         self.norms = self._put(norm_scales(config, tensors))
         self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
         self.biases, self.head_norms = (
             self._put(biases(config, tensors)),
             self._put(head_scales(config, tensors)),
         )
-        columns = max(
-            1, geometry.mma_columns
-        )  # each with words of its own, and each can be of a sequence of its own
-        sequences = columns if sequences is None else sequences
+        numbers = sequences * geometry.lanes_per_device * geometry.kv_lane
         try:
-            self.kv = self._zeros(sequences * geometry.lanes_per_device * geometry.kv_lane, torch.int16)
+            self.kv = self._zeros(numbers, torch.int16)
         except torch.OutOfMemoryError:
-            context, size = (
-                config.max_position_embeddings,
-                2 * sequences * geometry.lanes_per_device * geometry.kv_lane,
-            )
             raise ValueError(
-                f"the GPU has no memory for the keys and values of {context} positions, {size / 1e9:.1f} GB; use a "
-                "smaller context_tokens"
+                f"the GPU has no memory for the keys and values of {config.max_position_embeddings} positions, "
+                f"{2 * numbers / 1e9:.1f} GB; use a smaller context_tokens"
             ) from None
+        columns = max(1, geometry.mma_columns)  # each with words of its own
         self.lane_words = self._zeros(columns * geometry.device_words, torch.int64)
         self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
         self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
@@ -153,11 +154,26 @@ class DeviceMemory:
         self.bias = self._zeros(sequences * config.vocab_size, torch.float64).view(sequences, -1)
         self.tokens = self._pinned(config.max_position_embeddings)
         self.cancel, self.published, self.report = self._pinned(1), self._pinned(1), self._pinned(8)
+        picks = self._pinned(2 * PASSES_PER_LAUNCH * MAX_COLUMNS)
+        self.picks = picks.view(torch.int64).view(-1, MAX_COLUMNS)
         self.epoch = 0  # tokens that the words have seen
+
+    def picked(self, epoch: int, columns: int) -> list[list[int]]:
+        """Tokens [pass][column] that passes from this epoch on have chosen so far; -1 where a
+        column has ended before. The kernel may still run.
+        """
+        rows, running = list[list[int]](), [True] * columns
+        for number, words in enumerate(self.picks[:, :columns].tolist(), epoch + 1):
+            there = [word >> 32 == number for word in words]
+            if not any(running) or there != running:
+                break
+            rows.append([word & TOKEN_BITS if here else -1 for word, here in zip(words, there, strict=True)])
+            running = [here and not word & ENDS for word, here in zip(words, there, strict=True)]
+        return rows
 
     def reset_words(self) -> None:
         """After a hang, or before epochs run out: no word is of any epoch."""
-        for words in (self.lane_words, self.inbox, self.aborted, self.report):
+        for words in (self.lane_words, self.inbox, self.aborted, self.report, self.picks):
             words.zero_()
         self.epoch = 0
 
@@ -234,7 +250,7 @@ class DeviceMemory:
 
     def hang(self) -> Report | None:
         """What the watchdog wrote, if it has given up a wait."""
-        report = Report.from_buffer_copy(self.report.numpy().tobytes()[: ctypes.sizeof(Report)])
+        report = Report.from_buffer_copy(self.report.numpy().tobytes())
         return report if report.set else None
 
     def kv_layer(self, layer: int, kv: torch.Tensor | None = None) -> torch.Tensor:
@@ -298,7 +314,7 @@ class LaneMatrices:
     def _read(self, name: str) -> tuple[torch.Tensor, ...]:
         """(L, rows, columns), and with 8 bits scales (L, rows)."""
         eight = self._dtype == "int8"
-        values = finite(self._tensors, name) if eight else sixteen_bits(self._tensors, name, self._dtype)
+        values = finite(self._tensors, name, torch.float32 if eight else TORCH_TYPES[self._dtype])
         values = values.view(self._config.head_shape) if name in (HEAD, EMBEDDING) else values
         return quantised(values) if eight else (values,)
 
@@ -311,14 +327,6 @@ def as_torch(tensor: Tensor) -> torch.Tensor:
     if tensor.dtype == "fp32":
         return torch.from_numpy(values)
     return torch.from_numpy(values.view(np.int16)).view(TORCH_TYPES[tensor.dtype])
-
-
-def sixteen_bits(tensors: Mapping[str, Tensor], name: str, dtype: str) -> torch.Tensor:
-    """A tensor in this 16-bit type, as int16; ValueError where a value is not finite."""
-    values = as_torch(tensors[name]).to(TORCH_TYPES[dtype])
-    if not values.isfinite().all():
-        raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
-    return values.view(torch.int16)
 
 
 def half_of(tensors: Mapping[str, Tensor]) -> str:
@@ -348,12 +356,18 @@ def head_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torc
     return torch.stack(rows) if rows else torch.empty(0)
 
 
-def finite(tensors: Mapping[str, Tensor], name: str) -> torch.Tensor:
-    """A tensor in float32; ValueError where a value is not finite."""
-    values = as_torch(tensors[name]).float()
+def finite(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor in this type; ValueError where a value is not finite in it."""
+    values = as_torch(tensors[name]).to(dtype)
     if not values.isfinite().all():
-        raise ValueError(f"tensor {name} holds values that are not finite")
+        raise ValueError(f"tensor {name} holds values that are not finite (NaN, or too large for {dtype})")
     return values
+
+
+def reset(memories: Sequence[DeviceMemory]) -> None:
+    """No word of any of them is of any epoch."""
+    for memory in memories:
+        memory.reset_words()
 
 
 def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> None:
@@ -363,8 +377,7 @@ def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> N
     hang = next((report for memory in memories if (report := memory.hang())), None)
     if hang is None:
         return
-    for memory in memories:
-        memory.reset_words()
+    reset(memories)
     raise RequestFailed(
         f"the {kernel} kernel waited {limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
         f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"

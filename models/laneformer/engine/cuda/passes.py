@@ -1,15 +1,16 @@
 """Several sequences side by side, and several positions of one: passes of up to 8 columns (passes.cu).
 
-A launch is one pass; what its columns are is the schedule's to say (executor.py). Each sequence draws the tokens that
-it would draw alone, whatever shares its passes.
+Between two launches the host says what the columns are. Where each of them draws the next token of a sequence,
+a launch may go on alone for some passes, and its tokens are read while it runs. Each sequence draws the tokens that
+it would draw alone, whatever shares its passes. Long prompts are read by PyTorch, a piece between two passes.
 """
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import ctypes
-import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,31 +20,20 @@ from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import RequestFailed
 from .caches import MAX_CACHES, Caches
-from .geometry import Geometry, Machine
-from .launch import Kernels, describe
-from .memory import Changes, Column, DeviceMemory, end_hang
-from .planning import plan
+from .executor import Look
+from .geometry import Geometry
+from .launch import Kernels, share_of, start
+from .memory import PASSES_PER_LAUNCH, Changes, Column, DeviceMemory, end_hang, reset
+from .planning import plan_builds
 from .prefill import DeviceCache, read
 from .sequence import connect
 from .tape import tape_starts
 from .tape_model import TapeModel
 
-COLUMNS = (8, 4, 2)  # of a pass: as many as fit
 LAST_EPOCH = 2**30  # of all layers together
-MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
 IN_PASS_TOKENS = 64  # so many ids at most are read by passes alone: eight take as long as a small piece
 POLL_S = 0.00005
 PASS_S = 0.02  # far longer than any pass takes
-
-
-def plan_columns(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> Geometry:
-    """The geometry with the most columns that leave memory for the ring; ValueError where not even two fit."""
-    for columns in COLUMNS:
-        with contextlib.suppress(ValueError):
-            geometry = plan(config, dtype, machine, devices=devices, mma_columns=columns)
-            if geometry.warps * geometry.chunks * geometry.chunk_bytes >= MIN_RING_BYTES:
-                return geometry
-    return plan(config, dtype, machine, devices=devices, mma_columns=COLUMNS[-1])
 
 
 def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
@@ -66,11 +56,11 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
 
 
 class PassDecoder:
-    """Weights as tiles on the GPUs, and passes over them (executor.Passes). After a hang its error says who waited
-    for what.
+    """Weights as tiles on the GPUs, and passes over them (executor.Passes). `geometry`: of the build with the most
+    columns.
     """
 
-    unread, ahead = IN_PASS_TOKENS, 0
+    unread, ahead = IN_PASS_TOKENS, PASSES_PER_LAUNCH - 1
 
     def __init__(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
@@ -83,14 +73,14 @@ class PassDecoder:
         """
         self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
-        machine, sharing = describe(self.devices[0]), max(map(self.devices.count, self.devices))
-        machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing)
-        self.geometry = plan_columns(config, dtype, machine, len(devices))
+        machine, sharing = share_of(self.devices)
+        self.builds = plan_builds(config, dtype, machine, len(devices))
+        self.geometry = self.builds[-1]
         free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // sharing
         sequences = sequences_in(free, self.geometry, cache_bytes)
         connect(self.devices)
-        self.kernels = [Kernels("passes", self.geometry, device, sharing > 1) for device in self.devices]
-        for kernels in self.kernels:
+        self.kernels = [[Kernels("passes", g, d, sharing > 1) for d in self.devices] for g in self.builds]
+        for kernels in itertools.chain(*self.kernels):
             kernels.require_resident("pass", sharing)
             kernels.load("pass")
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
@@ -111,38 +101,68 @@ class PassDecoder:
         return read(self.tape_model, ids, DeviceCache(self.caches.of(cache), position), first_row)
 
     def run(
-        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
-    ) -> list[list[int]]:
-        """As `Passes.run`; a launch is one pass, so nothing is made ahead. RequestFailed after a hang."""
-        if self.memories[0].epoch > LAST_EPOCH // self.config.num_hidden_layers:
-            self._reset()
-        inboxes = [memory.inbox for memory in self.memories]
-        arguments = []
+        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None,
+        look: Look | None = None,
+    ) -> list[list[int]]:  # fmt: skip
+        """As `Passes.run`. A launch makes PASSES_PER_LAUNCH at most, and ends when all columns have.
+
+        Each column goes on with the token that it drew, until that is one of its stop ids or its `left`-th; then it
+        has -1.
+
+        ValueError for columns that the device cannot go on with: drafts, two of one sequence, penalties,
+        min_new_tokens, logits. RequestFailed after a hang.
+        """
+        if ahead:
+            check_ahead(columns, logits)
+        memory, more = self.memories[0], min(ahead, len(self.memories[0].picks) - 1)
+        if memory.epoch + more > LAST_EPOCH // self.config.num_hidden_layers:
+            reset(self.memories)
+        first, arguments = memory.epoch, self._arguments(columns, more, logits)
+        self._launch(arguments)
+        longest_s = self.limit_s + (1 + more) * PASS_S
+        last_s = time.monotonic() + longest_s
+        while not all(stream.query() for stream in self._streams):
+            if look is not None and look(memory.picked(first, len(columns))):
+                memory.cancel.fill_(1)  # its first block tells the others
+            if time.monotonic() > last_s:
+                raise RequestFailed(f"the pass kernel has not ended within {longest_s:g} s")
+            time.sleep(POLL_S)
+        end_hang(self.memories, "pass", self.limit_s)
+        rows = memory.picked(first, len(columns))
+        self.passes += len(rows)
+        return rows
+
+    def _arguments(
+        self, columns: Sequence[Column], ahead: int, logits: torch.Tensor | None
+    ) -> list[ctypes.Structure]:
+        inboxes, arguments = [memory.inbox for memory in self.memories], []
         for memory in self.memories:
             changes = Changes(memory.times.data_ptr(), memory.bias.data_ptr())
             argument = memory.arguments(
-                inboxes, [0], 0, 1, limit_s=self.limit_s, logits=logits, changes=changes
+                inboxes, [], 0, 1, limit_s=self.limit_s, logits=logits, changes=changes
             )
             argument.column_count, argument.columns[: len(columns)] = len(columns), columns
+            argument.picks, argument.ahead = memory.picks.data_ptr(), ahead
             arguments.append(argument)
-            memory.epoch += 1  # whatever becomes of this pass, no other one uses it
-        self.passes += 1
-        self._launch(arguments)
-        end_hang(self.memories, "pass", self.limit_s)
-        return [self.memories[0].tokens[: len(columns)].tolist()]
-
-    def _reset(self) -> None:
-        for memory in self.memories:
-            memory.reset_words()
+            memory.epoch += 1 + ahead  # whatever becomes of these passes, no others use their epochs
+        return arguments
 
     def _launch(self, arguments: Sequence[ctypes.Structure]) -> None:
         for device in self.devices:  # what `arguments` has written is there
             torch.cuda.synchronize(device)
-        for kernels, argument, stream in zip(self.kernels, arguments, self._streams, strict=True):
-            with torch.cuda.device(kernels.device), torch.cuda.stream(stream):
-                kernels.launch("pass", argument)
-        last_s = time.monotonic() + self.limit_s + PASS_S
-        while not all(stream.query() for stream in self._streams):
-            if time.monotonic() > last_s:
-                raise RequestFailed(f"the pass kernel has not ended within {self.limit_s + PASS_S:g} s")
-            time.sleep(POLL_S)
+        start(self.kernels[self.build_for(arguments)], "pass", arguments, self._streams)
+
+    def build_for(self, arguments: Sequence[ctypes.Structure]) -> int:
+        """The smallest build that holds their columns."""
+        counts = [geometry.mma_columns for geometry in self.builds]
+        return bisect.bisect_left(counts, arguments[0].column_count)
+
+
+def check_ahead(columns: Sequence[Column], logits: torch.Tensor | None) -> None:
+    """ValueError where passes cannot follow without the host."""
+    plain = all(c.drafts == 0 and c.times_row < 0 and c.changes.min_new_tokens == 0 for c in columns)
+    if not plain or logits is not None or len({c.sequence for c in columns}) < len(columns):
+        raise ValueError(
+            "passes ahead are of one column a sequence, without drafts, penalties, min_new_tokens or logits, which "
+            "are the host's affair after each pass; use ahead = 0"
+        )

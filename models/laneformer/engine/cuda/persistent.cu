@@ -20,7 +20,7 @@ struct Persistent : Block {
     uint64_t bytes;
     tape.source = own_tape(bytes);
     tape.bytes = static_cast<uint32_t>(bytes);
-    tape.endless = true;
+    tape.rounds = ~0u;  // more than a request has
     tape.start();
   }
 
@@ -101,7 +101,7 @@ struct Persistent : Block {
         break;
       }
     }
-    tape.finish();
+    tape.finish(kChunks);
   }
 };
 

@@ -5,7 +5,9 @@ Nothing here needs a GPU: `Machine` says what decides (launch.py reads it from t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 
 from ...config import LaneformerConfig
 from .geometry import (
@@ -25,6 +27,10 @@ from .geometry import (
     Machine,
     Matrix,
 )
+
+BUILDS = (1, 4, 8)  # columns of the kernels of passes
+MOST_COLUMNS = (8, 4, 2)  # of the largest one: as many as fit
+MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
 
 
 def plan(
@@ -81,6 +87,25 @@ def plan(
         if geometry.chunks >= 2:
             return geometry
     raise ring_does_not_fit(machine, resident, cuts, bool(warps or chunk_bytes))
+
+
+def plan_builds(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> list[Geometry]:
+    """The builds of the kernel of passes, the one with the most columns last; ValueError where not even two fit.
+
+    All read the same tiles, keys, values and words, so all have the warps and chunks of the last one, and those with
+    fewer columns a deeper ring. So many columns are left out that take more than half the warps of one column.
+    """
+    build = functools.partial(plan, config, dtype, machine, devices=devices)
+    warps = build(mma_columns=1).warps
+    for most in MOST_COLUMNS:
+        with contextlib.suppress(ValueError):
+            last = build(mma_columns=most)
+            if 2 * last.warps >= warps and last.warps * last.chunks * last.chunk_bytes >= MIN_RING_BYTES:
+                break
+    else:
+        last = build(mma_columns=MOST_COLUMNS[-1])
+    fewer = [count for count in BUILDS if count < last.mma_columns]
+    return [*(build(mma_columns=n, warps=last.warps, chunk_bytes=last.chunk_bytes) for n in fewer), last]
 
 
 def ring_does_not_fit(machine: Machine, resident: int, cuts: list[Geometry], shrinkable: bool) -> ValueError:

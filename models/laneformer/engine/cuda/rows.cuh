@@ -67,11 +67,11 @@ struct Matrix {
 };
 
 // The segments of one warp, streamed through a ring of chunks in shared memory. The ring is filled ahead of use as far
-// as it is deep, whatever the warp is doing: across matrices, layers and, with `endless`, tokens.
+// as it is deep, whatever the warp is doing: across matrices, layers and, with `rounds`, tokens.
 struct Tape {
   const char* source;  // global memory
-  uint32_t bytes;      // from `source` to its end, where an endless tape begins again
-  bool endless;
+  uint32_t bytes;      // from `source` to its end
+  uint32_t rounds;     // how often it begins again after that
   char* ring;      // shared, kChunks * kChunkBytes
   uint64_t* full;  // shared, a barrier for each chunk of the ring
   uint32_t ahead;  // byte of the next copy
@@ -79,8 +79,8 @@ struct Tape {
 
   DEVICE void copy_to(uint32_t target) {
     if (ahead == bytes) {
-      if (!endless) return;
-      ahead = 0;
+      if (rounds == 0) return;
+      --rounds, ahead = 0;
     }
     const uint32_t size = bytes - ahead < kChunkBytes ? bytes - ahead : kChunkBytes;
     copy_chunk(ring + target * kChunkBytes, source + ahead, size, full + target);
@@ -90,7 +90,7 @@ struct Tape {
 
   DEVICE void prefetch(uint32_t byte) const {
     if (kPrefetchChunks == 0 || thread_index() % kWarpThreads != 0) return;
-    if (endless && byte >= bytes) byte -= bytes;
+    if (rounds && byte >= bytes) byte -= bytes;
     if (byte < bytes) prefetch_l2(source + byte, bytes - byte < kChunkBytes ? bytes - byte : kChunkBytes);
   }
 
@@ -132,14 +132,15 @@ struct Tape {
     if (++slot == kChunks) slot = 0, parity ^= 1;
   }
 
-  // an endless tape is filled up to a whole chunk
+  // a tape that begins again is filled up to a whole chunk
   DEVICE void skip_filling() {
     if (at) drop((kChunkBytes - at) / kSegmentBytes);
   }
 
-  // no copy may be under way when the block ends; only for an endless tape of whole chunks
-  DEVICE void finish() {
-    for (int i = 0; i < kChunks && bytes; ++i) {
+  // No copy may be under way when the block ends; after a round, of a tape of whole chunks, with so many unread.
+  DEVICE void finish(uint32_t unread) {
+    const uint32_t chunks = unread * (bytes / kChunkBytes);
+    for (uint32_t i = 0; i < chunks && i < kChunks; ++i) {
       wait_full(full + slot, parity);
       if (++slot == kChunks) slot = 0, parity ^= 1;
     }

@@ -6,7 +6,6 @@ kernels for each token. Both read the same tapes and give the same tokens, bit f
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +17,8 @@ from ...config import MODULES, Join, LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import Request, Sampling
 from .geometry import Geometry
-from .launch import Kernels, NotResident, describe
-from .memory import DeviceMemory, end_hang, half_of
+from .launch import Kernels, NotResident, share_of, start
+from .memory import DeviceMemory, end_hang, half_of, reset
 from .planning import plan
 from .prefill import DeviceCache, prefill, streams
 from .slots import Slots
@@ -70,7 +69,7 @@ class SequenceDecoder:
         self.version = version
         half = half_of(self.tensors)
         self.geometry = geometry_for(self.config, self.dtype, self.devices, version, half=half, **self._shape)
-        sharing = max_shared(self.devices)
+        _, sharing = share_of(self.devices)
         self.kernels = [Kernels(version, self.geometry, device, sharing > 1) for device in self.devices]
         self.memories: list[DeviceMemory] = []
         names = {step[0] for step in graph_kernels(self.geometry)} if version == "graph" else {"decode"}
@@ -217,7 +216,7 @@ class SequenceDecoder:
         if used > LAST_EPOCH // self.config.num_hidden_layers or any(
             memory.hang() for memory in self.memories
         ):
-            self._reset()
+            reset(self.memories)
 
     def _synchronize(self) -> None:
         for device in self.devices:
@@ -227,9 +226,7 @@ class SequenceDecoder:
         if self.version == "graph":
             self._capture()
             return
-        for kernels, argument, stream in zip(self.kernels, self.arguments, self._streams, strict=True):
-            with torch.cuda.device(kernels.device), torch.cuda.stream(stream):
-                kernels.launch("decode", argument)
+        start(self.kernels, "decode", self.arguments, self._streams)
 
     def _capture(self) -> None:
         """One token as a graph of kernels."""
@@ -261,25 +258,13 @@ class SequenceDecoder:
         if tokens:  # else the prompt was not read whole
             self.slots.holds(known, self.surplus)
 
-    def _reset(self) -> None:
-        for memory in self.memories:
-            memory.reset_words()
-
 
 def geometry_for(
     config: LaneformerConfig, dtype: str, devices: Sequence[torch.device], version: str, **shape: Any
 ) -> Geometry:
     """The plan for these GPUs; two blocks of the graph version are resident, so that kernels overlap."""
-    machine = describe(devices[0])
-    machine = dataclasses.replace(machine, multiprocessors=machine.multiprocessors // max_shared(devices))
-    return plan(
-        config, dtype, machine, devices=len(devices), resident=2 if version == "graph" else 1, **shape
-    )
-
-
-def max_shared(devices: Sequence[torch.device]) -> int:
-    """How often the GPU is named that is named most often."""
-    return max(map(list(devices).count, devices))
+    resident = 2 if version == "graph" else 1
+    return plan(config, dtype, share_of(devices)[0], devices=len(devices), resident=resident, **shape)
 
 
 def graph_kernels(geometry: Geometry) -> list[tuple[str, int, int, int]]:

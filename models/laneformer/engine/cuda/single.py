@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .caches import Caches
+from .executor import Look
 from .memory import Column
 from .prefill import DeviceCache, read
 from .sequence import IN_KERNEL_TOKENS, SequenceDecoder
@@ -30,7 +31,11 @@ class SinglePasses:
         return read(self.decoder.model, ids, DeviceCache(self.caches.of(cache), position), first_row)
 
     def run(
-        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+        self,
+        columns: Sequence[Column],
+        ahead: int = 0,
+        logits: torch.Tensor | None = None,
+        look: Look | None = None,
     ) -> list[list[int]]:
         first, last, decoder = columns[0], columns[-1], self.decoder
         decoder.settle()

@@ -38,7 +38,7 @@ class TapeModel:
         with torch.device("meta"):
             self._plain = Laneformer(self.config).eval().requires_grad_(False)
         self.masks, self.norm = self._plain.masks, self._plain.norm
-        self.embedding = memories[0].embedding.view(self.dtype)
+        self.embedding = memories[0].embedding
         self._norms = memories[0].norms.to(self.dtype)
         self.norm.load_state_dict({"weight": self._norms[-1]}, assign=True)
         shapes = self.config.tensor_shapes()

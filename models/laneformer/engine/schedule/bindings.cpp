@@ -127,6 +127,7 @@ void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n))
       .def("close", &HostSchedule::close, nb::call_guard<nb::gil_scoped_release>())
       .def("next", &next, "picked"_a = nb::none(), "logits"_a = nb::none(), "refused"_a = -1, "error"_a = nb::none(),
            nb::rv_policy::reference)
+      .def("interrupts", [](HostSchedule& h) { return h.schedule().interrupts(); })
       .def("piece", [](HostSchedule& h) { return h.schedule().piece(h.last()); })
       .def("score", &score, "position"_a, "logprobs"_a, "ids"_a, "tops"_a)
       .def("keep_logits", [](HostSchedule& h, int position, Floats rows) {

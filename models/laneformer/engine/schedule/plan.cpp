@@ -9,6 +9,7 @@ namespace laneformer {
 
 namespace {
 constexpr double kLeastGain = 1.03;  // of drafts
+constexpr int kAheadOfDrafts = 3;  // passes, after which a drafter is asked again
 }  // namespace
 
 void Schedule::plan(Pass& pass) {
@@ -99,7 +100,7 @@ int Schedule::ahead() const {
   int most = some_wait ? 0 : limits_.ahead;
   for (const Sequence* s : running_) {  // the end of a prompt comes first, which may be set aside
     if (!s->picks || !s->odds.empty() || s->columns != 1 || !s->new_tokens()) return 0;
-    most = std::min(most, s->end - s->known() - 1);
+    most = std::min({most, s->drafter ? kAheadOfDrafts : most, s->end - s->known() - 1});
   }
   return most;
 }

@@ -103,6 +103,14 @@ Statistics Schedule::statistics() {
   return total;
 }
 
+bool Schedule::interrupts() {
+  std::lock_guard lock(mutex_);
+  const bool room = static_cast<int>(running_.size()) < limits_.sequences;
+  return std::any_of(sequences_.begin(), sequences_.end(), [&](const auto& s) {
+    return (s->left && s->stage != Sequence::Stage::ended) || (room && s->stage == Sequence::Stage::waiting);
+  });
+}
+
 // Of a request that has not ended.
 Sequence* Schedule::find(int64_t ticket) {
   for (const auto& s : sequences_)

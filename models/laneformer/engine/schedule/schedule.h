@@ -47,6 +47,7 @@ class Schedule {
   //
   // The next pass, or nullptr where nothing can run; `last` is what the one before gave.
   const Pass* next(const PassResult* last);
+  bool interrupts();  // while passes run ahead: somebody joins or leaves, so they are to end
   void tell_news();  // after `next`, as soon as the executor has begun with the pass
   // All requests end, as there will be no more passes; with a reason it is their error, and that of all that would join.
   void fail(std::string why = "");

@@ -1,0 +1,188 @@
+"""Launches of several passes on the emulator: tokens of as many launches of one, and all blocks leave together."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from laneformer.engine.cuda import memory
+from laneformer.engine.cuda.memory import Changes, Column
+from laneformer.engine.cuda.planning import plan, plan_builds
+from laneformer.engine.decoder import Sampling
+from laneformer.llama.config import config_of_llama
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.cards import CARDS, MODELS
+from tests.laneformer.cuda.stand_ins import EmulatedPasses
+from tests.laneformer.cuda.test_llama import SIZES
+from tests.proofs import KERNEL_SOURCES
+
+pytestmark = [
+    pytest.mark.proof(*KERNEL_SOURCES),
+    pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
+]
+LLAMA = {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
+SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
+    "delay 1": {},
+    "delay 0, every lane on its own device": {"changes": {"broadcast_delay": 0}, "devices": 2, "blocks_per_lane": 2},
+    "delay 2, four lanes on two devices": {
+        "changes": {"broadcast_delay": 2, "num_lanes": 4, "num_hidden_layers": 5, "vocab_size": 128},
+        "devices": 2, "blocks_per_lane": 2,
+    },
+    "tapes shorter than their rings": {"changes": {"num_hidden_layers": 1, "swa_layers": (0,)}, "warps": 4},
+    "llama": {"changes": vars(config_of_llama({**SIZES, **LLAMA}, 2))},
+}  # fmt: skip
+WAYS = Sampling(top_p=1.0), Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)
+MOST = 9  # passes
+
+
+def columns(tokens: list[int], position: int, **fields: Any) -> list[Column]:
+    """Of sequences 2, 1, 0 at their own positions: greedy, drawn, drawn with filters."""
+    return [
+        Column(token, position + i, 2 - i, times_row=-1, bias_row=-1, sampling=WAYS[i], **fields)
+        for i, token in enumerate(tokens)
+    ]
+
+
+def start(passes: EmulatedPasses) -> list[int]:
+    """The first three ids of all; what each would be followed by. Positions differ: the third starts at 2."""
+    passes.forget()
+    for i in range(2):
+        passes.run([Column(5 + i, i, s, times_row=-1, bias_row=-1, sampling=WAYS[0]) for s in range(3)])
+    for i in range(2):
+        passes.run([Column(9, 2 + i, s, times_row=-1, bias_row=-1, sampling=WAYS[0]) for s in range(2 - i)])
+    return [11, 12, 13]
+
+
+def one_by_one(passes: EmulatedPasses, count: int) -> list[list[int]]:
+    tokens, rows = start(passes), list[list[int]]()
+    for i in range(count):
+        (tokens,) = passes.run(columns(tokens, 2 + i))
+        rows.append(tokens)
+    return rows
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_tokens_and_keys_are_those_of_single_passes(name: str, cuda_builds: Path) -> None:
+    passes = EmulatedPasses(cuda_builds, 3, **SHAPES[name])
+    right, kept = one_by_one(passes, MOST), [m.kv.clone() for m in passes.memories]
+    first, passes.seed = start(passes), 5
+    assert passes.run(columns(first, 2), MOST - 1) == right
+    assert all(torch.equal(m.kv, kv) for m, kv in zip(passes.memories, kept, strict=True))
+    assert passes.run(columns(start(passes), 2, left=2), MOST - 1) == right[:2], "chunks are under way then"
+    assert len({token for row in right for token in row}) > 6, "a text, not one token again and again"
+
+
+@pytest.fixture(scope="module")
+def two(cuda_builds: Path) -> EmulatedPasses:
+    return EmulatedPasses(cuda_builds, 3, devices=2, blocks_per_lane=2)
+
+
+@pytest.fixture(scope="module")
+def right(two: EmulatedPasses) -> list[list[int]]:
+    return one_by_one(two, 6)
+
+
+def test_each_column_ends_by_itself(two: EmulatedPasses, right: list[list[int]]) -> None:
+    """At a stop id, at its last token; the launch ends with the last column, before its last pass."""
+    made, first = start(two), two.memories[0].epoch
+    wanted = columns(made, 2)
+    stop = next(i for i in range(1, 5) if right[i][0] not in [row[0] for row in right[:i]])
+    wanted[0].stop_count, wanted[0].stops[:2] = 2, [95 - right[stop][0], right[stop][0]]
+    wanted[1].left, wanted[2].left = 1, 5
+    rows = two.run(wanted, 9)
+    assert len(rows) == 5
+    for column, last in enumerate((stop, 0, 4)):
+        told = [row[column] for row in rows]
+        assert told == [row[column] for row in right[: last + 1]] + [-1] * (4 - last)
+    assert two.memories[0].epoch == first + 10, "no other launch uses these epochs"
+    assert two.run(columns(right[4], 7))[0][2] == right[5][2], "and nothing is left that confuses the next"
+
+
+def test_the_host_cuts_in_on_all_devices(two: EmulatedPasses, right: list[list[int]]) -> None:
+    """A wish that is there from the start ends the launch after its first pass."""
+    wanted = columns(start(two), 2)
+    arguments, first = two._arguments(wanted, 9, None), two.memories[0].epoch - 10
+    two.memories[0].cancel.fill_(1)
+    two._launch(arguments)
+    two._streams[0].synchronize()
+    assert two.memories[0].picked(first, 3) == right[:1]
+    assert all(memory.hang() is None for memory in two.memories)
+
+
+def test_tokens_are_seen_while_the_kernel_runs(two: EmulatedPasses, right: list[list[int]]) -> None:
+    seen: list[int] = []
+
+    def look(rows: list[list[int]]) -> bool:
+        seen.append(len(rows))
+        return len(rows) >= 2
+
+    rows = two.run(columns(start(two), 2), 15, None, look)
+    assert rows[:6] == right[: len(rows)]
+    assert seen == sorted(seen)
+    assert seen[0] < 2 <= len(rows) < 16
+    assert 1 in seen, "a pass takes a second here"
+
+
+def test_builds_share_tiles_caches_and_words(cuda_builds: Path) -> None:
+    """Passes of 1, 4 and 8 columns alternate over one memory; each gives the bits of the build of eight alone."""
+    shape: dict[str, Any] = {"sequences": 8, "blocks_per_lane": 2}
+    eight = EmulatedPasses(cuda_builds, 8, **shape)
+    builds = EmulatedPasses(cuda_builds, 8, fewer=(1, 4), **shape)
+    rings = zip(builds.builds, (5, 3, 2), strict=True)
+    builds.builds = [dataclasses.replace(geometry, chunks=chunks) for geometry, chunks in rings]
+    builds.geometry = builds.builds[-1]
+    wanted: list[list[tuple[int, int, int]]] = [
+        [(5, 0, 3)], [(6 + s, 0, s) for s in range(3)], [(6, 1, 3), *((9, 1, s) for s in range(3)), (1, 0, 6)],
+        [(7, 2, 3)], [(7, 3 + i, 3) for i in range(8)], [(8, 2, 1), (4, 2, 0)], [(8, 11, 3)],
+    ]  # fmt: skip
+    for columns_of_pass in wanted:
+        assert torch.equal(builds.logits(columns_of_pass), eight.logits(columns_of_pass))
+    ahead = [builds.run(columns([12], 12), 3), eight.run(columns([12], 12), 3)]
+    assert ahead[0] == ahead[1]
+    assert builds.launched == [1, 4, 8, 1, 8, 4, 1, 1]
+    assert all(torch.equal(a.kv, b.kv) for a, b in zip(builds.memories, eight.memories, strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", CARDS)
+def test_builds_are_planned_together(model: str, name: str) -> None:
+    """What they share in memory is cut alike, and a build of fewer columns has as deep a ring or a deeper one."""
+    config, card = MODELS[model], CARDS[name]
+    builds = plan_builds(config, "bf16", card.machine)
+    counts, last = [g.mma_columns for g in builds], builds[-1]
+    assert counts in ([1, 2], [1, 4], [1, 4, 8])
+    for build in builds:
+        assert dataclasses.replace(build, mma_columns=last.mma_columns, chunks=last.chunks) == last
+        assert build.shared_bytes <= card.shared_block
+        assert (build.kv_lane, build.lane_words, build.inbox_words) == (
+            last.kv_lane, last.lane_words, last.inbox_words,
+        )  # fmt: skip
+    assert [g.chunks for g in builds] == sorted((g.chunks for g in builds), reverse=True)
+    assert 2 * last.warps >= plan(config, "bf16", card.machine, mma_columns=1).warps
+
+
+def test_passes_per_launch_are_one_number(
+    cuda_builds: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "PASSES_PER_LAUNCH", 1)
+    one = EmulatedPasses(cuda_builds, 3, devices=2, blocks_per_lane=2)
+    assert one.run(columns(start(one), 2), 9) == right[:1]
+
+
+def test_what_the_device_cannot_go_on_with_is_refused(two: EmulatedPasses) -> None:
+    plain = columns([1, 2], 0)
+    cases: list[list[Column]] = [
+        [plain[0], plain[0]],
+        [Column(1, 0, 0, 1, -1, -1)],
+        [Column(1, 0, 0, 0, 0, -1)],
+        [Column(1, 0, 0, 0, -1, -1, changes=Changes(min_new_tokens=2))],
+    ]
+    for wanted in cases:
+        with pytest.raises(ValueError, match="passes ahead are of one column a sequence, without drafts"):
+            two.run(wanted, 1)
+    with pytest.raises(ValueError, match="use ahead = 0"):
+        two.run(plain, 1, torch.empty(2, 96))
