@@ -164,8 +164,8 @@ def test_a_prediction_is_drafted(client: openai.OpenAI) -> None:
         told = client.chat.completions.create(**asked, prediction={"type": "content", "content": content})
         assert told.choices[0].message.content == expected
         assert told.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    picture: Any = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(openai.BadRequestError, match="the model reads"):
-        picture: Any = [{"type": "image_url", "image_url": {"url": "x"}}]
         client.chat.completions.create(**asked, prediction={"type": "content", "content": picture})
 
 
