@@ -122,7 +122,6 @@ class Engine:
                 decoder = cpu_decoder(config, tensors, dtype, **options)
         self._decoder, self._requests = decoder, Requests(config, self.eos_ids, decoder)
         self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
-        self.refused_options = decoder.refused_options  # of a generation: this device does not have them
 
     @classmethod
     def from_pretrained(

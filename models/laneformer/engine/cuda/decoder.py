@@ -34,8 +34,6 @@ class CudaDecoder:
     `speculate` has no effect.
     """
 
-    refused_options: tuple[str, ...] = ()
-
     def __init__(
         self,
         config: LaneformerConfig,
