@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,8 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200, Machine
-from laneformer.engine.cuda.passes import plan_columns, sequences_in
-from laneformer.engine.decoder import Collected, Request, Sampling
+from laneformer.engine.cuda.passes import PassDecoder, plan_columns, sequences_in
+from laneformer.engine.decoder import Collected, Request, RequestFailed, Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import small_config
 from tests.laneformer.cuda.reference import expected, kept_at
@@ -179,3 +181,15 @@ def test_pieces_and_caches_change_no_token(cuda_builds: Path, monkeypatch: pytes
     assert off < 0.5
     targets = right[range(11, len(longer) - 1), longer[12:]]
     assert (torch.from_numpy(scored.scores[0]) - targets).abs().max() <= 2 * off
+
+
+def test_a_launch_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that waits for its weights does not look at the clock; the host does."""
+    stuck: Any = object.__new__(PassDecoder)
+    kernels = SimpleNamespace(device=None, launch=lambda name, argument: None)
+    stuck.devices, stuck.kernels, stuck.limit_s = [], [kernels], 0.05
+    stuck._streams = [SimpleNamespace(query=lambda: False)]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    with pytest.raises(RequestFailed, match=r"the pass kernel has not ended within 0\.07 s"):
+        stuck._launch([None])
