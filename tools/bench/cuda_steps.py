@@ -283,7 +283,8 @@ def passes(session: Session) -> Result:
     """
     decoder = PassDecoder(session.config, session.tensors, session.dtype, (session.device,), LIMIT_S)
     columns, report = decoder.geometry.mma_columns, Result()
-    schedule = CudaExecutor(decoder).schedule
+    executor = CudaExecutor(decoder)
+    schedule = executor.schedule
 
     def run(prompts: list[list[int]], drafts: int) -> tuple[list[list[int]], float]:
         options: dict[str, Any] = {"reuse_prefix": False, "speculate": drafts, "quiet": True}

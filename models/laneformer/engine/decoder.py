@@ -125,11 +125,6 @@ class Decoder(Protocol):
     @property
     def weight_bytes(self) -> int: ...
     @property
-    def refused_options(self) -> tuple[str, ...]:
-        """Fields of Request for which `check` accepts their defaults only."""
-        ...
-
-    @property
     def max_joined(self) -> int: ...
     @property
     def failure(self) -> str | None:

@@ -1,7 +1,7 @@
 """Engine: the facade of inference. It makes requests and holds the decoder that they join.
 
-From `generate` to the decode loop: Engine._run -> Decoder.join -> the loop itself (C++ `Decoder::serve`, or
-the launch of the CUDA kernel); what it yields comes back through Decoder.collect.
+From `generate` to the decode loop: Engine._run -> Decoder.join -> the schedule, whose passes run in C++
+(`Decoder::serve`) or on GPUs (`CudaExecutor.run`); what they yield comes back through Decoder.collect.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Engine:
             "amx" with bf16 weights, where passes of four positions and more differ by about 1e-6.
 
     Args on GPUs:
-        version: "persistent" (one kernel for the whole request) or "graph". Both compute as math="exact", with
-            keys and values in 16 bits. Long prompts and scores go through PyTorch.
+        version: "persistent" (passes that requests share) or "graph" (one request at a time). Both compute as
+            math="exact", with keys and values in 16 bits. Long prompts and scores go through PyTorch.
     """
 
     def __init__(
@@ -122,7 +122,6 @@ class Engine:
                 decoder = cpu_decoder(config, tensors, dtype, **options)
         self._decoder, self._requests = decoder, Requests(config, self.eos_ids, decoder)
         self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
-        self.refused_options = decoder.refused_options  # of a generation: this device does not have them
 
     @classmethod
     def from_pretrained(

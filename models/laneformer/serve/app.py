@@ -58,7 +58,6 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         "kv_dtype",
         "threads",
         "weight_bytes",
-        "refused_options",
     )
     facts = {"id": options.model, **{name: getattr(engine, name) for name in names}}
     # before requests come, so that nothing disturbs it

@@ -22,6 +22,7 @@ from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.prefill import scores_of
+from laneformer.engine.decoder import EngineLost
 from laneformer.engine.options import batch_seeds
 from laneformer.model import rope_table, run_layers
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
@@ -226,10 +227,10 @@ def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
         failed = "the GPU has failed, and with it all requests: an illegal memory access"
         assert (last.finish_reason, last.error) == ("error", failed)
         assert batch.failure == failed
-        with pytest.raises(RuntimeError, match=failed):
+        with pytest.raises(EngineLost, match=failed):
             batch.join(PROMPT)
     for call in (engine.generate, lambda prompt: list(engine.stream(prompt))):
-        with pytest.raises(RuntimeError, match=failed):
+        with pytest.raises(EngineLost, match=failed):
             call(PROMPT)
 
 

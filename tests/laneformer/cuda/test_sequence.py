@@ -18,6 +18,7 @@ import torch
 
 from laneformer.engine import Engine
 from laneformer.engine.cuda.single import SinglePasses
+from laneformer.engine.decoder import RequestFailed
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import gpu_of, passes_of, without_tiles
@@ -177,7 +178,7 @@ def test_a_caller_that_went_away_disturbs_nobody(emulated, cpu_tokens):
 def test_a_wait_in_vain_is_reported_to_everybody(emulated):
     gpu = gpu_of(emulated)
     gpu.missing_blocks, gpu.limit_s = 1, 0.05
-    with pytest.raises(RuntimeError, match=r"waited 0.05 s in vain: lane \d, layer \d, exchange '"):
+    with pytest.raises(RequestFailed, match=r"waited 0.05 s in vain: lane \d, layer \d, exchange '"):
         emulated.generate(LONG_PROMPT[:3], max_new_tokens=10)
     gpu.missing_blocks, gpu.limit_s = 0, 10.0
     with pytest.raises(RuntimeError, match="the GPU has failed, and with it all requests: the decode kernel"):
@@ -194,7 +195,9 @@ def test_a_prompt_that_was_not_read_to_its_end_is_not_reused(emulated, cpu_token
 
     emulated.generate(LONG_PROMPT[:3], max_new_tokens=2, reuse_prefix=False)
     monkeypatch.setattr(passes, "read", fails)
-    with pytest.raises(RuntimeError, match="the GPU has no memory for this request: tried to allocate 3 GiB"):
+    with pytest.raises(
+        RequestFailed, match="the GPU has no memory for this request: tried to allocate 3 GiB"
+    ):
         emulated.generate(LONG_PROMPT[1:])
     monkeypatch.undo()
     assert emulated.generate(LONG_PROMPT[1:], max_new_tokens=1)

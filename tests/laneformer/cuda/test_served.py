@@ -140,7 +140,6 @@ def test_what_it_can_is_said(name, most, says, request, monkeypatch, capsys):
     served = request.getfixturevalue(name)
     facts = httpx.get(f"{served.url}/props").json()
     assert (facts["max_joined"], facts["isa"]) == (most, "cuda")
-    assert facts["refused_options"] == []
     state = SimpleNamespace(scheduler=SimpleNamespace(max_joined=most))
     monkeypatch.setattr(app, "create_app", lambda *_: SimpleNamespace(state=state))
     monkeypatch.setattr(app, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))

@@ -65,7 +65,6 @@ class CpuDecoder(_core.Decoder):
     """
 
     max_joined = _core.MAX_SEQUENCES
-    refused_options: tuple[str, ...] = ()
     failure: str | None = None
 
     def __init__(

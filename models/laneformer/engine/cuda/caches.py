@@ -24,8 +24,9 @@ class Caches:
         self.memories = memories
         one = memories[0].geometry.lanes_per_device * memories[0].geometry.kv_lane
         parts = zip(*(memory.kv.split(one) for memory in memories), strict=True)
-        self.kv = [list(kv) for kv in parts]  # [cache][device]
-        self.most = max(most, len(self.kv))
+        self.kv = dict(enumerate(list(kv) for kv in parts))  # of each cache: of each device
+        self.most, self._fixed = max(most, len(self.kv)), most <= len(self.kv)
+        self._spare: list[list[torch.Tensor]] = []
 
     def shape(self) -> _core.KvShape:
         g = self.memories[0].geometry
@@ -37,9 +38,16 @@ class Caches:
         )
 
     def apply(self, op: _core.KvOp) -> None:
-        """torch.OutOfMemoryError where there is none for another cache. Memory of closed ones is kept."""
-        if op.kind == _core.KvKind.open and op.cache == len(self.kv):
-            self.kv.append([torch.zeros_like(kv) for kv in self.kv[0]])
+        """torch.OutOfMemoryError where there is none for another cache. Memory of closed ones is kept for others."""
+        if op.kind == _core.KvKind.close and not self._fixed:
+            self._spare.append(self.kv.pop(op.cache))
+        if op.kind == _core.KvKind.open and op.cache not in self.kv:
+            new = (
+                self._spare.pop()
+                if self._spare
+                else [torch.zeros_like(memory.kv) for memory in self.memories]
+            )
+            self.kv[op.cache] = new
         if op.kind == _core.KvKind.copy:
             self._copy(op.source, op.cache, op.end)
 

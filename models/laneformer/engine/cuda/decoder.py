@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
-from ..decoder import CUDA, Collected, Ended, Request
+from ..decoder import CUDA, Collected, Ended, EngineLost, Request, RequestFailed
 from ..options import in_range
 from .executor import CudaExecutor, Passes
 from .geometry import DTYPES, HALVES, Geometry
@@ -33,8 +34,6 @@ class CudaDecoder:
     the GPU, for weights of 8 bits and for version="graph", requests come one after the other (single.py), and
     `speculate` has no effect.
     """
-
-    refused_options: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -111,14 +110,16 @@ class CudaDecoder:
             raise ValueError(f"keep_partials = {request.keep_partials!r}: {USE_CPU}")
 
     def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
-        """RuntimeError where the GPU has failed, too."""
+        """EngineLost after the GPU has failed."""
+        if self.failure is not None:
+            raise EngineLost(self.failure)
         if not self._drafts:
             requests = [dataclasses.replace(request, speculate=0) for request in requests]
         return self._executor.schedule.join(requests, alone)
 
     def collect(self, timeout_s: float) -> list[Collected]:
         return [
-            Collected(ticket, first, tokens, scores, ended and Ended(*ended))
+            Collected(ticket, first, tokens, scores, ended and ended_as(*ended))
             for ticket, first, tokens, scores, ended in self._executor.schedule.collect(timeout_s)
         ]
 
@@ -147,3 +148,9 @@ class CudaDecoder:
         self.leave_all()
         self.__dict__.pop("gpu", None)
         self._executor.close()
+
+
+def ended_as(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:
+    """What the executor could not do is no mistake of the caller."""
+    failed = RequestFailed(str(error)) if isinstance(error, RuntimeError) else error
+    return Ended(statistics, failed, *left)

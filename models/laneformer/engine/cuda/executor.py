@@ -141,6 +141,7 @@ def end(schedule: _core.Schedule, thread: threading.Thread) -> None:
     schedule.close()
     if thread is not threading.current_thread():
         thread.join(LONGEST_END_S)
+    schedule.fail("the engine on the GPU is closed")  # whoever still waits
 
 
 def serve(schedule: _core.Schedule, executor: weakref.ref[CudaExecutor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ class Report(ctypes.Structure):
 EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best token", "scores", "choice")
 
 
+@functools.cache  # made for every launch, it would take most of the host's time
 def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
     """The argument of all kernels for this geometry; it depends on the number of devices
     alone, and whether passes have columns.

@@ -1,0 +1,156 @@
+"""What earlier sequences leave on a GPU: a prompt starts only where all that its windows show is there, and its own.
+
+The schedule decides, the executor moves; here numbers stand for keys and values, and the next id is a sum of those
+before it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from laneformer.engine.cuda.caches import Caches
+from laneformer.engine.cuda.executor import CudaExecutor
+from laneformer.engine.cuda.memory import Column, DeviceMemory
+from laneformer.engine.cuda.planning import plan
+from laneformer.engine.decoder import Request
+from tests.laneformer.cuda.harness import SMALL, small_config
+from tests.laneformer.cuda.stand_ins import answers
+
+CONFIG = small_config(sliding_window=5, max_position_embeddings=48)
+GEOMETRY = plan(
+    CONFIG, "bf16", SMALL, warps=2
+)  # rings of 6: two positions can be gone back when they have wrapped
+WHOLE = 2  # a layer without a window
+
+
+def number_after(before: int, token: int) -> int:
+    return (31 * before + token + 1) % 32749
+
+
+def continued(ids: list[int], count: int) -> list[int]:
+    """What follows a text: the sum of all of it decides."""
+    number, made = 0, list[int]()
+    for token in ids[:-1]:
+        number = number_after(number, token)
+    for _ in range(count):
+        number = number_after(number, [*ids, *made][-1])
+        made.append(number % 3)
+    return made
+
+
+class Numbers:
+    """Passes in which a position's keys and values are a number of all ids up to it."""
+
+    unread, ahead = 64, 0
+
+    def __init__(self, sequences: int, caches: int, most: int = 0):
+        self.config, self.columns, self.sequences = CONFIG, sequences, sequences
+        kv = torch.zeros(caches * GEOMETRY.lanes_per_device * GEOMETRY.kv_lane, dtype=torch.int16)
+        self.memory: Any = SimpleNamespace(kv=kv, geometry=GEOMETRY, device="cpu")
+        self.memory.kv_layer = lambda layer, kv=None: DeviceMemory.kv_layer(self.memory, layer, kv)
+        self.caches = Caches([self.memory], most)
+
+    def place(self, cache: int, layer: int, positions: range) -> torch.Tensor:
+        """(positions, numbers) there."""
+        at = torch.tensor([*positions], dtype=torch.int64)
+        kv = self.memory.kv_layer(layer, self.caches.kv[cache][0])
+        slots = at // GEOMETRY.splits % GEOMETRY.kv_slots(layer)
+        return kv[:, :, at % GEOMETRY.splits, slots].transpose(0, 2).flatten(1)
+
+    def run(
+        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+    ) -> list[list[int]]:
+        return [[self._run(c.sequence, c.position, c.token) for c in columns]]
+
+    def _run(self, cache: int, position: int, token: int) -> int:
+        """The next id. Each layer shows the same numbers, as far back as its window goes."""
+        known = self.place(cache, WHOLE, range(position))[:, 0]
+        number = number_after(int(known[-1]) if position else 0, token)
+        for layer in range(CONFIG.num_hidden_layers):
+            seen = range(max(0, position + 1 - (CONFIG.window(layer) or position + 1)), position)
+            assert (self.place(cache, layer, seen) == known[seen.start :, None]).all(), (position, layer)
+            kv = self.memory.kv_layer(layer, self.caches.kv[cache][0])
+            kv[:, :, position % GEOMETRY.splits, position // GEOMETRY.splits % GEOMETRY.kv_slots(layer)] = (
+                number
+            )
+        return number % 3
+
+    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+        raise AssertionError("prompts are short")
+
+
+def reused(executor: CudaExecutor, prompt: list[int], new: int) -> int:
+    """Of a request alone, whose tokens are right."""
+    news = answers(executor, [Request(prompt, new)])[0]
+    assert news.tokens == continued(prompt, new)
+    return news.whole.statistics["reused_tokens"]
+
+
+@pytest.mark.parametrize(("sequences", "caches"), [(1, 1), (1, 2), (1, 6), (2, 2), (3, 4), (4, 8)])
+def test_random_conversations(sequences: int, caches: int) -> None:
+    draw = random.Random(10 * sequences + caches)
+    executor, texts, found = CudaExecutor(Numbers(sequences, caches)), [[1]], list[int]()
+    for _ in range(60):
+        prompts = []
+        for _ in range(draw.randint(1, 4)):
+            text = draw.choice(texts)
+            begins = text[: draw.randint(0, min(len(text), 30))]
+            prompts.append(begins + [draw.randint(0, 2) for _ in range(draw.randint(1, 8))])
+        for news, prompt in zip(
+            answers(executor, [Request(p, draw.randint(1, 6)) for p in prompts]), prompts, strict=True
+        ):
+            assert news.tokens == continued(prompt, len(news.tokens))
+            found.append(news.whole.statistics["reused_tokens"])
+            texts = [*texts[-4:], prompt + news.tokens]
+    assert sum(found) > 20 * caches
+
+
+def test_what_each_turn_finds() -> None:
+    """Longer than the rings: the same prompt again, the next turn, another conversation, an edited message."""
+    executor = CudaExecutor(Numbers(1, 6))
+    system, question, other = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15]
+    first = system + question
+    assert reused(executor, first, 9) == 0
+    assert reused(executor, first, 9) == 10  # from the prompt's end, where the rings were kept
+    first += continued(first, 9)
+    assert reused(executor, [*first, 30, 31], 9) == len(first) - 1
+    assert reused(executor, other * 3, 9) == 0
+    second = [*first, 30, 31]
+    assert reused(executor, [*second, *continued(second, 9), 32], 9) == len(second) + 8
+    assert reused(executor, other * 3, 9) == 11
+
+
+def test_how_far_a_ring_goes_back() -> None:
+    def after(held: int, ids: int) -> int:
+        """Of a text of which so many positions are there, with another end."""
+        executor, text = CudaExecutor(Numbers(1, 1)), [i % 3 for i in range(11)]
+        reused(executor, text[:held], 1)
+        return reused(executor, [*text[:ids], 5], 1)
+
+    assert [after(6, 3), after(10, 10), after(10, 8), after(10, 7)] == [3, 10, 8, 0]
+    executor = CudaExecutor(Numbers(1, 1))
+    assert reused(executor, [*range(11)], 1) == 0
+    assert reused(executor, [*range(9), 50, 51], 1) == 9
+    assert reused(executor, [*range(8), 60, 61], 1) == 0, "going back twice is further than each time"
+
+
+def test_a_full_gpu_has_fewer_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory for another one: an older one is given up, and a request that needs none is answered."""
+    passes = Numbers(1, 1, most=6)
+    executor = CudaExecutor(passes)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    assert reused(executor, [1, 2, 3], 2) == 0
+    monkeypatch.setattr(torch, "zeros_like", full)
+    assert reused(executor, [2, 2, 3], 9) == 0
+    text = [2, 2, 3, *continued([2, 2, 3], 9)]
+    assert reused(executor, [*text, 1], 1) == 11
+    assert len(passes.caches.kv) == 1
