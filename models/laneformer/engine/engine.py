@@ -1,6 +1,6 @@
 """Engine: the facade of inference. It makes requests and holds the decoder that they join.
 
-From `generate` to the decode loop: Engine._run -> Decoder.join -> the loop itself (C++ `Decoder::serve`, or
+From `generate` to the decode loop: Engine._run -> Decoder.join -> the loop itself (C++ `CpuExecutor::serve`, or
 the launch of the CUDA kernel); what it yields comes back through Decoder.collect.
 """
 
