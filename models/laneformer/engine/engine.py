@@ -1,7 +1,7 @@
 """Engine: the facade of inference. It makes requests and holds the decoder that they join.
 
 From `generate` to the decode loop: Engine._run -> Decoder.join -> the schedule, whose passes run in C++
-(`Decoder::serve`) or on GPUs (`CudaExecutor.run`); what they yield comes back through Decoder.collect.
+(`CpuExecutor::serve`) or on GPUs (`CudaExecutor.run`); what they yield comes back through Decoder.collect.
 """
 
 from __future__ import annotations

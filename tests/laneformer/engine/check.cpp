@@ -39,7 +39,7 @@ ModelSpec small_spec(Head head, bool other_family = false) {
   return s;
 }
 
-void load_random(Decoder& decoder, const ModelSpec& s) {
+void load_random(Model& model, const ModelSpec& s) {
   std::vector<uint16_t> values;
   uint64_t key = 0;
   const auto random = [&](size_t count) {
@@ -49,25 +49,25 @@ void load_random(Decoder& decoder, const ModelSpec& s) {
   };
   const size_t hidden = s.hidden, kv = size_t(s.kv_rows()) * s.lanes, wide = s.intermediate;
   const std::vector<float> ones(hidden, 1.0f), angles(size_t(s.context) * s.head_dim() / 2, 0.7f);
-  decoder.set_rope(angles.data(), angles.data());
-  if (!s.tied) decoder.set_embedding(random(s.vocab * hidden), DType::bf16);
-  for (int norm = 0; norm <= 2 * s.layers; ++norm) decoder.set_norm(norm, ones.data(), DType::fp32);
+  model.set_rope(angles.data(), angles.data());
+  if (!s.tied) model.set_embedding(random(s.vocab * hidden), DType::bf16);
+  for (int norm = 0; norm <= 2 * s.layers; ++norm) model.set_norm(norm, ones.data(), DType::fp32);
   for (int layer = 0; layer < s.layers; ++layer) {
-    for (const char* part : {"wq", "wo"}) decoder.set_matrix(part, layer, random(hidden * hidden), DType::bf16);
-    for (const char* part : {"wk", "wv"}) decoder.set_matrix(part, layer, random(hidden * kv), DType::bf16);
+    for (const char* part : {"wq", "wo"}) model.set_matrix(part, layer, random(hidden * hidden), DType::bf16);
+    for (const char* part : {"wk", "wv"}) model.set_matrix(part, layer, random(hidden * kv), DType::bf16);
     for (const char* part : {"wq", "wk", "wv"})
-      if (s.qkv_bias) decoder.set_bias(part, layer, random(part[1] == 'q' ? hidden : kv / hidden), DType::bf16);
+      if (s.qkv_bias) model.set_bias(part, layer, random(part[1] == 'q' ? hidden : kv / hidden), DType::bf16);
     for (const char* part : {"q_norm", "k_norm"})
-      if (s.head_norms) decoder.set_head_norm(part, layer, random(s.head_dim()), DType::bf16);
-    for (const char* part : {"w1", "w2", "w3"}) decoder.set_matrix(part, layer, random(hidden * wide), DType::bf16);
+      if (s.head_norms) model.set_head_norm(part, layer, random(s.head_dim()), DType::bf16);
+    for (const char* part : {"w1", "w2", "w3"}) model.set_matrix(part, layer, random(hidden * wide), DType::bf16);
   }
-  decoder.set_matrix("lm_head", 0, random(s.vocab * hidden), DType::bf16);
+  model.set_matrix("lm_head", 0, random(s.vocab * hidden), DType::bf16);
 }
 
-// The weights of another decoder of the same plan, as a cache of packed weights would lend them.
-void map_parts(Decoder& decoder, Decoder& owner, const ModelSpec& s) {
-  load_random(decoder, s);  // norms and rotary tables are not part of the cache
-  for (int i = 0; i < owner.parts(); ++i) decoder.map_part(i, owner.part(i));
+// The weights of another model of the same plan, as a cache of packed weights would lend them.
+void map_parts(Model& model, Model& owner, const ModelSpec& s) {
+  load_random(model, s);  // norms and rotary tables are not part of the cache
+  for (int i = 0; i < owner.parts(); ++i) model.map_part(i, owner.part(i));
 }
 
 Request request_of(const ModelSpec& s) {
@@ -121,7 +121,7 @@ Results run(Decoder& decoder, const ModelSpec& s) {
   results.sampled = finished(decoder, {request, other})[0].tokens;
   request.max_new_tokens = 40;
   finished(decoder, {request}, true);
-  if (!(decoder.probe() > 0.0)) std::abort();
+  if (!(decoder.executor.probe() > 0.0)) std::abort();
   return results;
 }
 
@@ -208,7 +208,7 @@ Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, Math ma
   for (const int threads : {1, 3, 4, 9}) {  // all lanes, uneven, a lane each, more threads than lanes
     if (threads > 3 && !every_plan) break;
     Decoder decoder(spec, dtype, embedding_of(dtype), threads, choose_kernels(isa), math);
-    load_random(decoder, spec);
+    load_random(decoder.model, spec);
     const Results results = run(decoder, spec);
     if (expected.logits.empty()) expected = results;
     if (results.greedy.size() != 20 || results != expected) {
@@ -220,7 +220,7 @@ Results check_plans(const ModelSpec& spec, const char* isa, DType dtype, Math ma
     if (!run_joined(decoder, spec) && std::strcmp(isa, "amx") != 0)
       return std::puts("joined requests gave other results"), Results{};
     Decoder borrower(spec, dtype, embedding_of(dtype), threads, choose_kernels(isa), math);
-    map_parts(borrower, decoder, spec);
+    map_parts(borrower.model, decoder.model, spec);
     if (run(borrower, spec) != expected) return std::puts("mapped weights gave other results"), Results{};
   }
   return expected;
@@ -237,12 +237,13 @@ bool naps() {
 int plant(const std::string& fault) {
   const ModelSpec spec = small_spec(Head::vocab_parallel);
   Decoder decoder(spec, DType::bf16, DType::bf16, 2, choose_kernels("portable"), Math::exact);
-  load_random(decoder, spec);
-  if (fault == "overflow") decoder.part(0)[decoder.part_bytes(0)] = 1;
+  load_random(decoder.model, spec);
+  if (fault == "overflow") decoder.model.part(0)[decoder.model.part_bytes(0)] = 1;
   if (fault == "race") {
-    decoder.schedule().join({request_of(spec)});
+    Schedule& schedule = decoder.schedule();
+    schedule.join({request_of(spec)});
     volatile size_t early = 0;
-    while (decoder.schedule().running()) decoder.schedule().collect(0.0), early = early + decoder.schedule().prefixes().bytes();
+    while (schedule.running()) schedule.collect(0.0), early = early + schedule.prefixes().bytes();
   }
   std::puts("not noticed");
   return EXIT_SUCCESS;

@@ -1,63 +1,114 @@
-// Attention of one lane: rotary embedding, the KV cache, and every query head against it.
+#include "attention.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#include "decoder.h"
-
 namespace laneformer {
 
-void Decoder::rotate(const float* from, float* to, int position) const {
-  const int half = spec_.head_dim() / 2;
-  const float *cosine = cosine_.data() + size_t(position) * half, *sine = sine_.data() + size_t(position) * half;
-  for (int j = 0; j < half; ++j) {
-    const float even = from[2 * j], odd = from[2 * j + 1];
-    to[2 * j] = even * cosine[j] - odd * sine[j];
-    to[2 * j + 1] = even * sine[j] + odd * cosine[j];
+namespace {
+constexpr int kBlockQueries = 128;  // taken at a time: their scores stay in the second-level cache
+}  // namespace
+
+Attention::Attention(Shared& shared, const KvMemory& kv, int first, int own)
+    : shared_(shared),
+      spec_(shared.model.spec()),
+      kv_(kv),
+      group_(spec_.query_heads / spec_.kv_heads),
+      kv_heads_(spec_.kv_heads / spec_.lanes),
+      scratch_(shared.model.threads()) {
+  for (int t = first; t < first + own; ++t) reserve(t);
+}
+
+void Attention::reserve(int t) {
+  const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
+  const size_t dim = spec_.padded_head_dim(), queries = std::max(kBlockQueries, group_);
+  const size_t chunks = spec_.context / kChunkPositions + 2;
+  Scratch& w = scratch_[t];
+  w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
+  w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
+  w.widened = floats(2 * kChunkPositions * dim);
+  const ThreadPlan& plan = shared_.model.plan(t);
+  if (plan.leader == t && plan.members > 1)
+    w.partials = floats(chunks * kMaxSequences * (spec_.query_heads / spec_.lanes) * (dim + kStateExtra));
+}
+
+void Attention::run(const Lane& lane) {
+  const ThreadPlan& plan = shared_.model.plan(lane.t);
+  shared_.exchange.meet_group(lane.t, plan);
+  if (spec_.head_norms) norm_heads(lane);
+  if (lane.t == plan.leader) cache_positions(lane);
+  shared_.exchange.meet_group(lane.t, plan);
+  attend(lane);
+  shared_.exchange.meet_group(lane.t, plan);
+}
+
+// In place, before RoPE: queries are shared out over the group, keys are the leader's, who writes the cache next.
+void Attention::norm_heads(const Lane& lane) {
+  Scratch& w = scratch_[lane.t];
+  const ThreadPlan& plan = shared_.model.plan(lane.t);
+  const int d = spec_.head_dim(), queries = spec_.query_heads / spec_.lanes;
+  const int member = lane.t - plan.leader, stride = qkv_stride(spec_);
+  const auto norm = [&](float* head, bool of_keys) {  // kernels want padding
+    std::memcpy(w.query.floats(), head, d * sizeof(float));
+    shared_.kernels.rms_norm(w.query.floats(), shared_.model.head_norm(lane.layer, of_keys), spec_.norm_eps, d,
+                             spec_.padded_head_dim(), w.mixed.floats());
+    std::memcpy(head, w.mixed.floats(), d * sizeof(float));
+  };
+  for (int c = 0; c < lane.pass.columns; ++c) {
+    float* y = lane.qkv + size_t(c) * stride;
+    for (int head = queries * member / plan.members; head < queries * (member + 1) / plan.members; ++head)
+      norm(y + head * d, false);
+    for (int head = 0; member == 0 && head < kv_heads_; ++head) norm(y + (queries + head) * d, true);
   }
 }
 
-// Keys and values (kv_rows,) of one position into the cache.
-void Decoder::cache_position(int t, int layer, int own, const float* key, const float* value, Column at) {
-  Worker& w = workers_[t];
-  const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), heads = spec_.kv_heads / spec_.lanes;
+void Attention::cache_positions(const Lane& lane) {
+  for (int c = 0; c < lane.pass.columns; ++c)
+    cache_position(lane, lane.qkv + size_t(c) * qkv_stride(spec_) + spec_.q_rows(), lane.pass.column[c]);
+}
+
+// Keys and values (kv_rows,) of one position into the cache; the values follow the keys.
+void Attention::cache_position(const Lane& lane, const float* key, Column at) {
+  Scratch& w = scratch_[lane.t];
+  const int d = spec_.head_dim(), dim = spec_.padded_head_dim();
   const int slot = at.position, bytes = bytes_of(spec_.kv_dtype);
+  const float* value = key + spec_.kv_rows();
   float* rotated = w.mixed.floats();
   char* narrow = w.scores.bytes();
-  for (int head = 0; head < heads; ++head) {
-    const int index = own * heads + head;
-    rotate(key + head * d, rotated, rope_position(layer, at.position));
+  for (int head = 0; head < kv_heads_; ++head) {
+    const int index = lane.own * kv_heads_ + head;
+    shared_.model.rotate(key + head * d, rotated, lane.layer, at.position);
     bool fits = convert(rotated, DType::fp32, d, narrow, spec_.kv_dtype);
-    char* to = kv_->keys(t, at.cache, layer, index) + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
+    char* to = kv_.keys(lane.t, at.cache, lane.layer, index) + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
     for (int j = 0; j < d; ++j) std::memcpy(to + size_t(j) * 16 * bytes, narrow + j * bytes, bytes);
     fits &= convert(value + head * d, DType::fp32, d,
-                    kv_->values(t, at.cache, layer, index) + size_t(slot) * dim * bytes, spec_.kv_dtype);
+                    kv_.values(lane.t, at.cache, lane.layer, index) + size_t(slot) * dim * bytes, spec_.kv_dtype);
     if (!fits && spec_.kv_dtype == DType::fp16) {
-      orders_.kv_overflowed.fetch_or(1u << at.sequence);
-      orders_.overflowed.fetch_or(1u << at.sequence);
+      shared_.orders.kv_overflowed.fetch_or(1u << at.sequence);
+      shared_.orders.overflowed.fetch_or(1u << at.sequence);
     }
   }
 }
 
 // The query heads of one KV head, of `count` columns of one sequence that follow each other.
-AttendArgs Decoder::queries_of(int t, int layer, int own, const Attended& block, const Pass& pass) const {
-  const Worker &w = workers_[t], &shared = workers_[plans_[t].leader];
-  const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), group = spec_.query_heads / spec_.kv_heads;
-  const int kv_heads = spec_.kv_heads / spec_.lanes, window = spec_.window[layer];
-  const int stride = static_cast<int>(round_up(spec_.qkv_rows(), 32));
-  const Column first = pass.column[block.column];
+AttendArgs Attention::queries_of(const Lane& lane, const Block& block) const {
+  const Scratch& w = scratch_[lane.t];
+  const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), stride = qkv_stride(spec_);
+  const int window = spec_.window[lane.layer];
+  const Column first = lane.pass.column[block.column];
   for (int c = 0; c < block.count; ++c)
-    for (int q = 0; q < group; ++q)
-      rotate(shared.y.floats() + size_t(block.column + c) * stride + (block.head * group + q) * d,
-             w.query.floats() + size_t(c * group + q) * dim, rope_position(layer, first.position + c));
-  const int leader = plans_[t].leader, head = own * kv_heads + block.head;
+    for (int q = 0; q < group_; ++q)
+      shared_.model.rotate(lane.qkv + size_t(block.column + c) * stride + (block.head * group_ + q) * d,
+                           w.query.floats() + size_t(c * group_ + q) * dim, lane.layer, first.position + c);
+  const int leader = shared_.model.plan(lane.t).leader, head = lane.own * kv_heads_ + block.head;
   AttendArgs a{};
   a.query = w.query.floats();
-  a.keys = kv_->keys(leader, first.cache, layer, head);
-  a.values = kv_->values(leader, first.cache, layer, head);
+  a.keys = kv_.keys(leader, first.cache, lane.layer, head);
+  a.values = kv_.values(leader, first.cache, lane.layer, head);
   a.dtype = spec_.kv_dtype;
-  a.queries = block.count * group;
-  a.heads = group;
+  a.queries = block.count * group_;
+  a.heads = group_;
   a.dim = dim;
   a.slots = spec_.cache_slots();
   a.position = first.position;
@@ -75,22 +126,21 @@ AttendArgs Decoder::queries_of(int t, int layer, int own, const Attended& block,
 }
 
 // Attention over chunks from empty states on, or with states given, to the end.
-void Decoder::attend_from_nothing(const AttendArgs& a) const {
+void Attention::attend_from_nothing(const AttendArgs& a) const {
   for (int q = 0; q < a.queries; ++q) {
     float* state = a.states + size_t(q) * (a.dim + kStateExtra);
     std::fill_n(state, a.dim + kStateExtra, 0.0f);
     state[a.dim] = kLowestScore;
   }
-  kernels_->attend(a);
+  shared_.kernels.attend(a);
 }
 
-// States of a block's queries to outputs of attention, the inputs of wo.
-void Decoder::finish_attention(int t, const Attended& block, const float* states) const {
-  const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), group = spec_.query_heads / spec_.kv_heads;
-  const size_t stride = round_up(spec_.q_rows(), 32);
-  float* out = workers_[plans_[t].leader].attended.floats() + block.column * stride + block.head * group * d;
+// States of a block's queries to outputs of attention.
+void Attention::finish(const Lane& lane, const Block& block, const float* states) const {
+  const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), stride = mixed_stride(spec_);
+  float* out = lane.mixed + size_t(block.column) * stride + block.head * group_ * d;
   for (int c = 0; c < block.count; ++c, out += stride)
-    for (int q = 0; q < group; ++q, states += dim + kStateExtra) {
+    for (int q = 0; q < group_; ++q, states += dim + kStateExtra) {
       const float inverse = 1.0f / states[dim + 1];
       for (int j = 0; j < d; ++j) out[q * d + j] = states[j] * inverse;
     }
@@ -98,36 +148,39 @@ void Decoder::finish_attention(int t, const Attended& block, const float* states
 
 // One lane's query heads against their caches. A thread of a group takes its share of the columns of all KV heads, in
 // blocks; with few columns at a depth, of the chunks of positions.
-void Decoder::attend(int t, int layer, int own, const Pass& pass) {
-  const int kv_heads = spec_.kv_heads / spec_.lanes, group = spec_.query_heads / spec_.kv_heads;
-  const int member = t - plans_[t].leader, members = plans_[t].members;
-  if (members > 1 && pass.columns <= kMaxSequences) return attend_chunks(t, layer, own, pass);
-  const int columns = pass.columns, end = kv_heads * columns * (member + 1) / members;
-  for (int at = kv_heads * columns * member / members; at < end;) {
-    Attended block{at / columns, at % columns, 1};
-    const int most = std::min({end - at, columns - block.column, std::max(1, kBlockQueries / group)});
+void Attention::attend(const Lane& lane) {
+  const Pass& pass = lane.pass;
+  const ThreadPlan& plan = shared_.model.plan(lane.t);
+  const int member = lane.t - plan.leader, members = plan.members;
+  if (members > 1 && pass.columns <= kMaxSequences) return attend_chunks(lane);
+  const int columns = pass.columns, end = kv_heads_ * columns * (member + 1) / members;
+  for (int at = kv_heads_ * columns * member / members; at < end;) {
+    Block block{at / columns, at % columns, 1};
+    const int most = std::min({end - at, columns - block.column, std::max(1, kBlockQueries / group_)});
     const Column first = pass.column[block.column];
     for (; block.count < most; ++block.count) {
       const Column next = pass.column[block.column + block.count];
       if (next.cache != first.cache || next.position != first.position + block.count) break;
     }
-    const AttendArgs a = queries_of(t, layer, own, block, pass);
+    const AttendArgs a = queries_of(lane, block);
     attend_from_nothing(a);
-    finish_attention(t, block, a.states);
+    finish(lane, block, a.states);
     at += block.count;
   }
 }
 
 // The chunks of all columns and KV heads, one after the other, in equal shares; each has states of its own, which are
 // merged in the order of positions, as one thread does.
-void Decoder::attend_chunks(int t, int layer, int own, const Pass& pass) {
-  const int kv_heads = spec_.kv_heads / spec_.lanes, group = spec_.query_heads / spec_.kv_heads;
-  const int dim = spec_.padded_head_dim(), blocks = kv_heads * pass.columns;
-  const int member = t - plans_[t].leader, members = plans_[t].members, window = spec_.window[layer];
-  const size_t chunk_floats = size_t(group) * (dim + kStateExtra);
-  float* partials = workers_[plans_[t].leader].partials.floats();
-  const auto chunks_of = [&](int block) {
-    const int position = pass.column[block / kv_heads].position;
+void Attention::attend_chunks(const Lane& lane) {
+  const Pass& pass = lane.pass;
+  const ThreadPlan& plan = shared_.model.plan(lane.t);
+  const int dim = spec_.padded_head_dim(), blocks = kv_heads_ * pass.columns;
+  const int member = lane.t - plan.leader, members = plan.members, window = spec_.window[lane.layer];
+  const size_t chunk_floats = size_t(group_) * (dim + kStateExtra);
+  float* partials = scratch_[plan.leader].partials.floats();
+  const auto block_of = [&](int number) { return Block{number % kv_heads_, number / kv_heads_, 1}; };
+  const auto chunks_of = [&](int number) {
+    const int position = pass.column[number / kv_heads_].position;
     return position / kChunkPositions - (window ? std::max(0, position - window + 1) / kChunkPositions : 0) + 1;
   };
   int total = 0, before = 0;
@@ -136,7 +189,7 @@ void Decoder::attend_chunks(int t, int layer, int own, const Pass& pass) {
   for (int block = 0; block < blocks; before += chunks_of(block), ++block) {
     const int from = std::max(begin, before), to = std::min(end, before + chunks_of(block));
     if (from >= to) continue;
-    AttendArgs a = queries_of(t, layer, own, {block % kv_heads, block / kv_heads, 1}, pass);
+    AttendArgs a = queries_of(lane, block_of(block));
     const int first_chunk = a.first_chunk - before;
     for (int unit = from; unit < to; ++unit) {
       a.first_chunk = a.last_chunk = first_chunk + unit;
@@ -144,7 +197,7 @@ void Decoder::attend_chunks(int t, int layer, int own, const Pass& pass) {
       attend_from_nothing(a);
     }
   }
-  if (total > blocks) meet_group(t);
+  if (total > blocks) shared_.exchange.meet_group(lane.t, plan);
   before = 0;
   for (int block = 0; block < blocks; before += chunks_of(block), ++block) {
     float* states = partials + before * chunk_floats;
@@ -152,34 +205,11 @@ void Decoder::attend_chunks(int t, int layer, int own, const Pass& pass) {
     const bool mine = total > blocks ? block % members == member : before >= begin && before < end;
     if (!mine) continue;
     for (int chunk = 1; chunk < chunks_of(block); ++chunk)
-      for (int q = 0; q < group; ++q)
-        kernels_->merge_states(states + q * (dim + kStateExtra),
-                               states + chunk * chunk_floats + q * (dim + kStateExtra), dim);
-    finish_attention(t, {block % kv_heads, block / kv_heads, 1}, states);
+      for (int q = 0; q < group_; ++q)
+        shared_.kernels.merge_states(states + q * (dim + kStateExtra),
+                                     states + chunk * chunk_floats + q * (dim + kStateExtra), dim);
+    finish(lane, block_of(block), states);
   }
-}
-
-void Decoder::attention(int t, int layer, int own, const Pass& pass, float* partial) {
-  Worker &w = workers_[t], &shared = workers_[plans_[t].leader];
-  const LaneLayer& matrices = plans_[t].layers[layer][own];
-  const int hidden = spec_.padded_hidden(), lane = plans_[t].first_lane + own;
-  const int qkv_stride = static_cast<int>(round_up(spec_.qkv_rows(), 32));
-  const int out_stride = static_cast<int>(round_up(spec_.q_rows(), 32));
-  for (int c = 0; c < pass.columns; ++c)
-    kernels_->rms_norm(stream(t, own, c), norm_scale(2 * layer, lane), spec_.norm_eps, spec_.hidden, hidden,
-                       w.x.floats() + size_t(c) * hidden);
-  multiply(t, matrices.qkv, w.x.floats(), hidden, shared.y.floats(), qkv_stride, pass.columns);
-  if (spec_.qkv_bias) add_bias(matrices.qkv, layer, lane, shared.y.floats(), qkv_stride, pass.columns);
-  meet_group(t);
-  if (spec_.head_norms) norm_heads(t, layer, shared.y.floats(), qkv_stride, pass.columns);
-  for (int c = 0; t == plans_[t].leader && c < pass.columns; ++c) {
-    const float* key = shared.y.floats() + size_t(c) * qkv_stride + spec_.q_rows();
-    cache_position(t, layer, own, key, key + spec_.kv_rows(), pass.column[c]);
-  }
-  meet_group(t);
-  attend(t, layer, own, pass);
-  meet_group(t);
-  multiply(t, matrices.wo, shared.attended.floats(), out_stride, partial, hidden, pass.columns);
 }
 
 }  // namespace laneformer

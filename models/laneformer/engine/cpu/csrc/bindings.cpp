@@ -3,6 +3,7 @@
 #include "../../schedule/bindings.h"
 
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/map.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -10,6 +11,7 @@
 
 #include "content_hash.h"
 #include "decoder.h"
+#include "scalar.h"
 
 using namespace laneformer;
 
@@ -81,68 +83,73 @@ void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std
 }
 
 void expect_layer(const Decoder& decoder, int layer) {
-  if (layer < 0 || layer >= decoder.spec().layers) throw std::invalid_argument("no layer " + std::to_string(layer));
+  if (layer < 0 || layer >= decoder.model.spec().layers)
+    throw std::invalid_argument("no layer " + std::to_string(layer));
 }
 
 bool set_matrix(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
   const DType from = dtype_named(dtype);
-  expect_values(data, from, matrix_values(decoder.spec(), part), part);
+  expect_values(data, from, matrix_values(decoder.model.spec(), part), part);
   expect_layer(decoder, layer);
   nb::gil_scoped_release release;
-  return decoder.set_matrix(part, layer, data.data(), from);
+  return decoder.model.set_matrix(part, layer, data.data(), from);
 }
 
 bool set_embedding(Decoder& decoder, Bytes data, const std::string& dtype) {
   const DType from = dtype_named(dtype);
-  expect_values(data, from, size_t(decoder.spec().vocab) * decoder.spec().hidden, "tok_embeddings");
+  expect_values(data, from, size_t(decoder.model.spec().vocab) * decoder.model.spec().hidden, "tok_embeddings");
   nb::gil_scoped_release release;
-  return decoder.set_embedding(data.data(), from);
+  return decoder.model.set_embedding(data.data(), from);
 }
 
 bool set_norm(Decoder& decoder, int index, Bytes data, const std::string& dtype) {
-  const ModelSpec& spec = decoder.spec();
+  const ModelSpec& spec = decoder.model.spec();
   const DType from = dtype_named(dtype);
   expect_values(data, from, size_t(spec.hidden) * (spec.shared_scale ? 1 : spec.lanes), "norm");
   if (index < 0 || index > 2 * spec.layers) throw std::invalid_argument("no norm " + std::to_string(index));
-  return decoder.set_norm(index, data.data(), from);
+  return decoder.model.set_norm(index, data.data(), from);
 }
 
 bool set_bias(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
   const DType from = dtype_named(dtype);
-  if (!decoder.spec().qkv_bias) throw std::invalid_argument("this model has no biases");
-  expect_values(data, from, matrix_values(decoder.spec(), part) / decoder.spec().hidden, part);
+  if (!decoder.model.spec().qkv_bias) throw std::invalid_argument("this model has no biases");
+  expect_values(data, from, matrix_values(decoder.model.spec(), part) / decoder.model.spec().hidden, part);
   expect_layer(decoder, layer);
-  return decoder.set_bias(part, layer, data.data(), from);
+  return decoder.model.set_bias(part, layer, data.data(), from);
 }
 
 bool set_head_norm(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
   const DType from = dtype_named(dtype);
-  if (!decoder.spec().head_norms) throw std::invalid_argument("this model has no norms of heads");
-  expect_values(data, from, decoder.spec().head_dim(), part);
+  if (!decoder.model.spec().head_norms) throw std::invalid_argument("this model has no norms of heads");
+  expect_values(data, from, decoder.model.spec().head_dim(), part);
   expect_layer(decoder, layer);
-  return decoder.set_head_norm(part, layer, data.data(), from);
+  return decoder.model.set_head_norm(part, layer, data.data(), from);
 }
 
 void set_rope(Decoder& decoder, Floats cosine, Floats sine) {
-  const size_t expected = size_t(decoder.spec().context) * (decoder.spec().head_dim() / 2);
+  const size_t expected = size_t(decoder.model.spec().context) * (decoder.model.spec().head_dim() / 2);
   if (cosine.size() != expected || sine.size() != expected) throw std::invalid_argument("RoPE tables: wrong size");
-  decoder.set_rope(cosine.data(), sine.data());
+  decoder.model.set_rope(cosine.data(), sine.data());
 }
 
 void expect_part(Decoder& decoder, int index) {
-  if (index < 0 || index >= decoder.parts()) throw std::invalid_argument("no part " + std::to_string(index));
+  if (index < 0 || index >= decoder.model.parts()) throw std::invalid_argument("no part " + std::to_string(index));
 }
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> part(nb::handle self, int index) {
   Decoder& decoder = nb::cast<Decoder&>(self);
   expect_part(decoder, index);
-  return {reinterpret_cast<uint8_t*>(decoder.part(index)), {decoder.part_bytes(index)}, self};
+  return {reinterpret_cast<uint8_t*>(decoder.model.part(index)), {decoder.model.part_bytes(index)}, self};
 }
 
 void map_part(Decoder& decoder, int index, Bytes data) {
   expect_part(decoder, index);
-  expect_values(data, DType::bf16, decoder.part_bytes(index) / 2, "part");
-  decoder.map_part(index, data.data());
+  expect_values(data, DType::bf16, decoder.model.part_bytes(index) / 2, "part");
+  decoder.model.map_part(index, data.data());
+}
+
+void set_latency(Decoder& decoder, double link_s, double jitter, uint64_t seed) {
+  decoder.executor.set_latency({link_s, jitter, seed});
 }
 
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
@@ -153,6 +160,18 @@ int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vect
   Sampler sampler(sampling, vocab, prompt);
   for (const int id : output) sampler.accept(id);
   return sampler.choose(logits.data(), position);
+}
+
+// The logits after every id, flat, in plain loops (scalar.h), for tests.
+auto scalar(nb::dict spec, const std::map<std::string, Floats>& tensors, const std::vector<int>& ids) {
+  const ModelSpec s = spec_from(spec);
+  PlainTensors plain;
+  for (const auto& [name, values] : tensors) plain[name] = {values.data(), values.size()};
+  const size_t table = size_t(s.context) * (s.head_dim() / 2);
+  expect_ids(ids, s.vocab);
+  if (ids.size() > size_t(s.context) || plain["cosine"].size() != table || plain["sine"].size() != table)
+    throw std::invalid_argument("ids beyond the context, or RoPE tables of another size");
+  return to_numpy(scalar_logits(s, plain, ids));
 }
 
 // Rows of fp32 weights as int8, flat, and their scales, which are not finite where a weight is not; for GPUs.
@@ -258,6 +277,7 @@ std::string hash_of(Bytes data) {
 
 NB_MODULE(_core, m) {
   using namespace nb::literals;
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Decoder> decoder(m, "Decoder");
   bind_requests(decoder);
   decoder
@@ -271,20 +291,19 @@ NB_MODULE(_core, m) {
       .def("set_rope", &set_rope, "cosine"_a, "sine"_a)
       .def("part", &part, "index"_a)
       .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
-      .def("copy_parts", &Decoder::copy_parts, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("parts", &Decoder::parts)
-      .def("tune", &Decoder::tune, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("work", &Decoder::work, nb::call_guard<nb::gil_scoped_release>())
-      .def("probe", nb::overload_cast<>(&Decoder::probe), nb::call_guard<nb::gil_scoped_release>())
-      .def("set_latency", [](Decoder& d, double s, double jitter, uint64_t seed) { d.set_latency({s, jitter, seed}); },
-           "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
-      .def("set_ladder", &Decoder::set_ladder)
+      .def("copy_parts", [](Decoder& d) { d.model.copy_parts(); }, unlocked)
+      .def_prop_ro("parts", [](const Decoder& d) { return d.model.parts(); })
+      .def("tune", [](Decoder& d, int64_t bytes) { return d.executor.tune(bytes); }, "bytes"_a, unlocked)
+      .def("work", [](Decoder& d) { d.executor.work(); }, unlocked)
+      .def("probe", [](Decoder& d) { return d.executor.probe(); }, unlocked)
+      .def("set_latency", &set_latency, "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
+      .def("set_ladder", [](Decoder& d) { d.executor.set_ladder(); })
       .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.schedule().set_cache_limit(bytes); }, "bytes"_a)
       .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().prefixes().bytes(); })
-      .def_prop_ro("isa", [](const Decoder& d) { return d.kernels()->isa; })
-      .def_prop_ro("threads", &Decoder::threads)
-      .def_prop_ro("lost", [](const Decoder& d) { return d.lost(); })
-      .def_prop_ro("weight_bytes", &Decoder::weight_bytes);
+      .def_prop_ro("isa", [](const Decoder& d) { return d.executor.isa(); })
+      .def_prop_ro("threads", [](const Decoder& d) { return d.model.threads(); })
+      .def_prop_ro("lost", [](const Decoder& d) { return d.executor.lost(); })
+      .def_prop_ro("weight_bytes", [](const Decoder& d) { return d.model.bytes(); });
   bind_schedule(m, choose_kernels("auto")->log_sum_exp);
   // for tests
   nb::class_<Pace>(m, "Pace")
@@ -303,6 +322,7 @@ NB_MODULE(_core, m) {
       .def("verified", [](OneDrafter& d, int n, int right) { d.drafter.verified(n, right); }, "drafts"_a, "right"_a);
   m.attr("MAX_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
+  m.def("scalar_logits", &scalar, "spec"_a, "tensors"_a, "ids"_a);
   m.def("quantise_rows", &quantise_rows, "weights"_a);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
   m.def("time_exchange", &time_exchange, "file"_a, "rank"_a, "floats"_a, "rounds"_a, "to_and_fro"_a,

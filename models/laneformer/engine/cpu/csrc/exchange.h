@@ -69,7 +69,6 @@ class Exchange {
     if (latency_.link_s > 0.0) [[unlikely]] stamp_arrival(what, t, count);
     counter(what, t).store(count, std::memory_order_release);
   }
-  uint64_t published(Count what, int t) const { return counter(what, t).load(std::memory_order_relaxed); }
   // Until every thread of [first, last) but t has published `count` or more; at once where a process is lost.
   void wait_for(Count what, int t, int first, int last, uint64_t count) const {
     for (int peer = first; peer < last; ++peer) {
@@ -78,11 +77,21 @@ class Exchange {
       if (latency_.link_s > 0.0) [[unlikely]] await_arrival(what, t, peer, count);
     }
   }
-  // The threads of [first, last), t among them, wait for each other.
-  void meet(Count what, int t, int first, int last) {
-    const uint64_t number = published(what, t) + 1;
-    publish(what, t, number);
-    wait_for(what, t, first, last, number);
+  // Every thread waits for every other.
+  void meet(int t) { meet(kMet, t, 0, shape_.threads); }
+  // The threads that share a lane wait for each other; nothing to do where a lane has one thread.
+  void meet_group(int t, const ThreadPlan& plan) {
+    if (plan.members > 1) meet(kGroupMet, t, plan.leader, plan.leader + plan.members);
+  }
+  // Every thread has finished so many modules, of all passes together.
+  void wait_for_modules(int t, uint64_t modules) const {
+    wait_for(kModulesDone, t, 0, shape_.threads, modules);
+  }
+  // For something that is told otherwise; false where it is not ready as a process is lost.
+  template <class Ready>
+  bool wait_until(const Ready& ready) const {
+    spin_until(spin_turns_, [&] { return ready() || lost(); });
+    return ready();
   }
 
   // A process is gone: waits end at once, and nothing that was waited for may be used. processes.py sets it, in the first
@@ -93,10 +102,16 @@ class Exchange {
   static constexpr int kCounts = 3;
   using Stamp = std::atomic<int64_t>;  // nanoseconds of the steady clock, which all processes of a machine share
   static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters lie in memory that processes share");
+  void meet(Count what, int t, int first, int last) {
+    const uint64_t number = published(what, t) + 1;
+    publish(what, t, number);
+    wait_for(what, t, first, last, number);
+  }
   std::atomic<uint64_t>& counter(Count what, int t) const { return counters_[1 + what * shape_.threads + t].value; }
   Stamp& stamp(Count what, int t, uint64_t count) const {
     return stamps_[(what * shape_.threads + t) * shape_.stamps() + count % shape_.stamps()];
   }
+  uint64_t published(Count what, int t) const { return counter(what, t).load(std::memory_order_relaxed); }
   static int64_t now_ns() {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
   }

@@ -20,7 +20,7 @@ struct ModelSpec {
   float norm_eps;
   Head head;
   bool sum_before_norm, shared_scale;
-  bool qkv_bias, head_norms, tied;      // families.cpp
+  bool qkv_bias, head_norms, tied;      // weights.h
   std::vector<uint8_t> rotates;         // per layer, whether it has RoPE
   DType kv_dtype = DType::fp32;         // of cached keys and values
   std::vector<int> window;              // per layer; 0 means all positions

@@ -14,11 +14,12 @@ class Team {
  public:
   using Job = std::function<void(int)>;
 
-  // Every thread begins with `begin`. Where the system refuses a thread: std::runtime_error, and none is left behind.
-  Team(int size, const Job& begin) {
+  // Threads first, first + 1, ...; every one begins with `begin`. Where the system refuses a thread: std::runtime_error,
+  // and none is left behind.
+  Team(int first, int size, const Job& begin) : first_(first) {
     threads_.reserve(size);
     try {
-      for (int t = 0; t < size; ++t) threads_.emplace_back([this, t, begin] { begin(t), work(t); });
+      for (int t = first; t < first + size; ++t) threads_.emplace_back([this, t, begin] { begin(t), work(t); });
     } catch (const std::exception& error) {
       const std::string number = std::to_string(threads_.size() + 1);
       stop();
@@ -33,26 +34,31 @@ class Team {
   }
   Team(const Team&) = delete;
 
-  // With `mutex` held, while no job runs.
+  int first() const { return first_; }
+  int size() const { return static_cast<int>(threads_.size()); }
+
+  // Begins a job, once the last one has ended.
   void post(Job job) {
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [&] { return left_ == 0; });
     job_ = std::move(job);
-    left_ = static_cast<int>(threads_.size());
+    left_ = size();
     ++number_;
     posted_.notify_all();
   }
-  bool busy() const { return left_ > 0; }  // with `mutex` held
   void wait() {
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return !busy(); });
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [&] { return left_ == 0; });
   }
-
-  std::mutex mutex;                 // also for what a job shows while it runs
-  std::condition_variable changed;  // the job has ended, or shows something new
+  void run(Job job) {
+    post(std::move(job));
+    wait();
+  }
 
  private:
   void work(int t) {
     uint64_t done = 0;
-    std::unique_lock lock(mutex);
+    std::unique_lock lock(mutex_);
     for (;;) {
       posted_.wait(lock, [&] { return closing_ || number_ > done; });
       if (closing_) return;
@@ -60,19 +66,21 @@ class Team {
       lock.unlock();
       job_(t);
       lock.lock();
-      if (--left_ == 0) changed.notify_all();
+      if (--left_ == 0) ended_.notify_all();
     }
   }
   void stop() {
     {
-      std::lock_guard lock(mutex);
+      std::lock_guard lock(mutex_);
       closing_ = true;
     }
     posted_.notify_all();
     for (auto& thread : threads_) thread.join();
   }
 
-  std::condition_variable posted_;
+  const int first_;
+  std::mutex mutex_;
+  std::condition_variable posted_, ended_;
   std::vector<std::thread> threads_;
   Job job_;
   uint64_t number_ = 0;

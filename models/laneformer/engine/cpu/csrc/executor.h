@@ -1,0 +1,74 @@
+// Executes the passes that the schedule plans (schedule.h), on persistent threads in one process or several.
+//
+// Two meetings of all threads a pass: before rank 0's first thread asks for the next pass, and before that runs.
+// layers.h and head.h have what a thread does in between.
+#pragma once
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "../../schedule/schedule.h"
+#include "head.h"
+#include "kv_memory.h"
+#include "layers.h"
+#include "shared.h"
+
+namespace laneformer {
+
+#ifndef LANEFORMER_PROBE_MIB
+#define LANEFORMER_PROBE_MIB 256  // far larger than the caches
+#endif
+constexpr size_t kProbeBytes = size_t{LANEFORMER_PROBE_MIB} << 20;
+
+class CpuExecutor {
+ public:
+  // Model and team must outlive it. Waits spin where every thread of all processes has a processor.
+  CpuExecutor(const Model& model, Team& team, const Kernels& kernels, Math math, double processors, Place place);
+  ~CpuExecutor();
+
+  // Where requests join, and from where their results come; rank 0's. `leave_all` does nothing in a forked child, which
+  // has none of the threads, and whose mutexes may never be free.
+  Schedule& schedule();
+  void leave(int64_t ticket);
+  void leave_all();
+  void work();  // of another rank: executes passes until rank 0 has none
+  bool lost() const { return shared_.exchange.lost(); }  // a process
+  bool forked() const { return getpid() != process_; }
+  const char* isa() const { return shared_.kernels.isa; }
+
+  // measure.cpp. All throw std::runtime_error while a request runs.
+  //
+  // How far ahead the tapes are prefetched: the fastest of a few distances on the loaded tapes, or `bytes` where that is
+  // not negative. It changes no result. Returns the distance.
+  size_t tune(int64_t bytes);
+  double probe();  // bytes/s at which the threads read memory
+  void set_latency(const Latency& latency);  // of what threads of different lanes give each other; changes no result
+  void set_ladder();  // of a model without a delay (else std::invalid_argument): as Ladder Residual joins
+
+ private:
+  void on_all_threads(const std::function<void(int)>& job);
+  void wake();
+  void serve(int t);
+  void run_passes(int t);
+  void issue_pass();
+  bool apply_ops(int t, const Pass& pass);
+  void meet(int t) { shared_.exchange.meet(t); }
+  double probe(int t, Pages& buffer);
+
+  Team& team_;
+  const Place place_;
+  Shared shared_;
+  Orders& orders_;
+  KvMemory kv_;
+  std::unique_ptr<Schedule> schedule_;  // of rank 0
+  Layers layers_;
+  LmHead head_;
+  std::vector<Counter> orders_seen_;  // by this process's threads
+  std::atomic<int> gone_{0};          // threads that have ended as a process is lost
+  const pid_t process_ = getpid();
+};
+
+}  // namespace laneformer

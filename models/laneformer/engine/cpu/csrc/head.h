@@ -1,0 +1,49 @@
+// The language model's head: from the lanes' streams to logits, its rows shared out over the threads.
+#pragma once
+#include <vector>
+
+#include "../../schedule/schedule.h"
+#include "layers.h"
+#include "shared.h"
+
+namespace laneformer {
+
+class LmHead {
+ public:
+  // The schedule, which is rank 0's, takes the rows of sequences that score.
+  LmHead(Shared& shared, const Layers& layers, Schedule* schedule, int first, int own);
+
+  void run(int t, const Pass& pass);
+  const float* logits() const { return logits_.floats(); }  // [head column][stride], until the next pass
+  size_t stride() const { return round_up(spec_.vocab, 16); }
+
+ private:
+  struct Scratch {
+    Pages inputs;                 // [matrix][column][hidden]
+    std::vector<Pages> prepared;  // by matrix, as the product reads them
+    std::vector<Inputs> x;        // one of the two
+    Pages total;                  // [2][hidden]
+    Counter ready, taken;         // number of the pass whose inputs are there; shares of the rows begun in it
+  };
+  void reserve(int t);
+  void lane_inputs(int t, const Pass& pass);
+  void replicated_inputs(int t, const Pass& pass);
+  void give_streams(int t, const Pass& pass);
+  void prepare(int t, const Pass& pass);
+  void share(int t, const Pass& pass);
+  bool multiply_share(int owner, uint64_t share, const Pass& pass);
+  void sum_lane_logits(int t, const Pass& pass);
+  void score_positions(int t, const Pass& pass);
+  void norm(const float* stream, int lane, float* out) const;
+  void expect_finite(const float* values, int count, const Pass& pass, int row);
+
+  Shared& shared_;
+  const ModelSpec& spec_;
+  const Layers& layers_;
+  Schedule* const schedule_;
+  const int first_, own_;  // threads of this process
+  std::vector<Scratch> scratch_;  // by thread
+  Pages logits_, lane_logits_, final_streams_;
+};
+
+}  // namespace laneformer

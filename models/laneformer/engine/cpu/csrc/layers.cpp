@@ -1,0 +1,206 @@
+#include "layers.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+namespace laneformer {
+
+Layers::Layers(Shared& shared, const KvMemory& kv, Schedule* schedule, int first, int own)
+    : shared_(shared),
+      exchange_(shared.exchange),
+      spec_(shared.model.spec()),
+      delay_(shared.delay),
+      schedule_(schedule),
+      attention_(shared, kv, first, own),
+      scratch_(shared.model.threads()) {
+  for (int t = first; t < first + own; ++t) reserve(t);
+}
+
+void Layers::reserve(int t) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  const size_t hidden = spec_.padded_hidden(), mixed = Attention::mixed_stride(spec_);
+  const size_t gated = round_up(spec_.ff_rows(), 32), own = plan.last_lane - plan.first_lane;
+  const size_t widest_in = std::max({hidden, mixed, gated});
+  const size_t widest_out = std::max({hidden, size_t(Attention::qkv_stride(spec_)), size_t(spec_.gate_up_rows())});
+  const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
+  Scratch& w = scratch_[t];
+  w.streams = floats(own * kMaxColumns * hidden);
+  w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
+  w.prepared = Pages(shared_.products.prepared_bytes(widest_in));
+  w.total = floats(hidden);
+  if (plan.leader != t) return;  // what a lane's group shares lies with its leader
+  w.attended = floats(kMaxColumns * mixed);
+  w.gated = floats(kMaxColumns * gated);
+}
+
+void Layers::run(int t, const Pass& pass) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  embed(t, pass);
+  for (int layer = 0; layer < spec_.layers && !exchange_.lost(); ++layer) {
+    const uint64_t global = first_layer(pass) + layer;
+    for (const Module module : {kAttention, kMlp}) {
+      // This slot's last readers joined it `delay` layers after it was written; they are past that once they have
+      // finished the module that follows.
+      const uint64_t last_read = global + delay_, ring = shared_.ring_layers();
+      if (last_read >= ring) exchange_.wait_for_modules(t, 2 * (last_read - ring) + module + 2 + ladder_);
+      for (int own = 0; own < plan.last_lane - plan.first_lane; ++own) {
+        float* partial = exchange_.slot(global, module, plan.first_lane + own);
+        module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
+      }
+      exchange_.publish(Exchange::kModulesDone, t, 2 * global + module + 1);
+      join_lanes(t, layer, module, pass);
+      if (pass.keeps) keep_partials(t, layer, module, pass);
+    }
+  }
+}
+
+void Layers::embed(int t, const Pass& pass) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  for (int c = 0; c < pass.columns; ++c) {
+    shared_.model.embed(pass.column[c].token, stream(t, 0, c));
+    for (int own = 1; own < plan.last_lane - plan.first_lane; ++own)
+      std::memcpy(stream(t, own, c), stream(t, 0, c), spec_.hidden * sizeof(float));
+  }
+}
+
+// --- modules ----------------------------------------------------------------------------------------------------
+
+// All columns, to the inputs of the thread's next matrix.
+void Layers::norm_streams(int t, int own, int index, const Pass& pass) {
+  const int hidden = spec_.padded_hidden(), lane = shared_.model.plan(t).first_lane + own;
+  for (int c = 0; c < pass.columns; ++c)
+    shared_.kernels.rms_norm(stream(t, own, c), shared_.model.norm_scale(index, lane), spec_.norm_eps, spec_.hidden,
+                             hidden, scratch_[t].x.floats() + size_t(c) * hidden);
+}
+
+void Layers::multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns) {
+  const Products& products = shared_.products;
+  products.multiply(t, matrix, products.prepare(matrix, x, x_stride, columns, scratch_[t].prepared), y, y_stride,
+                    columns);
+}
+
+void Layers::attention(int t, int layer, int own, const Pass& pass, float* partial) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  Scratch &w = scratch_[t], &group = scratch_[plan.leader];
+  const LaneLayer& matrices = plan.layers[layer][own];
+  const int hidden = spec_.padded_hidden(), stride = Attention::qkv_stride(spec_);
+  float* qkv = group.y.floats();
+  norm_streams(t, own, 2 * layer, pass);
+  multiply(t, matrices.qkv, w.x.floats(), hidden, qkv, stride, pass.columns);
+  if (spec_.qkv_bias) {
+    // this thread's rows; the matrix's rows end in a tile of its own, so padding is nobody else's
+    const float* bias = shared_.model.bias(layer, plan.first_lane + own) + matrices.qkv.first_row;
+    for (int c = 0; c < pass.columns; ++c)
+      shared_.kernels.add(qkv + size_t(c) * stride + matrices.qkv.first_row, bias,
+                          static_cast<int>(round_up(matrices.qkv.rows, 16)));
+  }
+  attention_.run({t, layer, own, pass, qkv, group.attended.floats()});
+  multiply(t, matrices.wo, group.attended.floats(), Attention::mixed_stride(spec_), partial, hidden, pass.columns);
+}
+
+void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  Scratch &w = scratch_[t], &group = scratch_[plan.leader];
+  const LaneLayer& matrices = plan.layers[layer][own];
+  const int hidden = spec_.padded_hidden(), wide = spec_.gate_up_rows();
+  const int ff_stride = static_cast<int>(round_up(spec_.ff_rows(), 32)), first = matrices.gate_up.first_row;
+  norm_streams(t, own, 2 * layer + 1, pass);
+  multiply(t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
+  for (int c = 0; c < pass.columns; ++c)
+    shared_.kernels.silu_gate(w.y.floats() + size_t(c) * wide + first, matrices.gate_up.tiles(),
+                              group.gated.floats() + size_t(c) * ff_stride + first / 2);
+  exchange_.meet_group(t, plan);
+  multiply(t, matrices.w2, group.gated.floats(), ff_stride, partial, hidden, pass.columns);
+}
+
+// --- joins ------------------------------------------------------------------------------------------------------
+
+// The update table of config.Join for the own lanes; sums over lanes are always in lane order.
+void Layers::join_lanes(int t, int layer, Module module, const Pass& pass) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  const Kernels& kernels = shared_.kernels;
+  const uint64_t global = first_layer(pass) + layer;
+  const Join how = spec_.join[module][layer];
+  if (ladder_) return join_late(t, layer, module, pass);
+  if (how == Join::present) return add_sum(t, 2 * global + module, pass);
+  const bool delayed = how == Join::past && spec_.adds_delayed[module][layer];
+  const int n = spec_.padded_hidden();
+  const uint64_t from = global - (delayed ? delay_ : 0);
+  float* total = scratch_[t].total.floats();
+  // the rest of the own lane's rows
+  exchange_.wait_for(Exchange::kModulesDone, t, plan.leader, plan.leader + plan.members, 2 * global + module + 1);
+  if (delayed) exchange_.wait_for_modules(t, 2 * from + module + 1);
+  for (size_t c = 0; c < size_t(pass.columns); ++c) {  // as in add_sum
+    if (delayed)
+      kernels.sum_rows(exchange_.slot(from, module, 0) + c * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
+    for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
+      float* h = stream(t, lane - plan.first_lane, static_cast<int>(c));
+      const float* partial = exchange_.slot(global, module, lane) + c * n;
+      if (how == Join::no_reduce)
+        kernels.add_scaled(h, partial, std::sqrt(static_cast<float>(spec_.lanes)), n);
+      else if (delayed)
+        kernels.add_past(h, partial, total, exchange_.slot(from, module, lane) + c * n, n);
+      else
+        kernels.add(h, partial, n);
+    }
+  }
+}
+
+// The sum over lanes of a module's outputs, by its number over all passes, joins the own lanes' streams.
+void Layers::add_sum(int t, uint64_t number, const Pass& pass) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  const int n = spec_.padded_hidden(), own_lanes = plan.last_lane - plan.first_lane;
+  const float* partials = exchange_.slot(number / 2, Module(number % 2), 0);
+  float* total = scratch_[t].total.floats();
+  exchange_.wait_for_modules(t, number + 1);
+  for (int c = 0; c < pass.columns; ++c) {  // one after the other, so that sums stay in the first cache
+    shared_.kernels.sum_rows(partials + size_t(c) * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
+    for (int own = 0; own < own_lanes; ++own) shared_.kernels.add(stream(t, own, c), total, n);
+  }
+}
+
+// Every sum joins one module late, the last two together.
+void Layers::join_late(int t, int layer, Module module, const Pass& pass) {
+  const uint64_t number = 2 * (first_layer(pass) + layer) + module;
+  if (layer || module) add_sum(t, number - 1, pass);
+  if (layer == spec_.layers - 1 && module) add_sum(t, number, pass);
+}
+
+// All lanes' partials of the chosen positions, by rank 0's first thread. They are still in the mailbox: whoever
+// overwrites them waits until this thread has finished the next module.
+void Layers::keep_partials(int t, int layer, Module module, const Pass& pass) {
+  if (t != 0) return;
+  const uint64_t global = first_layer(pass) + layer;
+  const size_t floats = size_t(spec_.lanes) * spec_.hidden;
+  exchange_.wait_for_modules(t, 2 * global + module + 1);
+  for (int c = 0; c < pass.columns; ++c) {
+    float* kept = schedule_->partials(pass.column[c], layer, module, floats);
+    for (int lane = 0; kept && lane < spec_.lanes; ++lane)
+      std::memcpy(kept + size_t(lane) * spec_.hidden,
+                  exchange_.slot(global, module, lane) + size_t(c) * spec_.padded_hidden(),
+                  spec_.hidden * sizeof(float));
+  }
+}
+
+// --- measurements -----------------------------------------------------------------------------------------------
+
+void Layers::read_tape(int t, size_t most) {
+  Scratch& w = scratch_[t];
+  for (const auto& layer : shared_.model.plan(t).layers)
+    for (const LaneLayer& lane : layer)
+      for (const Matrix* matrix : {&lane.qkv, &lane.wo, &lane.gate_up, &lane.w2}) {
+        if (matrix->offset > most) return;
+        multiply(t, *matrix, w.x.floats(), 0, w.y.floats() - matrix->first_row, 0, 1);
+      }
+}
+
+void Layers::set_ladder() {
+  for (const auto& joins : spec_.join)
+    if (std::find_if(joins.begin(), joins.end(), [](Join how) { return how != Join::present; }) != joins.end())
+      throw std::invalid_argument("ladder: every join of the model must be PRESENT; set broadcast_delay = 0");
+  ladder_ = true;
+}
+
+}  // namespace laneformer

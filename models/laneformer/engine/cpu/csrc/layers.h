@@ -1,0 +1,66 @@
+// One pass of a block of positions through the layers of all lanes.
+//
+// A thread runs its lanes' modules without a barrier; it publishes each module's partial outputs in a mailbox and then
+// counts up its own modules done (exchange.h). Only a join that needs other lanes waits: PRESENT for this module, PAST
+// for the module `delay` layers ago. Where threads outnumber lanes, a group of threads shares each lane: its members own
+// rows of the lane's matrices, keep a copy each of its residual stream, and meet within a module. No column's result
+// depends on which other columns it shares the pass with, not in a single bit (on the matrix unit: as long as they are
+// four or more, or fewer; kernels/amx.h).
+//
+//   C columns (positions of the block)   D hidden   L lanes; every row is padded to 32 floats with zeros
+#pragma once
+#include <vector>
+
+#include "../../schedule/schedule.h"
+#include "attention.h"
+#include "shared.h"
+
+namespace laneformer {
+
+static_assert(kMaxColumns == kPassColumns);
+
+class Layers {
+ public:
+  // The schedule, which is rank 0's, takes the partials that a pass keeps.
+  Layers(Shared& shared, const KvMemory& kv, Schedule* schedule, int first, int own);
+
+  void run(int t, const Pass& pass);
+  float* stream(int t, int own, int column) const {  // (D,) of the thread's lane number `own`, after the layers
+    return scratch_[t].streams.floats() + (size_t(own) * kMaxColumns + column) * spec_.padded_hidden();
+  }
+  // For measurements: multiplies as decoding does, until so many bytes of the thread's tape are read; joins as Ladder
+  // Residual does (arXiv 2501.06589), every sum one module late, which needs a model without a delay.
+  void read_tape(int t, size_t most);
+  void set_ladder();
+
+ private:
+  struct Scratch {
+    Pages streams;          // [own lane][column][hidden]
+    Pages x, y;             // [column][...]: a matrix's inputs, its outputs
+    Pages prepared;         // ... the inputs as the product reads them
+    Pages attended, gated;  // [column][...]: inputs of wo and w2; of the leader, for all of a lane's group
+    Pages total;            // [hidden]
+  };
+  void reserve(int t);
+  void embed(int t, const Pass& pass);
+  void attention(int t, int layer, int own, const Pass& pass, float* partial);
+  void mlp(int t, int layer, int own, const Pass& pass, float* partial);
+  void norm_streams(int t, int own, int index, const Pass& pass);
+  void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
+  void join_lanes(int t, int layer, Module module, const Pass& pass);
+  void join_late(int t, int layer, Module module, const Pass& pass);
+  void add_sum(int t, uint64_t number, const Pass& pass);
+  void keep_partials(int t, int layer, Module module, const Pass& pass);
+  uint64_t first_layer(const Pass& pass) const { return (pass.number - 1) * spec_.layers; }  // of all passes together
+
+  Shared& shared_;
+  Exchange& exchange_;
+  const ModelSpec& spec_;
+  const int delay_;
+  Schedule* const schedule_;
+  Attention attention_;
+  std::vector<Scratch> scratch_;  // by thread
+  bool ladder_ = false;
+};
+
+}  // namespace laneformer

@@ -1,0 +1,47 @@
+// Matrix products of a pass: which one the math and the type of weights take, and inputs as it reads them.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+#include "weights.h"
+
+namespace laneformer {
+
+class Products {
+ public:
+  Products(const Model& model, const Kernels& kernels, Math math)
+      : model_(model), by_dtype_(kernels.products[static_cast<int>(math)]) {}
+
+  // Of the inputs of all columns of a pass; 0 where products read fp32 inputs as they are.
+  size_t prepared_bytes(size_t inputs) const {
+    const Product& how = of(model_.dtype());
+    if (!how.multiply)
+      throw std::invalid_argument(std::string("this math does not take ") + kDTypes[int(model_.dtype())].name +
+                                  " weights");
+    return how.prepare ? kMaxColumns * how.column_bytes(static_cast<int>(inputs / 2)) : 0;
+  }
+
+  // The columns' inputs of a matrix as its product reads them, in `buffer` unless they are read as they are.
+  Inputs prepare(const Matrix& matrix, const float* x, int x_stride, int columns, Pages& buffer) const {
+    const Product& how = of(matrix.dtype);
+    if (!prepares(how, columns)) return {reinterpret_cast<const char*>(x), x_stride * sizeof(float), ahead};
+    how.prepare(x, x_stride, matrix.k_pairs(), columns, buffer.bytes());
+    return {buffer.bytes(), how.column_bytes(matrix.k_pairs()), ahead};
+  }
+
+  // y[c][matrix.first_row ...] of all columns, from the tape of `owner`.
+  void multiply(int owner, const Matrix& matrix, Inputs x, float* y, int y_stride, int columns) const {
+    of(matrix.dtype).multiply(model_.tiles(owner, matrix), matrix.rows, matrix.k_pairs(), x, y + matrix.first_row,
+                              y_stride, columns);
+  }
+
+  size_t ahead = 3072;  // bytes of a tape to prefetch ahead, the same for all threads
+
+ private:
+  const Product& of(DType dtype) const { return by_dtype_[static_cast<int>(dtype)]; }
+
+  const Model& model_;
+  const Product* const by_dtype_;
+};
+
+}  // namespace laneformer

@@ -1,0 +1,49 @@
+// What all threads of an executor work with: the weights, and the memory in which they tell each other something.
+#pragma once
+#include <utility>
+
+#include "exchange.h"
+#include "kernels.h"
+#include "processes.h"
+#include "products.h"
+#include "weights.h"
+
+namespace laneformer {
+
+// How many layers late outputs of modules arrive; 0 where none ever does.
+inline int broadcast_delay(const ModelSpec& spec) {
+  for (const auto& module : spec.adds_delayed)
+    for (const uint8_t adds : module)
+      if (adds) return spec.delay;
+  return 0;
+}
+
+struct Shared {
+  // spin_turns: of a wait, before the core is given up.
+  Shared(const Model& of, const Kernels& with, Math math, int spin_turns, int file)
+      : model(of),
+        kernels(with),
+        products(model, kernels, math),
+        delay(broadcast_delay(model.spec())),
+        memory(file),
+        exchange(shape(), spin_turns, memory.take(shape().bytes())),
+        orders_memory(memory.take(sizeof(Orders))),
+        orders(*reinterpret_cast<Orders*>(orders_memory.bytes())) {}
+
+  int ring_layers() const { return 2 * delay + 2; }  // slots of the mailbox
+  Exchange::Shape shape() const {
+    const ModelSpec& spec = model.spec();
+    return {ring_layers(), spec.lanes, model.threads(), kMaxColumns * size_t(spec.padded_hidden())};
+  }
+
+  const Model& model;
+  const Kernels& kernels;
+  Products products;
+  const int delay;
+  SharedMemory memory;
+  Exchange exchange;  // the first piece of the memory
+  const Pages orders_memory;
+  Orders& orders;
+};
+
+}  // namespace laneformer

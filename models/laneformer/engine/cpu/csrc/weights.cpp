@@ -1,0 +1,164 @@
+#include "weights.h"
+
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace laneformer {
+
+Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, Team& team)
+    : spec_(spec),
+      dtype_(dtype),
+      embedding_dtype_(embedding_dtype),
+      plans_(plan_tapes(spec, threads, dtype)),
+      team_(team) {
+  const ThreadPlan &first = plans_[team.first()], &last = plans_[team.first() + team.size() - 1];
+  if (first.leader != team.first() || last.leader + last.members > team.first() + team.size())
+    throw std::invalid_argument("a lane's threads must be in one process");
+  const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
+  for (const ThreadPlan& plan : plans_) tapes_.emplace_back(plan.tape_bytes, true);
+  embedding_ = Pages(embedding_bytes());
+  norms_ = floats((2 * spec.layers + 1) * scales() * size_t(spec.padded_hidden()));
+  if (spec.qkv_bias) biases_ = floats(size_t(spec.layers) * spec.lanes * round_up(spec.qkv_rows(), 32));
+  if (spec.head_norms) head_norms_ = floats(size_t(spec.layers) * 2 * spec.padded_head_dim());
+}
+
+size_t Model::bytes() const {
+  size_t total = 0;
+  for (const ThreadPlan& plan : plans_) total += plan.tape_bytes;
+  return total;
+}
+
+// --- loading ----------------------------------------------------------------------------------------------------
+
+void Model::expect_writable() const {
+  if (mapped_) throw std::runtime_error("the packed weights are mapped read-only");
+}
+
+bool Model::set_matrix(const std::string& part, int layer, const void* data, DType from) {
+  expect_writable();
+  const auto lane_data = [&](int lane, int rows, int inputs) {
+    return static_cast<const char*>(data) + size_t(lane) * rows * inputs * bytes_of(from);
+  };
+  std::atomic<bool> finite{true};
+  team_.run([&](int t) {
+    const ThreadPlan& plan = plans_[t];
+    const auto pack = [&](const Matrix& to, const void* source, int rows, int inputs, int first_row, int half) {
+      if (!pack_rows({source, from, rows, inputs, first_row, half}, to, tapes_[t].bytes())) finite = false;
+    };
+    const auto pack_head = [&](int owner) {
+      const int rows = spec_.head_rows(), inputs = spec_.head_inputs();
+      for (int i = 0; const Matrix& head : plans_[owner].head) {
+        const int lane = plans_[owner].first_lane + i++;
+        const void* source = spec_.head == Head::replicate ? data : lane_data(lane, rows, inputs);
+        if (!pack_rows({source, from, rows, inputs}, head, tapes_[owner].bytes())) finite = false;
+      }
+    };
+    // tied embeddings are read from the head, so every process has all of it
+    const int stride = spec_.tied ? team_.size() : threads();
+    for (int owner = t % stride; part == "lm_head" && owner < threads(); owner += stride) pack_head(owner);
+    const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
+    for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
+      if (part == "lm_head") break;
+      const int own = lane - plan.first_lane;
+      const LaneLayer& matrices = plan.layers[layer][own];
+      if (part == "wq") pack(matrices.qkv, lane_data(lane, q, hidden), q, hidden, 0, -1);
+      if (part == "wk") pack(matrices.qkv, lane_data(lane, kv, hidden), kv, hidden, q, -1);
+      if (part == "wv") pack(matrices.qkv, lane_data(lane, kv, hidden), kv, hidden, q + kv, -1);
+      if (part == "wo") pack(matrices.wo, lane_data(lane, hidden, q), hidden, q, 0, -1);
+      if (part == "w1") pack(matrices.gate_up, lane_data(lane, ff, hidden), ff, hidden, 0, 0);
+      if (part == "w3") pack(matrices.gate_up, lane_data(lane, ff, hidden), ff, hidden, 0, 1);
+      if (part == "w2") pack(matrices.w2, lane_data(lane, hidden, ff), hidden, ff, 0, -1);
+    }
+  });
+  return finite;
+}
+
+bool Model::set_embedding(const void* data, DType from) {
+  expect_writable();
+  std::atomic<bool> finite{true};
+  team_.run([&](int t) {  // each touches a part first, so every memory node holds some of it
+    const int share = t - team_.first(), shares = team_.size();
+    const size_t first = size_t(spec_.vocab) * share / shares, end = size_t(spec_.vocab) * (share + 1) / shares;
+    const char* rows = static_cast<const char*>(data) + first * spec_.hidden * bytes_of(from);
+    char* to = embedding_.bytes() + first * spec_.hidden * bytes_of(embedding_dtype_);
+    if (!convert(rows, from, (end - first) * spec_.hidden, to, embedding_dtype_)) finite = false;
+  });
+  return finite;
+}
+
+void Model::copy_parts() {
+  Pages embedding(embedding_bytes(), true);
+  team_.run([&](int t) {
+    Pages tape(plans_[t].tape_bytes, true);
+    std::memcpy(tape.bytes(), tapes_[t].bytes(), plans_[t].tape_bytes);
+    tapes_[t] = std::move(tape);
+    const size_t share = t - team_.first(), shares = team_.size();
+    const size_t first = embedding_bytes() * share / shares, end = embedding_bytes() * (share + 1) / shares;
+    std::memcpy(embedding.bytes() + first, embedding_.bytes() + first, end - first);
+  });
+  embedding_ = std::move(embedding);
+}
+
+bool Model::set_norm(int index, const void* data, DType from) {
+  bool finite = true;
+  for (int i = 0; i < scales(); ++i) {
+    const char* row = static_cast<const char*>(data) + size_t(i) * spec_.hidden * bytes_of(from);
+    float* to = norms_.floats() + (size_t(index) * scales() + i) * spec_.padded_hidden();
+    finite &= convert(row, from, spec_.hidden, to, DType::fp32);
+  }
+  return finite;
+}
+
+void Model::set_rope(const float* cosine, const float* sine) {
+  const size_t count = size_t(spec_.context) * (spec_.head_dim() / 2);
+  cosine_.assign(cosine, cosine + count);
+  sine_.assign(sine, sine + count);
+}
+
+bool Model::set_bias(const std::string& part, int layer, const void* data, DType from) {
+  const int rows = part == "wq" ? spec_.q_rows() : spec_.kv_rows();
+  const int first = part == "wq" ? 0 : spec_.q_rows() + (part == "wv" ? spec_.kv_rows() : 0);
+  bool finite = true;
+  for (int lane = 0; lane < spec_.lanes; ++lane) {
+    const char* own = static_cast<const char*>(data) + size_t(lane) * rows * bytes_of(from);
+    finite &= convert(own, from, rows, bias(layer, lane) + first, DType::fp32);
+  }
+  return finite;
+}
+
+bool Model::set_head_norm(const std::string& part, int layer, const void* data, DType from) {
+  return convert(data, from, spec_.head_dim(), head_norm(layer, part == "k_norm"), DType::fp32);
+}
+
+// --- reading ----------------------------------------------------------------------------------------------------
+
+// Of the embedding, or of the head on whichever thread's tape the row lies.
+void Model::embed(int token, float* out) const {
+  if (!spec_.tied) {
+    const size_t row = size_t(token) * spec_.hidden * bytes_of(embedding_dtype_);
+    convert(embedding_.bytes() + row, embedding_dtype_, spec_.hidden, out, DType::fp32);
+    return;
+  }
+  for (int t = 0; t < threads(); ++t)
+    for (size_t i = 0; i < plans_[t].head.size(); ++i) {
+      const Matrix& head = plans_[t].head[i];
+      const int lane = spec_.head == Head::vocab_parallel ? plans_[t].first_lane + static_cast<int>(i) : 0;
+      const int row = token - lane * spec_.head_rows() - head.first_row;
+      if (row >= 0 && row < head.rows) return unpack_row(head, row, tapes_[t].bytes(), out);
+    }
+}
+
+void Model::rotate(const float* from, float* to, int layer, int position) const {
+  const int half = spec_.head_dim() / 2;
+  const size_t row = spec_.rotates[layer] ? position : 0;  // 0 turns nothing
+  const float *cosine = cosine_.data() + row * half, *sine = sine_.data() + row * half;
+  for (int j = 0; j < half; ++j) {
+    const float even = from[2 * j], odd = from[2 * j + 1];
+    to[2 * j] = even * cosine[j] - odd * sine[j];
+    to[2 * j + 1] = even * sine[j] + odd * cosine[j];
+  }
+}
+
+}  // namespace laneformer

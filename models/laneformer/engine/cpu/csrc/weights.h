@@ -1,0 +1,76 @@
+// A model's weights as a pass reads them: matrices packed on a tape for each thread, and what all threads read beside them.
+//
+// Other families' models have more than a Laneformer: biases of queries, keys and values, norms of every head's queries
+// and keys, and embeddings that are tied to the head, read from its packed rows.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "model.h"
+#include "system.h"
+#include "team.h"
+
+namespace laneformer {
+
+class Model {
+ public:
+  // `threads` of all processes share the lanes; those of the team, which packs, are this process's.
+  Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, Team& team);
+
+  // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
+  bool set_matrix(const std::string& part, int layer, const void* data, DType from);
+  bool set_embedding(const void* data, DType from);
+  bool set_norm(int index, const void* data, DType from);  // 2 * layer + module; 2 * layers: the final one
+  void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
+  bool set_bias(const std::string& part, int layer, const void* data, DType from);       // wq, wk or wv
+  bool set_head_norm(const std::string& part, int layer, const void* data, DType from);  // q_norm or k_norm
+  bool loaded() const { return !cosine_.empty(); }
+
+  // What a cache of packed weights holds: every thread's tape, then the embedding if it is not the head. `map_part`
+  // replaces one by memory that stays valid, and is not written, as long as the model lives.
+  int parts() const { return threads() + (spec_.tied ? 0 : 1); }
+  size_t part_bytes(int index) const { return index < threads() ? plans_[index].tape_bytes : embedding_bytes(); }
+  char* part(int index) { return pages(index).bytes(); }
+  void map_part(int index, const void* data) { pages(index) = Pages::borrowed(data), mapped_ = true; }
+  void copy_parts();  // out of what was mapped, each tape by its thread: into huge pages of its memory node
+
+  const ModelSpec& spec() const { return spec_; }
+  DType dtype() const { return dtype_; }  // of the matrices
+  int threads() const { return static_cast<int>(plans_.size()); }
+  const ThreadPlan& plan(int t) const { return plans_[t]; }
+  size_t bytes() const;  // read per decoded token, by all threads
+
+  const char* tiles(int t, const Matrix& matrix) const { return tapes_[t].bytes() + matrix.offset; }
+  void embed(int token, float* out) const;  // its row (hidden,)
+  const float* norm_scale(int index, int lane) const {
+    return norms_.floats() + (size_t(index) * scales() + (scales() > 1 ? lane : 0)) * spec_.padded_hidden();
+  }
+  // Of a lane: (qkv rows,) padded; of heads: (d,) padded.
+  float* bias(int layer, int lane) const {
+    return biases_.floats() + (size_t(layer) * spec_.lanes + lane) * round_up(spec_.qkv_rows(), 32);
+  }
+  float* head_norm(int layer, bool of_keys) const {
+    return head_norms_.floats() + (size_t(layer) * 2 + of_keys) * spec_.padded_head_dim();
+  }
+  void rotate(const float* from, float* to, int layer, int position) const;  // a head's (d,), where the layer has RoPE
+
+ private:
+  int scales() const { return spec_.shared_scale ? 1 : spec_.lanes; }  // of a norm
+  size_t embedding_bytes() const {
+    return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
+  }
+  Pages& pages(int index) { return index < threads() ? tapes_[index] : embedding_; }
+  void expect_writable() const;
+
+  const ModelSpec spec_;
+  const DType dtype_, embedding_dtype_;  // the embedding is never int8
+  const std::vector<ThreadPlan> plans_;
+  Team& team_;
+  std::vector<Pages> tapes_;  // those of other processes are reserved, but never touched
+  Pages embedding_, norms_;
+  Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, d); padded
+  std::vector<float> cosine_, sine_;
+  bool mapped_ = false;  // tapes or embedding are read-only
+};
+
+}  // namespace laneformer
