@@ -6,7 +6,10 @@ finds a word of a later epoch has been overwritten: the assertions. Whoever wait
 A block stands for any of its warps: all of them have read their inputs (sync_block) before one of them stores.
 
 test_mail.py defines, from a config and its geometry: LANES (2 or 3), LAYERS, DELAY, MAIL_SLOTS, TOKENS, BEST_SETS,
-ATTENDING (the first blocks of a lane, which hold keys), and as bits of layers NOW, LATER, SENT of both modules. */
+ATTENDING (the first blocks of a lane, which hold keys), and as bits of layers NOW, LATER, SENT of both modules; with
+CHOSEN, passes.cu's end of a token, each lane on a device of its own: one block takes the best words, and tells each
+device the choice and whether the launch ends with it, which the host may wish at any token. EARLY and ALONE are faults:
+a block that does not wait for the choice, a wish that the first device alone is told of. */
 
 #define BLOCKS 2
 #define EPOCH (token * LAYERS + layer + 1)
@@ -16,7 +19,9 @@ ATTENDING (the first blocks of a lane, which hold keys), and as bits of layers N
 byte qkv[LANES * BLOCKS], partial[LANES * BLOCKS], activation[LANES * BLOCKS];
 byte stream[2 * LANES * BLOCKS];                   /* [module][lane][block] */
 byte mail[2 * MAIL_SLOTS * LANES * BLOCKS];        /* [module][slot][lane][block]: read by the same block of other lanes */
-byte best[BEST_SETS * LANES * BLOCKS];             /* [token % BEST_SETS][lane][block]: read by all */
+byte best[BEST_SETS * LANES * BLOCKS];             /* [token % BEST_SETS][lane][block]: read by all, or who chooses */
+byte choice[LANES];                                /* 2 (token + 1) + whether the launch ends: read by all of a device */
+byte gone;                                         /* how many tokens those have seen that have left */
 
 /* two words, or `count` of them, that have come; and that are still there */
 #define COME(words, at, count, epoch) (words[at] >= (epoch) && (count == 1 || words[(at) + 1] >= (epoch)))
@@ -65,7 +70,7 @@ inline join(come, kept) {
 }
 
 proctype run_block(byte lane, block) {
-  byte token, layer, module;
+  byte token, layer, module, to, ends;
   do
   :: token == TOKENS -> break
   :: else ->
@@ -103,12 +108,50 @@ proctype run_block(byte lane, block) {
       assert(KEPT(stream, STREAM(1), 2, token * LAYERS + LAYERS));
       best[BEST + lane * BLOCKS + block] = token + 1
     }
+#ifdef CHOSEN
+    if
+    :: lane == 0 && block == 0 ->
+      atomic {
+        ALL_BEST(>=);
+        assert(ALL_BEST(==));
+        if
+        :: ends = 0
+        :: ends = 1 /* the host wants in */
+        fi;
+        to = 0
+      }
+      do
+      :: to == LANES || token + 1 == TOKENS -> break
+      :: else -> choice[to] = 2 * (token + 1) + (to <= ALONE -> ends : 0); to++
+      od
+    :: else
+    fi;
+    if
+    :: token + 1 == TOKENS || (EARLY && block == 1) -> token++
+    :: else ->
+      atomic {
+        choice[lane] >= 2 * (token + 1);
+        assert(choice[lane] / 2 == token + 1);
+        token++;
+        if
+        :: choice[lane] % 2 -> break
+        :: else
+        fi
+      }
+    fi
+  od;
+  atomic {
+    assert(gone == 0 || gone == token);
+    gone = token
+  }
+#else
     atomic {
       ALL_BEST(>=);
       assert(ALL_BEST(==));
       token++
     }
   od
+#endif
 }
 
 init {

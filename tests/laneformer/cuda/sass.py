@@ -145,6 +145,15 @@ class Kernel:
             raise ValueError("no loop inside a loop: the layers are not one, or the reader has lost its way")
         return inner[0]
 
+    def innermost(self, of: set[int], name: str) -> list[set[int]]:
+        """The loops in `of` that hold such an instruction, without those around them."""
+        found = []
+        for loop in self.loops(of):
+            if any(self.code[i].name == name for i in loop):
+                entries = {s for i, after in enumerate(self.graph) if i not in loop for s in after}
+                found += self.innermost(loop - entries, name) or [loop]
+        return found
+
     @cached_property
     def blocks(self) -> dict[int, range]:
         """Basic blocks by their first instruction."""

@@ -22,7 +22,7 @@ from laneformer.engine.cuda.compile import FOLDER, compile_cubin
 from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.memory import decode_structure
 from laneformer.engine.cuda.nvrtc import compilers
-from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.planning import plan, plan_builds
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, MODELS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
@@ -89,6 +89,24 @@ GATES = (  # every card once, and a shape of the Llama family on each generation
     Gate(H200, "2b", Limits(stack_bytes=408, local=14, instructions=7450), dtype="int8"),
     Gate("B200", "2b", Limits(stack_bytes=952, local=8, instructions=9750), dtype="int8"),
 )
+
+
+# of passes: the limits of all builds together
+PASSES = {
+    ("A100 40 GB, 80 GB", "2b"): Limits(stack_bytes=584, local=324, instructions=10300),
+    ("RTX 3090", "2b"): Limits(stack_bytes=512, local=58, instructions=7350),
+    ("RTX 4090", "2b"): Limits(stack_bytes=504, local=62, instructions=7200),
+    (H200, "2b"): Limits(stack_bytes=400, local=26, instructions=8800),
+    ("B200", "2b"): Limits(stack_bytes=984, local=4, instructions=9950),
+    ("RTX 5090", "2b"): Limits(stack_bytes=856, local=6, instructions=8250),
+    ("A10", "Qwen3-0.6B"): Limits(stack_bytes=344, local=60, instructions=10550),
+    ("L4", "Qwen2.5-7B"): Limits(stack_bytes=16, local=0, instructions=6350),
+    ("L40S", "Llama-3-8B"): Limits(stack_bytes=296, local=134, instructions=7850),
+    ("H100 PCIe", "Llama-3-8B"): Limits(stack_bytes=0, local=0, instructions=10200),
+    ("H100 MIG 2g", "Qwen3-0.6B"): Limits(stack_bytes=272, local=12, instructions=8300),
+    (H200, "300m"): Limits(stack_bytes=392, local=28, instructions=8050),
+}  # fmt: skip
+EIGHT_GPUS = Limits(stack_bytes=456, local=22, instructions=10100)
 
 
 @dataclass(frozen=True)
@@ -176,7 +194,7 @@ def slots_are_consumed(c: Compiled) -> None:
 
 
 def copies_are_there(c: Compiled, name: str) -> None:
-    reads_weights = name in ("decode", "qkv", "output", "gate_up", "down", "head")
+    reads_weights = name in ("decode", "pass", "qkv", "output", "gate_up", "down", "head")
     copies = [this for this in c.kernel.code if this.name in sass.COPIES]
     assert bool(copies) == reads_weights
     assert {this.name for this in copies} <= {"UBLKCP" if architecture_of(c) >= 90 else "LDGSTS"}
@@ -209,6 +227,16 @@ def spills_are_few(c: Compiled, limits: Limits) -> None:
     assert len(c.loop) <= limits.instructions
 
 
+def products_spill_nothing(c: Compiled) -> None:
+    """Of a layer's matrix products, nothing in the loops over tiles but what a chunk's refill asks for on old cards."""
+    loops = c.kernel.innermost(c.kernel.layer_loop, "HMMA")
+    assert len(loops) >= 4, "a matrix each, and a number of tiles below each other"
+    for loop in loops:
+        local = [c.kernel.code[i] for i in sorted(loop) if c.kernel.code[i].name in ("LDL", "STL")]
+        if len(local) > (architecture_of(c) < 90):
+            none(local, "accesses of spilled registers in a loop over tiles")
+
+
 def every_gate(c: Compiled, name: str) -> None:
     the_parameter_fits(c)
     copies_are_there(c, name)
@@ -238,8 +266,30 @@ def test_the_persistent_kernel(gate: Gate, tmp_path: Path) -> None:
     spills_are_few(c, gate.limits)
 
 
+@pytest.mark.parametrize("place", PASSES, ids=" on ".join)
+def test_the_builds_of_passes(place: tuple[str, str], tmp_path: Path) -> None:
+    gate = Gate(*place, PASSES[place])
+    for geometry in plan_builds(MODELS[gate.model], gate.dtype, CARDS[gate.card].machine):
+        c = compiled("passes", geometry, gate.architecture, tmp_path)["pass"]
+        report(c, f"{gate.model} on {gate.card}, {geometry.mma_columns} columns, {gate.architecture}")
+        every_gate(c, "pass")
+        words_are_whole(c)
+        registers_suffice(c)
+        products_spill_nothing(c)
+        spills_are_few(c, gate.limits)
+
+
+def test_the_builds_of_passes_on_several_gpus(tmp_path: Path) -> None:
+    for geometry in plan_builds(MODELS["2b"], "bf16", CARDS[H200].machine, devices=8):
+        c = compiled("passes", geometry, "sm_90a", tmp_path)["pass"]
+        every_gate(c, "pass")
+        words_are_whole(c)
+        spills_are_few(c, EIGHT_GPUS)
+
+
 def test_every_card_has_a_gate() -> None:
     assert {gate.card for gate in GATES} == set(CARDS)
+    assert {card for card, _ in PASSES} == set(CARDS)
 
 
 @pytest.mark.parametrize(("card", "architecture"), [("RTX 4090", "sm_89"), (H200, "sm_90a")])
@@ -271,7 +321,15 @@ class Fault:
     message: str
 
 
-BUILDS: dict[str, dict[str, Any]] = {"one": {}, "another": {}, "two GPUs": {"devices": 2}}
+BUILDS: dict[str, dict[str, Any]] = {
+    "one": {}, "another": {}, "two GPUs": {"devices": 2}, "passes": {"mma_columns": 4},
+    "passes again": {"mma_columns": 4},
+}  # fmt: skip
+LOAD_TILES = """uint4 there[Strip];
+    for (int r = 0; r < Strip; ++r) there[r] = tape.peek(r, thread);
+    tape.drop(Strip);
+    for (int r = 0; r < Strip; ++r) {
+      const uint4 a = there[r];"""
 TWO_STORES = """const_cast<volatile Word*>(at)->value = value;
   const_cast<volatile Word*>(at)->epoch = epoch;
 }
@@ -311,6 +369,15 @@ FAULTS = {
         "one", "block.cuh", "  uint64_t limit_ns;\n  Graph", "  uint64_t limit_ns, other;\n  Graph",
         the_parameter_fits, "parameter of",
     ),
+    "a slot is filled while its tiles are under way": Fault(
+        "passes", "columns.cuh",
+        "#pragma unroll\n    for (int r = 0; r < Strip; ++r) {\n      const uint4 a = tape.peek(r, thread);",
+        LOAD_TILES, slots_are_consumed, "not awaited before",
+    ),
+    "registers are too few for passes": Fault(
+        "passes again", "passes.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
+        products_spill_nothing, "spilled registers in a loop over tiles",
+    ),
     "registers are too few": Fault(
         "another", "persistent.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
         lambda c: spills_are_few(c, Limits(1000, 8, 10000)), "spilled registers",
@@ -335,7 +402,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compiled
                 (folder / fault.file).write_text(content.replace(fault.was, fault.now))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiling, "INCLUDES", (folder, FOLDER.parent))
-            return compiled("persistent", small(**BUILDS[build]), "sm_90a", top)["decode"]
+            geometry = small(**BUILDS[build])
+            version = "passes" if geometry.mma_columns else "persistent"
+            return compiled(version, geometry, "sm_90a", top)[KERNELS[version][0]]
 
     return of
 
