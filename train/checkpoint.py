@@ -233,8 +233,7 @@ class PhaseCheckpointManager(CheckpointManager):
         if f"{DATALOADER}.mixture" in stored:
             state = {DATALOADER: self.states[DATALOADER].state_dict()}
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
-            used = json.loads(state[DATALOADER]["mixture"])
-            self.states[DATALOADER].begin_at(used["windows"], used["windows_left_out"])
+            self.states[DATALOADER].begin_after(json.loads(state[DATALOADER]["mixture"]))
         logger.info(
             f"New phase from {parent}: {' and '.join(wanted)}; schedule, settings and data order are this job's"
         )
