@@ -111,6 +111,7 @@ class Mixture:
         self.vocab_size: int = lock["vocab_size"]
         self.bos_id: int = lock["bos_id"]
         self.source_names: tuple[str, ...] = tuple(source["name"] for source in sources)
+        self.contents: dict[str, str] = {source["name"]: source["content_sha256"] for source in sources}
         self.categories: dict[str, str] = {source["name"]: source["category"] for source in sources}
         self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
         self._offsets = np.zeros(len(sources), dtype=np.int64)

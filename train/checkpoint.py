@@ -3,14 +3,14 @@
 Start: the run's own newest complete checkpoint, else the phase before, else (only if allowed) random weights.
 TorchTitan 0.2.2 decides this by whether the checkpoint folder exists, trusts the newest `.metadata`, and lets
 a second phase inherit the first one's optimizer settings. Saving: its writer is kept; a save that fails is
-taken back and tried again at the next interval, and old checkpoints go only when newer ones are complete.
+taken back and tried again at the next interval, and old checkpoints go only when newer ones are complete. On a
+full disk it is tried every minute.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +31,7 @@ from records.events import record_event
 
 from .checkpoint_checks import Contents, first_problem, on_rank_zero, require_nothing_lost
 from .checkpoint_writer import HashingWriter, end_background
+from .failed_saves import FailedSaves
 from .optimizer import apply_optimizer_settings
 from .supervise.heartbeat import enter
 
@@ -78,8 +79,8 @@ class PhaseCheckpointManager(CheckpointManager):
     """TorchTitan's checkpoint manager with a start that never falls back to random weights by accident."""
 
     started_from: Path | None = None  # what `load` used, None for random weights
-    failed_saves: int = 0  # in a row
     pending_step: int | None = None  # dispatched, not known to be on disk
+    retrying: bool = False  # on a disk that was full, whatever the interval
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class PhaseCheckpointManager(CheckpointManager):
         self.architecture, self.allow_changes = architecture(), section.allow_changes
         self.run = Path(job_config.job.dump_folder)
         self.keep_every_steps = resilience.keep_every_steps
-        self.max_failed_saves = resilience.max_failed_saves
+        self.failed = FailedSaves(self.run, self.run / section.folder, resilience.max_failed_saves)
         self.optimizer_config = job_config.optimizer
         self.allow_fresh_start = section.allow_fresh_start
         # checkpoint of another run, to continue from with all states
@@ -126,9 +127,7 @@ class PhaseCheckpointManager(CheckpointManager):
         if own is not None:
             self.contents.check(own, self.architecture)
         else:
-            on_rank_zero(
-                lambda: require_nothing_lost(self.run, folder, self.interval * self.max_failed_saves)
-            )
+            on_rank_zero(lambda: require_nothing_lost(self.run, folder, self.interval * self.failed.most))
         if not self.load_only:
             on_rank_zero(lambda: clear_branch(self.run, folder, own))
         if own is None and self.resume_from is not None:
@@ -148,16 +147,38 @@ class PhaseCheckpointManager(CheckpointManager):
         return True
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save where TorchTitan would, or when a stop was asked for; a failure costs this
-        checkpoint, not the job.
+        """Save where TorchTitan would, when a stop was asked for, or again on a disk that was full; a
+        failure costs this checkpoint, not the job.
 
         Raises RuntimeError when the last checkpoint, or too many in a row, cannot be written.
         """
+        self._look()
         if not self._should_save(curr_step, last_step):
             return
+        self._save(curr_step, last_step)
+        if last_step and self.failed.retry_is_due:
+            self._save(curr_step, last_step)  # into the room that was made
+        if last_step:
+            self.failed.require_saved(curr_step)
+        if not self.stopping():
+            self.after_save(curr_step)
+
+    def _look(self) -> None:
+        """Judge a save that has ended in the background, and see whether to try again; rank 0 decides."""
+        if self.pending_step is None and self.failed.retry_at_s is None:
+            return
+        enter("the look at the last save")
+        future = self.save_future
+        ended, self.retrying = on_rank_zero(
+            lambda: (future is None or future.done(), self.failed.retry_is_due)
+        )
+        if ended:
+            self.finish()
+
+    def _save(self, curr_step: int, last_step: bool) -> None:
         enter(f"saving step {curr_step}")
         self.finish()
-        self.pending_step = curr_step
+        self.pending_step, self.failed.retry_at_s = curr_step, None
         problem = None
         try:
             with self.times.saving(self):
@@ -166,15 +187,9 @@ class PhaseCheckpointManager(CheckpointManager):
             problem = str(failure)
         if self.save_future is None or problem:
             self._judge(problem)
-        if last_step and self.failed_saves:
-            raise RuntimeError(
-                f"the last checkpoint, step {curr_step}, could not be written; see events.jsonl"
-            )
-        if not self.stopping():
-            self.after_save(curr_step)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        wanted = self.stopping() and self.enable and not self.load_only
+        wanted = (self.stopping() or self.retrying) and self.enable and not self.load_only
         return wanted or super()._should_save(curr_step, last_step)
 
     def finish(self) -> None:
@@ -195,24 +210,14 @@ class PhaseCheckpointManager(CheckpointManager):
         half written is deleted.
         """
         step, self.pending_step = self.pending_step, None
+        assert step is not None, "a save is pending"
         enter(f"the verdict on the save of step {step}")  # a rank whose save never ends has not come here
         problem = first_problem(problem)
-        if problem is None:
-            self.failed_saves = 0
-            return
-        self.failed_saves, self.save_future = self.failed_saves + 1, None
-        end_background()
-        reason = problem.strip().splitlines()[-1]
-        logger.warning(f"Saving step {step} failed ({self.failed_saves} in a row): {reason}")
-        partial = Path(self._create_checkpoint_id(step))
-        on_rank_zero(
-            lambda: take_back(self.run, partial, step=step, in_a_row=self.failed_saves, reason=reason)
-        )
-        if self.failed_saves >= self.max_failed_saves:
-            raise RuntimeError(
-                f"{self.failed_saves} saves in a row have failed, last: {reason}; make room below {self.folder} (old "
-                "runs, checkpoint-aside), lower checkpoint.keep_latest_k, or raise resilience.max_failed_saves"
-            )
+        self.retrying = False
+        if problem:
+            self.save_future = None
+            end_background()
+        self.failed.judge(step, problem)
 
     def _purge_stale_checkpoints(self) -> None:
         """Called by TorchTitan after each dispatch; its thread deletes what is handed to it."""
@@ -228,8 +233,7 @@ class PhaseCheckpointManager(CheckpointManager):
         if f"{DATALOADER}.mixture" in stored:
             state = {DATALOADER: self.states[DATALOADER].state_dict()}
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
-            used = json.loads(state[DATALOADER]["mixture"])
-            self.states[DATALOADER].begin_at(used["windows"], used["windows_left_out"])
+            self.states[DATALOADER].begin_after(json.loads(state[DATALOADER]["mixture"]))
         logger.info(
             f"New phase from {parent}: {' and '.join(wanted)}; schedule, settings and data order are this job's"
         )
@@ -277,13 +281,6 @@ def clear_branch(run: Path, folder: Path, start: Path | None) -> None:
     for name, what in checkpoints.clear_branch(folder, start).items():
         logger.warning(f"{name} is newer than where this job starts: {what}")
         record_event(run, "checkpoint_removed", checkpoint=name, what=what)
-
-
-def take_back(run: Path, partial: Path, **facts: Any) -> None:
-    """Delete what a failed save has written, and record the failure."""
-    if partial.is_dir():
-        shutil.rmtree(checkpoints.to_trash(partial), ignore_errors=True)
-    record_event(run, "save_failed", **facts)
 
 
 def require_fresh_start(allowed: bool, why: str) -> None:

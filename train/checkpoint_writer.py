@@ -37,12 +37,18 @@ KILLED_S = 30.0  # more: it hangs in a file system, and ends when that answers
 class Hashing:
     """A binary stream that is written from its beginning to its end, and its SHA-256."""
 
+    problem: OSError | None = None  # torch's writer makes a RuntimeError of it that does not name a full disk
+
     def __init__(self, stream: Any):
         self.stream, self.sha256 = stream, hashlib.sha256()
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
-        return self.stream.write(data)
+        try:
+            return self.stream.write(data)
+        except OSError as problem:
+            self.problem = problem
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -58,7 +64,10 @@ class HashingFileSystem(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             hashing = Hashing(stream)
-            yield hashing
+            try:
+                yield hashing
+            except Exception as consequence:
+                raise hashing.problem or consequence from None
         self.sums[Path(path).name] = hashing.sha256.hexdigest()
 
     def rename(self, path: Any, new_path: Any) -> None:

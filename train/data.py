@@ -46,6 +46,7 @@ class MixtureLoader(BaseDataLoader):
     ):
         self.lock, self.skips = lock, skips
         self.mixture = Mixture.open(lock)
+        self.contents = self.mixture.contents  # {source: SHA-256}, of this phase and those before it
         self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used up
         self.left_out: dict[str, int] = {}  # those among them that were skipped
         self.sequences = 0  # positions that the trainer has taken, all ranks together
@@ -77,6 +78,26 @@ class MixtureLoader(BaseDataLoader):
         ):
             self.sequences += self.micro_batch
             yield batch
+
+    def begin_after(self, used: dict[str, Any]) -> None:
+        """Start a phase behind the windows that those before it used up; used: what `state_dict` says of them.
+
+        A source that shares no more than its name with one of theirs starts at its own beginning, and theirs
+        is counted as NAME@HASH. Checkpoints from before contents were saved have names only.
+        """
+        before, now = used.get("contents", {}), self.mixture.contents
+        names = {f"{name}@{sha256[:8]}": name for name, sha256 in now.items()}
+        names |= {
+            name: f"{name}@{before[name][:8]}"
+            for name in before
+            if now.get(name, before[name]) != before[name]
+        }
+
+        def renamed(values: dict[str, Any]) -> dict[str, Any]:
+            return {names.get(name, name): value for name, value in values.items()}
+
+        self.contents = renamed(before) | now
+        self.begin_at(renamed(used["windows"]), renamed(used["windows_left_out"]))
 
     def begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
         """Start every source after the windows that earlier phases used; left_out: how many
@@ -133,6 +154,7 @@ class MixtureLoader(BaseDataLoader):
             "sequences": self.sequences,
             "skip_sequences": self.skips.until(self.skips.used(self.sequences)),
             "fingerprint": self.mixture.fingerprint,
+            "contents": self.contents,
             "offsets": self.offsets,
             "left_out": self.left_out,
             "windows": self.windows_per_source(),
@@ -156,6 +178,7 @@ class MixtureLoader(BaseDataLoader):
                 f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
                 "change only windows that lie ahead, or start from an older checkpoint"
             )
+        self.contents = state.get("contents", self.contents)
         self.begin_at(state["offsets"], state["left_out"])
 
 

@@ -32,8 +32,8 @@ class Diagnostics:
         self.replicas = parallel_dims.dp_replicate
         self.watching = False
         for layer in self.model.layers:
-            # FSDP's hooks are there as well: Dynamo compiles the forward method that they surround
-            layer.register_forward_hook(self._see_stream)
+            # Dynamo compiles a layer's hooks as well, and one that appends again for every length of the list
+            layer.register_forward_hook(torch.compiler.disable(self._see_stream))
 
     def begin(self) -> None:
         """Watch the next micro-batch's streams; every micro-batch adds its logits."""

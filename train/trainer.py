@@ -130,7 +130,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
     def _end(self, code: int, reason: str) -> None:
         self.heartbeat.close()
         self.checkpointer.finish()  # a save under way is of an earlier, clean step
-        if code == STOPPED and (self.checkpointer.failed_saves or not self.checkpointer.enable):
+        if code == STOPPED and (self.checkpointer.failed.problem or not self.checkpointer.enable):
             code, reason = (
                 STOPPED_UNSAVED,
                 f"{reason}, but step {self.step} could not be saved; see events.jsonl",

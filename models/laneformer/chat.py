@@ -80,7 +80,7 @@ def render(
     messages: Sequence[Mapping[str, Any]], tokenizer: ChatTokenizer, add_generation_prompt: bool = False
 ) -> list[Segment]:
     """The segments of a conversation, [{"role": ..., "content": ...}, ...]; assistants' contents
-    and </s> are trained.
+    and </s> are trained, but those of messages with "weight": 0 (OpenAI) or "train": false (axolotl).
 
     add_generation_prompt: end with the header of the reply. Raises ChatError unless user and
     assistant take turns, the user first, and every message has text; system messages are ignored, as
@@ -94,7 +94,8 @@ def render(
             continue
         expected = USER if role == ASSISTANT else ASSISTANT
         segments.append(Segment(tokenizer.headers[role], False))
-        segments.append(Segment([*tokenizer.content(text), tokenizer.eos_id], role == ASSISTANT))
+        trained = role == ASSISTANT and _is_wanted(message, number)
+        segments.append(Segment([*tokenizer.content(text), tokenizer.eos_id], trained))
     if not segments:
         raise ChatError("empty", "the conversation has no message of a user")
     if add_generation_prompt:
@@ -136,6 +137,20 @@ def _checked(message: Mapping[str, Any], number: int, expected: str) -> tuple[st
     if not (text := text.strip()):
         raise ChatError("empty", f"message {number}, the {role}'s, is empty")
     return role, text
+
+
+def _is_wanted(message: Mapping[str, Any], number: int) -> bool:
+    """Whether an assistant's message is to be learned. ChatError for a weight between."""
+    weight, train = (
+        message.get("weight"),
+        message.get("train"),
+    )  # a column of Parquet holds None where a row has none
+    if weight not in (None, 0, 1) or train not in (None, False, True):
+        raise ChatError(
+            "weight",
+            f"message {number} has weight {weight!r} and train {train!r}; allowed are 0, 1, false and true",
+        )
+    return weight != 0 and train is not False
 
 
 class ChatTemplate:

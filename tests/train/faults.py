@@ -24,6 +24,7 @@ from torchtitan.distributed import utils as dist_utils
 
 import train.spec  # noqa: F401 - what custom_import names otherwise
 from records.checkpoints import step_folders
+from train import failed_saves
 from train.checkpoint_writer import HashingWriter
 from train.supervise.heartbeat import Heartbeat
 from train.supervise.signals import WORKER
@@ -37,6 +38,7 @@ marks: list[str] = []  # what this rank told its heartbeat
 enter, close = Heartbeat.enter, Heartbeat.close
 train_step, finish = LaneformerTrainer.train_step, HashingWriter.finish
 clip_grad_norm_ = dist_utils.clip_grad_norm_
+failed_saves.RETRY_S = 0.0  # at every step
 
 
 def due(step: int, *kinds: str) -> str | None:

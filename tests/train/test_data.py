@@ -95,6 +95,51 @@ def test_any_cut_gives_the_same_global_batches(
     )
 
 
+def places(loader: MixtureLoader) -> list[tuple[str, int]]:
+    """Where the first windows of its source `code` lie."""
+    found = [window for window in loader.locate(0, 40) if window["source"] == "code"]
+    return [(window["shard"], window["token_offset"]) for window in found]
+
+
+def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: Path) -> None:
+    """A third phase whose source `code` is another one: it starts at its beginning, and counts are kept apart.
+    A fourth one goes on in phase 1's `code`.
+    """
+    (one,) = job(lock, 1, 1)
+    train([one], steps=5)
+    used = json.loads(one.state_dict()["mixture"])
+    (again,) = job(lock, 1, 1)
+    again.begin_after(used)
+    assert again.offsets == used["windows"]
+
+    (other,) = job(lock, 1, 1)
+    sha256 = other.mixture.contents["code"]
+    other.mixture.contents = {**other.mixture.contents, "code": "f" * 64}
+    fresh = places(other)
+    other.begin_after(used)
+    assert "code" not in other.offsets
+    assert other.offsets[f"code@{sha256[:8]}"] == used["windows"]["code"] > 0
+    assert other.offsets["web"] == used["windows"]["web"]
+    begins = places(other)
+    assert begins == fresh
+    assert other.tokens_before() == 5 * GLOBAL_BATCH * 32
+    train([other], steps=2)
+    state = other.state_dict()["mixture"]
+    resumed = job(lock, 1, 1)[0]
+    resumed.load_state_dict({"mixture": state})
+    assert resumed.state_dict()["mixture"] == state
+
+    (last,) = job(lock, 1, 1)
+    last.begin_after(json.loads(state))
+    assert last.offsets["code"] == used["windows"]["code"]
+    assert last.offsets["code@ffffffff"] == other.windows_per_source()["code"] > 0
+    assert last.tokens_before() == 7 * GLOBAL_BATCH * 32
+
+    del used["contents"]  # as of old
+    last.begin_after(used)
+    assert last.offsets == used["windows"]
+
+
 def test_resume_again_and_again_with_other_world_sizes(lock: Path, wrap: int) -> None:
     """Four lives of one run, across the end of an epoch, while readers are ahead: no batch twice, none lost."""
     start = (wrap // GLOBAL_BATCH - 3) * GLOBAL_BATCH
@@ -127,8 +172,7 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     assert one.left_out_per_source() == {name: int((out == i).sum()) for i, name in enumerate(names)}
 
     (two,) = job(prepared_data / "phase2.lock.json", 1, 1, windows=[(4, 6)])
-    used = json.loads(state)
-    two.begin_at(used["windows"], used["windows_left_out"])
+    two.begin_after(json.loads(state))
     assert two.tokens_before() == 3 * GLOBAL_BATCH * 32
     assert two.tokens_per_source() == counted
     tokens, sources, _ = train([two], steps=2)

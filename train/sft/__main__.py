@@ -155,7 +155,7 @@ def _summary(manifest: dict[str, Any]) -> str:
     dropped = ", ".join(f"{reason} {count:,}" for reason, count in manifest["dropped"].items()) or "none"
     return (
         f"{manifest['source']}: {manifest['read']:,} conversations read, {manifest['kept']:,} kept, "
-        f"{manifest['cut']:,} of them cut; "
+        f"{manifest['cut']:,} of them cut; {manifest['system_ignored']:,} without their system message; "
         f"dropped: {dropped}; {manifest['tokens']:,} tokens, {trained:.1%} trained; "
         f"{manifest['windows']:,} windows and {valid['windows']:,} held out, {manifest['tokens'] / room:.1%} full"
     )

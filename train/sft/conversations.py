@@ -33,19 +33,21 @@ SHAREGPT_ROLES = {
     "user": "user",
     "assistant": "assistant",
 }
+SYSTEM_ROLES = (SYSTEM, "developer")  # what the template ignores: OpenAI's older and newer name
 ROWS_AT_A_TIME = 64  # to a worker process
 SEGMENTS_PER_MESSAGE = 2  # of `render`: header and content
 
 
 class Conversation(NamedTuple):
     """ids: uint32 (n,); trained: bool (n,); key: a 128-bit hash of roles and texts; cut: whether
-    its end is missing.
+    its end is missing; system: whether a system message was ignored.
     """
 
     key: int
     ids: np.ndarray
     trained: np.ndarray
     cut: bool = False
+    system: bool = False
 
 
 def rows(origin: str) -> Iterator[Any]:
@@ -99,17 +101,30 @@ def _json_rows(path: Path) -> Iterator[Any]:
 
 
 def messages(row: Any) -> list[dict[str, Any]]:
-    """The messages of a row in OpenAI's form. ChatError when it has none."""
+    """The messages of a row in OpenAI's form, each content one text. ChatError when it has none."""
     if row is None:
         raise ChatError("not_json", "the line is not JSON")
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return row["messages"]
+        return [_with_one_text(message) for message in row["messages"]]
     if isinstance(row, dict) and isinstance(turns := row.get("conversations"), list):
         if any(not isinstance(turn, dict) or not {"from", "value"} <= turn.keys() for turn in turns):
             raise ChatError("fields", "every turn of 'conversations' needs the fields 'from' and 'value'")
         roles = (SHAREGPT_ROLES.get(str(turn["from"]), turn["from"]) for turn in turns)
-        return [{"role": role, "content": turn["value"]} for role, turn in zip(roles, turns, strict=True)]
+        return [
+            {**turn, "role": role, "content": turn["value"]} for role, turn in zip(roles, turns, strict=True)
+        ]
     raise ChatError("fields", "a row needs a list 'messages' or 'conversations'")
+
+
+def _with_one_text(message: Any) -> Any:
+    """A message whose content is a list of text parts, with their texts joined as by the server."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text", "") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        return message  # which has no text
+    return {**message, "content": "\n".join(texts)}
 
 
 def encode(row: Any, tokenizer: ChatTokenizer, longest: int, cut: bool) -> Conversation:
@@ -117,7 +132,8 @@ def encode(row: Any, tokenizer: ChatTokenizer, longest: int, cut: bool) -> Conve
 
     cut: keep the first exchanges of a conversation that is too long, as many as fit.
     """
-    said = [turn for turn in messages(row) if not isinstance(turn, dict) or turn.get("role") != SYSTEM]
+    given = messages(row)
+    said = [turn for turn in given if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES]
     segments = render(said, tokenizer)
     lengths = np.cumsum([len(segment.ids) for segment in segments])
     whole = len(segments)
@@ -128,11 +144,12 @@ def encode(row: Any, tokenizer: ChatTokenizer, longest: int, cut: bool) -> Conve
         raise ChatError("too_long", f"{lengths[-1]} tokens, the longest that fits has {longest}")
     segments = segments[:whole]
     if not any(segment.trained for segment in segments):
-        raise ChatError("no_reply", "no message of the assistant")
+        raise ChatError("no_reply", "no message of the assistant that is trained")
     trained = np.repeat([segment.trained for segment in segments], [len(segment.ids) for segment in segments])
     texts = [[turn["role"], turn["content"].strip()] for turn in said[: whole // SEGMENTS_PER_MESSAGE]]
     key = xxhash.xxh3_128_intdigest(json.dumps(texts).encode())
-    return Conversation(key, np.array(token_ids(segments), dtype=np.uint32), trained, len(texts) < len(said))
+    ids = np.array(token_ids(segments), dtype=np.uint32)
+    return Conversation(key, ids, trained, cut=len(texts) < len(said), system=len(said) < len(given))
 
 
 _worker: tuple[ChatTokenizer, int, bool]

@@ -23,6 +23,7 @@ from .conversations import Conversation, encode_all
 
 WINDOWS_PER_SHARD = 8192
 FLAGS = ".flags.bin"
+EXCLUDED_BY = ["weight", "train"]  # keys of a message; sources made before they were read are made again
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def prepare(
     """Write a source, or find it written; its manifest. ValueError when too much of it cannot be used."""
     made_from = {"origins": [_identity(origin) for origin in origins], **token_facts}
     facts = {"format": shards.FORMAT, "source": folder.name, "category": "chat", **asdict(rules), **made_from}
+    facts["excluded_by"] = EXCLUDED_BY
     if None not in made_from["origins"] and (found := _finished(folder, facts)):
         return found
     kept, counts = _read(origins, tokenizer, token_facts["eos_id"], rules, workers)
@@ -102,18 +104,23 @@ def _read(
     """The conversations in the order of their keys, each once, and the counts of source.json."""
     found: dict[int, Conversation] = {}
     reasons: Counter[str] = Counter()
-    read = 0
+    read = system_ignored = 0
     for origin in origins:
         for each in encode_all(origin, tokenizer, eos_id, rules.seq_len, rules.cut_long, workers):
             read += 1
             if isinstance(each, str):
                 reasons[each] += 1
-            elif found.setdefault(each.key, each) is not each:
+                continue
+            system_ignored += each.system
+            kept = found.setdefault(each.key, each)
+            if kept is not each:
                 reasons["duplicate"] += 1
+                kept.trained[:] &= each.trained  # what one copy excludes, whatever the order of rows
     # by key: the same whatever the order of rows and files
-    kept = [found[key] for key in sorted(found)]
-    counts = {"read": read, "kept": len(kept), "cut": sum(each.cut for each in kept)}
-    return kept, {**counts, "dropped": dict(sorted(reasons.items()))}
+    ordered = [found[key] for key in sorted(found)]
+    counts = {"read": read, "kept": len(ordered), "cut": sum(each.cut for each in ordered)}
+    counts["system_ignored"] = system_ignored
+    return ordered, {**counts, "dropped": dict(sorted(reasons.items()))}
 
 
 def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> None:

@@ -132,6 +132,73 @@ def test_what_cannot_be_used_is_counted_by_reason(arguments: Arguments, tmp_path
     assert found["read"] == found["kept"] + sum(found["dropped"].values()) == 60
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("form", ["messages", "conversations"])
+def test_what_the_user_excludes_is_context_and_not_trained(
+    arguments: Arguments, tmp_path: Path, mark: dict[str, Any], form: str
+) -> None:
+    """Each conversation's first answer; the second one says explicitly what is the default."""
+    rows = []
+    for number in range(60):
+        turns: list[dict[str, Any]] = chat(number, 2)  # type: ignore[assignment]
+        turns[1] |= mark
+        turns[3] |= dict.fromkeys(mark, 1)
+        rows.append({form: turns if form == "messages" else [in_sharegpt(turn) for turn in turns]})
+    rows += [{"messages": [question, {**answer, **mark}]} for question, answer in map(chat, range(60, 63))]
+    # copies that exclude nothing, read before and after those that do
+    rows = [{"messages": chat(0, 2)}, *rows, {"messages": chat(1, 2)}]
+    path = write(tmp_path / "some.jsonl", rows)
+    mixture = Mixture.open(run(replace(arguments, conversations=(str(path),), max_dropped=1)))
+    count = manifest(arguments, "some")["windows"]
+    whole, trained = texts(mixture.sequences(0, count)[0], mixture.flags(0, count), arguments.tokenizer)
+    assert manifest(arguments, "some")["dropped"] == {"duplicate": 2, "no_reply": 3}
+    assert len(whole) > 30
+    assert all(text.count("It is") == 2 for text in whole)
+    assert all(text.count("It is") == 1 for text in trained)
+    second = {f"It is {number + 1}." for number in range(60)}
+    assert {text.replace("</s>", "").strip() for text in trained} <= second
+
+
+def in_sharegpt(turn: dict[str, Any]) -> dict[str, Any]:
+    names = {"user": "human", "assistant": "gpt"}
+    rest = {key: value for key, value in turn.items() if key not in ("role", "content")}
+    return {"from": names[turn["role"]], "value": turn["content"], **rest}
+
+
+def test_a_weight_between_is_refused(arguments: Arguments, tmp_path: Path) -> None:
+    question, answer = chat(1000)
+    rows = [{"messages": chat(n)} for n in range(60)]
+    rows += [{"messages": [question, {**answer, **mark}]} for mark in ({"weight": 0.5}, {"train": "no"})]
+    run(replace(arguments, conversations=(str(write(tmp_path / "half.jsonl", rows)),)))
+    assert manifest(arguments, "half")["dropped"] == {"weight": 2}
+
+
+def test_text_parts_are_one_text_and_system_messages_are_counted(
+    arguments: Arguments, tmp_path: Path
+) -> None:
+    """The same bytes as without: the template ignores a system message, also where the model is served."""
+    plain = [chat(n) for n in range(100)]
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "it?"}]
+    joined = [
+        [{**question, "content": "What is\nit?"}, answer] for question, answer in map(chat, range(100, 110))
+    ]
+    split = [[{**question, "content": parts}, answer] for question, answer in map(chat, range(100, 110))]
+    roles = ["system", "developer"]
+    before = [[{"role": roles[n % 2], "content": "Only in French."}, *turns] for n, turns in enumerate(plain)]
+    made = []
+    for name, given in (("plain", plain + joined), ("other", before + split)):
+        path = write(tmp_path / f"{name}.jsonl", [{"messages": turns} for turns in given])
+        run(replace(arguments, conversations=(f"chat={path}",), out=tmp_path / name))
+        made.append((tmp_path / name / "chat/shard-00000.bin").read_bytes())
+    assert made[0] == made[1]
+    counts = [json.loads((tmp_path / name / "chat/source.json").read_text()) for name in ("plain", "other")]
+    assert [each["system_ignored"] for each in counts] == [0, 100]
+    image = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
+    path = write(tmp_path / "image.jsonl", [{"messages": [{"role": "user", "content": image}]}])
+    with pytest.raises(ValueError, match=r"\(content 1\)"):
+        run(replace(arguments, conversations=(str(path),)))
+
+
 def test_long_ones_keep_their_first_exchanges(arguments: Arguments, tmp_path: Path) -> None:
     path = write(tmp_path / "long.jsonl", [{"messages": chat(n, 1 + n % 5)} for n in range(50)])
     long = replace(arguments, conversations=(str(path),), cut_long=True)
@@ -300,9 +367,10 @@ def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
     )
     given = [str(out), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "data"), "--seq-len", "512"]
     done = command("train.sft", *given, "--holdout", "0.1", "--workers", "2")
-    assert "identity: 60 conversations read, 60 kept, 0 of them cut; dropped: none" in done.stdout, (
-        done.stderr
-    )
+    assert (
+        "identity: 60 conversations read, 60 kept, 0 of them cut; 0 without their system message; dropped: none"
+        in done.stdout
+    ), done.stderr
     assert "sft.lock.json: identity 100.0%" in done.stdout
     refused = command("train.sft", *given, "--holdout", "0")
     assert (refused.returncode, refused.stdout) == (1, "")

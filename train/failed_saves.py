@@ -1,0 +1,84 @@
+"""What a failed save costs: its checkpoint, and the job only if save after save fails.
+
+A full disk never ends a job before its last step, since memory holds everything: what the run has put aside is
+deleted, and a new save is tried every RETRY_S until one succeeds.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+
+from torchtitan.tools.logging import logger
+
+from records import checkpoints
+from records.events import record_event
+
+from .checkpoint_checks import on_rank_zero
+
+RETRY_S = 60.0  # between two saves on a full disk
+FULL_DISK = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+class FailedSaves:
+    """The failures since the last save that succeeded; equal on all ranks, but for their clocks."""
+
+    problem: str | None = None  # of the last save
+    in_a_row: int = 0  # those on a full disk left out
+    retry_at_s: float | None = None  # on the monotonic clock; None: the disk is not known to be full
+
+    def __init__(self, run: Path, folder: Path, most: int):
+        """most: failures in a row that end the job."""
+        self.run, self.folder, self.most = run, folder, most
+
+    @property
+    def retry_is_due(self) -> bool:
+        return self.retry_at_s is not None and time.monotonic() >= self.retry_at_s
+
+    def judge(self, step: int, problem: str | None) -> None:
+        """Take a save back that has failed. RuntimeError when too many in a row have. problem: a traceback."""
+        self.problem, self.retry_at_s = None, None
+        if problem is None:
+            self.in_a_row = 0
+            return
+        full = any(words in problem for words in FULL_DISK)
+        self.problem = reason = problem.strip().splitlines()[-1]
+        self.in_a_row += not full
+        what = f"tried again every {RETRY_S:.0f} s" if full else f"{self.in_a_row} in a row"
+        logger.warning(f"Saving step {step} failed ({what}): {reason}")
+        made_room = on_rank_zero(lambda: self._clean(step, full))
+        if full:
+            self.retry_at_s = time.monotonic() + (0.0 if made_room else RETRY_S)
+        elif self.in_a_row >= self.most:
+            raise RuntimeError(
+                f"{self.in_a_row} saves in a row have failed, last: {reason}; see events.jsonl, or raise "
+                "resilience.max_failed_saves"
+            )
+
+    def require_saved(self, step: int) -> None:
+        """RuntimeError if the save of the job's last step has failed."""
+        if self.problem:
+            raise RuntimeError(
+                f"the last checkpoint, step {step}, could not be written: {self.problem}; make room below "
+                f"{self.folder} and start the job again, which continues from its newest checkpoint"
+            )
+
+    def _clean(self, step: int, full: bool) -> bool:
+        """Delete what the save has written, and on a full disk what was put aside; whether that made room."""
+        partial = self.folder / f"step-{step}"
+        if partial.is_dir():
+            shutil.rmtree(checkpoints.to_trash(partial), ignore_errors=True)
+        record_event(self.run, "save_failed", step=step, in_a_row=self.in_a_row, reason=self.problem)
+        return full and make_room(self.run, self.folder)
+
+
+def make_room(run: Path, folder: Path) -> bool:
+    """Delete the checkpoints that this run has put aside or is deleting; whether any of them is gone."""
+    found = [*folder.glob(f"{checkpoints.TRASH}*"), *folder.with_name(f"{folder.name}-aside").glob("*")]
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+        record_event(run, "checkpoint_removed", checkpoint=path.name, what="deleted: the disk is full")
+    return any(not path.exists() for path in found)
