@@ -74,11 +74,13 @@ class Report(ctypes.Structure):
 EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best token", "scores", "choice")
 
 
-@functools.cache  # made for every launch, it would take most of the host's time
 def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
-    """The argument of all kernels for this geometry; it depends on the number of devices
-    alone, and whether passes have columns.
-    """
+    """The argument of all kernels for this geometry."""
+    return _decode_structure(geometry.devices, geometry.mma_columns > 0)
+
+
+@functools.cache  # made for every launch, it would take most of the host's time
+def _decode_structure(devices: int, has_columns: bool) -> type[ctypes.Structure]:
     of_passes: list[Any] = [
         ("picks", ctypes.c_void_p), ("column_count", ctypes.c_int), ("ahead", ctypes.c_int),
         ("columns", Column * MAX_COLUMNS),
@@ -88,7 +90,7 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
         _fields_ = [
             ("weights", Weights),
             ("lane_words", ctypes.c_void_p),
-            ("inbox", ctypes.c_void_p * geometry.devices),
+            ("inbox", ctypes.c_void_p * devices),
             *(
                 (n, ctypes.c_void_p)
                 for n in ("aborted", "report", "cancel", "prompt", "tokens", "published", "logits")
@@ -101,7 +103,7 @@ def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
             *((n, ctypes.c_int) for n in ("device", "first_lane", "position", "prompt_count", "max_tokens")),
             *((n, ctypes.c_int) for n in ("stop_count", "layer", "module")),
             ("stops", ctypes.c_int * MAX_STOPS),
-            *(of_passes if geometry.mma_columns else ()),
+            *(of_passes if has_columns else ()),
         ]
 
     return Decode

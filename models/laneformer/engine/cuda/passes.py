@@ -119,18 +119,25 @@ class PassDecoder:
             reset(self.memories)
         first, arguments = memory.epoch, self._arguments(columns, more, logits)
         self._launch(arguments)
-        longest_s = self.limit_s + (1 + more) * PASS_S
-        last_s = time.monotonic() + longest_s
-        while not all(stream.query() for stream in self._streams):
+        for _ in self._until_done(1 + more):
             if look is not None and look(memory.picked(first, len(columns))):
                 memory.cancel.fill_(1)  # its first block tells the others
-            if time.monotonic() > last_s:
-                raise RequestFailed(f"the pass kernel has not ended within {longest_s:g} s")
-            time.sleep(POLL_S)
         end_hang(self.memories, "pass", self.limit_s)
         rows = memory.picked(first, len(columns))
         self.passes += len(rows)
         return rows
+
+    def _until_done(self, passes: int) -> Iterator[None]:
+        """Again and again while the launch runs. RequestFailed where it never ends: a kernel that waits for its weights
+        does not look at the clock.
+        """
+        longest_s = self.limit_s + passes * PASS_S
+        last_s = time.monotonic() + longest_s
+        while not all(stream.query() for stream in self._streams):
+            yield
+            if time.monotonic() > last_s:
+                raise RequestFailed(f"the pass kernel has not ended within {longest_s:g} s")
+            time.sleep(POLL_S)
 
     def _arguments(
         self, columns: Sequence[Column], ahead: int, logits: torch.Tensor | None
