@@ -65,16 +65,21 @@ class Numbers:
         return kv[:, :, at % GEOMETRY.splits, slots].transpose(0, 2).flatten(1)
 
     def run(
-        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None, look: Any = None
     ) -> list[list[int]]:
         rows = [[self._run(c.sequence, c.position, c.token) for c in columns]]
         while len(rows) <= ahead:
-            pairs = list(zip(columns, rows[-1], strict=True))
-            if any(token in column.stops[: column.stop_count] for column, token in pairs):
+            row = [self._next(c, len(rows), token) for c, token in zip(columns, rows[-1], strict=True)]
+            if max(row) < 0:
                 break
-            rows.append([self._run(c.sequence, c.position + len(rows), token) for c, token in pairs])
+            rows.append(row)
         self.made_ahead += len(rows) - 1
         return rows
+
+    def _next(self, column: Column, passed: int, token: int) -> int:
+        """Of a pass that follows unasked; a column has ended after a stop id."""
+        ended = token < 0 or token in column.stops[: column.stop_count]
+        return -1 if ended else self._run(column.sequence, column.position + passed, token)
 
     def _run(self, cache: int, position: int, token: int) -> int:
         """The next id. Each layer shows the same numbers, as far back as its window goes."""
