@@ -13,6 +13,7 @@ import torch
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import executor as executor_module
+from laneformer.engine.cuda import passes as passes_module
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200, Machine
 from laneformer.engine.cuda.memory import Column
@@ -208,5 +209,6 @@ def test_a_launch_that_never_ends_is_given_up(cuda_builds: Path, monkeypatch: py
     monkeypatch.setattr(stuck, "_launch", lambda arguments: None)
     monkeypatch.setattr(stuck, "_streams", [SimpleNamespace(query=lambda: False)], raising=False)
     monkeypatch.setattr(stuck, "limit_s", 0.05)
+    monkeypatch.setattr(passes_module, "LATE_S", 0.0)
     with pytest.raises(RequestFailed, match=r"the pass kernel has not ended within 0\.07 s"):
         stuck.run([Column(1, 0, 0, 0, -1, -1, sampling=GREEDY)])

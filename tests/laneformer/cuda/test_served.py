@@ -22,6 +22,7 @@ import torch
 from laneformer.config import LaneformerConfig
 from laneformer.engine import Engine, device
 from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine.cuda import passes as passes_module
 from laneformer.serve import app
 from laneformer.serve.options import ServerOptions
 from tests.laneformer.cuda import emulator
@@ -209,8 +210,9 @@ def test_one_leaves_and_the_others_go_on(shared):
 
 
 @pytest.mark.parametrize("columns", [0, 3])
-def test_a_wait_in_vain_ends_all_requests(columns, cuda_builds):
+def test_a_wait_in_vain_ends_all_requests(columns, cuda_builds, monkeypatch):
     """Whoever ran or waited gets one sentence, and nobody is served any more; columns = 0: one at a time."""
+    monkeypatch.setattr(passes_module, "LATE_S", 60.0)  # the emulator is slower than a GPU
     passes: Any = (lambda *_, **__: EmulatedPasses(cuda_builds, columns)) if columns else no_tiles
     with warnings.catch_warnings(), ThreadPoolExecutor(3) as clients:
         warnings.simplefilter("ignore")
