@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from laneformer.engine.cpu import _core
+from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.memory import Column, DeviceMemory
@@ -47,10 +49,9 @@ def continued(ids: list[int], count: int) -> list[int]:
 class Numbers:
     """Passes in which a position's keys and values are a number of all ids up to it."""
 
-    unread, ahead = 64, 0
-
-    def __init__(self, sequences: int, caches: int, most: int = 0):
+    def __init__(self, sequences: int, caches: int, most: int = 0, unread: int = 64, ahead: int = 0):
         self.config, self.columns, self.sequences = CONFIG, sequences, sequences
+        self.unread, self.ahead, self.made_ahead = unread, ahead, 0
         kv = torch.zeros(caches * GEOMETRY.lanes_per_device * GEOMETRY.kv_lane, dtype=torch.int16)
         self.memory: Any = SimpleNamespace(kv=kv, geometry=GEOMETRY, device="cpu")
         self.memory.kv_layer = lambda layer, kv=None: DeviceMemory.kv_layer(self.memory, layer, kv)
@@ -64,9 +65,21 @@ class Numbers:
         return kv[:, :, at % GEOMETRY.splits, slots].transpose(0, 2).flatten(1)
 
     def run(
-        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None
+        self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None, look: Any = None
     ) -> list[list[int]]:
-        return [[self._run(c.sequence, c.position, c.token) for c in columns]]
+        rows = [[self._run(c.sequence, c.position, c.token) for c in columns]]
+        while len(rows) <= ahead:
+            row = [self._next(c, len(rows), token) for c, token in zip(columns, rows[-1], strict=True)]
+            if max(row) < 0:
+                break
+            rows.append(row)
+        self.made_ahead += len(rows) - 1
+        return rows
+
+    def _next(self, column: Column, passed: int, token: int) -> int:
+        """Of a pass that follows unasked; a column has ended after a stop id."""
+        ended = token < 0 or token in column.stops[: column.stop_count]
+        return -1 if ended else self._run(column.sequence, column.position + passed, token)
 
     def _run(self, cache: int, position: int, token: int) -> int:
         """The next id. Each layer shows the same numbers, as far back as its window goes."""
@@ -82,7 +95,9 @@ class Numbers:
         return number % 3
 
     def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
-        raise AssertionError("prompts are short")
+        for i, token in enumerate(ids):
+            self._run(cache, position + i, token)
+        yield from ()
 
 
 def reused(executor: CudaExecutor, prompt: list[int], new: int) -> int:
@@ -92,23 +107,31 @@ def reused(executor: CudaExecutor, prompt: list[int], new: int) -> int:
     return news.whole.statistics["reused_tokens"]
 
 
+@pytest.mark.parametrize(("unread", "ahead"), [(64, 0), (3, 4)])
 @pytest.mark.parametrize(("sequences", "caches"), [(1, 1), (1, 2), (1, 6), (2, 2), (3, 4), (4, 8)])
-def test_random_conversations(sequences: int, caches: int) -> None:
+def test_random_conversations(
+    sequences: int, caches: int, unread: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with prompts in pieces, and passes that follow unasked."""
+    monkeypatch.setattr(executor_module, "PIECE_TOKENS", 4)
     draw = random.Random(10 * sequences + caches)
-    executor, texts, found = CudaExecutor(Numbers(sequences, caches)), [[1]], list[int]()
+    passes = Numbers(sequences, caches, unread=unread, ahead=ahead)
+    executor, texts, found = CudaExecutor(passes), [[1]], list[int]()
     for _ in range(60):
         prompts = []
         for _ in range(draw.randint(1, 4)):
             text = draw.choice(texts)
             begins = text[: draw.randint(0, min(len(text), 30))]
             prompts.append(begins + [draw.randint(0, 2) for _ in range(draw.randint(1, 8))])
-        for news, prompt in zip(
-            answers(executor, [Request(p, draw.randint(1, 6)) for p in prompts]), prompts, strict=True
-        ):
-            assert news.tokens == continued(prompt, len(news.tokens))
+        asked = [Request(p, draw.randint(1, 9), stop_ids=[2] * draw.randint(0, 1)) for p in prompts]
+        for news, request in zip(answers(executor, asked), asked, strict=True):
+            prompt, right = list(request.prompt), continued(list(request.prompt), request.max_new_tokens)
+            end = right.index(2) + 1 if request.stop_ids and 2 in right else len(right)
+            assert news.tokens == right[:end]
             found.append(news.whole.statistics["reused_tokens"])
             texts = [*texts[-4:], prompt + news.tokens]
     assert sum(found) > 20 * caches
+    assert (passes.made_ahead > 20) == bool(ahead)
 
 
 def test_what_each_turn_finds() -> None:
@@ -138,6 +161,21 @@ def test_how_far_a_ring_goes_back() -> None:
     assert reused(executor, [*range(11)], 1) == 0
     assert reused(executor, [*range(9), 50, 51], 1) == 9
     assert reused(executor, [*range(8), 60, 61], 1) == 0, "going back twice is further than each time"
+
+
+@pytest.mark.parametrize(("ring", "back", "found"), [(6, 2, False), (7, 2, True), (6, 3, True)])
+def test_a_number_too_large_is_found(
+    ring: int, back: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads a position that its ring has lost is seen."""
+    monkeypatch.setattr(Caches, "shape", lambda self: _core.KvShape(48, 1, ring, back))
+    errors = []
+    for held, shared in ((10, 7), (7, 3)):
+        executor, text = CudaExecutor(Numbers(1, 1)), [i % 3 for i in range(11)]
+        reused(executor, text[:held], 1)
+        news = answers(executor, [Request([*text[:shared], 5], 1)])[0]
+        errors.append(news.whole.error is not None)
+    assert any(errors) == found
 
 
 def test_a_full_gpu_has_fewer_caches(monkeypatch: pytest.MonkeyPatch) -> None:

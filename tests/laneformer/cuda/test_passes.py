@@ -13,9 +13,10 @@ import torch
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import executor as executor_module
+from laneformer.engine.cuda import passes as passes_module
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200, Machine
-from laneformer.engine.cuda.passes import PassDecoder, sequences_in
+from laneformer.engine.cuda.passes import sequences_in
 from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.decoder import Collected, Request, RequestFailed, Sampling
 from tests.laneformer.cuda import emulator
@@ -133,6 +134,24 @@ def test_each_option_as_alone(cuda_builds: Path) -> None:
     assert together[1].tokens != together[0].tokens
 
 
+def test_who_ends_early_holds_nobody_up(cuda_builds: Path) -> None:
+    """Passes that follow unasked: a stop id and a limit end one column each, and the others go on."""
+    five = EmulatedPasses(cuda_builds, 5)
+    executor, prompts = CudaExecutor(five), [text(3), text(5, 2), text(4, 3)]
+    alone = [answers(executor, [Request(ids, 12, reuse_prefix=False)])[0].tokens for ids in prompts]
+    asked = [
+        Request(prompts[0], 12, stop_ids=[alone[0][4]]),
+        Request(prompts[1], 12),
+        Request(prompts[2], 7),
+    ]
+    together = [news.tokens for news in answers(executor, asked)]
+    assert together == [alone[0][: alone[0].index(alone[0][4]) + 1], alone[1], alone[2][:7]]
+    continued = [*prompts[0], *together[0]]
+    news = answers(executor, [Request(continued, 2)])[0]
+    assert news.tokens == alone[0][len(together[0]) :][:2]
+    assert news.whole.statistics["reused_tokens"] == len(continued) - 1
+
+
 def test_columns_leave_memory_for_the_ring() -> None:
     """The 2b model: eight columns on an H200, fewer where the ring would be too small."""
     config = LaneformerConfig.from_flavor("2b")
@@ -183,9 +202,10 @@ def test_pieces_and_caches_change_no_token(cuda_builds: Path, monkeypatch: pytes
     assert (torch.from_numpy(scored.scores[0]) - targets).abs().max() <= 2 * off
 
 
-def test_a_launch_that_never_ends_is_given_up() -> None:
+def test_a_launch_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that waits for its weights does not look at the clock; the host does."""
     stuck: Any = object.__new__(PassDecoder)
     stuck.limit_s, stuck._streams = 0.05, [SimpleNamespace(query=lambda: False)]
+    monkeypatch.setattr(passes_module, "LATE_S", 0.0)
     with pytest.raises(RequestFailed, match=r"the pass kernel has not ended within 0\.07 s"):
         list(stuck._until_done(1))

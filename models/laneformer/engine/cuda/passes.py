@@ -34,6 +34,7 @@ LAST_EPOCH = 2**30  # of all layers together
 IN_PASS_TOKENS = 64  # so many ids at most are read by passes alone: eight take as long as a small piece
 POLL_S = 0.00005
 PASS_S = 0.02  # far longer than any pass takes
+LATE_S = 1.0  # a kernel that gives up a wait by itself says who waited for what: it comes first
 
 
 def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
@@ -131,7 +132,7 @@ class PassDecoder:
         """Again and again while the launch runs. RequestFailed where it never ends: a kernel that waits for its weights
         does not look at the clock.
         """
-        longest_s = self.limit_s + passes * PASS_S
+        longest_s = self.limit_s + passes * PASS_S + LATE_S
         last_s = time.monotonic() + longest_s
         while not all(stream.query() for stream in self._streams):
             yield

@@ -46,7 +46,7 @@ class HostSchedule {
     if (rows < size_t(last_->head_columns) || (rows && given.stride != size_t(limits_.vocab)))
       throw std::invalid_argument("logits: a row of the vocabulary for each column that needs them");
     for (size_t i = 0; i < picked; ++i)
-      if (given.picked[i] < 0 || given.picked[i] >= limits_.vocab)
+      if (given.picked[i] < (i < columns ? 0 : -1) || given.picked[i] >= limits_.vocab)
         throw std::invalid_argument("the executor drew token " + std::to_string(given.picked[i]));
   }
 

@@ -56,7 +56,7 @@ struct PassResult {
   const float* logits = nullptr;  // rows of `stride` floats; valid until the next pass
   size_t stride = 0;
   uint32_t overflowed = 0, kv_overflowed = 0;  // bit i: the sequence at place i; ... as a key or value is too large
-  const int* picked = nullptr;  // where the executor draws: [pass][column], tokens
+  const int* picked = nullptr;  // where the executor draws: [pass][column], tokens; -1 after a column's end
   int passes = 1;               // this one, and those of `ahead` that followed
   const char* error = nullptr;  // why a piece could not be read: its request ends
   int refused = -1;  // the KV operation for which there was no memory: neither later ones nor the columns have run

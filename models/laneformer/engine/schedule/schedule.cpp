@@ -263,7 +263,7 @@ void Schedule::finish_pass(const PassResult& last) {
       s.fail(last.error, Fault::executor);
     }
     if (s.finished || !s.columns) continue;
-    const int before = s.position, written = s.position + s.columns + last.passes - 1;
+    const int before = s.position, written = s.position + s.columns + passes_of(s, last) - 1;
     s.position += s.columns - static_cast<int>(s.drafts.size());
     if (s.request.scores())
       s.finished = s.position >= s.end;
@@ -296,9 +296,16 @@ void Schedule::take_tokens(Sequence& s, const PassResult& last) {
   for (int i = before ? 0 : 1; i < taken; ++i) timings.token_s.push_back(each_s);
 }
 
+// Until its column ended.
+int Schedule::passes_of(const Sequence& s, const PassResult& last) const {
+  int passes = 1;
+  while (passes < last.passes && last.picked[passes * pass_.columns + s.first_row] >= 0) ++passes;
+  return passes;
+}
+
 // The passes of `ahead` that were made, each of the token before.
 void Schedule::follow(Sequence& s, const PassResult& last) {
-  for (int pass = 1; pass < last.passes && !s.finished; ++pass) {
+  for (int pass = 1; pass < passes_of(s, last) && !s.finished; ++pass) {
     ++s.position, ++s.left_behind.statistics.passes;
     take_token(s, nullptr, last.picked[pass * pass_.columns + s.first_row]);
   }

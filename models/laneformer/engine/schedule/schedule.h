@@ -92,6 +92,7 @@ class Schedule {
   void finish_pass(const PassResult& last);
   void take_tokens(Sequence& sequence, const PassResult& last);
   bool take_mask(Sequence& sequence, Sequence::Mask& mask);
+  int passes_of(const Sequence& sequence, const PassResult& last) const;
   void follow(Sequence& sequence, const PassResult& last);
   bool take_token(Sequence& sequence, const float* logits, int picked = -1);
   void begin_sequence(Sequence& sequence);
