@@ -115,6 +115,7 @@ extras: packages $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/client
 
 test-all: lint structure extras
 	$(PYTEST) $(SELECT)
+	test ! -d /proc/driver/nvidia/gpus || $(BIN)/python -m pytest -rsfE -m gpu
 
 # everything from nothing: no proof is taken from the cache, chaos is 200 steps with a random fault every 20; then the
 # README's figures, and the quick half ten times beside two busy processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,15 @@ pytest_plugins = ["tests.proofs", "tests.schedule", "tests.shared"]
 # examples are timed on shared machines: a limit per example would fail on a slow day
 hypothesis.settings.register_profile("shared", deadline=None)
 hypothesis.settings.load_profile("shared")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs, from processes that tests start as well: a job would need one for each of its ranks.
+    `-m gpu` alone runs the tests that are for them.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 # a shell that starts the tests in the background has Ctrl-C ignored, in every process that the tests
 # start as well

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -37,9 +38,17 @@ console = Console(stderr=True)
 
 
 def main(
-    out: Path = Path("runs/demo"), steps1: int = 200, steps2: int = 100, steps3: int = 150, ranks: int = 2
+    out: Path = Path("runs/demo"),
+    steps1: int = 200,
+    steps2: int = 100,
+    steps3: int = 150,
+    ranks: int | None = None,
 ) -> None:
-    """Run every stage into `out`; prepared data is reused, training and everything after it is redone."""
+    """Run every stage into `out`; prepared data is reused, training and everything after it is redone.
+
+    ranks: of training; default: one for each GPU, at most two, or two processes on a CPU.
+    """
+    ranks = ranks or possible_ranks()
     started = time.monotonic()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # Transformers shows one for every model that it loads
     clear(out)
@@ -79,6 +88,11 @@ def main(
     }
     rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
     print(json.dumps(training_figures(out) | rest))
+
+
+def possible_ranks() -> int:
+    """At most two, as two fill a step."""
+    return min(2, torch.cuda.device_count() or 2)
 
 
 def clear(out: Path) -> None:

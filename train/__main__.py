@@ -32,10 +32,14 @@ def main() -> None:
     """Run one phase; TorchTitan parses the job file and the command line."""
     from torchtitan.train import main as titan_main
 
+    from .foreign_warnings import silence
+    from .job_checks import check_local_ranks
     from .trainer import LaneformerTrainer
 
+    silence()
     try:
         load_job(sys.argv[1:])
+        check_local_ranks()
     except (Exception, SystemExit) as problem:
         if isinstance(problem, SystemExit):  # of a flag's parser, or --help
             problem = ValueError("see the message above") if problem.code else sys.exit()

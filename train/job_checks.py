@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 from laneformer.config import FLAVORS
 
@@ -85,6 +88,16 @@ def check_job(job: Any, world_size: int | None = None) -> None:
     problems = (wrong_types(job), wrong_values(job), contradictions(job), misfits(job, world_size))
     for problem in (p for each in problems for p in each):
         raise ValueError(problem)
+
+
+def check_local_ranks() -> None:
+    """Raise ValueError where torchrun has started more workers on this machine than it has GPUs; CPUs are shared."""
+    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if 0 < gpus < ranks:
+        raise ValueError(
+            f"torchrun has started {ranks} workers on this machine, which has {gpus} GPU(s), and each worker needs one "
+            f"of its own; start it with --nproc_per_node={gpus}"
+        )
 
 
 def wrong_types(section: Any, prefix: str = "") -> Iterator[str]:

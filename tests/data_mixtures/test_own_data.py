@@ -331,7 +331,7 @@ def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_from_files_to_steps_of_two_ranks(folder: Path, bucket: str) -> None:
+def test_the_page_from_files_to_steps(folder: Path, bucket: str) -> None:
     """All commands of the page as they stand; then its input of a bucket in place of the folder b/."""
     write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))
     (folder / "notes/deep").mkdir(parents=True)

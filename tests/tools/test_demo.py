@@ -41,6 +41,12 @@ def conversations(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory)
     return demo.held_out_conversations(lock.parent, "identity")
 
 
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (2, 2), (8, 2)])
+def test_ranks_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert demo.possible_ranks() == ranks
+
+
 def test_held_out_conversations_are_whole(conversations: Conversations, folder: Path) -> None:
     chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     known = {}

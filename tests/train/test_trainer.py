@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from tests.train.runs import (
     SMALL,
     STEPS,
     batch_loss,
+    launch,
     metrics,
     succeed,
 )  # fmt: skip
@@ -126,3 +128,17 @@ def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) ->
     assert exchanges == [SMALL.num_hidden_layers + 2] * 2, (
         "of embedding, each layer, norm with head: once a step"
     )
+
+
+def test_a_start_warns_of_nothing(prepared_data: Path, tmp_path: Path) -> None:
+    """What a user reads there is to be about the job; a warning that is new needs an answer or a reason."""
+    job = launch(
+        tmp_path / "quiet",
+        prepared_data / "phase1.lock.json",
+        "--training.steps",
+        "2",
+        "--validation.freq",
+        "2",
+    )
+    assert job.returncode == 0, job.stdout[-3000:]
+    assert [line for line in job.stdout.splitlines() if re.search("warning", line, re.IGNORECASE)] == []

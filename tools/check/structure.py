@@ -30,7 +30,7 @@ TOKEN_BUDGETS = {
     "records": 10_850,
     "laneformer": 88_500,
     "data_mixtures": 51_500,
-    "train": 30_100,
+    "train": 30_400,
     "evals": 31_000,
     "tools": 103_150,
 }

@@ -12,6 +12,7 @@ newest checkpoint is an older one), 86 (the guard refused a step and the policy 
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -36,6 +37,7 @@ def main() -> int:
     except ValueError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    options = dataclasses.replace(options, nproc_per_node=options.nproc_per_node or max(1, count_gpus()))
     with alone:
         return Supervisor(job, options, train_arguments).run()
 
@@ -51,6 +53,12 @@ def refuse_impossible(train_arguments: list[str]) -> None:
         done.returncode and "the job is refused: " in said
     ):  # other ends may be gone next time
         raise ValueError(said if done.returncode == 2 else said.splitlines()[-1])
+
+
+def count_gpus() -> int:
+    """GPUs of this machine that torch sees. In a process, as above."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 if __name__ == "__main__":

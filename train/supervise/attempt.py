@@ -281,7 +281,8 @@ def numa_binding() -> list[str]:
     """torchrun's flag that keeps a rank on the CPUs beside its GPU; it needs numactl, and
     fails without a GPU.
     """
-    return ["--numa-binding=node"] if NVIDIA_GPUS.is_dir() and shutil.which("numactl") else []
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return ["--numa-binding=node"] if NVIDIA_GPUS.is_dir() and shutil.which("numactl") and not hidden else []
 
 
 def end_workers(process: subprocess.Popen, grace_s: float = SLURM_GRACE_S) -> None:

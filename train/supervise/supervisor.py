@@ -50,8 +50,8 @@ console = Console(highlight=False)
 class Options:
     """The supervisor's own flags."""
 
-    nproc_per_node: int = 1
-    """Workers per node, one per GPU"""
+    nproc_per_node: int = 0
+    """Workers per node; 0: one per GPU of this machine, or one without GPUs"""
     nodes: str | None = None
     """Comma-separated nodes of this Slurm job; default: this machine"""
     spares: int = 0

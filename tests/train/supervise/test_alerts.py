@@ -127,7 +127,7 @@ def test_a_hanging_server_delays_nothing(
 
     monkeypatch.setattr("train.supervise.attempt.start_workers", no_start)
     began = time.monotonic()
-    assert Supervisor(job, Options(), []).run() == 1
+    assert Supervisor(job, Options(1), []).run() == 1
     assert starts[-1] - starts[0] < 1.0
     assert 1.5 < time.monotonic() - began < 4.0, "at its end it waits for timeout_s"
     assert {post["text"].split(":")[1] for post in posts} == {" crash", " give up"}

@@ -167,6 +167,7 @@ def test_ranks_stay_beside_their_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path:
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
     monkeypatch.setattr(attempt_module, "NVIDIA_GPUS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for numactl in ("/usr/bin/numactl", None):
         monkeypatch.setattr("shutil.which", lambda name, found=numactl: found)
         attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", {})

@@ -5,6 +5,7 @@ and what is not.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from rich.console import Console
 from records.events import BAD_STEP, CRASHED, DONE, REFUSED, STOPPED, STOPPED_UNSAVED
 from records.files import read_lines
 from records.job import JobSections, read_job
+from train.supervise import __main__ as command
 from train.supervise.attempt import Attempt, Ended
 from train.supervise.supervisor import Options, Supervisor
 
@@ -248,3 +250,31 @@ def test_the_supervisor_imports_no_torch() -> None:
     """It has to outlive a broken installation of the workers, and starts in a fraction of a second."""
     program = "import sys, train.supervise.__main__; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(("given", "gpus", "workers"), [([], 0, 1), ([], 1, 1), ([], 8, 8), (["3"], 8, 3)])
+def test_a_worker_for_each_gpu_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], gpus: int, workers: int
+) -> None:
+    started: list[int] = []
+
+    class Noted:
+        def __init__(self, job: JobSections, options: Options, arguments: list[str]):
+            started.append(options.nproc_per_node)
+
+        def run(self) -> int:
+            return DONE
+
+    monkeypatch.setattr(command, "Supervisor", Noted)
+    monkeypatch.setattr(command, "refuse_impossible", lambda arguments: None)
+    monkeypatch.setattr(command, "count_gpus", lambda: gpus)
+    job = ["--job.config_file", str(ROOT / "configs/debug_phase1.toml"), "--job.dump_folder", str(tmp_path)]
+    flag = ["--nproc-per-node", *given] if given else []
+    monkeypatch.setattr(sys, "argv", ["supervise", *job, *flag])
+    assert command.main() == DONE
+    assert started == [workers]
+
+
+def test_gpus_that_are_hidden_are_not_counted() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "by tests/conftest.py"
+    assert command.count_gpus() == 0
