@@ -16,7 +16,7 @@ from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda import passes as passes_module
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200, Machine
-from laneformer.engine.cuda.passes import sequences_in
+from laneformer.engine.cuda.passes import PassDecoder, sequences_in
 from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.decoder import Collected, Request, RequestFailed, Sampling
 from tests.laneformer.cuda import emulator
