@@ -1,4 +1,5 @@
-// A schedule whose executor is Python: one thread asks for passes, and sleeps here, without the GIL, while there is none.
+// A schedule whose executor is Python: one thread asks for passes, and sleeps here, without the GIL, while
+// there is none.
 #include "bindings.h"
 
 #include <condition_variable>

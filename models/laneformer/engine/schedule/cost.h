@@ -1,5 +1,5 @@
-// What a pass of so many columns costs, as measured while they run: for this model, its weights' type, these threads, and
-// whatever else the machine does. Draft tokens are worth their columns or not by this alone.
+// What a pass of so many columns costs, as measured while they run: for this model, its weights' type, these
+// threads, and whatever else the machine does. Draft tokens are worth their columns or not by this alone.
 #pragma once
 #include <algorithm>
 #include <array>

@@ -1,8 +1,9 @@
-// How many columns of prompts a pass may hold beside sequences that decode: so many that these wait less than twice as
-// long for their next token as they do without prompts. No result depends on it.
+// How many columns of prompts a pass may hold beside sequences that decode: so many that these wait less
+// than twice as long for their next token as they do without prompts. No result depends on it.
 //
-// The time of a pass grows with its columns, from a fixed part on (the weights are read once). Multiplying the columns
-// by (longest time allowed / time that they took) approaches the right number without passing it, whatever that part is.
+// The time of a pass grows with its columns, from a fixed part on (the weights are read once). Multiplying
+// the columns by (longest time allowed / time that they took) approaches the right number without passing
+// it, whatever that part is.
 #pragma once
 #include <algorithm>
 
@@ -12,7 +13,8 @@ namespace laneformer {
 
 class Pace {
  public:
-  // Of prompts, in the next pass beside sequences that decode; now and then none, to see what the usual time is.
+  // Of prompts, in the next pass beside sequences that decode; now and then none, to see what the usual time
+  // is.
   int columns() const { return usual_s_ == 0.0 || since_usual_ >= kMeasureEvery ? 0 : static_cast<int>(columns_); }
 
   // A pass of sequences that decode, and so many columns of prompts, took this long.

@@ -1,5 +1,5 @@
-// What passes between the schedule and whoever executes it: plain data without pointers, so that a Pass may lie in
-// memory that processes share.
+// What passes between the schedule and whoever executes it: plain data without pointers, so that a Pass may
+// lie in memory that processes share.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -19,8 +19,8 @@ struct Column {
   int sequence;  // its place among those that run
 };
 
-// What happens to KV caches before the layers of a pass, in this order. All but copies is the work of one thread; after a
-// copy there are only copies.
+// What happens to KV caches before the layers of a pass, in this order. All but copies is the work of one
+// thread; after a copy there are only copies.
 struct KvOp {
   enum Kind : uint8_t { open, close, release, copy };
   Kind kind;
@@ -71,8 +71,8 @@ struct Limits {
   int sequences = kMaxSequences;  // that run at a time; those beyond wait
   bool paced = true;              // a pass takes the longer the more columns it has
   bool picks = false;             // the executor draws the tokens of plain requests
-  // A prompt with more than `unread` ids to read, and whatever is to be scored, is read in pieces of so many ids, beside
-  // no columns; 0: never.
+  // A prompt with more than `unread` ids to read, and whatever is to be scored, is read in pieces of so many
+  // ids, beside no columns; 0: never.
   int piece = 0, unread = 0;
   int ahead = 0;  // passes that may follow one unasked, at most
 };

@@ -39,8 +39,8 @@ void Schedule::plan_piece(Pass& pass, int sequence) {
   ++pass.number, ++total_passes_;
 }
 
-// The next id of every sequence that decodes, and draft tokens; then ids of prompts: as many as there is room for, or
-// where others wait for their next token, as their pace allows, in the order of arrival.
+// The next id of every sequence that decodes, and draft tokens; then ids of prompts: as many as there is
+// room for, or where others wait for their next token, as their pace allows, in the order of arrival.
 void Schedule::plan_columns(Pass& pass) {
   bool awaited = false;  // somebody waits for each next token
   for (const Sequence* s : running_) {
@@ -62,8 +62,8 @@ void Schedule::plan_columns(Pass& pass) {
   ++pass.number, ++total_passes_;
 }
 
-// So many draft tokens of all sequences, the likeliest first, that a pass gives tokens the fastest; without drafts where
-// the gain is within what one pass varies from the next.
+// So many draft tokens of all sequences, the likeliest first, that a pass gives tokens the fastest; without
+// drafts where the gain is within what one pass varies from the next.
 void Schedule::choose_drafts() {
   int decoding = 0, proposed = 0, reading = 0;
   for (const Sequence* s : running_) reading += !s->decodes() && !s->reads_pieces();

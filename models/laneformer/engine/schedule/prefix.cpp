@@ -29,8 +29,9 @@ bool Prefixes::awaits(const std::vector<int>& ids, int max_reusable) const {
   return later && later >= find(ids, max_reusable).position + kWorthWaiting;
 }
 
-// A sequence goes on in the cache that it continues, or whose last turn it revises, unless it shares less than it would
-// overwrite. Else it takes what it shares into a cache of its own, and the other stays as it is.
+// A sequence goes on in the cache that it continues, or whose last turn it revises, unless it shares less
+// than it would overwrite. Else it takes what it shares into a cache of its own, and the other stays as it
+// is.
 Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
   const Found found = find(ids, max_reusable);
   const int source = found.cache, position = found.position;
@@ -199,14 +200,16 @@ size_t Prefixes::unyielding(int source) const {
   return total;
 }
 
-// False where so many bytes more go beyond the limit, though nothing is left to give up. `source` is left alone.
+// False where so many bytes more go beyond the limit, though nothing is left to give up. `source` is left
+// alone.
 bool Prefixes::make_room(size_t more, int source) {
   while (bytes() + more > limit_)
     if (!give_up_one(source)) return false;
   return true;
 }
 
-// What is least likely to be missed: positions between the starts; whole caches; of running sequences, all starts.
+// What is least likely to be missed: positions between the starts; whole caches; of running sequences, all
+// starts.
 bool Prefixes::give_up_one(int source) {
   const std::vector<int> oldest_first = by_age(source);
   const auto thinned = [&](bool keep_starts) {

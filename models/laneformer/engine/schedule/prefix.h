@@ -1,10 +1,11 @@
-// KV caches: the ids whose keys and values they hold, and where a new sequence may start in one of them. Their bytes are
-// the executor's (KvOp).
+// KV caches: the ids whose keys and values they hold, and where a new sequence may start in one of them.
+// Their bytes are the executor's (KvOp).
 //
-// Every layer has room for all positions, and memory only for those that were written. A layer with a sliding window
-// needs no more than the window before the next position; what lies before is kept as long as the limit allows, so that
-// a sequence may part from the cached one anywhere. Beyond the limit it is dropped, but for the windows before
-// positions where a sequence is likely to start again; then whole caches, the least recently used one first.
+// Every layer has room for all positions, and memory only for those that were written. A layer with a
+// sliding window needs no more than the window before the next position; what lies before is kept as long as
+// the limit allows, so that a sequence may part from the cached one anywhere. Beyond the limit it is
+// dropped, but for the windows before positions where a sequence is likely to start again; then whole
+// caches, the least recently used one first.
 //
 // Everything is called between two passes.
 #pragma once
@@ -24,8 +25,8 @@ struct KvShape {
   int window = 0;               // the longest of those
   size_t layer_bytes = 0;       // of a position, keys and values of all heads
   int caches = 128;             // at most; each may be a mapping of every thread, whose number systems limit
-  // Layers with windows may keep their positions in rings: so many are there whatever came after them (0: no rings), and
-  // where more have been written, a sequence may go back by so many.
+  // Layers with windows may keep their positions in rings: so many are there whatever came after them (0: no
+  // rings), and where more have been written, a sequence may go back by so many.
   int ring = 0, back = 0;
 };
 
@@ -41,9 +42,11 @@ class Prefixes {
   void set_limit(size_t bytes) { limit_ = bytes; }
   size_t bytes() const;  // of pages that hold keys and values
 
-  // Whether a running sequence is still reading ids that this one shares: then it should begin later, and copy.
+  // Whether a running sequence is still reading ids that this one shares: then it should begin later, and
+  // copy.
   bool awaits(const std::vector<int>& ids, int max_reusable) const;
-  // A cache for a sequence, until its end; it starts from at most `max_reusable` positions that are still there.
+  // A cache for a sequence, until its end; it starts from at most `max_reusable` positions that are still
+  // there.
   Start begin(const std::vector<int>& ids, int max_reusable);
   // The first `position` ids have run; keys and values of positions below `written` may be other than before.
   void ran(int cache, const std::vector<int>& ids, int position, int written);
@@ -56,8 +59,8 @@ class Prefixes {
   bool plan(Pass& pass) const;
   // So many of them are done.
   void done(int ops) { ops_.erase(ops_.begin(), ops_.begin() + ops); }
-  // There is no memory for the next one. False where nothing can be given up for it: the cache is gone, and who uses it
-  // has to end.
+  // There is no memory for the next one. False where nothing can be given up for it: the cache is gone, and
+  // who uses it has to end.
   bool refused();
   std::string refusal() const;  // why such a sequence ends
 

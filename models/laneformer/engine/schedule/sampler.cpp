@@ -104,8 +104,9 @@ float Sampler::threshold(const float* logits, float top) {
   return draw.top_p < 1.0f ? top_p_threshold(begin, end, top) : least;
 }
 
-// The logit at which the likeliest ones have reached top_p of the whole weight. No sort of them all: a histogram of the
-// weight over equal steps of the logit says in which step that is, and only what lies there is looked at again.
+// The logit at which the likeliest ones have reached top_p of the whole weight. No sort of them all: a
+// histogram of the weight over equal steps of the logit says in which step that is, and only what lies there
+// is looked at again.
 float Sampler::top_p_threshold(Weighed* begin, Weighed* end, float top) const {
   constexpr int kSteps = 512, kSorted = 64;
   double wanted = 0.0;

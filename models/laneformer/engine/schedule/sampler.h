@@ -49,8 +49,8 @@ void best_ids(const float* logits, int vocab, int n, int* ids);
 class Sampler {
  public:
   Sampler(SamplingOptions options, int vocab, const std::vector<int>& prompt);
-  // After the token at `position`; with a mask, one of the ids whose bits it holds (id % 32 of word id / 32), or -1
-  // where none of them is possible.
+  // After the token at `position`; with a mask, one of the ids whose bits it holds (id % 32 of word id /
+  // 32), or -1 where none of them is possible.
   int choose(const float* logits, int position, const std::vector<uint32_t>& mask = {});
   void accept(int token);                         // the token is part of the output now
   const SamplingOptions& options() const { return options_; }

@@ -179,8 +179,8 @@ std::string Schedule::failure() {
   return failure_;
 }
 
-// Draws the tokens whose masks have come, begins what has joined, ends what is over. False where nothing is left that
-// can run.
+// Draws the tokens whose masks have come, begins what has joined, ends what is over. False where nothing is
+// left that can run.
 bool Schedule::change_sequences() {
   const auto waits = [](const Sequence* s) { return s->awaits_mask; };
   const auto is_waiting = [](const auto& s) { return s->stage == Sequence::Stage::waiting; };

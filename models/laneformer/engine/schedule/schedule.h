@@ -1,8 +1,8 @@
-// Which requests run, what the next pass holds, and what came of the last one. It is passive: an executor asks for the
-// next pass and hands in what the last one gave, and runs nothing while there is none.
+// Which requests run, what the next pass holds, and what came of the last one. It is passive: an executor
+// asks for the next pass and hands in what the last one gave, and runs nothing while there is none.
 //
-// A pass is a block of columns; a column is one position of one sequence: a part of a prompt, one new token, or a draft
-// token after it. A request gets the same results alone and beside others.
+// A pass is a block of columns; a column is one position of one sequence: a part of a prompt, one new token,
+// or a draft token after it. A request gets the same results alone and beside others.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -28,17 +28,17 @@ class Schedule {
 
   // From any thread, at any time.
   //
-  // Joins requests before the same pass; returns their tickets, which are never used again. Throws std::runtime_error
-  // after `fail`, and where more than Limits::sequences would not have been collected to their end (alone, so that none
-  // joins before that: more than kMaxSequences). Throws std::invalid_argument where a size or an id would lead beyond a
-  // buffer; what the values mean is Python's to check.
+  // Joins requests before the same pass; returns their tickets, which are never used again. Throws
+  // std::runtime_error after `fail`, and where more than Limits::sequences would not have been collected to
+  // their end (alone, so that none joins before that: more than kMaxSequences). Throws std::invalid_argument
+  // where a size or an id would lead beyond a buffer; what the values mean is Python's to check.
   std::vector<int64_t> join(std::vector<Request> requests, bool alone = false);
   // Of all requests since the last call; waits until there is something, but not longer than the timeout.
   std::vector<News> collect(double timeout_s);
   void leave(int64_t ticket);
   void leave_all();
-  // New token `index` (from 0) of a masked request is one of these ids. Where it could be drawn before this comes, its
-  // logits are kept and the others go on.
+  // New token `index` (from 0) of a masked request is one of these ids. Where it could be drawn before this
+  // comes, its logits are kept and the others go on.
   void allow(int64_t ticket, int index, Sequence::Mask mask);
   int running();            // requests that have not been collected to their end
   Statistics statistics();  // of all that were collected to their end since none ran
@@ -49,12 +49,13 @@ class Schedule {
   const Pass* next(const PassResult* last);
   bool interrupts();  // while passes run ahead: somebody joins or leaves, so they are to end
   void tell_news();  // after `next`, as soon as the executor has begun with the pass
-  // All requests end, as there will be no more passes; with a reason it is their error, and that of all that would join.
+  // All requests end, as there will be no more passes; with a reason it is their error, and that of all that
+  // would join.
   void fail(std::string why = "");
   std::string failure();  // that reason
 
-  // By any thread of the executor, while a pass runs: head row `row` of a sequence that scores; where a column's
-  // partial outputs of one module are to be kept, [lane][hidden], or nullptr.
+  // By any thread of the executor, while a pass runs: head row `row` of a sequence that scores; where a
+  // column's partial outputs of one module are to be kept, [lane][hidden], or nullptr.
   void score(const Pass& pass, int row, const float* logits);
   float* partials(const Column& column, int layer, int module, size_t floats);
 
@@ -66,7 +67,8 @@ class Schedule {
     bool keeps_logits;
   };
   Piece piece(const Pass& pass) const;
-  // Of `count` positions from `position` on: the next ids' log-probabilities, best ids, and theirs, or all logits.
+  // Of `count` positions from `position` on: the next ids' log-probabilities, best ids, and theirs, or all
+  // logits.
   void score(const Pass& pass, int position, size_t count, const float* logprobs, const int* ids, const float* tops);
   void keep_logits(const Pass& pass, int position, size_t count, const float* rows);
   const Prefixes& prefixes() const { return prefixes_; }

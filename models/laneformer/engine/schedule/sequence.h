@@ -129,8 +129,8 @@ struct Sequence {
   }
   bool reads_pieces() const { return position < pieces_end; }
   bool decodes() const { return !request.scores() && position + 1 >= known(); }
-  // Positions that need not run if they are cached: generating needs the logits of the last prompt id; scoring those of
-  // the id before the first scored one.
+  // Positions that need not run if they are cached: generating needs the logits of the last prompt id;
+  // scoring those of the id before the first scored one.
   int max_reusable() const {
     if (!request.reuse_prefix || request.keep_logits) return 0;
     return (request.scores() ? request.score_from : prompt_length) - 1;

@@ -1,8 +1,10 @@
-// Drafts from text that is there already: what followed the latest place where the longest end of the text stood before.
+// Drafts from text that is there already: what followed the latest place where the longest end of the text
+// stood before.
 //
-// Places are found as LZ77 coders find them: ids are chained to the last place where the same few ids stood, and the
-// chain is followed a bounded way. So a new id costs two table entries, a proposal at most some thousand comparisons,
-// whatever the text's length; a suffix automaton would find the very longest place, at 40 bytes and a search per id.
+// Places are found as LZ77 coders find them: ids are chained to the last place where the same few ids stood,
+// and the chain is followed a bounded way. So a new id costs two table entries, a proposal at most some
+// thousand comparisons, whatever the text's length; a suffix automaton would find the very longest place, at
+// 40 bytes and a search per id.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -21,7 +23,8 @@ class SuffixIndex {  // of a text that grows at its end
   };
 
   void append(int id);
-  // The longest end of `text` that stands here, of several the latest; in the text's own index not the end itself.
+  // The longest end of `text` that stands here, of several the latest; in the text's own index not the end
+  // itself.
   Match longest(std::span<const int> text, bool own) const;
   const std::vector<int>& ids() const { return ids_; }
 

@@ -1,12 +1,12 @@
 // What threads give each other: a mailbox of modules' partial outputs, and a counter of each thread and kind.
 //
-// A thread writes a slot, then publishes its count; whoever has seen the count may read the slot. Slots are a ring over
-// layers. All of it is one region without pointers: its own pages, or zeroed memory of somebody else, such as a mapping
-// that several processes share.
+// A thread writes a slot, then publishes its count; whoever has seen the count may read the slot. Slots are
+// a ring over layers. All of it is one region without pointers: its own pages, or zeroed memory of somebody
+// else, such as a mapping that several processes share.
 //
-// A delay line, for measurements: what a thread publishes becomes readable by threads of other lanes a time after it
-// was published, as over a link of that latency. The publisher stamps when; the reader waits for the count, then for
-// the clock. Counts of one thread arrive in order, also with jitter.
+// A delay line, for measurements: what a thread publishes becomes readable by threads of other lanes a time
+// after it was published, as over a link of that latency. The publisher stamps when; the reader waits for
+// the count, then for the clock. Counts of one thread arrive in order, also with jitter.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -39,7 +39,8 @@ class Exchange {
     size_t floats;  // of a slot
     size_t counters() const { return 1 + kCounts * size_t(threads); }
     size_t slots() const { return ring_layers * 2 * size_t(lanes); }
-    // Of one counter, in a ring: whoever waits for a count is less than this behind the thread that publishes it.
+    // Of one counter, in a ring: whoever waits for a count is less than this behind the thread that
+    // publishes it.
     size_t stamps() const { return size_t(8) * ring_layers; }
     size_t head_bytes() const { return counters() * (sizeof(Counter) + stamps() * sizeof(Stamp)); }
     size_t bytes() const { return head_bytes() + slots() * floats * sizeof(float); }
@@ -54,7 +55,8 @@ class Exchange {
         stamps_(reinterpret_cast<Stamp*>(memory_.bytes() + shape.counters() * sizeof(Counter))),
         slots_(reinterpret_cast<float*>(memory_.bytes() + shape.head_bytes())) {}
 
-  // While no thread uses the exchange. first_of_lane: for each thread the first one of those that share its lane.
+  // While no thread uses the exchange. first_of_lane: for each thread the first one of those that share its
+  // lane.
   void set_latency(const Latency& latency, std::vector<int> first_of_lane) {
     latency_ = latency;
     first_of_lane_ = std::move(first_of_lane);
@@ -94,8 +96,8 @@ class Exchange {
     return ready();
   }
 
-  // A process is gone: waits end at once, and nothing that was waited for may be used. processes.py sets it, in the first
-  // byte of the memory.
+  // A process is gone: waits end at once, and nothing that was waited for may be used. processes.py sets it,
+  // in the first byte of the memory.
   bool lost() const { return counters_[0].value.load(std::memory_order_acquire) != 0; }
 
  private:

@@ -1,7 +1,7 @@
 // Executes the passes that the schedule plans (schedule.h), on persistent threads in one process or several.
 //
-// Two meetings of all threads a pass: before rank 0's first thread asks for the next pass, and before that runs.
-// layers.h and head.h have what a thread does in between.
+// Two meetings of all threads a pass: before rank 0's first thread asks for the next pass, and before that
+// runs. layers.h and head.h have what a thread does in between.
 #pragma once
 #include <unistd.h>
 
@@ -29,8 +29,8 @@ class CpuExecutor {
   CpuExecutor(const Model& model, Team& team, const Kernels& kernels, Math math, double processors, Place place);
   ~CpuExecutor();
 
-  // Where requests join, and from where their results come; rank 0's. `leave_all` does nothing in a forked child, which
-  // has none of the threads, and whose mutexes may never be free.
+  // Where requests join, and from where their results come; rank 0's. `leave_all` does nothing in a forked
+  // child, which has none of the threads, and whose mutexes may never be free.
   Schedule& schedule();
   void leave(int64_t ticket);
   void leave_all();
@@ -41,8 +41,8 @@ class CpuExecutor {
 
   // measure.cpp. All throw std::runtime_error while a request runs.
   //
-  // How far ahead the tapes are prefetched: the fastest of a few distances on the loaded tapes, or `bytes` where that is
-  // not negative. It changes no result. Returns the distance.
+  // How far ahead the tapes are prefetched: the fastest of a few distances on the loaded tapes, or `bytes`
+  // where that is not negative. It changes no result. Returns the distance.
   size_t tune(int64_t bytes);
   double probe();  // bytes/s at which the threads read memory
   void set_latency(const Latency& latency);  // of what threads of different lanes give each other; changes no result

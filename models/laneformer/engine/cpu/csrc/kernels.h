@@ -1,15 +1,17 @@
 // The inner loops, as a table of functions: one table per instruction set, all compiled from kernels_impl.h.
 //
-// A matrix is packed in tiles of 32 rows (two groups of 16), so that one vector register holds the same column of 16
-// rows: no horizontal sums, one sequential stream of bytes, and every row is added up in the same order whatever the
-// number of columns, threads, or vector lanes. Along a tile the inputs come in pairs (2k, 2k+1); one group's pair is
+// A matrix is packed in tiles of 32 rows (two groups of 16), so that one vector register holds the same
+// column of 16 rows: no horizontal sums, one sequential stream of bytes, and every row is added up in the
+// same order whatever the number of columns, threads, or vector lanes. Along a tile the inputs come in pairs
+// (2k, 2k+1); one group's pair is
 //     bf16   16 x (even, odd) interleaved: one 64-byte line, widened by a shift and a mask; what vdpbf16ps reads
 //     fp16   16 even, 16 odd
 //     fp32   16 even, 16 odd
-// int8 has one 64-byte line for both groups: 16 x (even, odd of row i, even, odd of row 16 + i), widened by a shift, a
-// mask and a conversion; after its last pair a tile has 32 scales in fp32, and a weight is its integer times its row's.
-// int4 takes the inputs in groups of 32: four times a line of each group of rows, 16 x (four bytes with inputs 0 to 3 in
-// the low halves and 4 to 7 in the high ones), then 32 scales in fp16; a weight is (kLevels[bits] - kZeroLevel) * scale.
+// int8 has one 64-byte line for both groups: 16 x (even, odd of row i, even, odd of row 16 + i), widened by
+// a shift, a mask and a conversion; after its last pair a tile has 32 scales in fp32, and a weight is its
+// integer times its row's. int4 takes the inputs in groups of 32: four times a line of each group of rows,
+// 16 x (four bytes with inputs 0 to 3 in the low halves and 4 to 7 in the high ones), then 32 scales in
+// fp16; a weight is (kLevels[bits] - kZeroLevel) * scale.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -52,12 +54,13 @@ struct Inputs {
   size_t ahead;   // bytes of weights to prefetch ahead; changes no result
 };
 
-// One way to multiply by packed tiles: y[c][r] = sum_k W[r][k] x[c][k]. Every column is computed as if it were alone,
-// but for AMX: there, few columns and many round differently (kernels/amx.h).
+// One way to multiply by packed tiles: y[c][r] = sum_k W[r][k] x[c][k]. Every column is computed as if it
+// were alone, but for AMX: there, few columns and many round differently (kernels/amx.h).
 struct Product {
   // Bytes of one prepared column; null where `multiply` reads fp32 inputs as they are.
   size_t (*column_bytes)(int k_pairs);
-  // Columns of fp32 inputs, padded with zeros to 2 * k_pairs, into the form that `multiply` reads, one after the other.
+  // Columns of fp32 inputs, padded with zeros to 2 * k_pairs, into the form that `multiply` reads, one after
+  // the other.
   void (*prepare)(const float* x, int x_stride, int k_pairs, int columns, char* out);
   void (*multiply)(const void* tiles, int rows, int k_pairs, Inputs x, float* y, int y_stride, int columns);
   int min_columns = 0;  // that are prepared; fewer are read as they are
@@ -65,8 +68,9 @@ struct Product {
 static inline bool prepares(const Product& how, int columns) { return how.prepare && columns >= how.min_columns; }
 
 // Queries of one sequence at consecutive positions, and one KV head's cache: keys in tiles of 16 positions
-// [slot / 16][dim][16], values [slot][dim]; slot = position % slots. Positions are attended to in chunks, which are
-// merged in order into each query's state: [dim] mixed values, the highest score, the sum of exponentials.
+// [slot / 16][dim][16], values [slot][dim]; slot = position % slots. Positions are attended to in chunks,
+// which are merged in order into each query's state: [dim] mixed values, the highest score, the sum of
+// exponentials.
 struct AttendArgs {
   const float* query;  // [queries][dim], rotated; dim is padded to 16 with zeros
   const char* keys;
@@ -98,8 +102,8 @@ struct Kernels {
   double (*log_sum_exp)(const float* x, int n);
   uint64_t (*read)(const void* bytes, size_t size, size_t ahead);  // the bandwidth probe; size a multiple of 1024
 };
-// Distances to prefetch ahead, in bytes. A core holds a few dozen lines on their way; which distance is best differs
-// between CPUs by 10% and more.
+// Distances to prefetch ahead, in bytes. A core holds a few dozen lines on their way; which distance is best
+// differs between CPUs by 10% and more.
 constexpr size_t kAhead[] = {0, 1536, 2560, 3072, 4096, 6144, 8192};
 
 const Kernels* portable_kernels();

@@ -1,5 +1,5 @@
-// The bytes of keys and values: every layer of a cache has room for all positions, and memory only for those that were
-// written. Which caches there are, and what they hold, is the schedule's to know (prefix.h).
+// The bytes of keys and values: every layer of a cache has room for all positions, and memory only for those
+// that were written. Which caches there are, and what they hold, is the schedule's to know (prefix.h).
 //
 // The first thread calls everything but `copy`, between two passes.
 #pragma once
@@ -18,7 +18,8 @@ class KvMemory {
   KvMemory(const ModelSpec& spec, std::vector<int> heads);
 
   KvShape shape() const;
-  // All operations of a pass but its copies; returns how many of them, in order, had memory. They may come once more.
+  // All operations of a pass but its copies; returns how many of them, in order, had memory. They may come
+  // once more.
   int apply(const Pass& pass);
   void copy(int t, const Pass& pass) const;  // the copies, by every thread
 

@@ -1,11 +1,11 @@
 // One pass of a block of positions through the layers of all lanes.
 //
-// A thread runs its lanes' modules without a barrier; it publishes each module's partial outputs in a mailbox and then
-// counts up its own modules done (exchange.h). Only a join that needs other lanes waits: PRESENT for this module, PAST
-// for the module `delay` layers ago. Where threads outnumber lanes, a group of threads shares each lane: its members own
-// rows of the lane's matrices, keep a copy each of its residual stream, and meet within a module. No column's result
-// depends on which other columns it shares the pass with, not in a single bit (on the matrix unit: as long as they are
-// four or more, or fewer; kernels/amx.h).
+// A thread runs its lanes' modules without a barrier; it publishes each module's partial outputs in a
+// mailbox and then counts up its own modules done (exchange.h). Only a join that needs other lanes waits:
+// PRESENT for this module, PAST for the module `delay` layers ago. Where threads outnumber lanes, a group of
+// threads shares each lane: its members own rows of the lane's matrices, keep a copy each of its residual
+// stream, and meet within a module. No column's result depends on which other columns it shares the pass
+// with, not in a single bit (on the matrix unit: as long as they are four or more, or fewer; kernels/amx.h).
 //
 //   C columns (positions of the block)   D hidden   L lanes; every row is padded to 32 floats with zeros
 #pragma once
@@ -28,8 +28,9 @@ class Layers {
   float* stream(int t, int own, int column) const {  // (D,) of the thread's lane number `own`, after the layers
     return scratch_[t].streams.floats() + (size_t(own) * kMaxColumns + column) * spec_.padded_hidden();
   }
-  // For measurements: multiplies as decoding does, until so many bytes of the thread's tape are read; joins as Ladder
-  // Residual does (arXiv 2501.06589), every sum one module late, which needs a model without a delay.
+  // For measurements: multiplies as decoding does, until so many bytes of the thread's tape are read; joins
+  // as Ladder Residual does (arXiv 2501.06589), every sum one module late, which needs a model without a
+  // delay.
   void read_tape(int t, size_t most);
   void set_ladder();
 

@@ -1,7 +1,7 @@
 // The processes of one machine over which one executor's threads are shared out.
 //
-// Rank 0 has the schedule. Its passes lie in memory that all of them map, and all threads of all processes execute them.
-// Weights, keys and values of a lane are with the process that has its threads.
+// Rank 0 has the schedule. Its passes lie in memory that all of them map, and all threads of all processes
+// execute them. Weights, keys and values of a lane are with the process that has its threads.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -24,7 +24,8 @@ struct Place {
   std::function<void()> wake;  // of rank 0: all others are to `work`
 };
 
-// What rank 0's first thread tells all threads, and what they tell it until they have met. It begins as zeros.
+// What rank 0's first thread tells all threads, and what they tell it until they have met. It begins as
+// zeros.
 struct Orders {
   Counter issued;  // the orders so far
   bool runs;       // the last one is this pass; else its threads end

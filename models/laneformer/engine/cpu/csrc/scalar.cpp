@@ -1,6 +1,7 @@
-// One sequence through all lanes in plain loops: no threads, no packed weights, no instruction set. Read it first. The
-// engine computes the same (tests/laneformer/engine/test_scalar.py): layers.cpp, attention.cpp and head.cpp for a pass of
-// many positions, model.h for where a thread's weights lie, exchange.h for what lanes give each other.
+// One sequence through all lanes in plain loops: no threads, no packed weights, no instruction set. Read it
+// first. The engine computes the same (tests/laneformer/engine/test_scalar.py): layers.cpp, attention.cpp
+// and head.cpp for a pass of many positions, model.h for where a thread's weights lie, exchange.h for what
+// lanes give each other.
 #include "scalar.h"
 
 #include <algorithm>
@@ -118,8 +119,8 @@ class Scalar {
     return times_slice(of_layer(layer, "feed_forward.w2"), lane, s.hidden, gate);
   }
 
-  // A module's partial outputs. PRESENT: every lane adds all of them. NO_REDUCE: its own, scaled. PAST: its own, and
-  // those of the other lanes of `delay` layers ago.
+  // A module's partial outputs. PRESENT: every lane adds all of them. NO_REDUCE: its own, scaled. PAST: its
+  // own, and those of the other lanes of `delay` layers ago.
   void join(Lanes& streams, const Lanes& partials, Join how, const Lanes* delayed) const {
     for (int lane = 0; lane < s.lanes; ++lane)
       for (int from = 0; from < s.lanes; ++from) {

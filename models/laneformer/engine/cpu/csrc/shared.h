@@ -1,4 +1,5 @@
-// What all threads of an executor work with: the weights, and the memory in which they tell each other something.
+// What all threads of an executor work with: the weights, and the memory in which they tell each other
+// something.
 #pragma once
 #include <utility>
 

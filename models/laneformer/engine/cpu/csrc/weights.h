@@ -1,7 +1,8 @@
-// A model's weights as a pass reads them: matrices packed on a tape for each thread, and what all threads read beside them.
+// A model's weights as a pass reads them: matrices packed on a tape for each thread, and what all threads
+// read beside them.
 //
-// Other families' models have more than a Laneformer: biases of queries, keys and values, norms of every head's queries
-// and keys, and embeddings that are tied to the head, read from its packed rows.
+// Other families' models have more than a Laneformer: biases of queries, keys and values, norms of every
+// head's queries and keys, and embeddings that are tied to the head, read from its packed rows.
 #pragma once
 #include <string>
 #include <vector>
@@ -26,8 +27,8 @@ class Model {
   bool set_head_norm(const std::string& part, int layer, const void* data, DType from);  // q_norm or k_norm
   bool loaded() const { return !cosine_.empty(); }
 
-  // What a cache of packed weights holds: every thread's tape, then the embedding if it is not the head. `map_part`
-  // replaces one by memory that stays valid, and is not written, as long as the model lives.
+  // What a cache of packed weights holds: every thread's tape, then the embedding if it is not the head.
+  // `map_part` replaces one by memory that stays valid, and is not written, as long as the model lives.
   int parts() const { return threads() + (spec_.tied ? 0 : 1); }
   size_t part_bytes(int index) const { return index < threads() ? plans_[index].tape_bytes : embedding_bytes(); }
   char* part(int index) { return pages(index).bytes(); }
