@@ -146,7 +146,7 @@ class Resilience:
     newest checkpoint.keep_latest_k; 0: none
     """
     max_failed_saves: int = 3
-    """Consecutive failed saves after which the job ends; saves on a full disk are tried again and do not count"""
+    """Consecutive failed saves after which the job ends; those on a full disk do not count"""
     spike_window: int = 128
     """Number of recent steps that a loss or gradient norm is compared with"""
     max_loss_z: float = 0.0

@@ -3,8 +3,8 @@
 Start: the run's own newest complete checkpoint, else the phase before, else (only if allowed) random weights.
 TorchTitan 0.2.2 decides this by whether the checkpoint folder exists, trusts the newest `.metadata`, and lets
 a second phase inherit the first one's optimizer settings. Saving: its writer is kept; a save that fails is
-taken back and tried again at the next interval, and old checkpoints go only when newer ones are complete. On a
-full disk it is tried every minute.
+taken back and tried again at the next interval, on a full disk every minute, and old checkpoints go only when
+newer ones are complete.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ KILLED_S = 30.0  # more: it hangs in a file system, and ends when that answers
 class Hashing:
     """A binary stream that is written from its beginning to its end, and its SHA-256."""
 
-    problem: OSError | None = None  # torch's writer makes a RuntimeError of it that does not name a full disk
+    problem: OSError | None = None  # torch's writer makes a RuntimeError of it that names no full disk
 
     def __init__(self, stream: Any):
         self.stream, self.sha256 = stream, hashlib.sha256()

@@ -80,7 +80,7 @@ class MixtureLoader(BaseDataLoader):
             yield batch
 
     def begin_after(self, used: dict[str, Any]) -> None:
-        """Start a phase behind the windows that those before it used up; used: what `state_dict` says of them.
+        """Start a phase behind the windows that those before it used up; used: what `state_dict` says.
 
         A source that shares no more than its name with one of theirs starts at its own beginning, and theirs
         is counted as NAME@HASH. Checkpoints from before contents were saved have names only.

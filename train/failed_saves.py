@@ -1,7 +1,7 @@
 """What a failed save costs: its checkpoint, and the job only if save after save fails.
 
-A full disk never ends a job before its last step, since memory holds everything: what the run has put aside is
-deleted, and a new save is tried every RETRY_S until one succeeds.
+A full disk never ends a job before its last step, since memory holds everything: what the run has put aside
+is deleted, and a new save is tried every RETRY_S until one succeeds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class FailedSaves:
         return self.retry_at_s is not None and time.monotonic() >= self.retry_at_s
 
     def judge(self, step: int, problem: str | None) -> None:
-        """Take a save back that has failed. RuntimeError when too many in a row have. problem: a traceback."""
+        """Take a save back that has failed. RuntimeError when too many in a row have.
+
+        problem: a traceback of any rank.
+        """
         self.problem, self.retry_at_s = None, None
         if problem is None:
             self.in_a_row = 0

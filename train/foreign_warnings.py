@@ -6,7 +6,7 @@ import logging
 import warnings
 
 WARNINGS = (
-    # the losses of the head and of the whole model are views; the trainer adds them up and changes none in place
+    # the losses of head and model are views; the trainer adds them up and changes none in place
     r"FSDP2-wrapped module \(FSDP(LaneRMSNorm, FSDPTitanHead|TitanLaneformer)\) returned a view tensor",
     # on a CPU: weights are drawn by our own generator, which a test compares with one process
     "DTensor random operators may not have complete support on cpu device mesh",

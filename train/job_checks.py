@@ -91,12 +91,12 @@ def check_job(job: Any, world_size: int | None = None) -> None:
 
 
 def check_local_ranks() -> None:
-    """Raise ValueError where torchrun has started more workers on this machine than it has GPUs; CPUs are shared."""
+    """Raise ValueError where torchrun has started more workers here than there are GPUs; CPUs are shared."""
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if 0 < gpus < ranks:
         raise ValueError(
-            f"torchrun has started {ranks} workers on this machine, which has {gpus} GPU(s), and each worker needs one "
-            f"of its own; start it with --nproc_per_node={gpus}"
+            f"torchrun has started {ranks} workers on this machine, which has {gpus} GPU(s), and each worker "
+            f"needs one of its own; start it with --nproc_per_node={gpus}"
         )
 
 
