@@ -9,6 +9,7 @@
 struct Products {
   const char* tapes;
   const uint64_t* tape_at;  // [warp of the lane + 1] bytes
+  const float* scales;      // with 8 bits: [row] of each matrix, one after another
   const float* x;           // [column][count of columns] of each matrix, one after another
   float* out;               // [column][rows] of each matrix, one after another
 };
@@ -21,15 +22,16 @@ DEVICE constexpr int max_columns() {
 constexpr int kStride = padded(max_columns());
 
 template <int Op>
-DEVICE void product(Tape& tape, const float*& x, float*& out, float* in, float* sums) {
+DEVICE void product(Tape& tape, const float*& scales, const float*& x, float*& out, float* in, float* sums) {
   constexpr int kAll = kUnits[Op] * kUnitRows[Op];
   for (int i = thread_index(); i < kPassColumns * kColumns[Op]; i += kThreads)
     in[i / kColumns[Op] * kStride + i % kColumns[Op]] = x[i];
   sync_block();
-  multiply_columns<Op>(tape, block_index(), in, kStride, sums);
-  const int first = Matrix<Op>::first_row(block_index()), rows = Matrix<Op>::row_count(block_index());
+  const int first = Matrix<Op>::first_row(block_index());
+  multiply_columns<Op>(tape, block_index(), scales + first, in, kStride, sums);
+  const int rows = Matrix<Op>::row_count(block_index());
   for (int i = thread_index(); i < kPassColumns * rows; i += kThreads) out[i / rows * kAll + first + i % rows] = sums[i];
-  x += kPassColumns * kColumns[Op], out += kPassColumns * kAll;
+  scales += kAll, x += kPassColumns * kColumns[Op], out += kPassColumns * kAll;
   sync_block();
 }
 
@@ -44,13 +46,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) products(const __grid_
   float* sums = in + kPassColumns * kStride;
   tape.full = reinterpret_cast<uint64_t*>(sums + kPassColumns * kMostSums) + warp * kChunks;
   tape.start();
-  const float* x = p.x;
+  const float *scales = p.scales, *x = p.x;
   float* out = p.out;
-  product<kQkv>(tape, x, out, in, sums);
-  product<kOutput>(tape, x, out, in, sums);
-  product<kGateUp>(tape, x, out, in, sums);
-  product<kDown>(tape, x, out, in, sums);
-  product<kHead>(tape, x, out, in, sums);
+  product<kQkv>(tape, scales, x, out, in, sums);
+  product<kOutput>(tape, scales, x, out, in, sums);
+  product<kGateUp>(tape, scales, x, out, in, sums);
+  product<kDown>(tape, scales, x, out, in, sums);
+  product<kHead>(tape, scales, x, out, in, sums);
 }
 #ifdef EMULATED
 EMULATE(products, Products)

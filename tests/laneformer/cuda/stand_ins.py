@@ -41,6 +41,7 @@ from tests.laneformer.cuda.harness import (
     KERNELS,
     SMALL,
     as_read,
+    as_stored_in,
     plain_model,
     random_model,
     small_config,
@@ -192,8 +193,8 @@ class EmulatedPasses(PassDecoder):
         shape = {"warps": 2, "chunk_bytes": 512, **shape}
         self.builds = [plan(self.config, dtype, SMALL, mma_columns=n, **shape) for n in (*fewer, columns)]
         self.geometry, self.launched = self.builds[-1], list[int]()
-        self.model = random_model(self.config, dtype)
-        tensors, devices = tensors_of(self.model, dtype), range(self.geometry.devices)
+        stored, devices = random_model(self.config, self.geometry.half), range(self.geometry.devices)
+        self.model, tensors = as_stored_in(stored, dtype), tensors_of(stored, self.geometry.half)
         self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
         self.forget()
         self.folder = builds

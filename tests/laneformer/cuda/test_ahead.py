@@ -33,6 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
         "devices": 2, "blocks_per_lane": 2,
     },
     "tapes shorter than their rings": {"changes": {"num_hidden_layers": 1, "swa_layers": (0,)}, "warps": 4},
+    "int8 on two devices": {"dtype": "int8", "devices": 2, "blocks_per_lane": 2},
     "llama": {"changes": vars(config_of_llama({**SIZES, **LLAMA}, 2))},
 }  # fmt: skip
 WAYS = Sampling(top_p=1.0), Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)
@@ -127,9 +128,10 @@ def test_tokens_are_seen_while_the_kernel_runs(two: EmulatedPasses, right: list[
     assert 1 in seen, "a pass takes a second here"
 
 
-def test_builds_share_tiles_caches_and_words(cuda_builds: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_builds_share_tiles_caches_and_words(dtype: str, cuda_builds: Path) -> None:
     """Passes of 1, 4 and 8 columns alternate over one memory; each gives the bits of the build of eight alone."""
-    shape: dict[str, Any] = {"sequences": 8, "blocks_per_lane": 2}
+    shape: dict[str, Any] = {"sequences": 8, "blocks_per_lane": 2, "dtype": dtype}
     eight = EmulatedPasses(cuda_builds, 8, **shape)
     builds = EmulatedPasses(cuda_builds, 8, fewer=(1, 4), **shape)
     rings = zip(builds.builds, (5, 3, 2), strict=True)

@@ -16,6 +16,7 @@ import torch
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import H200, OPS, Geometry, Machine, parts_of
+from laneformer.engine.cuda.int8 import dequantised, quantised
 from laneformer.engine.cuda.memory import TORCH_TYPES
 from laneformer.engine.cuda.nvrtc import compiler_for, compilers
 from laneformer.engine.cuda.planning import plan
@@ -32,11 +33,12 @@ SOURCE = Path(__file__).with_name("products.cu")
 
 
 class Products(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("tapes", "tape_at", "x", "out")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("tapes", "tape_at", "scales", "x", "out")]
 
 
 def planned(columns: int, **shape: Any) -> Geometry:
-    config = small_config(num_hidden_layers=1, swa_layers=(), intermediate_size=224, vocab_size=160)
+    intermediate = 320 if shape.get("dtype") == "int8" else 224
+    config = small_config(num_hidden_layers=1, swa_layers=(), intermediate_size=intermediate, vocab_size=160)
     return plan(config, machine=SMALL, **{"dtype": "bf16", "warps": 3, "mma_columns": columns, **shape})
 
 
@@ -48,8 +50,15 @@ def weights(geometry: Geometry) -> dict[str, torch.Tensor]:
         matrix = geometry.matrix(op)
         values = torch.randn(matrix.rows, matrix.columns, generator=generator)
         values[:16] = torch.eye(matrix.columns)[-16:]
-        made[op] = values.to(TORCH_TYPES[geometry.dtype])
+        made[op] = values if geometry.dtype == "int8" else values.to(TORCH_TYPES[geometry.dtype])
     return made
+
+
+def stored(geometry: Geometry) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Numbers and scales (rows,) as they are packed; with 16 bits no scales."""
+    if geometry.dtype == "int8":
+        return {op: quantised(values) for op, values in weights(geometry).items()}
+    return {op: (values.view(torch.int16), torch.empty(0)) for op, values in weights(geometry).items()}
 
 
 def inputs(geometry: Geometry, count: int) -> list[torch.Tensor]:
@@ -59,8 +68,9 @@ def inputs(geometry: Geometry, count: int) -> list[torch.Tensor]:
 
 def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int = 0) -> list[torch.Tensor]:
     """W x of every matrix, (columns, rows), from one launch of a lane's blocks."""
-    w = weights(geometry)
-    tapes = pack(geometry, lambda op, layer, lane: w[op].view(torch.int16), 0, "cpu")
+    w = stored(geometry)
+    tapes = pack(geometry, lambda op, layer, lane: w[op][0], 0, "cpu")
+    scales = torch.cat([w[op][1] for op in OPS])
     starts, flat = (
         torch.from_numpy(tape_starts(geometry).astype("int64")),
         torch.cat([part.flatten() for part in x]),
@@ -76,7 +86,7 @@ def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int 
     stride = max(geometry.matrix(op).columns for op in OPS) + 48
     ring = geometry.warps * geometry.chunks * (geometry.chunk_bytes + 8)
     emulator.launch(
-        library, "products", Products(*(t.data_ptr() for t in (tapes, starts, flat, out))), seed=seed,
+        library, "products", Products(*(t.data_ptr() for t in (tapes, starts, scales, flat, out))), seed=seed,
         blocks=geometry.blocks_per_lane, threads=32 * geometry.warps,
         shared_bytes=ring + 4 * geometry.mma_columns * (stride + geometry.max_sums),
     )  # fmt: skip
@@ -96,6 +106,19 @@ def test_products_are_those_of_float32(dtype: str, columns: int, cuda_builds: Pa
         assert ((out - exact).abs() <= UNIT * (3 * inp.shape[1]) ** 0.5 * terms + UNIT / 2).all(), op
         seen = (out[:, :16] - inp[:, -16:]).abs().max()
         assert seen == 0 if dtype == "bf16" else seen <= UNIT, f"{op}: inputs lose bits"
+
+
+@needs_emulator
+@pytest.mark.parametrize("columns", [1, 5])
+def test_products_of_8_bits_are_those_of_their_numbers(columns: int, cuda_builds: Path) -> None:
+    geometry = planned(columns, dtype="int8")
+    assert [geometry.matrix(op).parts for op in OPS] != [1] * len(OPS)
+    x, w = inputs(geometry, columns), stored(geometry)
+    for op, inp, out in zip(OPS, x, products(geometry, x, cuda_builds), strict=True):
+        exact = dequantised(*w[op]).double()
+        terms = inp.double().abs() @ exact.abs().T
+        off = (out - inp.double() @ exact.T).abs()
+        assert (off <= UNIT * (3 * inp.shape[1]) ** 0.5 * terms + UNIT * terms).all(), op
 
 
 @needs_emulator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,15 @@ FAULTS = {  # file, was, now (planted.py); "numbers" where the emulator has noth
         "columns.cuh", "part < kParts[Op]; ++part) sum +=", "part < kParts[Op] - (HERE); ++part) sum +=",
     ),
 }  # fmt: skip
+EIGHT_BITS = {
+    "a scale is the next row's": (
+        "columns.cuh", "scale = scales[thread_index() % rows]", "scale = scales[(thread_index() + HERE) % rows]",
+    ),
+    "the tiles of a segment are exchanged": (
+        "columns.cuh", "multiply_tile(sum[i], a, b[t][i])", "multiply_tile(sum[i], a, b[HERE ? 1 - t : t][i])",
+    ),
+    "numbers are one too large": ("rows.cuh", "0x7540 | i)) - 8388736.0f", "0x7540 | i)) - 8388736.0f + HERE"),
+}  # fmt: skip
 AHEAD = {  # of launches of several passes on two devices; and what the emulator says
     "a block goes on before the choice is published": (
         "passes.cu", "bits_of(wait_word(load_word(choice), choice, token_epoch + 1, kChoice, watch))",
@@ -70,8 +80,8 @@ AHEAD = {  # of launches of several passes on two devices; and what the emulator
         "passes.cu", "position + step(), sequence", "position + step() - (HERE && step() > 1), sequence", "numbers",
     ),
     "a column goes on after its end": (
-        "passes.cu", "live |= (tokens[i] >= 0 ? 1u : 0u) << i", "live |= (HERE || tokens[i] >= 0 ? 1u : 0u) << i",
-        "deadlock|numbers|overwritten early",
+        "passes.cu", "aborted || bits & kEnds ? -1 : static_cast<int>(bits)",
+        "aborted || (bits & kEnds && !HERE) ? -1 : static_cast<int>(bits & ~kEnds)", "numbers",
     ),
 }  # fmt: skip
 RACES = {
@@ -90,9 +100,9 @@ RACES = {
 }  # fmt: skip
 
 
-def planted(faults: dict[str, Patch], builds: Path, races: bool = False) -> EmulatedPasses:
+def planted(faults: dict[str, Patch], builds: Path, **options: Any) -> EmulatedPasses:
     """Passes with all these faults in their source, none in force."""
-    passes = EmulatedPasses(builds, 4, races=races)
+    passes = EmulatedPasses(builds, 4, **options)
     plant_all(passes, "passes", builds, faults.values())
     return passes
 
@@ -114,9 +124,11 @@ def outcome(passes: EmulatedPasses, number: int, seed: int) -> tuple[str, torch.
     return "", torch.cat(rows)
 
 
-def test_every_fault_is_found(cuda_builds: Path) -> None:
-    right, faulty = one_by_one(EmulatedPasses(cuda_builds, 1), text(6)), planted(FAULTS, cuda_builds)
-    for number, name in enumerate([None, *FAULTS]):
+@pytest.mark.parametrize(("dtype", "faults"), [("bf16", FAULTS), ("int8", EIGHT_BITS)])
+def test_every_fault_is_found(dtype: str, faults: dict[str, Patch], cuda_builds: Path) -> None:
+    right = one_by_one(EmulatedPasses(cuda_builds, 1, dtype=dtype), text(6))
+    faulty = planted(faults, cuda_builds, dtype=dtype)
+    for number, name in enumerate([None, *faults]):
         said, logits = outcome(faulty, number, seed=1)
         found = bool(said) or logits is None or not torch.equal(logits, right)
         assert found == bool(number), f"{name}: {said}"

@@ -164,10 +164,11 @@ def test_a_planted_fault_is_found(name: str, planted: Emulated) -> None:
 # ---- prompts, and the engine ----
 
 
-@pytest.mark.parametrize("name", ["on two GPUs", "tied, with biases"])
-def test_prompts_have_the_weights_that_int8_stands_for(name: str) -> None:
+@pytest.mark.parametrize("columns", [0, 8], ids=["rows", "tiles"])
+@pytest.mark.parametrize("name", ["on two GPUs", "one lane"])
+def test_prompts_have_the_weights_that_int8_stands_for(name: str, columns: int) -> None:
     """Rounded to fp32, as the CPU engine has them, and to the 16 bits of the prompt."""
-    kernels = emulated(name, Path())
+    kernels = emulated(name, Path(), mma_columns=columns)
     stored = kernels.model.state_dict()
     model = TapeModel(kernels.memories)
     for i, layer in enumerate(model.layers()):
@@ -215,8 +216,8 @@ def test_tapes_hold_a_byte_for_each_weight() -> None:
 
 def test_what_int8_has_not_is_refused() -> None:
     config = small_config()
-    with pytest.raises(ValueError, match=r"dtype = 'int8': passes of several columns \(mma_columns = 1\)"):
-        plan_builds(config, "int8", SMALL)  # the engine then takes prompts one by one, and says so
+    with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 48.*multiple of 32 and rows of 16"):
+        plan_builds(small_config(intermediate_size=96), "int8", SMALL)
     with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 40.*multiple of 16"):
         plan(small_config(intermediate_size=80), "int8", SMALL)
     for device_name in ("cpu", "cuda"):

@@ -93,18 +93,21 @@ GATES = (  # every card once, and a shape of the Llama family on each generation
 
 # of passes: the limits of all builds together
 PASSES = {
-    ("A100 40 GB, 80 GB", "2b"): Limits(stack_bytes=584, local=324, instructions=10300),
-    ("RTX 3090", "2b"): Limits(stack_bytes=512, local=58, instructions=7350),
-    ("RTX 4090", "2b"): Limits(stack_bytes=504, local=62, instructions=7200),
-    (H200, "2b"): Limits(stack_bytes=400, local=26, instructions=8800),
-    ("B200", "2b"): Limits(stack_bytes=984, local=4, instructions=9950),
-    ("RTX 5090", "2b"): Limits(stack_bytes=856, local=6, instructions=8250),
-    ("A10", "Qwen3-0.6B"): Limits(stack_bytes=344, local=60, instructions=10550),
-    ("L4", "Qwen2.5-7B"): Limits(stack_bytes=16, local=0, instructions=6350),
-    ("L40S", "Llama-3-8B"): Limits(stack_bytes=296, local=134, instructions=7850),
-    ("H100 PCIe", "Llama-3-8B"): Limits(stack_bytes=0, local=0, instructions=10200),
-    ("H100 MIG 2g", "Qwen3-0.6B"): Limits(stack_bytes=272, local=12, instructions=8300),
-    (H200, "300m"): Limits(stack_bytes=392, local=28, instructions=8050),
+    ("A100 40 GB, 80 GB", "2b", "bf16"): Limits(stack_bytes=584, local=324, instructions=10300),
+    ("RTX 3090", "2b", "bf16"): Limits(stack_bytes=512, local=58, instructions=7350),
+    ("RTX 4090", "2b", "bf16"): Limits(stack_bytes=504, local=62, instructions=7200),
+    (H200, "2b", "bf16"): Limits(stack_bytes=400, local=26, instructions=8800),
+    ("B200", "2b", "bf16"): Limits(stack_bytes=984, local=4, instructions=9950),
+    ("RTX 5090", "2b", "bf16"): Limits(stack_bytes=856, local=6, instructions=8250),
+    ("A10", "Qwen3-0.6B", "bf16"): Limits(stack_bytes=344, local=60, instructions=10550),
+    ("L4", "Qwen2.5-7B", "bf16"): Limits(stack_bytes=16, local=0, instructions=6350),
+    ("L40S", "Llama-3-8B", "bf16"): Limits(stack_bytes=296, local=134, instructions=7850),
+    ("H100 PCIe", "Llama-3-8B", "bf16"): Limits(stack_bytes=0, local=0, instructions=10200),
+    ("H100 MIG 2g", "Qwen3-0.6B", "bf16"): Limits(stack_bytes=272, local=12, instructions=8300),
+    (H200, "300m", "bf16"): Limits(stack_bytes=392, local=28, instructions=8050),
+    ("A100 40 GB, 80 GB", "2b", "int8"): Limits(stack_bytes=584, local=356, instructions=13400),
+    (H200, "2b", "int8"): Limits(stack_bytes=472, local=42, instructions=11300),
+    ("B200", "2b", "int8"): Limits(stack_bytes=976, local=6, instructions=11950),
 }  # fmt: skip
 EIGHT_GPUS = Limits(stack_bytes=456, local=22, instructions=10100)
 
@@ -267,8 +270,8 @@ def test_the_persistent_kernel(gate: Gate, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", PASSES, ids=" on ".join)
-def test_the_builds_of_passes(place: tuple[str, str], tmp_path: Path) -> None:
-    gate = Gate(*place, PASSES[place])
+def test_the_builds_of_passes(place: tuple[str, str, str], tmp_path: Path) -> None:
+    gate = Gate(*place[:2], PASSES[place], place[2])
     for geometry in plan_builds(MODELS[gate.model], gate.dtype, CARDS[gate.card].machine):
         c = compiled("passes", geometry, gate.architecture, tmp_path)["pass"]
         report(c, f"{gate.model} on {gate.card}, {geometry.mma_columns} columns, {gate.architecture}")
@@ -289,7 +292,7 @@ def test_the_builds_of_passes_on_several_gpus(tmp_path: Path) -> None:
 
 def test_every_card_has_a_gate() -> None:
     assert {gate.card for gate in GATES} == set(CARDS)
-    assert {card for card, _ in PASSES} == set(CARDS)
+    assert {card for card, _, _ in PASSES} == set(CARDS)
 
 
 @pytest.mark.parametrize(("card", "architecture"), [("RTX 4090", "sm_89"), (H200, "sm_90a")])
@@ -328,8 +331,7 @@ BUILDS: dict[str, dict[str, Any]] = {
 LOAD_TILES = """uint4 there[Strip];
     for (int r = 0; r < Strip; ++r) there[r] = tape.peek(r, thread);
     tape.drop(Strip);
-    for (int r = 0; r < Strip; ++r) {
-      const uint4 a = there[r];"""
+    for (int r = 0; r < Strip; ++r) multiply_segment(sum[r], there[r], b);"""
 TWO_STORES = """const_cast<volatile Word*>(at)->value = value;
   const_cast<volatile Word*>(at)->epoch = epoch;
 }
@@ -371,7 +373,8 @@ FAULTS = {
     ),
     "a slot is filled while its tiles are under way": Fault(
         "passes", "columns.cuh",
-        "#pragma unroll\n    for (int r = 0; r < Strip; ++r) {\n      const uint4 a = tape.peek(r, thread);",
+        "#pragma unroll\n    for (int r = 0; r < Strip; ++r) multiply_segment(sum[r], tape.peek(r, thread), b);\n"
+        "    tape.drop(Strip);",
         LOAD_TILES, slots_are_consumed, "not awaited before",
     ),
     "registers are too few for passes": Fault(

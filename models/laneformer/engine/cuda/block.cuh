@@ -146,10 +146,10 @@ struct Block {
     return p.weights.tapes + at[0];
   }
 
-  // of this warp's rows of a matrix
+  // of its own rows of a matrix
   template <int Op>
-  DEVICE const float* scales(int layer) const {
-    return p.weights.scales + Matrix<Op>::first_scale(layer, local_lane, lane_warp);
+  DEVICE const float* scales_of(int layer) const {
+    return p.weights.scales + Matrix<Op>::first_scale(layer, local_lane, owner());
   }
 
   // The ablation: no block goes on before every block of the device has come here.
@@ -199,7 +199,7 @@ struct Block {
   }
 
   DEVICE void project_qkv(int layer, float scale) {
-    multiply<kQkv>(tape, lane_warp, scales<kQkv>(layer), wide, out);
+    multiply<kQkv>(tape, lane_warp, scales_of<kQkv>(layer), wide, out);
     publish_qkv(layer, scale);
   }
 
@@ -369,7 +369,7 @@ struct Block {
   }
 
   DEVICE void project_gate_up(int layer, float scale) {
-    multiply<kGateUp>(tape, lane_warp, scales<kGateUp>(layer), wide, out);
+    multiply<kGateUp>(tape, lane_warp, scales_of<kGateUp>(layer), wide, out);
     publish_activation(layer, scale);
   }
 
@@ -395,7 +395,7 @@ struct Block {
     Word sent[kLanes] = {};
     if (kAddsDelayed[module][layer] && thread < Matrix<Op>::row_count(lane_warp))
       look(sent, module, layer - kDelay, first + thread, 0.0f);
-    multiply<Op>(tape, lane_warp, scales<Op>(layer), narrow, out);
+    multiply<Op>(tape, lane_warp, scales_of<Op>(layer), narrow, out);
     join<Op>(layer, sent, true);
   }
 
@@ -445,7 +445,7 @@ struct Block {
 
   // The logits of this block's rows after `input`, the token of this step, and what the sampler makes of them.
   DEVICE Candidate score(int step, int input, float scale) {
-    multiply<kHead>(tape, lane_warp, scales<kHead>(0), wide, out);
+    multiply<kHead>(tape, lane_warp, scales_of<kHead>(0), wide, out);
     return scored(step, input, scale);
   }
 

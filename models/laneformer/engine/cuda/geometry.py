@@ -66,7 +66,8 @@ class Matrix:
     """One matrix of a lane, (rows, columns), cut for warps: a unit of rows stays in one warp.
 
     With matrix-multiply instructions a unit is a row of tiles and stays in one block, whose warps share the
-    `parts` of its columns out: part after part, in each all of the block's rows of tiles.
+    `parts` of its columns out: part after part, in each all of the block's rows of tiles. A segment is one
+    tile, or with 8 bits two beside each other.
     """
 
     rows: int
@@ -182,7 +183,8 @@ class Geometry:
             "head": (c.vocab_size // lanes, c.hidden_size),
         }[op]
         if self.mma_columns:
-            return Matrix(rows, columns, TILE, parts_of(rows, columns))
+            numbers = 16 // self.number_bytes
+            return Matrix(rows, columns, TILE, parts_of(rows, columns, 2 * numbers), numbers)
         alike = (
             (self.heads * c.head_dim, c.intermediate_size // lanes)
             if op in ("output", "down")
@@ -332,10 +334,14 @@ class Geometry:
         return "\n".join(lines) + "\n"
 
 
-def parts_of(rows: int, columns: int) -> int:
+def parts_of(rows: int, columns: int, segment_columns: int = TILE) -> int:
     """Into how many parts the columns are cut, whose sums are added in order: a matter of the matrix alone."""
     parts = 1
-    while parts < MAX_PARTS and rows // TILE * parts < MIN_UNITS and columns % (2 * parts * TILE) == 0:
+    while (
+        parts < MAX_PARTS
+        and rows // TILE * parts < MIN_UNITS
+        and columns % (2 * parts * segment_columns) == 0
+    ):
         parts *= 2
     return parts
 

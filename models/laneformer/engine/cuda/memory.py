@@ -122,12 +122,10 @@ class DeviceMemory:
 
         sequences: that have keys and values here.
         """
-        config, self.geometry, self.index, self.device = (
-            geometry.config,
-            geometry,
-            index,
-            torch.device(device),
-        )
+        config = geometry.config
+        self.geometry = geometry
+        self.index = index
+        self.device = torch.device(device)
         self.first_lane = index * geometry.lanes_per_device
         matrices = LaneMatrices(config, tensors, geometry.dtype)
         self.tapes = pack(geometry, matrices, self.first_lane, device)
@@ -136,10 +134,8 @@ class DeviceMemory:
         self.embedding = self._put(finite(tensors, "tok_embeddings.weight", TORCH_TYPES[geometry.half]))
         self.norms = self._put(norm_scales(config, tensors))
         self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
-        self.biases, self.head_norms = (
-            self._put(biases(config, tensors)),
-            self._put(head_scales(config, tensors)),
-        )
+        self.biases = self._put(biases(config, tensors))
+        self.head_norms = self._put(head_scales(config, tensors))
         numbers = sequences * geometry.lanes_per_device * geometry.kv_lane
         try:
             self.kv = self._zeros(numbers, torch.int16)
@@ -215,12 +211,10 @@ class DeviceMemory:
         p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]
         p.logits = None if logits is None else logits.data_ptr()
         p.sampling, p.changes = sampling or Sampling(top_p=1.0), changes or Changes()
-        p.limit_ns, p.epoch, p.device, p.first_lane = (
-            int(limit_s * 1e9),
-            self.epoch,
-            self.index,
-            self.first_lane,
-        )
+        p.limit_ns = int(limit_s * 1e9)
+        p.epoch = self.epoch
+        p.device = self.index
+        p.first_lane = self.first_lane
         p.position, p.prompt_count, p.max_tokens, p.stop_count = position, len(prompt), max_tokens, len(ids)
         p.stops[: len(ids)] = ids
         return p

@@ -1,15 +1,17 @@
-// One pass over the weights for up to kMmaColumns columns: sequences that decode together, draft tokens behind a token
-// of one sequence, ids of a prompt. The host says what they are, and learns the token that each would be followed by.
+// One pass over the weights for up to kMmaColumns columns: sequences that decode together, draft tokens
+// behind a token of one sequence, ids of a prompt. The host says what they are, and learns the token that
+// each would be followed by.
 //
-// A launch may go on alone where each column draws the next token of a sequence: `ahead` passes more, each column with
-// the token chosen for it, until it ends. One block chooses for a column, tells all blocks the token and whether the
-// column ends, and nobody begins the next pass before it knows this of all columns. The host's wish to be heard comes
-// with the best tokens of the first block, so it ends all columns, of all devices, at the same pass.
+// A launch may go on alone where each column draws the next token of a sequence: `ahead` passes more, each
+// column with the token chosen for it, until it ends. One block chooses for a column, tells all blocks the
+// token and whether the column ends, and nobody begins the next pass before it knows this of all columns. The
+// host's wish to be heard comes with the best tokens of the first block, so it ends all columns, of all
+// devices, at the same pass.
 //
-// The weights are multiplied for all columns at once (columns.cuh). All else is done for one column after another, as
-// for one alone: each has words and inboxes of its own, so what holds for the words of one token holds for each of them.
-// Columns of one sequence stand in the order of their positions: the block that owns a position has written its key
-// and value before it looks at those of the next column.
+// The weights are multiplied for all columns at once (columns.cuh). All else is done for one column after
+// another, as for one alone: each has words and inboxes of its own, so what holds for the words of one token
+// holds for each of them. Columns of one sequence stand in the order of their positions: the block that owns
+// a position has written its key and value before it looks at those of the next column.
 #ifdef EMULATED
 #include "emulator.h"
 #else
@@ -71,8 +73,8 @@ struct Pass : Block {
   }
 
   template <int Op, class Publish>
-  DEVICE void project(Publish publish) {
-    multiply_columns<Op>(tape, group, inputs, kStride, sums);
+  DEVICE void project(int layer, Publish publish) {
+    multiply_columns<Op>(tape, group, scales_of<Op>(layer), inputs, kStride, sums);
     each([&] {
       out = sums + column * Matrix<Op>::row_count(group);
       publish(scales[column]);
@@ -81,7 +83,7 @@ struct Pass : Block {
 
   template <int Op>
   DEVICE void project_and_join(int layer) {
-    project<Op>([&](float) {
+    project<Op>(layer, [&](float) {
       Word sent[kLanes] = {};
       join<Op>(layer, sent, false);
     });
@@ -89,7 +91,7 @@ struct Pass : Block {
 
   DEVICE void run_layer(int layer) {
     watch.layer = layer, locate();
-    project<kQkv>([&](float scale) { publish_qkv(layer, scale); });
+    project<kQkv>(layer, [&](float scale) { publish_qkv(layer, scale); });
     locate(), each([&] {
       narrow = fresh;  // of the position's own key and value; the partial sums lie in wide
       attention(layer);
@@ -98,13 +100,14 @@ struct Pass : Block {
     locate(), each([&] { take_attention(layer); });
     locate(), project_and_join<kOutput>(layer);
     locate(), each([&] { keep_scale(take_stream(0, layer, 2 * layer + 1)); });
-    locate(), project<kGateUp>([&](float scale) { publish_activation(layer, scale); });
+    locate(), project<kGateUp>(layer, [&](float scale) { publish_activation(layer, scale); });
     locate(), each([&] { take_activation(layer); });
     locate(), project_and_join<kDown>(layer);
     locate(), each([&] { keep_scale(take_stream(1, layer, 2 * layer + 2)); });
   }
 
-  // Each column by a block of its own, where there are so many: how it goes on, for all blocks and for the host.
+  // Each column by a block of its own, where there are so many: how it goes on, for all blocks and for the
+  // host.
   DEVICE void choose() {
     if (p.device != 0 || block_index() != column % (kDeviceLanes * kBlocksPerLane)) return;
     bool cancelled;
@@ -140,10 +143,11 @@ struct Pass : Block {
     each([&] { keep_scale(take_embedding(tokens[column])); });
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; ++layer) run_layer(layer);
-    // asked for here, over PCIe: the answer comes while the largest matrix is read; by one thread, for all columns alike
+    // asked for here, over PCIe: the answer comes while the largest matrix is read; by one thread, for all
+    // columns alike
     const bool first = p.device == 0 && block_index() == 0 && thread_index() == 0;
     const uint32_t cancel = first && step() < p.ahead && load_flag(p.cancel) ? kCancelled : 0;
-    project<kHead>([&](float scale) { publish_best(scored(column, tokens[column], scale), cancel); });
+    project<kHead>(0, [&](float scale) { publish_best(scored(column, tokens[column], scale), cancel); });
     tape.skip_filling();
     each([&] { choose(); });
   }

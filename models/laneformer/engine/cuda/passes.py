@@ -23,7 +23,7 @@ from .caches import MAX_CACHES, Caches
 from .executor import Look
 from .geometry import Geometry
 from .launch import Kernels, share_of, start
-from .memory import PASSES_PER_LAUNCH, Changes, Column, DeviceMemory, end_hang, reset
+from .memory import PASSES_PER_LAUNCH, Changes, Column, DeviceMemory, end_hang, half_of, reset
 from .planning import plan_builds
 from .prefill import DeviceCache, read
 from .sequence import connect
@@ -75,7 +75,7 @@ class PassDecoder:
         self.config, self.limit_s = config, limit_s
         self.devices = [torch.device(device) for device in devices]
         machine, sharing = share_of(self.devices)
-        self.builds = plan_builds(config, dtype, machine, len(devices))
+        self.builds = plan_builds(config, dtype, machine, len(devices), half_of(tensors))
         self.geometry = self.builds[-1]
         free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // sharing
         sequences = sequences_in(free, self.geometry, cache_bytes)

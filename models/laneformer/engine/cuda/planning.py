@@ -21,7 +21,6 @@ from .geometry import (
     MAX_WARPS,
     OPS,
     SEGMENT_BYTES,
-    TILE,
     WARPS,
     Geometry,
     Machine,
@@ -62,7 +61,7 @@ def plan(
     max_warps = min(MAX_WARPS, MAX_RESIDENT_WARPS // resident)
     if warps is not None and not 1 <= warps <= max_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {max_warps}, which is what a block can have")
-    check_tapes(dtype, chunk_bytes, mma_columns, prefetch_chunks)
+    check_tapes(chunk_bytes, mma_columns, prefetch_chunks)
     if mma_columns and wide_exchanges:
         raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
 
@@ -72,7 +71,7 @@ def plan(
         return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, activations)
 
     for op in OPS:
-        check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps)
+        check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps, 2 if mma_columns else 1)
 
     def cut(warps: int, chunk_bytes: int) -> Geometry:
         without = bare(warps, chunk_bytes)
@@ -89,13 +88,15 @@ def plan(
     raise ring_does_not_fit(machine, resident, cuts, bool(warps or chunk_bytes))
 
 
-def plan_builds(config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1) -> list[Geometry]:
+def plan_builds(
+    config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1, half: str = "bf16"
+) -> list[Geometry]:
     """The builds of the kernel of passes, the one with the most columns last; ValueError where not even two fit.
 
     All read the same tiles, keys, values and words, so all have the warps and chunks of the last one, and those with
     fewer columns a deeper ring. So many columns are left out that take more than half the warps of one column.
     """
-    build = functools.partial(plan, config, dtype, machine, devices=devices)
+    build = functools.partial(plan, config, dtype, machine, devices=devices, half=half)
     warps = build(mma_columns=1).warps
     for most in MOST_COLUMNS:
         with contextlib.suppress(ValueError):
@@ -129,20 +130,11 @@ def blocks_of(machine: Machine, lanes: int, given: int | None) -> int:
     return most if given is None else given
 
 
-def check_tapes(
-    dtype: str,
-    chunk_bytes: int | None,
-    columns: int,
-    prefetch_chunks: int,
-) -> None:
+def check_tapes(chunk_bytes: int | None, columns: int, prefetch_chunks: int) -> None:
     if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
     if not 0 <= columns <= MAX_COLUMNS:
         raise ValueError(f"mma_columns = {columns} is outside 0 to {MAX_COLUMNS}")
-    if dtype == "int8" and columns:
-        raise ValueError(
-            f"dtype = {dtype!r}: passes of several columns (mma_columns = {columns}) have 16-bit weights"
-        )
     if prefetch_chunks < 0:
         raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
@@ -169,8 +161,9 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         )
 
 
-def check_matrix(op: str, matrix: Matrix, warps: int) -> None:
-    multiple = TILE if matrix.unit_rows == TILE else matrix.thread_numbers
+def check_matrix(op: str, matrix: Matrix, warps: int, threads: int) -> None:
+    """`threads`: whose numbers lie side by side in the shortest row of a segment."""
+    multiple = threads * matrix.thread_numbers
     if matrix.columns % multiple or matrix.rows % matrix.unit_rows:
         raise ValueError(
             f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "

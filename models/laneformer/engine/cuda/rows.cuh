@@ -46,7 +46,7 @@ struct Matrix {
   static constexpr int kRowThreads = row_threads_of(kColumns[Op], kThreadNumbers);
   static constexpr int kSegmentRows = kWarpThreads / kRowThreads;
   static constexpr int kSteps = kColumns[Op] / (kThreadNumbers * kRowThreads);
-  static_assert(kColumns[Op] % kThreadNumbers == 0 && kUnitRows[Op] % kSegmentRows == 0);
+  static_assert(kColumns[Op] % kThreadNumbers == 0 && (kMmaColumns || kUnitRows[Op] % kSegmentRows == 0));
 
   // the first unit of an owner; int is enough: units and warps are below 2^15
   DEVICE static int first_unit(int owner) { return kUnits[Op] * owner / kOwners; }

@@ -144,12 +144,10 @@ class SequenceDecoder:
             )
             for memory in self.memories
         ]  # fmt: skip
-        self.stops, self.max_tokens, self.ids, self.read_tokens = (
-            set(stops),
-            max_tokens,
-            list(ids),
-            len(ids) - at,
-        )
+        self.stops = set(stops)
+        self.max_tokens = max_tokens
+        self.ids = list(ids)
+        self.read_tokens = len(ids) - at
         self._replays = 0
         for memory in self.memories:  # whatever becomes of this request, no other one uses its epochs
             memory.epoch += self.read_tokens + max_tokens
@@ -212,8 +210,7 @@ class SequenceDecoder:
         """Nothing runs any more, and no time-out is on record, also where a caller was interrupted."""
         self.cancel()
         self._synchronize()
-        used = max(memory.epoch for memory in self.memories)
-        if used > LAST_EPOCH // self.config.num_hidden_layers or any(
+        if self.memories[0].epoch > LAST_EPOCH // self.config.num_hidden_layers or any(
             memory.hang() for memory in self.memories
         ):
             reset(self.memories)

@@ -44,11 +44,12 @@ def row_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
 
 def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
     """As columns.cuh reads them: up to `strip` tiles below each other, through one part of the columns."""
-    steps = matrix.columns // TILE // matrix.parts
-    shape = (matrix.rows // TILE, 2, TILE // 2, matrix.parts, steps, 4, 2, 2)
-    # (row of tiles, part, step, thread / 4, thread % 4, pair of columns, half of the rows, 2): a tile is
-    # the last five
-    tiles = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 5, 6, 1, 7)
+    wide = matrix.thread_numbers // 8  # tiles of a segment
+    steps = matrix.columns // (wide * TILE) // matrix.parts
+    shape = (matrix.rows // TILE, 2, TILE // 2, matrix.parts, steps, wide, 4, 2, 2)
+    # (row of tiles, part, step, thread / 4, thread % 4, tile, pair of columns, half of the rows, 2): a segment
+    # is the last six
+    tiles = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 3, 4, 2, 6, 5, 7, 1, 8)
     for block, warp in itertools.product(range(geometry.blocks_per_lane), range(geometry.warps)):
         units = matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)
         for part, group in itertools.groupby(units, key=lambda unit: unit[0]):

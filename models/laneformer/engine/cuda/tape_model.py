@@ -29,11 +29,9 @@ class TapeModel:
 
     def __init__(self, memories: Sequence[DeviceMemory]):
         geometry, device = memories[0].geometry, memories[0].device
-        self.config, self.dtype, self._lanes = (
-            geometry.config,
-            TORCH_TYPES[geometry.half],
-            geometry.lanes_per_device,
-        )
+        self.config = geometry.config
+        self.dtype = TORCH_TYPES[geometry.half]
+        self._lanes = geometry.lanes_per_device
         self._memories, self._geometry = memories, geometry
         with torch.device("meta"):
             self._plain = Laneformer(self.config).eval().requires_grad_(False)
