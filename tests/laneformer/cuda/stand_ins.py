@@ -268,7 +268,7 @@ class LoopPasses(PassDecoder):
     ):
         self.config, self.devices = config, devices
         self.geometry = dataclasses.replace(plan(config, dtype, SMALL, warps=2), mma_columns=5)
-        self.model: Laneformer = plain_model(config, tensors, dtype)
+        self.model: Laneformer = plain_model(config, tensors, "bf16" if dtype == "int8" else dtype)
         numbers = 5 * self.geometry.lanes_per_device * self.geometry.kv_lane
         memory: Any = SimpleNamespace(geometry=self.geometry, kv=torch.zeros(numbers, dtype=torch.int16))
         memory.device, memory.weight_bytes = "cpu", 1

@@ -114,6 +114,13 @@ def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
     assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
 
 
+def test_weights_of_8_bits_share_passes():
+    config = small_config(vocab_size=256)
+    with Engine(config, tensors_of(random_model(config), "bf16"), device="cuda", dtype="int8") as engine:
+        assert isinstance(passes_of(engine), LoopPasses)
+        assert cuda_of(engine).max_joined == 5
+
+
 def test_an_engine_without_tiles_says_so(monkeypatch):
     """One sequence at a time then: test_sequence.py."""
 

@@ -31,8 +31,7 @@ class CudaDecoder:
 
     The kernels compute as math="exact" does, but for keys and values in 16 bits; longer prompts, and scores, go
     through PyTorch in 16 bits. Requests share passes over the weights (passes.py). Where these do not fit the model or
-    the GPU, for weights of 8 bits and for version="graph", requests come one after the other (single.py), and
-    `speculate` has no effect.
+    the GPU, and for version="graph", requests come one after the other (single.py), and `speculate` has no effect.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class CudaDecoder:
         self.weight_bytes = sum(memory.weight_bytes for memory in memories)
 
     def _passes(self) -> Passes:
-        if self._version == "persistent" and self.dtype in HALVES:
+        if self._version == "persistent":
             try:
                 return PassDecoder(
                     self.config, self._tensors, self.dtype, self._devices, cache_bytes=self._cache_bytes
