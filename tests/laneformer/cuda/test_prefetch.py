@@ -53,13 +53,13 @@ void walk(Walk p) {
   Block block(p.decode);
   Tape& tape = block.tape;
   uint64_t bytes;
-  tape.source = block.own_tape(bytes), tape.bytes = bytes, tape.endless = true;
+  tape.source = block.own_tape(bytes), tape.bytes = bytes, tape.rounds = ~0u;
   tape.start();
   for (int i = 0; i < p.chunks; ++i) {
     tape.need<1>();
     tape.drop(kChunkBytes / kSegmentBytes);
   }
-  tape.finish();
+  tape.finish(kChunks);
   *p.count = count;
 }
 EMULATE(walk, Walk)

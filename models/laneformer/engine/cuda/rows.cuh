@@ -80,7 +80,8 @@ struct Tape {
   DEVICE void copy_to(uint32_t target) {
     if (ahead == bytes) {
       if (rounds == 0) return;
-      --rounds, ahead = 0;
+      if (kMmaColumns) --rounds;  // else it is a register too many on older cards: it begins again for ever, or never
+      ahead = 0;
     }
     const uint32_t size = bytes - ahead < kChunkBytes ? bytes - ahead : kChunkBytes;
     copy_chunk(ring + target * kChunkBytes, source + ahead, size, full + target);
