@@ -99,6 +99,25 @@ def test_tokens_stream_as_they_come(engine, expected):
     stream.close()
 
 
+def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
+    columns, tickets, one_pass = list[int](), list[int](), LoopPasses._pass
+    with engine.batch() as batch:
+
+        def joining(passes: LoopPasses, asked: Any, logits: Any) -> list[int]:
+            columns.append(len(asked))
+            if len(columns) == 6:  # one of those that follow unasked
+                tickets.append(batch.join(PROMPT[::-1], max_new_tokens=3, speculate=0))
+            return one_pass(passes, asked, logits)
+
+        monkeypatch.setattr(LoopPasses, "_pass", joining)
+        tickets.append(batch.join(PROMPT, max_new_tokens=30, speculate=0))
+        ended = 0
+        while ended < 2:
+            ended += sum(update.finish_reason is not None for update in batch.updates(5.0))
+    assert columns[:6] == [3, 1, 1, 1, 1, 1]
+    assert max(columns[6:8]) > 1
+
+
 def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
     stream = engine.stream(PROMPT, max_new_tokens=40)
     assert next(stream) == expected[0]

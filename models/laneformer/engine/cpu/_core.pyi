@@ -97,7 +97,6 @@ class Column:
 
 class Draw:
     rule: bytes
-    left: int
     stops: list[int]
 
 class Pass:

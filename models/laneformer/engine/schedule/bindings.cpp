@@ -109,7 +109,6 @@ void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n))
       .def_ro("kind", &KvOp::kind).def_ro("cache", &KvOp::cache).def_ro("source", &KvOp::from).def_ro("end", &KvOp::end);
   nb::class_<Draw>(m, "Draw")
       .def_prop_ro("rule", [](const Draw& d) { return nb::bytes(&d.rule, sizeof d.rule); })  // decoder.py's Sampling
-      .def_ro("left", &Draw::left)
       .def_prop_ro("stops", [](const Draw& d) { return std::vector<int>(d.stops, d.stops + d.stop_count); });
   nb::class_<Pass>(m, "Pass")  // stands until `next` is called again
       .def_ro("piece", &Pass::piece).def_ro("ahead", &Pass::ahead)

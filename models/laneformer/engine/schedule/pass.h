@@ -30,11 +30,10 @@ struct KvOp {
   int begin, end;        // positions; copy: the first `end`
 };
 
-// How the executor draws the tokens of a plain request; and when its passes end, where they follow unasked.
+// How the executor draws the tokens of a plain request, and which of them end it.
 struct Draw {
   Sampling rule;
-  int left;  // tokens, at most
-  int stop_count, stops[kMaxStops];  // it ends after one of these
+  int stop_count, stops[kMaxStops];
 };
 
 struct Pass {

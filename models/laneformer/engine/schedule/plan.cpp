@@ -128,7 +128,7 @@ void Schedule::add_columns(Pass& pass, int sequence, int most) {
   pass.keeps |= !request.keep_partials.empty();
   if (!s.picks) return;
   const std::vector<int>& stops = request.sampling.stop_ids;
-  Draw& draw = pass.draw[sequence] = {request.sampling.draw, s.end - known, static_cast<int>(stops.size()), {}};
+  Draw& draw = pass.draw[sequence] = {request.sampling.draw, static_cast<int>(stops.size()), {}};
   std::copy(stops.begin(), stops.end(), draw.stops);
 }
 
