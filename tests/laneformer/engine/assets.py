@@ -8,8 +8,10 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
@@ -17,8 +19,10 @@ from tokenizers import Tokenizer, decoders, models
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import hf_name
 from laneformer.engine import Engine
+from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.tensors import Tensor
 
+EACH_COLUMN = 0.02  # of the cost of a pass
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -68,9 +72,20 @@ def engine_of(model: Laneformer, config: LaneformerConfig | None = None, **optio
 
 
 def with_fixed_cost(engine: Engine) -> Engine:
-    """The same drafts every time, and many of them: each column of a pass counts as 2% of it, measured or not."""
-    engine._open().fix_cost(0.02)
+    """The same drafts every time, and many of them: each column of a pass costs a little, measured or not."""
+    engine._open().fix_cost(EACH_COLUMN)
     return engine
+
+
+def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for all engines on the CPU that are made from now on."""
+    made = CpuDecoder.__init__
+
+    def make(decoder: CpuDecoder, *arguments: Any, **options: Any) -> None:
+        made(decoder, *arguments, **options)
+        decoder.fix_cost(EACH_COLUMN)
+
+    monkeypatch.setattr(CpuDecoder, "__init__", make)
 
 
 def widened(model: Laneformer, dtype: torch.dtype) -> Laneformer:

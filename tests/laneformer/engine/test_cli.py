@@ -13,7 +13,7 @@ from laneformer.cli import main
 from laneformer.engine import Engine, TextStream
 from laneformer.engine.cpu.packed import FOLDER
 from laneformer.engine.cpu.processes import ProcessesDecoder
-from tests.laneformer.engine.assets import byte_tokenizer, random_model, small_config, write_folder
+from tests.laneformer.engine.assets import byte_tokenizer, fix_costs, random_model, small_config, write_folder
 
 KEYS = {
     "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
@@ -41,7 +41,8 @@ def test_generate_prints_the_decoded_tokens(folder, capsys):
     assert capsys.readouterr().out == expected + "\n"
 
 
-def test_flags_reach_the_engine(folder, capsys):
+def test_flags_reach_the_engine(folder, capsys, monkeypatch):
+    fix_costs(monkeypatch)
     flags = ["--temperature", "0.9", "--seed", "3", "--repetition-penalty", "1.3", "--frequency-penalty", "0.2",
              "--presence-penalty", "0.1", "--min-new-tokens", "9", "--ignore-eos"]  # fmt: skip
     main(["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "30", *flags, "--speculate", "4"])

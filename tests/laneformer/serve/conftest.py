@@ -36,6 +36,7 @@ from laneformer.serve.app import ServerOptions, run
 folder, engine_options, options, prelude = json.loads(sys.argv[1])
 exec(prelude)
 with Engine.from_pretrained(folder, **engine_options) as engine:
+    engine._open().fix_cost(0.02)  # as in engine/assets.py
     run(engine, ServerOptions(**options))
 """
 

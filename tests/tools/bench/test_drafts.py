@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.laneformer.engine.assets import fix_costs
 from tests.laneformer.serve.conftest import write_model
 from tools.bench import drafts
 from tools.bench.drafts import Edit, Options
@@ -34,6 +35,7 @@ def test_edits_of_this_repository_are_found() -> None:
 
 def test_speeds_are_measured_and_drafts_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "edits", lambda: iter([EDIT]))
+    fix_costs(monkeypatch)
     model = write_model(tmp_path, max_position_embeddings=4096)
     options = Options(model=model, dtypes=("fp32",), threads=1, texts=1, tokens=120, rounds=1)
     result = drafts.measure(options, Console(quiet=True))
