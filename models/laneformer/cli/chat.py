@@ -31,7 +31,9 @@ class Chat:
     """
 
     hf_dir: tyro.conf.Positional[Path]
-    """Folder with config.json, model*.safetensors and tokenizer.json, or a GGUF file."""
+    """Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name:
+    HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists.
+    """
     system: str | None = None
     """A system message before the conversation."""
     load: Path | None = None
@@ -53,7 +55,9 @@ class Chat:
                 conversation.instruct(self.system)
             longest = self.max_new_tokens or conversation.context_tokens
             terminal = Terminal(
-                conversation, {"max_new_tokens": longest, **self.sampling.of(engine)}, console
+                conversation,
+                {"max_new_tokens": longest, **self.sampling.of(engine, conversation=True)},
+                console,
             )
             terminal.note(
                 f"{self.hf_dir.name}: {engine.dtype}, {conversation.context_tokens} tokens of context; "
@@ -72,7 +76,12 @@ class Terminal:
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
         if self.interactive:
             with contextlib.suppress(ImportError):
-                importlib.import_module("readline")  # from here on `input` edits lines and remembers them
+                readline = importlib.import_module(
+                    "readline"
+                )  # from here on `input` edits lines, remembers them
+                readline.parse_and_bind(
+                    "set enable-bracketed-paste on"
+                )  # Python's default breaks a paste at its lines
 
     def note(self, text: str) -> None:
         self.console.print(text.translate(CONTROLS), style="dim")

@@ -19,11 +19,14 @@ class Generate:
     """Stream text from a model: the prompt's continuation, as it is decoded.
 
     Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json, as
-    in Transformers, and without one to greedy decoding; --greedy turns that file's sampling off.
+    in Transformers. Without one, decoding is greedy, and with --chat as `laneformer chat` samples. --greedy turns
+    sampling off.
     """
 
     hf_dir: tyro.conf.Positional[Path]
-    """Folder with config.json, model*.safetensors and tokenizer.json, or a GGUF file."""
+    """Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name:
+    HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists.
+    """
     prompt: str
     """Text to continue, or with --chat the message to reply to."""
     chat: bool = False
@@ -47,7 +50,9 @@ class Generate:
             raise ValueError("--system is a message of a conversation; add --chat")
         with self.model.load(self.hf_dir) as engine:
             prompt = conversation(engine, self.prompt, self.system) if self.chat else self.prompt
-            for piece in engine.stream_text(prompt, stop=self.stop, **lengths, **self.sampling.of(engine)):
+            for piece in engine.stream_text(
+                prompt, stop=self.stop, **lengths, **self.sampling.of(engine, self.chat)
+            ):
                 print(piece, end="", flush=True)
             print(flush=True)
             figures = engine.statistics

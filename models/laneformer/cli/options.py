@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ..engine import Engine, GenerationOptions
+from ..engine.options import conversation_defaults
 from ..tensors import MatrixDtype
+from .names import located
 
 FOLDERS_ALONE = ("lanes", "cache", "context_tokens")  # a flavor has its own
 
@@ -47,8 +49,8 @@ class ModelOptions:
     """Memory for keys and values of earlier requests, on each device; default: a quarter of what is left."""
 
     def load(self, path: Path, **others: Any) -> Engine:
-        """`others`: of the engine."""
-        return Engine.from_pretrained(path, **self._given(), **others)
+        """path: or a model's name (names.py); `others`: of the engine."""
+        return Engine.from_pretrained(located(path), **self._given(), **others)
 
     def random(self, flavor: str) -> Engine:
         options = self._given()
@@ -62,7 +64,9 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json."""
+    """Temperature, top-k, top-p, min-p and repetition penalty default to the model's generation_config.json;
+    without one, conversations are sampled as llama.cpp samples and all else is greedy.
+    """
 
     greedy: bool = False
     """Always the likeliest token, whatever the model's generation_config.json says."""
@@ -97,19 +101,15 @@ class SamplingOptions:
             )
         return options
 
-    def of(self, engine: Engine) -> dict[str, Any]:
-        """The options of a generation with this model: its own defaults, said on stderr, and
-        what the user gave.
-        """
-        given = self.given()
-        defaults = (
-            {} if self.greedy else {n: v for n, v in engine.sampling_defaults.items() if n not in given}
-        )
+    def of(self, engine: Engine, conversation: bool) -> dict[str, Any]:
+        """The options of a generation with this model: defaults, said on stderr, and what the user gave."""
+        given, makers = self.given(), engine.sampling_defaults
+        every = {} if self.greedy else conversation_defaults(makers) if conversation else makers
+        defaults = {name: value for name, value in every.items() if name not in given}
         if defaults:
             listing = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            print(
-                f"from the model's generation_config.json: {listing} (--greedy turns it off)", file=sys.stderr
-            )
+            source = "from the model's generation_config.json" if makers else "as the model says nothing"
+            print(f"{source}: {listing} (--greedy turns it off)", file=sys.stderr)
         return defaults | given
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
+from ..serve.loading import Loading
 from ..serve.options import ServerOptions
+from .names import display_name, located
 from .options import ModelFlags, ModelOptions
 
 
@@ -25,19 +27,23 @@ class Serve:
     """
 
     hf_dir: tyro.conf.Positional[Path]
-    """Folder with config.json, model*.safetensors and tokenizer.json, or a GGUF file."""
+    """Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name:
+    HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists.
+    """
     model_name: str | None = None
     """What clients call the model; default: the folder's name."""
     host: str = ServerOptions.host
     """Address to listen on; 0.0.0.0 is all of this machine's: set an API key then."""
     port: int = ServerOptions.port
-    """0 is a free one; the address is printed."""
+    """0 is a free one; the address is printed. With --open, one that is in use becomes the next."""
     api_key: str | None = ServerOptions.api_key
     """What clients must send as "Authorization: Bearer KEY"; default: LANEFORMER_API_KEY of the environment,
     which other users of the machine cannot see.
     """
     host_names: tuple[str, ...] = ServerOptions.host_names
     """Names by which browsers may call the server, beside localhost and addresses."""
+    allowed_origins: tuple[str, ...] = ServerOptions.allowed_origins
+    """Pages of other sites that may use the server, as https://notes.example; * is all of them."""
     max_waiting: int = ServerOptions.max_waiting
     """Requests that wait while others decode; a further one gets status 429."""
     deadline_s: float = ServerOptions.deadline_s
@@ -56,16 +62,20 @@ class Serve:
 
     def run(self) -> None:
         names = {field.name for field in dataclasses.fields(ServerOptions)} - {"model"}
-        name = self.model_name or self.hf_dir.resolve().name.removesuffix(".gguf")
+        name = self.model_name or display_name(
+            self.hf_dir if ":" in self.hf_dir.name else self.hf_dir.resolve()
+        )
         options = ServerOptions(
             name, **{key: getattr(self, key) for key in names}
         )  # errors show before the weights load
         from ..serve.app import run  # imports what the extra brings
 
-        with Console(stderr=True).status("loading weights"):
-            engine = self.model.load(self.hf_dir)
-        with engine:
-            run(engine, options, open_page if self.open else None)
+        path = located(self.hf_dir)
+        with options.listen(or_next=self.open) as listening:
+            with Loading(listening), Console(stderr=True).status("loading weights"):
+                engine = self.model.load(path)
+            with engine:
+                run(engine, options, open_page if self.open else None, listening)
 
 
 def open_page(address: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config import LaneformerConfig, plain_name
 from ..llama.config import lanes_for, lanes_for_gpus
-from ..llama.gguf import GgufFile
+from ..llama.gguf import GgufFile, is_gguf
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
@@ -53,7 +53,7 @@ def read_checkpoint(
     lanes: of a model that has none of its own (llama/); None: as many as suit `threads` threads, default all
     cores, or `gpus`. dtype: the engine's option; a GGUF file's tensors are widened for it.
     """
-    if folder.suffix == ".gguf" and folder.is_file():
+    if is_gguf(folder):
         return read_gguf(folder, lanes, threads, dtype, gpus)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with config.json and model*.safetensors, nor a GGUF file")

@@ -16,6 +16,8 @@ from .decoder import Request, Sampling
 MAX_DRAFT_TOKENS = 31  # columns of a pass beside the last known token's
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-6  # colder draws are greedy
+# of conversations with a model whose makers do not say: llama.cpp's defaults; greedy chats end in loops
+CONVERSATION_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 SEED_STEP = (
     0x9E3779B97F4A7C15  # odd, so all seeds of a batch differ; far apart, so neighbouring seeds share none
 )
@@ -167,13 +169,14 @@ def without_logprobs(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """How a model's makers want it sampled (`generation_config.json`), as options; empty: greedy.
+    """How a model's makers want it sampled (`generation_config.json`), as options; empty: they do not say.
 
     As Transformers' generate() applies that file: without do_sample the repetition penalty alone counts, with
-    it top_k is 50 unless it says otherwise.
+    it top_k is 50 unless it says otherwise. A do_sample of false is a temperature of 0.
     """
     said = {name: value for name, value in generation_config.items() if value is not None}
     names = ["repetition_penalty"]
+    greedy = {"temperature": 0.0} if said.get("do_sample") is False else {}
     found: dict[str, Any] = {}
     if said.get("do_sample"):
         names += ["temperature", "top_k", "top_p", "min_p"]
@@ -181,7 +184,13 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     found |= {name: said[name] for name in names if name in said}
     off = GenerationOptions()
     options = GenerationOptions(**found)  # ValueError for what the file gets wrong
-    return {name: getattr(options, name) for name in found if getattr(options, name) != getattr(off, name)}
+    changed = {name: getattr(options, name) for name in found if getattr(options, name) != getattr(off, name)}
+    return greedy | changed
+
+
+def conversation_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What conversations leave open: the makers' sampling, or where they do not say, CONVERSATION_SAMPLING."""
+    return dict(defaults or CONVERSATION_SAMPLING)
 
 
 def batch_seeds(seed: int, prompts: int) -> list[int]:

@@ -212,9 +212,7 @@ def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_id
     (folder / "config.json").write_text(
         json.dumps({**head, **token_ids, **config.to_dict()}, indent=2) + "\n"
     )
-    (folder / "generation_config.json").write_text(
-        json.dumps({**token_ids, "do_sample": False}, indent=2) + "\n"
-    )
+    (folder / "generation_config.json").write_text(json.dumps(token_ids, indent=2) + "\n")
 
 
 def write_code(folder: Path) -> None:

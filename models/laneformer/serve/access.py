@@ -27,6 +27,7 @@ class Access:
 
     def __init__(self, app: ASGIApp, options: ServerOptions, metrics: Metrics):
         self.app, self.options, self.metrics = app, options, metrics
+        self.allowed = set(options.allowed_origins)
         self.names = {"localhost", options.host.lower(), *map(str.lower, options.host_names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,8 +60,10 @@ class Access:
             return HTTPException(
                 403, f"the host {host!r} is not a name of this server; allow it with --host-names"
             )
-        if origin is not None and urlsplit(origin).netloc != host:
-            return HTTPException(403, f"pages of {origin!r} may not use this server, only its own")
+        if origin is not None and urlsplit(origin).netloc != host and not self.allowed & {origin, "*"}:
+            return HTTPException(
+                403, f"pages of {origin!r} may not use this server; allow them with --allowed-origins"
+            )
         key = self.options.api_key
         if key is not None and not (scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)):
             given = headers.get(b"authorization", "")

@@ -23,6 +23,7 @@ try:
     import uvicorn
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
+    from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import FileResponse, Response
     from fastapi.staticfiles import StaticFiles
     from prometheus_client import generate_latest
@@ -64,7 +65,8 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     facts["probe_bytes_per_s"] = None if engine.isa == CUDA else probe(engine)
     scheduler = Scheduler(engine, options.max_waiting, options.deadline_s)
     context = ServingContext(scheduler, engine, options.model, options.speculate)
-    facts["sampling_defaults"] = context.sampling_defaults
+    facts["sampling_defaults"] = context.conversation_defaults  # what the playground shows
+    facts["completion_defaults"] = context.completion_defaults
     facts["max_joined"] = scheduler.max_joined
     facts |= {
         "context_tokens": context.context_tokens,
@@ -82,6 +84,10 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     app.state.scheduler = scheduler
     metrics = Metrics(scheduler, facts)
     app.add_middleware(Access, options=options, metrics=metrics)
+    if options.allowed_origins:  # around Access: a browser asks for leave without the key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     add_error_handlers(app)
     add_api(app, context, options.keep_alive_s)
     add_facts(app, scheduler, facts, metrics)
@@ -196,6 +202,10 @@ class Server(uvicorn.Server):
         host, port = (sockets or [])[0].getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"laneformer serves {self.options.model} at {address}", flush=True)
+        key = ' -H "Authorization: Bearer $KEY"' if self.options.api_key else ""
+        asks = """'{"messages": [{"role": "user", "content": "Hello"}]}'"""
+        json = "-H 'Content-Type: application/json'"
+        print(f"  try: curl {address}/v1/chat/completions{key} {json} -d {asks}", file=sys.stderr)
         if self.on_start is not None:
             self.on_start(address)
 
@@ -210,12 +220,17 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def run(engine: Engine, options: ServerOptions, on_start: Callable[[str], None] | None = None) -> None:
+def run(
+    engine: Engine,
+    options: ServerOptions,
+    on_start: Callable[[str], None] | None = None,
+    listening: socket.socket | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests end; ValueError where the port is in use.
 
-    on_start: is told the address as soon as it can be called.
+    on_start: is told the address as soon as it can be called. listening: the socket, if it was made before.
     """
-    with options.listen() as listening:
+    with listening or options.listen() as listening:
         if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
             print(
                 f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it",

@@ -22,7 +22,7 @@ class CompletionAnswer(Answer):
         prompts = [context.prompts.text(p) if isinstance(p, str) else p for p in request.prompt]
         wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
         limit = context.room(request, prompts, wanted, "prompt")
-        options = request.options(context.sampling_defaults, limit, request.logprobs) if limit else None
+        options = request.options(context.completion_defaults, limit, request.logprobs) if limit else None
         score_top = request.logprobs if request.echo else None
         choices = Choices(context, prompts, request.n, options, request.stop, score_top)
         super().__init__(request, choices, "cmpl", "text_completion")

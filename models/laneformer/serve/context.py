@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..engine import GenerationOptions
-from ..engine.options import checked_ids
+from ..engine.options import checked_ids, conversation_defaults
 from ..prompts import PromptEncoder
 from .grammar import Grammars
 from .schema import RequestError, Sampled
@@ -41,7 +41,11 @@ class ServingContext:
         self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
         self.vocab_size, self.context_tokens = engine.config.vocab_size, engine.config.max_position_embeddings
         self.eos_ids = engine.eos_ids
-        self.sampling_defaults = {**engine.sampling_defaults, "speculate": speculate}
+        self.completion_defaults = {**engine.sampling_defaults, "speculate": speculate}
+        self.conversation_defaults = {
+            **conversation_defaults(engine.sampling_defaults),
+            "speculate": speculate,
+        }
         self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
         self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids)
         self.grammars.prepare()  # before requests come, whose streams it would stall
@@ -56,11 +60,9 @@ class ServingContext:
     def room(self, request: Sampled, prompts: Sequence[Sequence[int]], wanted: int | None, param: str) -> int:
         """The limit of new tokens: what is wanted, or what the longest prompt leaves of the context.
 
-        RequestError for another model's name, for ids that do not exist, and where it does not fit.
+        RequestError for ids that do not exist, and where it does not fit. Any name of a model is taken: there
+        is one, and clients have names in their settings that nobody chose.
         """
-        if request.model not in (None, self.model):
-            message = f"the model {request.model!r} does not exist here; this server has {self.model!r}"
-            raise RequestError(message, "model", "model_not_found", 404)
         for i, ids in enumerate(prompts):
             try:
                 if not checked_ids(ids, self.vocab_size, f"{param}[{i}]"):

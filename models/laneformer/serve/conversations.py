@@ -41,7 +41,7 @@ class ConversationAnswer(Answer):
             request, [prompt], request.max_completion_tokens or request.max_tokens, "messages"
         )
         options = request.options(
-            context.sampling_defaults, limit, request.top_logprobs or 0 if request.logprobs else None
+            context.conversation_defaults, limit, request.top_logprobs or 0 if request.logprobs else None
         )
         if request.prediction is not None:
             expected = context.prompts.text("".join(texts_of(request.prediction.content)), False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
 import socket
+import sys
 from dataclasses import dataclass
 
 from ..engine.options import MAX_DRAFT_TOKENS, in_range
@@ -26,7 +29,8 @@ class ServerOptions:
     model: the name that clients see. host, port: where to listen; port 0 is a free one. api_key: what clients
     must send as "Authorization: Bearer KEY"; default: the environment variable LANEFORMER_API_KEY, without
     one nobody is asked. host_names: names beside localhost and addresses by which browsers may call the
-    server. max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest
+    server. allowed_origins: of pages of other sites that may use it, as https://notes.example; "*" is all of them.
+    max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest
     time of a request, its waiting included. grace_s: after SIGTERM, for requests that run. max_body_bytes: of
     one request. keep_alive_s: longest silence of a stream before a comment is sent. speculate: most draft tokens
     of requests that do not say; 0: none.
@@ -37,6 +41,7 @@ class ServerOptions:
     port: int = 8000
     api_key: str | None = None
     host_names: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_waiting: int = 16
     deadline_s: float = 600.0
     grace_s: float = 10.0
@@ -60,12 +65,18 @@ class ServerOptions:
         for name, (kind, low, high) in RANGES.items():
             object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
 
-    def listen(self) -> socket.socket:
-        """A listening socket, so that nobody else takes the port; ValueError says why there is none."""
+    def listen(self, or_next: bool = False) -> socket.socket:
+        """A listening socket, so that nobody else takes the port; ValueError says why there is none.
+
+        or_next: a port that is in use may be one of the next, which is said on stderr.
+        """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family)
         except OSError as error:
+            if or_next and error.errno == errno.EADDRINUSE and self.port < RANGES["port"][2]:
+                print(f"laneformer: port {self.port} is in use", file=sys.stderr)
+                return dataclasses.replace(self, port=self.port + 1).listen(or_next)
             reason = (error.strerror or str(error)).partition(" (while")[0]
             raise ValueError(
                 f"cannot listen on port {self.port} of {self.host}: {reason}; choose another --port or --host"

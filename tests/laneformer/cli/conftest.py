@@ -31,6 +31,7 @@ def talker(path: Path, model: Laneformer) -> Path:
     write_folder(path, model, eos_token_id=END)
     tokenizer().save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "generation_config.json").write_text('{"do_sample": false}')
     return path
 
 

@@ -160,7 +160,8 @@ class PseudoTerminal:
 
     def read(self, timeout_s: float) -> None:
         if select.select([self.end], [], [], timeout_s)[0]:
-            self.seen += os.read(self.end, 65536).decode(errors="replace")
+            text = os.read(self.end, 65536).decode(errors="replace")
+            self.seen += re.sub(r"\x1b\[\?2004[hl]", "", text)  # pastes are asked for in brackets, or no more
 
     def expect(self, pattern: str, timeout_s: float = 60) -> str:
         """What came up to and with the pattern."""
@@ -193,6 +194,12 @@ def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
         terminal.expect("\r\n.{40}")
         terminal.send("\x03")
         assert "stopped" in terminal.expect("prompt tokens cached[^\n]*\n.*> ")
+        terminal.send("\x1b[200~one\rtwo\x1b[201~")  # a paste of two lines is one message
+        terminal.expect("two")
+        terminal.send("\n")
+        terminal.expect("\r\n.{40}")
+        terminal.send("\x03")
+        assert "stopped" in terminal.expect("prompt tokens cached[^\n]*\n.*> ")
         terminal.send("half a line")
         terminal.expect("half a line")
         while (
@@ -204,10 +211,10 @@ def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
                 terminal.read(timeout_s=0.1)
         terminal.expect("\n> ")
         terminal.send(f"/save {tmp_path}/said.json\n")
-        terminal.expect("4 messages in.*> ")  # readline is there to see the key
+        terminal.expect("6 messages in.*> ")  # readline is there to see the key
         terminal.send("\x04")
         assert terminal.process.wait(20) == 0
     finally:
         terminal.process.kill()
     said = [message["content"] for message in json.loads((tmp_path / "said.json").read_text())[::2]]
-    assert said == ["hello", "hell"]
+    assert said == ["hello", "hell", "one\ntwo"]

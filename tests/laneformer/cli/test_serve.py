@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from laneformer.cli import main
+from laneformer.serve.loading import Loading
+from laneformer.serve.options import ServerOptions
 
 
 def test_serve_opens_the_page_and_ends_with_ctrl_c(folder: Path, tmp_path: Path) -> None:
@@ -49,3 +52,19 @@ def test_mistakes_are_told_before_the_weights_are_loaded(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["serve", "/nowhere", "--port", "70000"])
     assert "port = 70000 is outside 0 to 65535" in capsys.readouterr().err
+
+
+def test_the_port_is_taken_and_health_answers_while_weights_load() -> None:
+    options = ServerOptions("m", port=0)
+    with options.listen() as listening:
+        host, port = listening.getsockname()
+        with Loading(listening):
+            for _ in range(2):
+                with pytest.raises(urllib.error.HTTPError) as told:
+                    urllib.request.urlopen(f"http://{host}:{port}/health", timeout=20)
+                assert (told.value.code, json.load(told.value)) == (503, {"status": "loading"})
+        taken = ServerOptions("m", port=port)
+        with pytest.raises(ValueError, match="choose another --port"):
+            taken.listen()
+        with taken.listen(or_next=True) as other:
+            assert port < other.getsockname()[1] < port + 100

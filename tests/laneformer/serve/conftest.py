@@ -100,6 +100,7 @@ def write_model(folder: Path, **sizes: Any) -> Path:
         tokenizer, folder, chat_template=SMOLLM2, eos_token="<|im_end|>", bos_token="<|endoftext|>",
         tokenizer_class="PreTrainedTokenizerFast",
     )  # fmt: skip
+    (folder / "generation_config.json").write_text('{"do_sample": false}')
     return folder
 
 

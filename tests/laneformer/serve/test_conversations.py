@@ -16,7 +16,7 @@ import pytest
 
 from laneformer.chat import ChatTemplate
 from laneformer.engine import Engine
-from laneformer.engine.options import batch_seeds
+from laneformer.engine.options import CONVERSATION_SAMPLING, MAX_DRAFT_TOKENS, batch_seeds
 from tests.laneformer.serve.conftest import Server, start
 from tests.laneformer.serve.test_completions import GREEDY, chunks, counted
 
@@ -230,6 +230,26 @@ def test_sampling_of_the_models_makers(server, model_folder, tmp_path):
         assert texts[0] == engine.generate_text(ids, temperature=5.0, seed=1, max_new_tokens=12)
     greedy = httpx.post(f"{one.url}/v1/chat/completions", json={**body, "temperature": 0, "seed": 1}).json()
     assert greedy["choices"][0]["message"]["content"] not in texts
+
+
+@pytest.mark.slow
+def test_conversations_are_sampled_where_the_makers_do_not_say(server, model_folder, tmp_path):
+    """As llama.cpp samples; completions stay greedy, and /props says both."""
+    folder = Path(shutil.copytree(model_folder, tmp_path / "unsaid"))
+    (folder / "generation_config.json").unlink()
+    one = server(folder)
+    said = httpx.get(f"{one.url}/props").json()
+    assert said["completion_defaults"] == {"speculate": MAX_DRAFT_TOKENS}
+    assert said["sampling_defaults"] == CONVERSATION_SAMPLING | said["completion_defaults"]
+    asked = {"max_tokens": 12, "seed": 1}
+    talk = httpx.post(f"{one.url}/v1/chat/completions", json={**asked, "messages": TALK}).json()
+    line = httpx.post(f"{one.url}/v1/completions", json={**asked, "prompt": "Hello"}).json()
+    with Engine.from_pretrained(folder, threads=1, cache=False) as engine:
+        sampled = engine.generate_text(
+            prompt_of(engine, TALK), seed=1, max_new_tokens=12, **CONVERSATION_SAMPLING
+        )
+        assert talk["choices"][0]["message"]["content"] == sampled
+        assert line["choices"][0]["text"] == engine.generate_text("Hello", max_new_tokens=12)
 
 
 @pytest.mark.parametrize(

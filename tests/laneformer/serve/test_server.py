@@ -135,6 +135,25 @@ def test_pages_of_other_sites_cannot_use_it(named: Server, headers: dict[str, st
     assert "access-control-allow-origin" not in response.headers
 
 
+@pytest.mark.slow
+def test_pages_that_are_allowed_can_use_it(server, model_folder: Path) -> None:
+    one = server(model_folder, allowed_origins=["https://notes.example"], api_key="key")
+    page = {"origin": "https://notes.example", "authorization": "Bearer key"}
+    asks = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    leave = httpx.options(f"{one.url}/v1/completions", headers={"origin": page["origin"], **asks})
+    assert leave.status_code == 200, leave.text
+    for answer in (leave, httpx.get(f"{one.url}/v1/models", headers=page)):
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page["origin"])
+    assert (
+        httpx.get(f"{one.url}/v1/models", headers=page | {"origin": "https://evil.example"}).status_code
+        == 403
+    )
+    assert httpx.get(f"{one.url}/v1/models", headers={"origin": page["origin"]}).status_code == 401
+
+
 def test_the_key(named: Server) -> None:
     for headers in (
         {},

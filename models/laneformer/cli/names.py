@@ -1,0 +1,181 @@
+"""Models by name: a path, `owner/name` or `owner/name:QUANTISATION` of Hugging Face, or what other programs keep.
+
+Beside Hugging Face's cache (HF_HOME), models lie in those of Ollama (OLLAMA_MODELS) and LM Studio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+import tyro
+from huggingface_hub import constants
+from rich.console import Console
+from rich.table import Table
+
+from ..llama.gguf import is_gguf
+
+FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja"]
+FOREIGN = ["original/*", "*/original/*", "consolidated*"]  # the makers' own formats, once more as large
+PREFERRED = (
+    "Q4_K_M",
+    "Q4_0",
+    "Q8_0",
+    "BF16",
+    "F16",
+)  # of a repository of GGUF files, where none is asked for
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+QUANTISED = re.compile(r"[.-](I?Q\d\w*|MXFP4|BF16|F16|F32)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model on this machine. name: what `laneformer chat` takes."""
+
+    name: str
+    path: Path
+    keeper: str  # whose cache it lies in
+
+    @property
+    def bytes(self) -> int:
+        files = self.path.glob("*") if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files)
+
+
+def located(name: str | Path) -> Path:
+    """The folder or GGUF file that a name stands for; fetched from Hugging Face where it is not here.
+
+    ValueError says what there is, or which command fetches it on a machine with a network.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    for found in kept_models():
+        if str(name) in (found.name, found.name.removesuffix(":latest")):
+            return found.path
+    repository, _, quantisation = str(name).partition(":")
+    if not REPOSITORY.fullmatch(repository):
+        raise ValueError(
+            f"{name} is not a folder with config.json and model*.safetensors, no GGUF file, no model that `laneformer "
+            "models` lists, and no owner/name of Hugging Face"
+        )
+    return downloaded(repository, quantisation)
+
+
+def downloaded(repository: str, quantisation: str) -> Path:
+    """A repository of Hugging Face in its cache: its folder, or its GGUF file of a quantisation."""
+    with told(repository):
+        names = huggingface_hub.HfApi().list_repo_files(repository)
+    file = gguf_file(repository, names, quantisation)
+    with told(repository):
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(repository, file))
+        return Path(
+            huggingface_hub.snapshot_download(repository, allow_patterns=FILES, ignore_patterns=FOREIGN)
+        )
+
+
+@contextlib.contextmanager
+def told(repository: str) -> Iterator[None]:
+    """What went wrong in one sentence; what the hub's library raises without a network is its HTTP client's."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{repository} is no file or folder here, and Hugging Face did not give it: {reason}. Where there is access: hf download {repository} "
+            f"--local-dir {repository.rpartition('/')[2]}; then give that folder (private models: hf auth login)"
+        ) from None
+
+
+def gguf_file(repository: str, names: list[str], quantisation: str) -> str | None:
+    """The file of a repository of GGUF files; None where it holds safetensors and nothing else was asked for."""
+    files = {name: PART.sub("", name) for name in names if name.endswith(".gguf")}
+    if not quantisation and (not files or any(name.endswith(".safetensors") for name in names)):
+        return None
+    known = {QUANTISED.search(whole.removesuffix(".gguf")): name for name, whole in files.items()}
+    kinds = {found[1].upper(): name for found, name in known.items() if found is not None}
+    for kind in (quantisation,) if quantisation else (*PREFERRED, *kinds):
+        if kind.upper() in kinds:
+            file = kinds[kind.upper()]
+            if files[file] != file:
+                raise ValueError(
+                    f"{file} of {repository} is split; join it with llama-gguf-split --merge, and give the file"
+                )
+            return file
+    raise ValueError(
+        f"{repository} has no {quantisation or 'GGUF file'}; it has {', '.join(sorted(kinds)) or names}"
+    )
+
+
+def display_name(path: Path) -> str:
+    """What clients call a model: the name of its folder or file, without suffix and type of weights."""
+    name = path.name.partition(":")[0].removesuffix(".gguf")
+    return QUANTISED.sub("", name) or name
+
+
+def kept_models() -> list[Found]:
+    """Models that lie in the caches of Hugging Face, Ollama and LM Studio, by name."""
+    found = [*of_hugging_face(), *of_ollama(), *of_lm_studio()]
+    return sorted(found, key=lambda model: (model.keeper, model.name))
+
+
+def of_hugging_face() -> Iterator[Found]:
+    root = Path(constants.HF_HUB_CACHE)
+    for folder in root.glob("models--*--*"):
+        name = "/".join(folder.name.split("--")[1:])
+        head = folder / "refs/main"
+        revision = folder / "snapshots" / (head.read_text().strip() if head.is_file() else "")
+        if (revision / "config.json").is_file() and any(revision.glob("*.safetensors")):
+            yield Found(name, revision, "Hugging Face")
+        for file in sorted(revision.glob("*.gguf")):
+            kind = QUANTISED.search(file.stem)
+            yield Found(f"{name}:{kind[1] if kind else file.stem}", file, "Hugging Face")
+
+
+def of_ollama() -> Iterator[Found]:
+    """Its manifests name the layer that is the model; the file of it is a GGUF file without a suffix."""
+    root = Path(os.environ.get("OLLAMA_MODELS", Path.home() / ".ollama/models"))
+    for file in (root / "manifests").glob("*/*/*/*"):
+        layers = json.loads(file.read_text()).get("layers", [])
+        for layer in layers:
+            blob = root / "blobs" / str(layer.get("digest", "")).replace(":", "-")
+            if layer.get("mediaType") == "application/vnd.ollama.image.model" and is_gguf(blob):
+                yield Found(f"{file.parent.name}:{file.name}", blob, "Ollama")
+
+
+def of_lm_studio() -> Iterator[Found]:
+    for root in (".lmstudio/models", ".cache/lm-studio/models"):
+        for file in (Path.home() / root).glob("*/*/*.gguf"):
+            yield Found(f"{file.parent.parent.name}/{file.stem}", file, "LM Studio")
+
+
+@dataclass
+class Models:
+    """List models that lie in the caches of Hugging Face, Ollama and LM Studio, by the names that commands take."""
+
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """One line of JSON a model, with its path."""
+
+    def run(self) -> None:
+        models = kept_models()
+        if self.json:
+            for model in models:
+                print(json.dumps({"name": model.name, "path": str(model.path), "keeper": model.keeper}))
+            return
+        if not models:
+            print(
+                "no model in the caches of Hugging Face, Ollama or LM Studio; laneformer chat OWNER/NAME fetches one"
+            )
+            return
+        table = Table("model", "GB", "cache of", box=None)
+        for model in models:
+            table.add_row(model.name, f"{model.bytes / 1e9:.2f}", model.keeper)
+        Console().print(table)

@@ -1,0 +1,151 @@
+"""Models by name: fetched from a hub that speaks Hugging Face's protocol, and found where other programs keep them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from laneformer.cli import names
+from laneformer.cli.names import display_name, gguf_file, located
+
+COMMIT = hashlib.sha1(b"").hexdigest()
+TALKER = "someone/talker-1B"
+
+
+class Hub(ThreadingHTTPServer):
+    """A repository of a folder's files, as huggingface.co answers for it; any other is not there."""
+
+    def __init__(self, folder: Path):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = {str(file.relative_to(folder)): file for file in folder.glob("*") if file.is_file()}
+        self.fetched: list[str] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        api, path = f"/api/models/{TALKER}", self.path.partition("?")[0]
+        entries = [{"path": n, "rfilename": n, "type": "file", "size": f.stat().st_size, "oid": "0" * 40}
+                   for n, f in self.server.files.items()]  # fmt: skip
+        name = path.removeprefix(f"/{TALKER}/resolve/").partition("/")[2]
+        if path.startswith(f"{api}/tree/"):
+            self.answer(json.dumps(entries).encode())
+        elif path.startswith(api):
+            self.answer(json.dumps({"id": TALKER, "sha": COMMIT, "siblings": entries}).encode())
+        elif path.startswith(f"/{TALKER}/resolve/") and name in self.server.files:
+            if self.command == "GET":
+                self.server.fetched.append(name)
+            self.answer(self.server.files[name].read_bytes())
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        tag, length = hashlib.sha1(body).hexdigest(), str(len(body))
+        for header in (("ETag", f'"{tag}"'), ("X-Repo-Commit", COMMIT), ("Content-Length", length)):
+            self.send_header(*header)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path) -> Iterator[Hub]:
+    kept = Path(shutil.copytree(folder, tmp_path / "hub", ignore=shutil.ignore_patterns(".packed")))
+    (kept / "README.md").write_text("not needed")
+    with Hub(kept) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        yield hub
+        hub.shutdown()
+
+
+def laneformer(home: Path, hub: Hub | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    address = f"http://127.0.0.1:{hub.server_port}" if hub else "http://127.0.0.1:9"
+    return subprocess.run(
+        [sys.executable, "-m", "laneformer.cli", *arguments], text=True, capture_output=True, timeout=120,
+        env=os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"},
+    )  # fmt: skip
+
+
+def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(hub: Hub, tmp_path: Path) -> None:
+    said = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
+    first = laneformer(tmp_path / "home", hub, "generate", TALKER, *said)
+    assert first.returncode == 0, first.stderr
+    assert "config.json" in hub.fetched
+    assert "model.safetensors" in hub.fetched
+    assert "README.md" not in hub.fetched
+    again = laneformer(tmp_path / "home", None, "generate", TALKER, *said)
+    assert (again.returncode, again.stdout) == (0, first.stdout), "without a network what is there is used"
+    listed = laneformer(tmp_path / "home", None, "models", "--json")
+    assert TALKER in [json.loads(line)["name"] for line in listed.stdout.splitlines()]
+    for where in (None, hub):
+        unknown = laneformer(tmp_path / "home", where, "generate", "someone/else", *said)
+        assert unknown.returncode == 2
+        assert "hf download someone/else --local-dir else" in unknown.stderr
+        assert "Traceback" not in unknown.stderr
+
+
+def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
+    monkeypatch.setattr(names.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    blob = tmp_path / ".ollama/models/blobs/sha256-12"
+    manifest = tmp_path / ".ollama/models/manifests/registry.ollama.ai/library/smollm2/135m"
+    studio = tmp_path / ".lmstudio/models/someone/talker-GGUF/talker-Q4_K_M.gguf"
+    for path in (blob, manifest, studio):
+        path.parent.mkdir(parents=True)
+    blob.write_bytes(b"GGUF....")
+    studio.write_bytes(b"GGUF....")
+    layers = [
+        {"mediaType": "application/vnd.ollama.image.license", "digest": "sha256:34"},
+        {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:12"},
+    ]
+    manifest.write_text(json.dumps({"layers": layers}))
+    assert located("smollm2:135m") == blob
+    assert located("someone/talker-Q4_K_M") == studio
+    with pytest.raises(ValueError, match="no model that `laneformer models` lists"):
+        located("smollm3")
+
+
+def test_which_file_of_a_repository() -> None:
+    files = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf", "m-BF16-00002-of-00002.gguf"]
+    assert gguf_file("o/m", files, "") == "m-Q4_K_M.gguf"
+    assert gguf_file("o/m", files, "q8_0") == "m-Q8_0.gguf"
+    assert gguf_file("o/m", ["model.safetensors", "config.json"], "") is None
+    with pytest.raises(ValueError, match="has no Q2_K; it has BF16, Q4_K_M, Q8_0"):
+        gguf_file("o/m", files, "Q2_K")
+    with pytest.raises(ValueError, match="is split; join it"):
+        gguf_file("o/m", files, "BF16")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
+        ("m-IQ4_XS.gguf", "m"),
+        ("o/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("smollm2:135m", "smollm2"),
+        ("Q8_0.gguf", "Q8_0"),
+    ],
+)
+def test_what_clients_call_it(path: str, name: str) -> None:
+    assert display_name(Path(path)) == name
