@@ -89,9 +89,11 @@ def told(repository: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        folder = repository.rpartition("/")[2]
         raise ValueError(
-            f"{repository} is no file or folder here, and Hugging Face did not give it: {reason}. Where there is access: hf download {repository} "
-            f"--local-dir {repository.rpartition('/')[2]}; then give that folder (private models: hf auth login)"
+            f"{repository} is no file or folder here, and Hugging Face did not give it: {reason}. Where there is "
+            f"access: hf download {repository} --local-dir {folder}; then give that folder (private models: hf auth "
+            "login)"
         ) from None
 
 

@@ -222,6 +222,33 @@ def test_stop_edit_and_regenerate(page: Page, server: StandIn) -> None:
     assert edited["seed"] != again["seed"], "without a seed of the user, another answer"
 
 
+def test_chats_are_left_opened_and_deleted_with_a_way_back(page: Page, server: StandIn) -> None:
+    earlier = (
+        "[...document.querySelectorAll('#earlier li')].map((row) => row.innerText.trim().split('\\n')[0])"
+    )
+    for said in ("First", "Second"):
+        say(page, said)
+        page.run("document.querySelector('#new').click()")
+    assert page.run(earlier) == ["Second", "First"]
+    say(page, "SLOW", "document.querySelector('article.assistant .body').innerText.length > 4")
+    page.run("document.querySelector('#new').click()")
+    page.until(
+        f"{IDLE} && JSON.parse(localStorage['laneformer.chats'])[0].length === 2"
+    )  # with what was said so far
+    delete = "document.querySelector('#earlier [aria-label=\"Delete the chat: Second\"]').click()"
+    page.run(delete)
+    assert page.run(earlier) == ["SLOW", "First", "“Second” is deleted."]
+    page.run("document.activeElement.click()")
+    assert page.run(earlier) == ["SLOW", "Second", "First"]
+    page.run(delete)
+    page.open(server.address)
+    page.until("document.querySelector('#model').innerText")
+    assert page.run(earlier) == ["SLOW", "First"], "remembered"
+    page.run("[...document.querySelectorAll('#earlier button')].find((b) => b.innerText === 'First').click()")
+    assert text(page, "article.assistant .body") == "You said: First"
+    assert page.run("JSON.parse(localStorage['laneformer.chats']).length") == 1
+
+
 def test_copy_and_export(page: Page, server: StandIn) -> None:
     """What would go to the clipboard and into the file."""
     code = "```python\nprint(1)\n```"

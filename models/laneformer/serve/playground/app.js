@@ -8,6 +8,7 @@ const $ = (id) => document.getElementById(id);
 const on = (id, event, act) => $(id).addEventListener(event, act);
 const kept = (name, otherwise) => JSON.parse(localStorage.getItem(`laneformer.${name}`)) ?? otherwise;
 const keep = (name, value) => localStorage.setItem(`laneformer.${name}`, JSON.stringify(value));
+const MOST_CHATS = 100;
 const SPEED_EVERY_MS = 100;  // figures that change faster cannot be read
 const SETTINGS = [  // name in the request, label, what it does, least, most, step, default where the model has no say
   ["temperature", "Temperature", "0 always takes the likeliest token", 0, 10, "any", 0],
@@ -30,6 +31,7 @@ const STARTERS = [
 const machine = { id: "", sampling_defaults: {}, limit_tokens_per_s: null };  // what the server says in /props
 const settings = kept("settings", {});  // only what the user has set
 let messages = kept("chat", []), running = null;  // running: the AbortController of what streams
+let earlier = kept("chats", []);  // conversations that were left, each its messages, the newest first
 
 // --- the conversation ------------------------------------------------------------------------------------------------
 
@@ -51,7 +53,7 @@ async function rewrite(index) {
   if (running) return;
   messages.length = index;
   drawAll();
-  const request = requestFor(messages), message = { role: "assistant", content: "" }, meter = new Meter();
+  const conversation = messages, request = requestFor(messages), message = { role: "assistant", content: "" }, meter = new Meter();
   const turn = drawTurn(message), markdown = new Markdown(turn.firstChild);
   let pending = "", speed_shown_ms = 0, failure = null;
   const painter = new Painter(() => {
@@ -77,11 +79,12 @@ async function rewrite(index) {
   markdown.end();
   setRunning(null);
   message.figures = { ...meter.figures(), seed: request.seed };
-  if (!turn.isConnected) return;  // a new chat has begun
-  if (message.content) messages.push(message), finishTurn(turn, message);
+  if (message.content) conversation.push(message);
+  keep("chat", messages), keep("chats", earlier);
+  if (!turn.isConnected) return;  // the conversation was left
+  if (message.content) finishTurn(turn, message);
   else turn.remove();
   drawSpeed(message.figures);
-  keep("chat", messages);
   if (failure) notice(failure, retry);
   $("said").textContent = failure ? "" : `Answer of ${message.figures.tokens} tokens ended.`;
   $("log").scrollTop = $("log").scrollHeight;
@@ -101,9 +104,44 @@ function drawAll() {
   keep("chat", messages);
   $("empty").hidden = messages.length > 0;
   $("log").hidden = $("speed").hidden = !messages.length;
+  drawEarlier();
   $("log").replaceChildren();
   messages.forEach((message) => finishTurn(drawTurn(message), message));
   $("log").scrollTop = $("log").scrollHeight;
+}
+
+/** Leave the conversation for a new one, or for one of the earlier ones; it stays among them. */
+function leaveFor(chosen = []) {
+  running?.abort();
+  earlier = [...(messages.length ? [messages] : []), ...earlier.filter((chat) => chat !== chosen)].slice(0, MOST_CHATS);
+  messages = chosen;
+  keep("chats", earlier);
+  drawAll();
+  showView("chat");
+  $("prompt").focus();
+}
+
+/** The earlier conversations, each to open or to delete. */
+function drawEarlier() {
+  const rows = earlier.map((chat) => {
+    const title = chat.find(({ role }) => role === "user")?.content ?? "", row = make("li", { class: "row" });
+    const remove = button("Delete", () => replaceEarlier(earlier.filter((other) => other !== chat), title));
+    remove.setAttribute("aria-label", `Delete the chat: ${title}`);
+    row.append(button(title, () => leaveFor(chat)), remove);
+    return row;
+  });
+  $("earlier").replaceChildren(...rows);
+  $("earlier-title").hidden = !rows.length;
+}
+
+/** The list without one of them, and a way back until the next change. */
+function replaceEarlier(others, title) {
+  const before = earlier;
+  keep("chats", (earlier = others));
+  drawEarlier();
+  const undo = button("Undo", () => (keep("chats", (earlier = before)), drawEarlier()));
+  $("earlier").append(make("li", { class: "row quiet", role: "status" }, make("span", {}, `“${title}” is deleted.`), undo));
+  undo.focus();
 }
 
 function drawTurn({ role, content }) {
@@ -251,7 +289,7 @@ on("reset", "click", () => {
 on("log", "click", ({ target }) => target.matches(".copy") && copy(target, target.closest("figure").querySelector("code").textContent));
 on("views", "click", ({ target }) => target.id !== "views" && showView(target.getAttribute("aria-controls")));
 on("views", "keydown", ({ key }) => /^Arrow(Left|Right)$/.test(key) && showView($("chat").hidden ? "chat" : "race"));
-on("new", "click", () => (running?.abort(), (messages = []), drawAll(), showView("chat"), $("prompt").focus()));
+on("new", "click", () => leaveFor());
 on("export", "click", () => {
   const text = JSON.stringify({ exported: new Date().toISOString(), machine, settings, messages }, null, 2);
   const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
