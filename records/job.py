@@ -83,11 +83,11 @@ class Model:
     """Unused: the tokenizer comes with [mixture], weights of a Hugging Face folder through tools.import_hf"""
     attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
     """Attention kernel: sdpa, flex, varlen (flash attention on a GPU), auto (flex if compiled for
-    a GPU, else sdpa)
+    a GPU, else sdpa); one that fails in a layer at the start of the job is replaced by sdpa, with a warning
     """
     join_norm: Literal["auto", "triton", "plain"] = "auto"
     """Joins of partial outputs and the norms after them: triton (fused kernels), plain (what the compiler
-    makes of the model), or auto (triton on a GPU, else plain)
+    makes of the model), or auto (triton on a GPU, else plain); checked in a layer at the start of the job
     """
     mask_documents: bool = False
     """Restrict attention to the token's own document within a packed sequence"""

@@ -27,6 +27,7 @@ from records.events import (
     STOPPED_UNSAVED,
     crash_on_record,
     next_attempt,
+    record_event,
     write_outcome,
 )
 from records.files import survive_full_disk
@@ -77,9 +78,11 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             after_save=self._evaluate,
         )
         super().__init__(job_config)
+        (model,) = self.model_parts
+        if model.fallback and rank == 0:
+            record_event(self.run, "kernels_replaced", attempt=self.attempt, reason=model.fallback)
         self.guard = Guard(section)
         self.bad_steps = BadSteps(self.run, self.attempt, job_config, self.dataloader)
-        (model,) = self.model_parts
         self.diagnostics = Diagnostics(model, self.parallel_dims)
         model.lm_head.z_loss_weight = job_config.training.z_loss_weight
         self.in_loop = InLoop(job_config) if job_config.evals.in_loop else None

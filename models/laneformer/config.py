@@ -140,6 +140,10 @@ class LaneformerConfig:
         """
         return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
 
+    def equal_streams(self, layers: int) -> bool:
+        """Whether all lanes' streams are the same after the first `layers`, so that one is kept for all."""
+        return all(self.join(i, module) == Join.PRESENT for i in range(layers) for module in MODULES)
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model, named as in its state dict, and its shape; no head where it is tied.
 

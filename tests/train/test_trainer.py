@@ -11,6 +11,7 @@ import torch
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
+from records.files import read_lines
 from tests.train.runs import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -105,6 +106,22 @@ def test_checkpointed_layers_start_from_the_same_numbers(
     rows = succeed(tmp_path / "ac", prepared_data / "phase1.lock.json", *selective, "--training.steps", "2")
     assert [r["loss"] for r in rows] == [r["loss"] for r in metrics(whole_run)[:2]]
     assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
+
+
+def test_a_kernel_that_is_wrong_on_one_rank_is_replaced_on_all(
+    whole_run: Path, prepared_data: Path, tmp_path: Path
+) -> None:
+    """The same losses to the bit as a job of plain kernels; a warning and an event name what failed."""
+    planted = ("--experimental.custom_import", "tests.train.planted_kernels", "--training.steps", "2")
+    run, lock = tmp_path / "planted", prepared_data / "phase1.lock.json"
+    job = launch(run, lock, *planted, "--training.local_batch_size", "2")
+    assert job.returncode == 0, job.stdout[-3000:]
+    assert [r["loss"] for r in metrics(run)] == [r["loss"] for r in metrics(whole_run)[:2]]
+    assert job.stdout.count("model.join_norm = plain instead") == 2, "of each rank"
+    (event,) = (e for e in read_lines(run / "events.jsonl") if e["kind"] == "kernels_replaced")
+    assert re.search(
+        r"triton failed in one layer: the .* of layer \d is off by .* \(on rank 1\)", event["reason"]
+    )
 
 
 def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) -> None:

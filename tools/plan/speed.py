@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from laneformer.config import LaneformerConfig, flops_per_token
 from tools.cards import CASES, INPUTS, Card
-from tools.plan.sums import BF16, equal_streams
+from tools.plan.sums import BF16
 
 REFERENCE_TOKENS = 16_384  # of head_ms and step_ms in cards.toml
 # W that the elementwise kernels of one layer move, forward and backward, by what arrives at the layer
@@ -61,7 +61,7 @@ def arriving(config: LaneformerConfig, layer: int) -> str:
     """What a layer reads: streams that are equal in all lanes, own ones, or own ones and delayed partials."""
     if config.adds_delayed(layer, "attention") or config.adds_delayed(layer, "mlp"):
         return "delayed"
-    return "equal" if equal_streams(config, layer + 1) else "own"
+    return "equal" if config.equal_streams(layer + 1) else "own"
 
 
 def matrices(config: LaneformerConfig) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from laneformer.config import MODULES, Join, LaneformerConfig, flops_per_token
+from laneformer.config import Join, LaneformerConfig, flops_per_token
 from laneformer.titan.loss import CHUNK_TOKENS
 from tools.cards import Card
 from train.job_checks import batch_problem
@@ -126,11 +126,6 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
     }
 
 
-def equal_streams(config: LaneformerConfig, layers: int) -> bool:
-    """Whether all lanes' streams are the same after the first `layers`, so that one is kept for all."""
-    return all(config.join(i, module) == Join.PRESENT for i in range(layers) for module in MODULES)
-
-
 def kept_per_token(job: Job, layer: int) -> int:
     """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
 
@@ -140,7 +135,7 @@ def kept_per_token(job: Job, layer: int) -> int:
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
-    equal = equal_streams(config, layer)
+    equal = config.equal_streams(layer)
     before = d if equal else wide
     if job.checkpointing == "full":
         return before + (wide if config.adds_delayed(layer, "attention") else 0)

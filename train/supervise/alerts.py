@@ -20,7 +20,7 @@ from records.events import record_event
 from records.files import host_name, read_lines
 from records.job import JobSections
 
-OF_WORKERS = ("bad_step", "save_failed", "disk_full")  # events worth an alert
+OF_WORKERS = ("bad_step", "save_failed", "disk_full", "kernels_replaced")  # events worth an alert
 
 
 class Alerts:

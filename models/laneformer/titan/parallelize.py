@@ -31,7 +31,9 @@ from torchtitan.tools.logging import logger
 from ..model import Laneformer
 from .fused_layer import FusedLayer
 from .join_norm import check_kernels, fuse_join_norm
+from .kernel_check import with_working_kernels
 from .products import lower_keep_to_nothing
+from .spec import TitanLaneformer
 
 RECOMPILE_LIMIT = 64
 KEPT_OPS = {
@@ -49,10 +51,10 @@ KEPT_OPS = {
 
 
 def parallelize_laneformer(
-    model: Laneformer, parallel_dims: ParallelDims, job_config: JobConfig
+    model: TitanLaneformer, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """Prepare the (meta) model for its mesh; `train.job_checks` has refused all but FSDP and HSDP. Raises ValueError
-    for replicas without shards.
+    """The (meta) model prepared for its mesh, without kernels that fail here; `train.job_checks` has refused all but
+    FSDP and HSDP. Raises ValueError for replicas without shards.
     """
     if parallel_dims.dp_replicate_enabled and not parallel_dims.dp_shard_enabled:
         raise ValueError(
@@ -61,6 +63,8 @@ def parallelize_laneformer(
         )
     if isinstance(model.layers[0], FusedLayer):
         check_kernels()
+    model = with_working_kernels(model, job_config, checkpoint_and_compile)
+    logger.info(f"Joins and norms: {model.model_args.join_norm}; attention: {model.model_args.attention}")
     checkpoint_and_compile(model, job_config)
     mesh = parallel_dims.world_mesh
     if parallel_dims.fsdp_enabled:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.tools.logging import logger
 
 from ..config import FLAVORS, LaneformerConfig, flops_per_token
 from ..model import Laneformer, init_parameter, rope_table, run_layers
@@ -75,7 +74,6 @@ def choose_join_norm(job_config: JobConfig) -> str:
     kind = job_config.model.join_norm
     if kind == "auto":
         kind = "triton" if torch.cuda.is_available() else "plain"
-    logger.info(f"Joins and norms: {kind}")
     return kind
 
 

@@ -1,0 +1,124 @@
+"""A job's kernels are checked before it trains: what fails is replaced, and named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laneformer import LaneformerConfig
+from laneformer.model import join_lanes
+from laneformer.titan import fused_layer, kernel_check
+from laneformer.titan.kernel_check import Kernels, fallbacks, with_working_kernels
+from laneformer.titan.parallelize import checkpoint_and_compile
+from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+from train.job_config import load_job
+
+# windowed layers and full ones; from the third on delayed outputs are added
+CONFIG = LaneformerConfig.from_flavor(
+    "tiny", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+    sliding_window=8, swa_layers=(0, 1, 2), vocab_size=512, use_early_comm=False,
+)  # fmt: skip
+SHAPE = ("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.global_batch_size", "2")
+
+
+def job_of(*flags: str) -> Any:
+    return load_job(["--job.config_file", "configs/debug_phase1.toml", *SHAPE, *flags])
+
+
+def check(job: Any, attention: str = "sdpa", join_norm: str = "plain") -> TitanLaneformer:
+    with torch.device("meta"):
+        model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=attention, join_norm=join_norm))
+    return with_working_kernels(model, job, checkpoint_and_compile)
+
+
+class Stand:
+    """The fused join and norm by the model's formulas, `wrong` by a factor."""
+
+    def __init__(self, wrong: float = 0.0):
+        self.wrong, self.calls = wrong, 0
+
+    def apply(self, h: Tensor, partial: Any, delayed: Any, weight: Any, eps: float, hand_on: bool) -> Any:
+        self.calls += 1
+        streams = h if partial is None else join_lanes(h, partial, fused_layer.Join.PAST, delayed)
+        if delayed is not None:
+            streams = streams + self.wrong * delayed
+        normed = None
+        if weight is not None:
+            normed = streams * torch.rsqrt(streams.square().mean(-1, keepdim=True) + eps) * weight
+        return streams, normed, partial if hand_on else None
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, wrong: float) -> Stand:
+    stand = Stand(wrong)
+    monkeypatch.setattr(fused_layer, "JoinNorm", stand)
+    return stand
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_kernels_that_are_right_stay(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    stand = plant(monkeypatch, 0.0)
+    model = check(job_of("--training.mixed_precision_param", precision), join_norm="triton")
+    assert (model.fallback, model.model_args.join_norm) == ("", "triton")
+    assert stand.calls
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_wrong_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """By a few per cent in bfloat16, in layers that add delayed outputs only."""
+    plant(monkeypatch, 0.05 if precision == "bfloat16" else 1e-4)
+    model = check(job_of("--training.mixed_precision_param", precision), join_norm="triton")
+    assert model.model_args.join_norm == "plain"
+    assert isinstance(model.layers[0], kernel_check.TitanLayer)
+    assert not isinstance(model.layers[0], fused_layer.FusedLayer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "the job's, not the check's"
+    assert "model.join_norm = plain instead" in model.fallback
+
+
+def test_kernels_that_raise_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a GPU Triton's kernels do, and FlexAttention's backward pass."""
+    model = check(job_of(), "flex", "triton")
+    assert (model.model_args.attention, model.model_args.join_norm) == ("sdpa", "plain")
+    assert "model.attention = sdpa, model.join_norm = plain instead" in model.fallback
+    assert "0 active drivers" in caplog.text
+    assert "FlexAttention does not support backward on CPU" in caplog.text
+
+
+def test_one_of_two_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, 0.0)
+    model = check(job_of(), "flex", "triton")  # FlexAttention has no backward pass on a CPU
+    assert (model.model_args.attention, model.model_args.join_norm) == ("sdpa", "triton")
+
+
+def test_a_compiler_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, 0.0)
+
+    def no_backend(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such target")
+
+    job = job_of("--compile.enable")
+    job.compile.backend = no_backend
+    model = check(job, join_norm="triton")
+    assert model.model_args.join_norm == "triton"
+    assert "no such target" in model.fallback
+    assert job.compile.components == ["loss"]
+
+
+def test_plain_kernels_on_a_cpu_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_check, "LayerCheck", None)
+    assert check(job_of("--compile.enable")).fallback == ""
+
+
+def test_a_layer_that_fails_with_every_kernel_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_check, "rope_table", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="plain ones included: ZeroDivisionError"):
+        check(job_of(), join_norm="triton")
+
+
+def test_order_of_fallbacks() -> None:
+    assert list(fallbacks(Kernels(True, "flex", "triton"))) == [
+        (True, "flex", "triton"), (True, "flex", "plain"), (True, "sdpa", "triton"), (True, "sdpa", "plain"),
+        (False, "sdpa", "triton"), (False, "sdpa", "plain"),
+    ]  # fmt: skip
