@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_850,
     "laneformer": 88_500,
-    "data_mixtures": 51_500,
+    "data_mixtures": 51_800,
     "train": 30_400,
     "evals": 31_000,
     "tools": 103_150,
