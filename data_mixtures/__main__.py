@@ -5,6 +5,7 @@ plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: one stage; in thi
 and restarted
 verify, stats: check and describe prepared data
 free --stage NAME: delete the files of a stage that the next stage has read, to save disk space
+change LOCK|RUN --at-step N: other weights from then on, sources added and dropped
 show LOCK|RUN: what training reads, as text, and where it came from
 """
 
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from data_mixtures import prepare, recipe, recipe_file, show
+from data_mixtures import change, prepare, recipe, recipe_file, show
 from data_mixtures.prepare import Arguments
 from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages import stats as statistics
@@ -44,6 +45,7 @@ def run(arguments: Sequence[str]) -> None:
         "stats": stats,
         "free": free,
         "show": show.command,
+        "change": change.command,
     }
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m data_mixtures", description=__doc__, args=arguments

@@ -13,11 +13,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_mixtures import order, shards
 from data_mixtures.recipe import check_known
+from data_mixtures.schedule import Schedule
 from data_mixtures.shards import Json
 from data_mixtures.window_files import TokenFile, WindowFiles
 
@@ -25,6 +27,7 @@ PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_
 # Whole conversations in the first S tokens of each window. Beside each file of tokens lies one of the same
 # form, with the flags of the tokens; its entry is "flags" in theirs.
 CONVERSATIONS = "conversations"
+CHANGED_RULE = f"{order.RULE}, changed"  # of a lock whose weights change, see `change`
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
 
@@ -39,15 +42,9 @@ def pin(
     packing: str = PACKING,
 ) -> Path:
     """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
-    manifests = {name: shards.read_manifest(data_dir / name) for name in weights}
-    first = next(iter(manifests.values()))
+    first = shards.read_manifest(data_dir / next(iter(weights)))
     facts = {key: first[key] for key in shards.TOKENIZER_FACTS}
-    for name, manifest in manifests.items():
-        if not facts.items() <= manifest.items():
-            raise ValueError(
-                f"{data_dir / name} was tokenized with another tokenizer than {data_dir / next(iter(manifests))}: "
-                f"{', '.join(facts)} differ. Prepare all sources with one recipe"
-            )
+    same = {**facts, "seq_len": seq_len}
     lock = {
         "format": shards.FORMAT,
         "phase": phase,
@@ -57,20 +54,33 @@ def pin(
         "order": order.RULE,
         **facts,
         "sources": [
-            {
-                "name": name,
-                "category": manifest["category"],
-                "weight": weights[name],
-                "windows": manifest["windows"],
-                "epoch_cap": epoch_cap,
-                "content_sha256": manifest["content_sha256"],
-            }
-            for name, manifest in manifests.items()
+            source_entry(data_dir, name, weight, epoch_cap, same) for name, weight in weights.items()
         ],
     }
     path = data_dir / f"{phase}.lock.json"
     shards.write_json(path, {**lock, "fingerprint": fingerprint(lock)})
     return path
+
+
+def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: Json) -> Json:
+    """What a lock says of a source, as its content is now. ValueError for another tokenizer or length than the
+    lock's.
+    """
+    manifest = shards.read_manifest(data_dir / name)
+    facts = [key for key in (*shards.TOKENIZER_FACTS, "seq_len") if manifest[key] != lock[key]]
+    if facts:
+        raise ValueError(
+            f"{data_dir / name} was tokenized with another tokenizer or length than the sources beside it: "
+            f"{', '.join(facts)} differ. Prepare all sources with one recipe"
+        )
+    return {
+        "name": name,
+        "category": manifest["category"],
+        "weight": weight,
+        "windows": manifest["windows"],
+        "epoch_cap": epoch_cap,
+        "content_sha256": manifest["content_sha256"],
+    }
 
 
 def fingerprint(lock: Json) -> str:
@@ -82,6 +92,21 @@ def fingerprint(lock: Json) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def segments_of(lock: Json) -> list[tuple[int, tuple[int, ...]]]:
+    """(first sequence, weights of the sources in their order) of each segment of a lock."""
+    names = [entry["name"] for entry in lock["sources"]]
+    first = (0, tuple(entry["weight"] for entry in lock["sources"]))
+    later = [
+        (change["from_sequence"], tuple(change["weights"].get(name, 0) for name in names))
+        for change in lock.get("changes", ())
+    ]
+    return [first, *later]
+
+
 def read_lock(path: Path) -> Json:
     """A lock file, checked against its own fingerprint. ValueError names the file."""
     lock = shards.read_json(path, shards.PREPARE)
@@ -91,7 +116,7 @@ def read_lock(path: Path) -> Json:
             f"{path} does not match its own fingerprint {lock.get('fingerprint')!r}: it was edited. Change the recipe "
             "and prepare again instead"
         )
-    if lock["order"] != order.RULE:
+    if lock["order"] not in (order.RULE, CHANGED_RULE):
         raise ValueError(
             f"{path} has the order {lock['order']!r}, this code reads in the order {order.RULE!r}"
         )
@@ -113,11 +138,12 @@ class Mixture:
         self.source_names: tuple[str, ...] = tuple(source["name"] for source in sources)
         self.contents: dict[str, str] = {source["name"]: source["content_sha256"] for source in sources}
         self.categories: dict[str, str] = {source["name"]: source["category"] for source in sources}
-        self.weights: tuple[int, ...] = tuple(source["weight"] for source in sources)
+        segments = segments_of(lock)
+        self.weights: tuple[int, ...] = segments[-1][1]
+        self.schedule = Schedule(segments)
         self._offsets = np.zeros(len(sources), dtype=np.int64)
-        self._places, self._ranks = order.pattern(self.weights)
-        numbers = [[source[key] for key in ("weight", "windows", "epoch_cap")] for source in sources]
-        self._weights, self._windows, self._caps = np.array(numbers, dtype=np.int64).T
+        numbers = [[source[key] for key in ("windows", "epoch_cap")] for source in sources]
+        self._windows, self._caps = np.array(numbers, dtype=np.int64).T
         # all windows of all sources in a row: where each source and each file begins
         self._files = WindowFiles(files, self.seq_len)
         self.packed: bool = lock["packing"] == CONVERSATIONS
@@ -127,6 +153,8 @@ class Mixture:
         lengths = np.array([shard["windows"] for _, shard in files], dtype=np.int64)
         self._file_begins = np.cumsum(lengths) - lengths
         self._file_names = [shard["name"] for _, shard in files]
+        self._file_sha256 = [shard["sha256"] for _, shard in files]
+        self._decides = [lock[key] for key in ("seed", "seq_len", "packing", "tokenizer_sha256")]
         # epoch 0: how many windows a file has, the step between those that are read in a row, and the
         # first of them
         owners = np.searchsorted(self._source_begins, self._file_begins, side="right") - 1
@@ -213,12 +241,12 @@ class Mixture:
         return dict(zip(self.source_names, self._consumed(sequences).tolist(), strict=True))
 
     def _consumed(self, sequences: int) -> np.ndarray:
-        return self._offsets + order.served(self.weights, self._places, sequences)
+        return self._offsets + self.schedule.served(sequences)
 
     def check_epochs(self, sequences: int) -> None:
         """ValueError when `sequences` sequences would repeat a source more often than its epoch cap allows."""
-        consumed = self._consumed(sequences)
-        for index in np.flatnonzero((self._weights > 0) & (consumed > self._caps * self._windows)).tolist():
+        consumed, used = self._consumed(sequences), self.schedule.served(max(sequences, 1)) > 0
+        for index in np.flatnonzero(used & (consumed > self._caps * self._windows)).tolist():
             name, windows = self.source_names[index], self._windows[index]
             raise ValueError(
                 f"source {name!r} would be read {consumed[index] / windows:.2f} times after {sequences} sequences of "
@@ -226,12 +254,63 @@ class Mixture:
                 "lower its weight, add text, or raise epoch_cap in the recipe"
             )
 
+    def rule(self, sequences: int) -> str:
+        """Identity (hex) of how the first `sequences` sequences are drawn from sources: a lock that changes later
+        has the same.
+        """
+        begun = self.schedule.segments[: max(self.schedule.begun(sequences), 1)]
+        named = [
+            [
+                each.first,
+                [pair for pair in zip(self.source_names, each.weights.tolist(), strict=True) if pair[1]],
+            ]
+            for each in begun
+        ]
+        return _digest([order.RULE, self._decides, named])
+
+    def read_files(self, source: str, windows: int) -> list[str]:
+        """Identities (hex) of what decides the first windows that are read of a source: of the files that hold
+        them, in their order, and behind the first epoch of the whole source.
+
+        Data with which such a list begins gives the same windows.
+        """
+        index = self.source_names.index(source)
+        begin, total = int(self._source_begins[index]), int(self._windows[index])
+        first = int(np.searchsorted(self._file_begins, begin))
+        last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
+        whole = [f"all {total}"] if windows > total else []
+        return [
+            _digest([self._decides, source, *self._file(number)]) for number in range(first, last)
+        ] + whole
+
+    def _file(self, number: int) -> list[Any]:
+        return [self._file_names[number], int(self._steps[number][0]), self._file_sha256[number]]
+
+    def check_continues(self, source: str, windows: int, read: Sequence[str] | None) -> None:
+        """ValueError unless these are the data of which `windows` windows were read. read: `read_files` of them,
+        None where that was not kept.
+        """
+        now = self.read_files(source, windows)
+        if now == read:
+            return
+        same = next(
+            (n for n, pair in enumerate(zip(now, read or [], strict=False)) if len(set(pair)) > 1), len(now)
+        )
+        begin = int(self._source_begins[self.source_names.index(source)])
+        first = int(np.searchsorted(self._file_begins, begin))
+        held = min(windows, int(self._steps[first : first + same, 0].sum())) if read else 0
+        raise ValueError(
+            f"source {source!r} is not the one of which {windows} windows were read: {held} of these lie in files "
+            f"that are unchanged, {windows - held} in others. Going on behind window {windows} could read up to "
+            f"{windows - held} windows twice and leave out as many; from its beginning, {windows}. Continue with the "
+            "data of the checkpoint (more `keep` changes the last shard, and adds others behind it), give new text "
+            f"as a source of another name, or read it from its beginning: mixture.begin_again = [{source!r}]"
+        )
+
     def _find(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Source, file, the window within the file, and epoch of global sequences: int64 (n,) each."""
-        block, place = np.divmod(g, len(self._places))
-        index = self._places[place]
-        items = self._offsets[index] + block * self._weights[index] + self._ranks[place]
-        epochs, window = np.divmod(items, self._windows[index])
+        index, items = self.schedule.find(g)
+        epochs, window = np.divmod(items + self._offsets[index], self._windows[index])
         for at in np.flatnonzero(epochs).tolist():
             keys = order.round_keys(self.seed, self.source_names[index[at]], int(epochs[at]))
             window[at] = order.permute(int(window[at]), int(self._windows[index[at]]), keys)

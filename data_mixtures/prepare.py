@@ -63,14 +63,31 @@ def prepare(
 
 
 def _summary(out: Path, made: dict[str, str]) -> Table:
+    """mean, longest: tokens of a document; cuts: by max_document_chars; unused: tokens behind the last window."""
     rows = []
     for name, how in made.items():
         m = shards.read_manifest(out / name)
         counts = [f"{m['documents']:,}", f"{sum(m['dropped'].values()):,}"]
         sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
-        rows.append([name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how])
-    head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
-    return figures(f"data in {out}", head, rows)
+        lengths = [f"{m['tokens'] / m['documents']:,.0f}", f"{m['longest']:,}", f"{m['cut']:,}"]
+        windows = [
+            f"{count:,}" for count in (m["windows"], m["unused"]["train_tokens"], m["valid"]["windows"])
+        ]
+        rows.append([name, *counts, *sizes, *lengths, *windows, how])
+    head = (
+        "source",
+        "docs",
+        "dropped",
+        "Mtokens",
+        "MB",
+        "B/tok",
+        "mean",
+        "longest",
+        "cuts",
+        "windows",
+        "unused",
+    )
+    return figures(f"data in {out}", (*head, "valid", ""), rows)
 
 
 @dataclass(frozen=True)

@@ -234,8 +234,8 @@ class Recipe:
     0: none. A source whose held-out documents do not fill one sequence has nothing to validate on,
     which the summary shows
     """
-    max_document_chars: int = 100_000
-    """Longer documents are cut, after a newline where there is one"""
+    max_document_chars: int | None = None
+    """Cut longer documents, after a newline where there is one; default: documents stay whole"""
     max_dropped_share: float = 0.05
     """Share of a source's documents that may be unreadable or damaged before the preparation stops"""
     epoch_cap: int = 4

@@ -130,13 +130,14 @@ def json_lines(
 ) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of every line that is not blank, NaN and infinity as None.
 
-    Raises ValueError with `name` and the line's number for a line that is not JSON, unless `skipped` is
-    given: then it receives the number.
+    Bytes must be UTF-8; `json.loads` would guess the encoding of each line. Raises ValueError with `name` and
+    the line's number for a line that is not JSON, unless `skipped` is given: then it receives the number.
     """
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield number, json.loads(line, parse_constant=lambda constant: None)
+                text = line if isinstance(line, str) else line.decode("utf-8-sig")
+                yield number, json.loads(text, parse_constant=lambda constant: None)
             except (ValueError, RecursionError) as error:  # nested thousands deep is not JSON to us
                 if skipped is None:
                     raise ValueError(f"{name}:{number}: not JSON: {error}") from None

@@ -63,6 +63,8 @@ class Mixture:
     """Path of the mixture's lock file, e.g. data/demo/phase1.lock.json"""
     reader_threads: int = 2
     """Threads that read and cast batches ahead of the step"""
+    begin_again: list[str] = field(default_factory=list)
+    """Sources with other text than those of the same name before, which start at their own beginning"""
 
 
 @dataclass

@@ -43,12 +43,15 @@ class MixtureLoader(BaseDataLoader):
         local_batch_size: int,
         reader_threads: int,
         skips: SkipList,
+        begin_again: Sequence[str] = (),
     ):
         self.lock, self.skips = lock, skips
         self.mixture = Mixture.open(lock)
         self.contents = self.mixture.contents  # {source: SHA-256}, of this phase and those before it
         self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used up
         self.left_out: dict[str, int] = {}  # those among them that were skipped
+        self.begin_again = begin_again  # sources that may have other text than that of the same name before
+        self.read: dict[str, list[str]] = {}  # by source, `Mixture.read_files` of what earlier phases used up
         self.sequences = 0  # positions that the trainer has taken, all ranks together
         self.micro_batch = local_batch_size * dp_world_size
         self.local = range(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
@@ -82,21 +85,23 @@ class MixtureLoader(BaseDataLoader):
     def begin_after(self, used: dict[str, Any]) -> None:
         """Start a phase behind the windows that those before it used up; used: what `state_dict` says.
 
-        A source that shares no more than its name with one of theirs starts at its own beginning, and theirs
-        is counted as NAME@HASH. Checkpoints from before contents were saved have names only.
+        A source that has changed goes on where what was read of it is the same, else it is refused: ValueError.
+        One of `begin_again` starts at its own beginning, and that before is counted as NAME@HASH. Checkpoints
+        from before contents were saved have names only.
         """
         before, now = used.get("contents", {}), self.mixture.contents
         names = {f"{name}@{sha256[:8]}": name for name, sha256 in now.items()}
-        names |= {
-            name: f"{name}@{before[name][:8]}"
-            for name in before
-            if now.get(name, before[name]) != before[name]
-        }
+        for name, sha256 in before.items():
+            if now.get(name, sha256) != sha256:
+                if f"{name}@{now[name][:8]}" in before or name in self.begin_again:
+                    names[name] = f"{name}@{sha256[:8]}"
+                else:
+                    _check_continues(name, used, self.mixture)
 
         def renamed(values: dict[str, Any]) -> dict[str, Any]:
             return {names.get(name, name): value for name, value in values.items()}
 
-        self.contents = renamed(before) | now
+        self.contents, self.read = renamed(before) | now, renamed(used.get("read", {}))
         self.begin_at(renamed(used["windows"]), renamed(used["windows_left_out"]))
 
     def begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
@@ -159,17 +164,19 @@ class MixtureLoader(BaseDataLoader):
             "left_out": self.left_out,
             "windows": self.windows_per_source(),
             "windows_left_out": self.left_out_per_source(),
+            "rule": self.mixture.rule(self.skips.used(self.sequences)),
+            "read": self.read | self._read_files(),
         }
         return {"mixture": json.dumps(state)}
+
+    def _read_files(self) -> dict[str, list[str]]:
+        used = self.mixture.windows_per_source(self.skips.used(self.sequences))
+        return {name: self.mixture.read_files(name, windows) for name, windows in used.items() if windows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = json.loads(state_dict["mixture"])
         if state["fingerprint"] != self.mixture.fingerprint:
-            raise ValueError(
-                f"the checkpoint was trained on mixture {state['fingerprint'][:12]}, but {self.lock} is "
-                f"{self.mixture.fingerprint[:12]}; continue with the mixture of the checkpoint, or start a new phase "
-                "from it (checkpoint.initial_load_path in a new job.dump_folder)"
-            )
+            check_same_so_far(state, self.mixture, self.lock)
         self.sequences = state["sequences"]
         passed, now = SkipList(state["skip_sequences"]), self.skips
         if passed.windows != now.until(now.used(self.sequences)):
@@ -178,8 +185,29 @@ class MixtureLoader(BaseDataLoader):
                 f"skip_sequences.json of the run folder say {now.windows}, which would change what it was trained on; "
                 "change only windows that lie ahead, or start from an older checkpoint"
             )
-        self.contents = state.get("contents", self.contents)
+        self.contents = state.get("contents", {}) | self.mixture.contents
+        self.read = state.get("read", {})
         self.begin_at(state["offsets"], state["left_out"])
+
+
+def check_same_so_far(state: dict[str, Any], mixture: Mixture, lock: Path) -> None:
+    """ValueError unless this mixture gives the sequences that were read so far; state: as `state_dict` says."""
+    position = SkipList(state["skip_sequences"]).used(state["sequences"])
+    if state.get("rule") != mixture.rule(position):
+        raise ValueError(
+            f"the checkpoint was trained on mixture {state['fingerprint'][:12]}, but {lock} is "
+            f"{mixture.fingerprint[:12]}, and its first {position} sequences are others; continue with the mixture "
+            "of the checkpoint, change it from a later step (python -m data_mixtures change), or start a new phase "
+            "from it (checkpoint.initial_load_path in a new job.dump_folder)"
+        )
+    for name, sha256 in mixture.contents.items():
+        if state["contents"].get(name, sha256) != sha256:
+            _check_continues(name, state, mixture)
+
+
+def _check_continues(name: str, used: dict[str, Any], mixture: Mixture) -> None:
+    if windows := used["windows"].get(name, 0):
+        mixture.check_continues(name, windows, used.get("read", {}).get(name))
 
 
 def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None) -> Batch:
@@ -250,7 +278,9 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
         )
     batch = job_config.training.local_batch_size
     skips = read_skip_list(Path(job_config.job.dump_folder), job_config.resilience.skip_sequences)
-    loader = MixtureLoader(lock, dp_rank, dp_world_size, batch, section.reader_threads, skips)
+    loader = MixtureLoader(
+        lock, dp_rank, dp_world_size, batch, section.reader_threads, skips, section.begin_again
+    )
     if loader.mixture.seq_len != job_config.training.seq_len:
         raise ValueError(
             f"{lock} holds windows of {loader.mixture.seq_len} tokens, but training.seq_len is "

@@ -10,6 +10,7 @@ unlike `zstandard` (decisions/data-pipeline.md).
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import glob
 import io
@@ -48,6 +49,10 @@ UNREADABLE = (
 )
 # reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
 DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
+NOT_LINES = (
+    "is it pretty-printed, or one array? JSON lines are one object a line: jq -c . FILE > NEW.jsonl, or "
+    "jq -c '.[]' for an array"
+)
 LARGEST_BYTES = 1 << 30  # of a text file: it is one document, and Arrow takes no text of 2 GiB
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 _PLACE = re.compile(r"/|\{|\w+://")  # how a path begins that is not relative to the recipe's folder
@@ -223,6 +228,7 @@ class Dropped(Counter[str]):
     def __init__(self) -> None:
         super().__init__()
         self.examples: dict[str, str] = {}
+        self.surrogates = 0  # documents that lost lone surrogates, which JSON can hold and UTF-8 cannot
         self.files: set[str] = set()  # that are lost as a whole
 
     def add(self, reason: str, where: str, count: int = 1) -> None:
@@ -244,15 +250,19 @@ def documents(source_input: Input, names: Iterable[str], dropped: Dropped) -> It
     """
     size = 0
     for text, name, row, fields in _read(source_input, names, dropped):
-        # JSON can hold what UTF-8 cannot (lone surrogates) and what text should not (NUL)
-        clean = text.encode(errors="ignore").decode().replace("\0", "")
-        if not clean.strip():
+        try:
+            utf8 = text.encode()
+        except UnicodeEncodeError:
+            dropped.surrogates += 1
+            utf8 = text.encode(errors="ignore")
+            text = utf8.decode()
+        if not text.strip():
             dropped.add("no_text", f"{name}:{row + 1}")
             continue
-        size += len(clean.encode())
+        size += len(utf8)
         if source_input.max_bytes is not None and size > source_input.max_bytes:
             return
-        yield clean, name, row, fields
+        yield text, name, row, fields
 
 
 def _read(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterator[Document]:
@@ -282,27 +292,52 @@ def read(name: str | os.PathLike[str]) -> str:
 
 
 def _rows(name: str, field: str, dropped: Dropped) -> Iterator[Document]:
-    """The documents of JSON lines; null is an empty text."""
+    """The documents of JSON lines; null is an empty text. Unreadable: another encoding than UTF-8."""
     row, skipped = 0, list[int]()
     try:
         with opened(name) as file:
-            for number, value in json_lines(file, name, skipped):
+            for number, value in json_lines(_decoded(file, name, dropped), name, skipped):
                 row += 1
                 if problem := lacks(value, field):
                     dropped.add("no_field", f"{name}:{number} {problem}")
                 else:
                     yield value[field] or "", name, number - 1, value
     except Unreadable as error:
+        if str(error) == "not_utf8":
+            raise
         raise Damaged(name, row) from error
     finally:
         if skipped:
-            dropped.add("not_json", f"{name}:{skipped[0]}", len(skipped))
+            hint = f" ({NOT_LINES})" if skipped[0] == 1 else ""
+            dropped.add("not_json", f"{name}:{skipped[0]}{hint}", len(skipped))
+
+
+def _decoded(lines: Iterable[bytes], name: str, dropped: Dropped) -> Iterator[str]:
+    """Lines as text; one that is not UTF-8 is counted, and empty. Unreadable: UTF-16 or UTF-32."""
+    for number, line in enumerate(lines, start=1):
+        if number == 1 and _is_wide(line):
+            raise Unreadable("not_utf8")
+        try:
+            yield line.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            dropped.add("not_utf8", f"{name}:{number}")
+            yield ""
+
+
+def _is_wide(line: bytes) -> bool:
+    """Whether a file is UTF-16 or UTF-32, which a mark or its first character shows."""
+    return line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]
 
 
 def first_problem(name: str, field: str) -> str | None:
     """What is wrong with the first line of a file; None where nothing is, or where it cannot be read."""
     with suppress(Unreadable, PermissionError), opened(name) as file:
-        for number, value in json_lines(itertools.islice(file, 100), name, []):
+        head = list(itertools.islice(file, 100))
+        if head and _is_wide(head[0]):
+            return f"{name} is UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
+        if (begin := b"".join(head).lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:2].strip()) in (b"{", b"["):
+            return f"{name} begins with {begin.decode()!r} alone on its line: {NOT_LINES}"
+        for number, value in json_lines(head, name, []):
             return (problem := lacks(value, field)) and f"{name}:{number} {problem}"
     return None
 
@@ -310,7 +345,7 @@ def first_problem(name: str, field: str) -> str | None:
 def lacks(value: Any, field: str) -> str | None:
     """What is wrong with a JSON line that should have text in this field; None where nothing is."""
     if not isinstance(value, dict):
-        return f"is a {type(value).__name__}, not an object"
+        return f"is a {type(value).__name__}, not an object: {NOT_LINES}"
     if field not in value:
         return f"has no {field!r}; its fields: {', '.join(value)}. Set `field` of the input"
     return (

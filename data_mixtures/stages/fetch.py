@@ -214,6 +214,7 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
             "file_bytes": sum(sizes.values()),
             "lost_file_bytes": sum(sizes[name] for name in dropped.files),
             "dropped": dict(sorted(dropped.items())),
+            "lone_surrogates": dropped.surrogates,
             "examples": list(dropped.examples.items()),
         }
 

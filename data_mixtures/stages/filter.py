@@ -1,9 +1,9 @@
 """filter: raw.parquet -> DIR/filter/<source>/unit-NNNNN/documents.parquet, the texts worth training
 on with their ids.
 
-Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. A document that is longer
-than max_document_chars is cut at newlines; from there on each piece is a document. A dropped one is counted
-under the first reason that holds: not_utf8, empty, too_short, too_long (before it is cut), not_kept (`keep`),
+Texts are read as bytes, so that broken UTF-8 is counted and does not end the run. Documents stay whole, unless
+the recipe sets max_document_chars: then longer ones are cut at newlines, and each piece is a document. A
+dropped one is counted under the first reason that holds: not_utf8, empty, too_short, too_long, not_kept (`keep`),
 contaminated (`decontaminate`), or what a step says (`quality`); steps up to the last that changes text come
 before not_kept, which is judged by the final text. The order is kept. The bytes written depend on the input
 and the versions of packages alone: no dictionaries, no statistics, row groups cut by size. Memory is bounded
@@ -116,7 +116,7 @@ class DocumentFilter:
         self.index, self.below = index, keep * 2**64
         changing = max((place + 1 for place, step in enumerate(steps) if step.changes), default=0)
         self.before, self.after = steps[:changing], steps[changing:]
-        self._read = self._cut = self._kept = self._bytes = 0
+        self._read = self._cut = self._kept = self._bytes = self._nuls = 0
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
         self._contamination: dict[str, Json] = {}
 
@@ -137,10 +137,14 @@ class DocumentFilter:
         except UnicodeDecodeError:
             self._dropped["not_utf8"] += 1
             return []
+        if "\0" in text:
+            self._nuls += 1
+            text = text.replace("\0", "")
         if len(text) > self.limits.max_chars and text.strip():
             self._dropped["too_long"] += 1
             return []
-        pieces = list(word_hashes.cut(text, self.recipe.max_document_chars))
+        limit = self.recipe.max_document_chars
+        pieces = [text] if limit is None else list(word_hashes.cut(text, limit))
         self._cut += len(pieces) - 1
         return [piece for piece in pieces if self._long_enough(piece)]
 
@@ -190,15 +194,22 @@ class DocumentFilter:
 
     def counts(self) -> Json:
         """For the receipt, which outlives the files: {"read", "cut", "kept",
-        "bytes", "dropped", "contamination"}.
+        "bytes", "nuls", "dropped", "contamination"}.
 
         read: documents, cut ones by their pieces. cut: pieces among them beyond the first of a document.
+        nuls: documents from which NUL characters were taken.
         dropped: by reason. contamination: {benchmark: {"documents": dropped for it, "items": {item:
         documents that hold it}}}
         """
         read = self._read + self._cut
         assert read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
-        counts = {"read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes}
+        counts = {
+            "read": read,
+            "cut": self._cut,
+            "kept": self._kept,
+            "bytes": self._bytes,
+            "nuls": self._nuls,
+        }
         found = {
             name: {**each, "items": {str(number): count for number, count in sorted(each["items"].items())}}
             for name, each in sorted(self._contamination.items())

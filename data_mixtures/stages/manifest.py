@@ -192,6 +192,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
         **shuffle.layout(recipe, source),
         **_token_facts(out, source, (*train, valid)),
         **_counts(out, source),
+        "unused": _unused(recipe, out, source, written),
         "contamination": _contamination(out, source),
         "windows": sum(entry["windows"] for entry in train),
         "shards": train,
@@ -216,7 +217,7 @@ def _counts(out: Path, source: str) -> Json:
     fetched = stage.counts(out, "fetch", source) if (out / "fetch" / source).is_dir() else []
     filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
     ordered = stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
-    parts = [counts[part] for counts in ordered for part in ("train", "valid")]
+    parts = _ordered(out, source, "train") + _ordered(out, source, "valid")
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter[str]()
     for counts in fetched:
@@ -235,14 +236,34 @@ def _counts(out: Path, source: str) -> Json:
             f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "
             f"counted as dropped ({dict(dropped)}); receipts of different runs are mixed, run the stages again"
         )
-    cut = sum(counts["cut"] for counts in filtered)
     return {
         **kept,
+        "longest": max(part["longest"] for part in parts),
         "read": read,
-        "cut": cut,
+        "cut": sum(counts["cut"] for counts in filtered),
+        "without_nuls": sum(counts.get("nuls", 0) for counts in filtered),
+        "without_surrogates": sum(counts.get("lone_surrogates", 0) for counts in fetched),
         "kept": kept["documents"],
         "dropped": dict(sorted(dropped.items())),
     }
+
+
+def _ordered(out: Path, source: str, part: str) -> list[Json]:
+    counts = stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
+    return [each[part] for each in counts]
+
+
+def _unused(recipe: Recipe, out: Path, source: str, written: tuple[Json, ...]) -> Json:
+    """What lies behind the last window: tokens of training and of what is held out, documents of training."""
+    unused: dict[str, int] = {}
+    *train, valid = (receipt["counts"] for receipt in written)
+    for part, files in (("train", train), ("valid", [valid])):
+        windows = sum(entry["windows"] for entry in files)
+        tokens = sum(each["tokens"] for each in _ordered(out, source, part))
+        unused[f"{part}_tokens"] = tokens - windows * recipe.seq_len - bool(windows)
+    begun = sum(entry["docs"]["documents"] for entry in train)
+    documents = sum(each["documents"] for each in _ordered(out, source, "train"))
+    return {**unused, "train_documents": documents - begun}
 
 
 def _contamination(out: Path, source: str) -> Json:

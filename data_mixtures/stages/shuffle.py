@@ -63,7 +63,7 @@ class OrderDocuments(Stage):
         counts: Json = {"documents": read, "duplicate": read - len(documents)}
         for name, part in (("train", documents[~held_out]), ("valid", documents[held_out])):
             shards.save_array(folder / f"{name}.npy", with_columns(part, _PLACED))
-            counts[name] = totals(part)
+            counts[name] = {**totals(part), "longest": int(part["length"].max(initial=0))}
         return counts
 
 

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import traceback
@@ -289,9 +290,14 @@ def free(out: Path, stage: str, unit: Unit) -> int:
 
 
 def exclusive(out: Path) -> TextIO:
-    """One preparation per folder in this context. ValueError when there is another, with
+    """One preparation per folder in this context. ValueError for a URL, and when there is another, with
     its process and host.
     """
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(out)):  # a Path has lost one slash
+        raise ValueError(
+            f"--out {out} is a URL; it must be a folder, as units appear by renames and links: prepare on a disk, "
+            "and copy the finished <source> folders, tokenizer and *.lock.json to the store"
+        )
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[
         1
     ]  # workers inherit it: all runs of a source are open at a time

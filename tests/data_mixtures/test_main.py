@@ -63,7 +63,7 @@ def test_stage_by_stage_is_what_prepare_does(run, recipe_path, tmp_path):
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert "4 units of 2 sources" in printed["plan"]
     rows = [line.split() for line in printed["filter"].splitlines()]
-    assert ["source", "units", "read", "cut", "kept", "bytes", "dropped", "contamination"] in rows
+    assert ["source", "units", "read", "cut", "kept", "bytes", "nuls", "dropped", "contamination"] in rows
     assert [row[:5] for row in rows if row and row[0] == "plus"] == [["plus", "3", "120", "0", "120"]]
 
 

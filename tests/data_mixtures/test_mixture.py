@@ -210,6 +210,6 @@ def test_sources_of_two_tokenizers_are_not_mixed(counting_data, name):
     manifest = shards.read_manifest(data / "s1")
     shards.write_manifest(data / "s1", {**manifest, name: 4})
     with pytest.raises(
-        ValueError, match=r"s1 was tokenized with another tokenizer than .*s0: .*bos_id, eos_id differ"
+        ValueError, match=rf"s1 was tokenized with another tokenizer or length than .*: {name} differ"
     ):
         pin(data, "phase1", {"s0": 1, "s1": 1}, seed=5, seq_len=4, epoch_cap=1)

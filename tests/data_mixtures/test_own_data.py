@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -117,6 +118,37 @@ def test_the_shortest_recipe_makes_a_mixture(folder: Path) -> None:
     kept = pq.read_table(folder / "out/filter/mine/unit-00000/documents.parquet")["origin"].to_pylist()
     assert json.loads(kept[3]) == {"file": json.loads(kept[0])["file"], "row": 3, "id": 3}
     assert json.loads(kept[0])["file"] in ("corpus/0.jsonl.gz", "corpus/1.jsonl.gz")
+
+
+def test_a_long_document_stays_whole_unless_the_recipe_limits_it(folder: Path) -> None:
+    """Before, every document was cut at 100,000 characters by default, and nothing said so."""
+    long = " ".join(write_text(9, 600, 400))
+    assert len(long) > 800_000
+    write_json_lines(folder / "corpus/long.jsonl", [long, *write_text(10, 20)])
+    recipe = own(
+        '{ kind = "jsonl", field = "content", paths = ["corpus/long.jsonl"] }', more="valid_per_10000 = 0"
+    )
+    printed = run(folder, recipe)
+    made = shards.read_manifest(folder / "out/s0")
+    encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = encoder.encode(long, add_special_tokens=False).ids
+    assert (made["documents"], made["cut"], made["longest"]) == (21, 0, len(ids) + 1)
+    assert f"{len(ids) + 1:,}" in printed
+    document = np.array([made["bos_id"], *ids], "<u2").tobytes()
+    assert document in (folder / "out/s0/shard-00000.bin").read_bytes()
+    run(folder, recipe.replace("seq_len", "max_document_chars = 100_000\nseq_len"))
+    made = shards.read_manifest(folder / "out/s0")
+    assert made["cut"] == len(long) // 100_000
+    assert made["documents"] == 21 + made["cut"]
+
+
+def test_an_out_that_is_a_url_is_refused(folder: Path, monkeypatch) -> None:
+    """Before, a local folder named `gs:` was made."""
+    monkeypatch.chdir(folder)
+    (folder / "own.toml").write_text(own(JSONL))
+    with pytest.raises(ValueError, match=r"--out gs:/bucket/x is a URL; it must be a folder"):
+        prepare.prepare(folder / "own.toml", Path("gs://bucket/x"), Options(), Console(quiet=True))
+    assert not (folder / "gs:").exists()
 
 
 def planned(folder: Path, source: str) -> list[str]:

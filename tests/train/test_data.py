@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
 pytest.importorskip("torchtitan")
+from data_mixtures import change
 from data_mixtures.mixture import Mixture
 from records.skips import SkipList
 from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
@@ -115,7 +117,11 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: 
     (other,) = job(lock, 1, 1)
     sha256 = other.mixture.contents["code"]
     other.mixture.contents = {**other.mixture.contents, "code": "f" * 64}
+    other.mixture._file_sha256 = ["f" * 64] * len(other.mixture._file_sha256)
     fresh = places(other)
+    with pytest.raises(ValueError, match=r"source 'code' is not the one of which .* windows twice"):
+        other.begin_after(used)
+    other.begin_again = ["code"]
     other.begin_after(used)
     assert "code" not in other.offsets
     assert other.offsets[f"code@{sha256[:8]}"] == used["windows"]["code"] > 0
@@ -126,6 +132,7 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: 
     train([other], steps=2)
     state = other.state_dict()["mixture"]
     resumed = job(lock, 1, 1)[0]
+    resumed.mixture = other.mixture
     resumed.load_state_dict({"mixture": state})
     assert resumed.state_dict()["mixture"] == state
 
@@ -138,6 +145,44 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: 
     del used["contents"]  # as of old
     last.begin_after(used)
     assert last.offsets == used["windows"]
+
+
+def test_a_mixture_that_changes_under_a_run_continues_or_is_refused(
+    prepared_data: Path, tmp_path: Path
+) -> None:
+    """Weights change at a step; a source grows: the loader's state fits the new lock, or says what would repeat."""
+    data = tmp_path / "data"
+    shutil.copytree(prepared_data, data)
+    lock = data / "phase1.lock.json"
+    (one,) = job(lock, 1, 1)
+    train([one], steps=3)
+    state = one.state_dict()
+    given = change.Change(lock, 3, weight=("web=1",), global_batch=GLOBAL_BATCH)
+    new = change.run(given, Console(quiet=True))
+    (two,) = job(new, 1, 1)
+    two.load_state_dict(state)
+    assert two.windows_per_source() == one.windows_per_source()
+    tokens, _, _ = train([two], steps=1)
+    assert np.array_equal(tokens, Mixture.open(new).sequences(3 * GLOBAL_BATCH, GLOBAL_BATCH)[0][None])
+    train([one], steps=1)
+    with pytest.raises(
+        ValueError, match=r"its first 128 sequences are others; .* change it from a later step"
+    ):
+        job(new, 1, 1)[0].load_state_dict(one.state_dict())
+    old = json.loads(state["mixture"])
+    del old["rule"], old["read"]  # a checkpoint of before fits its own lock
+    (again,) = job(lock, 1, 1)
+    again.load_state_dict({"mixture": json.dumps(old)})
+    with pytest.raises(ValueError, match="its first 96 sequences are others"):
+        job(new, 1, 1)[0].load_state_dict({"mixture": json.dumps(old)})
+
+    (grown,) = job(lock, 1, 1)
+    grown.mixture.fingerprint = "0" * 64
+    grown.mixture.contents = dict.fromkeys(grown.mixture.contents, "f" * 64)
+    grown.load_state_dict(state)  # other content, and all that was read of it is the same
+    grown.mixture._file_sha256[0] = "f" * 64
+    with pytest.raises(ValueError, match=r"windows were read: 0 of these lie in files that are unchanged"):
+        grown.load_state_dict(state)
 
 
 def test_resume_again_and_again_with_other_world_sizes(lock: Path, wrap: int) -> None:

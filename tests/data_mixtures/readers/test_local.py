@@ -107,14 +107,15 @@ def test_texts_of_a_field_with_their_rows(name, tmp_path):
     ("line", "reason", "example"),
     [
         (b'{"text": "cut', "not_json", "a.jsonl:2"),
-        (b'"\xff"', "not_json", "a.jsonl:2"),
+        (b'"\xff"', "not_utf8", "a.jsonl:2"),
+        ('{"text": "日本"}'.encode("utf-16-le"), "not_utf8", "a.jsonl:2"),
         (b'{"text": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not_json", "a.jsonl:2"),
         (
             b'{"content": "x", "id": 3}',
             "no_field",
             "a.jsonl:2 has no 'text'; its fields: content, id. Set `field` of the input",
         ),
-        (b'["x"]', "no_field", "a.jsonl:2 is a list, not an object"),
+        (b'["x"]', "no_field", f"a.jsonl:2 is a list, not an object: {local.NOT_LINES}"),
         (b'{"text": 3}', "no_field", "a.jsonl:2 has 'text' of int, not text"),
     ],
 )
@@ -124,6 +125,27 @@ def test_a_wrong_line_is_counted_with_its_place(line, reason, example, tmp_path)
     assert texts(Input("jsonl", ("x",)), path, dropped=dropped) == ["good", "good too"]
     assert dropped == {reason: 1}
     assert dropped.examples == {reason: f"{tmp_path}/{example}"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_file_of_another_encoding_gives_no_text_and_is_refused_at_the_start(encoding, tmp_path):
+    """`json.loads` of bytes guesses per line: lines behind the first then decode to other characters."""
+    path, dropped = tmp_path / "a.jsonl", local.Dropped()
+    path.write_bytes("".join('{"text": "日本語の文章です"}\n' for _ in range(40)).encode(encoding))
+    assert texts(Input("jsonl", ("x",)), path, dropped=dropped) == []
+    assert (dropped, dropped.files) == ({"not_utf8": 1}, {str(path)})
+    assert "is UTF-16 or UTF-32; convert it: iconv" in str(local.first_problem(str(path), "text"))
+
+
+@pytest.mark.parametrize("indent", [1, 4, "\t"])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[0]])
+def test_pretty_printed_json_is_named(indent, rows, tmp_path):
+    path, dropped = tmp_path / "a.json", local.Dropped()
+    path.write_text(json.dumps(rows, indent=indent))
+    problem = local.first_problem(str(path), "text")
+    assert problem == f"{path} begins with {'[{'[rows is ROWS[0]]!r} alone on its line: {local.NOT_LINES}"
+    texts(Input("jsonl", ("x",)), path, dropped=dropped)
+    assert dropped.examples["not_json"] == f"{path}:1 ({local.NOT_LINES})"
 
 
 def test_other_fields_may_change_their_type(tmp_path):
@@ -223,7 +245,7 @@ def test_usual_suffixes_are_taken():
 def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     (folder / "a/0.txt").write_bytes(b"\xff")
     (folder / "a/1.txt").write_text("   ")
-    (folder / "b.jsonl").write_text('{"body": "one\\ud800 two\\u0000"}\n{"body": null}\n')
+    (folder / "b.jsonl").write_text('{"body": "one\\ud800 two"}\n{"body": null}\n')
     paths = sorted((folder / "a").iterdir())
     dropped = local.Dropped()
     found = texts(Input("text", ("x",)), *paths, dropped=dropped)
@@ -235,7 +257,7 @@ def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     assert sum(map(len, capped)) <= 1000 < sum(map(len, found[: len(capped) + 1]))
     dropped.clear()
     assert texts(Input("jsonl", ("x",), field="body"), folder / "b.jsonl", dropped=dropped) == ["one two"]
-    assert dropped == {"no_text": 1}
+    assert (dropped, dropped.surrogates) == ({"no_text": 1}, 1)
 
 
 def test_urls_are_listed_read_and_checked(tmp_path):

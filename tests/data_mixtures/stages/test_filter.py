@@ -66,6 +66,13 @@ def test_every_reason_is_counted_and_the_rest_stays_in_order(out):
     assert counts["contamination"] == {"quiz": {"documents": 2, "items": {"0": 2}}}
 
 
+def test_nul_characters_are_taken_out_and_their_documents_counted(out):
+    done = filtered(out, {"notes": [[*GOOD[:9], f"{GOOD[9]}\0 and more\0", "\0\0"]]}, recipe_with(out))
+    table, counts, _ = documents(done)
+    assert table.column("text").to_pylist() == [*GOOD[:9], f"{GOOD[9]} and more"]
+    assert (counts["nuls"], counts["dropped"]["empty"]) == (2, 1)
+
+
 @pytest.mark.parametrize(
     "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
 )

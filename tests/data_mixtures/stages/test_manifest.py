@@ -21,8 +21,10 @@ from tests.data_mixtures.stages.shuffle_assets import (
     prepared,
     read_json,
     run,
+    select,
     split,
     texts_of,
+    tokens_of,
 )
 
 SOURCES = ("notes", "sums")
@@ -58,6 +60,15 @@ def test_files_and_fields(data):
             "too_short": 2,
         }
         assert content["dropped"] == dropped
+        unique_texts, train, _ = select(TEXTS[source], plan)
+        sizes = [len(tokens_of(unique_texts[digest])) for digest in train]
+        used = 8 * content["windows"] + 1
+        behind = [
+            size for begin, size in zip(np.cumsum([0, *sizes]), sizes, strict=False) if begin >= used - 1
+        ]
+        assert content["unused"]["train_tokens"] == sum(sizes) - used
+        assert content["unused"]["train_documents"] == len(behind)
+        assert content["longest"] == max(len(tokens_of(text)) for text in unique)
         assert content["read"] == len(TEXTS[source]) + 5 == content["kept"] + sum(dropped.values())
         assert content["contamination"] == {"quiz": {"documents": 2, "items": 3}}
         assert content["plan_hash"] == f"plan of {source}"
