@@ -60,10 +60,15 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
         "threads",
         "weight_bytes",
     )
-    facts = {"id": options.model, **{name: getattr(engine, name) for name in names}}
-    # before requests come, so that nothing disturbs it
+    facts: dict[str, Any] = {"id": options.model, **{name: getattr(engine, name) for name in names}}
+    # before requests come, so that nothing disturbs it, and again between them: other work may have
     facts["probe_bytes_per_s"] = None if engine.isa == CUDA else probe(engine)
-    scheduler = Scheduler(engine, options.max_waiting, options.deadline_s)
+
+    def probe_again() -> None:
+        if engine.isa != CUDA:
+            facts["probe_bytes_per_s"] = max(facts["probe_bytes_per_s"], probe(engine))
+
+    scheduler = Scheduler(engine, options.max_waiting, options.deadline_s, probe_again)
     context = ServingContext(scheduler, engine, options.model, options.speculate)
     facts["sampling_defaults"] = context.conversation_defaults  # what the playground shows
     facts["completion_defaults"] = context.completion_defaults
@@ -142,8 +147,9 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
 
     @app.get("/props")
     async def props() -> dict[str, Any]:
-        read = facts["probe_bytes_per_s"]
-        return {**facts, "limit_tokens_per_s": read and read / facts["weight_bytes"]}
+        now = dict(facts)
+        read = now["probe_bytes_per_s"]
+        return now | {"limit_tokens_per_s": read and read / now["weight_bytes"]}
 
     @app.get("/metrics")
     async def metrics_text() -> Response:

@@ -33,7 +33,7 @@ class Metrics(Collector):
     """Metrics of one server, in a registry of their own."""
 
     def __init__(self, scheduler: Scheduler, facts: Mapping[str, Any]):
-        """facts: what does not change, with weight_bytes and, where it is known, probe_bytes_per_s."""
+        """facts: with weight_bytes and, where it is known, probe_bytes_per_s, which may grow."""
         self._scheduler, self._facts = scheduler, facts
         self.registry = CollectorRegistry()
         self.answers = Counter(
@@ -65,7 +65,9 @@ class Metrics(Collector):
         )
         if (probe := self._facts["probe_bytes_per_s"]) is not None:
             yield GaugeMetricFamily(
-                "laneformer_probe_bytes_per_second", "Read by all threads at the start", probe
+                "laneformer_probe_bytes_per_second",
+                "Read by all threads without requests: the most so far",
+                probe,
             )
             used = totals.passes_per_s * self._facts["weight_bytes"] / probe
             yield GaugeMetricFamily(

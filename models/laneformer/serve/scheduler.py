@@ -16,7 +16,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from ..engine import Engine
 
+IDLE_S = 10.0  # without requests
 COLLECT_S = 0.005  # longest delay of a join while others decode and none of them has news
 RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
 PACE_S = 0.002  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
@@ -184,11 +185,18 @@ class Scheduler:
     """Runs requests on an engine, in the order of their submission; `close` gives the engine back.
 
     Up to `max_joined` decode side by side, `max_waiting` wait. deadline_s: of requests that name
-    none; None: no end.
+    none; None: no end. when_idle: called on the engine's thread, once each time that nobody has asked for IDLE_S.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int = 16, deadline_s: float | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        max_waiting: int = 16,
+        deadline_s: float | None = None,
+        when_idle: Callable[[], None] = lambda: None,
+    ):
         """RuntimeError while the engine runs a request of somebody else."""
+        self._when_idle = when_idle
         self.engine, self.max_waiting, self.deadline_s = engine, max_waiting, deadline_s
         self._batch = engine.batch()
         self.max_joined = self._batch.max_joined
@@ -286,12 +294,19 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit requests from the head of the queue while there is room; blocks while none is running or waiting."""
         with self._changed:
-            self._changed.wait_for(lambda: self.waiting or self.running or self._closing)
+            idle = not self._changed.wait_for(self._wanted, IDLE_S)
+        if idle:
+            self._when_idle()
+        with self._changed:
+            self._changed.wait_for(self._wanted)
             room = self.max_joined - len(self.running)
             first = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
             self.running.update(first)
         for running in first:
             self._join(running)
+
+    def _wanted(self) -> bool:
+        return bool(self.waiting or self.running or self._closing)
 
     def _join(self, running: Running) -> None:
         wanted, batch = running.wanted, self._batch
