@@ -104,7 +104,7 @@ struct Kernels {
 };
 // Distances to prefetch ahead, in bytes. A core holds a few dozen lines on their way; which distance is best
 // differs between CPUs by 10% and more.
-constexpr size_t kAhead[] = {0, 1536, 2560, 3072, 4096, 6144, 8192};
+constexpr size_t kAhead[] = {0, 1536, 2560, 3072, 4096, 6144, 8192, 12288};
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();  // null where not compiled in

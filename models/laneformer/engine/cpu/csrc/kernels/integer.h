@@ -9,10 +9,19 @@
 namespace laneformer {
 namespace {
 
+// What weights have too much where they are multiplied: an instruction for unsigned ones takes no others.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int kOffset = 128;
+#else
+constexpr int kOffset = 0;
+#endif
+template <DType T>
+constexpr int kBias = T == DType::int4 ? kZeroLevel : kOffset;
+
 struct RoundedGroup {
   int8_t x[kGroupInputs];
   float scale;
-  int32_t sum;  // of x: what the offset of unsigned weights adds, over the offset
+  int32_t offset;  // what cancels the bias of 32 weights
 };
 
 typedef int16_t I16 __attribute__((vector_size(4 * kWidth), may_alias));
@@ -21,7 +30,7 @@ typedef int8_t Narrow __attribute__((vector_size(kWidth), may_alias, aligned(1))
 
 size_t rounded_group_bytes(int k_pairs) { return sizeof(RoundedGroup) * groups_of(k_pairs); }
 
-INLINE void round_group(const float* x, RoundedGroup* out) {
+INLINE void round_group(const float* x, int bias, RoundedGroup* out) {
   V16 largest = splat(0.0f);
   for (int half = 0; half < 2; ++half) {
     V16 v = load(x + 16 * half);
@@ -43,17 +52,18 @@ INLINE void round_group(const float* x, RoundedGroup* out) {
     }
   }
   EACH_PART __builtin_memcpy(sums + i * kWidth, &sum[i], sizeof sum[i]);
-  out->sum = 0;
-  for (const int32_t s : sums) out->sum += s;
+  out->offset = 0;
+  for (const int32_t s : sums) out->offset -= bias * s;
 }
 
+template <DType T>
 void round_groups(const float* x, int x_stride, int k_pairs, int columns, char* out) {
   for (int c = 0; c < columns; ++c, x += x_stride)
     for (int k = 0; k < 2 * k_pairs; k += kGroupInputs, out += sizeof(RoundedGroup)) {
       float padded[kGroupInputs] = {};
       const int left = 2 * k_pairs - k;
       if (left < kGroupInputs) __builtin_memcpy(padded, x + k, left * sizeof(float));
-      round_group(left < kGroupInputs ? padded : x + k, (RoundedGroup*)out);
+      round_group(left < kGroupInputs ? padded : x + k, kBias<T>, (RoundedGroup*)out);
     }
 }
 
@@ -76,12 +86,7 @@ INLINE I dot(I sums, I w, I x) {
 #endif
 }
 
-// The same for weights of -127 to 127. kOffset: what an instruction for unsigned weights adds to them.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr int kOffset = 128;
-#else
-constexpr int kOffset = 0;
-#endif
+// The same for weights of -127 to 127.
 INLINE I dot_signed(I sums, I w, I x) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
   return dot(sums, w ^ (int32_t)0x80808080, x);
@@ -114,94 +119,93 @@ INLINE I levels_of(I bits) {
 #endif
 }
 
-// Two words a row of one group of 16 rows: the weights of inputs 0 to 3 and 4 to 7 from `w` on. `pairs` are left.
+// One word a row of one group of 16 rows: the weights of inputs 0 to 3 from `w` on, or of inputs 4 to 7. `pairs` are left.
 template <DType T>
-INLINE void load_words(const char* w, int group, int part, int pairs, I& low, I& high) {
+INLINE I load_word(const char* w, int group, int part, int word, int pairs) {
   const int at = part * 4 * kWidth;
   if constexpr (T == DType::int4) {
     const I bits = *(const I*)(w + 64 * group + at);
-    low = levels_of(bits);
-    high = levels_of((I)((U)bits >> 4));
+    return levels_of(word ? (I)((U)bits >> 4) : bits);
   } else {  // a line has two inputs of both groups
-    I line[4];
-    for (int p = 0; p < 4; ++p) line[p] = p < pairs ? *(const I*)(w + 64 * p + at) : I{};
-    const auto join = [group](I first, I second) {
-      return group ? (I)((U)first >> 16) | (second & (int32_t)0xffff0000) : (first & 0xffff) | second << 16;
-    };
-    low = join(line[0], line[1]);
-    high = join(line[2], line[3]);
+    const char* line = w + 128 * word + at;
+    const I first = 2 * word < pairs ? *(const I*)line : I{};
+    const I second = 2 * word + 1 < pairs ? *(const I*)(line + 64) : I{};
+    return group ? (I)((U)first >> 16) | (second & (int32_t)0xffff0000) : (first & 0xffff) | second << 16;
   }
 }
 
 template <DType T>
 constexpr int kLineStep = T == DType::int4 ? 128 : 256;  // eight inputs of a tile
 
-// GROUPS groups of 16 rows of one tile, from `first`, times COLUMNS columns.
-template <DType T, int GROUPS, int COLUMNS>
-INLINE void multiply_rounded(const char* w, int first, int k_pairs, const char* x, size_t stride, size_t ahead,
-                             float* y, int y_stride, int valid) {
-  const char* const row_scales = w + (size_t)k_pairs * 64;  // of int8
-  constexpr int kBias = T == DType::int4 ? kZeroLevel : kOffset;
-  V16 total[GROUPS][COLUMNS];
-  for (auto& group : total)
-    for (V16& t : group) t = splat(0.0f);
-  for (int pairs = k_pairs; pairs > 0; pairs -= kGroupInputs / 2, x += sizeof(RoundedGroup)) {
-    I sums[GROUPS][COLUMNS][kParts];
+constexpr int kRoundedColumns = 4, kRoundedGroups = kParts == 1 ? 2 : 1;  // what the registers hold
+
+// Adds `pairs` pairs of inputs, at most a group's, of kRoundedGroups groups of 16 rows times COLUMNS columns.
+template <DType T, int COLUMNS>
+INLINE void add_rounded(const char* w, int first, int pairs, const char* x, size_t stride, V16 (&total)[2][COLUMNS]) {
+  I sums[kRoundedGroups][COLUMNS][kParts];
 #pragma GCC unroll 8
-    for (int c = 0; c < COLUMNS; ++c) {
-      const I bias = -kBias * ((const RoundedGroup*)(x + c * stride))->sum - I{};
-      for (int g = 0; g < GROUPS; ++g) EACH_PART sums[g][c][i] = bias;
-    }
-    for (int k = 0; k < kGroupInputs && (T == DType::int4 || k < 2 * pairs); k += 8, w += kLineStep<T>) {
-      for (int line = 0; line < kLineStep<T>; line += 64) __builtin_prefetch(w + ahead + line);
+  for (int c = 0; c < COLUMNS; ++c) {
+    const I offset = ((const RoundedGroup*)(x + c * stride))->offset - I{};
+    for (int g = 0; g < kRoundedGroups; ++g) EACH_PART sums[g][c][i] = offset;
+  }
+  const int inputs = pairs < kGroupInputs / 2 ? 2 * pairs : kGroupInputs;
+  for (int k = 0; k < inputs; k += 8)
 #pragma GCC unroll 2
-      for (int g = 0; g < GROUPS; ++g) EACH_PART {
-        I low, high;
-        load_words<T>(w, first + g, i, pairs - k / 2, low, high);
+    for (int word = 0; word < 2; ++word) {
+      I weights[kRoundedGroups][kParts];
+#pragma GCC unroll 2
+      for (int g = 0; g < kRoundedGroups; ++g)
+        EACH_PART weights[g][i] = load_word<T>(w + k / 8 * kLineStep<T>, first + g, i, word, pairs - k / 2);
 #pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; ++c) {
-          const int32_t* inputs = (const int32_t*)(x + c * stride + k);
+      for (int c = 0; c < COLUMNS; ++c) {
+        const I four = ((const int32_t*)(x + c * stride + k))[word] - I{};
+#pragma GCC unroll 2
+        for (int g = 0; g < kRoundedGroups; ++g) EACH_PART {
           I& sum = sums[g][c][i];
-          if constexpr (T == DType::int4)
-            sum = dot(dot(sum, low, inputs[0] - I{}), high, inputs[1] - I{});
-          else
-            sum = dot_signed(dot_signed(sum, low, inputs[0] - I{}), high, inputs[1] - I{});
+          sum = T == DType::int4 ? dot(sum, weights[g][i], four) : dot_signed(sum, weights[g][i], four);
+#if defined(__AVX2__)
+          asm("" : "+v"(sum));  // it stays in its register: gcc would add up all products of a group beside each other
+#endif
         }
       }
     }
 #pragma GCC unroll 2
-    for (int g = 0; g < GROUPS; ++g) {
-      V16 scales = splat(1.0f);
-      if constexpr (T == DType::int4) {
-        const auto* halves = (const uint16_t*)w + 16 * (first + g);
-        EACH_PART scales.part[i] = half_part(halves + i * kWidth);
-      }
-#pragma GCC unroll 8
-      for (int c = 0; c < COLUMNS; ++c) {
-        V16 sum, scale = splat(((const RoundedGroup*)(x + c * stride))->scale);
-        if constexpr (T == DType::int4) scale = scales * scale;
-        EACH_PART sum.part[i] = __builtin_convertvector(sums[g][c][i], F);
-        total[g][c] = total[g][c] + scale * sum;
-      }
+  for (int g = 0; g < kRoundedGroups; ++g) {
+    V16 scales = splat(1.0f);
+    if constexpr (T == DType::int4) {
+      const auto* halves = (const uint16_t*)(w + 4 * kLineStep<T>) + 16 * (first + g);
+      EACH_PART scales.part[i] = half_part(halves + i * kWidth);
     }
-    if constexpr (T == DType::int4) w += kTileRows * sizeof(uint16_t);
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMNS; ++c) {
+      V16 sum, scale = splat(((const RoundedGroup*)(x + c * stride))->scale);
+      if constexpr (T == DType::int4) scale = scales * scale;
+      EACH_PART sum.part[i] = __builtin_convertvector(sums[g][c][i], F);
+      total[first + g][c] = total[first + g][c] + scale * sum;
+    }
   }
-  for (int g = 0, row = 16 * first; g < GROUPS; ++g, row += 16)
+}
+
+// One tile times COLUMNS columns.
+template <DType T, int COLUMNS>
+void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, size_t ahead, float* y,
+                           int y_stride, int valid) {
+  constexpr int kBytes = 4 * kLineStep<T> + (T == DType::int4 ? kTileRows * sizeof(uint16_t) : 0);  // of a group
+  V16 total[2][COLUMNS];
+  for (auto& group : total)
+    for (V16& t : group) t = splat(0.0f);
+  const char* const row_scales = w + (size_t)k_pairs * 64;  // of int8
+  for (int pairs = k_pairs; pairs > 0; pairs -= kGroupInputs / 2, x += sizeof(RoundedGroup), w += kBytes) {
+    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(w + ahead + line);
+#pragma GCC unroll 2
+    for (int g = 0; g < 2; g += kRoundedGroups) add_rounded<T, COLUMNS>(w, g, pairs, x, stride, total);
+  }
+  for (int g = 0, row = 0; g < 2; ++g, row += 16)
     for (int c = 0; c < COLUMNS; ++c) {
       V16 v = total[g][c];
       if constexpr (T == DType::int8) v = v * load((const float*)row_scales + row);
       store_rows(y + c * y_stride + row, v, valid - row);
     }
-}
-
-constexpr int kRoundedColumns = 4, kRoundedGroups = kParts == 1 ? 2 : 1;  // what the registers hold
-
-template <DType T, int COLUMNS>
-void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, size_t ahead, float* y,
-                           int y_stride, int valid) {
-#pragma GCC unroll 2
-  for (int g = 0; g < 2; g += kRoundedGroups)
-    multiply_rounded<T, kRoundedGroups, COLUMNS>(w, g, k_pairs, x, stride, ahead, y, y_stride, valid);
 }
 
 template <DType T>
@@ -219,7 +223,7 @@ void multiply_integers(const void* tiles, int rows, int k_pairs, Inputs in, floa
 }
 
 template <DType T>
-constexpr Product kIntegerProduct{rounded_group_bytes, round_groups, multiply_integers<T>};
+constexpr Product kIntegerProduct{rounded_group_bytes, round_groups<T>, multiply_integers<T>};
 
 }  // namespace
 }  // namespace laneformer

@@ -5,16 +5,24 @@
 namespace laneformer {
 namespace {
 
-// What the registers hold; where sums are split, even inputs go first and odd ones after them, for more columns at once.
+// What the registers hold: sums of so many groups of rows at once, and where sums are split, of even inputs or odd ones.
 #if defined(__AVX512F__)
 constexpr int kBlockColumns = 4;
 constexpr int groups_at_once(int) { return 2; }
 constexpr bool is_split(int) { return false; }
 #else
 constexpr int kBlockColumns = 6;
-constexpr int groups_at_once(int columns) { return columns == 1 ? 2 : 1; }
-constexpr bool is_split(int columns) { return columns > 2; }
+constexpr int groups_at_once(int columns) { return columns <= 2 ? 2 : 1; }
+constexpr bool is_split(int columns) { return columns > 1; }
 #endif
+constexpr int kSplitPairs = 64;  // inputs of a tile that are read several times stay in the first-level cache
+// At the first of these times they are there already: fetched so many bytes ahead, into the first cache or the second.
+template <DType T>
+constexpr size_t kSplitAhead = T == DType::int8 ? 12288 : 20480;
+template <DType T>
+constexpr int kSplitCache = T == DType::int8 ? 3 : 2;
+
+INLINE int least(int a, int b) { return a < b ? a : b; }
 
 template <DType T>
 constexpr int kPairBytes = T == DType::fp32 ? 128 : T == DType::int8 ? 32 : 64;  // one group of 16 rows, two inputs
@@ -61,33 +69,39 @@ struct Columns {
   int stride;  // floats
 };
 
-struct Stream {  // what to prefetch: two lines from `next`, which moves on by `step` with each pair of inputs
+struct Stream {  // what to prefetch: it moves on by `step` bytes while a pair of inputs of the whole tile is added up
   const char* next;
   size_t step;
 };
 
-// Adds up inputs FIRST (0: even), and up to LAST (1: odd), of GROUPS groups of one tile times COLUMNS columns.
+// Adds inputs FIRST (0: even) to LAST (1: odd) of `pairs` pairs to the sums of GROUPS groups of one tile times COLUMNS
+// columns.
 template <DType T, int GROUPS, int COLUMNS, int FIRST, int LAST>
-INLINE void accumulate(const char* w, int group, int k_pairs, Columns in, Stream soon,
-                       V16 (&sums)[2][GROUPS][COLUMNS]) {
+INLINE void accumulate(const char* w, int group, int pairs, Columns in, Stream& soon, V16 (&sums)[2][2][COLUMNS]) {
+  constexpr int kSweeps = 4 / (GROUPS * (1 + LAST - FIRST)), kSoonBytes = 2 * kPairBytes<T> / kSweeps;
+  constexpr int kCache = is_split(COLUMNS) ? kSplitCache<T> : 3;
   const float* x = in.x;
+  const size_t step = soon.step / kSweeps;
+  V16 s[2][GROUPS][COLUMNS];
   for (int parity = FIRST; parity <= LAST; ++parity)
     for (int g = 0; g < GROUPS; ++g)
-      for (int c = 0; c < COLUMNS; ++c) sums[parity][g][c] = splat(0.0f);
-  for (int k = 0; k < k_pairs; ++k, w += 2 * kPairBytes<T>, x += 2, soon.next += soon.step) {
-    for (int line = 0; line < 2 * kPairBytes<T>; line += 64) __builtin_prefetch(soon.next + line);
-    V16 weights[2][GROUPS];
+      for (int c = 0; c < COLUMNS; ++c) s[parity][g][c] = sums[parity][group + g][c];
+  for (int k = 0; k < pairs; ++k, w += 2 * kPairBytes<T>, x += 2, soon.next += step) {
+    for (int line = 0; line < kSoonBytes; line += 64) __builtin_prefetch(soon.next + line, 0, kCache);
 #pragma GCC unroll 2
-    for (int g = 0; g < GROUPS; ++g) load_pair<T>(w, group + g, weights[0][g], weights[1][g]);
+    for (int g = 0; g < GROUPS; ++g) {
+      V16 weights[2];
+      load_pair<T>(w, group + g, weights[0], weights[1]);
 #pragma GCC unroll 8
-    for (int c = 0; c < COLUMNS; ++c)
+      for (int c = 0; c < COLUMNS; ++c)
 #pragma GCC unroll 2
-      for (int parity = FIRST; parity <= LAST; ++parity) {
-        const V16 input = splat(x[c * in.stride + parity]);
-#pragma GCC unroll 2
-        for (int g = 0; g < GROUPS; ++g) sums[parity][g][c] = fma(weights[parity][g], input, sums[parity][g][c]);
-      }
+        for (int parity = FIRST; parity <= LAST; ++parity)
+          s[parity][g][c] = fma(weights[parity], splat(x[c * in.stride + parity]), s[parity][g][c]);
+    }
   }
+  for (int parity = FIRST; parity <= LAST; ++parity)
+    for (int g = 0; g < GROUPS; ++g)
+      for (int c = 0; c < COLUMNS; ++c) sums[parity][group + g][c] = s[parity][g][c];
 }
 
 // One tile times COLUMNS columns. Even and odd inputs have sums of their own, in the same order for any number of
@@ -95,20 +109,27 @@ INLINE void accumulate(const char* w, int group, int k_pairs, Columns in, Stream
 template <DType T, int COLUMNS>
 void multiply_tile(const char* w, int k_pairs, Columns in, Stream soon, float* y, int y_stride, int valid) {
   constexpr int kGroups = groups_at_once(COLUMNS);
-  for (int group = 0; group < 2; group += kGroups) {
-    V16 sums[2][kGroups][COLUMNS];
-    if constexpr (is_split(COLUMNS)) {
-      accumulate<T, kGroups, COLUMNS, 0, 0>(w, group, k_pairs, in, soon, sums);
-      accumulate<T, kGroups, COLUMNS, 1, 1>(w, group, k_pairs, in, soon, sums);
-    } else {
-      accumulate<T, kGroups, COLUMNS, 0, 1>(w, group, k_pairs, in, soon, sums);
-    }
-    for (int g = 0, row = 16 * group; g < kGroups; ++g, row += 16)
-      for (int c = 0; c < COLUMNS; ++c) {
-        const V16 total = sums[0][g][c] + sums[1][g][c];
-        store_rows(y + c * y_stride + row, scaled<T>(total, w, k_pairs, row), valid - row);
-      }
+  V16 sums[2][2][COLUMNS];
+  for (int i = 0; i < 4; ++i)
+    for (int c = 0; c < COLUMNS; ++c) sums[i / 2][i % 2][c] = splat(0.0f);
+  const int block = is_split(COLUMNS) ? kSplitPairs : k_pairs;
+  for (int k = 0; k < k_pairs; k += block) {
+    const int pairs = least(block, k_pairs - k);
+    const char* from = w + (size_t)k * 2 * kPairBytes<T>;
+    const Columns inputs{in.x + 2 * k, in.stride};
+#pragma GCC unroll 2
+    for (int group = 0; group < 2; group += kGroups)
+      if constexpr (is_split(COLUMNS)) {
+        accumulate<T, kGroups, COLUMNS, 0, 0>(from, group, pairs, inputs, soon, sums);
+        accumulate<T, kGroups, COLUMNS, 1, 1>(from, group, pairs, inputs, soon, sums);
+      } else
+        accumulate<T, kGroups, COLUMNS, 0, 1>(from, group, pairs, inputs, soon, sums);
   }
+  for (int g = 0, row = 0; g < 2; ++g, row += 16)
+    for (int c = 0; c < COLUMNS; ++c) {
+      const V16 total = sums[0][g][c] + sums[1][g][c];
+      store_rows(y + c * y_stride + row, scaled<T>(total, w, k_pairs, row), valid - row);
+    }
 }
 
 // Columns of the next block when `left` remain: no column is left over alone.
@@ -138,7 +159,7 @@ void matmul(const void* tiles, int rows, int k_pairs, Inputs inputs, float* y, i
       multiply_tile<T, 1>, multiply_tile<T, 2>, multiply_tile<T, 3>, multiply_tile<T, 4>,
       multiply_tile<T, 5>, multiply_tile<T, 6>};
   const int stride = (int)(inputs.stride / sizeof(float));
-  each_block(tiles, rows, k_pairs, T, columns, kBlockColumns, inputs.ahead,
+  each_block(tiles, rows, k_pairs, T, columns, kBlockColumns, is_split(columns) ? kSplitAhead<T> : inputs.ahead,
              [&](const char* w, int row, int c, int block, Stream soon) {
                const Columns in{(const float*)inputs.data + c * stride, stride};
                kByColumns[block - 1](w, k_pairs, in, soon, y + c * y_stride + row, y_stride, rows - row);

@@ -13,8 +13,6 @@ namespace {
 constexpr int kPanelColumns = 3, kPanelPairs = 128;  // widened weights are half of the first-level cache
 constexpr int kLeastPanelColumns = 12;               // fewer do not pay for the widening
 
-INLINE int least(int a, int b) { return a < b ? a : b; }
-
 size_t panel_bytes(int k_pairs) { return sizeof(float) * 2 * k_pairs; }
 
 // [block of pairs][even, odd][column][pair]
