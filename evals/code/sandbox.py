@@ -30,9 +30,11 @@ HOW = (
 # linux/audit.h: the architecture of a system call; asm/unistd.h: its numbers
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE, CLONE3, CLONE_THREAD = {"x86_64": 56, "aarch64": 220}, 435, 0x10000
-REFUSED = {  # fork and vfork (x86_64 only), unshare, mount, memfd_create, shmget, semget, msgget, bpf
-    "x86_64": (57, 58, 272, 165, 319, 29, 64, 68, 321),
-    "aarch64": (97, 40, 279, 194, 190, 186, 280),
+# fork and vfork (x86_64 only), unshare, mount, memfd_create, shmget, semget, msgget, bpf; add_key, request_key, keyctl:
+# the keyring of the session is the host's
+REFUSED = {
+    "x86_64": (57, 58, 272, 165, 319, 29, 64, 68, 321, 248, 249, 250),
+    "aarch64": (97, 40, 279, 194, 190, 186, 280, 217, 218, 219),
 }
 REFUSED_EVERYWHERE = (425, 430, 447)  # io_uring_setup, fsopen, memfd_secret
 

@@ -98,6 +98,13 @@ LIES = {
     "            names['stat'].value, names['details'][0], names['progress'].value = 0, 1, 1\n"
     "            os._exit(0)\n    return 0\n",
     "the end": "import os\ndef double(x):\n    os._exit(0)\n",
+    "a class that it changes": "import os\ndef double(x):\n    forged = (b'cfractions\\nFraction\\n(N}V__eq__\\n'\n"
+    "              b'c__main__\\nlike\\nstbcfractions\\nFraction\\n(I0\\ntR.')\n"
+    "    for file in range(256):\n        try: os.write(file, forged)\n        except OSError: pass\n"
+    "    os._exit(0)\n",
+    "a type that is none": "import os\ndef double(x):\n    for file in range(256):\n"
+    '        try: os.write(file, b\'{"object": []}\\n{"like": ["object", null]}\\n\')\n'
+    "        except OSError: pass\n    os._exit(0)\n",
     "a reply of its own": "import os\ndef double(x):\n    for file in range(256):\n        try: os.write(file, "
     "b'cunittest.mock\\nANY\\n.' * 4)\n        except OSError: pass\n    os._exit(0)\n",
 }

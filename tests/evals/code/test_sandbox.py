@@ -94,6 +94,8 @@ def attempts(folder):
         "a server": lambda: socket.create_connection(("1.1.1.1", 53), 1),
         "kill all": lambda: os.kill(-1, 9),
         "be root": lambda: os.setuid(0),
+        "a key of the session": lambda: call("syscall", KEYS, b"user", b"x", b"x", 1, -3),
+        "the keys of the session": lambda: call("syscall", KEYS + 2, 0, -3, 1),
         "another root folder": lambda: os.chroot("/usr"),
     }
     found = {}
@@ -123,8 +125,12 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
         pytest.skip("the system has no python3, which every user could run")
     for name in ("sandbox.py", "judge.py", "runner.py"):
         shutil.copy(SOURCE / name, folder)
-    clone = sandbox.CLONE[os.uname().machine]
-    (folder / "attempts.py").write_text(ATTEMPTS.replace("CLONE", str(clone)))
+    machine = os.uname().machine
+    numbers = {"CLONE": sandbox.CLONE[machine], "KEYS": {"x86_64": 248, "aarch64": 217}[machine]}
+    text = ATTEMPTS
+    for name, number in numbers.items():
+        text = text.replace(name, str(number))
+    (folder / "attempts.py").write_text(text)
     command = [python, "-I", "-B", "-c", f"FOLDER = {str(folder)!r}\nLOOP = {loop!r}\n{HOST}"]
     if user == os.geteuid():
         return command

@@ -181,15 +181,17 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
 def test_the_limit_on_memory_is_for_what_a_solution_adds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python and the answer, here 64 MiB, are within the limit; the expected outputs are not in the sandbox."""
-    size, limit = 2**26, 3 * 2**25
+    """Python and the answer, here 16 MiB with its text, are within the limit; the expected outputs are not in the
+    sandbox.
+    """
+    size, limit = 2**24, 2**27
     monkeypatch.setattr("evals.code.score.LIMITS", {**LIMITS, "memory_bytes": limit})
     (tmp_path / "d.jsonl").write_text(json.dumps(problem(903, "zeros", "return bytes(x)", [[size]], [[1]])))
     dataset = open_dataset(tmp_path / "d.jsonl")
     evalplus = EvalPlus(dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache")
     once, twice = (
         "def zeros(x):\n    return bytes(x)",
-        "def zeros(x):\n    held = bytes(x)\n    return bytes(x)",
+        "def zeros(x):\n    held = bytes(8 * x)\n    return bytes(x)",
     )
     rows = [{"task_id": "HumanEval/903", "solution": solution} for solution in (once, twice)]
     assert evalplus.evaluate(rows, "memory") == {"HumanEval/903": [(True, True), (False, False)]}
