@@ -112,16 +112,16 @@ def evaluate(
     return result
 
 
-def settings_figures(asked: Questions, names: Sequence[str]) -> JsonObject:
-    """The settings in a record."""
+def settings_figures(asked: Questions, names: Sequence[str], add_bos: bool) -> JsonObject:
+    """The settings in a record. add_bos: whether prompts began with BOS, which not every model has."""
     shots = "the tasks' own shots" if asked.num_fewshot is None else f"{asked.num_fewshot}-shot"
     return {
-        "protocol": f"lm-eval {version('lm-eval')}, {shots}, {'with' if asked.add_bos else 'without'} BOS",
+        "protocol": f"lm-eval {version('lm-eval')}, {shots}, {'with' if add_bos else 'without'} BOS",
         "seed": SEEDS["random"],
         "seeds": SEEDS,
         "limit": asked.limit,
         "num_fewshot": asked.num_fewshot,
-        "add_bos": asked.add_bos,
+        "add_bos": add_bos,
         "chat_template": asked.chat_template,
         "haystack": ("upstream" if asked.data is None else "offline")
         if set(names) & set(RULER_TASKS)
@@ -241,7 +241,7 @@ def main(
             model, names, hf_dir, lengths=lengths, limit=asked.limit,
             num_fewshot=asked.num_fewshot, apply_chat_template=asked.chat_template,
         )  # fmt: skip
-    settings = settings_figures(asked, names)
+    settings = settings_figures(asked, names, model.add_bos)
     figures = settings | figures_of(result, model, lengths)
     show(figures)
     model.scorer.close()

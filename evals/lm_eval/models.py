@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 class ScorerLM(TemplateLM):
     """A model folder as an lm-eval model, answered by `source`.
 
-    add_bos: prepend BOS to every prompt, as in training. ValueError for a folder without a tokenizer. A
-    context longer than config.json's (`source.max_length`) extrapolates beyond the trained positions.
+    add_bos: prepend BOS to every prompt, as in training, whether the tokenizer does so by itself or not; false as
+    an attribute where the model has none. ValueError for a folder without a tokenizer. A context longer than
+    config.json's (`source.max_length`) extrapolates beyond the trained positions.
     """
 
     def __init__(self, pretrained: str | Path, source: Source = LOCAL, add_bos: bool = True):
@@ -43,7 +44,7 @@ class ScorerLM(TemplateLM):
         self.folder = Path(pretrained)
         self.scorer = open_scorer(self.folder, source)
         self.tokenizer = fast_tokenizer(self.folder)
-        self.add_bos = add_bos
+        self.add_bos = add_bos and self.tokenizer.bos_token_id is not None
         self.max_length, self.scoring_room = self.scorer.max_length, self.scorer.scoring_room
         self.cut_prompts = 0
 
@@ -68,7 +69,9 @@ class ScorerLM(TemplateLM):
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = self.add_bos and not (bos and string.startswith(bos))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        ids = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        first = [self.tokenizer.bos_token_id] if add_special_tokens and self.add_bos else []
+        return ids if ids[:1] == first else first + ids
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

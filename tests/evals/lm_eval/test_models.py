@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,27 @@ def test_bos_is_a_choice_that_is_never_doubled(model: ScorerLM) -> None:
         assert bos not in model.tok_encode("x")
     finally:
         model.add_bos = True
+
+
+def test_a_tokenizer_that_adds_no_bos_gets_one_as_lm_evals_model_does(
+    hf_dir: Path, model: ScorerLM, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(hf_dir, tmp_path / "bare", ignore=shutil.ignore_patterns(".packed")))
+    plain = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(plain | {"post_processor": None}))
+    bare = ScorerLM(folder)
+    assert bare.tokenizer.encode("x") == model.tok_encode("x", add_special_tokens=False)
+    theirs = HFLM(str(folder), trust_remote_code=True, dtype="float32", add_bos_token=True, device="cpu")
+    asked = instances("loglikelihood", PAIRS)
+    ours = [score for score, _ in bare.loglikelihood(asked, disable_tqdm=True)]
+    assert ours == [score for score, _ in model.loglikelihood(asked, disable_tqdm=True)]
+    assert ours == pytest.approx([score for score, _ in theirs.loglikelihood(asked)], abs=1e-3)
+    bare.add_bos = False
+    without = [score for score, _ in bare.loglikelihood(asked, disable_tqdm=True)]
+    assert np.abs(np.subtract(ours, without)).max() > 0.01, (
+        "the comparison would not see a BOS that is missing"
+    )
+    bare.scorer.close()
 
 
 def test_prompts_that_do_not_fit_are_counted(
