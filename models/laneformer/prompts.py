@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .chat import ChatError, ChatTemplate
@@ -20,6 +20,7 @@ from .chat import ChatError, ChatTemplate
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+STEP_CHARS = 2**16  # of a search: it keeps other threads from running
 SECRET_DIGITS = 40  # digits survive what templates do with text: trim, upper, tojson
 
 
@@ -35,6 +36,7 @@ class PromptEncoder:
         any_name = "|".join(map(re.escape, names)) or "(?!)"
         self._written = re.compile(any_name)
         self._begun = re.compile(f"(?s)(?=(?:{any_name}))(.)")  # overlapping ones, too
+        self._longest = max(map(len, names), default=0)
         self._hidden = re.compile(self._mark + r"(\d{7})")
         self._template: ChatTemplate | None = None
         self._missing = ""
@@ -45,7 +47,8 @@ class PromptEncoder:
 
     def text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, after what the tokenizer begins every text with."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # of the library's ways this one lets other threads run
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of a conversation in the model's template; options and errors are those of `rendered`."""
@@ -69,7 +72,7 @@ class PromptEncoder:
             rendered = self._template.render(**data, add_generation_prompt=add_generation_prompt)
         except ChatError as error:
             raise ChatError(error.reason, self._restored(str(error))) from None
-        return self._restored(self._written.sub(lambda found: self._secret[found[0]], rendered))
+        return self._restored(self._replaced(self._written, rendered, lambda found: self._secret[found[0]]))
 
     def encode(self, rendered: str) -> list[int]:
         """Ids of what `rendered` gave, or of a part of it."""
@@ -78,10 +81,29 @@ class PromptEncoder:
     def _data(self, value: Any) -> Any:
         """The value with no control token spelled in any text of it."""
         if isinstance(value, str):
-            return self._begun.sub(lambda found: f"{self._mark}{ord(found[1]):07d}", value)
+            return self._replaced(self._begun, value, lambda found: f"{self._mark}{ord(found[1]):07d}")
         if isinstance(value, Mapping):
             return {self._data(name): self._data(entry) for name, entry in value.items()}
         return [self._data(entry) for entry in value] if isinstance(value, list) else value
+
+    def _replaced(self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
+        """`names.sub(by, text)`, in steps between which other threads run."""
+        parts, end = [], 0
+        for found in self._found(names, text):
+            parts += [text[end : found.start()], by(found)]
+            end = found.end()
+        return "".join([*parts, text[end:]])
+
+    def _found(self, names: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        place = 0
+        while place < len(text):
+            step = place + STEP_CHARS
+            found = names.search(text, place, step + self._longest)
+            if found is None or found.start() >= step:
+                place = step
+            else:
+                yield found
+                place = found.end()
 
     def _restored(self, text: str) -> str:
         return self._hidden.sub(lambda found: chr(int(found[1])), text)

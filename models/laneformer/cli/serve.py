@@ -56,6 +56,8 @@ class Serve:
     """Longest silence of a stream, while a long prompt is read, before a comment is sent."""
     speculate: int = ServerOptions.speculate
     """Most draft tokens to verify in one pass, of requests that do not say; the answers stay the same. 0: none."""
+    strict: bool = ServerOptions.strict
+    """Refuse fields that are unknown or without effect, instead of naming them in the header `warnings`."""
     open: bool = False
     """Open the playground in this machine's browser."""
     model: ModelFlags = field(default_factory=ModelOptions)

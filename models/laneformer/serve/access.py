@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .metrics import Metrics
 from .options import ServerOptions
-from .responses import error_response
+from .sending import error_response
 
 OPEN, OPEN_FOLDER = ("/", "/health"), "/playground/"  # need no key: the page asks for it, a monitor has none
 DISCARDED_BYTES = 64 * 2**20  # of a body that is too long: who is still sending would not see the answer
@@ -43,7 +43,7 @@ class Access:
 
         try:
             if refused := self.refusal(scope):
-                await error_response(refused)(scope, receive, counted)
+                await error_response(refused, scope["path"])(scope, receive, counted)
             else:
                 await self.app(scope, self.limited(receive), counted)
         except Exception:

@@ -22,7 +22,6 @@ from .scheduler import Scheduler
 try:
     import uvicorn
     from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
     from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import FileResponse, Response
     from fastapi.staticfiles import StaticFiles
@@ -30,12 +29,14 @@ try:
     from starlette.exceptions import HTTPException
 
     from .access import Access
-    from .completions import CompletionAnswer
+    from .apis.chat import ConversationAnswer
+    from .apis.completions import CompletionAnswer
+    from .bodies import Body, RequestError
     from .context import ServingContext
-    from .conversations import ConversationAnswer
+    from .endpoints import Endpoints
     from .metrics import Metrics
-    from .responses import STATUS, AnswerResponse, error_response
-    from .schema import Body, CompletionRequest, ConversationRequest, RequestError, refusal
+    from .schema import CompletionRequest, ConversationRequest
+    from .sending import STATUS, error_response
 except ModuleNotFoundError as error:
     raise ValueError(f"the server needs the package {error.name}: pip install 'laneformer[serve]'") from None
 
@@ -83,6 +84,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        endpoints.close()
         scheduler.close()
 
     app = FastAPI(title="Laneformer", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -94,22 +96,20 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     add_error_handlers(app)
-    add_api(app, context, options.keep_alive_s)
+    endpoints = Endpoints(app, context, options)
+    add_api(endpoints)
     add_facts(app, scheduler, facts, metrics)
     return app
 
 
-def add_api(app: FastAPI, context: ServingContext, keep_alive_s: float) -> None:
+def add_api(endpoints: Endpoints) -> None:
     """OpenAI's routes, and llama.cpp's for tokens."""
+    app, context = endpoints.app, endpoints.context
     model = {"id": context.model, "object": "model", "created": int(time.time()), "owned_by": "laneformer"}
-
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> Response:
-        return AnswerResponse(CompletionAnswer(body, context), body.stream, keep_alive_s)
-
-    @app.post("/v1/chat/completions")
-    async def conversations(body: ConversationRequest) -> Response:
-        return AnswerResponse(ConversationAnswer(body, context), body.stream, keep_alive_s)
+    endpoints.add("/v1/completions", CompletionRequest, CompletionAnswer)
+    endpoints.add("/v1/chat/completions", ConversationRequest, ConversationAnswer)
+    endpoints.add("/tokenize", Tokenize, tokenize)
+    endpoints.add("/detokenize", Detokenize, detokenize)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -121,19 +121,6 @@ def add_api(app: FastAPI, context: ServingContext, keep_alive_s: float) -> None:
             message = f"the model {name!r} does not exist here; this server has {context.model!r}"
             raise RequestError(message, "model", "model_not_found", 404)
         return model
-
-    @app.post("/tokenize")
-    async def tokenize(body: Tokenize) -> dict[str, Any]:
-        ids = context.prompts.text(body.content, body.add_special)
-        return {"tokens": ids, "count": len(ids), "context_tokens": context.context_tokens}
-
-    @app.post("/detokenize")
-    async def detokenize(body: Detokenize) -> dict[str, Any]:
-        try:
-            ids = checked_ids(body.tokens, context.vocab_size, "tokens")
-        except ValueError as error:
-            raise RequestError(str(error), "tokens", "invalid_value") from None
-        return {"content": context.tokenizer.decode(ids, skip_special_tokens=False)}
 
 
 def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics: Metrics) -> None:
@@ -169,27 +156,29 @@ class Tokenize(Body):
     add_special: bool = False  # begin as the tokenizer begins every text
 
 
+def tokenize(body: Tokenize, context: ServingContext) -> dict[str, Any]:
+    ids = context.prompts.text(context.check_length(body.content, "content"), body.add_special)
+    return {"tokens": ids, "count": len(ids), "context_tokens": context.context_tokens}
+
+
 class Detokenize(Body):
     tokens: list[int]
 
 
+def detokenize(body: Detokenize, context: ServingContext) -> dict[str, Any]:
+    try:
+        ids = checked_ids(body.tokens, context.vocab_size, "tokens")
+    except ValueError as error:
+        raise RequestError(str(error), "tokens") from None
+    return {"content": context.tokenizer.decode(ids, skip_special_tokens=False)}
+
+
 def add_error_handlers(app: FastAPI) -> None:
     async def told(request: Request, error: Exception) -> Response:
-        return error_response(error)
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        found = refusal(error.errors())
-        kind = request.headers.get("content-type", "")
-        if found.code == "invalid_json" and not kind.startswith("application/json"):
-            found = RequestError(
-                f"the body has the content type {kind!r}; send application/json", None, "invalid_json"
-            )
-        return error_response(found)
+        return error_response(error, request.url.path)
 
     for kind_of_error in (HTTPException, RequestError, *STATUS, Exception):
         app.add_exception_handler(kind_of_error, told)
-    app.add_exception_handler(RequestValidationError, invalid)
 
 
 class Server(uvicorn.Server):

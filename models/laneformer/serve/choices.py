@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
 from ..engine import GeneratedToken, GenerationOptions, PromptLogprobs
 from ..engine.options import batch_seeds
 from ..engine.text import StopStrings, TextStream
+from .bodies import RequestError
 from .context import ServingContext
-from .scheduler import Grammar, Running, Scored, Wanted
-from .schema import RequestError
+from .grammar import Grammar
+from .scheduler import Running, Scored, Wanted
 
 
 class Written(NamedTuple):
@@ -31,7 +32,7 @@ class Piece(NamedTuple):
     """What is new of one choice. tokens: those of the text, where they have log-probabilities;
     ids: all that came.
 
-    scores: of the prompt, where they are wanted: in the first piece.
+    scores: of the prompt, where they are wanted: in the first piece. stop: the stop string that ended it.
     """
 
     choice: int
@@ -40,6 +41,7 @@ class Piece(NamedTuple):
     ids: Sequence[int] = ()
     finish_reason: str | None = None
     scores: PromptLogprobs | None = None
+    stop: str | None = None
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -100,6 +102,10 @@ class Writing:
         self.stopped = self._stops.found is not None
         return out, self._released(out, everything=not self.stopped)
 
+    @property
+    def stop(self) -> str | None:
+        return self._stops.found
+
     def _released(self, out: str, everything: bool = False) -> list[Written]:
         self._shown += len(out)
         released = []
@@ -109,17 +115,15 @@ class Writing:
 
 
 class Choices:
-    """Iterate for the pieces of all choices as they come. The first request is submitted at once."""
+    """`begin` submits the first request; then iterate for the pieces of all choices as they come."""
 
     def __init__(
         self, context: ServingContext, prompts: Sequence[list[int]], n: int, options: GenerationOptions | None,
         stops: Sequence[str] = (), score_top: int | None = None,
-        grammar: Callable[[], Grammar | None] = lambda: None, with_control_tokens: bool = False,
+        grammar: Grammar | None = None, with_control_tokens: bool = False,
     ):  # fmt: skip
         """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
-        grammar: is called for every choice. with_control_tokens: spell them out in the text.
-
-        RequestError for what the engine refuses; further errors as of `Scheduler.submit`.
+        grammar: every choice gets a copy. with_control_tokens: spell them out in the text.
         """
         self.context, self.prompts, self.n = context, prompts, n
         self.generated = [0] * (len(prompts) * n)  # tokens of each choice
@@ -129,6 +133,9 @@ class Choices:
         self._generating: dict[int, Running] = {}  # by choice
         self._room = asyncio.Semaphore(context.scheduler.max_joined)
         self._ready: Running | None = None  # the first request, until it is read
+
+    def begin(self) -> None:
+        """On the event loop. RequestError for what the engine refuses; further errors as of `Scheduler.submit`."""
         if wanted := self._scored(0) or self._wanted(0):
             self._ready = self._submit(wanted)
 
@@ -207,7 +214,8 @@ class Choices:
             self.generated[choice] = writing.read
             yield Piece(choice, text, written, [token.id for token in tokens[: writing.read - before]])
         text, written = writing.finish()
-        yield Piece(choice, text, written, (), "stop" if writing.stopped else running.finish_reason)
+        reason = "stop" if writing.stopped else running.finish_reason
+        yield Piece(choice, text, written, (), reason, stop=writing.stop)
 
     def _scored(self, choice: int) -> Scored | None:
         ids = self.prompts[choice // self.n]
@@ -218,7 +226,8 @@ class Choices:
             return None
         assert isinstance(self._options.seed, int)
         options = dataclasses.replace(self._options, seed=batch_seeds(self._options.seed, choice + 1)[choice])
-        return Wanted(self.prompts[choice // self.n], options, grammar=self._grammar())
+        grammar = self._grammar and self._grammar.copy()
+        return Wanted(self.prompts[choice // self.n], options, grammar=grammar)
 
     def _submit(self, wanted: Wanted | Scored) -> Running:
         if self._ready is not None:  # this is the first choice's first request

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from .. import __version__
 from ..engine import GenerationOptions
 from ..engine.options import checked_ids, conversation_defaults
-from ..prompts import PromptEncoder
+from ..prompts import SECRET_DIGITS, PromptEncoder
+from .bodies import RequestError
 from .grammar import Grammars
-from .schema import RequestError, Sampled
+from .schema import Sampled
 from .tool_calls import ToolCalling
 
 if TYPE_CHECKING:
@@ -56,9 +57,22 @@ class ServingContext:
         decoder = engine.tokenizer.decoder
         self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
         self._added = {i: token.content for i, token in engine.tokenizer.get_added_tokens_decoder().items()}
+        longest = max(len(self._token_bytes(i)) for i in range(engine.tokenizer.get_vocab_size()))
+        # a rendered conversation spells control tokens by their secret names
+        self.max_text_bytes = self.context_tokens * max(longest, SECRET_DIGITS + 1)
+
+    def check_length(self, text: str, param: str) -> str:
+        """The text; RequestError where it is too long for the context however it is encoded, which takes seconds."""
+        if (size := len(text.encode(errors="replace"))) > self.max_text_bytes:
+            raise RequestError(
+                f"This model's maximum context length is {self.context_tokens} tokens, which are at most "
+                f"{self.max_text_bytes} bytes, but you sent {size} bytes in the {param}. Shorten the {param}.",
+                param, "context_length_exceeded",
+            )  # fmt: skip
+        return text
 
     def room(self, request: Sampled, prompts: Sequence[Sequence[int]], wanted: int | None, param: str) -> int:
-        """The limit of new tokens: what is wanted, or what the longest prompt leaves of the context.
+        """The limit of new tokens: what is wanted, but no more than the longest prompt leaves of the context.
 
         RequestError for ids that do not exist, and where it does not fit. Any name of a model is taken: there
         is one, and clients have names in their settings that nobody chose.
@@ -69,15 +83,15 @@ class ServingContext:
                     raise ValueError(f"{param}[{i}] has no tokens; send at least one")
             except ValueError as error:
                 raise RequestError(str(error), param) from None
-        longest, least = max(map(len, prompts)), 1 if wanted is None else wanted
-        if longest + least > self.context_tokens:
+        longest = max(map(len, prompts))
+        room = self.context_tokens - longest
+        if room < (wanted != 0):
             raise RequestError(
-                f"This model's maximum context length is {self.context_tokens} tokens, but you requested "
-                f"{longest + least} tokens ({longest} in the {param}, {least} for the completion). Shorten the {param} "
-                "or ask for fewer new tokens.",
+                f"This model's maximum context length is {self.context_tokens} tokens, but you sent {longest} tokens "
+                f"in the {param}, which leaves no room for an answer. Shorten the {param}.",
                 param, "context_length_exceeded",
             )  # fmt: skip
-        found = self.context_tokens - longest if wanted is None else wanted
+        found = room if wanted is None else min(wanted, room)
         if request.min_tokens > found:
             raise RequestError(
                 f"min_tokens = {request.min_tokens} exceeds the limit of {found} tokens", "min_tokens"

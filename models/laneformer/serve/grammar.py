@@ -25,6 +25,7 @@ MAX_SCHEMA_BYTES = 64 * 1024  # of all the schemas of a request together
 MAX_PARTS_SEARCHED = 100  # for the place of an error
 MAX_MULTIPLE = 10_000  # 0.1 s to compile, in proportion
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and functions, as OpenAI allows them
+WORD_BITS = 32  # of a mask
 SHOWN_CHARS = 300  # of a message of llguidance
 # a space, or a line break with its indentation: without a bound, a small model can write white space
 # until its end
@@ -198,8 +199,12 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, tokenizer_size: int, eos_ids: Sequence[int]):
         self._matcher, self._vocab_size, self._eos_ids = matcher, vocab_size, eos_ids
-        self._words = -(-tokenizer_size // 32)
+        self._words = -(-tokenizer_size // WORD_BITS)
         self._accepted, self._ended = 0, False
+
+    def copy(self) -> Grammar:
+        """For another answer, from the beginning."""
+        return Grammar(self._matcher.deep_copy(), self._vocab_size, self._words * WORD_BITS, self._eos_ids)
 
     def mask(self, index: int) -> np.ndarray:
         """The ids that new token `index` (from 0) may be: bit id % 32 of word id // 32,

@@ -33,7 +33,8 @@ class ServerOptions:
     max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest
     time of a request, its waiting included. grace_s: after SIGTERM, for requests that run. max_body_bytes: of
     one request. keep_alive_s: longest silence of a stream before a comment is sent. speculate: most draft tokens
-    of requests that do not say; 0: none.
+    of requests that do not say; 0: none. strict: refuse unknown fields and those without effect, instead of
+    naming them in the header `warnings`.
     """
 
     model: str
@@ -48,6 +49,7 @@ class ServerOptions:
     max_body_bytes: int = 4 * 2**20
     keep_alive_s: float = 5.0
     speculate: int = MAX_DRAFT_TOKENS
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.api_key is None:

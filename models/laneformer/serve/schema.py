@@ -1,103 +1,91 @@
-"""The bodies of requests: every field of OpenAI's is known, used or refused by name.
+"""The fields of OpenAI's two endpoints: each is used, without effect, or refused by name.
 
-null stands for an absent field. What has no effect here is accepted with a harmless value alone. Fields
-beyond OpenAI's have the names that other servers gave them.
+Fields beyond OpenAI's have the names that other servers gave them.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from ..chat import ASSISTANT, SYSTEM
 from ..engine import GenerationOptions
 from ..engine.options import BIAS_RANGE, MAX_DRAFT_TOKENS, MAX_LOGPROBS, RANGES
+from .bodies import STRICTLY, Body, RequestError, refuse
 
+DEFAULT_TOKENS = 16  # of a completion: OpenAI's
 MAX_CHOICES = 128  # of one request, all its prompts together
+MAX_PARTS = 2**12  # of a content, and tools: the longer a list, the longer its check holds up other threads
+MAX_MESSAGES = 2**16
 MAX_STOPS = 16  # OpenAI has 4; evaluations send more
 MIN_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
 
 Text = Annotated[str, Field(min_length=1)]
-Ids = list[int]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0)]
-Limit = Annotated[int, Field(ge=1)]
+UNTIL_THE_END = -1  # of the context: what null and -1 as a limit of new tokens mean
+Limit = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    BeforeValidator(lambda given: None if type(given) is int and given == UNTIL_THE_END else given, int),
+]
 Likeliest = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[
     Annotated[str, Field(pattern=r"^[0-9]+$")], Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]
 ]
-
-
-class RequestError(ValueError):
-    """A request that cannot be answered: the client's fault. status: of HTTP; the others are OpenAI's fields."""
-
-    def __init__(
-        self, message: str, param: str | None = None, code: str | None = "invalid_value", status: int = 400
-    ):
-        super().__init__(message)
-        self.param, self.code, self.status = param, code, status
-
-
-class Body(BaseModel):
-    """A JSON object with known fields of exact types; `refused`: further known ones, and what to do instead."""
-
-    model_config = ConfigDict(strict=True)
-    refused: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = {name: value for name, value in data.items() if value is not None}
-        for name in given:
-            if name in cls.refused:
-                refuse(name, f"{name} is not supported: {cls.refused[name]}", "unsupported_parameter")
-            if name not in cls.model_fields:
-                near = difflib.get_close_matches(name, [*cls.model_fields, *cls.refused], n=1)
-                hint = (
-                    f"did you mean {near[0]!r}?"
-                    if near
-                    else f"known are {', '.join(sorted(cls.model_fields))}"
-                )
-                refuse(name, f"{name} is unknown; {hint}", "unknown_parameter")
-        return given
-
-
-def refuse(field: str, message: str, code: str = "invalid_value") -> None:
-    raise PydanticCustomError("refused", "{message}", {"field": field, "message": message, "code": code})
+Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def as_list(given: Any) -> Any:
-    """One text, or the ids of one, as a list of such."""
-    return (
-        [given]
-        if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int)
-        else given
-    )
+    return [given] if isinstance(given, str) else given
+
+
+def as_prompts(given: Any) -> list[str | Ids]:
+    """Checked here and not by pydantic, which would hold up all other threads."""
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        given = [given]
+    if not isinstance(given, list) or len({type(prompt) for prompt in given[:MAX_CHOICES]}) > 1:
+        raise ValueError("no prompts")
+    for prompt in given[:MAX_CHOICES]:
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        ):
+            raise ValueError("no prompts")
+    return given
 
 
 class StreamOptions(Body):
+    place = "stream_options."
+    unused = {"include_obfuscation": [False]}
+
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
     continuous_usage_stats: bool = False  # usage so far in every chunk
 
 
 class Sampled(Body):
     """What both endpoints know."""
 
+    unused = {"user": None}
+    neutral = {
+        "typical_p": [1],
+        "tfs_z": [1],
+        "top_a": [0],
+        "mirostat": [0],
+        "xtc_probability": [0],
+        "dry_multiplier": [0],
+        "dynatemp_range": [0],
+    }
+    renamed = {"repeat_penalty": "repetition_penalty"}
+
     model: str | None = None
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    logit_bias: Biases = {}
-    max_tokens: Count | None = None
+    logit_bias: Annotated[Biases, Field(max_length=MAX_PARTS)] = {}
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[list[Text], Field(max_length=MAX_STOPS), BeforeValidator(as_list, str | list[str])] = []
@@ -105,7 +93,6 @@ class Sampled(Body):
     stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    user: str | None = None
     # beyond OpenAI's
     top_k: Annotated[int, Field(ge=-1, le=RANGES["top_k"][2])] | None = None
     min_p: Share | None = None
@@ -117,9 +104,12 @@ class Sampled(Body):
     return_token_ids: bool = False
 
     @model_validator(mode="after")
-    def _streamed(self) -> Self:
+    def _streamed(self, info: ValidationInfo) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
-            refuse("stream_options", "stream_options needs stream = true")
+            reading = info.context or STRICTLY
+            if reading.strict:
+                refuse("stream_options", "stream_options needs stream = true")
+            reading.unused["stream_options"] = None
         return self
 
     def options(
@@ -154,10 +144,18 @@ class CompletionRequest(Sampled):
 
     refused = {"suffix": "the model continues text and fills no gaps; send a prompt alone"}
 
-    prompt: Annotated[list[str] | list[Ids], BeforeValidator(as_list, str | list[str] | Ids | list[Ids])]
+    prompt: Annotated[list[Any], BeforeValidator(as_prompts, str | list[str] | Ids | list[Ids])]
     best_of: int | None = None
     echo: bool = False
     logprobs: Likeliest | None = None
+    max_tokens: Annotated[int, Field(ge=UNTIL_THE_END)] = DEFAULT_TOKENS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _to_the_end(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("max_tokens", 0) is None:
+            return {**data, "max_tokens": UNTIL_THE_END}
+        return data
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -176,19 +174,23 @@ class CompletionRequest(Sampled):
 
 
 class Called(Body):
+    place = "messages[].tool_calls[].function."
+    unused = {"parsed_arguments": None}  # of the openai client's own, sent back
+
     name: str
     arguments: str
-    parsed_arguments: Annotated[Any, Field(exclude=True)] = None  # of the openai client's own, sent back
 
 
 class ToolCall(Body):
+    place = "messages[].tool_calls[]."
+    unused = {"index": None}  # left in by programs that put deltas together
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: Called
-    index: int | None = None  # left in by programs that put deltas together
 
 
-Content = str | list[dict[str, Any]] | None
+Content = str | Objects | None
 
 
 def expect_text(content: Content) -> None:
@@ -222,6 +224,9 @@ class Message(Body):
         "refusal": "send what the assistant wrote as content",
         "function_call": "use tool_calls",
     }
+    place = "messages[]."
+    renamed = {"reasoning": "reasoning_content"}
+    unused = {"annotations": [[]], "parsed": None}  # of our own answers and the openai client's, sent back
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
@@ -229,12 +234,10 @@ class Message(Body):
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] = []  # of our own answers, sent back
-    parsed: Annotated[Any, Field(exclude=True)] = None  # of the openai client's own
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.role != ASSISTANT:
             refuse("content", f"content is missing in a message of the role {self.role!r}; send text")
         if self.tool_calls and self.role != ASSISTANT:
             refuse("tool_calls", f"tool_calls are an assistant's, not of the role {self.role!r}")
@@ -243,7 +246,7 @@ class Message(Body):
 
     def plain(self) -> dict[str, Any]:
         """For a template: content as one text, a developer as the system, arguments as values."""
-        without = {"annotations"} if self.tool_calls else {"annotations", "tool_calls"}
+        without = None if self.tool_calls else {"tool_calls"}
         found = self.model_dump(exclude_none=True, exclude=without)
         found["role"] = SYSTEM if self.role == "developer" else self.role
         found["content"] = "\n".join(texts_of(self.content))
@@ -269,28 +272,30 @@ class ConversationRequest(Sampled):
         "moderation": "answers are not moderated",
         "web_search_options": "the model cannot search",
     }
+    neutral = {**Sampled.neutral, "modalities": [["text"]]}
+    unused = {
+        **Sampled.unused,
+        "metadata": None,
+        "prompt_cache_key": None,
+        "prompt_cache_options": None,
+        "prompt_cache_retention": ["in_memory"],
+        "reasoning_effort": ["none"],
+        "safety_identifier": None,
+        "service_tier": ["auto", "default"],
+        "store": [False],
+        "verbosity": ["medium"],
+    }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool = False
     top_logprobs: Likeliest | None = None
-    max_tokens: Limit | None = None
-    max_completion_tokens: Limit | None = None
-    tools: list[dict[str, Any]] = []
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
+    tools: Objects = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     response_format: dict[str, Any] | None = None
     prediction: Prediction | None = None
-    # without effect
-    metadata: dict[str, str] | None = None
-    modalities: list[Literal["text"]] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    reasoning_effort: Literal["none"] | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] = False
-    verbosity: Literal["medium"] | None = None
     # beyond OpenAI's
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
@@ -311,39 +316,3 @@ class ConversationRequest(Sampled):
                 f"chat_template_kwargs has {name!r}, which is a field of the request itself",
             )
         return self
-
-
-EXPECTED = {  # of fields with several types
-    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
-    "stop": f"a text, or a list of at most {MAX_STOPS} texts, none of them empty",
-    "content": "a text, or a list of parts {'type': 'text', 'text': ...}",
-    "tool_choice": "'none', 'auto', 'required', or an object that names a tool",
-}
-
-
-def refusal(errors: Sequence[Any]) -> RequestError:
-    """What a client is told about a bad body; `errors` as of pydantic's or FastAPI's validation error."""
-    error = next(
-        (e for e in errors if e["type"] == "refused"), errors[0]
-    )  # a better reason than a type of several
-    path = [part for part in error["loc"] if part != "body"]
-    field = next((name for name in path if name in EXPECTED), None)
-    if field is not None:
-        path = path[: path.index(field) + 1]  # pydantic goes on with the type that it tried
-    if error["type"] == "refused":
-        return RequestError(
-            error["ctx"]["message"], spelled([*path, error["ctx"]["field"]]), error["ctx"]["code"]
-        )
-    if error["type"] == "json_invalid" or not path:
-        return RequestError(f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
-    if error["type"] == "missing":
-        return RequestError(f"{spelled(path)} is missing", spelled(path), "missing_required_parameter")
-    wanted = f"it must be {EXPECTED[field]}" if field else error["msg"][:1].lower() + error["msg"][1:]
-    return RequestError(
-        f"{spelled(path)} = {json.dumps(error['input'], default=str)[:80]}: {wanted}", spelled(path)
-    )
-
-
-def spelled(path: Sequence[str | int]) -> str:
-    """As OpenAI writes it: messages[0].content."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

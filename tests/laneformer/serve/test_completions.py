@@ -276,16 +276,24 @@ def test_the_form_is_openais(tiny):
     assert post(tiny, prompt="a")["id"] != answer["id"]
 
 
+@pytest.mark.parametrize("max_tokens", [13, 10**9, -1, None])
+def test_the_context_limits_the_answer(tiny, max_tokens):
+    answer = post(tiny, prompt=[5] * 500, max_tokens=max_tokens, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["choices"][0]["finish_reason"] == "length"
+    scored = post(tiny, prompt=[5] * 512, max_tokens=0, echo=True, logprobs=0)
+    assert scored["usage"]["completion_tokens"] == 0
+
+
 def test_refusals(tiny, engine):
     context = engine.config.max_position_embeddings
-    error = refused(tiny, prompt=[5] * 500, max_tokens=13)
+    error = refused(tiny, prompt=[5] * 512, max_tokens=1)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert error["type"] == "invalid_request_error"
     assert (
-        f"maximum context length is {context} tokens, but you requested 513 tokens (500 in the prompt"
+        f"maximum context length is {context} tokens, but you sent 512 tokens in the prompt"
         in error["message"]
     )
-    assert post(tiny, prompt=[5] * 500, max_tokens=12, ignore_eos=True)["usage"]["completion_tokens"] == 12
     assert "outside the vocabulary" in refused(tiny, prompt=[[5], [10**6]])["message"]
     assert "prompt[1] has no tokens" in refused(tiny, prompt=[[5], []])["message"]
     assert refused(tiny, prompt="a", min_tokens=20)["param"] == "min_tokens"

@@ -206,7 +206,7 @@ def test_what_nobody_foresaw_is_in_the_log_alone(model_folder: Path, server: Cal
         model_folder,
         """
 from laneformer.serve import app
-app.CompletionAnswer = lambda *_: {}["secret"]
+app.CompletionAnswer = lambda body, context: {}["secret"]
 """,
     )
     failed = post(one)

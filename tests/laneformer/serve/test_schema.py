@@ -14,7 +14,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as conversation_create_params
 from pydantic import ValidationError
 
-from laneformer.serve.schema import CompletionRequest, ConversationRequest, RequestError, Sampled, refusal
+from laneformer.serve.bodies import Reading, RequestError, refusal
+from laneformer.serve.bodies import parsed as parsed_json
+from laneformer.serve.schema import UNTIL_THE_END, CompletionRequest, ConversationRequest, Sampled
 
 PROMPT: dict[str, Any] = {"prompt": "Hi"}
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -30,13 +32,13 @@ EFFECTIVE = {
         "response_format", "prediction", *OPTIONS,
     },
 }  # fmt: skip
-WITHOUT_EFFECT = {"user": ("me", 1), "model": ("tiny", 1)}
-NEUTRAL: dict[type[Sampled], dict[str, tuple[Any, Any]]] = {  # a value that is accepted, and one that is not
+WITHOUT_EFFECT = {"user": ("me", None), "model": ("tiny", 1)}
+NEUTRAL: dict[type[Sampled], dict[str, tuple[Any, Any]]] = {  # a value that is accepted, and one that is not, if any
     CompletionRequest: {"best_of": (1, 2), **WITHOUT_EFFECT},
     ConversationRequest: {
-        "metadata": ({"a": "b"}, {"a": 1}), "modalities": (["text"], ["text", "audio"]), "prompt_cache_key": ("k", 1),
-        "prompt_cache_options": ({"mode": "implicit"}, "implicit"), "prompt_cache_retention": ("in_memory", "24h"),
-        "reasoning_effort": ("none", "high"), "safety_identifier": ("me", 1), "service_tier": ("auto", "flex"),
+        "metadata": ({"a": "b"}, None), "modalities": (["text"], ["text", "audio"]), "prompt_cache_key": ("k", None),
+        "prompt_cache_options": ({"mode": "implicit"}, None), "prompt_cache_retention": ("in_memory", "24h"),
+        "reasoning_effort": ("none", "high"), "safety_identifier": ("me", None), "service_tier": ("auto", "flex"),
         "store": (False, True), "verbosity": ("medium", "low"), **WITHOUT_EFFECT,
     },
 }  # fmt: skip
@@ -77,6 +79,8 @@ def test_what_is_not_supported_is_refused_by_name(body):
 def test_what_has_no_effect_is_accepted_with_a_harmless_value_alone(body):
     for name, (accepted, other) in NEUTRAL[body].items():
         parsed(body, **{name: accepted})
+        if other is None:
+            continue
         error = refused(body, **{name: other})
         assert error.param is not None
         assert error.param.startswith(name)
@@ -84,8 +88,17 @@ def test_what_has_no_effect_is_accepted_with_a_harmless_value_alone(body):
 
 @both
 def test_null_is_as_absent(body):
-    everything = {name: None for name in [*body.model_fields, *body.refused] if name not in BASE[body]}
+    required = {*BASE[body], "max_tokens"}
+    everything = {name: None for name in [*body.model_fields, *body.refused] if name not in required}
     assert parsed(body, **everything) == parsed(body)
+
+
+def test_no_limit_of_tokens():
+    """-1 and null: until the end of the context."""
+    for none in (-1, None):
+        assert parsed(CompletionRequest, max_tokens=none).max_tokens == UNTIL_THE_END
+        assert parsed(ConversationRequest, max_tokens=none).max_tokens is None
+    assert parsed(CompletionRequest).max_tokens == 16
 
 
 @both
@@ -102,7 +115,7 @@ def test_null_is_as_absent(body):
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"n": True}, "n", "valid integer"),
         ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
-        ({"max_tokens": -1}, "max_tokens", "greater than or equal"),
+        ({"max_tokens": -2}, "max_tokens", "greater than or equal"),
         ({"seed": 2**64}, "seed", "less than"),
         ({"stop": ["a"] * 17}, "stop", "a list of at most 16 texts"),
         ({"stop": ["a", ""]}, "stop", "none of them empty"),
@@ -249,3 +262,65 @@ def test_what_the_openai_client_parsed_may_be_sent_back():
     answer, called = (message.plain() for message in body.messages[1:])
     assert answer == {"role": "assistant", "content": "{}"}
     assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+
+
+def leniently(body: type[Sampled], **fields: Any) -> tuple[Any, str]:
+    """The body, and the names in the header `warnings`."""
+    reading = Reading(strict=False)
+    read = body.read(json.dumps({**BASE[body], **fields}).encode(), reading)
+    return read, reading.headers.get("warnings", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "warnings"),
+    [
+        ({"reasoning_effort": "low", "keep_alive": "5m"}, "reasoning_effort, keep_alive"),
+        ({"service_tier": "flex", "verbosity": "low"}, "service_tier, verbosity"),
+        ({"service_tier": "auto", "store": False, "metadata": {"a": 1}}, ""),
+        ({"thinking": {"type": "enabled"}, "cache_prompt": True, "typical_p": 1.0}, "thinking, cache_prompt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": [{"role": "user", "content": "Hi", "id": "1"}] * 3}, "messages[].id"),
+        ({"messages": [{"role": "assistant", "content": None, "reasoning": "Hm"}]}, "messages[].reasoning"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({"a, b\r\nc: \u00e9": 1}, "a b\\r\\nc: \\u00e9"),
+        ({"repeat_penalty": 1.1}, "repeat_penalty"),
+    ],
+)
+def test_what_changes_nothing_is_taken_and_named(fields, warnings):
+    assert leniently(ConversationRequest, **fields)[1] == warnings
+    if warnings:
+        assert refused(ConversationRequest, **fields).param is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temprature": 1}, "temprature is unknown; did you mean 'temperature'?"),
+        ({"typical_p": 0.9}, r"typical_p = 0\.9 is not supported; use one of \[1\]"),
+        ({"modalities": ["text", "audio"]}, r"modalities = \[\"text\", \"audio\"\] is not supported"),
+        ({"functions": []}, "functions is not supported: use tools"),
+        ({f"field_{i}": i for i in range(65)}, "field_64 is unknown"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(fields, message):
+    with pytest.raises(RequestError, match=message):
+        leniently(ConversationRequest, **fields)
+
+
+def test_other_servers_names_are_known():
+    assert leniently(ConversationRequest, repeat_penalty=1.1)[0].repetition_penalty == 1.1
+    said = [{"role": "assistant", "content": "4", "reasoning": "2 and 2"}]
+    assert leniently(ConversationRequest, messages=said)[0].messages[0].reasoning_content == "2 and 2"
+
+
+def test_json_of_many_parts_is_read_alike():
+    """In Python, where other threads run meanwhile."""
+    value = {"a": [[i, str(i), {"b": i / 3}] for i in range(20_000)], "c": None, "d": [True, "\u00e9\\"]}
+    text = json.dumps(value)
+    assert parsed_json(text.encode()) == json.loads(text)
+    for wrong in ("[" * 100_000, text[:-1], "1," * 60_000):
+        with pytest.raises(RequestError, match="the body is not a JSON object"):
+            ConversationRequest.read(wrong.encode(), Reading())

@@ -83,8 +83,7 @@ def test_every_route_field_and_flag_is_told(served: Server, capsys: pytest.Captu
     for route in routes:
         assert f"{route.replace('{name}', 'NAME')}`" in GUIDE, route
     for request in (CompletionRequest, ConversationRequest):
-        used = {name for name in request.model_fields if name not in WITHOUT_EFFECT}
-        for name in used | set(request.refused):
+        for name in {*request.model_fields, *request.refused}:
             assert f"`{name}`" in GUIDE or f"`{name}: " in GUIDE or f" {name} " in GUIDE, name
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
@@ -94,8 +93,3 @@ def test_every_route_field_and_flag_is_told(served: Server, capsys: pytest.Captu
     } <= flags
     for text in re.findall(r"laneformer serve [^\n|]*", GUIDE):
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= flags, text
-
-
-WITHOUT_EFFECT = {  # told together, with "..."
-    "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "modalities",
-}  # fmt: skip

@@ -6,21 +6,20 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from ..engine import GeneratedToken
-from ..engine.text import TextStream
-from .answers import Answer, completion_logprobs
-from .choices import Choices, Piece, Written
-from .context import ServingContext
-from .schema import CompletionRequest
+from ...engine import GeneratedToken
+from ...engine.text import TextStream
+from ..bodies import RequestError
+from ..choices import Choices, Piece, Written, joined
+from ..context import ServingContext
+from ..schema import UNTIL_THE_END, CompletionRequest
+from .openai import OpenAIAnswer, completion_logprobs
 
-DEFAULT_TOKENS = 16  # OpenAI's
 
-
-class CompletionAnswer(Answer):
+class CompletionAnswer(OpenAIAnswer):
     def __init__(self, request: CompletionRequest, context: ServingContext):
-        """Submits the request: RequestError, and what `Scheduler.submit` raises."""
-        prompts = [context.prompts.text(p) if isinstance(p, str) else p for p in request.prompt]
-        wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+        """In any thread; RequestError for what cannot be answered."""
+        prompts = [encoded(prompt, context) for prompt in request.prompt]
+        wanted = None if request.max_tokens == UNTIL_THE_END else request.max_tokens
         limit = context.room(request, prompts, wanted, "prompt")
         options = request.options(context.completion_defaults, limit, request.logprobs) if limit else None
         score_top = request.logprobs if request.echo else None
@@ -36,8 +35,13 @@ class CompletionAnswer(Answer):
             if shown.text or shown.tokens or shown.finish_reason or self.ids(shown, first):
                 logprobs = completion_logprobs(self.context, shown.tokens) if shown.tokens else None
                 yield self.chunk(shown, "text", json.dumps(shown.text), logprobs, first)
-        for chunk in self.end():
-            yield chunk
+        yield self.end()
+
+    async def whole(self) -> dict[str, Any]:
+        pieces: list[list[Piece]] = [[] for _ in self.choices.generated]
+        async for piece in self.choices:
+            pieces[piece.choice].append(self.shown(piece))
+        return self.completed([self.choice(joined(found)) for found in pieces])
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         scored = self.request.logprobs is not None
@@ -77,3 +81,12 @@ class CompletionAnswer(Answer):
             placed.append(Written(token, offset))
             offset += len(stream.push(token.id))
         return text, placed
+
+
+def encoded(prompt: str | list[int], context: ServingContext) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    try:
+        return context.prompts.text(context.check_length(prompt, "prompt"))
+    except (TypeError, UnicodeError) as error:  # half a surrogate pair
+        raise RequestError(f"the prompt is no text: {error}", "prompt") from None

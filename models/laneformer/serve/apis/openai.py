@@ -11,19 +11,20 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from .choices import Choices, Piece, Written, joined
-from .context import ServingContext
-from .schema import Sampled
+from ..choices import Choices, Piece, Written
+from ..context import ServingContext
+from ..schema import Sampled
+from ..sending import Answer, Told
 
+DONE = "data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
 
 
-class Answer:
-    """An answer under way: iterate for the JSON of chunks, or await `whole`; then, or at
-    any time, `cancel` it.
-    """
+class OpenAIAnswer(Answer):
+    """What /v1/completions and /v1/chat/completions have in common."""
 
     def __init__(self, request: Sampled, choices: Choices, prefix: str, kind: str):
+        self.streamed = request.stream
         self.context, self.choices, self._options = choices.context, choices, request.stream_options
         self._with_ids = request.return_token_ids
         self._fields: dict[str, Any] = {
@@ -36,24 +37,22 @@ class Answer:
         self._head = json.dumps(self._fields)[:-1] + ', "choices": ['
         self._tail = '], "usage": null}' if self._options.include_usage else "]}"
 
+    def begin(self) -> None:
+        self.choices.begin()
+
     def cancel(self) -> None:
         self.choices.cancel()
 
-    async def whole(self) -> dict[str, Any]:
-        pieces: list[list[Piece]] = [[] for _ in self.choices.generated]
-        async for piece in self.choices:
-            pieces[piece.choice].append(self.shown(piece))
-        choices = [self.choice(joined(found)) for found in pieces]
+    def failed(self, told: Told) -> str:
+        return event(json.dumps(told.body())) + DONE
+
+    def completed(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The whole answer."""
         kind = self._fields["object"].removesuffix(".chunk")
-        return {**self._fields, "object": kind, "choices": choices, "usage": usage(self.choices)}
+        return {**self._fields, "object": kind, "choices": choices, "usage": self.usage()}
 
-    def shown(self, piece: Piece) -> Piece:
-        """The piece as clients see it."""
-        return piece
-
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        """One of the whole answer's, from all its pieces joined."""
-        raise NotImplementedError
+    def usage(self) -> dict[str, Any]:
+        return usage(self.choices)
 
     def ids(self, piece: Piece, first: bool) -> dict[str, Any]:
         """Token ids, where they are asked for; the prompt's with the choice's first chunk."""
@@ -63,24 +62,29 @@ class Answer:
         return {"token_ids": list(piece.ids), "prompt_token_ids": prompt}
 
     def chunk(self, piece: Piece, name: str, content: str, logprobs: Any = None, first: bool = False) -> str:
-        """content: JSON of the choice's field `name`."""
+        """An event. content: JSON of the choice's field `name`."""
         reason = "null" if piece.finish_reason is None else f'"{piece.finish_reason}"'
         scores = "null" if logprobs is None else json.dumps(logprobs)
         ids = f", {json.dumps(self.ids(piece, first))[1:-1]}" if self._with_ids else ""
-        return (
+        tail = self._used() if self._options.continuous_usage_stats else self._tail
+        return event(
             f'{self._head}{{"index": {piece.choice}, "{name}": {content}, "logprobs": {scores}, '
-            f'"finish_reason": {reason}{ids}}}{self._used() if self._options.continuous_usage_stats else self._tail}'
+            f'"finish_reason": {reason}{ids}}}{tail}'
         )
 
-    def end(self) -> list[str]:
-        """The last chunk, where usage is wanted."""
-        return [self._head + self._used()] if self._options.include_usage else []
+    def end(self) -> str:
+        """The last chunk, where usage is wanted, and the end of the stream."""
+        return (event(self._head + self._used()) if self._options.include_usage else "") + DONE
 
     def _used(self) -> str:
-        return f'], "usage": {json.dumps(usage(self.choices))}}}'
+        return f'], "usage": {json.dumps(self.usage())}}}'
 
 
-def usage(choices: Choices) -> dict[str, Any]:
+def event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+def usage(choices: Choices, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Tokens read and written so far; details, which the engine tells at the end, are null until then."""
     read, written = sum(map(len, choices.prompts)), sum(choices.generated)
     found = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
@@ -91,7 +95,7 @@ def usage(choices: Choices) -> dict[str, Any]:
     return {
         **found,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, **speculated},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens, "audio_tokens": 0, **speculated},
     }
 
 

@@ -1,0 +1,163 @@
+"""One conversation and its answer, whatever the API: all of them are translations of a ConversationRequest,
+and of the deltas in which it is answered.
+
+A delta is OpenAI's: {"reasoning_content": ...}, {"content": ...}, or {"tool_calls": [...]} with the beginning
+of a call or more of its arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .bodies import RequestError
+from .choices import Choices, Piece
+from .context import ServingContext
+from .grammar import Grammar
+from .reasoning import BEGIN, Thinking
+from .schema import ConversationRequest, texts_of
+from .tool_calls import CallParser, ToolUse
+
+PROMPT_END_TOKENS = 8  # among them is a <think> with which a template opens the answer
+
+
+class Said(NamedTuple):
+    """What is new of one choice. finish_reason: OpenAI's, once it has ended."""
+
+    piece: Piece
+    deltas: list[dict[str, Any]]
+    finish_reason: str | None
+
+
+class Speaker:
+    """The text of one choice as deltas: reasoning, content, calls."""
+
+    def __init__(self, parser: CallParser | None, inside: bool):
+        self.parser, self.thinking = parser, Thinking(inside)
+        self.reasoning_tokens = 0
+
+    def push(self, piece: Piece) -> Said:
+        self.reasoning_tokens += len(piece.ids) * self.thinking.inside
+        deltas = self._deltas(*self.thinking.push(piece.text))
+        if piece.finish_reason is None:
+            return Said(piece, deltas, None)
+        deltas += self._deltas(*self.thinking.finish())
+        deltas += self.parser.finish() if self.parser else []
+        called = piece.finish_reason == "stop" and self.parser is not None and self.parser.called
+        return Said(piece, deltas, "tool_calls" if called else piece.finish_reason)
+
+    def _deltas(self, reasoning: str, content: str) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = [{"reasoning_content": reasoning}] if reasoning else []
+        if self.parser is not None:
+            return deltas + self.parser.push(content)
+        return [*deltas, {"content": content}] if content else deltas
+
+
+class Conversation:
+    """`begin` submits it; then iterate for what is said. RequestError for what cannot be answered.
+
+    Made in any thread: it renders and encodes the prompt and compiles grammars, which takes time.
+    """
+
+    def __init__(self, request: ConversationRequest, context: ServingContext):
+        self.request, self.context = request, context
+        try:
+            tools = context.tool_calling.use(request.tools, request.tool_choice, request.parallel_tool_calls)
+            self.prompt = self._encoded(tools)
+            grammar = self._grammar(tools)
+        except RequestError:
+            raise
+        except Exception as error:  # a template is the makers' program, run on a client's data
+            raise RequestError(str(error), "messages") from None
+        self.choices = self._choices(tools, grammar)
+        opened = context.tokenizer.decode(self.prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        forced = grammar is not None and not (tools.names and tools.optional)
+        inside = opened.rstrip().endswith(BEGIN) and not forced
+        self.speakers = [Speaker(tools.parser(), inside) for _ in range(request.n)]
+
+    def begin(self) -> None:
+        """On the event loop; what `Scheduler.submit` raises."""
+        self.choices.begin()
+
+    def cancel(self) -> None:
+        self.choices.cancel()
+
+    async def __aiter__(self) -> AsyncGenerator[Said, None]:
+        async for piece in self.choices:
+            yield self.speakers[piece.choice].push(piece)
+
+    def _encoded(self, tools: ToolUse) -> list[int]:
+        request, prompts = self.request, self.context.prompts
+        rendered = prompts.rendered(
+            tools.messages([message.plain() for message in request.messages]),
+            tools=tools.template_tools,
+            add_generation_prompt=request.add_generation_prompt,
+            variables=request.chat_template_kwargs,
+        )
+        return prompts.encode(self.context.check_length(rendered, "messages"))
+
+    def _grammar(self, tools: ToolUse) -> Grammar | None:
+        try:
+            calls = tools.grammar()
+            form = self.context.grammars.of_response_format(self.request.response_format)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        if calls and form:
+            raise RequestError(
+                "response_format cannot be combined with tools; send one of them", "response_format"
+            )
+        return calls or form
+
+    def _choices(self, tools: ToolUse, grammar: Grammar | None) -> Choices:
+        request, context = self.request, self.context
+        wanted = request.max_completion_tokens or request.max_tokens
+        limit = context.room(request, [self.prompt], wanted, "messages")
+        logprobs = request.top_logprobs or 0 if request.logprobs else None
+        options = request.options(context.conversation_defaults, limit, logprobs)
+        if request.prediction is not None:
+            expected = "".join(texts_of(request.prediction.content))
+            ids = context.prompts.text(context.check_length(expected, "prediction"), False)
+            options = dataclasses.replace(options, prediction=ids)
+        return Choices(
+            context, [self.prompt], request.n, options, request.stop,
+            grammar=grammar, with_control_tokens=bool(tools.names),
+        )  # fmt: skip
+
+
+@dataclass
+class Block:
+    """A part of an answer. kind: "reasoning", "text" or "call"; text: of a call its arguments."""
+
+    kind: str
+    id: str = ""
+    name: str = ""
+    text: str = ""
+
+
+class Blocks(list[Block]):
+    """The parts of one choice, put together from deltas."""
+
+    def push(self, delta: dict[str, Any]) -> Iterator[tuple[Block, str]]:
+        """Blocks with the text that is new in them; a new block first comes without text."""
+        for kind, name in (("reasoning", "reasoning_content"), ("text", "content")):
+            if text := delta.get(name):
+                if not self or self[-1].kind != kind:
+                    self.append(Block(kind))
+                    yield self[-1], ""
+                yield self._more(text)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                self.append(Block("call", call["id"], call["function"]["name"]))
+                yield self[-1], ""
+            if text := call["function"].get("arguments"):
+                yield self._more(text)
+
+    def text(self, kind: str) -> str:
+        """Of all blocks of a kind."""
+        return "".join(block.text for block in self if block.kind == kind)
+
+    def _more(self, text: str) -> tuple[Block, str]:
+        self[-1].text += text
+        return self[-1], text

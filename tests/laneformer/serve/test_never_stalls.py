@@ -1,0 +1,129 @@
+"""The event loop goes on while a request is prepared: what takes long runs in another thread, or is not begun."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from laneformer.engine import Engine
+from laneformer.prompts import PromptEncoder
+from laneformer.serve.app import create_app
+from laneformer.serve.grammar import Grammars
+from laneformer.serve.options import ServerOptions
+
+DIGITS = "0123456789" * 400_000  # 4 MB, which take seconds to encode
+TALK = [{"role": "user", "content": "Hello"}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def app(model_folder: Path) -> Iterator[FastAPI]:
+    with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
+        app = create_app(engine, ServerOptions(model="tiny", api_key=None))
+        yield app
+        app.state.scheduler.close()
+
+
+def on_a_loop(app: FastAPI, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    async def visit() -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            return await work(client)
+
+    return asyncio.run(visit())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": DIGITS}]}),
+        ("/v1/completions", {"prompt": DIGITS}),
+        ("/v1/completions", {"prompt": ["Hello", DIGITS]}),
+        ("/v1/chat/completions", {"messages": TALK, "prediction": {"content": DIGITS}}),
+        ("/tokenize", {"content": DIGITS}),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_encoded(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    encoded: list[int] = []
+    truth = PromptEncoder.text
+
+    def counted(self: PromptEncoder, text: str, *args: Any, **kwargs: Any) -> list[int]:
+        encoded.append(len(text))
+        return truth(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(PromptEncoder, "text", counted)
+    answer = on_a_loop(app, lambda client: client.post(path, json=body))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "maximum context length is 512 tokens" in answer.json()["error"]["message"]
+    assert max(encoded, default=0) < 1000
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "path", "body"),
+    [
+        (PromptEncoder, "text", "/v1/completions", {"prompt": "Hello"}),
+        (PromptEncoder, "text", "/tokenize", {"content": "Hello"}),
+        (PromptEncoder, "rendered", "/v1/chat/completions", {"messages": TALK}),
+        (PromptEncoder, "encode", "/v1/chat/completions", {"messages": TALK}),
+        (Grammars, "of_lark", "/v1/chat/completions", {"messages": TALK, "response_format": SCHEMA}),
+    ],
+)
+def test_health_answers_while_a_request_is_prepared(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, path: str, body: dict[str, Any]
+) -> None:
+    """Encoding waits until /health has been answered, and would wait for ever on the loop's thread."""
+    begun, answered = threading.Event(), threading.Event()
+    truth = getattr(owner, name)
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert answered.wait(WAIT_S), "the loop stood still"
+        return truth(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, waiting)
+
+    async def work(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        posted = asyncio.create_task(client.post(path, json={**body, "max_tokens": 2}))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        health = await client.get("/health")
+        answered.set()
+        return health, await posted
+
+    health, posted = on_a_loop(app, work)
+    assert (health.status_code, posted.status_code) == (200, 200)
+
+
+def test_more_preparation_than_there_is_room_for_is_429(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+    truth = PromptEncoder.text
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        assert answered.wait(WAIT_S)
+        return truth(*args, **kwargs)
+
+    monkeypatch.setattr(PromptEncoder, "text", waiting)
+
+    async def work(client: httpx.AsyncClient) -> list[int]:
+        scheduler = app.state.scheduler
+        asked = scheduler.max_waiting + scheduler.max_joined + 3
+        tasks = [asyncio.create_task(client.post("/tokenize", json={"content": "a"})) for _ in range(asked)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        answered.set()
+        return [task.status_code for task in await asyncio.gather(*tasks)]
+
+    statuses = on_a_loop(app, work)
+    assert statuses.count(429) == 3
+    assert set(statuses) == {200, 429}
