@@ -9,6 +9,8 @@ in one write, with the command line and the checkpoint's time. Those records are
 watcher continues where evals.jsonl ends, and a step that was trained again after a rollback is evaluated
 again. wandb and TensorBoard get the same figures if `[metrics]` enables them (evals.trackers).
 
+A command that fails keeps its finished work and is tried again after 1, 10 and 60 minutes; a full disk is waited for.
+
 Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in
 RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when asked to stop.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import math
 import os
@@ -44,6 +47,9 @@ from records.job import JobSections, read_job
 from records.workers import usable_cpus
 
 SCRATCH = ".evals-watch"
+RETRY_AFTER_S = (60.0, 600.0, 3600.0)  # of a command's failures; after one more it is left to the next start
+FULL_DISK_RETRY_S = 60.0
+LEAST_FREE_BYTES = 2**26  # a command that fails with less has not failed by itself
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -64,13 +70,14 @@ class Watcher:
         self.job, self.run = job, job.run
         self.records = self.run / "evals.jsonl"
         self.trackers = Trackers(job, self.say)
-        self.failed: set[tuple[int, float, str]] = (
-            set()
-        )  # (step, saved, command): not retried by this process
+        # times of time.monotonic() by (step, saved, command)
+        self.failed: dict[tuple[int, float, str], list[float]] = {}
+        self.once = False
         self.waiting: set[int] = set()  # steps with missing records at the last look
 
     def watch(self, once: bool, every_s: float) -> int:
         """Evaluate until the run is done, or with `once` what is there; returns the exit status."""
+        self.once = once
         while True:
             outcome = read_outcome(
                 self.run
@@ -81,8 +88,14 @@ class Watcher:
             if work:
                 try:
                     self.evaluate(work)
-                except OSError as problem:  # a full disk: later checkpoints are evaluated all the same
-                    self.fail(work, work.commands, str(problem))
+                except OSError as problem:
+                    if problem.errno not in (errno.ENOSPC, errno.EDQUOT) or over:
+                        self.fail(
+                            work, work.commands, str(problem)
+                        )  # later checkpoints are evaluated all the same
+                    else:
+                        self.say(f"step {work.step}: {problem}; the evaluation waits for space")
+                        time.sleep(FULL_DISK_RETRY_S)
             elif over:
                 return 1 if self.failed else 0
             else:
@@ -90,16 +103,20 @@ class Watcher:
 
     def next_work(self) -> Work | None:
         """The next complete checkpoint with missing records; reports checkpoints deleted before their turn."""
-        known, waiting = self.recorded(), []
+        known, waiting, unfinished = self.recorded(), [], set[str]()
         for step, folder in step_folders(self.job.checkpoints).items():
             with contextlib.suppress(OSError):  # not saved yet, or being deleted
                 saved = (folder / ".metadata").stat().st_mtime
-                missing = tuple(
-                    command for command in self.job.evals.commands
-                    if known.get((step, command), 0.0) < saved and (step, saved, command) not in self.failed
-                )  # fmt: skip
+                commands = [c for c in self.job.evals.commands if known.get((step, c), 0.0) < saved]
+                unfinished |= {self.kept(step, command).name for command in commands}
+                missing = tuple(command for command in commands if self.due((step, saved, command)))
                 if missing and self.selected(step):
                     waiting.append(Work(step, folder, saved, missing))
+        for kept in (self.run / SCRATCH).glob(
+            "step-*-*"
+        ):  # its records, or its checkpoint's end, came in between
+            if kept.name not in unfinished:
+                shutil.rmtree(kept, ignore_errors=True)
         for step in sorted(self.waiting - {work.step for work in waiting}):
             if not (self.job.checkpoints / f"step-{step}").is_dir():
                 self.say(f"step {step} was deleted before it was evaluated; see resilience.keep_every_steps")
@@ -112,6 +129,19 @@ class Watcher:
                 check_complete(work.checkpoint)
                 return work
         return None
+
+    def due(self, task: tuple[int, float, str]) -> bool:
+        """Whether a command without a record is to be run now."""
+        failures = self.failed.get(task, [])
+        if not failures:
+            return True
+        if self.once or len(failures) > len(RETRY_AFTER_S):
+            return False
+        return time.monotonic() >= failures[-1] + RETRY_AFTER_S[len(failures) - 1]
+
+    def kept(self, step: int, command: str) -> Path:
+        """Where a command writes its records, and what it has finished until then."""
+        return self.run / SCRATCH / f"step-{step}-{self.job.evals.commands.index(command)}"
 
     def selected(self, step: int) -> bool:
         return step > 0 and (step % self.job.evals.every_steps == 0 or step == self.job.training.steps)
@@ -135,11 +165,13 @@ class Watcher:
                 if work.checkpoint.is_dir():
                     self.fail(work, work.commands, "the export failed")
                 return  # deleted meanwhile: the next look reports it
-            for number, command in enumerate(work.commands):
-                out = scratch / f"step-{work.step}-{number}.jsonl"
+            for command in work.commands:
+                kept = self.kept(work.step, command)
+                out = kept / "records.jsonl"
                 module, kind, options = read_command(command)
                 about = About(out, work.step, *self.progress(work.step))
                 words = [module, *kind.arguments(hf, options, about, self.job.evals.device)]
+                kept.mkdir(exist_ok=True)
                 # the command holds the lock, too: what a killed watcher has started is waited for
                 with hold_lock(out.with_suffix(".lock"), "", wait_s=math.inf) as lock:
                     out.unlink(
@@ -148,12 +180,16 @@ class Watcher:
                     status = self.call(work.step, words, lock)
                 records = read_lines(out)
                 if status or not records:
+                    if shutil.disk_usage(self.run).free < LEAST_FREE_BYTES:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run))
                     self.fail(work, (command,), f"exit status {status}, {len(records)} records")
                     continue
-                keep_items(scratch / ITEMS, self.run / ITEMS)
+                keep_items(kept / ITEMS, self.run / ITEMS)
                 marks = {"command": command, "checkpoint_time": work.saved}
                 append_line(self.records, "\n".join(json.dumps(record | marks) for record in records))
                 self.say(f"step {work.step}: {command}")
+                self.failed.pop((work.step, work.saved, command), None)
+                shutil.rmtree(kept, ignore_errors=True)
         self.say(f"step {work.step} took {time.monotonic() - begun:.1f} s")
 
     def progress(self, step: int) -> tuple[int | None, str | None]:
@@ -186,7 +222,8 @@ class Watcher:
                     process.wait()
 
     def fail(self, work: Work, commands: tuple[str, ...], reason: str) -> None:
-        self.failed |= {(work.step, work.saved, command) for command in commands}
+        for command in commands:
+            self.failed.setdefault((work.step, work.saved, command), []).append(time.monotonic())
         log = self.run / f"logs/evals/step-{work.step}.log"
         for command in commands:
             self.say(f"step {work.step}: {command} FAILED: {reason}, see {log}")
@@ -198,20 +235,19 @@ class Watcher:
 
 @contextlib.contextmanager
 def scratch_folder(run: Path) -> Iterator[Path]:
-    """RUN/.evals-watch, deleted at the end of the block; if that is interrupted, only the
-    exported model is deleted.
+    """RUN/.evals-watch; at the end of the block the exported model is deleted, and the folder if it is empty.
 
-    A command may keep finished work next to its --out and continue from there (evals.core does).
+    What a command has finished lies next to its --out, where it continues after a failure (evals.core does).
     """
     folder = run / SCRATCH
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
-    except BaseException:
+    finally:
         for models in folder.glob("[0-9]*"):
             shutil.rmtree(models, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def keep_items(found: Path, kept: Path) -> None:

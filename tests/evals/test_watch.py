@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from evals.watch import Watcher, only_watcher
-from records.events import STOPPED
+from records.events import DONE, STOPPED, write_outcome
 from records.files import hold_lock
 from records.job import Checkpoint, Evals, Job, JobSections, Training
 from tests.train.supervised import ROOT, arguments, environment
@@ -111,7 +111,7 @@ def test_a_killed_watcher_goes_on_and_repeats_nothing(trained: Path, prepared_da
     third = watcher(trained, "--once", *wanted)
     assert third.wait() == 0
     assert records(trained) == found
-    assert not (trained / ".evals-watch").exists(), "a scratch folder stayed behind"
+    assert not list((trained / ".evals-watch").glob("*")), "finished work stayed behind"
 
 
 def test_sigterm_ends_it_and_what_it_started(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_command_that_a_killed_watcher_left_is_waited_for(
     save(run, 10)
     orphan = "import sys, time, pathlib; out = pathlib.Path(sys.argv[1]); time.sleep(1.5); out.write_text('orphan')"
     scratch = run / ".evals-watch"
-    out = scratch / "step-10-0.jsonl"
+    out = scratch / "step-10-0/records.jsonl"
     with hold_lock(out.with_suffix(".lock"), "held by us") as lock:
         process = subprocess.Popen([sys.executable, "-c", orphan, str(out)], pass_fds=[lock.fileno()])
     began = time.monotonic()
@@ -231,6 +231,68 @@ def test_a_full_disk_does_not_end_the_watcher(tmp_path: Path) -> None:
     assert "No space left" in (tmp_path / "events.jsonl").read_text()
     assert Played(job).watch(once=True, every_s=0) == 0
     assert evaluated(tmp_path) == [("decode_speed", 20), ("decode_speed", 10)]
+
+
+class Interrupted(Played):
+    """Commands do half of their work, die `deaths` times, and go on from there; then the run is done."""
+
+    deaths, runs = 2, 0
+
+    def call(self, step: int, words: list[str], *locks: Any) -> int:
+        if words[0] == "laneformer.hf.export":
+            return 0
+        half = Path(words[words.index("--out") + 1]).with_name("half")
+        assert half.exists() == (self.runs > 0), "what was done is lost"
+        half.touch()
+        self.runs += 1
+        if self.runs <= self.deaths:
+            return -signal.SIGKILL
+        write_outcome(self.run, 1, DONE, 35, "done")
+        return super().call(step, words, *locks)
+
+
+def test_a_command_that_dies_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.watch.RETRY_AFTER_S", (0.0, 0.01))
+    save(tmp_path, 10)
+    watching = Interrupted(job_of(tmp_path, commands=COMMANDS[:1]))
+    assert watching.watch(once=False, every_s=0.01) == 0
+    assert (watching.runs, evaluated(tmp_path)) == (3, [("decode_speed", 10)])
+    assert not (tmp_path / ".evals-watch").exists()
+
+
+def test_a_command_is_given_up_after_its_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.watch.RETRY_AFTER_S", (0.0, 0.0))
+    folder = save(tmp_path, 10)
+    watching = Interrupted(job_of(tmp_path, commands=COMMANDS[:1]))
+    watching.deaths = 99
+    while work := watching.next_work():
+        watching.evaluate(work)
+    assert watching.runs == 3
+    assert (tmp_path / ".evals-watch/step-10-0/half").exists(), "for the next start"
+    shutil.rmtree(folder)
+    watching.next_work()
+    assert not (tmp_path / ".evals-watch/step-10-0").exists(), "its checkpoint is gone"
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["a write", "a command"])
+def test_an_evaluation_waits_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
+    class Full(Interrupted):
+        def call(self, step: int, words: list[str], *locks: Any) -> int:
+            if self.runs or waited:
+                return super().call(step, words, *locks)
+            if raises:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return int(words[0] != "laneformer.hf.export")
+
+    usage, waited = shutil.disk_usage(tmp_path), list[float]()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    monkeypatch.setattr(time, "sleep", waited.append)
+    save(tmp_path, 10)
+    watching = Full(job_of(tmp_path, commands=COMMANDS[:1]))
+    watching.deaths = 0
+    assert watching.watch(once=False, every_s=0.01) == 0
+    assert (waited, evaluated(tmp_path)) == ([60.0], [("decode_speed", 10)])
+    assert not (tmp_path / "events.jsonl").exists(), "nothing has failed"
 
 
 def test_a_step_that_was_trained_again_is_evaluated_again(tmp_path: Path) -> None:
