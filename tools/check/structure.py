@@ -28,7 +28,7 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_850,
-    "laneformer": 88_500,
+    "laneformer": 89_350,
     "data_mixtures": 51_500,
     "train": 30_400,
     "evals": 31_000,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import socket
 import sys
@@ -65,6 +66,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     scheduler = Scheduler(engine, options.max_waiting, options.deadline_s)
     context = ServingContext(scheduler, engine, options.model, options.speculate)
     facts["sampling_defaults"] = context.sampling_defaults
+    facts["draft_model"] = engine.draft_model and dataclasses.asdict(engine.draft_model)
     facts["max_joined"] = scheduler.max_joined
     facts |= {
         "context_tokens": context.context_tokens,
