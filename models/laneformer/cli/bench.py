@@ -26,13 +26,17 @@ class Bench:
     """Cached positions before the measured tokens; given several, the JSON has all but
     the first under "depths".
     """
+    synthetic_acceptance: str | None = None
+    """As 0.85,0.7,0.6: also measure what drafts would bring that are right so often, by place, and cost nothing.
+    """
     json: bool = False
     """Print nothing but the JSON line."""
     model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
-        from ..engine.bench import benchmark
+        from ..engine.bench import benchmark, synthetic
 
+        acceptance = [float(odds) for odds in (self.synthetic_acceptance or "").split(",") if odds]
         console = Console(stderr=True, quiet=self.json)
         with console.status("loading weights"):
             engine = self.engine()
@@ -41,7 +45,9 @@ class Bench:
                 benchmark(engine, depth, lambda line: console.print(line, style="dim"))
                 for depth in self.depth or (0,)
             ]
+            drafts = synthetic(engine, acceptance, self.depth[0] if self.depth else 0) if acceptance else None
         figures |= {"depths": deeper} if deeper else {}
+        figures |= {"synthetic_drafts": drafts} if drafts else {}
         figures["model"] = self.random_weights or str(self.hf_dir)
         if not self.json:
             reader = f"{figures['threads']} threads" if "threads" in figures else figures["device"]
@@ -51,6 +57,11 @@ class Bench:
                 f"that {reader} read just then; "
                 f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
             )
+            if drafts:
+                console.print(
+                    f"drafts that are right with odds {self.synthetic_acceptance} and cost nothing: "
+                    f"[bold]{drafts['speed_up']:.2f}[/] times as fast, {drafts['tokens_a_pass']:.2f} tokens a pass"
+                )
         print(json.dumps(figures))
 
     def engine(self) -> Engine:

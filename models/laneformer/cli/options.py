@@ -48,12 +48,21 @@ class ModelOptions:
     cache_bytes: int | None = None
     """Memory for keys and values of earlier requests, on each device; default: a quarter of what is left."""
 
+    draft: Path | None = None
+    """A small model with the same tokenizer, folder or GGUF file: its drafts are verified where that is faster,
+    and the output stays the same. CPU only.
+    """
+
     def load(self, path: Path, **others: Any) -> Engine:
         """path: or a model's name (names.py); `others`: of the engine."""
         return Engine.from_pretrained(located(path), **self._given(), **others)
 
     def random(self, flavor: str) -> Engine:
         options = self._given()
+        if self.draft is not None:
+            raise ValueError(
+                f"--draft {self.draft} drafts for a model folder; random weights have no text in common"
+            )
         for name in FOLDERS_ALONE:
             options.pop(name, None)
         return Engine.random(flavor, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})

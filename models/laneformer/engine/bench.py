@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .decoder import CUDA
-from .options import in_range
+from .options import MAX_DRAFT_TOKENS, in_range
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SEGMENTS = 12
 MIN_SEGMENT_S = 0.25  # long enough that one tick of another process does not decide it
 MIN_TOKENS = 64  # of the context, left to decode
+DRAFTED_TOKENS, DRAFTED_ROUNDS = 192, 5  # a few acceptances more or less do not decide a round
 
 
 def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = print) -> dict[str, Any]:
@@ -77,10 +79,50 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
     }
 
 
-def after(engine: Engine, prompt: list[int], tokens: int, **options: Any) -> Any:
-    """A timed request, Collected at its end, with this many new tokens, one in each pass."""
+def after(
+    engine: Engine,
+    prompt: list[int],
+    tokens: int,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
+    """A timed request, Collected at its end, with this many new tokens, one in each pass; `fields` of Request."""
     options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
-    return engine._finished([engine._requests.generation(prompt, options, timed=True, quiet=True)])[0]
+    return engine._finished([engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)])[
+        0
+    ]
+
+
+def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> dict[str, Any]:
+    """What drafts would be worth here if they cost nothing, and draft i were right with odds acceptance[i] where those
+    before it were: a trained head's, or a draft model's. As many are verified as passes of this machine make worth it.
+
+    ValueError on GPUs, and for odds outside of 0 to 1.
+    """
+    if engine.isa == CUDA:
+        raise ValueError("synthetic acceptance is measured by the CPU engine; use device = 'cpu'")
+    in_range("number of acceptances", len(acceptance), int, 1, MAX_DRAFT_TOKENS)
+    for i, odds in enumerate(acceptance):
+        in_range(f"acceptance[{i}]", odds, float, 0.0, 1.0)
+    prompt = random_prompt(engine, max(depth, 1))
+    room = engine.config.max_position_embeddings - len(prompt)
+    tokens = in_range("tokens that the context leaves", min(DRAFTED_TOKENS, room), int, MIN_TOKENS, room)
+    fields = {"replay": random_prompt(engine, tokens), "acceptance": list(acceptance)}
+    with_drafts, without, passes = [], [], []
+    for turn in range(DRAFTED_ROUNDS + 1):  # the first one learns what columns cost
+        plain = after(engine, prompt, tokens, {"replay": fields["replay"]})
+        drafted = after(engine, prompt, tokens, fields, speculate=len(acceptance))
+        if turn:
+            without.append(float(plain.whole.token_s.sum()))
+            with_drafts.append(float(drafted.whole.token_s.sum()))
+            passes.append(tokens / (tokens - drafted.whole.statistics["accepted_tokens"]))
+    return {
+        "acceptance": list(acceptance),
+        "tokens_per_s": (tokens - 1) / float(np.median(with_drafts)),
+        "tokens_per_s_without": (tokens - 1) / float(np.median(without)),
+        "speed_up": float(np.median(np.array(without) / np.array(with_drafts))),
+        "tokens_a_pass": float(np.median(passes)),
+    }
 
 
 def bytes_per_token(engine: Engine, positions: float) -> float:

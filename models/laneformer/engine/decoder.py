@@ -59,6 +59,7 @@ class Request:
     masked: bool = False  # each token is drawn among the ids that `allow` names
     quiet: bool = False  # its end alone is news: no token wakes who collects, which would take a core
     replay: Sequence[int] = ()  # for measurements: the output's first ids, whatever is drawn
+    acceptance: Sequence[float] = ()  # for measurements: odds of drafts of `replay` to be right, by place
     timed: bool = False  # with the times of tokens at its end (bench.py)
     # scoring
     score_from: int = 0

@@ -34,6 +34,7 @@ from .decoder import (
     Statistics,
 )
 from .device import cuda_devices
+from .draft_model import DraftModel, draft_with
 from .folder import read_checkpoint, read_tensors, with_context
 from .options import without_logprobs
 from .requests import Requests
@@ -108,6 +109,7 @@ class Engine:
         self._batch: Batch | None = None  # the last one
         self._decoder: Decoder | None = None
         self._process = os.getpid()
+        self.draft_model: DraftModel | None = None
         dtype = dtype_name(dtype)
         if dtype not in ("auto", *MATRIX_DTYPES):
             raise ValueError(f"dtype = {dtype!r} is unknown; choose from {('auto', *MATRIX_DTYPES)}")
@@ -133,6 +135,7 @@ class Engine:
         cache: bool = True,
         context_tokens: int | None = None,
         lanes: int | None = None,
+        draft: str | Path | None = None,
         **options: Any,
     ) -> Engine:
         """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what
@@ -144,7 +147,8 @@ class Engine:
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next
         start: the four combinations of threads and dtype that were used last. `context_tokens` replaces the
         config's max_position_embeddings. `lanes` of a Llama-family model: by default as many as share threads
-        evenly (GPUs: up to 8) and divide its heads and MLP rows. Other `options` as in Engine.
+        evenly (GPUs: up to 8) and divide its heads and MLP rows. `draft`: a small model with the same vocabulary,
+        whose drafts are verified where that is faster; the output stays the same. Other `options` as in Engine.
         """
         gpus = len(cuda_devices(device))
         checkpoint = read_checkpoint(
@@ -160,7 +164,14 @@ class Engine:
         for name in ("eos_ids", "tokenizer", "tokenizer_config", "sampling_defaults"):
             options[name] = getattr(checkpoint, name)
         dtype = checkpoint.dtype if dtype == "auto" else dtype
-        return cls(config, checkpoint.tensors, device=device, dtype=dtype, threads=threads, **options)
+        engine = cls(config, checkpoint.tensors, device=device, dtype=dtype, threads=threads, **options)
+        if draft is not None:
+            try:
+                engine.draft_model = draft_with(engine._open(), config, engine.tokenizer, Path(draft), cache)
+            except BaseException:
+                engine.close()
+                raise
+        return engine
 
     @classmethod
     def random(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import socket
 import sys
@@ -73,6 +74,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     context = ServingContext(scheduler, engine, options.model, options.speculate)
     facts["sampling_defaults"] = context.conversation_defaults  # what the playground shows
     facts["completion_defaults"] = context.completion_defaults
+    facts["draft_model"] = engine.draft_model and dataclasses.asdict(engine.draft_model)
     facts["max_joined"] = scheduler.max_joined
     facts |= {
         "context_tokens": context.context_tokens,

@@ -162,6 +162,10 @@ def test_bench_of_a_folder_at_depths(folder, capsys):
         (["bench"], "either a model folder or --random-weights"),
         (["bench", "--random-weights", "tiny", "--device", "gpu"], "device = 'gpu' is unknown"),
         (["bench", "--random-weights", "tiny", "--depth", "500"], "depth = 500 is outside"),
+        (
+            ["bench", "--random-weights", "tiny", "--draft", "small"],
+            "--draft small drafts for a model folder",
+        ),
     ],
 )
 def test_mistakes_end_with_a_message(arguments, message, capsys):

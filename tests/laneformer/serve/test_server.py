@@ -50,6 +50,7 @@ def test_tokenize_takes_text_for_text(tiny: Server) -> None:
 def test_what_the_engine_is_and_what_bounds_it(tiny: Server) -> None:
     facts = httpx.get(f"{tiny.url}/props").json()
     assert facts["context_tokens"] == 512
+    assert facts["draft_model"] is None
     assert facts["limit_tokens_per_s"] == facts["probe_bytes_per_s"] / facts["weight_bytes"] > 0
 
 

@@ -112,7 +112,7 @@ class CpuDecoder(_core.Decoder):
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
             self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
         )  # fmt: skip
-        self._alone = place.processes == 1
+        self.alone = place.processes == 1
         self._load(config, tensors, packed)
         self._settle()
         if place.rank == 0:
@@ -173,7 +173,7 @@ class CpuDecoder(_core.Decoder):
             for matrix in MATRICES:
                 send(f"layers.{i}.{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
         send(head_of(config), self.set_matrix, "lm_head", 0)
-        if packed is not None and self._alone:
+        if packed is not None and self.alone:
             packed.save(self, plan)
 
     def _expect_dtype(self, name: str, dtype: str) -> None:

@@ -51,7 +51,8 @@ struct nanobind::detail::type_caster<laneformer::Request> {
     const auto field = [&](const char* name, auto& to) { to = nb::cast<std::decay_t<decltype(to)>>(r.attr(name)); };
     field("prompt", value.prompt), field("max_new_tokens", value.max_new_tokens);
     field("reuse_prefix", value.reuse_prefix), field("speculate", value.speculate);
-    field("prediction", value.prediction), field("replay", value.replay), field("masked", value.masked);
+    field("prediction", value.prediction), field("replay", value.replay);
+    field("acceptance", value.acceptance), field("masked", value.masked);
     field("quiet", value.quiet), field("timed", value.timed), field("score_from", value.score_from);
     field("keep_logits", value.keep_logits), field("keep_partials", value.keep_partials);
     value.top_logprobs = r.attr("logprobs").is_none() ? -1 : nb::cast<int>(r.attr("logprobs"));
@@ -128,7 +129,8 @@ void bind_requests(nb::class_<Owner>& owner) {
       .def("leave_all", &Owner::leave_all, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("running", [](Owner& o) { return o.schedule().running(); })
       .def("allow", allow, "ticket"_a, "index"_a, "mask"_a)
-      .def("fix_cost", [](Owner& o, double each) { o.schedule().fix_cost(each); }, "each_column"_a)
+      .def("fix_cost", [](Owner& o, double each, double draft) { o.schedule().fix_cost(each, draft); },
+           "each_column"_a, "draft"_a = 0.1)
       .def("statistics", [](Owner& o) { return as_dict(o.schedule().statistics()); });
 }
 

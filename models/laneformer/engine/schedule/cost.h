@@ -16,6 +16,9 @@ class Cost {
     return columns <= kKnown ? table_[columns] : table_[kKnown] * columns / kKnown;
   }
 
+  bool measured() const { return measured_; }
+  bool fixed() const { return fixed_; }
+
   // From now on a pass of n columns costs 1 + each (n - 1): for tests, which want the same drafts again.
   void fix(double each) {
     for (int c = 1; c <= kKnown; ++c) table_[c] = 1.0 + each * (c - 1);

@@ -4,6 +4,21 @@
 
 namespace laneformer {
 
+struct Rate {  // of drafts of one kind that were right; old ones count less
+  double right, tried;
+
+  void learn(bool was_right) {
+    constexpr double kMostTried = 40.0;
+    const double kept = tried >= kMostTried ? 1.0 - 1.0 / kMostTried : 1.0;
+    right = right * kept + was_right, tried = tried * kept + 1.0;
+  }
+  // Where none was tried: back to what it was at first, so that one is tried again one day.
+  void forget(const Rate& first) {
+    constexpr double kForgotten = 0.01;
+    right += (first.right - right) * kForgotten, tried += (first.tried - tried) * kForgotten;
+  }
+};
+
 class Drafter {  // one a sequence
  public:
   virtual ~Drafter() = default;

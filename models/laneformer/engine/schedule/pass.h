@@ -43,6 +43,7 @@ struct Pass {
   bool keeps = false;   // modules' outputs of some columns are kept, in `Schedule::partials`
   int decoding = 0, prompt_columns = 0;  // sequences that wait for their next token; columns of others
   int piece = 0;  // instead of columns: ids of a prompt, `Schedule::piece`; column[0] is the first
+  bool draft = false;  // of the draft model's layers and caches
   int ahead = 0;  // passes that may follow unasked, each of the tokens that came: until one ends its sequence
   Column column[kPassColumns] = {};
   int16_t head[kPassColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]

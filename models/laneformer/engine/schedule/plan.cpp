@@ -12,13 +12,19 @@ constexpr double kLeastGain = 1.03;  // of drafts
 constexpr int kAheadOfDrafts = 3;  // passes, after which a drafter is asked again
 }  // namespace
 
-void Schedule::plan(Pass& pass) {
-  const double began_s = pass_began_s_;
-  pass_began_s_ = now_s();
-  const double seconds = (pass_began_s_ - began_s) / passes_;
+// Learns from the last pass; drafts that need none of a model's passes.
+void Schedule::begin_round() {
+  round_began_s_ = now_s();
+  const double seconds = (round_began_s_ - pass_began_s_) / passes_;
   if (pass_.decoding) pace_.passed(pass_.prompt_columns, seconds);
   if (pass_.decoding && !pass_.prompt_columns) cost_.passed(pass_.columns, seconds);
   for (Sequence* s : running_) s->drafts.clear(), s->odds.clear(), s->columns = s->head_columns = 0;
+  propose();
+  if (model_) model_->begin(running_, cost_, room());
+}
+
+void Schedule::plan(Pass& pass) {
+  pass_began_s_ = now_s();
   if (!prefixes_.plan(pass)) return;
   // a piece and the columns of others take turns
   const auto reads = [](const Sequence* s) { return s->reads_pieces(); };
@@ -65,16 +71,13 @@ void Schedule::plan_columns(Pass& pass) {
 // So many draft tokens of all sequences, the likeliest first, that a pass gives tokens the fastest; without
 // drafts where the gain is within what one pass varies from the next.
 void Schedule::choose_drafts() {
-  int decoding = 0, proposed = 0, reading = 0;
-  for (const Sequence* s : running_) reading += !s->decodes() && !s->reads_pieces();
-  // there is still room for a column of each other sequence
-  const int room = limits_.columns - (limits_.columns > kMaxSequences ? kMaxSequences : reading);
+  int decoding = 0, proposed = 0;
   for (Sequence* s : running_)
-    if (s->decodes() && !s->awaits_mask) ++decoding, proposed += propose(*s, room);
+    if (s->decodes() && !s->awaits_mask) ++decoding, proposed += static_cast<int>(s->drafts.size());
   if (!proposed) return;
   std::vector<int> chosen(running_.size(), 0), best = chosen;
   double tokens = decoding, fastest = kLeastGain * tokens / cost_.of(decoding);
-  for (int columns = decoding + 1; columns <= std::min(decoding + proposed, room); ++columns) {
+  for (int columns = decoding + 1; columns <= std::min(decoding + proposed, room()); ++columns) {
     const auto next = [&](size_t i) {
       return size_t(chosen[i]) < running_[i]->odds.size() ? running_[i]->odds[chosen[i]] : 0.0;
     };
@@ -88,10 +91,18 @@ void Schedule::choose_drafts() {
   for (size_t i = 0; i < best.size(); ++i) running_[i]->drafts.resize(best[i]);
 }
 
-int Schedule::propose(Sequence& s, int most) {
-  most = std::min({s.request.speculate, most, s.end - s.known() - 1});
-  if (s.drafter && most > 0) s.drafter->propose(most, s.drafts, s.odds);
-  return static_cast<int>(s.drafts.size());
+// Columns that drafts may take: there is still one for each other sequence.
+int Schedule::room() const {
+  int reading = 0;
+  for (const Sequence* s : running_) reading += !s->decodes() && !s->reads_pieces();
+  return limits_.columns - (limits_.columns > kMaxSequences ? kMaxSequences : reading);
+}
+
+void Schedule::propose() {
+  for (Sequence* s : running_) {
+    const int most = std::min({s->request.speculate, room(), s->end - s->known() - 1});
+    if (s->drafter && s->decodes() && !s->awaits_mask && most > 0) s->drafter->propose(most, s->drafts, s->odds);
+  }
 }
 
 // So many passes would be of the next tokens and nothing else, whatever comes of this one.

@@ -91,6 +91,17 @@ std::vector<News> Schedule::collect(double timeout_s) {
   return found;
 }
 
+void Schedule::set_cache_limit(size_t bytes) {
+  cache_limit_ = bytes;
+  prefixes_.set_limit(bytes);
+  if (model_) model_->set_limit(bytes);
+}
+
+void Schedule::draft_with(const KvShape& shape, double share) {
+  model_ = std::make_unique<ModelDrafts>(shape, share, limits_.vocab, limits_.log_sum_exp);
+  model_->set_limit(cache_limit_);
+}
+
 int Schedule::running() {
   std::lock_guard lock(mutex_);
   return static_cast<int>(sequences_.size());
@@ -147,13 +158,21 @@ void Schedule::allow(int64_t ticket, int index, Sequence::Mask mask) {
 // --- the executor -----------------------------------------------------------------------------------------------
 
 const Pass* Schedule::next(const PassResult* last) {
-  if (last) finish_pass(*last);
-  if (!change_sequences()) {
-    pass_.decoding = 0;
-    return nullptr;
+  if (last && pass_.draft) {
+    model_->finish(running_, pass_, *last);
+  } else {
+    if (last) finish_pass(*last);
+    if (!change_sequences()) {
+      pass_.decoding = 0;
+      return nullptr;
+    }
+    begin_round();
   }
-  Pass pass{.number = pass_.number};
-  plan(pass);
+  Pass pass{.number = number_};
+  if (!model_ || !model_->plan(running_, pass)) {
+    plan(pass);
+    number_ = pass.number;
+  }
   pass_ = pass;
   return &pass_;
 }
@@ -206,6 +225,7 @@ void Schedule::end_sequences() {
   std::erase_if(running_, [this](Sequence* s) {
     if (!s->finished && !s->left) return false;
     prefixes_.end(s->cache);
+    if (model_) model_->end(*s);
     if (s->drafter && s->request.shares_outputs()) past_.add({s->ids.begin() + s->prompt_length, s->ids.end()});
     s->stage = Sequence::Stage::ended;
     return true;
@@ -244,7 +264,7 @@ void Schedule::take_back(int cache) {
     --s->left_behind.statistics.passes;
     s->left_behind.statistics.proposed -= static_cast<int>(s->drafts.size());
   }
-  if (pass_.columns || pass_.piece) --pass_.number, --total_passes_;
+  if (pass_.columns || pass_.piece) --number_, --total_passes_;
   pass_.decoding = 0;
 }
 
@@ -285,14 +305,15 @@ void Schedule::take_tokens(Sequence& s, const PassResult& last) {
     if (s.finished || !right) break;
     ++s.position;  // the draft token's keys and values stand
   }
-  if (s.drafter)
-    s.drafter->verified(static_cast<int>(s.drafts.size()), s.left_behind.statistics.accepted - accepted);
+  const int right = s.left_behind.statistics.accepted - accepted;
+  if (model_ && s.drafter) model_->verified(s, right);
+  if (s.drafter) s.drafter->verified(s.model.wanted ? 0 : static_cast<int>(s.drafts.size()), s.model.wanted ? 0 : right);
   follow(s, last);
   if (!s.request.timed) return;
   Timings& timings = s.left_behind.timings;
   const int taken = s.new_tokens() - before;
   if (before == 0) timings.first_token_s = now_s() - s.joined_s;
-  const double each_s = (now_s() - pass_began_s_) / taken;
+  const double each_s = (now_s() - round_began_s_) / taken;
   for (int i = before ? 0 : 1; i < taken; ++i) timings.token_s.push_back(each_s);
 }
 

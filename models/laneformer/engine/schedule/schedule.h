@@ -11,15 +11,15 @@
 #include <mutex>
 #include <vector>
 
+#include "clock.h"
 #include "cost.h"
+#include "model_drafts.h"
 #include "pace.h"
 #include "pass.h"
 #include "prefix.h"
 #include "sequence.h"
 
 namespace laneformer {
-
-double now_s();
 
 class Schedule {
  public:
@@ -73,8 +73,15 @@ class Schedule {
   void keep_logits(const Pass& pass, int position, size_t count, const float* rows);
   const Prefixes& prefixes() const { return prefixes_; }
   // while no request runs
-  void set_cache_limit(size_t bytes) { prefixes_.set_limit(bytes); }
-  void fix_cost(double each_column) { cost_.fix(each_column); }
+  void set_cache_limit(size_t bytes);
+  // For tests. draft: of a draft model's pass, in passes of one column.
+  void fix_cost(double each_column, double draft) {
+    cost_.fix(each_column);
+    if (model_) model_->set_share(draft);
+  }
+  // Of a model whose passes have `draft`; share: of this one's bytes of weights.
+  void draft_with(const KvShape& shape, double share);
+  size_t kv_bytes() const { return prefixes_.bytes() + (model_ ? model_->prefixes().bytes() : 0); }
 
  private:
   void expect(const Request& request) const;
@@ -83,11 +90,13 @@ class Schedule {
   bool change_sequences();
   void end_sequences();
   void admit(Sequence& sequence);
+  void begin_round();
   void plan(Pass& pass);
   void plan_piece(Pass& pass, int sequence);
   void plan_columns(Pass& pass);
   void choose_drafts();
-  int propose(Sequence& sequence, int most);
+  int room() const;
+  void propose();
   int ahead() const;
   void take_back(int cache);
   void add_columns(Pass& pass, int sequence, int most);
@@ -108,7 +117,10 @@ class Schedule {
   PastOutputs past_;
   Pace pace_;
   Cost cost_;
-  double pass_began_s_ = 0;
+  std::unique_ptr<ModelDrafts> model_;
+  size_t cache_limit_ = SIZE_MAX;
+  uint64_t number_ = 0;  // of passes with columns
+  double round_began_s_ = 0, pass_began_s_ = 0;  // the draft model's passes come first
   int passes_ = 1;  // that the last result is of
   bool tells_news_ = false, others_wait_ = false;
 

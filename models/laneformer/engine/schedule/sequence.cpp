@@ -1,5 +1,7 @@
 #include "sequence.h"
 
+#include "forced.h"
+
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
@@ -47,7 +49,10 @@ Sequence::Sequence(Request of, const Limits& limits, const PastOutputs& past)
   left_behind.partials.resize(request.keep_partials.size() * limits.partials);
   if (request.timed) left_behind.timings.token_s.reserve(std::max(0, wanted));
   drafts.reserve(kPassColumns), odds.reserve(kPassColumns);
-  if (request.speculate && !request.masked && !request.scores() && wanted > 1)
+  if (!request.speculate || request.masked || request.scores() || wanted < 2) return;
+  if (!request.acceptance.empty())
+    drafter = std::make_unique<ForcedDrafter>(request.acceptance, request.replay), model.off = true;
+  else
     drafter = std::make_unique<SuffixDrafter>(request.prediction, ids, request.shares_outputs() ? &past : nullptr);
 }
 

@@ -1,5 +1,6 @@
 // A request as Python hands it over, and a sequence with all that it needs on its way through the passes.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -22,6 +23,7 @@ struct Request {
   int speculate = 0;         // most draft tokens to verify in one pass
   std::vector<int> prediction;  // what the output may look like, to take drafts from
   std::vector<int> replay;   // for measurements: the output's first ids, whatever is drawn, without drafts from the past
+  std::vector<double> acceptance;  // for measurements: of drafts of `replay`, by place; empty: drafts are not forced
   bool masked = false;       // each token is drawn among the ids that `Schedule::allow` names; no drafts
   bool quiet = false;        // its end alone is news, so no token wakes whoever collects, which would take a core
   bool timed = false;        // with Timings at its end
@@ -87,6 +89,20 @@ struct News {
   std::optional<Ended> ended;
 };
 
+// What a draft model keeps of a sequence.
+struct ModelDraft {
+  int cache = -1;
+  int agreed = 0;        // ids that have run through it, and stand
+  std::vector<int> ran;  // these, and drafts
+  int wanted = 0;        // drafts before the next pass; 0: others are taken, or none
+  double least_odds = 0;  // below which no further one is worth its cost
+  int row = -1;          // of its pass's logits
+  std::vector<int> drawn;  // kinds of the drafts, by how certain it was of them
+  Rate rate{2.0, 3.0};   // of all drafts
+  std::array<Rate, 5> kinds{{{0.6, 3.0}, {1.2, 3.0}, {1.8, 3.0}, {2.4, 3.0}, {2.85, 3.0}}};
+  bool off = false;      // there is no memory, or its numbers overflowed
+};
+
 // Fields are the executor's thread's alone, between two passes, unless something else stands there.
 struct Sequence {
   enum class Stage { waiting, running, ended };
@@ -114,6 +130,7 @@ struct Sequence {
   int columns = 0, head_columns = 0, first_row = 0;
   std::vector<int> drafts;  // draft tokens: the last columns, ids that may come next
   std::vector<double> odds;  // ... that each comes, and all before it
+  ModelDraft model;
   // under the mutex
   Stage stage = Stage::waiting;
   bool left = false;  // it ends before the next pass

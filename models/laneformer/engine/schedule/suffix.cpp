@@ -12,8 +12,7 @@ constexpr int kLongestMatch = 64;  // more agreement says nothing new
 // outweigh them.
 constexpr int kBuckets[] = {2, 3, 4, 6, 9, 14, 22, 40};
 constexpr double kFirstOdds[] = {0.30, 0.42, 0.52, 0.65, 0.75, 0.83, 0.90, 0.95};
-constexpr double kFirstWeight = 3.0, kMostTried = 40.0;
-constexpr double kForgotten = 0.99;  // of what was learnt, where a proposal was not tried: it is tried again one day
+constexpr double kFirstWeight = 3.0;
 
 }  // namespace
 
@@ -119,15 +118,9 @@ void SuffixDrafter::propose(int most, std::vector<int>& drafts, std::vector<doub
 
 void SuffixDrafter::verified(int drafts, int right) {
   if (!length_) return;
-  for (int i = 0; i < std::min(drafts, right + 1); ++i) {
-    Rate& rate = rates_[bucket(length_ + i)];
-    const double kept = rate.tried >= kMostTried ? 1.0 - 1.0 / kMostTried : 1.0;
-    rate = {rate.right * kept + (i < right), rate.tried * kept + 1.0};
-  }
-  if (drafts) return;
+  for (int i = 0; i < std::min(drafts, right + 1); ++i) rates_[bucket(length_ + i)].learn(i < right);
   const int i = bucket(length_);
-  rates_[i].right += (kFirstOdds[i] * kFirstWeight - rates_[i].right) * (1.0 - kForgotten);
-  rates_[i].tried += (kFirstWeight - rates_[i].tried) * (1.0 - kForgotten);
+  if (!drafts) rates_[i].forget({kFirstOdds[i] * kFirstWeight, kFirstWeight});
 }
 
 }  // namespace laneformer

@@ -63,14 +63,11 @@ class SuffixDrafter : public Drafter {
   void verified(int drafts, int right) override;
 
  private:
-  struct Rate {  // of drafts that came after so many ids that agree
-    double right, tried;
-  };
   static int bucket(int length);
 
   SuffixIndex own_;
   const PastOutputs* past_;
-  std::vector<Rate> rates_;
+  std::vector<Rate> rates_;  // of drafts that came after so many ids that agree
   int length_ = 0;  // of the last proposal's match
 };
 

@@ -297,9 +297,11 @@ NB_MODULE(_core, m) {
       .def("work", [](Decoder& d) { d.executor.work(); }, unlocked)
       .def("probe", [](Decoder& d) { return d.executor.probe(); }, unlocked)
       .def("set_latency", &set_latency, "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
+      .def("draft_with", [](Decoder& d, Decoder& small) { d.executor.draft_with(small.executor); }, "small"_a,
+           nb::keep_alive<1, 2>())
       .def("set_ladder", [](Decoder& d) { d.executor.set_ladder(); })
       .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.schedule().set_cache_limit(bytes); }, "bytes"_a)
-      .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().prefixes().bytes(); })
+      .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().kv_bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.executor.isa(); })
       .def_prop_ro("threads", [](const Decoder& d) { return d.model.threads(); })
       .def_prop_ro("lost", [](const Decoder& d) { return d.executor.lost(); })

@@ -97,24 +97,38 @@ void CpuExecutor::run_passes(int t) {
       if (!shared_.exchange.wait_until(issued)) return;
     }
     if (!orders_.runs) return;
-    const Pass& pass = orders_.pass;
-    if (!pass.ops || apply_ops(t, pass)) {
-      if (pass.columns) layers_.run(t, pass);
-      if (pass.head_columns && !lost()) head_.run(t, pass);
-    }
+    (orders_.pass.draft ? *draft_ : *this).run_pass(t, orders_.pass);
     meet(t);
   }
 }
 
+void CpuExecutor::run_pass(int t, const Pass& pass) {
+  if (pass.ops && !apply_ops(t, pass)) return;
+  if (pass.columns) layers_.run(t, pass);
+  if (pass.head_columns && !lost()) head_.run(t, pass);
+}
+
+void CpuExecutor::draft_with(CpuExecutor& small) {
+  const Model &large = shared_.model, &other = small.shared_.model;
+  if (&small == this || place_.memory >= 0 || other.threads() != large.threads())
+    throw std::invalid_argument("a draft model needs as many threads as its model, and both one process");
+  if (other.spec().vocab != large.spec().vocab) throw std::invalid_argument("a draft model needs the same vocabulary");
+  on_all_threads([](int) {});  // throws while a request runs
+  draft_ = &small;
+  schedule_->draft_with(small.kv_.shape(), double(other.bytes()) / double(large.bytes()));
+}
+
 // By rank 0's first thread, while all others wait: what the last pass gave, and what comes next.
 void CpuExecutor::issue_pass() {
-  PassResult result{head_.logits(), head_.stride(), orders_.overflowed.exchange(0), orders_.kv_overflowed.exchange(0)};
-  if (orders_.ops < orders_.pass.ops) result.refused = orders_.ops;
+  CpuExecutor& by = orders_.pass.draft ? *draft_ : *this;
+  PassResult result{by.head_.logits(), by.head_.stride(), by.orders_.overflowed.exchange(0),
+                    by.orders_.kv_overflowed.exchange(0)};
+  if (by.orders_.ops < orders_.pass.ops) result.refused = by.orders_.ops;
   const bool ran = std::exchange(orders_.runs, false);
   const Pass* next = lost() ? nullptr : schedule_->next(ran ? &result : nullptr);
   if (!next) return;
   orders_.pass = *next;
-  orders_.ops = next->ops;
+  (next->draft ? *draft_ : *this).orders_.ops = next->ops;
   orders_.runs = true;
 }
 

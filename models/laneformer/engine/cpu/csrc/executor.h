@@ -46,6 +46,9 @@ class CpuExecutor {
   size_t tune(int64_t bytes);
   double probe();  // bytes/s at which the threads read memory
   void set_latency(const Latency& latency);  // of what threads of different lanes give each other; changes no result
+  // Another executor's model, with as many threads and the same vocabulary, drafts for this one's: on this one's
+  // threads. It must outlive this one, and take no requests of its own. Throws std::invalid_argument where it cannot.
+  void draft_with(CpuExecutor& small);
   void set_ladder();  // of a model without a delay (else std::invalid_argument): as Ladder Residual joins
 
  private:
@@ -54,6 +57,7 @@ class CpuExecutor {
   void serve(int t);
   void run_passes(int t);
   void issue_pass();
+  void run_pass(int t, const Pass& pass);
   bool apply_ops(int t, const Pass& pass);
   void meet(int t) { shared_.exchange.meet(t); }
   double probe(int t, Pages& buffer);
@@ -66,6 +70,7 @@ class CpuExecutor {
   std::unique_ptr<Schedule> schedule_;  // of rank 0
   Layers layers_;
   LmHead head_;
+  CpuExecutor* draft_ = nullptr;
   std::vector<Counter> orders_seen_;  // by this process's threads
   std::atomic<int> gone_{0};          // threads that have ended as a process is lost
   const pid_t process_ = getpid();
