@@ -48,6 +48,7 @@ WARM = (
     "tests.train.load_jobs",
     "tests.train.rank",
     "tools.ablate",
+    "tools.bench.llama",
 )
 
 

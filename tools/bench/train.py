@@ -131,22 +131,26 @@ def choose_local_batch(options: Options, device: str) -> int:
     return batch
 
 
-def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Result:
-    """One job; RuntimeError with the end of its output if it fails."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}",
+def command(name: str, options: Options, batch: int, lock: Path, run: Path, *more: str) -> list[str]:
+    """What follows `python -m` for one job; `more`: further flags."""
+    return [
+        "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}",
         "-m", *PROGRAMS[name], "--job.config_file", "configs/phase1.toml",
         "--job.dump_folder", str(run), "--mixture.lock", str(lock),
         "--model.flavor", options.flavor, "--training.seq_len", str(options.seq_len),
         "--training.local_batch_size", str(batch), "--training.global_batch_size", str(batch * options.gpus),
         "--training.steps", str(options.warmup + options.steps), "--training.mixed_precision_param", options.dtype,
         "--activation_checkpoint.mode", options.checkpointing,
-        "--compile.enable" if options.compile else "--compile.no-enable", *FLAGS.split(),
+        "--compile.enable" if options.compile else "--compile.no-enable", *FLAGS.split(), *more,
     ]  # fmt: skip
+
+
+def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Result:
+    """One job; RuntimeError with the end of its output if it fails."""
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(
-        command, cwd=harness.ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=TIMEOUT_S,
+        [sys.executable, "-m", *command(name, options, batch, lock, run)], cwd=harness.ROOT, env=env,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {done.stdout[-3000:]}")

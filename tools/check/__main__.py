@@ -1,4 +1,4 @@
-"""`python -m tools.check NAME ...` runs tools/check/NAME.py, such as `python -m tools.check engine tiny`."""
+"""`python -m tools.check NAME ...` runs a check, such as `python -m tools.check engine tiny`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ SPELLINGS = {"int8": ("--against", "int8"), "parity": ("--against", "published",
 
 MODULES = {
     "structure": "tools.check.structure",
+    "train": "tools.acceptance",
     "smollm2": "tests.smollm2",
 }  # the latter makes a model for tests
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.check")
-    parser.add_argument("check", choices=("engine", *SPELLINGS, "smollm2", "structure"))
+    parser.add_argument("check", choices=("engine", *SPELLINGS, *MODULES))
     name = parser.parse_args(sys.argv[1:2]).check  # the others are the check's own
     sys.argv[1:2] = SPELLINGS.get(name, ())
     runpy.run_module(MODULES.get(name, "tools.check.engine"), run_name="__main__", alter_sys=True)

@@ -36,9 +36,11 @@ MAY_USE: dict[str, set[str]] = {
     "tools": set(PACKAGES),
     "examples": {"data_mixtures", "records"},
 }
-# a package that may start a module which it may not import: a recipe names the program that writes its text
+# a package that may start a module which it may not import: a recipe names the program that writes its text,
+# `python -m tools.check` the acceptance of training, which uses benchmarks, and these use checks
 PROCESSES = {
     ("train", "evals.watch"), ("data_mixtures", "examples.corpus"), ("data_mixtures", "examples.wheels_corpus"),
+    ("tools", "tools.acceptance.__main__"),
 }  # fmt: skip
 PLUGIN_KEYS = ("custom_import", "custom_config_module")
 AFTER = {"-m", *(f"--{section}.{key}" for section in ("job", "experimental") for key in PLUGIN_KEYS)}

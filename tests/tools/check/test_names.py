@@ -19,6 +19,7 @@ from tools.check.__main__ import main
         ("parity", "tools.check.engine", ["--against", "published", "--prompts", "4"]),
         ("structure", "tools.check.structure", []),
         ("smollm2", "tests.smollm2", []),
+        ("train", "tools.acceptance", []),
     ],
 )
 def test_a_name_runs_its_check(

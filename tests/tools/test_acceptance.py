@@ -1,0 +1,108 @@
+"""The acceptance of training: its CPU form accepts this machine, and refuses what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.train.runs import ask
+from tools.acceptance import __main__ as check
+
+NPROC = 2
+
+
+def forked(module: list[str], log: Path, env: Mapping[str, str]) -> int:
+    """As `start`, but warm."""
+    places = {"log": str(log), "pid": str(log.with_suffix(".pid"))}
+    return ask({"command": [sys.executable, "-m", *module], "environment": dict(env), **places})
+
+
+@pytest.mark.slow
+def test_a_cpu_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Real jobs: the chosen kernels and plain ones, sharded with replicas, killed and resumed, packed documents."""
+    monkeypatch.setattr(check, "start", forked)
+    out = tmp_path / "page.md"
+    with pytest.raises(SystemExit) as ended:
+        check.main(["--device", "cpu", "--nproc", str(NPROC), "--out", str(out)])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not ended.value.code, report["gates"]
+    text = out.read_text()
+    assert text.startswith("# Training on CPU, shrunk shapes: accepted")
+    assert "losses of 1 x 2 ranks" in text
+    assert "| join and norm, backward, TB/s | not yet measured | - | - |" in text
+    assert report["figures"]["tokens/s of a dense twin"] > 0
+    by_name = {row["check"]: row for row in report["gates"]}
+    assert by_name["losses of the chosen kernels"]["allowed"] < 0.01, "a bound that means something"
+
+
+def rows(*losses: float | None, attempt: int = 1) -> list[dict[str, Any]]:
+    return [
+        {"loss": loss, "grad_norm": 1.0, "tokens": 1, "lr": 1.0, "attempt": attempt, "valid_loss": None}
+        for loss in losses
+    ]
+
+
+def test_losses_outside_of_the_bound_are_refused(tmp_path: Path) -> None:
+    """Four times what plain bf16 is off; a missing or diverged loss as well, and replaced kernels."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/events.jsonl").write_text('{"kind": "kernels_replaced", "reason": "flex is wrong"}\n')
+    plain = {"plain-float32": rows(3.0, 2.0), "plain-bf16": rows(3.01, 2.0), "sharded": rows(3.0, 2.2)}
+    jobs: Any = SimpleNamespace(
+        rows=lambda name, *flags, **more: plain[name], folder=tmp_path,
+        options=check.Options(device="cpu", nproc=2),
+    )  # fmt: skip
+    gates, _ = check.losses(jobs, rows(3.03, 2.03))
+    held = {name: gate[2] for name, gate in gates.items()}
+    assert held == {
+        "losses of the chosen kernels": True, "losses of 1 x 2 ranks": False,
+        "kernels replaced at the start": False, "losses fall": True,
+    }  # fmt: skip
+    for wrong in (rows(3.05, 2.0), rows(3.0), rows(3.0, None), rows()):
+        assert check.furthest(wrong, plain["plain-float32"]) > 0.04
+    assert check.furthest(rows(None), rows(1.0)) == math.inf
+
+
+def test_a_resume_that_differs_or_starts_again_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "resumed").mkdir()
+    attempts = tmp_path / "resumed/attempts.jsonl"
+    whole = rows(*map(float, range(check.STEPS)))
+    killed, saved = whole[: check.KILLED_AT - 1], check.SAVES_EVERY
+
+    def held(after: list[dict[str, Any]], step: int, before: list[dict[str, Any]] = killed) -> list[bool]:
+        attempts.write_text(f'{{"step": 0}}\n{{"step": {step}}}\n')
+        answers = iter((before, [*killed, *({**row, "attempt": 2} for row in after)]))
+        jobs: Any = SimpleNamespace(rows=lambda *_, **__: next(answers), folder=tmp_path)
+        return [gate[2] for gate in check.resumed(jobs, whole).values()][:3]
+
+    assert held(whole[saved:], saved) == [True, True, True]
+    assert held(whole, 0) == [True, False, False], "nothing was loaded"
+    wrong = [*whole[saved:-1], {**whole[-1], "grad_norm": 1.0000001}]
+    assert held(wrong, saved) == [True, True, False]
+    assert held(whole[saved:], saved, rows(*range(1, check.KILLED_AT))) == [False, True, True]
+
+
+def test_what_cannot_run_here_is_refused() -> None:
+    with pytest.raises(ValueError, match="--nproc 3 is not a power of two"):
+        check.Options(device="cpu", nproc=3).check()
+    with pytest.raises(ValueError, match=r"--nproc 1 on 0 GPU\(s\); lower it, or take --device cpu"):
+        check.Options().check()
+
+
+def test_one_layer_of_each_kind() -> None:
+    """Widths of the 2B model; no two layers read the same kinds of streams through the same mask."""
+    config, flavor = check.Options().config, check.LaneformerConfig.from_flavor("2b")
+    assert (config.hidden_size, config.num_lanes, config.head_dim) == (flavor.hidden_size, 8, flavor.head_dim)
+    kinds = {
+        (config.window(i), config.equal_streams(i + 1), config.adds_delayed(i, "mlp"))
+        for i in range(config.num_hidden_layers)
+    }
+    assert len(kinds) == config.num_hidden_layers == 4
