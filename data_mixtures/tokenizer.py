@@ -14,10 +14,12 @@ normalizer, spaces kept, digits split one by one.
 from __future__ import annotations
 
 import abc
+import functools
 import io
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from data_mixtures import shards
+from data_mixtures import fast_encoder, shards
 from data_mixtures.recipe import TokenizerFile, TokenizerTraining
 from records.files import file_sha256
 
@@ -34,20 +36,12 @@ KNOWN_NAMES = (
     ("<s>", "</s>"), ("<|begin_of_text|>", "<|end_of_text|>"), ("<bos>", "<eos>"), ("[BOS]", "[EOS]"),
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), ("<|endoftext|>", "<|endoftext|>"),
 )  # fmt: skip
-# segments: spaces, then letters, or one digit, or signs; for models with other pieces all up to the next
-# space. sentencepiece takes the character ▁ (2581) in a text for a space
-_PATTERNS = (
-    re.compile(
-        r"[ ▁]*+(?:[A-Za-z\xc0-\u1fff\u2c00-\U0010ffff]++|[0-9]"
-        r"|[\x00-\x09\x0b-\x1f!-/:-@\[-`{-\xbf\u2000-\u2580\u2582-\u2bff]++)|[ ▁]++|\n"
-    ),
-    re.compile(r"[ ▁]*+[^ ▁\n]++|[ ▁]++|\n"),
-)
-_PROBE = "  a  \n\n b\t ﬁ Å\u0301 东  "  # what normalizers change, strip or collapse
-_SEGMENTS, _SEGMENT_CHARS = 1 << 18, 64  # at most in the table: about 50 MB
 MAX_LINE_BYTES = (
     65_536  # longer lines are left out of the training sample (sentencepiece would do it silently)
 )
+_PIECE_CHARS, _CUT_CHARS, _CUTS_TRIED = 1 << 20, 200, 5
+_BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
+_PROBED = 1000
 
 
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
@@ -127,45 +121,76 @@ class Tokenizer(abc.ABC):
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self._is_control = np.zeros(vocab_size, dtype=bool)
         self._is_control[[bos_id, eos_id, *control_ids]] = True
-        self._begin = self._bytes([bos_id])
-        self._end = b"" if eos_id == bos_id else self._bytes([eos_id])
+        self._ends = eos_id != bos_id
 
     @abc.abstractmethod
-    def encode_text(self, text: str) -> bytes:
-        """The ids of a text alone, as on disk."""
+    def reference(self, text: str) -> list[int]:
+        """The ids of a text alone, by the library whose tokenizer it is."""
+
+    @abc.abstractmethod
+    def _fast_encoder(self) -> fast_encoder.Encode | None:
+        """An encoder that may be used where it gives the ids of `reference`."""
 
     @abc.abstractmethod
     def decode_ids(self, ids: list[int]) -> str:
         """The text of ids without control ids."""
 
-    def is_exact(self, text: str) -> bool:
-        """Whether `encode_text` gives what the library that it replaces gives."""
-        return True
+    @functools.cached_property
+    def fast(self) -> fast_encoder.Encode | None:
+        """The fast encoder, None where it encodes a probe otherwise than the library."""
+        encode, special = self._fast_encoder(), self._spelled()[:_PROBED]
+        around = [f"a{each}b {each}  {each}\n{each}" for each in special]
+        probes = [*fast_encoder.PROBES, *special, *around, "".join(special), " ".join(special)]
+        return encode if encode and all(self._agrees(encode, probe) for probe in probes) else None
 
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Documents: (tokens of all in a row, lengths uint32 of each). ValueError for text
-        that makes control ids.
+    @abc.abstractmethod
+    def _spelled(self) -> list[str]:
+        """Tokens that are found in text as they are spelled, or must not be."""
+
+    def is_exact(self, text: str) -> bool:
+        """Whether the fast encoder, if there is one, gives the ids of the library."""
+        return self.fast is None or self._agrees(self.fast, text)
+
+    def _agrees(self, encode: fast_encoder.Encode, text: str) -> bool:
+        return encode([text])[0].tolist() == self.reference(text)
+
+    def encode(
+        self, texts: Sequence[str] | Sequence[bytes], fast: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Documents (UTF-8, if bytes): (tokens of all in a row, lengths uint32 of each).
+
+        fast: False to use the library alone. ValueError for text that makes control ids.
         """
-        documents = [self._begin + self.encode_text(text) + self._end for text in texts]
-        tokens = np.frombuffer(b"".join(documents), self.dtype)
-        lengths = np.array([len(document) // self.dtype.itemsize for document in documents], dtype=np.uint32)
-        control = self._is_control[tokens]
-        if np.count_nonzero(control) != len(texts) * len(self._begin + self._end) // self.dtype.itemsize:
-            number = int(
-                np.argmax(np.add.reduceat(control, np.cumsum(lengths, dtype=np.int64) - lengths, dtype=int))
-            )
+        encode = (self.fast if fast else None) or self._reference_ids
+        ids, sizes = encode(texts)
+        if self._is_control[ids].any():
+            if encode is self.fast:
+                return self.encode(texts, fast=False)
+            ends = np.cumsum(sizes)
+            text = texts[int(np.searchsorted(ends, np.argmax(self._is_control[ids]), side="right"))]
             raise ValueError(
-                f"the tokenizer makes control tokens of ordinary text, such as {texts[number]!r:.200}; it must not "
+                f"the tokenizer makes control tokens of ordinary text, such as {_decoded(text)!r:.200}; it must not "
                 "define <s> or </s> as user symbols, and special tokens must be no pieces of its model"
             )
-        return tokens, lengths
+        lengths = sizes + 1 + self._ends
+        ends = np.cumsum(lengths)
+        tokens, is_text = np.empty(int(lengths.sum()), self.dtype), np.ones(int(lengths.sum()), bool)
+        for at, token in ((ends - lengths, self.bos_id), *[(ends - 1, self.eos_id)] * self._ends):
+            tokens[at], is_text[at] = token, False
+        tokens[is_text] = ids
+        return tokens, lengths.astype(np.uint32)
+
+    def _reference_ids(self, texts: Sequence[str] | Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        found = [np.array(self.reference(_decoded(text)), np.uint32) for text in texts]
+        return np.concatenate([np.empty(0, np.uint32), *found]), np.array(list(map(len, found)), np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, control ids left out."""
         return self.decode_ids([int(i) for i in ids if not self._is_control[i]])
 
-    def _bytes(self, ids: list[int]) -> bytes:
-        return np.array(ids, self.dtype).tobytes()
+
+def _decoded(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode("utf-8")
 
 
 class JsonTokenizer(Tokenizer):
@@ -176,6 +201,7 @@ class JsonTokenizer(Tokenizer):
             self._made = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} cannot be read as a Hugging Face tokenizer.json: {error}") from error
+        self._path = path
         self._made.no_truncation()
         self._made.no_padding()
         self._made.encode_special_tokens = True
@@ -188,8 +214,36 @@ class JsonTokenizer(Tokenizer):
         control = [i for name, i in special.items() if name != unknown]
         super().__init__(max(self._made.get_vocab().values()) + 1, bos_id, eos_id, control)
 
-    def encode_text(self, text: str) -> bytes:
-        return self._bytes(self._made.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    def reference(self, text: str) -> list[int]:
+        return [i for piece in self._pieces(text) for i in self._ids(piece)]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._made.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """A text in pieces whose ids in a row are those of the whole: the library keeps 200 bytes a token.
+
+        It is cut between two lines, where the ids around are the same with and without the cut.
+        """
+        start = 0
+        while len(text) - start > _PIECE_CHARS:
+            cuts = (found.end() for found in _BETWEEN_LINES.finditer(text, start + _PIECE_CHARS // 2))
+            end = next((cut for cut in itertools.islice(cuts, _CUTS_TRIED) if self._can_cut(text, cut)), None)
+            if end is None:
+                break
+            yield text[start:end]
+            start = end
+        yield text[start:]
+
+    def _can_cut(self, text: str, at: int) -> bool:
+        before, behind = text[max(at - _CUT_CHARS, 0) : at], text[at : at + _CUT_CHARS]
+        return self._ids(before + behind) == self._ids(before) + self._ids(behind)
+
+    def _fast_encoder(self) -> fast_encoder.Encode | None:
+        return fast_encoder.of_json(self._path)
+
+    def _spelled(self) -> list[str]:
+        return [each.content for each in self._made.get_added_tokens_decoder().values()]
 
     def decode_ids(self, ids: list[int]) -> str:
         return self._made.decode(ids, skip_special_tokens=False)
@@ -217,13 +271,7 @@ def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[s
 
 
 class SentencepieceTokenizer(Tokenizer):
-    """Text -> ids, equal to sentencepiece's on the whole text, and several times as fast where words repeat.
-
-    Where no piece joins two kinds of characters (a word and the space or the sign behind it), no merge
-    crosses such a place, and a text's ids are those of its segments in a row. Segments are looked up in a
-    table that fills as they come; so the cost of a document is also linear in its length. Models that join
-    them encode whole texts.
-    """
+    """A sentencepiece model."""
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor) -> None:
         """ValueError for a model without </s>; one without <s> begins a document with </s>."""
@@ -233,59 +281,18 @@ class SentencepieceTokenizer(Tokenizer):
         control = [i for i in range(processor.vocab_size()) if processor.is_control(i)]
         super().__init__(processor.vocab_size(), bos_id, eos_id, control)
         self._processor = processor
-        patterns = _PATTERNS if _keeps_text(processor) else ()
-        self.pattern = next((each for each in patterns if _no_piece_is_cut(each, processor)), None)
-        self._segments = _Segments(processor, self.dtype)
-        self._first = " " if self._segments.newline_ids == 2 else ""  # most models put a space before a text
 
-    def encode_text(self, text: str) -> bytes:
-        if self.pattern is None or not text:
-            return self._bytes(self._processor.encode(text))
-        return b"".join(map(self._segments.__getitem__, self.pattern.findall(self._first + text)))
+    def reference(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def _fast_encoder(self) -> fast_encoder.Encode | None:
+        return fast_encoder.of_sentencepiece(self._processor.serialized_model_proto())
+
+    def _spelled(self) -> list[str]:
+        # what is given by a user has the score 0, as control pieces have, and the first of those that are trained
+        made = self._processor
+        ids = (i for i in range(made.vocab_size()) if not made.is_byte(i) and made.get_score(i) == 0)
+        return [made.id_to_piece(i) for i in ids]
 
     def decode_ids(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
-
-    def is_exact(self, text: str) -> bool:
-        return self.encode_text(text) == self._bytes(self._processor.encode(text))
-
-
-class _Segments(dict[str, bytes]):
-    """Segment -> its ids. A full table is emptied; frequent segments soon return."""
-
-    def __init__(self, processor: sentencepiece.SentencePieceProcessor, dtype: np.dtype) -> None:
-        super().__init__()
-        self._processor, self._dtype = processor, dtype
-        self.newline_ids = len(processor.encode("\n"))
-
-    def __missing__(self, segment: str) -> bytes:
-        # behind a newline a segment is encoded as in the middle of a text
-        ids = np.array(self._processor.encode("\n" + segment)[self.newline_ids :], self._dtype).tobytes()
-        if len(segment) <= _SEGMENT_CHARS:
-            if len(self) >= _SEGMENTS:
-                self.clear()
-            self[segment] = ids
-        return ids
-
-
-def _keeps_text(processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether this is a BPE that changes no text and has a piece for the newline alone."""
-    newline = [processor.id_to_piece(i) for i in processor.encode("\n")]
-    return (
-        newline in [[*before, end] for before in ([], ["▁"]) for end in ("\n", "<0x0A>")]
-        and [processor.id_to_piece(i) for i in processor.encode("\n\n")] == [*newline, newline[-1]]
-        and processor.decode(processor.encode(_PROBE)) == _PROBE
-        # ranks of merges; the pieces of a unigram model have logarithms of probabilities
-        and all(processor.get_score(i).is_integer() for i in range(processor.vocab_size()))
-    )
-
-
-def _no_piece_is_cut(pattern: re.Pattern[str], processor: sentencepiece.SentencePieceProcessor) -> bool:
-    """Whether each piece lies within one match of the pattern; where matches meet depends
-    on two characters only.
-    """
-    ids = range(processor.vocab_size())
-    ordinary = (
-        i for i in ids if not (processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i))
-    )
-    return all(pattern.fullmatch(processor.id_to_piece(i)) for i in ordinary)

@@ -260,7 +260,7 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
     """
     plain = {
         "compression": "zstd",
-        "compression_level": 3,
+        "compression_level": 1,
         "use_dictionary": False,
         "write_statistics": False,
     }

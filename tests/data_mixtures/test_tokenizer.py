@@ -1,17 +1,18 @@
-"""Encoding by segments: equal to sentencepiece on the whole text, for any text and any kind of model."""
+"""sentencepiece models: the fast encoder gives the ids of the library for any text, or is not used."""
 
 import io
 import random
 import sysconfig
 from pathlib import Path
 
+import gigatoken
 import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_mixtures import tokenizer
+from data_mixtures import fast_encoder, tokenizer
 from data_mixtures.recipe import TokenizerTraining
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -40,6 +41,8 @@ def check(processor, texts: list[str]) -> None:
     tokens, lengths = made.encode(texts)
     expected = [[1, *processor.encode(text), 2] for text in texts]
     assert all(map(made.is_exact, texts))
+    assert np.array_equal(made.encode(texts, fast=False)[0], tokens)
+    assert np.array_equal(made.encode([text.encode() for text in texts])[0], tokens)
     assert lengths.tolist() == [len(ids) for ids in expected]
     assert tokens.tolist() == [token for ids in expected for token in ids]
     assert tokens.dtype == np.dtype("<u2")
@@ -59,7 +62,9 @@ PARTS = [
     "ﬁ",
     "東京",
     "😀",
+    "<s>",
     "</s>",
+    "<unk>",
     "<0x0A>",
     "\u00a0",
     "é",
@@ -77,14 +82,32 @@ def test_real_text_and_long_documents(processor):
     draw = random.Random(1)
     line = "".join(draw.choice("abcdef 0123456789") for _ in range(1_100_000))
     check(processor, [*TEXTS, "\n".join(TEXTS), line, "x" * 50_000, " " * 5000, "\n" * 5000])
-    assert made_of(processor).pattern is tokenizer._PATTERNS[0]
+    assert made_of(processor).fast is not None
 
 
-def test_a_full_table_is_emptied(processor, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_SEGMENTS", 50)
-    encoder = made_of(processor)
-    assert np.frombuffer(encoder.encode_text(TEXTS[1]), "<u2").tolist() == processor.encode(TEXTS[1])
-    assert len(encoder._segments) <= 50
+def test_control_tokens_that_text_spells_stay_text(processor):
+    """gigatoken itself, given the whole model, makes the control id of them."""
+    text = "a <s> b</s> <unk> </s><s>"
+    model = processor.serialized_model_proto()
+    assert {1, 2} & set(gigatoken.Tokenizer.from_sentencepiece(model).encode(text).tolist())
+    check(processor, [text])
+
+
+def test_a_fast_encoder_that_differs_on_a_probe_is_not_used(processor, monkeypatch):
+    found = fast_encoder.of_sentencepiece
+
+    def wrong(model):
+        encode = found(model)
+
+        def other(texts):
+            ids, lengths = encode(texts)
+            return np.where(ids == 5, 6, ids) if "Html" in str(texts) else ids[::-1], lengths
+
+        return other
+
+    monkeypatch.setattr(fast_encoder, "of_sentencepiece", wrong)
+    assert made_of(processor).fast is None
+    check(processor, TEXTS[1:])
 
 
 def test_training_on_too_little_text_says_so():
@@ -105,16 +128,15 @@ OTHER_MODELS = {
     "a piece of letters and signs": {"user_defined_symbols": ["<|end|>"]},
     "pieces of digits": {"split_digits": False},
 }
-PATTERN = {
-    "no dummy prefix": 0,
-    "newline as a symbol": 0,
-    "a piece of letters and signs": 1,
-    "pieces of digits": 1,
-}
+SLOW = {
+    "without bytes", "spaces as suffix", "unigram",  # what gigatoken refuses, and where it differs:
+    "newline as a symbol", "normalizing", "strips spaces", "a piece with a space inside",
+    "a piece of letters and signs",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
-def test_other_models_encode_by_segments_only_where_it_is_exact(name):
+def test_other_models_have_a_fast_encoder_only_where_it_is_exact(name):
     options = {
         "model_type": "bpe",
         "byte_fallback": True,
@@ -134,13 +156,8 @@ def test_other_models_encode_by_segments_only_where_it_is_exact(name):
         **options,
     )
     processor = load(model.getvalue())
-    assert made_of(processor).pattern is (tokenizer._PATTERNS[PATTERN[name]] if name in PATTERN else None)
+    assert (made_of(processor).fast is None) == (name in SLOW)
     check(processor, [TEXTS[2], " a  \n b of the<|end|>2024\t\n\n", "\n", " ", "", "▁ ▁x \n▁"])
-
-
-def test_no_character_is_lost():
-    for pattern in tokenizer._PATTERNS:
-        assert all(pattern.fullmatch(chr(code)) for code in range(0x30000))
 
 
 def test_a_symbol_of_text_begins_no_document():

@@ -8,17 +8,18 @@ import json
 import sysconfig
 from pathlib import Path
 
+import gigatoken
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from data_mixtures import recipe, shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
 from data_mixtures.stages import tokenize
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
-from tests.tokenizer_assets import byte_level, save
+from tests.tokenizer_assets import PATTERN, byte_level, save
 
 TEXT = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
 LLAMA_3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
@@ -177,39 +178,77 @@ def test_a_large_vocabulary_takes_4_bytes_and_is_read_back(tmp_path: Path, run_p
     assert valid_windows(out, "mine").max() > 65_535
 
 
-def test_one_document_in_a_thousand_is_compared_with_sentencepiece(tmp_path: Path, monkeypatch) -> None:
-    texts = {
-        "a": [
-            [
-                f"some words that are long enough to be kept by the filter, {n} of them or so"
-                for n in range(300)
-            ]
-        ]
-    }
-    wanted = make_recipe(texts, recipe.TokenizerTraining(300, 20_000, 0.999))
+@pytest.mark.parametrize("kind", ["json", "sentencepiece"])
+def test_a_unit_whose_sample_differs_is_encoded_by_the_library(
+    tmp_path: Path, monkeypatch, kind: str
+) -> None:
+    """A planted encoder that is wrong for one document of 300: seen by the sample, and the bytes are the library's."""
+    words = "some words that are long enough to be kept by the filter"
+    texts = {"a": [[f"{words}, {n} of them or so" for n in range(300)]]}
+    given = recipe.TokenizerTraining(300, 20_000, 0.999)
+    if kind == "json":
+        given = recipe.TokenizerFile(str(save(byte_level([TEXT], LLAMA_3), tmp_path / "given")))
+    wanted = make_recipe(texts, given)
     filtered(tmp_path, texts, wanted)
     tokenize.make_tokenizer(wanted, tmp_path)
+    monkeypatch.setattr(tokenize, "_COMPARED_BYTES", 100)
     monkeypatch.setattr(tokenize, "COMPARED_OF", 50)
-    compared = []
-    exact = tokenizer.SentencepieceTokenizer.is_exact
+    work, unit = tokenize.Tokenize(wanted, tmp_path, ("a",)), tokenize.Unit("a", 0)
+    compared, exact = [], tokenizer.Tokenizer.is_exact
     monkeypatch.setattr(
-        tokenizer.SentencepieceTokenizer,
-        "is_exact",
-        lambda made, text: compared.append(text) or exact(made, text),
+        tokenizer.Tokenizer, "is_exact", lambda made, text: compared.append(text) or exact(made, text)
     )
-    assert do_all(tokenize.Tokenize(wanted, tmp_path, ("a",))) == 1
-    assert 1 <= len(compared) < 30
-    broken = tokenizer.SentencepieceTokenizer.encode_text
-    monkeypatch.setattr(
-        tokenizer.SentencepieceTokenizer,
-        "encode_text",
-        lambda made, text: broken(made, text.replace("words", "word")),
-    )
-    wanted = make_recipe(texts, wanted.tokenizer)
-    with pytest.raises(
-        ValueError, match=r"document [0-9a-f]{32} has other tokens than sentencepiece gives it"
-    ):
-        tokenize.Tokenize(wanted, tmp_path, ("a",)).work(tokenize.Unit("a", 0), tmp_path)
+    counts = [made_in(work, unit, tmp_path / "right")]
+    assert 2 <= len(compared) < 30, "the first ones, and one of 50"
+    encoder = tokenize._loaded(shards.tokenizer_path(tmp_path), tuple(tokenize._hashes(tmp_path)))
+    right, victim = encoder.fast, compared[-1]
+
+    def wrong(documents: list) -> tuple[np.ndarray, np.ndarray]:
+        texts = [each if isinstance(each, str) else each.decode() for each in documents]
+        return right([each.replace(victim[-20:], "x") for each in texts])
+
+    monkeypatch.setattr(encoder, "fast", wrong)
+    counts.append(made_in(work, unit, tmp_path / "wrong"))
+    assert [each["slow"] for each in counts] == [0, 300]
+    for name in tokenize.SLICED:
+        assert (tmp_path / "right" / name).read_bytes() == (tmp_path / "wrong" / name).read_bytes()
+    monkeypatch.setattr(tokenize, "COMPARED_OF", 10**9)
+    made_in(work, unit, tmp_path / "unseen")
+    seen = [(tmp_path / name / "tokens.bin").read_bytes() for name in ("right", "unseen")]
+    assert seen[0] != seen[1], "without the sample, the planted fault is in the bytes"
+
+
+def made_in(work: tokenize.Tokenize, unit: tokenize.Unit, folder: Path) -> dict:
+    folder.mkdir()
+    return work.work(unit, folder)
+
+
+def test_special_tokens_that_text_spells_stay_text_in_the_fast_encoder(llama_3: Path) -> None:
+    made, text = tokenizer.load(llama_3), f"a {LLAMA_3[0]}b{LLAMA_3[1]} <s>" * 3
+    assert made.fast is not None
+    ids = made.fast([text])[0].tolist()
+    assert (ids, max(ids) < 600) == (made.reference(text), True)
+    assert 600 in gigatoken.Tokenizer(str(llama_3)).encode(text).tolist(), "what it does with the whole file"
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, None])
+def test_a_long_document_is_cut_for_the_library_alone(
+    tmp_path: Path, monkeypatch, pattern: str | None
+) -> None:
+    """The ids of pieces in a row are those of the whole text, on real text and on text that is awkward to cut."""
+    made = tokenizer.load(save(byte_level([TEXT], LLAMA_3, pattern=pattern), tmp_path))
+    awkward = "word\n \nword\n\n\tword /\nword" * 300 + "x" * 5000 + "\u00e9\n" * 2000
+    for text in (TEXT * 3, awkward, TEXT.replace("\n", "\r\n"), "\n" * 9000):
+        whole = made._ids(text)
+        for size in (1000, 4096):
+            monkeypatch.setattr(tokenizer, "_PIECE_CHARS", size)
+            assert made.reference(text) == whole
+    assert len(list(made._pieces(TEXT))) > 3
+    spaced = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a cut would show as a space
+    other = tokenizer.load(save(spaced, tmp_path / "spaced"))
+    assert list(other._pieces(TEXT)) == [TEXT]
+    assert other.reference(TEXT) == other._ids(TEXT)
 
 
 def test_a_tokenizer_json_is_brought_along_with_its_names(tmp_path: Path) -> None:

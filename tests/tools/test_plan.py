@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures import recipe_file
+from data_mixtures import recipe, recipe_file
 from data_mixtures.shards import write_json
 from data_mixtures.stages import stage
 from laneformer import LaneformerConfig
+from tests.tokenizer_assets import byte_level, save
 from tools.bench import cuda_model
 from tools.cards import INPUTS
 from tools.plan import preparation, speed, sums
@@ -138,6 +139,19 @@ def test_a_listing_is_the_plan_of_a_data_folder(tmp_path: Path) -> None:
         preparation.listed_files(tmp_path / "none")
 
 
+def test_the_speed_of_tokenizing_is_that_of_the_recipes_tokenizer(tmp_path: Path) -> None:
+    """Byte-level BPE is several times as fast as sentencepiece, and what gigatoken refuses far slower."""
+    training = recipe.TokenizerTraining(300, 1000)
+    later = recipe.TokenizerFile(str(tmp_path / "none/tokenizer.model"))
+    assert preparation.tokenize_bytes(training) == preparation.tokenize_bytes(later)
+    path = save(byte_level(["a b"], ["<s>", "</s>"], 300), tmp_path)
+    fast = preparation.tokenize_bytes(recipe.TokenizerFile(str(path)))
+    spec = json.loads(path.read_text())
+    path.write_text(json.dumps({**spec, "normalizer": {"type": "NFKC"}}))
+    slow = preparation.tokenize_bytes(recipe.TokenizerFile(str(path)))
+    assert fast > preparation.tokenize_bytes(later) > slow
+
+
 def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None:
     def part(share: float, expected: float = 1e12, files: int | None = None, listed: int = 1000) -> dict:
         need = share * preparation.TOKENS_AS_COUNTED * expected / (1 + preparation.MARGIN)
@@ -147,6 +161,7 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None
             "expected_tokens": expected,
             "files": files,
             "prepared": False,
+            "tokenize_bytes": preparation.TOKENIZE_BYTES[".json", True],
         }
         return preparation.parts([source], {"s": [10**9] * listed})[0]
 

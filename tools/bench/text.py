@@ -188,10 +188,9 @@ def tokenizing(
         )
 
     def encoder(texts_before: list[str]) -> Callable[[], Any]:
-        ours = tokenizer.SentencepieceTokenizer(processor)
-        for text in texts_before:
-            ours.encode_text(text)
-        return lambda: [ours.encode_text(text) for text in timed]
+        ours = tokenizer.load(model)
+        ours.encode(texts_before)
+        return lambda: ours.encode(timed)
 
     return {
         "data_mixtures, after other text": lambda: encoder(before),

@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_850,
     "laneformer": 90_800,
-    "data_mixtures": 51_500,
-    "train": 30_400,
+    "data_mixtures": 55_000,
+    "train": 30_600,
     "evals": 31_000,
     "tools": 107_100,
 }

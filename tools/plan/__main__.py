@@ -191,9 +191,11 @@ def read_sources(path: Path, titan_job: Any, mixture: Path | None) -> list[Resul
         raise ValueError(f"{file} has no [{phase}], the phase.name of {path}; it has {list(read.phases)}")
     expected = {s.name: s.expected_tokens_b * 1e9 for s in read.sources if s.expected_tokens_b is not None}
     files = {s.name: s.files for s in read.sources if isinstance(s, recipe.HubSource)}
+    rate = preparation.tokenize_bytes(read.tokenizer)
     return [
         {"name": s.name, "category": s.category, "weight": read.phases[phase][s.name],
-         "expected_tokens": expected.get(s.name), "files": files.get(s.name), "prepared": False}
+         "expected_tokens": expected.get(s.name), "files": files.get(s.name), "prepared": False,
+         "tokenize_bytes": rate}
         for s in read.sources
     ]  # fmt: skip
 

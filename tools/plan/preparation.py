@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_mixtures import recipe, tokenizer
 from data_mixtures.stages import stage
 
 Result = dict[str, Any]
@@ -34,8 +35,15 @@ RAW_BYTES = 1.79  # of Parquet for a token as counted: Nemotron-CC-v2, 10.3 TB o
 TEXT_BYTES = 3.5  # of text for a Llama-2 token
 FILE_BYTES = 1.6e9  # of a hub file, 1.0 to 2.4 GB
 SHARD_BYTES = 2  # of a token
-# a second of one core, measured: docs/benchmarks/2026-11-21-text.md, 2026-11-21-data.md
-FILTER_BYTES, UNKEPT_BYTES, TOKENIZE_TOKENS, SHUFFLE_TOKENS = 25e6, 90e6, 1.5e6, 90e6
+# a second of one core, measured: docs/benchmarks/2026-11-25-tokenize.md, 2026-11-21-text.md, 2026-11-21-data.md
+FILTER_BYTES, UNKEPT_BYTES, SHUFFLE_TOKENS = 25e6, 90e6, 90e6
+# bytes of text: tokenizer.json and sentencepiece with the fast encoder, and each by its own library
+TOKENIZE_BYTES = {
+    (".json", True): 90e6,
+    (".model", True): 14e6,
+    (".json", False): 1e6,
+    (".model", False): 2.5e6,
+}
 
 
 def listed_files(out: Path | None) -> dict[str, list[int]]:
@@ -45,11 +53,22 @@ def listed_files(out: Path | None) -> dict[str, list[int]]:
     return {name: [unit["bytes"] for unit in units] for name, units in hub.items()}
 
 
+def tokenize_bytes(given: recipe.TokenizerFile | recipe.TokenizerTraining) -> float:
+    """Bytes of text that one core tokenizes in a second, by the kind of tokenizer; one that is not here yet is
+    taken to have a fast encoder.
+    """
+    if not isinstance(given, recipe.TokenizerFile):
+        return TOKENIZE_BYTES[".model", True]
+    path = Path(given.path)
+    fast = not path.is_file() or tokenizer.load_given(given).fast is not None
+    return TOKENIZE_BYTES[".json" if path.suffix == ".json" else ".model", fast]
+
+
 def parts(sources: Sequence[Result], listed: Mapping[str, Sequence[int]]) -> list[Result]:
     """Each source with what is needed of it, the `keep` and `files` that give it, and what that costs.
 
-    sources: name, tokens_so_far (of all phases), expected_tokens, and the recipe's `files`, which stay. Those
-    that are prepared are left out, and those without expected tokens.
+    sources: name, tokens_so_far (of all phases), expected_tokens, tokenize_bytes a second, and the recipe's
+    `files`, which stay. Those that are prepared are left out, and those without expected tokens.
     """
     return [
         _part(each, listed.get(each["name"], ()))
@@ -74,11 +93,12 @@ def _part(source: Result, sizes: Sequence[int]) -> Result:
     stored = pool * of_files * keep
     text = TEXT_BYTES * pool * of_files
     filter_s = text * keep / FILTER_BYTES + text * (1 - keep) / UNKEPT_BYTES
+    tokenize_s = TEXT_BYTES * stored / source["tokenize_bytes"]
     return {
         "name": source["name"], "need_tokens": need, "pool_tokens": pool, "keep": keep, "files": files,
         "kept_epochs": need / stored, "fetched_bytes": raw * of_files, "stored_tokens": stored,
         "units": files or len(sizes) or math.ceil(raw / FILE_BYTES),
-        "core_hours": (filter_s + stored / TOKENIZE_TOKENS + stored / SHUFFLE_TOKENS) / 3600,
+        "core_hours": (filter_s + tokenize_s + stored / SHUFFLE_TOKENS) / 3600,
     }  # fmt: skip
 
 

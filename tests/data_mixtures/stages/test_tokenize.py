@@ -52,7 +52,7 @@ def test_documents_in_shuffled_order_with_their_tokens(tmp_path, monkeypatch):
         assert (row["key"], row["high"], row["low"]) == (key, digest >> 64, digest % 2**64)
         assert (row["length"], row["bytes"]) == (len(processor.encode(text)) + 2, len(text.encode()))
     sizes = {"documents": 300, "tokens": len(tokens), "bytes": sum(len(text.encode()) for text in texts)}
-    assert receipt["counts"] == {**sizes, "dropped": {"near_duplicate": 0, "repeated_ngrams": 0}}
+    assert receipt["counts"] == {**sizes, "slow": 0, "dropped": {"near_duplicate": 0, "repeated_ngrams": 0}}
     origins = json.loads(f"[{(folder / ORIGINS).read_text().replace('}{', '},{')}]")
     assert [origin["row"] for origin in origins] == [
         texts.index(text, 5 if i and ordered[i - 1] == text else 0) for i, text in enumerate(ordered)
