@@ -87,6 +87,16 @@ $(VENV)/clients: | setup
 	$(INSTALL) --target $@.part "openai>=2,<3" "litellm>=1.100,<2" "schemathesis>=4.30,<5"
 	mv $@.part $@
 
+# and of the other APIs: anthropic, ollama, and openai's agents
+$(VENV)/api-clients: | setup
+	$(INSTALL) --target $@.part "anthropic>=2,<3" "ollama>=0.6,<1" "openai-agents>=0.24,<1"
+	mv $@.part $@
+
+# Codex and Claude Code, 0.6 GB
+$(VENV)/agents: | setup
+	@(command -v npm && npm install --silent --no-audit --no-fund --prefix $@.part @openai/codex@0.169.0 \
+	  @anthropic-ai/claude-code@2.1.197 && mv $@.part $@) >/dev/null || echo "no npm, or no registry for it: their tests skip themselves"
+
 $(VENV)/node-clients: | setup
 	@(command -v npm && npm install --silent --no-audit --no-fund --prefix $@.part openai@7.57.0 && mv $@.part $@) \
 	  >/dev/null || echo "no npm, or no registry for it: the test with Node.js skips itself"
@@ -110,7 +120,7 @@ test: lint structure browser
 	$(PYTEST) -m "not slow"
 
 # what tests need beyond the set-up
-extras: packages $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/node-clients $(SMOLLM2) \
+extras: packages $(VENV)/transformers-4.57 $(VENV)/evalplus-0.3.1 $(VENV)/clients $(VENV)/api-clients $(VENV)/node-clients $(SMOLLM2) \
 	$(VENV)/nvrtc-12.9 $(VENV)/nvrtc-13.0
 
 test-all: lint structure extras
@@ -119,7 +129,7 @@ test-all: lint structure extras
 
 # everything from nothing: no proof is taken from the cache, chaos is 200 steps with a random fault every 20; then the
 # README's figures, and the quick half ten times beside two busy processes
-nightly: lint structure extras
+nightly: lint structure extras $(VENV)/agents
 	LANEFORMER_CACHE=$$(mktemp -d) CHAOS_STEPS=200 $(PYTEST)
 	$(BIN)/python -m tools.check.readme --check
 	$(BIN)/python -m tests.quiet --times 10 --beside 2

@@ -66,9 +66,13 @@ class Access:
             )
         key = self.options.api_key
         if key is not None and not (scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)):
-            given = headers.get(b"authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-                return HTTPException(401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'")
+            bearer, anthropic = headers.get(b"authorization", ""), headers.get(b"x-api-key", "")
+            # some clients send both, one of them made up
+            given = (bearer, f"Bearer {key}"), (anthropic, key)
+            if not any(hmac.compare_digest(sent.encode(), right.encode()) for sent, right in given):
+                return HTTPException(
+                    401, "the API key is missing or wrong; send 'Authorization: Bearer KEY', or x-api-key"
+                )
         return None
 
     def known(self, host: str) -> bool:

@@ -30,8 +30,11 @@ try:
     from starlette.exceptions import HTTPException
 
     from .access import Access
+    from .apis import ollama
     from .apis.chat import ConversationAnswer
     from .apis.completions import CompletionAnswer
+    from .apis.messages import MessagesAnswer, MessagesRequest, count_tokens
+    from .apis.responses import ResponsesAnswer, ResponsesRequest
     from .bodies import Body, RequestError
     from .context import ServingContext
     from .endpoints import Endpoints
@@ -100,18 +103,28 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     add_error_handlers(app)
     endpoints = Endpoints(app, context, options)
     add_api(endpoints)
+    ollama.add(endpoints, facts)
     add_facts(app, scheduler, facts, metrics)
     return app
 
 
 def add_api(endpoints: Endpoints) -> None:
-    """OpenAI's routes, and llama.cpp's for tokens."""
+    """OpenAI's and Anthropic's routes, and llama.cpp's for tokens."""
     app, context = endpoints.app, endpoints.context
     model = {"id": context.model, "object": "model", "created": int(time.time()), "owned_by": "laneformer"}
     endpoints.add("/v1/completions", CompletionRequest, CompletionAnswer)
     endpoints.add("/v1/chat/completions", ConversationRequest, ConversationAnswer)
+    endpoints.add("/v1/responses", ResponsesRequest, ResponsesAnswer)
+    endpoints.add("/v1/messages", MessagesRequest, MessagesAnswer)
+    endpoints.add("/v1/messages/count_tokens", MessagesRequest, count_tokens)
     endpoints.add("/tokenize", Tokenize, tokenize)
     endpoints.add("/detokenize", Detokenize, detokenize)
+
+    @app.post("/v1/embeddings")
+    @app.post("/api/embed")
+    async def embeddings() -> None:
+        message = "embeddings are not supported: the model writes text; ask a server of an embedding model"
+        raise RequestError(message, None, "unsupported_endpoint")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -117,11 +117,18 @@ class Body(BaseModel):
     def read(cls, raw: bytes, reading: Reading) -> Self:
         """The object that these bytes hold; RequestError says what is wrong with them."""
         try:
-            return cls.model_validate(parsed(raw), context=reading)
-        except ValidationError as error:
-            raise refusal(error.errors(include_url=False)) from None
+            value = parsed(raw)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not a JSON object: {error}", None, "invalid_json") from None
+        return cls.made(value, reading)
+
+    @classmethod
+    def made(cls, value: Any, reading: Reading) -> Self:
+        """The object with these fields; RequestError says what is wrong with them."""
+        try:
+            return cls.model_validate(value, context=reading)
+        except ValidationError as error:
+            raise refusal(error.errors(include_url=False)) from None
 
 
 class _Yielding(json.JSONDecoder):

@@ -127,7 +127,7 @@ class Choices:
         """
         self.context, self.prompts, self.n = context, prompts, n
         self.generated = [0] * (len(prompts) * n)  # tokens of each choice
-        self._options, self._stops, self._score_top, self._grammar = options, stops, score_top, grammar
+        self.options, self._stops, self._score_top, self._grammar = options, stops, score_top, grammar
         self._control = with_control_tokens
         self._runs: list[Running] = []
         self._generating: dict[int, Running] = {}  # by choice
@@ -199,11 +199,11 @@ class Choices:
                 yield Piece(choice, finish_reason="length")
 
     async def _written(self, choice: int, running: Running) -> AsyncGenerator[Piece, None]:
-        assert self._options is not None
+        assert self.options is not None
         prompt = self.prompts[choice // self.n]
         stream = TextStream(self.context.tokenizer, prompt, skip_special_tokens=not self._control)
-        detailed, scores_stop = self._options.logprobs is not None, self._score_top is not None
-        writing = Writing(stream, self._stops, self.context.stop_ids(self._options), detailed, scores_stop)
+        detailed, scores_stop = self.options.logprobs is not None, self._score_top is not None
+        writing = Writing(stream, self._stops, self.context.stop_ids(self.options), detailed, scores_stop)
         async for tokens in running:
             if writing.stopped:
                 continue  # they came before the engine heard of it
@@ -222,10 +222,10 @@ class Choices:
         return Scored(ids, 1, self._score_top) if self._score_top is not None and len(ids) > 1 else None
 
     def _wanted(self, choice: int) -> Wanted | None:
-        if self._options is None:
+        if self.options is None:
             return None
-        assert isinstance(self._options.seed, int)
-        options = dataclasses.replace(self._options, seed=batch_seeds(self._options.seed, choice + 1)[choice])
+        assert isinstance(self.options.seed, int)
+        options = dataclasses.replace(self.options, seed=batch_seeds(self.options.seed, choice + 1)[choice])
         grammar = self._grammar and self._grammar.copy()
         return Wanted(self.prompts[choice // self.n], options, grammar=grammar)
 

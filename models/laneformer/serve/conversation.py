@@ -63,14 +63,8 @@ class Conversation:
 
     def __init__(self, request: ConversationRequest, context: ServingContext):
         self.request, self.context = request, context
-        try:
-            tools = context.tool_calling.use(request.tools, request.tool_choice, request.parallel_tool_calls)
-            self.prompt = self._encoded(tools)
-            grammar = self._grammar(tools)
-        except RequestError:
-            raise
-        except Exception as error:  # a template is the makers' program, run on a client's data
-            raise RequestError(str(error), "messages") from None
+        tools, self.prompt = prepared(request, context)
+        grammar = self._grammar(tools)
         self.choices = self._choices(tools, grammar)
         opened = context.tokenizer.decode(self.prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         forced = grammar is not None and not (tools.names and tools.optional)
@@ -87,16 +81,6 @@ class Conversation:
     async def __aiter__(self) -> AsyncGenerator[Said, None]:
         async for piece in self.choices:
             yield self.speakers[piece.choice].push(piece)
-
-    def _encoded(self, tools: ToolUse) -> list[int]:
-        request, prompts = self.request, self.context.prompts
-        rendered = prompts.rendered(
-            tools.messages([message.plain() for message in request.messages]),
-            tools=tools.template_tools,
-            add_generation_prompt=request.add_generation_prompt,
-            variables=request.chat_template_kwargs,
-        )
-        return prompts.encode(self.context.check_length(rendered, "messages"))
 
     def _grammar(self, tools: ToolUse) -> Grammar | None:
         try:
@@ -124,6 +108,23 @@ class Conversation:
             context, [self.prompt], request.n, options, request.stop,
             grammar=grammar, with_control_tokens=bool(tools.names),
         )  # fmt: skip
+
+
+def prepared(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
+    """The tools, and the prompt's ids."""
+    try:
+        tools = context.tool_calling.use(request.tools, request.tool_choice, request.parallel_tool_calls)
+        rendered = context.prompts.rendered(
+            tools.messages([message.plain() for message in request.messages]),
+            tools=tools.template_tools,
+            add_generation_prompt=request.add_generation_prompt,
+            variables=request.chat_template_kwargs,
+        )
+        return tools, context.prompts.encode(context.check_length(rendered, "messages"))
+    except RequestError:
+        raise
+    except Exception as error:  # a template is the makers' program, run on a client's data
+        raise RequestError(str(error), "messages") from None
 
 
 @dataclass

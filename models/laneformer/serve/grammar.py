@@ -88,14 +88,19 @@ class Grammars:
         """JSON that the schema allows, keys in its order; `what` names it in errors."""
         return self.of_lark(f"start: {self.json_rule(schema, what)}")
 
-    def json_rule(self, schema: Any, what: str) -> str:
+    def json_rule(self, schema: Any, what: str, lenient: bool = False) -> str:
         """The part of a Lark grammar that stands for JSON of a schema; ValueError says where
-        the schema is wrong.
+        the schema is wrong. lenient: what no grammar can demand is left out.
         """
         if not isinstance(schema, dict | bool):
             raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
         try:
-            rule = f"%json {_compiled(schema)}"
+            schema = (
+                {**schema, "x-guidance": COMPILED_WITH | {"lenient": lenient}}
+                if isinstance(schema, dict)
+                else schema
+            )
+            rule = f"%json {json.dumps(schema)}"
             self._check_size(rule, what)
             if math.lcm(*_multiples(schema)) > MAX_MULTIPLE:
                 raise ValueError(
@@ -150,14 +155,12 @@ class Grammars:
         return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
     def _error(self, schema: Any) -> str:
-        return self._matcher(
-            json.dumps({"grammars": [{"json_schema": json.loads(_compiled(schema))}]})
-        ).get_error()
+        return self._matcher(json.dumps({"grammars": [{"json_schema": schema}]})).get_error()
 
     def _place(self, schema: Any, error: str) -> str:
         """Where the schema is wrong: the innermost part that has this error by itself, as ".properties.a"."""
         shared = (
-            {n: schema[n] for n in ("$defs", "definitions") if n in schema}
+            {n: schema[n] for n in ("$defs", "definitions", "x-guidance") if n in schema}
             if isinstance(schema, dict)
             else {}
         )
@@ -165,11 +168,6 @@ class Grammars:
         return max(
             (place for place, part in parts if self._error({**shared, **part}) == error), key=len, default=""
         )
-
-
-def _compiled(schema: Any) -> str:
-    """A schema as JSON, with llguidance's options in place of any that it brings."""
-    return json.dumps({**schema, "x-guidance": COMPILED_WITH} if isinstance(schema, dict) else schema)
 
 
 def _multiples(schema: Any) -> Iterator[int]:

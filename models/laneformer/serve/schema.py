@@ -300,6 +300,14 @@ class ConversationRequest(Sampled):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_thinking(cls, data: Any) -> Any:
+        """What templates call the effort of "none"."""
+        if isinstance(data, dict) and data.get("reasoning_effort") == "none":
+            return {"chat_template_kwargs": {"enable_thinking": False}, **data}
+        return data
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         most, old = self.max_completion_tokens, self.max_tokens

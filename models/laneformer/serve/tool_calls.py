@@ -214,9 +214,8 @@ class ToolUse:
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
-                rules.append(
-                    f"a{number}: {self.calling.grammars.json_rule(_closed(function['parameters']), what)}"
-                )
+                rule = self.calling.grammars.json_rule(_closed(function["parameters"]), what, lenient=True)
+                rules.append(f"a{number}: {rule}")
                 called.append(f"{literal(function['name'] + form.middle)} a{number}")
         more = f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         calls = f"call {more} {literal(form.end)}"

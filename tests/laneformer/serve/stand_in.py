@@ -85,9 +85,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.at_once -= 1
 
     def answer(self, body: dict[str, Any]) -> None:
-        """A stream. The last message: "FAST n" n tokens at 2,000/s; "SLOW" 10/s; "BREAK" and the connection
-        ends; "Hello ..." an echo at 20/s, which no slow browser reads in one piece; otherwise the text of
-        `texts`, or an echo, at 800/s with speculation and 400/s without.
+        """A stream. The last message: "FAST n" n tokens at 2,000/s; "SLOW" 10/s; "THINK" reasons; "BREAK" and
+        the connection ends; "Hello ..." an echo at 20/s, which no slow browser reads in one piece; otherwise the
+        text of `texts`, or an echo, at 800/s with speculation and 400/s without.
         """
         asked = body["messages"][-1]["content"]
         word, _, rest = asked.partition(" ")
@@ -104,6 +104,8 @@ class Handler(BaseHTTPRequestHandler):
         self.head(200, {"Content-Type": "text/event-stream", "Connection": "close"})
         self.event({"role": "assistant", "content": ""}, None, 0)
         self.wfile.write(b": keep-alive\n\n")
+        for thought in ("First <b>", "this</b>.") if word == "THINK" else ():
+            self.event({"reasoning_content": thought}, None, 1)
         due_s = time.monotonic()
         for i in range(0, len(pieces), run):
             due_s = max(due_s + run / rate, time.monotonic() - 0.1)  # after a pause it does not catch up

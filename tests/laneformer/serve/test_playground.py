@@ -119,6 +119,21 @@ def text(page: Page, selector: str) -> str:
     return page.run(f"[...document.querySelectorAll({selector!r})].at(-1)?.innerText ?? ''")
 
 
+def test_reasoning_is_folded(page: Page, server: StandIn) -> None:
+    say(page, "THINK about it")
+    assert text(page, "article.assistant .body") == "You said: THINK about it"
+    for _ in range(2):
+        assert page.run("document.querySelector('article.assistant details').open") is False
+        assert (
+            page.run("document.querySelector('article.assistant details p').textContent")
+            == "First <b>this</b>."
+        )
+        page.open(server.address)  # kept with the chat
+        page.until("document.querySelector('article.assistant footer')")
+    say(page, "Hello again")
+    assert server.requests[-1]["messages"][1] == {"role": "assistant", "content": "You said: THINK about it"}
+
+
 def test_an_answer_streams_beside_its_speed(page: Page, server: StandIn) -> None:
     assert "500" in text(page, "#promise")
     assert text(page, "#model") == "stand-in"

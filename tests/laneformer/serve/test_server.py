@@ -196,4 +196,6 @@ def test_the_key(named: Server) -> None:
             assert response.status_code == 401
             assert error_of(response)["code"] == "invalid_api_key"
     assert httpx.get(f"{named.url}/health").status_code == 200
-    assert httpx.get(f"{named.url}/v1/models", headers=KEY).status_code == 200
+    for headers in (KEY, {"x-api-key": "sesame"}, {"x-api-key": "made up", **KEY}):
+        assert httpx.get(f"{named.url}/v1/models", headers=headers).status_code == 200
+    assert httpx.get(f"{named.url}/v1/models", headers={"x-api-key": "wrong"}).status_code == 401

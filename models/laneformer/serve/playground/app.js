@@ -55,11 +55,12 @@ async function rewrite(index) {
   drawAll();
   const conversation = messages, request = requestFor(messages), message = { role: "assistant", content: "" }, meter = new Meter();
   const turn = drawTurn(message), markdown = new Markdown(turn.firstChild);
-  let pending = "", speed_shown_ms = 0, failure = null;
+  let pending = "", thought = "", speed_shown_ms = 0, failure = null;
   const painter = new Painter(() => {
     const log = $("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
     markdown.push(pending);
-    pending = "";
+    if (thought) showThought(turn, thought);
+    pending = thought = "";
     if (performance.now() - speed_shown_ms > SPEED_EVERY_MS) drawSpeed(meter.figures()), (speed_shown_ms = performance.now());
     if (follows) log.scrollTop = log.scrollHeight;
   });
@@ -69,6 +70,8 @@ async function rewrite(index) {
       meter.add(chunk);
       message.content += chunk.text;
       pending += chunk.text;
+      thought += chunk.reasoning;
+      if (chunk.reasoning) message.reasoning = (message.reasoning ?? "") + chunk.reasoning;
       painter.soon();
     }
   } catch (error) {
@@ -79,10 +82,10 @@ async function rewrite(index) {
   markdown.end();
   setRunning(null);
   message.figures = { ...meter.figures(), seed: request.seed };
-  if (message.content) conversation.push(message);
+  if (message.content || message.reasoning) conversation.push(message);
   keep("chat", messages), keep("chats", earlier);
   if (!turn.isConnected) return;  // the conversation was left
-  if (message.content) finishTurn(turn, message);
+  if (message.content || message.reasoning) finishTurn(turn, message);
   else turn.remove();
   drawSpeed(message.figures);
   if (failure) notice(failure, retry);
@@ -144,13 +147,21 @@ function replaceEarlier(others, title) {
   undo.focus();
 }
 
-function drawTurn({ role, content }) {
+function drawTurn({ role, content, reasoning }) {
   const body = make("div", { class: "body" }), ours = role === "user", markdown = new Markdown(body);
   if (ours) body.append(content);
   else markdown.push(content), markdown.end();
   const turn = make("article", { class: role, "aria-label": ours ? "You" : "Model" }, body);
   $("log").append(turn);
+  if (reasoning) showThought(turn, reasoning);
   return turn;
+}
+
+/** What the model reasons before its answer, folded. */
+function showThought(turn, text) {
+  const fold = turn.querySelector("details") ?? make("details", {}, make("summary", {}, "Reasoning"), make("p", {}));
+  if (!fold.parentNode) turn.prepend(fold);
+  fold.lastChild.append(text);
 }
 
 /** What can be done with a message, and how fast it came. */

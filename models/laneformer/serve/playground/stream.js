@@ -27,7 +27,7 @@ export async function ask(path, options = {}) {
 }
 
 /**
- * The chunks of a chat completion as they come: {at_ms, text, tokens, finish, usage}.
+ * The chunks of a chat completion as they come: {at_ms, text, reasoning, tokens, finish, usage}.
  *
  * tokens: how many there are by now; one chunk holds a run of them, so the server is asked to count. Chunks that the
  * network delivers together have one time of arrival. Throws a Failure where the stream ends before the answer does.
@@ -49,10 +49,11 @@ export async function* chatStream(request, signal) {
       if (!data || data === "[DONE]") continue;
       const { choices = [], usage = null, error } = JSON.parse(data);
       if (error) throw new Failure(Number(error.code) || 500, error.message);
-      const text = choices[0]?.delta?.content || "", finish = choices[0]?.finish_reason || null;
+      const { content, reasoning_content } = choices[0]?.delta ?? {}, finish = choices[0]?.finish_reason || null;
+      const text = content || "", reasoning = reasoning_content || "";
       finished ||= finish !== null;
-      tokens = usage ? usage.completion_tokens : tokens + (text ? 1 : 0);
-      yield { at_ms, text, tokens, finish, usage };
+      tokens = usage ? usage.completion_tokens : tokens + (text || reasoning ? 1 : 0);
+      yield { at_ms, text, reasoning, tokens, finish, usage };
     }
     if (read.done) break;
   }

@@ -15,7 +15,9 @@ from tests.laneformer.serve.conftest import start
 
 KEY = "key-of-the-tests"
 PYTHON_CLIENTS = Path(sys.prefix) / "clients"  # the last major of openai, litellm, schemathesis
+API_CLIENTS = Path(sys.prefix) / "api-clients"  # anthropic, ollama, openai-agents
 NODE_CLIENTS = Path(sys.prefix) / "node-clients"
+AGENTS = Path(sys.prefix) / "agents" / "node_modules" / ".bin"  # codex, claude
 
 
 @pytest.fixture(scope="module")

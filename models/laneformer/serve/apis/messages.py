@@ -1,0 +1,168 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of a conversation."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from ...chat import ASSISTANT, SYSTEM, USER
+from ..bodies import Body, RequestError
+from ..context import ServingContext
+from ..conversation import Block, prepared
+from ..schema import MAX_MESSAGES, Limit, Objects
+from ..sending import Told
+from .blocks import BlockAnswer, arguments_of, call, conversation_of, event, function, own_tools, text_of
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Turn(Body):
+    place = "messages[]."
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Objects
+
+
+class MessagesRequest(Body):
+    refused = {"mcp_servers": "the server calls no others; send tools", "container": "nothing is run here"}
+    unused = {"metadata": None, "service_tier": None, "betas": None, "cache_control": None}
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Objects | None = None
+    max_tokens: Limit = None
+    stop_sequences: list[str] = []
+    stream: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    tools: Objects = []
+    tool_choice: dict[str, Any] = {}
+    thinking: dict[str, Any] = {}
+
+    @field_validator("tools")
+    @classmethod
+    def _own(cls, tools: list[dict[str, Any]], info: ValidationInfo) -> list[dict[str, Any]]:
+        return own_tools(tools, "custom", info)
+
+    def fields(self) -> dict[str, Any]:
+        """Of a chat completion."""
+        system = text_of(self.system, ["text"], "system")
+        messages = [{"role": SYSTEM, "content": system}] if system else []
+        for turn in self.messages:
+            messages += translated(turn)
+        choice: Any = self.tool_choice.get("type")
+        if choice == "tool":
+            choice = {"type": "function", "function": {"name": self.tool_choice.get("name")}}
+        return {
+            "messages": messages,
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "tools": [
+                function(t.get("name"), t.get("description"), t.get("input_schema")) for t in self.tools
+            ],
+            "tool_choice": CHOICES.get(choice, choice) if isinstance(choice, str) else choice,
+            "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use"),
+            "reasoning_effort": "none" if self.thinking.get("type") == "disabled" else None,
+            **{name: getattr(self, name) for name in ("temperature", "top_k", "top_p")},
+        }
+
+
+def translated(turn: Turn) -> list[dict[str, Any]]:
+    """The messages of a chat completion: results of tools come first, each as one of its own."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    results, texts, calls, thoughts = [], [], [], []
+    for block in turn.content:
+        match block.get("type"):
+            case "tool_result":
+                content = text_of(block.get("content"), ["text"], "messages[].content[].content")
+                results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            case "tool_use":
+                calls.append(call(block.get("id"), block.get("name"), json.dumps(block.get("input") or {})))
+            case "thinking":
+                thoughts.append(str(block.get("thinking") or ""))
+            case "redacted_thinking":
+                continue
+            case _:
+                texts.append(text_of([block], ["text"], "messages[].content"))
+    message: dict[str, Any] = {"role": turn.role, "content": "\n".join(texts)}
+    if turn.role == ASSISTANT:
+        message |= {"tool_calls": calls} if calls else {}
+        message |= {"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {}
+    elif calls:
+        raise RequestError("tool_use is an assistant's", "messages[].content")
+    return [*results, *([message] if texts or turn.role != USER or not results else [])]
+
+
+class MessagesAnswer(BlockAnswer):
+    def __init__(self, request: MessagesRequest, context: ServingContext):
+        super().__init__(request, context)
+        self.id, self.model = f"msg_{uuid.uuid4().hex}", request.model or context.model
+
+    def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        fixed = {"id": self.id, "type": "message", "role": ASSISTANT, "model": self.model}
+        return {**fixed, "content": content, **self.reason(), "usage": self.usage()}
+
+    def reason(self) -> dict[str, Any]:
+        reason = "stop_sequence" if self.stop is not None else REASONS.get(self.finish_reason or "")
+        return {"stop_reason": reason, "stop_sequence": self.stop}
+
+    def usage(self) -> dict[str, int]:
+        """Cached tokens are not among the others."""
+        used = self.used
+        return {
+            "input_tokens": used["prompt_tokens"] - used["cached_tokens"],
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": used["cached_tokens"],
+            "output_tokens": used["completion_tokens"],
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        await self.finished()
+        return self.message([content_of(block, block.text) for block in self.blocks])
+
+    async def __aiter__(self) -> AsyncGenerator[str, None]:
+        yield event("message_start", message=self.message([]))
+        index = -1
+        async for block, text in self.parts():
+            if not text:
+                yield (event("content_block_stop", index=index) if index >= 0 else "") + event(
+                    "content_block_start", index=(index := index + 1), content_block=content_of(block, "")
+                )
+            else:
+                yield event("content_block_delta", index=index, delta=delta_of(block, text))
+        if index >= 0:
+            yield event("content_block_stop", index=index)
+        yield event("message_delta", delta=self.reason(), usage=self.usage()) + event("message_stop")
+
+    def failed(self, told: Told) -> str:
+        return event("error", error=told.body("/v1/messages")["error"])
+
+
+def content_of(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": text, "citations": None}
+    arguments = arguments_of(block) if text else {}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
+
+
+def delta_of(block: Block, text: str) -> dict[str, Any]:
+    kind, name = {
+        "reasoning": ("thinking_delta", "thinking"),
+        "text": ("text_delta", "text"),
+        "call": ("input_json_delta", "partial_json"),
+    }[block.kind]
+    return {"type": kind, name: text}
+
+
+def count_tokens(request: MessagesRequest, context: ServingContext) -> dict[str, int]:
+    _, prompt = prepared(conversation_of(request), context)
+    return {"input_tokens": len(prompt)}

@@ -1,0 +1,200 @@
+"""Ollama's API: /api/chat and /api/generate, and what its clients ask about the model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from ...chat import ASSISTANT, SYSTEM, USER
+from ..bodies import Body, RequestError
+from ..context import ServingContext
+from ..conversation import Block
+from ..endpoints import Endpoints
+from ..schema import Objects
+from ..sending import Answer, Told
+from .blocks import BlockAnswer, arguments_of, call
+
+VERSION = "0.14.0"  # of the API, which clients compare
+FOR_EVER = "9999-12-31T23:59:59Z"
+SECOND_NS = 1e9
+
+
+class Said(Body):
+    place = "messages[]."
+
+    role: str
+    content: str = ""
+    thinking: str | None = None
+    images: list[Any] = []
+    tool_calls: Objects = []
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Asked(Body):
+    """What /api/chat and /api/generate have in common."""
+
+    unused = {"keep_alive": None, "truncate": None, "shift": None}
+    neutral = {"logprobs": [False], "top_logprobs": [0]}
+
+    model: str | None = None
+    stream: bool = True
+    options: dict[str, Any] = {}
+    format: str | dict[str, Any] | None = None
+    think: bool | str | None = None
+
+    def common(self) -> dict[str, Any]:
+        """Of a chat completion. Options about the machine, which those do not know, have no effect."""
+        form: Any = None
+        if self.format == "json":
+            form = {"type": "json_object"}
+        elif self.format:
+            form = {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
+        options = dict(self.options)
+        if (limit := options.pop("num_predict", None)) is not None:
+            options["max_tokens"] = max(limit, -1) if isinstance(limit, int) else limit
+        think = {"enable_thinking": self.think is not False} if self.think is not None else None
+        return {**options, "response_format": form, "chat_template_kwargs": think}
+
+
+class ChatRequest(Asked):
+    messages: list[Said] = []
+    tools: Objects = []
+
+    def fields(self) -> dict[str, Any]:
+        messages = [translated(said) for said in self.messages]
+        return {**self.common(), "tools": self.tools, "messages": messages}
+
+
+class GenerateRequest(Asked):
+    refused = {
+        "suffix": "the model fills no gaps",
+        "template": "the model's own is used",
+        "context": "send the conversation to /api/chat",
+    }
+    neutral = {**Asked.neutral, "raw": [False], "images": [[]]}
+
+    prompt: str = ""
+    system: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        system = [{"role": SYSTEM, "content": self.system}] if self.system else []
+        return {**self.common(), "messages": [*system, {"role": USER, "content": self.prompt}]}
+
+
+def translated(said: Said) -> dict[str, Any]:
+    if said.images:
+        raise RequestError("images: the model reads text only", "messages")
+    message: dict[str, Any] = {"role": said.role, "content": said.content}
+    message |= {"reasoning_content": said.thinking} if said.thinking else {}
+    if said.role == "tool":
+        message |= {"name": said.tool_name, "tool_call_id": said.tool_call_id}
+    if calls := [one.get("function") or {} for one in said.tool_calls]:
+        message["tool_calls"] = [
+            call(None, c.get("name"), json.dumps(c.get("arguments") or {})) for c in calls
+        ]
+    return message
+
+
+class OllamaAnswer(BlockAnswer):
+    """Lines of JSON; calls come as a whole."""
+
+    media, silence = "application/x-ndjson", " "
+
+    def __init__(self, request: ChatRequest | GenerateRequest, context: ServingContext):
+        super().__init__(request, context)
+        self.model, self.chat = request.model or context.model, isinstance(request, ChatRequest)
+
+    def line(self, text: str, thinking: str, calls: list[Block], **more: Any) -> dict[str, Any]:
+        fixed = {"model": self.model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        thought = {"thinking": thinking} if thinking else {}
+        if not self.chat:
+            return {**fixed, "response": text, **thought, "done": False, **more}
+        made = [{"function": {"name": c.name, "arguments": arguments_of(c)}} for c in calls]
+        message = {"role": ASSISTANT, "content": text, **thought, **({"tool_calls": made} if made else {})}
+        return {**fixed, "message": message, "done": False, **more}
+
+    def end(self) -> dict[str, Any]:
+        used, now_s = self.used, time.time()
+        first_s = self.first_s or now_s
+        return {
+            "done": True,
+            "done_reason": "length" if self.finish_reason == "length" else "stop",
+            "total_duration": round((now_s - self.begun_s) * SECOND_NS),
+            "load_duration": 0,
+            "prompt_eval_count": used["prompt_tokens"],
+            "prompt_eval_duration": round((first_s - self.begun_s) * SECOND_NS),
+            "eval_count": used["completion_tokens"],
+            "eval_duration": round((now_s - first_s) * SECOND_NS),
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        await self.finished()
+        texts = [self.blocks.text(kind) for kind in ("text", "reasoning")]
+        return self.line(texts[0], texts[1], [b for b in self.blocks if b.kind == "call"], **self.end())
+
+    async def __aiter__(self) -> AsyncGenerator[str, None]:
+        async for block, text in self.parts():
+            if text and block.kind != "call":
+                both = (text, "") if block.kind == "text" else ("", text)
+                yield json.dumps(self.line(*both, [])) + "\n"
+        if calls := [block for block in self.blocks if block.kind == "call"]:
+            yield json.dumps(self.line("", "", calls)) + "\n"
+        yield json.dumps(self.line("", "", [], **self.end())) + "\n"
+
+    def failed(self, told: Told) -> str:
+        return json.dumps(told.body("/api/")) + "\n"
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def answered(request: ChatRequest | GenerateRequest, context: ServingContext) -> Answer | dict[str, Any]:
+    """Without a message it is asked whether the model is loaded."""
+    if not (request.messages if isinstance(request, ChatRequest) else request.prompt):
+        chat = isinstance(request, ChatRequest)
+        said = {"message": {"role": ASSISTANT, "content": ""}} if chat else {"response": ""}
+        return {"model": request.model, "created_at": now(), **said, "done": True, "done_reason": "load"}
+    return OllamaAnswer(request, context)
+
+
+class ShowRequest(Body):
+    unused = {"verbose": None, "name": None}
+
+    model: str | None = None
+
+
+def add(endpoints: Endpoints, facts: Mapping[str, Any]) -> None:
+    """Its routes. facts: of the model, as /props tells them."""
+    app, context = endpoints.app, endpoints.context
+    details = {
+        "parent_model": "", "format": "gguf", "family": "llama", "families": ["llama"], "parameter_size": "",
+        "quantization_level": str(facts["dtype"]).upper(),
+    }  # fmt: skip
+    model = {
+        "name": context.model, "model": context.model, "modified_at": now(), "size": facts["weight_bytes"],
+        "digest": context.fingerprint.removeprefix("fp_"), "details": details,
+    }  # fmt: skip
+    info = {"general.architecture": "llama", "llama.context_length": context.context_tokens}
+    can = ["completion", "tools"] if facts["chat"] else ["completion"]
+    shown = {"modified_at": model["modified_at"], "details": details, "model_info": info, "capabilities": can}
+    endpoints.add("/api/chat", ChatRequest, answered, any_type=True)
+    endpoints.add("/api/generate", GenerateRequest, answered, any_type=True)
+    endpoints.add("/api/show", ShowRequest, lambda body, context: shown, any_type=True)
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        return {"models": [model]}
+
+    @app.get("/api/ps")
+    async def running() -> dict[str, Any]:
+        loaded = {"expires_at": FOR_EVER, "size_vram": 0, "context_length": context.context_tokens}
+        return {"models": [{**model, **loaded}]}
+
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}

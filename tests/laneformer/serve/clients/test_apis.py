@@ -1,0 +1,173 @@
+"""The packages of the other APIs, Codex and Claude Code, against a server whose model says what is written here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.laneformer.serve.clients.conftest import AGENTS, API_CLIENTS, output
+from tests.laneformer.serve.conftest import Server, write_model
+from tests.laneformer.serve.scripted import scripted
+
+
+def said(name: str, **arguments: str) -> str:
+    return f"I look.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+SCRIPT = [
+    ("", "<think>They greet.</think>Hello there."),
+    ("weather in Rome", f"<think>A tool.</think>{said('weather', city='Rome')}"),
+    ("Use Read", said("Read", file_path="NOTE")),
+    ("Use exec_command", said("exec_command", cmd="cat note.txt")),
+    ("it is 21 degrees", "It is warm."),
+    ("secret is seven", "The note says seven."),
+]
+ANTHROPIC = """
+import json, sys, anthropic
+client = anthropic.Anthropic(base_url=sys.argv[1], api_key="key", max_retries=0, _strict_response_validation=True)
+given = dict(model="any", max_tokens=500)
+hello = [{"role": "user", "content": "Hello"}]
+whole = client.messages.create(messages=hello, system="Be kind.", **given)
+with client.messages.stream(messages=hello, **given) as stream:
+    texts = list(stream.text_stream)
+    streamed = stream.get_final_message()
+schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+tools = [{"name": "weather", "description": "of a city", "input_schema": schema}]
+asked = [{"role": "user", "content": "The weather in Rome?"}]
+with client.messages.stream(messages=asked, tools=tools, **given) as stream:
+    called = stream.get_final_message()
+use = called.content[-1]
+result = {"type": "tool_result", "tool_use_id": use.id, "content": "it is 21 degrees"}
+asked += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+end = client.messages.create(messages=asked, tools=tools, **given)
+try:
+    anthropic.Anthropic(base_url=sys.argv[1], api_key="wrong").messages.create(messages=hello, **given)
+except anthropic.AuthenticationError:
+    refused = True
+count = client.messages.count_tokens(model="any", messages=hello).input_tokens
+print(json.dumps([[b.type for b in whole.content], whole.content[-1].text, "".join(texts), streamed.stop_reason,
+                  called.stop_reason, use.name, use.input, end.content[0].text, count > 5, refused]))
+"""
+OLLAMA = """
+import json, sys, ollama
+client = ollama.Client(host=sys.argv[1], headers={"Authorization": "Bearer key"})
+hello = [{"role": "user", "content": "Hello"}]
+whole = client.chat(model="tiny", messages=hello, think=True, options={"num_ctx": 4096, "temperature": 0.5})
+parts = list(client.chat(model="tiny", messages=hello, stream=True))
+def weather(city: str) -> str:
+    "Of a city."
+asked = [{"role": "user", "content": "The weather in Rome?"}]
+called = client.chat(model="tiny", messages=asked, tools=[weather]).message
+asked += [called, {"role": "tool", "tool_name": "weather", "content": "it is 21 degrees"}]
+end = client.chat(model="tiny", messages=asked, tools=[weather], keep_alive="5m")
+try:
+    client.embed(model="tiny", input="a")
+except ollama.ResponseError as error:
+    refused = error.status_code
+print(json.dumps([whole.message.content, whole.message.thinking, "".join(p.message.content for p in parts),
+                  parts[-1].done_reason, called.tool_calls[0].function.arguments, end.message.content,
+                  client.generate(model="tiny", prompt="Hello").response, client.list().models[0].model,
+                  client.ps().models[0].model, client.show("tiny").capabilities, refused]))
+"""
+OPENAI_AGENTS = """
+import asyncio, json, os, sys
+from agents import Agent, Runner, function_tool, set_tracing_disabled
+set_tracing_disabled(True)
+@function_tool
+def weather(city: str) -> str:
+    "Of a city."
+    return f"it is 21 degrees in {city}"
+agent = Agent(name="a", instructions="Be kind.", tools=[weather], model="any")
+async def asked():
+    whole = await Runner.run(agent, "The weather in Rome?")
+    run = Runner.run_streamed(agent, "The weather in Rome?")
+    kinds = {event.type async for event in run.stream_events()}
+    return whole.final_output, run.final_output, sorted(kinds)
+print(json.dumps(asyncio.run(asked())))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a context for the prompts of agents."""
+    return write_model(tmp_path_factory.mktemp("served") / "long", max_position_embeddings=262_144)
+
+
+@pytest.fixture(scope="module")
+def note(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("work") / "note.txt"
+    path.write_text("the secret is seven\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, note: Path) -> Iterator[Server]:
+    script = [(key, text.replace("NOTE", str(note))) for key, text in SCRIPT]
+    server = scripted(folder, script, api_key="key")
+    yield server
+    assert server.stop() == 0, server.output()
+
+
+def told(served: Server, code: str, **environment: str) -> Any:
+    if not API_CLIENTS.is_dir():
+        pytest.skip(f"no {API_CLIENTS}: make {API_CLIENTS.relative_to(Path.cwd())}")
+    command = [sys.executable, "-c", code, served.url]
+    return json.loads(output(command, PYTHONPATH=str(API_CLIENTS), **environment).splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_anthropic(served: Server) -> None:
+    assert told(served, ANTHROPIC) == [
+        ["thinking", "text"], "Hello there.", "Hello there.", "end_turn",
+        "tool_use", "weather", {"city": "Rome"}, "It is warm.", True, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ollama(served: Server) -> None:
+    assert told(served, OLLAMA) == [
+        "Hello there.", "They greet.", "Hello there.", "stop", {"city": "Rome"}, "It is warm.",
+        "Hello there.", "tiny", "tiny", ["completion", "tools"], 400,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_openai_agents_by_their_default(served: Server) -> None:
+    found = told(served, OPENAI_AGENTS, OPENAI_BASE_URL=f"{served.url}/v1", OPENAI_API_KEY="key")
+    assert found[:2] == ["It is warm.", "It is warm."]
+    assert "raw_response_event" in found[2]
+
+
+def agent(name: str) -> str:
+    if not (AGENTS / name).exists():
+        pytest.skip(f"no {AGENTS / name}: make .venv/agents")
+    return str(AGENTS / name)
+
+
+@pytest.mark.slow
+def test_codex(served: Server, note: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(
+        'model = "any"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\nwire_api = "responses"\n'
+        f'base_url = "{served.url}/v1"\nenv_key = "LANEFORMER_KEY"\n'
+    )
+    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    given = {"CODEX_HOME": str(tmp_path), "LANEFORMER_KEY": "key"}
+    printed = output(
+        [agent("codex"), "exec", *flags, "Use exec_command to read the note"], note.parent, **given
+    )
+    assert printed.strip() == "The note says seven."
+
+
+@pytest.mark.slow
+def test_claude_code(served: Server, note: Path, tmp_path: Path) -> None:
+    given = {
+        "HOME": str(tmp_path), "ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": "key",
+        "ANTHROPIC_MODEL": "any", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }  # fmt: skip
+    printed = output([agent("claude"), "-p", "Use Read to read the note"], note.parent, **given)
+    assert printed.strip() == "The note says seven."
