@@ -18,7 +18,8 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .scheduler import SECONDS, Distribution, Scheduler
+from .scheduler import Scheduler
+from .totals import SECONDS, Distribution
 
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts",

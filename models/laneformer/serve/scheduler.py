@@ -14,13 +14,13 @@ import logging
 import math
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..engine import GeneratedToken, GenerationOptions, PromptLogprobs, Statistics, Update
+from .totals import Totals
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,6 @@ COLLECT_S = 0.005  # longest delay of a join while others decode and none of the
 RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
 PACE_S = 0.002  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
 LONGEST_RETRY_S = 60
-SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 log = logging.getLogger("laneformer.serve")
 
@@ -88,35 +87,6 @@ class Scored:
     start: int = 1
     top: int = 0
     deadline_s: float | None = None
-
-
-class Distribution:
-    """How many values were at most each of SECONDS and above the one before; the last count:
-    above all of them.
-    """
-
-    def __init__(self) -> None:
-        self.counts, self.sum_s = [0] * (len(SECONDS) + 1), 0.0
-
-    def add(self, value_s: float) -> None:
-        self.counts[bisect_left(SECONDS, value_s)] += 1
-        self.sum_s += value_s
-
-
-@dataclass
-class Totals:
-    """Of all requests so far. tokens_per_s, passes_per_s: while the request decoded that ended last."""
-
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    proposed_tokens: int = 0
-    accepted_tokens: int = 0
-    first_token: Distribution = field(default_factory=Distribution)  # from the submission
-    gap: Distribution = field(default_factory=Distribution)  # between tokens of one request
-    ended: Counter[str] = field(default_factory=Counter)  # by finish reason; of the event loop's thread
-    tokens_per_s: float = 0.0
-    passes_per_s: float = 0.0
 
 
 class Running:
