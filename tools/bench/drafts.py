@@ -1,10 +1,12 @@
-"""What drafts are worth: wall time of whole answers with drafts off and as shipped, in alternating runs.
+"""What drafts are worth: wall time of whole answers with drafts off and as shipped, in alternating runs; and beside
+them llama.cpp's prompt lookup against llama.cpp without.
 
     python -m tools.bench drafts MODEL [--dtypes bf16 int8 int4] [--texts 8] [--out FILE.md]
 
 Edits are real ones, of this repository's history: the prompt is the old file, the answer the new one in the form that
 a coding assistant writes. The engine runs as it does for a user, drawing included, but the ids of that answer come out
-whatever was drawn, since no small model would write them. Chat is answered by the model itself.
+whatever was drawn, since no small model would write them. Chat is answered by the model itself. llama.cpp gets the same
+ids, in weights of the same width; its binding has one drafter, which looks up the first place of the last two ids.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from laneformer.engine import Engine
 from laneformer.engine.options import MAX_DRAFT_TOKENS
 from laneformer.prompts import PromptEncoder
 from tools.bench import harness
+from tools.bench.decode_candidates import QUANTISED
 from tools.bench.harness import ROOT, Result
-from tools.bench.llamacpp import library
+from tools.bench.llamacpp import LlamaCpp, library
 from tools.markdown import table
 
 FILE_START = """# Drafts
@@ -37,6 +40,7 @@ FILE_START = """# Drafts
 A figure is the time of all tokens after the first without drafts, divided by the same with them."""
 FILE_CHARS = range(1500, 9000)  # of the old file
 MAX_COMMITS = 600  # that are looked through
+LOOKUPS = (2, 10)  # most draft tokens: what llama-cpp-python advises on CPUs, and its default
 CHAT = (
     "Explain to a ten-year-old why the sky is blue.",
     "Write a Python function that merges two sorted lists, with a short test.",
@@ -55,6 +59,8 @@ class Options(harness.Options):
 
     model: tyro.conf.Positional[Path]
     """Folder or GGUF file, with a tokenizer."""
+    draft: Path | None = None
+    """A small model that drafts as well."""
     dtypes: tuple[str, ...] = ("bf16", "int8", "int4")
     """Of the weights."""
     threads: int | None = None
@@ -133,17 +139,25 @@ def texts(engine: Engine, options: Options) -> list[Text]:
 
 
 def measure(options: Options, console: Any) -> Result:
-    """For each type of weights a list of texts: kind, speed-up, tokens a pass."""
+    """For each type of weights a list of texts: kind, speed-up, tokens a pass, llama.cpp's speed-ups."""
     harness.check_at_least(options, texts=1, tokens=9, rounds=1)
-    result: Result = {}
+    result: Result = {"llama.cpp": why_not(options.model)}
     for dtype in options.dtypes:
-        with Engine.from_pretrained(options.model, dtype=dtype, threads=options.threads) as engine:
-            every = texts(engine, options)
-            result[dtype] = []
+        rows: list[Result] = []
+        with Engine.from_pretrained(
+            options.model, dtype=dtype, threads=options.threads, draft=options.draft
+        ) as engine:
+            every, threads = texts(engine, options), engine.threads
             for number, text in enumerate(every):
                 with console.status(f"{dtype}: {text.kind}, {number + 1} of {len(every)}"):
-                    result[dtype].append(speed_up(engine, text, options))
-    result["llama.cpp"] = llama_cpp_lookup(options)
+                    every[number], row = speed_up(engine, text, options)
+                    rows.append(row)
+        if not result["llama.cpp"]:
+            theirs = LlamaCpp(options.model, QUANTISED.get(dtype, [dtype])[0], threads)
+            for text, row in zip(every, rows, strict=True):
+                with console.status(f"{dtype}: llama.cpp, {text.kind}"):
+                    row["lookup"] = lookup_speed_up(theirs, text, options.rounds)
+        result[dtype] = rows
     return result
 
 
@@ -159,42 +173,56 @@ def run(engine: Engine, text: Text, tokens: int, speculate: int) -> tuple[float,
     return float(news.whole.token_s.sum()), news.tokens, a_pass
 
 
-def speed_up(engine: Engine, text: Text, options: Options) -> Result:
-    _, ids, _ = run(
-        engine, text, options.tokens, 0
-    )  # reads the prompt, and writes the answer where there is none
+def speed_up(engine: Engine, text: Text, options: Options) -> tuple[Text, Result]:
+    """And the text with its ids."""
+    # reads the prompt, and writes the answer where there is none
+    _, ids, _ = run(engine, text, options.tokens, 0)
     text, ratios, a_pass = dataclasses.replace(text, ids=ids), [], 1.0
     for _ in range(options.rounds):
         without, _, _ = run(engine, text, options.tokens, 0)
         with_drafts, _, a_pass = run(engine, text, options.tokens, MAX_DRAFT_TOKENS)
         ratios.append(without / with_drafts)
-    return {"kind": text.kind, "speed_up": float(np.median(ratios)), "tokens_a_pass": a_pass}
+    return text, {"kind": text.kind, "speed_up": float(np.median(ratios)), "tokens_a_pass": a_pass}
 
 
-def llama_cpp_lookup(options: Options) -> list[Result] | str:
-    """Its own prompt lookup (10 tokens) on chat, or why it is missing; it needs a GGUF file."""
-    if options.model.suffix != ".gguf":
-        return "needs a GGUF file"
+def why_not(model: Path) -> str:
+    """Why llama.cpp is not measured; empty where it is."""
     try:
         library()
-        from llama_cpp import Llama
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
     except ImportError as error:
         return f"not installed: {error}"
-    taken: dict[str, list[float]] = {}
-    for name, draft in (("without", None), ("with", LlamaPromptLookupDecoding(num_pred_tokens=10))):
-        model = Llama(
-            str(options.model), n_ctx=2048, n_threads=options.threads, draft_model=draft, verbose=False
-        )
-        taken[name] = []
-        for question in CHAT[: options.texts]:
-            prompt: Any = {"messages": [{"role": USER, "content": question}], "temperature": 0.0}
-            model.create_chat_completion(**prompt, max_tokens=1)
-            began = time.perf_counter()
-            model.create_chat_completion(**prompt, max_tokens=options.tokens)
-            taken[name].append(time.perf_counter() - began)
-    pairs = zip(taken["without"], taken["with"], strict=True)
-    return [{"kind": "chat", "speed_up": without / faster} for without, faster in pairs]
+    return "" if model.suffix == ".gguf" else "needs a GGUF file"
+
+
+def lookup_speed_up(theirs: LlamaCpp, text: Text, rounds: int) -> list[float]:
+    """With each of LOOKUPS."""
+    taken = [[lookup_s(theirs, text, most) for most in (0, *LOOKUPS)] for _ in range(rounds)]
+    return [float(np.median([row[0] / row[1 + i] for row in taken])) for i in range(len(LOOKUPS))]
+
+
+def lookup_s(theirs: LlamaCpp, text: Text, most: int) -> float:
+    """Seconds of all tokens after the first, drafted by llama.cpp's lookup of up to `most` ids; 0: none."""
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    way, lookup = theirs.ways(1)["flash attention"], LlamaPromptLookupDecoding(num_pred_tokens=most)
+    if theirs.held.get("lookup") != text.prompt:
+        theirs.reset(way, 0)
+        theirs.evaluate(way, text.prompt)
+        theirs.held["lookup"] = text.prompt
+    theirs.rewind(way, len(text.prompt))
+    known, made = [*text.prompt, text.ids[0]], 1
+    began = time.perf_counter()
+    while made < len(text.ids):
+        drafts = lookup(np.array(known, np.intc)).tolist() if most else []
+        columns = enumerate([known[-1], *drafts], len(known) - 1)
+        for row in theirs.decode_batch(way, [(token, position, 0) for position, token in columns]):
+            row.argmax()
+        pairs = zip(drafts, text.ids[made:], strict=False)
+        right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        known += text.ids[made : made + right + 1]
+        made += right + 1
+        theirs.rewind(way, len(known) - 1)
+    return time.perf_counter() - began
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
@@ -204,16 +232,16 @@ def section(options: Options, result: Result) -> tuple[str, str]:
             of_kind = [row for row in result[dtype] if row["kind"] == kind]
             ratios = [row["speed_up"] for row in of_kind]
             a_pass = float(np.median([row["tokens_a_pass"] for row in of_kind]))
-            rows.append(
-                [kind, dtype, len(ratios), f"{np.median(ratios):.2f}", f"{min(ratios):.2f}", f"{a_pass:.2f}"]
-            )
-    body = table(["text", "weights", "texts", "median", "worst", "tokens a pass"], rows)
+            theirs = [row["lookup"] for row in of_kind if "lookup" in row]
+            columns = [f"{np.median(ratios):.2f}", f"{min(ratios):.2f}", f"{a_pass:.2f}"]
+            columns += [
+                f"{np.median(column):.2f} ({min(column):.2f})" for column in zip(*theirs, strict=True)
+            ]
+            rows.append([kind, dtype, len(ratios), *columns])
+    heads = ["text", "weights", "texts", "median", "worst", "tokens a pass"]
+    if not result["llama.cpp"]:
+        heads += [f"llama.cpp, lookup of {most}" for most in LOOKUPS]
     about = f"`{options.model.name}`; medians of {options.rounds} pairs of runs, at most {options.tokens} new tokens."
-    return "drafts on against off", f"{about} {rival(result['llama.cpp'])}\n\n{body}"
-
-
-def rival(theirs: list[Result] | str) -> str:
-    if isinstance(theirs, str):
-        return f"llama.cpp's lookup: {theirs}."
-    ratios = [row["speed_up"] for row in theirs]
-    return f"llama.cpp's lookup of 10 tokens on chat: {np.median(ratios):.2f}, worst {min(ratios):.2f}."
+    small = f" `{options.draft.name}` drafts as well." if options.draft else ""
+    rival = result["llama.cpp"] or "the same texts, median (worst), against llama.cpp without it"
+    return "drafts on against off", f"{about}{small} llama.cpp's lookup: {rival}.\n\n{table(heads, rows)}"

@@ -118,10 +118,10 @@ def test_forced_acceptance_is_what_was_asked_for() -> None:
 def test_wrong_drafts_leave_nothing_behind() -> None:
     """Ids that no model would write, then its own again: it drafts them as if the wrong ones had never run."""
     model = random_model(CONFIG)
-    forced, prompt = random_ids(CONFIG, 20, 9), random_ids(CONFIG, 40, 1)
+    forced, prompt = random_ids(CONFIG, 5, 9), random_ids(CONFIG, 40, 1)
     with engine_of(model) as engine, engine_of(model) as small:
         drafting(engine, small, each_column=0.001, draft=0.001)
         options = {"max_new_tokens": 100, "ignore_eos": True}
         request = engine._requests.generation(prompt, options, replay=forced, quiet=True)
         figures = engine._finished([request])[0].whole.statistics
-    assert figures["proposed_tokens"] > figures["accepted_tokens"] > 60  # six of seven after the forced ones
+    assert figures["proposed_tokens"] > figures["accepted_tokens"] > 70  # six of seven after the forced ones
