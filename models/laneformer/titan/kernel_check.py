@@ -33,6 +33,7 @@ from ..model import rope_table
 from .attention import training_masks
 from .fused_layer import FusedLayer
 from .layer import TitanLayer
+from .private_torch import forget_compiled
 
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 LONGEST = 4096  # positions; SDPA may materialize the scores of one row
@@ -84,7 +85,7 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
         first = first or found
     else:
         raise RuntimeError(f"a layer of this job fails with every kernel, the plain ones included: {first}")
-    torch._dynamo.reset()  # the job's shapes are the first that its layers see
+    forget_compiled()  # the job's shapes are the first that its layers see
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
