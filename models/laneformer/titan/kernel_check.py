@@ -1,7 +1,7 @@
 """At the start of a job: do the kernels that it chose compute what the plain layer does?
 
-A layer of the job's own shapes, prepared as the job prepares its layers (what is compiled here is in Inductor's
-cache when the job compiles it), goes forward and backward with the chosen kernels. The reference is the plain
+A layer of the job's own shapes, prepared as the job prepares its layers (so that Inductor's cache can serve the job
+what is compiled here), goes forward and backward with the chosen kernels. The reference is the plain
 layer, eager, with SDPA, in the next wider type; how far the job's type may be from it is not guessed: the plain
 layer in that type shows it. All rows of the micro-batch are equal, so the reference computes one.
 
