@@ -87,6 +87,6 @@ def test_options_exist(program: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for command in COMMANDS:
-        if " ".join(command[1:]).startswith(f"-m {program}"):
+        if command[2 : 2 + len(program.split())] == program.split():
             missing = [option for option in options(command) if option not in done.stdout]
             assert not missing, f"{missing} in {shlex.join(command)}"
