@@ -192,6 +192,9 @@ class Resilience:
     """
     same_reason_hours: float = 24.0
     """An attempt that lasted longer does not count as ended by the same reason as the one before"""
+    numa_binding: bool = True
+    """Whether ranks are kept on the CPUs beside their GPUs; tried before each attempt, and left out where it fails
+    """
     min_network_share: float = 0.5
     """Share of the median GPU's bandwidth to other nodes below which a node is used only if there is no
     other; 0: the network is not measured before an attempt

@@ -5,6 +5,7 @@ tried on planted violations.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,19 @@ def test_long_files_and_functions_are_found() -> None:
     overloads = {Path("a.cpp"): "void f() {\n" + "  g();\n" * 60 + "}\nvoid f(int) {}\n"}
     found = {row.name: (row.value, row.ok, row.found) for row in structure.sizes(overloads)}
     assert found["lines of the longest function"] == (62, False, ["a.cpp: f: 62"])
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    """What a new version may move. `torch._foreach_norm` is what torch's own clipping of gradients calls."""
+    private = re.compile(r"torch(?:\.[a-z]\w*)*\._[a-z]\w*")
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for folder in ("models/laneformer", "train")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in private.findall(path.read_text())
+        if not name.startswith("torch.ops.")  # operators, which the policy of checkpoints names
+    }
+    assert {(path, name) for path, name in found if not path.endswith("titan/private_torch.py")} == {
+        ("train/diagnostics.py", "torch._foreach_norm"), ("train/job_config.py", "torch._utils"),
+    }  # fmt: skip
+    assert len(found) == 5, "the file is read"

@@ -68,10 +68,10 @@ class MixtureLoader(BaseDataLoader):
         if self.mixture.packed:
             marks = [self.mixture.flags(number, last - number) for number, last in runs]
             flags = torch.from_numpy(np.concatenate(marks))
-        if torch.cuda.is_available():  # in a context that the process has already, whatever device it is on
-            tokens, source = tokens.pin_memory(), source.pin_memory()
         inputs, labels = inputs_and_labels(tokens, flags)
-        return {**inputs, "source": source}, labels
+        return {
+            name: ready_to_copy(part) for name, part in {**inputs, "source": source}.items()
+        }, ready_to_copy(labels)
 
     def __iter__(self) -> Iterator[Batch]:
         # the skip list of now: what `leave_out` adds later is exactly what has been read ahead past
@@ -225,13 +225,28 @@ def inputs_and_labels(tokens: torch.Tensor, flags: torch.Tensor | None) -> Batch
     }, labels
 
 
-def of_packed(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, Any]:
-    """What the model's forward gets besides ids and labels; "trained" stays on the CPU, so nothing
-    waits for a GPU.
-    """
+def ready_to_copy(part: torch.Tensor) -> torch.Tensor:
+    """What a GPU can copy while the host goes on: adjacent and pinned, which a slice of pinned memory is not."""
+    part = part.contiguous()
+    # in a context that the process has already, whatever device it is on
+    return part.pin_memory() if torch.cuda.is_available() else part
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch there, without waiting for the copies; "trained" stays on the CPU, which reads it."""
+    inputs, labels = batch
+    copied = {
+        name: part if name == "trained" else part.to(device, non_blocking=True)
+        for name, part in inputs.items()
+    }
+    return copied, labels.to(device, non_blocking=True)
+
+
+def of_packed(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What the model's forward gets besides ids and labels."""
     if "documents" not in inputs:
         return {}
-    return {"documents": inputs["documents"].to(device), "trained": int(inputs["trained"])}
+    return {"documents": inputs["documents"], "trained": int(inputs["trained"])}
 
 
 def read_ahead(read: Callable[[int], T], threads: int) -> Iterator[T]:

@@ -35,7 +35,7 @@ from records.files import survive_full_disk
 from .attempt_record import describe_attempt, describe_run, describe_start
 from .bad_steps import BadSteps
 from .checkpoint import PhaseCheckpointManager
-from .data import Batch, of_packed
+from .data import Batch, of_packed, to_device
 from .diagnostics import Diagnostics, gather_ranks
 from .guard import BadStep, Guard
 from .in_loop import InLoop
@@ -173,19 +173,14 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             model.set_requires_all_reduce(
                 left == 0
             )  # replicas exchange a step's gradients once, not per micro-batch
-            labels = labels.to(self.device)
             with self.train_context():
-                losses = model(
-                    inputs["input"].to(self.device), labels, **of_packed(inputs, self.device)
-                )  # (B, S)
+                losses = model(inputs["input"], labels, **of_packed(inputs))  # (B, S)
                 part = losses.sum() / all_tokens
                 part.backward()
             parts.append(part.detach())
             if logged:
-                source = inputs["source"].to(self.device)
-                by_source.append(
-                    loss_sums_by_source(losses, labels, source, len(self.dataloader.mixture.source_names))
-                )
+                sources = len(self.dataloader.mixture.source_names)
+                by_source.append(loss_sums_by_source(losses, labels, inputs["source"], sources))
                 self.diagnostics.see_logits(labels)
             del losses
         if logged:
@@ -214,13 +209,16 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         self._after_step()
 
     def _read_step(self, data_iterator: Iterator[Batch]) -> tuple[list[Batch], torch.Tensor, torch.Tensor]:
-        """This rank's micro-batches of one step, their tokens that count in the loss, and those of all ranks."""
+        """This rank's micro-batches of one step, all on their way to the device ahead of their use; their tokens that
+        count in the loss, and those of all ranks.
+        """
         self.heartbeat.enter(f"reading the data of step {self.step}")
         batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
         self.heartbeat.enter(f"counting the tokens of step {self.step}")
         mesh = self.parallel_dims.get_mesh("batch") if self.parallel_dims.dp_enabled else None
-        return batches, tokens, dist_utils.dist_sum(tokens, mesh)
+        moving = [to_device(batch, self.device) for batch in batches]
+        return moving, tokens, dist_utils.dist_sum(tokens, mesh)
 
     def _after_step(self) -> None:
         self.heartbeat.beat(self.step)

@@ -20,7 +20,7 @@ pytest.importorskip("torchtitan")
 from data_mixtures import change
 from data_mixtures.mixture import Mixture
 from records.skips import SkipList
-from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
+from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead, to_device
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 32
@@ -318,6 +318,30 @@ def test_damage_ends_the_batches_at_its_own(prepared_data: Path, tmp_path: Path)
     after = each.mixture.windows_per_source(len(good) * 8 + 8)["web"]
     assert before <= 64 < after, "the batch that was refused is the first with a window of the damaged shard"
     assert json.loads(each.state_dict()["mixture"])["sequences"] == len(good) * 8
+
+
+def test_batches_are_adjacent_before_they_are_pinned_and_copied_without_waiting(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice of a pinned tensor would be copied row by row, from memory that is not pinned, while the host waits."""
+    pinned, copies, here = [], [], threading.get_ident()
+
+    def pin(part: torch.Tensor) -> torch.Tensor:
+        if threading.get_ident() == here:  # readers of other tests may still be at work
+            pinned.append(part.is_contiguous())
+        return part
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    inputs, labels = loader(lock, batch=2)._read(0, SkipList([]))
+    assert pinned == [True] * (len(inputs) + 1)
+    assert torch.equal(inputs["input"][:, 1:], labels[:, :-1])
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *where, **how: copies.append((where, how)) or self)
+    packed = {**inputs, "trained": torch.tensor(3)}
+    assert to_device((packed, labels), torch.device("cuda"))[0].keys() == packed.keys()
+    assert copies == [((torch.device("cuda"),), {"non_blocking": True})] * (len(inputs) + 1), (
+        "all but the count"
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -30,7 +30,7 @@ TOKEN_BUDGETS = {
     "records": 10_850,
     "laneformer": 104_100,
     "data_mixtures": 55_000,
-    "train": 30_600,
+    "train": 31_900,
     "evals": 31_500,
     "tools": 107_450,
 }

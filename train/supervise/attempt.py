@@ -10,6 +10,7 @@ of passing them on.
 
 from __future__ import annotations
 
+import getpass
 import os
 import random
 import re
@@ -36,6 +37,8 @@ from .signals import StopSignals
 
 POLL_S = 0.2  # for the end of the local process and stop requests; files are read much more rarely
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+NO_NUMA_BINDING = "LANEFORMER_NO_NUMA_BINDING"  # environment variable: resilience.numa_binding = false
+NUMA_TRIAL_S = 120
 SCONTROL_TIMEOUT_S = 60
 # torchrun's report on the console names the cause; outcome.json may hold a consequence seen by another rank
 ROOT_CAUSE = re.compile(r"Root Cause.*?host +: (\S+).*?rank +: (\d+).*?exitcode +: (-?\d+)", re.DOTALL)
@@ -85,6 +88,8 @@ class Attempt:
             (self.job.run / stale).unlink(missing_ok=True)
         self.nodes, self.nproc_per_node = nodes, nproc_per_node
         env = {SUPERVISED: str(self.job.run)}
+        if not self.job.resilience.numa_binding:
+            env[NO_NUMA_BINDING] = "1"
         self.workers = start_workers(nodes, nproc_per_node, ["train", *train_arguments], self.logs, env)
 
     def watch(self) -> Ended:
@@ -259,13 +264,17 @@ def start_workers(
         f"--rdzv-id={log_folder.parent.parent.name}-{os.getpid()}-{time.monotonic_ns()}",
     ]  # fmt: skip
     if nodes is None:
-        here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}", *numa_binding()]
+        binding = numa_binding(nproc_per_node, log_folder) if NO_NUMA_BINDING not in more_env else []
+        here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}", *binding]
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *here, "-m", *program]
     else:
         join = [sys.executable, "-m", "train.supervise.attempt", ",".join(nodes), str(log_folder)]
         command = [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun, "-m", *program]
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more_env}
     env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault(
+        "TRITON_CACHE_DIR", str(local_cache("triton"))
+    )  # its own default is the home folder, often NFS
     with open(log_folder / "console.log", "ab") as log:
         return subprocess.Popen(
             command,
@@ -277,12 +286,31 @@ def start_workers(
         )
 
 
-def numa_binding() -> list[str]:
-    """torchrun's flag that keeps a rank on the CPUs beside its GPU; it needs numactl, and
-    fails without a GPU.
+def numa_binding(nproc_per_node: int, log_folder: Path) -> list[str]:
+    """torchrun's flag that keeps a rank on the CPUs beside its GPU, where it works: it needs numactl and a GPU, and
+    fails without /sys/bus/pci or where a GPU admits one process. Tried with a program that does nothing; what it says
+    goes to log_folder/numa.log.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return ["--numa-binding=node"] if NVIDIA_GPUS.is_dir() and shutil.which("numactl") and not hidden else []
+    if hidden or NO_NUMA_BINDING in os.environ or not NVIDIA_GPUS.is_dir() or not shutil.which("numactl"):
+        return []
+    flag = "--numa-binding=node"
+    trial = ["--standalone", f"--nproc-per-node={nproc_per_node}", flag, "--no-python", "true"]
+    with open(log_folder / "numa.log", "ab") as log, suppress(subprocess.TimeoutExpired):
+        command = [sys.executable, "-m", "torch.distributed.run", *trial]
+        if subprocess.run(command, stdout=log, stderr=log, timeout=NUMA_TRIAL_S).returncode == 0:
+            return [flag]
+    print(
+        f"NUMA binding does not work here, see {log_folder}/numa.log; ranks start without it. To skip the trial, set "
+        "resilience.numa_binding = false",
+        file=sys.stderr,
+    )
+    return []
+
+
+def local_cache(name: str) -> Path:
+    """Where this user's compiled kernels lie on a node."""
+    return Path(tempfile.gettempdir()) / f"{name}_{getpass.getuser()}"
 
 
 def end_workers(process: subprocess.Popen, grace_s: float = SLURM_GRACE_S) -> None:
@@ -320,11 +348,10 @@ def main() -> None:
     """
     names, log_folder, *arguments = sys.argv[1:]
     node = host_name()
-    here = [
-        f"--node-rank={names.split(',').index(node)}",
-        f"--log-dir={Path(log_folder) / node}",
-        *numa_binding(),
-    ]
+    logs = Path(log_folder) / node
+    logs.mkdir(parents=True, exist_ok=True)
+    (count,) = (int(flag.partition("=")[2]) for flag in arguments if flag.startswith("--nproc-per-node="))
+    here = [f"--node-rank={names.split(',').index(node)}", f"--log-dir={logs}", *numa_binding(count, logs)]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *here, *arguments])
 
 

@@ -55,6 +55,21 @@ def measure(peer: int, size_bytes: int, repeats: int, device: torch.device) -> f
     return statistics.median([exchange(peer, sent, received) for _ in range(repeats + 1)][1:])
 
 
+def gloo_problem() -> str:
+    """Why the ranks cannot count over gloo, as they do at the start and at each save; "" if they can."""
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        count = torch.ones(1)
+        dist.all_reduce(count, group=group)
+        assert int(count) == dist.get_world_size(), f"gloo counts {int(count)} ranks"
+    except Exception as problem:  # of whatever kind: the job's own first group would meet it
+        return (
+            f"gloo does not connect these nodes ({' '.join(str(problem).split())[:200]}); export GLOO_SOCKET_IFNAME, "
+            "the name of the interface by which they reach each other, and check that their names do not mean 127.0.0.1"
+        )
+    return ""
+
+
 def main() -> None:
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -62,6 +77,10 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
+    if problem := gloo_problem():
+        if rank == 0:
+            write_atomically(Path(sys.argv[1]), json.dumps(problem))
+        os._exit(1)  # without waiting for what the others cannot say
     nodes, found = dist.get_world_size() // local, []
     for turn in range(min(ROUNDS, nodes - 1 + nodes % 2)):
         dist.all_reduce(torch.zeros(1, device=device))  # rounds do not overlap

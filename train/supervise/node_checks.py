@@ -28,6 +28,8 @@ from laneformer import LaneformerConfig
 from records.files import host_name
 from records.job import read_job
 
+from . import node_settings
+
 GIB = 1 << 30
 BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weights and two moments
 SCRATCH_GIB = 1.0  # compile caches
@@ -59,6 +61,16 @@ class NodeChecks:
                     f"GPU {gpu} has {free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free; is an old process left?"
                 )
         return {"available_gib": round(psutil.virtual_memory().available / GIB, 1)}
+
+    def settings(self) -> dict[str, Any]:
+        """Names, limits and folders that would fail the job late: train.supervise.node_settings."""
+        nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        pinned = self.job.checkpoint.async_mode == "async_with_pinned_mem"
+        return (
+            node_settings.names(os.environ, nodes)
+            | node_settings.locked(pinned, self.count, nodes)
+            | node_settings.caches(os.environ)
+        )
 
     def matmul(self) -> dict[str, Any]:
         """The same product on every device: its time, and that it is exactly right (small

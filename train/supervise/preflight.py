@@ -32,7 +32,8 @@ from records.job import Resilience
 from .attempt import end_workers, srun, start_workers
 
 CHECKS = {  # of train.supervise.node_checks, seconds at most: cheap ones first, each relying on those before it
-    "gpus": 120.0, "memory": 30.0, "matmul": 120.0, "collective": 180.0, "mixture": 600.0, "disk": 60.0,
+    "gpus": 120.0, "memory": 30.0, "settings": 60.0, "matmul": 120.0, "collective": 180.0, "mixture": 600.0,
+    "disk": 60.0,
 }  # fmt: skip
 START_S = 180.0  # until torch is imported, on a cold file system
 NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
@@ -93,6 +94,8 @@ def slow_nodes(nodes: list[str], nproc_per_node: int, section: Resilience, logs:
             f"no result within {NETWORK_DEADLINE_S:.0f} s, exit status {process.returncode}, see {logs}"
         )
     measured = json.loads(result.read_text())
+    if isinstance(measured, str):  # what gloo cannot do between these nodes
+        raise ValueError(measured)
     return judge_network(measured, nodes, nproc_per_node, section)
 
 

@@ -25,6 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from ..config import LaneformerConfig
 from ..model import LaneAttention, causal_mask
+from .private_torch import varies
 from .products import one_product
 
 
@@ -112,7 +113,7 @@ def segment_ends(input_ids: Tensor, documents: Tensor | None) -> Tensor:
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     begins = first.flatten().nonzero()[:, 0]
     ends = torch.cat((begins, begins.new_full((1,), size * seq_len))).int()
-    torch._dynamo.mark_dynamic(ends, 0)  # how many documents there are must not compile the layers again
+    varies(ends, 0)  # how many documents there are must not compile the layers again
     return ends
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from . import join_norm_kernels as kernels
+from .private_torch import GraphPass, pass_after_autograd
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS_PER_SM = 4  # of the backward kernel: each sums the gradient of the scale over its tokens
@@ -159,10 +159,10 @@ class JoinNorm(torch.autograd.Function):
 
 def fuse_join_norm() -> None:
     """Let Inductor use the kernel that does both."""
-    torch._inductor.config.post_grad_custom_post_pass = FuseJoinNorm()
+    pass_after_autograd(FuseJoinNorm())
 
 
-class FuseJoinNorm(CustomGraphPass):
+class FuseJoinNorm(GraphPass):
     """Inductor's pass over a graph: a `join` whose streams `rms_norm` reads becomes one `join_norm`."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:

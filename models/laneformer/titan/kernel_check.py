@@ -1,7 +1,7 @@
 """At the start of a job: do the kernels that it chose compute what the plain layer does?
 
-A layer of the job's own shapes, prepared as the job prepares its layers (what is compiled here is in Inductor's
-cache when the job compiles it), goes forward and backward with the chosen kernels. The reference is the plain
+A layer of the job's own shapes, prepared as the job prepares its layers (so that Inductor's cache can serve the job
+what is compiled here), goes forward and backward with the chosen kernels. The reference is the plain
 layer, eager, with SDPA, in the next wider type; how far the job's type may be from it is not guessed: the plain
 layer in that type shows it. All rows of the micro-batch are equal, so the reference computes one.
 
@@ -33,6 +33,7 @@ from ..model import rope_table
 from .attention import training_masks
 from .fused_layer import FusedLayer
 from .layer import TitanLayer
+from .private_torch import forget_compiled
 
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 LONGEST = 4096  # positions; SDPA may materialize the scores of one row
@@ -84,7 +85,7 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
         first = first or found
     else:
         raise RuntimeError(f"a layer of this job fails with every kernel, the plain ones included: {first}")
-    torch._dynamo.reset()  # the job's shapes are the first that its layers see
+    forget_compiled()  # the job's shapes are the first that its layers see
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()

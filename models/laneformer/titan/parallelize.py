@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -32,6 +31,7 @@ from ..model import Laneformer
 from .fused_layer import FusedLayer
 from .join_norm import check_kernels, fuse_join_norm
 from .kernel_check import with_working_kernels
+from .private_torch import allow_variants, checkpoint_wrapper
 from .products import lower_keep_to_nothing
 from .spec import TitanLaneformer
 
@@ -90,7 +90,7 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
         # All layers share one code object, and Dynamo counts its variants together: the 2B layout has six
         # (which inputs a layer receives, with or without a mask) in each of two grad modes, above the default
         # limit of 8, where fullgraph turns the limit into an error at the first validation.
-        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        allow_variants(RECOMPILE_LIMIT)
         lower_keep_to_nothing()
         fuse_join_norm()
         # the last norm runs over the wide streams as well, and outside of any layer

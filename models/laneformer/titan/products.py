@@ -9,12 +9,11 @@ depends on the lanes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..model import LaneLinear
+from .private_torch import lower_to_nothing
 
 
 @torch.library.custom_op("laneformer::keep", mutates_args=())
@@ -33,15 +32,7 @@ keep.register_autograd(lambda context, gradient: gradient)
 
 def lower_keep_to_nothing() -> None:
     """Teach Inductor that the mark is no kernel; without this it would copy the tensor."""
-    from torch._inductor.lowering import lowerings, register_lowering
-
-    operation = torch.ops.laneformer.keep.default
-    if operation not in lowerings:
-        register_lowering(operation, type_promotion_kind=None)(_as_it_is)
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
+    lower_to_nothing(torch.ops.laneformer.keep.default)
 
 
 def one_product(x: Tensor, *parts: LaneLinear) -> tuple[Tensor, ...]:

@@ -162,21 +162,30 @@ def test_a_disk_with_room_is_not_full(tmp_path: Path) -> None:
     assert full_disks([tmp_path, tmp_path / "missing"]) == []
 
 
-def test_ranks_stay_beside_their_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torchrun binds them where there are GPUs and numactl; without either its flag would fail."""
+def test_ranks_stay_beside_their_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun binds them where there are GPUs and numactl and a trial works; else its flag would end the job."""
     commands: list[list[str]] = []
+    trials: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
     monkeypatch.setattr(attempt_module, "NVIDIA_GPUS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for numactl in ("/usr/bin/numactl", None):
+    off = {attempt_module.NO_NUMA_BINDING: "1"}
+    for numactl, status, env in (("numactl", 0, {}), (None, 0, {}), ("numactl", 1, {}), ("numactl", 0, off)):
         monkeypatch.setattr("shutil.which", lambda name, found=numactl: found)
-        attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", {})
-    assert ["--numa-binding=node" in command for command in commands] == [True, False]
-    # torchrun knows the flag
-    assert (
-        run.parse_args([*commands[0][commands[0].index("torch.distributed.run") + 1 :]]).numa_binding
-        == "node"
-    )
+        ended = subprocess.CompletedProcess([], status)
+        monkeypatch.setattr(
+            subprocess, "run", lambda command, done=ended, **_: trials.append(command) or done
+        )
+        attempt_module.start_workers(None, 8, ["train"], tmp_path / "logs", env)
+    assert ["--numa-binding=node" in command for command in commands] == [True, False, False, False]
+    assert len(trials) == 2
+    assert "--nproc-per-node=8" in trials[0]
+    assert "set resilience.numa_binding = false" in capsys.readouterr().err
+    for command in (commands[0], trials[0]):  # torchrun knows the flag
+        known = run.parse_args([*command[command.index("torch.distributed.run") + 1 :]])
+        assert known.numa_binding == "node"
 
 
 def test_no_worker_is_left_when_the_supervisor_stumbles(

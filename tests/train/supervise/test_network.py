@@ -107,6 +107,14 @@ def test_a_network_that_cannot_be_measured_is_said(tmp_path: Path, monkeypatch: 
         slow_nodes(["a", "b"], 1, Resilience(), tmp_path)
 
 
+def test_what_gloo_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 leaves a sentence in place of the figures."""
+    monkeypatch.setattr(preflight, "start_workers", lambda *_: subprocess.Popen(["true"]))
+    (tmp_path / "network.json").write_text('"gloo does not connect these nodes"')
+    with pytest.raises(ValueError, match="gloo does not connect these nodes"):
+        slow_nodes(["a", "b"], 1, Resilience(), tmp_path)
+
+
 @pytest.mark.slow
 def test_the_measurement_runs_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "start_workers", lambda nodes, *rest: start_workers(None, *rest))

@@ -28,7 +28,7 @@ def preflight(data: Path, run: Path, *options: str) -> dict:
 def test_good_node(prepared_data: Path, tmp_path: Path) -> None:
     record = preflight(prepared_data, tmp_path / "run")
     assert record["ok"], record
-    assert list(record["checks"]) == ["gpus", "memory", "matmul", "collective", "mixture", "disk"]
+    assert list(record["checks"]) == ["gpus", "memory", "settings", "matmul", "collective", "mixture", "disk"]
     shards = sum(len(json.loads(p.read_text())["shards"]) for p in prepared_data.glob("*/source.json"))
     assert 0 < record["checks"]["mixture"]["shards"] <= shards
     assert not list((tmp_path / "run").iterdir()), "nothing is left in the run folder"

@@ -1,0 +1,49 @@
+"""What training needs of torch's compiler and has no public name: what another version of torch may move.
+
+Nothing else in `titan/` and `train/` may name a module of torch that begins with an underscore (a test), but the
+places at which TorchTitan asks for a GPU: `train.job_config.patch_torch_for_cpu`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass as GraphPass
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+__all__ = ["GraphPass", "allow_variants", "checkpoint_wrapper", "forget_compiled", "lower_to_nothing",
+           "pass_after_autograd", "varies"]  # fmt: skip
+
+
+def lower_to_nothing(operation: Any) -> None:
+    """Teach Inductor that an operator hands on its argument."""
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    if operation not in lowerings:
+        register_lowering(operation, type_promotion_kind=None)(_as_it_is)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+def pass_after_autograd(graph_pass: GraphPass) -> None:
+    """Let Inductor run it over each graph, forward or backward, as the last of its own."""
+    torch._inductor.config.post_grad_custom_post_pass = graph_pass
+
+
+def allow_variants(count: int) -> None:
+    """How often one function may be compiled; Dynamo's own limit is 8."""
+    torch._dynamo.config.recompile_limit = count
+
+
+def varies(x: Tensor, dimension: int) -> None:
+    """Another size of this dimension must not compile anything again."""
+    torch._dynamo.mark_dynamic(x, dimension)
+
+
+def forget_compiled() -> None:
+    """What is compiled in this process, and the shapes seen so far."""
+    torch._dynamo.reset()
