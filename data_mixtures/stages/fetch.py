@@ -37,7 +37,6 @@ ATTEMPTS = 5
 FIRST_WAIT_S = (
     2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
 )
-_READERS = ("stages/fetch.py", "readers/local.py", "readers/origins.py")
 
 
 class Damaged(ValueError):
@@ -54,11 +53,11 @@ class Fetch(Stage):
     def key(self, unit: Unit) -> str:
         entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
-            return key_of(_READERS, entry, self._portable(entry))
+            return key_of(self.name, entry, self._portable(entry))
         if entry["kind"] == "resolved":  # wherever the contents come from, they are the same
-            return key_of((), entry["files"], entry["row_groups"])
+            return key_of(self.name, entry["files"], entry["row_groups"])
         described = stage.planned(self.out, unit.source)
-        return key_of((), described.get("repo"), described.get("revision"), entry)
+        return key_of(self.name, described.get("repo"), described.get("revision"), entry)
 
     def _portable(self, entry: Json) -> dict[str, str]:
         roots = local.roots(self.out, self.recipe.folder)

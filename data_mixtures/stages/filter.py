@@ -37,7 +37,6 @@ SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin",
 ORIGIN = "origin"  # a column of raw.parquet where the file's own rows are not those of the input
 _BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
 _ROW_GROUP_BYTES = 64 << 20
-_MODULES = ("stages/filter.py", "stages/quality.py", "readers/origins.py", *decontaminate.CODE)
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Filter(Stage):
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
         steps = quality.identity(quality.steps_of(recipe, unit.source))
         read = [_text_column(entry), index, entry.get("path")]
-        return stage.key_of(_MODULES, pa.__version__, limits, kept, steps, *read, files)
+        return stage.key_of(self.name, limits, kept, steps, *read, files)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         raw = stage.checked(self.out, "fetch", unit, RAW)
