@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_850,
     "laneformer": 90_800,
-    "data_mixtures": 55_000,
+    "data_mixtures": 55_800,
     "train": 30_600,
     "evals": 31_000,
     "tools": 103_300,
