@@ -228,6 +228,7 @@ class Dropped(Counter[str]):
     def __init__(self) -> None:
         super().__init__()
         self.examples: dict[str, str] = {}
+        self.lines = 0  # of JSON lines that were read
         self.surrogates = 0  # documents that lost lone surrogates, which JSON can hold and UTF-8 cannot
         self.files: set[str] = set()  # that are lost as a whole
 
@@ -243,13 +244,22 @@ class Damaged(Exception):
 Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields beside the text
 
 
-def documents(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterator[Document]:
+def can_seek(name: str) -> bool:
+    """Whether a file can be read from its middle on: it is not compressed, and on a disk or in a store."""
+    return _unpacked_name(name)[1] is None and ("://" not in name or name.split("://")[0] in _EXTRAS)
+
+
+def documents(
+    source_input: Input, names: Iterable[str], dropped: Dropped, span: tuple[int, int] | None = None
+) -> Iterator[Document]:
     """All documents of text or JSON lines up to the input's cap; what gives none is counted in `dropped`.
+
+    span: of JSON lines, those that begin in these bytes alone; rows are counted from there.
 
     It ends at the first text that does not fit under the cap, so it is at most one document short of it.
     """
     size = 0
-    for text, name, row, fields in _read(source_input, names, dropped):
+    for text, name, row, fields in _read(source_input, names, dropped, span):
         try:
             utf8 = text.encode()
         except UnicodeEncodeError:
@@ -265,13 +275,15 @@ def documents(source_input: Input, names: Iterable[str], dropped: Dropped) -> It
         yield text, name, row, fields
 
 
-def _read(source_input: Input, names: Iterable[str], dropped: Dropped) -> Iterator[Document]:
+def _read(
+    source_input: Input, names: Iterable[str], dropped: Dropped, span: tuple[int, int] | None
+) -> Iterator[Document]:
     for name in names:
         try:
             if source_input.kind == "text":
                 yield read(name), name, 0, {}
             else:
-                yield from _rows(name, source_input.field, dropped)
+                yield from _rows(name, source_input.field, dropped, span)
         except (Unreadable, PermissionError) as error:
             dropped.add(str(error) if isinstance(error, Unreadable) else "no_permission", name)
             dropped.files.add(name)
@@ -291,15 +303,17 @@ def read(name: str | os.PathLike[str]) -> str:
     return text.replace("\r\n", "\n")
 
 
-def _rows(name: str, field: str, dropped: Dropped) -> Iterator[Document]:
+def _rows(name: str, field: str, dropped: Dropped, span: tuple[int, int] | None = None) -> Iterator[Document]:
     """The documents of JSON lines; null is an empty text. Unreadable: another encoding than UTF-8."""
     row, skipped = 0, list[int]()
+    place = f"{name} from byte {span[0]} on" if span and span[0] else name
     try:
         with opened(name) as file:
-            for number, value in json_lines(_decoded(file, name, dropped), name, skipped):
+            lines = _between(file, *span) if span else file
+            for number, value in json_lines(_decoded(lines, place, dropped), name, skipped):
                 row += 1
                 if problem := lacks(value, field):
-                    dropped.add("no_field", f"{name}:{number} {problem}")
+                    dropped.add("no_field", f"{place}:{number} {problem}")
                 else:
                     yield value[field] or "", name, number - 1, value
     except Unreadable as error:
@@ -309,12 +323,23 @@ def _rows(name: str, field: str, dropped: Dropped) -> Iterator[Document]:
     finally:
         if skipped:
             hint = f" ({NOT_LINES})" if skipped[0] == 1 else ""
-            dropped.add("not_json", f"{name}:{skipped[0]}{hint}", len(skipped))
+            dropped.add("not_json", f"{place}:{skipped[0]}{hint}", len(skipped))
+
+
+def _between(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    """The lines that begin at bytes begin <= i < end."""
+    if begin:
+        file.seek(begin - 1)
+        begin += len(file.readline()) - 1
+    while begin < end and (line := file.readline()):
+        begin += len(line)
+        yield line
 
 
 def _decoded(lines: Iterable[bytes], name: str, dropped: Dropped) -> Iterator[str]:
     """Lines as text; one that is not UTF-8 is counted, and empty. Unreadable: UTF-16 or UTF-32."""
     for number, line in enumerate(lines, start=1):
+        dropped.lines += 1
         if number == 1 and _is_wide(line):
             raise Unreadable("not_utf8")
         try:

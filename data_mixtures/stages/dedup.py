@@ -32,7 +32,6 @@ SIGNATURES, LINKS, DEDUP = "signatures", "links", "dedup"
 ALL = Unit("all", 0)
 FILE, LINKED, DROPPED, NUMBERS = "signatures.npy", "links.npy", "dropped.npy", "numbers.json"
 DOCUMENTS_PER_PART = 1 << 25  # of a bucket are compared at a time: about 1 GB
-_MODULES = ("stages/dedup.py",)
 _BATCH_ROWS = 256
 COLUMNS = ("doc_id", "text", "origin")
 Documents = tuple[list[bytes], list[bytes], list[bytes]]  # ids, texts as UTF-8, origins
@@ -49,7 +48,7 @@ class Signatures(Stage):
     def key(self, unit: Unit) -> str:
         documents = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
         settings = {name: value for name, value in asdict(self.recipe.dedup).items() if name != "minhash"}
-        return stage.key_of(_MODULES, settings, quality.versions(("datatrove", "spacy")), documents)
+        return stage.key_of(self.name, settings, quality.versions(("datatrove", "spacy")), documents)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         sign, columns = signer(self.recipe.dedup), [np.empty((0, 1 + self.recipe.dedup.buckets), np.uint64)]
@@ -129,7 +128,7 @@ class Links(Stage):
         return max(1, -(-documents // DOCUMENTS_PER_PART))
 
     def key(self, unit: Unit) -> str:
-        return stage.key_of(_MODULES, unit.number, self.parts(), _files(self))
+        return stage.key_of(self.name, unit.number, self.parts(), _files(self))
 
     def work(self, unit: Unit, folder: Path) -> Json:
         bucket, part = divmod(unit.number, parts := self.parts())
@@ -166,7 +165,7 @@ class Clusters(Stage):
     def key(self, unit: Unit) -> str:
         held_out = [self.recipe.held_out_of(each.name) for each in self.recipe.sources]
         links = [stage.receipt_of(self.out, LINKS, each)["files"] for each in self._links()]
-        return stage.key_of(_MODULES, held_out, _files(self), links)
+        return stage.key_of(self.name, held_out, _files(self), links)
 
     def _links(self) -> list[Unit]:
         return Links(self.recipe, self.out, self.sources).units()

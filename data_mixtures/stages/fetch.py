@@ -23,7 +23,7 @@ import pyarrow.parquet
 from huggingface_hub import errors as hub_errors
 
 from data_mixtures.readers import content, hub, local
-from data_mixtures.readers.origins import grouped
+from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
 from data_mixtures.readers.origins import origin as origin_of
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.shards import Json
@@ -37,7 +37,6 @@ ATTEMPTS = 5
 FIRST_WAIT_S = (
     2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
 )
-_READERS = ("stages/fetch.py", "readers/local.py", "readers/origins.py")
 
 
 class Damaged(ValueError):
@@ -46,7 +45,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Fetch(Stage):
-    """One unit: one Parquet file, or a group of files of text or JSON lines."""
+    """One unit: one Parquet file or row groups of it, a group of files of text or JSON lines, or a part of one."""
 
     name = "fetch"
     mirror: str | None = None
@@ -54,11 +53,11 @@ class Fetch(Stage):
     def key(self, unit: Unit) -> str:
         entry = stage.planned_unit(self.out, unit)
         if entry["kind"] == "local":
-            return key_of(_READERS, entry, self._portable(entry))
+            return key_of(self.name, entry, self._portable(entry))
         if entry["kind"] == "resolved":  # wherever the contents come from, they are the same
-            return key_of((), entry["files"], entry["row_groups"])
+            return key_of(self.name, entry["files"], entry["row_groups"])
         described = stage.planned(self.out, unit.source)
-        return key_of((), described.get("repo"), described.get("revision"), entry)
+        return key_of(self.name, described.get("repo"), described.get("revision"), entry)
 
     def _portable(self, entry: Json) -> dict[str, str]:
         roots = local.roots(self.out, self.recipe.folder)
@@ -76,6 +75,11 @@ class Fetch(Stage):
             content.take_over(stage.unit_folder(self.out, self.name, unit) / RAW, parts)
             ((path, name),) = self._portable(entry).items()
             return content.fetch(path, name, entry["row_groups"], Input(**entry["input"]), target, parts)
+        if "row_groups" in entry:
+            local.check_unchanged([entry["file"]])
+            counts = _copy_groups(entry, target)
+            local.check_unchanged([entry["file"]])
+            return counts
         if "file" in entry:
             return _tried(lambda: _copy(entry, target), target, "://" in entry["file"][0])
         described = stage.planned(self.out, unit.source)
@@ -147,6 +151,27 @@ def _copy(entry: Json, target: Path) -> Json:
     return check(target, entry, entry["file"][0])
 
 
+def _copy_groups(entry: Json, target: Path) -> Json:
+    """Row groups of a Parquet file of one's own: the text, and what is known of its origin."""
+    name, rows = entry["file"][0], 0
+    try:
+        with pyarrow.parquet.ParquetFile(name) as parquet:
+            schema = parquet.schema_arrow
+            plan.text_column(schema, (entry["text_column"],), name)
+            chosen = [each for each in schema.names if each in (entry["text_column"], *ORIGIN_FIELDS)]
+            plain = pyarrow.schema([schema.field(each) for each in chosen])
+            with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
+                for number in entry["row_groups"]:
+                    table = parquet.read_row_group(number, chosen)
+                    rows += table.num_rows
+                    writer.write_table(table.select(chosen).cast(plain))
+    except pyarrow.ArrowInvalid as error:
+        raise Damaged(
+            f"{name} is not a complete Parquet file ({error}): truncated, or another file"
+        ) from error
+    return {"documents": rows, "bytes": target.stat().st_size}
+
+
 def check(path: Path, entry: Json, where: str) -> Json:
     """A fetched file against its plan; returns its counts. Damaged says what differs."""
     size = path.stat().st_size
@@ -209,8 +234,11 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
             damaged.update([error.args])
             continue
         sizes = {name: size for name, size, _ in entry["files"]}
+        if "range" in entry:
+            sizes = dict.fromkeys(sizes, entry["range"][1] - entry["range"][0])
         return {
             **counts,
+            "lines": dropped.lines,
             "file_bytes": sum(sizes.values()),
             "lost_file_bytes": sum(sizes[name] for name in dropped.files),
             "dropped": dict(sorted(dropped.items())),
@@ -220,7 +248,8 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
 
 
 def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.Dropped) -> Json:
-    documents, size, found = 0, 0, local.documents(Input(**entry["input"]), names, dropped)
+    span = tuple(entry["range"]) if "range" in entry else None
+    documents, size, found = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
         for group in grouped(found, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]

@@ -13,6 +13,7 @@ by a row group, whatever the file.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,6 @@ SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin",
 ORIGIN = "origin"  # a column of raw.parquet where the file's own rows are not those of the input
 _BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
 _ROW_GROUP_BYTES = 64 << 20
-_MODULES = ("stages/filter.py", "stages/quality.py", "readers/origins.py", *decontaminate.CODE)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Filter(Stage):
         kept = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
         steps = quality.identity(quality.steps_of(recipe, unit.source))
-        read = [_text_column(entry), index, entry.get("path")]
-        return stage.key_of(_MODULES, pa.__version__, limits, kept, steps, *read, files)
+        read = [_text_column(entry), index, entry.get("path"), self._rows_before(unit)]
+        return stage.key_of(self.name, limits, kept, steps, *read, files)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         raw = stage.checked(self.out, "fetch", unit, RAW)
@@ -64,9 +64,18 @@ class Filter(Stage):
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self.recipe.source(unit.source).keep, steps)
         entry = stage.planned_unit(self.out, unit)
-        batches = read_raw(raw, _text_column(entry), entry.get("path"))
+        batches = read_raw(raw, _text_column(entry), entry.get("path"), self._rows_before(unit))
         write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
         return chosen.counts()
+
+    def _rows_before(self, unit: Unit) -> int:
+        """Rows of the unit's file that stand in units before it."""
+        entry = stage.planned_unit(self.out, unit)
+        if not entry.get("range", [0])[0]:
+            return entry.get("first_row", 0)
+        units = stage.planned(self.out, unit.source)["units"][: unit.number]
+        same = [each["number"] for each in units if "range" in each and each["files"] == entry["files"]]
+        return sum(stage.receipt_of(self.out, "fetch", Unit(unit.source, n))["counts"]["lines"] for n in same)
 
 
 def _text_column(entry: Json) -> str:
@@ -78,19 +87,27 @@ class Rows(NamedTuple):
     """Consecutive rows of a raw file: their texts as the bytes that stand in it, and all that is
     known of their origin.
 
-    file: the planned path, None where `fields` has the column "origin". first: the number of the first row.
+    file: the planned path, None where `fields` has the column "origin". first: the number of the first row. before:
+    rows of the input that stand in other raw files.
     """
 
     texts: list[bytes | None]
     file: str | None = None
     first: int = 0
     fields: Mapping[str, list[Any]] = {}
+    before: int = 0
 
     def origin(self, place: int) -> str:
         if ORIGIN in self.fields:
-            return self.fields[ORIGIN][place]
+            origin = self.fields[ORIGIN][place]
+            return _later(origin, self.before) if self.before else origin
         fields = {name: values[place] for name, values in self.fields.items()}
         return origin_of(self.file or "", self.first + place, fields)
+
+
+def _later(origin: str, rows: int) -> str:
+    """An origin whose row is so many rows further down; `"row":` stands in no string of JSON."""
+    return re.sub(r'(?<="row":)\d+', lambda row: str(int(row[0]) + rows), origin, count=1)
 
 
 class Document(NamedTuple):
@@ -217,9 +234,9 @@ class DocumentFilter:
         return {**counts, "dropped": dict(self._dropped), "contamination": found}
 
 
-def read_raw(path: Path, column: str, file: str | None = None) -> Iterator[Rows]:
+def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) -> Iterator[Rows]:
     """A raw file in batches of about 4 MiB of text; file: the planned path, where its rows are
-    those of the input.
+    those of the input; before: rows of the input that are in other raw files.
     """
     try:
         with pq.ParquetFile(path, memory_map=True) as parquet:
@@ -231,7 +248,7 @@ def read_raw(path: Path, column: str, file: str | None = None) -> Iterator[Rows]
                 for name in ((ORIGIN,) if file is None else ORIGIN_FIELDS)
                 if name in names and name != column
             ]
-            first = 0
+            first = before
             for number in range(parquet.num_row_groups):
                 group = parquet.metadata.row_group(number)
                 columns = (group.column(i) for i in range(group.num_columns))
@@ -240,7 +257,8 @@ def read_raw(path: Path, column: str, file: str | None = None) -> Iterator[Rows]
                 rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
                 for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column, *more]):
                     texts = batch.column(column).cast(pa.large_binary()).to_pylist()
-                    yield Rows(texts, file, first, {name: _values(batch.column(name)) for name in more})
+                    fields = {name: _values(batch.column(name)) for name in more}
+                    yield Rows(texts, file, first, fields, before)
                     first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{file or path} cannot be read ({error}); restore or exclude it") from error

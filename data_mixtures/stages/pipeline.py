@@ -110,9 +110,7 @@ def _plan(context: RunContext, mirror: str | None) -> None:
         told, rows = ("revision", "gate", "licence"), []
         for name in context.sources:
             files = made[name]["units"]
-            size = sum(
-                file.get("bytes", 0) + sum(each[1] for each in file.get("files", ())) for file in files
-            )
+            size = sum(plan.size_of(file) for file in files)
             terms = (made[name].get(key, "") for key in told)
             rows.append([name, f"{len(files):,}", f"{size:,}", *terms])
         context.console.print(figures(None, ("source", "units", "bytes", *told), rows))

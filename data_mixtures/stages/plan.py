@@ -90,7 +90,7 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
         _check_field(source_input, files[0][0])
         # how a listed file is read; it was found by the rest, and more that is found leaves its unit as it is
         settings = asdict(replace(source_input, paths=("*",), exclude=(), files=None))
-        for group, rows in _groups(source_input, files):
+        for group, rows, parts in _groups(source_input, files):
             # a file may get another time or folder without other content: it is read again, but the data
             # is the same
             names = [[local.portable(name, roots), size] for name, size, _ in group]
@@ -100,22 +100,65 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
             elif source_input.kind == "parquet":
                 facts = {"bytes": group[0][1], "sha256": None, "text_column": source_input.field}
                 entry = {"kind": "parquet", "path": names[0][0], "file": group[0], **facts}
-            entries.append(entry)
+            entries += [{**entry, **part} for part in parts]
             decides.append(["resolved", *names[0], rows] if rows else [settings, names])
     described = {"kind": "local", "category": each.category, "units": _numbered(each, entries)}
     return {**described, "plan_hash": _hash(decides)}
 
 
-def _groups(source_input: Input, files: list[local.Listed]) -> Iterator[tuple[list[local.Listed], list[int]]]:
-    """The files of each unit of an input, and the row groups, for a unit that is a part of one file."""
+def _groups(
+    source_input: Input, files: list[local.Listed]
+) -> Iterator[tuple[list[local.Listed], list[int], list[Json]]]:
+    """The files of each unit of an input; row groups, for contents of a part of one file; and what its entry in the
+    plan says besides, one for each unit that they are split into.
+    """
     if source_input.kind == "resolved":
-        yield from (([file], rows) for file in files for rows in content.units(file[0]))
+        whole: list[Json] = [{}]
+        yield from (([file], rows, whole) for file in files for rows in content.units(file[0]))
     elif source_input.kind == "parquet":
-        yield from (([file], []) for file in files)
+        yield from (([file], [], _row_groups(file[0])) for file in files)
     elif source_input.max_bytes is not None:
-        yield files, []
+        yield files, [], [{}]
     else:
-        yield from ((group, []) for group in origins.grouped(files, lambda file: file[1], UNIT_BYTES))
+        for group in origins.grouped(files, lambda file: file[1], UNIT_BYTES):
+            yield group, [], _ranges(group) if source_input.kind == "jsonl" else [{}]
+
+
+def size_of(entry: Json) -> int:
+    """Bytes of what a unit reads."""
+    if "range" in entry:
+        return entry["range"][1] - entry["range"][0]
+    return entry.get("bytes", 0) + sum(file[1] for file in entry.get("files", ()))
+
+
+def _ranges(group: list[local.Listed]) -> list[Json]:
+    """Bytes of the last file of a group, the only one that may be large, where its lines can be found from anywhere."""
+    *small, large = group
+    if large[1] <= UNIT_BYTES or not local.can_seek(large[0]):
+        return [{}]
+    begins = range(0, large[1], UNIT_BYTES)
+    ranges = [{"files": [large], "range": [begin, min(begin + UNIT_BYTES, large[1])]} for begin in begins]
+    return [{"files": small}, *ranges] if small else ranges
+
+
+def _row_groups(name: str) -> list[Json]:
+    """Row groups of a Parquet file on a disk, about UNIT_BYTES of them, and the rows before them; one from elsewhere
+    is fetched as a whole.
+    """
+    if "://" in name:
+        return [{}]
+    try:
+        metadata = pyarrow.parquet.read_metadata(name)
+    except (pyarrow.ArrowInvalid, OSError):  # `fetch` says what is wrong with it
+        return [{}]
+    sizes = [(n, metadata.row_group(n).total_byte_size) for n in range(metadata.num_row_groups)]
+    parts, first = list[Json](), 0
+    for group in origins.grouped(sizes, lambda each: each[1], UNIT_BYTES):
+        numbers = [number for number, _ in group]
+        size = sum(size for _, size in group)
+        parts.append({"row_groups": numbers, "first_row": first, "bytes": size})
+        first += sum(metadata.row_group(number).num_rows for number in numbers)
+    return parts if len(parts) > 1 else [{}]
 
 
 def _check_field(source_input: Input, name: str) -> None:

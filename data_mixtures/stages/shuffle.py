@@ -48,7 +48,7 @@ class OrderDocuments(Stage):
     def key(self, unit: Unit) -> str:
         indexes = [receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)]
         return stage.key_of(
-            ("stages/shuffle.py", "stages/sorted_runs.py"),
+            self.name,
             unit.number,
             self.recipe.held_out_of(unit.source),
             indexes,
@@ -107,8 +107,7 @@ class WriteShards(Stage):
             [receipt["files"][name] for name in SLICED]
             for receipt in sorted_runs.receipts(self.out, unit.source)
         ]
-        code = ("stages/shuffle.py", "stages/blocks.py", "shards.py")
-        return stage.key_of(code, unit.number, layout(self.recipe, unit.source), order, read)
+        return stage.key_of(self.name, unit.number, layout(self.recipe, unit.source), order, read)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         part = "train" if unit.number < self.shards(unit.source) else "valid"

@@ -74,7 +74,7 @@ class Runs(Stage):
 
     def key(self, unit: Unit) -> str:
         files = [receipt["files"] for _, receipt in self._merged(unit)]
-        return stage.key_of(("stages/sorted_runs.py", "stages/blocks.py"), files)
+        return stage.key_of(self.name, files)
 
     def _merged(self, unit: Unit) -> list[tuple[Unit, Json]]:
         """The tokenized units of a run, with their receipts."""

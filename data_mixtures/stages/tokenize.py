@@ -34,7 +34,6 @@ DOCUMENT = np.dtype(
     [(name, kind) for names, kind in zip(_COLUMNS, ("<u8", "<u4"), strict=True) for name in names]
 )
 COMPARED_OF, _COMPARED_BYTES, _COMPARED_CHARS = 1000, 1 << 16, 100_000
-_MODULES = ("stages/tokenize.py", "stages/dedup.py", "stages/blocks.py", "tokenizer.py")
 _SLACK_BYTES = 1 << 24
 
 
@@ -47,9 +46,9 @@ class Tokenize(Stage):
     def key(self, unit: Unit) -> str:
         documents = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
         copies = dedup.dropped_rows(self.recipe, self.out, unit).tobytes()
-        modules = [*_MODULES, *["stages/repeats.py"] * self.recipe.filter.repeated_ngrams]
         left_out = xxhash.xxh3_64_hexdigest(copies) if copies else ""
-        return stage.key_of(modules, self.recipe.seed, _hashes(self.out), left_out, documents)
+        decides = [self.recipe.filter.repeated_ngrams, self.recipe.seed, _hashes(self.out), left_out]
+        return stage.key_of(self.name, decides, documents)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         try:
@@ -198,15 +197,13 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
 def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     given = recipe.tokenizer
     if isinstance(given, TokenizerFile):
-        return stage.key_of(
-            ("tokenizer.py",), file_sha256(Path(given.path)), tokenizer.load_given(given).names
-        )
+        return stage.key_of("tokenizer", file_sha256(Path(given.path)), tokenizer.load_given(given).names)
     files = [
         [receipt["files"][DOCUMENTS] for receipt in stage.receipts(out, "filter", source.name)]
         for source in recipe.sources
     ]
     left_out = stage.receipt_of(out, dedup.DEDUP, dedup.ALL)["files"] if recipe.dedup.minhash else None
-    return stage.key_of(_MODULES, asdict(given), recipe.seed, _held_out(recipe), files, left_out)
+    return stage.key_of("tokenizer", asdict(given), recipe.seed, _held_out(recipe), files, left_out)
 
 
 def _held_out(recipe: Recipe) -> int:

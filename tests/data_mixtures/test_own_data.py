@@ -142,6 +142,44 @@ def test_a_long_document_stays_whole_unless_the_recipe_limits_it(folder: Path) -
     assert made["documents"] == 21 + made["cut"]
 
 
+def test_large_files_are_split_into_units_and_nothing_else_changes(folder: Path, monkeypatch) -> None:
+    """Byte ranges of JSON lines, row groups of Parquet: whatever the size of a unit, the same shards and origins."""
+    lines = (folder / "corpus/all.jsonl").open("wb")
+    for number, text in enumerate(write_text(20, 60, 90) + write_text(20, 3, 90)):
+        end = (b"\n", b"\r\n", b"\n\n", b"\n  \n", b"\nno json\n", b"\n\xff\n")[number % 6]
+        lines.write(json.dumps({"content": text, "url": f'"row":{number}'}).encode() + end)
+    lines.write(json.dumps({"content": write_text(21, 1, 90)[0]}).encode())  # no newline at its end
+    lines.close()
+    (folder / "corpus/small.jsonl").write_text(json.dumps({"content": write_text(22, 1)[0]}))
+    texts = write_text(23, 100, 90)
+    table = pa.table({"score": [1.0] * 100, "content": texts, "url": [f"u{n}" for n in range(100)]})
+    pq.write_table(table, folder / "b/large.parquet", row_group_size=7)
+    recipe = own(
+        '{ kind = "jsonl", field = "content", paths = ["corpus/*.jsonl"] }', PARQUET,
+        more="max_dropped_share = 0.5\nvalid_per_10000 = 500",
+    )  # fmt: skip
+    made, units = {}, {}
+    for size in (1 << 26, 20_000, 3000, 100):
+        monkeypatch.setattr(plan, "UNIT_BYTES", size)
+        run(folder, recipe, f"out-{size}")
+        out = folder / f"out-{size}"
+        units[size] = [len(stage.planned_units(out, name)) for name in ("s0", "s1")]
+        read = [shards.read_manifest(out / name) for name in ("s0", "s1")]
+        counts = [[each[key] for key in ("read", "kept", "dropped")] for each in read]
+        content = [each["content_sha256"] for each in read]
+        origins = [shards.read_documents(path)[2].to_pylist() for path in sorted(out.glob("s?/*.docs.zst"))]
+        made[size] = counts, content, origins
+    assert made[1 << 26] == made[20_000] == made[3000] == made[100]
+    assert units[1 << 26] == [1, 3]
+    assert min(units[3000]) >= 10
+    rows = [json.loads(each) for group in made[100][2] for each in group if "corpus/all.jsonl" in each]
+    written = (folder / "corpus/all.jsonl").read_bytes().split(b"\n")
+    assert len(rows) > 40
+    assert [json.loads(written[each["row"]]).get("url") for each in rows] == [
+        each.get("url") for each in rows
+    ]
+
+
 def test_an_out_that_is_a_url_is_refused(folder: Path, monkeypatch) -> None:
     """Before, a local folder named `gs:` was made."""
     monkeypatch.chdir(folder)

@@ -30,7 +30,7 @@ class Raw:
         return [stage.Unit(source, i) for source, units in self.texts.items() for i in range(len(units))]
 
     def key(self, unit: stage.Unit) -> str:
-        return stage.key_of((), repr(self.texts[unit.source][unit.number]))
+        return stage.key_of("fetch", repr(self.texts[unit.source][unit.number]))
 
     def work(self, unit: stage.Unit, folder: Path) -> dict[str, Any]:
         texts = self.texts[unit.source][unit.number]

@@ -77,7 +77,7 @@ class Tokenize:
         return [Unit(self.source, n) for n in range(len(self.texts))]
 
     def key(self, unit: Unit) -> str:
-        return stage.key_of((), self.texts[unit.number])
+        return stage.key_of("fetch", self.texts[unit.number])
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         rows = sorted(_row(text) for text in self.texts[unit.number])
@@ -228,7 +228,7 @@ class Filter:
         return [Unit(self.source, n) for n in range(len(self.texts))]
 
     def key(self, unit: Unit) -> str:
-        return stage.key_of((), self.texts[unit.number])
+        return stage.key_of("fetch", self.texts[unit.number])
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         kept, dropped = len(self.texts[unit.number]), {"too_short": self.too_short, "contaminated": 1}

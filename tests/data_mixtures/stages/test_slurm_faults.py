@@ -117,7 +117,7 @@ class Changed(Toy):
     """Another recipe: other results for the units 1 and 3."""
 
     def key(self, unit: Unit) -> str:
-        return key_of((), unit.number, *("changed",) * (unit.number % 2))
+        return key_of("fetch", unit.number, *("changed",) * (unit.number % 2))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from data_mixtures import recipe as recipes
 from data_mixtures import recipe_file
 from data_mixtures.readers import hub
 from data_mixtures.readers.local import find, roots
-from data_mixtures.stages import decontaminate, fetch, filter, plan, run, stage, tokenize
+from data_mixtures.stages import fetch, plan, run, stage
 from data_mixtures.stages.fetch import Fetch
 from data_mixtures.stages.stage import Unit
 from tests.data_mixtures.conftest import write_sums
@@ -406,11 +406,3 @@ def test_a_program_of_the_recipe_writes_text_before_it_is_looked_for(tmp_path, q
         ValueError, match=r"(?s)corpus = 'our_corpus' ended with exit status 1:.*FileExistsError"
     ):
         planned(path, tmp_path / "out")
-
-
-def test_what_a_result_depends_on_must_exist():
-    assert stage.key_of(("stages/fetch.py",)) != stage.key_of(("stages/plan.py",))
-    with pytest.raises(FileNotFoundError, match=r"stages/no_such\.py"):
-        stage.key_of(("stages/no_such.py",))
-    for modules in (fetch._READERS, decontaminate.CODE, tokenize._MODULES, filter._MODULES):
-        stage.key_of(modules)

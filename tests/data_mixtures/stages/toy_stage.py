@@ -35,7 +35,7 @@ class Toy:
         return [Unit("a" if number % 2 else "b", number) for number in range(self.count)]
 
     def key(self, unit: Unit) -> str:
-        return key_of((), unit.number)
+        return key_of("fetch", unit.number)
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         (folder / "half").write_bytes(b"half")
