@@ -38,10 +38,9 @@ class Stand:
     """The fused join and norm by the model's formulas, `wrong` by a factor."""
 
     def __init__(self, wrong: float = 0.0):
-        self.wrong, self.calls = wrong, 0
+        self.wrong = wrong
 
     def apply(self, h: Tensor, partial: Any, delayed: Any, weight: Any, eps: float, hand_on: bool) -> Any:
-        self.calls += 1
         streams = h if partial is None else join_lanes(h, partial, fused_layer.Join.PAST, delayed)
         if delayed is not None:
             streams = streams + self.wrong * delayed
@@ -51,18 +50,15 @@ class Stand:
         return streams, normed, partial if hand_on else None
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, wrong: float) -> Stand:
-    stand = Stand(wrong)
-    monkeypatch.setattr(fused_layer, "JoinNorm", stand)
-    return stand
+def plant(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    monkeypatch.setattr(fused_layer, "JoinNorm", Stand(wrong))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_kernels_that_are_right_stay(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    stand = plant(monkeypatch, 0.0)
+    plant(monkeypatch, 0.0)
     model = check(job_of("--training.mixed_precision_param", precision), join_norm="triton")
     assert (model.fallback, model.model_args.join_norm) == ("", "triton")
-    assert stand.calls
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -104,6 +100,19 @@ def test_a_compiler_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert model.model_args.join_norm == "triton"
     assert "no such target" in model.fallback
     assert job.compile.components == ["loss"]
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1e-4])
+def test_what_is_compiled_is_checked_compiled(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    """With selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch of documents."""
+    plant(monkeypatch, wrong)
+    job = job_of(
+        "--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "selective",
+        "--activation_checkpoint.selective_ac_option", "op", "--model.mask_documents",
+    )  # fmt: skip
+    model = check(job, join_norm="triton")
+    assert model.model_args.join_norm == ("plain" if wrong else "triton"), model.fallback
+    assert job.compile.components == ["model", "loss"]
 
 
 def test_plain_kernels_on_a_cpu_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
