@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from rich.console import Console
 from rich.table import Table
 
-from ..llama.gguf import is_gguf
+from ..engine.folder import is_gguf
 
 FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja"]
 FOREIGN = ["original/*", "*/original/*", "consolidated*"]  # the makers' own formats, once more as large

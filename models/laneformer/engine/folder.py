@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config import LaneformerConfig, plain_name
 from ..llama.config import lanes_for, lanes_for_gpus
-from ..llama.gguf import GgufFile, is_gguf
+from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
@@ -42,6 +42,14 @@ class Checkpoint:
     tokenizer_config: dict[str, Any]  # Hugging Face's, with the chat template
     sampling_defaults: dict[str, Any]  # options of the model's makers
     dtype: str = "auto"  # what "auto" means for this checkpoint
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it is a GGUF file by its first bytes: Ollama's have no suffix."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def read_checkpoint(

@@ -37,14 +37,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # of turns and texts
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether it is a GGUF file by its first bytes: Ollama's have no suffix."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
-
-
 class GgufFile(Mapping[str, Tensor]):
     """Tensors by their Hugging Face names, made when they are asked for; `metadata` is the file's.
 
