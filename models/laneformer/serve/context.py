@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 CACHED_TOKENS = 2**16
+SAMPLED_CHARS = 8  # for each token of the context: what is encoded first of a long text
 _SHOWN = [
     *range(33, 127),
     *range(161, 173),
@@ -62,11 +63,17 @@ class ServingContext:
         self.max_text_bytes = self.context_tokens * max(longest, SECRET_DIGITS + 1)
 
     def check_length(self, text: str, param: str) -> str:
-        """The text; RequestError where it is too long for the context however it is encoded, which takes seconds."""
-        if (size := len(text.encode(errors="replace"))) > self.max_text_bytes:
+        """The text; RequestError where it is too long for the context, which is told without encoding all of it:
+        by its bytes, or by its beginning.
+        """
+        size, start = len(text.encode(errors="replace")), text[: SAMPLED_CHARS * self.context_tokens]
+        too_long = size > self.max_text_bytes
+        if not too_long and len(text) > 2 * len(start):
+            too_long = len(self.prompts.encode(start)) > self.context_tokens + SECRET_DIGITS
+        if too_long:
             raise RequestError(
-                f"This model's maximum context length is {self.context_tokens} tokens, which are at most "
-                f"{self.max_text_bytes} bytes, but you sent {size} bytes in the {param}. Shorten the {param}.",
+                f"This model's maximum context length is {self.context_tokens} tokens, which the {size} bytes in the "
+                f"{param} exceed. Shorten the {param}.",
                 param, "context_length_exceeded",
             )  # fmt: skip
         return text
