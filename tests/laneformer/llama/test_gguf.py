@@ -169,7 +169,18 @@ def test_the_engine_generates_what_transformers_does(
         assert engine.generate(ids, max_new_tokens=24, ignore_eos=True) == expected.tolist()
         assert engine.eos_ids == (2,)
         text = engine.generate_text(engine.tokenizer.encode("<|begin|>Hi<|end|>").ids, max_new_tokens=9)
-    command = ["generate", str(path), "--prompt", "Hi", "--max-new-tokens", "9", "--dtype", "fp32", "--chat"]
+    command = [
+        "generate",
+        str(path),
+        "--prompt",
+        "Hi",
+        "--max-new-tokens",
+        "9",
+        "--dtype",
+        "fp32",
+        "--chat",
+        "--greedy",
+    ]
     main(command)
     assert capsys.readouterr().out == text + "\n"
     with Engine.from_pretrained(path) as engine:
