@@ -1,4 +1,4 @@
-"""Time of a token on one GPU: a fluid model of the persistent kernel's rings and stalls.
+"""Time of a token on one GPU: a fluid model of the CUDA kernel's rings and stalls.
 
 Each block (one a multiprocessor) consumes weights out of its rings at the rate C of its arithmetic, and the
 memory fills them at F, its share of the bandwidth. While an exchange holds a block up, its rings fill; when

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from laneformer.config import MODULES, Join, LaneformerConfig
 from laneformer.engine.cuda.bench import weight_bytes
 from laneformer.engine.cuda.geometry import WARP_THREADS, Geometry, Machine
-from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.planning import plan_builds
 
 from .cards import CASES, INPUTS, Card, Inputs
 from .fluid import Memory, Step, token_us
@@ -77,12 +77,12 @@ def split_layer(config: LaneformerConfig, layer_s: float) -> tuple[float, float]
     return share * layer_s, (1 - share) * layer_s
 
 
-# ---- one GPU: the persistent kernel as fluid.py sees it ----
+# ---- one GPU: the kernel of passes as fluid.py sees it, in the build of one column ----
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The persistent kernel with one model on one kind of GPU, each of `gpus` with its part of the lanes."""
+    """The kernel of passes with one model on one kind of GPU, each of `gpus` with its part of the lanes."""
 
     config: LaneformerConfig
     card: Card
@@ -100,7 +100,7 @@ class Kernel:
     @property
     def geometry(self) -> Geometry:
         """ValueError where the kernel does not fit."""
-        return plan(self.config, "bf16", machine_of(self.card), devices=self.gpus)
+        return plan_builds(self.config, "bf16", machine_of(self.card), devices=self.gpus)[0]
 
     @property
     def reach(self) -> float:
@@ -148,10 +148,9 @@ class Kernel:
         """`layers`: how many layers ago the other lanes' outputs left that it awaits; None: it awaits none."""
         matrix, clock = geometry.matrix(op), self.card.clock_ghz
         rate = 1e3 * self.at("issue_bytes_per_clock") * self.at("issue_share") * clock
-        even = matrix.rows / geometry.warps_per_lane  # the busiest warp's rows, and so its block's time
         return Step(
             bytes=2 * matrix.rows * matrix.columns / geometry.blocks_per_lane + more_bytes,
-            rate=rate * even / geometry.max_rows(op),
+            rate=rate * matrix.balance(geometry.blocks_per_lane, geometry.warps),
             stall_us=stall_us * self.at("saturated_latency") * self.at("stall_clock_ghz") / clock,
             behind=0 if self.wide else layers and 4 * layers,  # four steps a layer
         )

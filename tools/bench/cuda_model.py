@@ -1,4 +1,4 @@
-"""How fast the persistent CUDA kernel should be: a model of its rings and stalls, not a
+"""How fast the CUDA kernel should be: a model of its rings and stalls, not a
 measurement; needs no GPU.
 
     python -m tools.bench cuda-model --out docs/benchmarks/DATE-cuda-model.md
@@ -55,7 +55,7 @@ def modelled(
 
 @dataclass(kw_only=True)
 class Options(harness.Options):
-    """Model the speed of the CUDA engine's persistent kernel from its stalls and rings; nothing is measured."""
+    """Model the speed of the CUDA engine's kernel from its stalls and rings; nothing is measured."""
 
 
 def measure(options: Options, console: Any) -> Result:
@@ -102,4 +102,4 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         parts += [f"### {title}", records(rows)]
     used = [name for name in result["inputs"] if name.startswith("decode.") or name.split(".")[1] in GEOMETRY]
     parts += ["### Inputs", records(input_rows({name: result["inputs"][name] for name in used}))]
-    return "a model of the persistent kernel", "\n\n".join(parts)
+    return "a model of the CUDA kernel", "\n\n".join(parts)

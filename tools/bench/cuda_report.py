@@ -14,10 +14,11 @@ from tools.markdown import cell, table
 HOP_US = 2.0  # assumed: a word to another GPU and back into its reader's poll over NVLink
 START = """# Decode speed on one GPU
 
-Random weights of one shape, one request, greedy; a token is timed when it becomes visible to the host, after the prompt
-and the launch. "of probe": bytes read per second over the best rate that one of our kernels reached on the same bytes
-in the same run; "of datasheet": over the vendor's figure. c: exposed latency per layer in microseconds, (time per token
-- bytes / probe) / layers. Bytes are weights without the padding of the tapes' last chunks, plus keys and values."""
+Random weights of one shape, one request, greedy, the server's way: the schedule, the executor, launches of up to 16
+passes. A token is timed when its news comes, with all of its launch. "of probe": bytes read per second over the best
+rate that one of our kernels reached on the same bytes in the same run; "of datasheet": over the vendor's figure. c:
+exposed latency per layer in microseconds, (time per token - bytes / probe) / layers. Bytes are weights without the
+padding of the tapes' last chunks, plus keys and values."""
 
 
 def facts_section(result: Result, steps: Result) -> str:
@@ -120,7 +121,7 @@ def probe_section(result: Result, steps: Result) -> str:
 
 def correctness_section(result: Result, steps: Result) -> str:
     rows, ties = list[Sequence[Any]](), list[str]()
-    for version in ("hf_bf16", "persistent", "graph"):
+    for version in ("hf_bf16", "passes", "graph"):
         found = result.get(version, {})
         greedy = found.get("greedy", {})
         same = f"{greedy['same']} of {greedy['prompts']}" if greedy else None
@@ -164,7 +165,7 @@ def decode_section(result: Result, steps: Result) -> str:
 def baselines_section(result: Result, steps: Result) -> str:
     """Medians of the rounds, and ratios within a round."""
     probe, stated = bandwidth(steps)
-    sizes, ours, rows = figures_of(steps, "probe"), result["tokens_per_s"].get("persistent", []), []
+    sizes, ours, rows = figures_of(steps, "probe"), result["tokens_per_s"].get("passes", []), []
     for name, speeds in result["tokens_per_s"].items():
         median = statistics.median(speeds)
         shown: Iterable[float | None] = (None, None, None)
@@ -205,14 +206,13 @@ def alone_section(result: Result, steps: Result) -> str:
 STEPS = (  # in the order of a run; the limits and RESERVE_S are nine minutes together
     Step("machine", 5, 10),
     Step("prepare", 10, 95, "Kernels compiled"),
-    Step("tiny_persistent", 5, 10, "The persistent kernel's first tokens, `tiny`", "first",
-         {"version": "persistent", "flavor": "tiny"}),
+    Step("tiny_passes", 5, 10, "The kernel's first tokens, `tiny`", "first", {"version": "passes", "flavor": "tiny"}),
     Step("tiny_graph", 5, 10, "The graph's first tokens, `tiny`", "first", {"version": "graph", "flavor": "tiny"}),
     Step("tiny", 5, 15, "Correctness of `tiny`", "smaller", {"flavor": "tiny"}),
     Step("300m", 10, 30, "Correctness of `300m`", "smaller", {"flavor": "300m"}),
     Step("sanitizer", 15, 35, "compute-sanitizer"),
     Step("load", 10, 30, "Weights packed and loaded"),
-    Step("first_persistent", 5, 10, "The persistent kernel's first tokens", "first", {"version": "persistent"}),
+    Step("first_passes", 5, 10, "The kernel's first tokens", "first", {"version": "passes"}),
     Step("first_graph", 5, 10, "The graph's first tokens", "first", {"version": "graph"}),
     Step("probe", 5, 15, "Read bandwidth", write=probe_section),
     Step("correctness", 20, 65, "Correctness", write=correctness_section),
@@ -221,5 +221,5 @@ STEPS = (  # in the order of a run; the limits and RESERVE_S are nine minutes to
     *(Step(dtype, 10, 20, dtype, "other_type", {"dtype": dtype}) for dtype in ("fp16", "int8")),
     Step("lane_alone", 10, 15, "One lane on all multiprocessors", write=alone_section),
     Step("compiled", 10, 15, "Transformers, compiled", write=baselines_section),
-    Step("passes", 10, 30, "Passes of several columns"),
+    Step("batches", 10, 30, "Passes of several columns"),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import time
 from collections import defaultdict
@@ -22,8 +23,8 @@ from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.compile import VERSIONS, compile_cubin, source_of
 from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.launch import architecture_name, describe
+from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan_builds
-from laneformer.engine.cuda.sequence import SequenceDecoder, geometry_for
 from laneformer.engine.device import driver_version
 from laneformer.tensors import Tensor
 from tools.bench.harness import Result
@@ -31,9 +32,10 @@ from tools.check.reference import TORCH_DTYPES, Weights, planted_faults, random_
 
 LIMIT_S = 3.0  # a wait inside a kernel takes microseconds
 SMALLER_RUNS = 10  # that must be bit-identical, of a smaller model
-CUTS: dict[str, Result] = {  # of the persistent version, each compared with the one that decodes
-    "wide_exchanges": {"wide_exchanges": True}, "prefetched": {"prefetch_chunks": 4},
+CUTS: dict[str, Result] = {  # of the kernel of passes, each compared with the one that decodes
+    "wide_exchanges": {"wide_exchanges": True, "columns": 1}, "prefetched": {"prefetch_chunks": 4},
 }  # fmt: skip
+Units = list[tuple[str, Geometry]]
 RESERVE_S = 3.0  # to answer within the limit
 SMOKE_SHAPE: Result = {"blocks_per_lane": 4, "warps": 4}
 FAULTS_FLAVOR = {"2b": "300m"}  # each planted fault needs a model of its own, so a smaller one
@@ -71,12 +73,12 @@ class Session:
     @property
     def version(self) -> str:
         """The better one of those that work."""
-        return "graph" if "persistent" in self.without else "persistent"
+        return "graph" if "passes" in self.without else "passes"
 
     def make(
         self, version: str | None = None, config: LaneformerConfig | None = None,
         tensors: dict[str, Tensor] | None = None, limit_s: float = LIMIT_S, dtype: str | None = None, **shape: Any,
-    ) -> SequenceDecoder:  # fmt: skip
+    ) -> PassDecoder:  # fmt: skip
         """The better version of this model, unless told otherwise; RuntimeError for a version that
         is known to fail.
         """
@@ -84,17 +86,16 @@ class Session:
         if version in self.without:
             raise RuntimeError(f"the {version} version failed at its first tokens")
         dtype = dtype or next(iter(tensors.values())).dtype
-        decoder = SequenceDecoder(
-            config or self.config, tensors, dtype, (self.device,), version, limit_s, **shape
+        return PassDecoder(
+            config or self.config, tensors, dtype, (self.device,), limit_s, 0, version=version, **shape
         )
-        return as_asked(decoder, version)
 
     def smaller(self, flavor: str) -> Session:
         """The same for another model, which goes with the step."""
         return Session(flavor, self.dtype, min(self.runs, SMALLER_RUNS), self.without, self.deadline)
 
     @functools.cache  # noqa: B019  (a session lives as long as its process)
-    def decoder(self, version: str | None = None) -> SequenceDecoder:
+    def decoder(self, version: str | None = None) -> PassDecoder:
         """One per version, kept; without a name the better one."""
         return self.decoder(self.version) if version is None else self.make(version)
 
@@ -103,39 +104,30 @@ class Session:
         return read_bandwidth(self.decoder().memories[0])
 
 
-def as_asked(decoder: SequenceDecoder, version: str) -> SequenceDecoder:
-    """RuntimeError where another version decodes, so that no figure is of something else."""
-    if decoder.version != version:
-        raise RuntimeError(f"the {version} version cannot run here; {decoder.version} would decode instead")
-    return decoder
-
-
 # --- the kernels of all steps
 # ---------------------------------------------------------------------------------------------------
 
 
-def units(session: Session) -> list[tuple[str, Geometry]]:
+def units(session: Session) -> Units:
     """(version, geometry) of all kernels that the steps launch, the first ones first."""
-    own, device = session.config, torch.device(session.device)
+    own, machine = session.config, describe(torch.device(session.device))
 
-    def of(
-        version: str, config: LaneformerConfig, dtype: str = session.dtype, **shape: Any
-    ) -> tuple[str, Geometry]:
-        return version, geometry_for(config, dtype, [device], version, **shape)
+    def of(version: str, config: LaneformerConfig, dtype: str = session.dtype, **shape: Any) -> Units:
+        return [(version, g) for g in plan_builds(config, dtype, machine, version == "graph", **shape)]
 
     tiny, small = (session.smaller(flavor).config for flavor in ("tiny", "300m"))
     faulty = session.smaller(FAULTS_FLAVOR.get(session.flavor, session.flavor)).config
     faults = planted_faults(faulty, defaultdict(lambda: torch.zeros(2, 1)))  # only the shapes count here
-    return [
+    wanted = [
         *(of(version, config) for config in (tiny, small, own) for version in VERSIONS),
         *(of(version, smoke_config(tiny), **SMOKE_SHAPE) for version in VERSIONS),
-        ("probe", of(session.version, own)[1]),
-        *(of("persistent", own, **cut) for cut in CUTS.values()),
-        *(("passes", build) for build in plan_builds(own, session.dtype, describe(device))),
+        [("probe", of(session.version, own)[-1][1])],
+        *(of("passes", own, **cut) for cut in CUTS.values()),
         *(of(session.version, wrong) for _, _, wrong, _ in faults),
         *(of(session.version, own, dtype) for dtype in ("fp16", "int8")),
-        *(of("persistent", one_lane(own), blocks_per_lane=n) for n in alone_blocks(session.device)),
+        *(of("passes", one_lane(own), blocks_per_lane=n) for n in alone_blocks(session.device)),
     ]
+    return list(itertools.chain(*wanted))
 
 
 def prepare(session: Session) -> Result:

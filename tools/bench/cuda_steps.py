@@ -28,7 +28,6 @@ from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.compile import VERSIONS
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.passes import PassDecoder
-from laneformer.engine.cuda.sequence import SequenceDecoder
 from laneformer.engine.decoder import Request
 from laneformer.tensors import Tensor
 from tools.bench import harness
@@ -40,7 +39,6 @@ from tools.bench.cuda_session import (
     SMOKE_SHAPE,
     Session,
     alone_blocks,
-    as_asked,
     one_lane,
     prepare,  # noqa: F401  (a step)
     smoke_config,
@@ -115,7 +113,7 @@ def first(session: Session, version: str, flavor: str | None = None) -> Result:
     names = ("blocks_per_lane", "warps", "chunk_bytes", "chunks", "splits", "shared_bytes")
     geometry = {name: getattr(decoder.geometry, name) for name in names}
     tokens = check.greedy(decoder, [5], 8)
-    return {"tokens": tokens, "geometry": geometry, "version": as_asked(decoder, version).version}
+    return {"tokens": tokens, "geometry": geometry, "version": decoder.version}
 
 
 def verdict(session: Session) -> Result:
@@ -180,25 +178,30 @@ def smoke() -> None:
     decoders = [session.make(version, limit_s=SANITIZER_LIMIT_S, **SMOKE_SHAPE) for version in VERSIONS]
     made = [check.greedy(decoder, [5, 6, 7], 4) for decoder in decoders]
     if made[0] != made[1]:
-        raise RuntimeError(f"persistent and graph give different tokens: {made}")
+        raise RuntimeError(f"passes and graph give different tokens: {made}")
 
 
 def decode(session: Session) -> Result:
-    """Speed of decoding and of reading the prompt, at several depths of the context."""
+    """Speed of decoding and of reading the prompt, at several depths of the context, as the server decodes."""
     context, bandwidth = session.config.max_position_embeddings, max(session.bandwidth.values())
     depths = sorted({0, context // 2, context - 2 * bench.EDGE_TOKENS})
     return {
-        "depths": {str(depth): bench.benchmark(session.decoder(), depth, say, bandwidth) for depth in depths}
+        "depths": {
+            str(depth): bench.benchmark(CudaExecutor(session.decoder()), depth, say, bandwidth)
+            for depth in depths
+        }
     }
 
 
-def trials_of(decoder: SequenceDecoder) -> Trial:
-    return lambda: bench.speeds(bench.arrivals(decoder, [5], TRIAL_TOKENS))["tokens_per_s"]
+def trials_of(decoder: PassDecoder) -> Trial:
+    executor = CudaExecutor(decoder)
+    return lambda: bench.speeds(bench.arrivals(executor, [5], TRIAL_TOKENS))["tokens_per_s"]
 
 
-def median_speed(decoder: SequenceDecoder) -> float:
+def median_speed(decoder: PassDecoder) -> float:
     """Tokens/s of a few runs."""
-    return statistics.median(trials_of(decoder)() for _ in range(5))
+    trial = trials_of(decoder)
+    return statistics.median(trial() for _ in range(5))
 
 
 def generate_of(session: Session, **options: Any) -> Trial:
@@ -223,7 +226,7 @@ def baselines(session: Session) -> Result:
     """The graph of kernels, Transformers, and the kernel cut in other ways (CUTS)."""
 
     def cut(name: str) -> Callable[[], Trial]:
-        return lambda: trials_of(session.make("persistent", **CUTS[name]))
+        return lambda: trials_of(session.make("passes", **CUTS[name]))
 
     makers = {
         "graph": lambda: trials_of(session.decoder("graph")),
@@ -234,8 +237,8 @@ def baselines(session: Session) -> Result:
 
 
 def beside_ours(session: Session, makers: dict[str, Callable[[], Trial]], rounds: int) -> Result:
-    """Trials of the persistent kernel, alternating with those of others."""
-    ours = {"persistent": lambda: trials_of(session.decoder("persistent"))}
+    """Trials of the kernel of passes, alternating with those of others."""
+    ours = {"passes": lambda: trials_of(session.decoder("passes"))}
     return {"tokens": TRIAL_TOKENS, **paired({**ours, **makers}, rounds, session.time_left)}
 
 
@@ -267,7 +270,7 @@ def lane_alone(session: Session) -> Result:
     config, rows = one_lane(session.config), []
     tensors = {name: first_lane(name, tensor) for name, tensor in session.tensors.items()}
     for blocks in alone_blocks(session.device):
-        decoder = session.make("persistent", config, tensors, blocks_per_lane=blocks)
+        decoder = session.make("passes", config, tensors, blocks_per_lane=blocks)
         rows.append({"blocks": blocks, "tokens_per_s": median_speed(decoder)})
     bytes_per_token = bench.weight_bytes(decoder.geometry) + decoder.config.cached_bytes(TRIAL_TOKENS / 2, 2)
     joins = [session.config.join(i, m) for i in range(session.config.num_hidden_layers) for m in MODULES]
@@ -277,12 +280,12 @@ def lane_alone(session: Session) -> Result:
     }  # fmt: skip
 
 
-def passes(session: Session) -> Result:
+def batches(session: Session) -> Result:
     """Tokens/s of batches, and of draft tokens behind a text that repeats itself; each sequence
     as it is alone.
     """
-    decoder = PassDecoder(session.config, session.tensors, session.dtype, (session.device,), LIMIT_S)
-    columns, report = decoder.geometry.mma_columns, Result()
+    decoder = session.decoder()
+    columns, report = decoder.columns, Result()
     executor = CudaExecutor(decoder)
     schedule = executor.schedule
 

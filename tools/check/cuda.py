@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from laneformer import LaneformerConfig
-from laneformer.engine.cuda.sequence import IN_KERNEL_TOKENS, SequenceDecoder
+from laneformer.engine.cuda.bench import greedy, read
+from laneformer.engine.cuda.passes import PassDecoder
 from tools.check.reference import (
     Weights,
     compare_greedy,
@@ -36,10 +37,10 @@ from tools.check.reference import (
 
 BEYOND_WINDOW = 64  # positions of the scored text whose window excludes its start
 SHORT_LENGTH = 48
-PROMPT_LENGTHS = (1, 5, 11, 203)  # short ones, which the kernels read, and longer ones, which PyTorch reads
+PROMPT_LENGTHS = (1, 5, 11, 203)  # PyTorch reads the last
 NEW_TOKENS = 32
 Report = dict[str, Any]
-MakeDecoder = Callable[..., SequenceDecoder]
+MakeDecoder = Callable[..., PassDecoder]
 
 
 @dataclasses.dataclass
@@ -69,11 +70,10 @@ def scored_length(config: LaneformerConfig) -> int:
     return length_beyond_windows(config, BEYOND_WINDOW)
 
 
-def score(decoder: SequenceDecoder, ids: list[int]) -> np.ndarray:
+def score(decoder: PassDecoder, ids: list[int]) -> np.ndarray:
     """Logits after every token, each read by the decode kernels, (S, V)."""
     logits = torch.full((len(ids), decoder.config.vocab_size), float("nan"), device=decoder.devices[0])
-    decoder.start(ids, 1, logits=logits)
-    decoder.wait()
+    read(decoder, ids, 0, logits)
     return logits.cpu().numpy()
 
 
@@ -87,12 +87,7 @@ def compare(logits: np.ndarray, truth: Reference) -> Report:
     }  # fmt: skip
 
 
-def greedy(decoder: SequenceDecoder, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
-    decoder.start(prompt, new_tokens, reuse_prefix=False)
-    return decoder.wait()
-
-
-def check_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, count: int) -> Report:
+def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: int) -> Report:
     """Our tokens against float32's. `worst`: largest error of our logits; a lead below both errors is a tie.
 
     The tolerance never exceeds bf16's own error, which is that of PyTorch in 16 bits, which
@@ -100,25 +95,21 @@ def check_greedy(decoder: SequenceDecoder, truth: Reference, worst: float, count
     """
 
     def tie_of(prompt: list[int]) -> float:
-        return 2 * (min(worst, truth.worst) if len(prompt) <= IN_KERNEL_TOKENS else truth.worst)
+        return 2 * (min(worst, truth.worst) if len(prompt) <= decoder.unread else truth.worst)
 
     prompts = random_prompts(decoder.config, count, PROMPT_LENGTHS, NEW_TOKENS)
     return compare_greedy(prompts, lambda prompt: greedy(decoder, prompt), truth.greedy, tie_of)
 
 
-def differing_runs(decoder: SequenceDecoder, ids: list[int], runs: int) -> int:
+def differing_runs(decoder: PassDecoder, ids: list[int], runs: int) -> int:
     """How many of `runs` differ from the first in a bit of the logits."""
     first = score(decoder, ids).tobytes()
     return sum(score(decoder, ids).tobytes() != first for _ in range(runs - 1))
 
 
-def one_launch_is_many(decoder: SequenceDecoder, prompt: list[int]) -> bool:
-    """Whether one launch gives the same tokens as launches of several lengths that continue each other."""
-    whole, parts = greedy(decoder, prompt, 48), list(prompt)
-    for length in (1, 7, 16, 24):
-        decoder.start(parts, length)
-        parts += decoder.wait()
-    return parts[len(prompt) :] == whole
+def one_launch_is_many(decoder: PassDecoder, prompt: list[int]) -> bool:
+    """Whether launches of several passes give the tokens of launches of one."""
+    return greedy(decoder, prompt) == greedy(decoder, prompt, most=1)
 
 
 def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) -> Report:
@@ -132,10 +123,10 @@ def check_faults(config: LaneformerConfig, weights: Weights, make: MakeDecoder) 
 
 
 def check(
-    makers: Mapping[str, Callable[[], SequenceDecoder]], truth: Reference, count: int, runs: int,
+    makers: Mapping[str, Callable[[], PassDecoder]], truth: Reference, count: int, runs: int,
     progress: Callable[[str], None],
 ) -> Report:  # fmt: skip
-    """All checks but the planted faults, of "persistent" and "graph"; a failure of one does
+    """All checks but the planted faults, of "passes" and "graph"; a failure of one does
     not stop the other.
     """
     report: Report = {"positions": len(truth.ids), "hf_bf16": {"relative_error": truth.error, "kl": truth.kl}}
@@ -165,6 +156,6 @@ def check(
             passed[f"{version}: runs"] = False
     if len(tokens) == len(makers) == 2 and len(warps) == 1:  # sums over a block depend on its warps
         first, second = (logits[version] for version in makers)
-        passed["both versions: the same tokens"] = tokens["persistent"] == tokens["graph"]
+        passed["both versions: the same tokens"] = tokens["passes"] == tokens["graph"]
         passed["both versions: the same bits"] = bool(np.array_equal(first, second))
     return {**report, "runs": runs, "passed": passed}

@@ -41,7 +41,7 @@ from .projection import (
 START = """# Projection: decode speed by bandwidth, link latency and delay
 
 Nothing here was measured on a GPU: it is arithmetic on the inputs of the last table, each with its source. One GPU's
-own time is that of the persistent kernel (tools/timeline.py; `python -m tools.bench cuda-model` is the same model) in
+own time is that of the CUDA kernel (tools/timeline.py; `python -m tools.bench cuda-model` is the same model) in
 three cases, an interval of what is assumed; an AMD card is taken as one that ran it as it is. A module's outputs reach
 the other lanes one link latency after it has finished, and a join waits for what it adds. `fitted` is another model:
 weights are read at the published share of the bandwidth, and every layer costs so much more that the published speed of

@@ -134,6 +134,11 @@ class Batch:
         """Why no request can join any more."""
         return self._decoder.failure
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether the device does not answer: nothing of it can be freed, and the process ends by os._exit alone."""
+        return getattr(self._decoder, "unanswered", False)
+
     def close(self) -> None:
         """End all requests and wait until they have; the engine then takes others. Safe to call twice."""
         with self._lock:

@@ -36,7 +36,7 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
     if engine.isa == CUDA:
         from .cuda import bench  # imports torch
 
-        return bench.benchmark(decoder.gpu, depth, progress)
+        return bench.benchmark(decoder.executor, depth, progress)
     context = engine.config.max_position_embeddings
     in_range("depth", depth, int, 0, context - MIN_TOKENS)
     length = max(depth, min(128, context // 2))

@@ -31,6 +31,10 @@ class RequestFailed(RuntimeError):
     """A decoder could not finish this request; it is ready for the next one."""
 
 
+class Unanswered(RequestFailed):
+    """A launch has never ended: the device does not answer, and may not even let go of its memory."""
+
+
 class EngineLost(RuntimeError):
     """A process that holds lanes is gone: the engine is closed, and the model is to be loaded again."""
 

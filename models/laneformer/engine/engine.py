@@ -75,7 +75,7 @@ class Engine:
             "amx" with bf16 weights, where passes of four positions and more differ by about 1e-6.
 
     Args on GPUs:
-        version: "persistent" (passes that requests share) or "graph" (one request at a time). Both compute as
+        version: "passes" (that requests share) or "graph" (one request at a time). Both compute as
             math="exact", with keys and values in 16 bits. Long prompts and scores go through PyTorch.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import signal
 import socket
 import sys
@@ -47,6 +48,8 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from ..engine import Engine
 
+UNANSWERED = 70  # status of the process where the device does not answer (EX_SOFTWARE)
+UNANSWERED_S = 5.0  # until then /health says so
 PLAYGROUND = Path(__file__).with_name("playground")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
@@ -206,6 +209,7 @@ class Server(uvicorn.Server):
         )  # the scheduler has cancelled the answers by then
         super().__init__(config)
         self.options, self.scheduler, self.on_start = options, app.state.scheduler, on_start
+        self._last_s: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -218,6 +222,13 @@ class Server(uvicorn.Server):
         print(f"  try: curl {address}/v1/chat/completions{key} {json} -d {asks}", file=sys.stderr)
         if self.on_start is not None:
             self.on_start(address)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s: whether to end. Where the device does not answer, after as long as others need to see it."""
+        if self.scheduler.unanswered and self._last_s is None:
+            self._last_s = time.monotonic() + UNANSWERED_S
+        late = self._last_s is not None and time.monotonic() > self._last_s
+        return await super().on_tick(counter) or late
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = asyncio.create_task(self.scheduler.stop(self.options.grace_s))
@@ -254,3 +265,8 @@ def run(
             )
             print(f"laneformer: {decode}, others wait", file=sys.stderr)
         Server(app, options, on_start).run(sockets=[listening])
+        if app.state.scheduler.unanswered:  # the driver would wait for it at the end of the process
+            print(
+                "laneformer: the device does not answer; start the server again", file=sys.stderr, flush=True
+            )
+            os._exit(UNANSWERED)

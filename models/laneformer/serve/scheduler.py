@@ -172,6 +172,7 @@ class Scheduler:
         self.max_joined = self._batch.max_joined
         self.totals = Totals()
         self.failure: str | None = None  # of the thread: nothing runs any more
+        self.unanswered = False  # as the device does not answer any more
         self.stopping = False  # takes no more answers
         self.waiting: deque[Running] = deque()
         self.running: set[Running] = set()  # they left the queue and have not ended
@@ -251,6 +252,7 @@ class Scheduler:
         except BaseException as error:
             log.exception("the engine's thread has failed")
             self.failure = f"the engine's thread has failed: {error!r}"
+            self.unanswered = self._batch.unanswered
         with self._lock:
             self._closing = True
             left = [*self.waiting, *self.running]

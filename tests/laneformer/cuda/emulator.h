@@ -116,12 +116,13 @@ DEVICE WordPair load_words(const Word* at) {
   return {a, second_first ? b : load_word(at + 1)};
 }
 DEVICE void accept(const Word* at, uint32_t epoch) { emulator::accept(at, epoch); }
-DEVICE void tell_host(Word* at, float value, uint32_t epoch) {
+#endif
+constexpr bool kBulkCopies = true;
+DEVICE void tell_host(uint64_t* at, float value, uint32_t epoch) {
   emulator::maybe_pause();
-  *at = {value, epoch};
+  *at = uint64_t(epoch) << 32 | bits_of(value);
   ++emulator::machine->progress;
 }
-#endif
 
 SLOW int load_flag(const int* at) {
   emulator::maybe_pause();

@@ -11,7 +11,7 @@
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_IMAGE = 200, NO_BINARY = 209, NOT_FOUND = 500, OUT_OF_RESOURCES = 701,
        TOO_LARGE = 720 };
-enum { NUM_REGS = 4, MAX_DYNAMIC_SHARED = 8, CARVEOUT = 9, COOPERATIVE = 2 };
+enum { NUM_REGS = 4, MAX_DYNAMIC_SHARED = 8, CARVEOUT = 9, COOPERATIVE = 2, TIME_LIMIT = 17 };
 
 typedef struct {
   int driver, architecture, multiprocessors, threads, registers, shared_total, shared_block;
@@ -43,6 +43,11 @@ const char* fake_log(void) {
   written = 0;
   return text;
 }
+// faults: the status of a launch, and of a stream, from the `after`-th launch on (negative: until so many); a display
+static int faults[4], launches;
+void fake_fail(const int* fields) { memcpy(faults, fields, sizeof(faults)), launches = 0; }
+static int in_force(int status) { return status && (faults[2] < 0 ? launches <= -faults[2] : launches >= faults[2]) ? status : SUCCESS; }
+int fake_query(void) { return in_force(faults[1]); }
 #define LOG(...) (written += snprintf(text + written, sizeof(text) - written, __VA_ARGS__))
 
 int cuDriverGetVersion(int* version) {
@@ -55,6 +60,11 @@ int cuGetErrorString(int code, const char** out) {
   snprintf(message, sizeof(message), "fake error %d", code);
   *out = message;
   return SUCCESS;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  (void)device;
+  return attribute == TIME_LIMIT ? (*value = faults[3], SUCCESS) : INVALID_VALUE;
 }
 
 int cuLibraryLoadData(void** library, const char* image) {
@@ -108,6 +118,8 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel* kernel, int
 int cuLaunchKernelEx(const Config* config, Kernel* kernel, void** arguments, void** extra) {
   const int threads = config->block[0], blocks = config->grid[0];
   int resident, cooperative = 0;
+  ++launches;
+  if (in_force(faults[0])) return faults[0];
   if (extra || threads > 1024 || (int)config->shared > kernel->max_shared) return INVALID_VALUE;
   if (threads * kernel->registers > card.registers) return OUT_OF_RESOURCES;
   cuOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, config->shared);

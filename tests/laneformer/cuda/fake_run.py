@@ -11,33 +11,47 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from laneformer.config import LaneformerConfig
-from laneformer.engine.cuda import launch, sequence
+from laneformer.engine.cuda import decoder, executor, launch, passes
 from laneformer.engine.cuda.bench import Probe
+from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.memory import DeviceMemory, decode_structure
-from laneformer.engine.cuda.planning import plan, plan_builds
+from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.planning import plan_builds
+from laneformer.engine.decoder import EngineLost, Request
 from tests.laneformer.cuda.cards import CARDS, REGISTERS, Card
 from tests.laneformer.cuda.harness import KERNELS, random_model, small_config, tensors_of
 
 STREAM = 0x5EED
+NOT_READY = 600  # CUresult in cuda.h
+FAULTS_OF_THE_GPU: dict[str, dict[str, Any]] = {  # after the tests at load
+    "a stuck stream": {"query": NOT_READY},
+    "an illegal address": {"query": 700},
+    "the time limit of a display": {"query": 702},
+    "a launch that fails": {"launch": 700},
+    "a launch is refused": {"launch": 720},
+    "launches are refused for a while": {"launch": 720, "after": -2},
+}
 H200 = CARDS["H100 SXM, NVL, H200, GH200"]
 NAMES = {**KERNELS, "probe": ("stream", "loads")}
 CONFIG = LaneformerConfig.from_flavor("2b")
 # text of launch.py -> what a mistake there would make of it
 FAULTS = {
     "the number of another attribute": ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "CU_LAUNCH_ATTRIBUTE_PRIORITY"),
-    "not cooperative": ('version in ("persistent", "passes") and not shared', "False"),
+    "not cooperative": ('version == "passes" and not shared', "False"),
     "less shared memory": ("sharedMemBytes = self.geometry.shared_bytes", "sharedMemBytes = 4096"),
     "the limit is not raised": (
         "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES",
@@ -61,6 +75,19 @@ class FakeDriver:
         self.card = card
         fields = (driver, card.architecture, card.multiprocessors, card.threads, REGISTERS, card.shared_total)
         self.library.fake_card((ctypes.c_int * 8)(*fields, card.shared_block, max_blocks))
+
+    def fail(self, launch: int = 0, query: int = 0, after: int = 0, time_limit: bool = False) -> None:
+        """Statuses of launches, and of a stream's state, after so many launches; whether there is a display."""
+        self.library.fake_fail((ctypes.c_int * 4)(launch, query, after, time_limit))
+
+    def query(self) -> bool:
+        """As torch's Stream.query."""
+        status = self.library.fake_query()
+        if status not in (0, NOT_READY):
+            raise RuntimeError(
+                f"CUDA error: fake error {status}\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
+            )
+        return bool(status == 0)
 
     def launches(self) -> list[dict[str, Any]]:
         """Those since the last call."""
@@ -91,31 +118,45 @@ class Graph:
         pass
 
 
+class Told(PassDecoder):
+    """PassDecoder whose launches have chosen tokens, unless the driver has been told of a fault: each a number of its
+    position.
+    """
+
+    def _launch(self, arguments: Sequence[Any]) -> None:
+        super()._launch(arguments)
+        order, memory = arguments[0].order, self.memories[0]
+        for step in range(1 + order.ahead):
+            for i, column in enumerate(order.columns[: order.column_count]):
+                token = (column.position + step) * 7 % self.config.vocab_size
+                memory.picks[step, i] = (order.epoch + step + 1) << 32 | token
+
+
 def replace_torch(driver: FakeDriver) -> None:
     """What the engine asks of torch's CUDA, on the CPU."""
-    stream = SimpleNamespace(cuda_stream=STREAM, query=lambda: True, synchronize=lambda: None)
+    stream = SimpleNamespace(cuda_stream=STREAM, query=driver.query, synchronize=lambda: None)
     replaced: dict[str, Any] = {
         "get_device_properties": driver.properties, "synchronize": lambda *device: None,
         "device": lambda device: contextlib.nullcontext(), "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda device: stream, "Stream": lambda device: stream, "CUDAGraph": Graph,
-        "graph": lambda *given, **options: contextlib.nullcontext(), "mem_get_info": lambda device: (0, 0),
+        "graph": lambda *given, **options: contextlib.nullcontext(), "mem_get_info": lambda device: (1 << 40, 1 << 40),
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    sequence.connect = lambda devices: None
-    sequence.DeviceMemory = lambda geometry, tensors, i, device: DeviceMemory(geometry, tensors, i, "cpu")  # type: ignore[misc,assignment]
+    Told.late_s, passes.PASS_S, executor.RETRIES_S = 0.05, 0.001, (0.01, 0.01)
+    decoder.PassDecoder = functools.partial(Told, limit_s=0.1)  # type: ignore[misc,assignment]
+    passes.connect = lambda devices: None
+    passes.DeviceMemory = lambda geometry, tensors, i, _, n: DeviceMemory(geometry, tensors, i, "cpu", n)  # type: ignore[misc,assignment]
     launch.compile_cubin = image  # type: ignore[assignment]
 
 
 def argument_of(version: str, geometry: Geometry) -> type[ctypes.Structure]:
-    return Probe if version == "probe" else decode_structure(geometry)
+    return Probe if version == "probe" else decode_structure(geometry.devices)
 
 
 def geometries_of(version: str, card: Card) -> list[Geometry]:
     """As planned for the card, of each build."""
-    if version == "passes":
-        return plan_builds(CONFIG, "bf16", card.machine)
-    return [plan(CONFIG, "bf16", card.machine, resident=2 if version == "graph" else 1)]
+    return plan_builds(CONFIG, "bf16", card.machine, graph=version == "graph")
 
 
 def filled(version: str, geometry: Geometry) -> bytes:
@@ -130,7 +171,7 @@ def launched(
     driver.use(card)
     for geometry in geometries_of(version, card):
         loaded = kernels.Kernels(version, geometry, torch.device("cuda:0"))
-        if version in ("persistent", "passes"):
+        if version == "passes":
             loaded.require_resident(NAMES[version][0])
         loaded.load(*NAMES[version])
         argument = argument_of(version, geometry).from_buffer_copy(filled(version, geometry))
@@ -148,24 +189,22 @@ def planted(driver: FakeDriver, wrong: str, right: str) -> list[dict[str, Any]] 
     module.compile_cubin = image  # type: ignore[attr-defined]
     try:
         return [
-            record
-            for version in ("persistent", "graph")
-            for record in launched(driver, H200, version, module)
+            record for version in ("passes", "graph") for record in launched(driver, H200, version, module)
         ]
     except RuntimeError as error:
         return str(error)
 
 
-def request(driver: FakeDriver, act: Callable[[], object]) -> dict[str, Any]:
+def request(driver: FakeDriver, act: Callable[[], Any]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        error = None
+        error, found = None, {}
         try:
-            act()
+            found = act()
         except (RuntimeError, ValueError) as raised:
             error = f"{type(raised).__name__}: {raised}"
-    found = [str(w.message) for w in said if issubclass(w.category, UserWarning)]
-    return {"launches": driver.launches(), "warnings": found, "error": error}
+    told = [str(w.message) for w in said if issubclass(w.category, UserWarning)]
+    return {"launches": driver.launches(), "warnings": told, "error": error, **found}
 
 
 def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -174,23 +213,29 @@ def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
     tensors = tensors_of(random_model(config), "bf16")
 
     def decode(
-        version: str = "persistent", devices: tuple[str, ...] = ("cuda:0",), **shape: Any
-    ) -> Callable[[], None]:
-        def act() -> None:
-            decoder = sequence.SequenceDecoder(config, tensors, "bf16", devices, version, **shape)
-            decoder.start([1, 2, 3], 4)
+        version: str = "passes", devices: tuple[str, ...] = ("cuda:0",), count: int = 1
+    ) -> Callable[[], Any]:
+        def act() -> dict[str, Any]:
+            decoder = CudaDecoder(config, tensors, "bf16", devices, version=version, cache_bytes=0)
+            assert decoder.executor.passes is not None
+            if during:
+                driver.fail(**during)
+            answered = [answer(decoder) for _ in range(count)]
+            driver.fail()
+            found = {"answers": answered, "ahead": decoder.executor.passes.ahead, "failure": decoder.failure}
+            return {**found, "unanswered": decoder.executor.unanswered}
 
         return act
 
+    during: dict[str, Any] = {}
     driver.use(H200)
-    yield "persistent", request(driver, decode())
+    yield "passes", request(driver, decode())
     yield "graph", request(driver, decode("graph"))
     yield "shared", request(driver, decode(devices=("cuda:0", "cuda:0")))
     driver.use(H200, max_blocks=16)
     yield "others are there", request(driver, decode())
-    yield "others are there, wide", request(driver, decode(wide_exchanges=True))
     driver.use(H200)
-    launch.compile_cubin = lambda *given, driver: image(*given).replace(b"decode 128", b"decode 255")  # type: ignore[assignment]
+    launch.compile_cubin = lambda *given, driver: image(*given).replace(b"pass 128", b"pass 255")  # type: ignore[assignment]
     yield "too many registers", request(driver, decode())
     yield "too many registers, shared", request(driver, decode(devices=("cuda:0", "cuda:0")))
     launch.compile_cubin = image  # type: ignore[assignment]
@@ -198,6 +243,29 @@ def requests(driver: FakeDriver) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "an older driver", request(driver, decode())
     launch.compile_cubin = lambda *given, driver: image(*given)  # type: ignore[assignment]
     yield "an image that is too new", request(driver, decode())
+    launch.compile_cubin = image  # type: ignore[assignment]
+    driver.use(H200)
+    for name, faults in FAULTS_OF_THE_GPU.items():
+        during = faults
+        yield name, request(driver, decode(count=2))
+    during = {}
+    driver.fail(time_limit=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "LAUNCH_S", 0.0)  # as if a pass took as long
+        yield "a display's time limit", request(driver, decode())
+        patch.setattr(passes, "LAUNCH_S", 10.0)
+        yield "a display's time limit, fast", request(driver, decode())
+
+
+def answer(decoder: CudaDecoder) -> dict[str, Any]:
+    """Tokens and error of a request."""
+    try:
+        decoder.join([Request([1, 2, 3], 20, quiet=True)])
+    except EngineLost as error:
+        return {"refused": str(error)}
+    (collected,) = decoder.collect(60)
+    assert collected.whole is not None
+    return {"tokens": collected.tokens, "error": collected.whole.error and str(collected.whole.error)}
 
 
 def main() -> None:

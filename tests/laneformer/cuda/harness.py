@@ -1,15 +1,8 @@
-"""The decode kernels on the emulator: a random model in a GPU's memory layout, launches,
-and a float64 reference.
-
-The host side is the engine's own (geometry, tapes, memory, arguments), with torch tensors on the CPU.
-"""
+"""Small random models for the CUDA engine's tests."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +11,13 @@ import torch
 
 from laneformer import Laneformer
 from laneformer.config import HEAD, LaneformerConfig
-from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
-from laneformer.engine.cuda.geometry import Geometry, Machine
-from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory, as_torch
-from laneformer.engine.cuda.planning import plan
-from laneformer.engine.cuda.sequence import graph_kernels
+from laneformer.engine.cuda.geometry import Machine
+from laneformer.engine.cuda.memory import TORCH_TYPES, as_torch
 from laneformer.tensors import Tensor
-from tests.laneformer.cuda import emulator
 from tools.check.reference import dequantised
 
 SMALL = Machine(8, 48 * 1024, 90)
 KERNELS = {
-    "persistent": ("decode",),
     "passes": ("pass",),
     "graph": ("qkv", "attention", "output", "gate_up", "down", "join_now", "head", "choose"),
 }
@@ -94,89 +82,6 @@ def as_read(model: Laneformer) -> Any:
     )
 
 
-class Emulated:
-    """A model on the emulated GPU (or GPUs): `read` gives the logits after every token of a text."""
-
-    def __init__(
-        self, config: LaneformerConfig, cache: Path, *, dtype: str = "bf16", version: str = "persistent",
-        machine: Machine = SMALL, seed: int = 0, races: bool = False, **shape: Any,
-    ):  # fmt: skip
-        self.config, self.version, self.races, self.cache = config, version, races, cache
-        self.geometry: Geometry = plan(config, dtype, machine, **{"warps": 2, **shape})
-        stored = random_model(config, self.geometry.half, seed)
-        self.model = as_stored_in(stored, dtype)
-        self.tensors = tensors_of(stored, self.geometry.half)
-        self.memories = [
-            DeviceMemory(self.geometry, self.tensors, i, "cpu") for i in range(self.geometry.devices)
-        ]
-
-    @functools.cached_property
-    def library(self) -> ctypes.CDLL:
-        """Built when it is first needed."""
-        return self.build(source_of(self.version, self.geometry), self.cache)
-
-    def build(self, source: str, cache: Path, folder: Path = FOLDER) -> ctypes.CDLL:
-        """The kernels of this text, which includes those of `folder`."""
-        source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
-        return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, cache, self.races)
-
-    def arguments(
-        self, ids: list[int], position: int, max_tokens: int, **options: Any
-    ) -> list[ctypes.Structure]:
-        inboxes = [memory.inbox for memory in self.memories]
-        return [m.arguments(inboxes, ids, position, max_tokens, **options) for m in self.memories]
-
-    def launch(self, arguments: list[ctypes.Structure], seed: int = 0, **options: Any) -> list[int]:
-        """Run to the end; the new tokens."""
-        shape = {"threads": self.geometry.threads, "shared_bytes": self.geometry.shared_bytes, "seed": seed}
-        if self.version == "persistent":
-            emulator.launch(
-                self.library, "decode", arguments, blocks=self.geometry.blocks, names=self.buffers(),
-                plain=self.plain(), **shape, **options,
-            )  # fmt: skip
-        else:
-            self._replay(arguments[0], shape)
-        memory = self.memories[0]
-        made = int(memory.published[0])
-        for m in self.memories:
-            m.epoch += arguments[0].prompt_count + made
-        return memory.tokens[:made].tolist()
-
-    def buffers(self) -> dict[str, tuple[int, int]]:
-        """{name: (address, bytes)} of the words, for the emulator's messages."""
-        words = {
-            f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")
-        }
-        return {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()}
-
-    def plain(self) -> dict[str, tuple[int, int]]:
-        """The same of the keys and values, where their accesses are checked."""
-        caches = {f"keys and values {m.index}": m.kv for m in self.memories if self.races}
-        return {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in caches.items()}
-
-    def forget(self) -> None:
-        """Words as new; keys and values that nobody has written are no numbers."""
-        for memory in self.memories:
-            memory.reset_words()
-            memory.kv.fill_(0x7FFF)
-
-    def _replay(self, argument: ctypes.Structure, shape: dict[str, int]) -> None:
-        memory = self.memories[0]
-        state = torch.tensor([int(memory.prompt[0]), argument.position, 0], dtype=torch.int32)
-        memory.graph[:3] = state.view(torch.float32)
-        for _ in range(argument.prompt_count + argument.max_tokens - 1):
-            for kernel, layer, module, blocks in graph_kernels(self.geometry):
-                argument.layer, argument.module = layer, module
-                emulator.launch(self.library, kernel, argument, blocks=blocks, **shape)
-
-    def read(
-        self, ids: list[int], max_tokens: int = 1, seed: int = 0, **options: Any
-    ) -> tuple[list[int], torch.Tensor]:
-        """Read `ids` from position 0 and make tokens: (new tokens, logits (len(ids) + max_tokens - 1, V))."""
-        logits = torch.full((len(ids) + max_tokens - 1, self.config.vocab_size), float("nan"))
-        return self.launch(self.arguments(ids, 0, max_tokens, logits=logits, **options), seed), logits
-
-
 class RoundedCache:
     """model.py's cache with keys and values as the kernels keep them: in 16 bits."""
 
@@ -187,9 +92,3 @@ class RoundedCache:
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return key.to(self.dtype).to(key.dtype), value.to(self.dtype).to(value.dtype)
-
-
-def reference(emulated: Emulated, ids: list[int]) -> torch.Tensor:
-    """Logits after every token in float64, (len(ids), V), but for keys and values in 16 bits."""
-    cache: Any = RoundedCache(emulated.config, emulated.geometry.half)
-    return emulated.model(torch.tensor([ids]), cache)[0]

@@ -5,11 +5,11 @@ a block is one transition: it waits for its inputs, looks at them as late as it 
 finds a word of a later epoch has been overwritten: the assertions. Whoever waits in vain: Spin's invalid end states.
 A block stands for any of its warps: all of them have read their inputs (sync_block) before one of them stores.
 
-test_mail.py defines, from a config and its geometry: LANES (2 or 3), LAYERS, DELAY, MAIL_SLOTS, TOKENS, BEST_SETS,
-ATTENDING (the first blocks of a lane, which hold keys), and as bits of layers NOW, LATER, SENT of both modules; with
-CHOSEN, passes.cu's end of a token, each lane on a device of its own: one block takes the best words, and tells each
-device the choice and whether the launch ends with it, which the host may wish at any token. EARLY and ALONE are faults:
-a block that does not wait for the choice, a wish that the first device alone is told of. */
+test_mail.py defines, from a config and its geometry: LANES (2 or 3), LAYERS, DELAY, MAIL_SLOTS, TOKENS, ATTENDING (the
+first blocks of a lane, which hold keys), and as bits of layers NOW, LATER, SENT of both modules. Each lane is on a device
+of its own: one block takes the best words, and tells each device the choice and whether the launch ends with it, which
+the host may wish at any token. EARLY and ALONE are faults: a block that does not wait for the choice, a wish that the
+first device alone is told of. */
 
 #define BLOCKS 2
 #define EPOCH (token * LAYERS + layer + 1)
@@ -19,7 +19,7 @@ a block that does not wait for the choice, a wish that the first device alone is
 byte qkv[LANES * BLOCKS], partial[LANES * BLOCKS], activation[LANES * BLOCKS];
 byte stream[2 * LANES * BLOCKS];                   /* [module][lane][block] */
 byte mail[2 * MAIL_SLOTS * LANES * BLOCKS];        /* [module][slot][lane][block]: read by the same block of other lanes */
-byte best[BEST_SETS * LANES * BLOCKS];             /* [token % BEST_SETS][lane][block]: read by all, or who chooses */
+byte best[LANES * BLOCKS];                         /* [lane][block]: read by who chooses */
 byte choice[LANES];                                /* 2 (token + 1) + whether the launch ends: read by all of a device */
 byte gone;                                         /* how many tokens those have seen that have left */
 
@@ -28,21 +28,20 @@ byte gone;                                         /* how many tokens those have
 #define KEPT(words, at, count, epoch) (words[at] == (epoch) && (count == 1 || words[(at) + 1] == (epoch)))
 #define STREAM(m) (((m) * LANES + lane) * BLOCKS)
 #define MAIL(m, i, l) (((m) * MAIL_SLOTS + (i) % MAIL_SLOTS) * LANES * BLOCKS + (l) * BLOCKS + block)
-#define BEST ((token % BEST_SETS) * LANES * BLOCKS)
 
 #define FROM(l, op, i, epoch) (lane == l || mail[MAIL(module, i, l)] op (epoch))
 #define ALL_BEST(op) \
-  (best[BEST] op token + 1 && best[BEST + 1] op token + 1 && best[BEST + 2] op token + 1 && \
-   best[BEST + 3] op token + 1 && ALL_BEST_3(op))
+  (best[0] op token + 1 && best[1] op token + 1 && best[2] op token + 1 && \
+   best[3] op token + 1 && ALL_BEST_3(op))
 #if LANES == 3
 #define MAILED(op, i, epoch) (FROM(0, op, i, epoch) && FROM(1, op, i, epoch) && FROM(2, op, i, epoch))
-#define ALL_BEST_3(op) best[BEST + 4] op token + 1 && best[BEST + 5] op token + 1
+#define ALL_BEST_3(op) best[4] op token + 1 && best[5] op token + 1
 #else
 #define MAILED(op, i, epoch) (FROM(0, op, i, epoch) && FROM(1, op, i, epoch))
 #define ALL_BEST_3(op) true
 #endif
 
-/* its rows of a module's outputs join the stream (block.cuh: project_and_join); they are sent before others are awaited */
+/* its rows of a module's outputs join the stream (block.cuh: join); they are sent before others are awaited */
 inline join(come, kept) {
   atomic {
     come;
@@ -106,9 +105,8 @@ proctype run_block(byte lane, block) {
     atomic { /* the last layer's stream makes the logits */
       COME(stream, STREAM(1), 2, token * LAYERS + LAYERS);
       assert(KEPT(stream, STREAM(1), 2, token * LAYERS + LAYERS));
-      best[BEST + lane * BLOCKS + block] = token + 1
+      best[lane * BLOCKS + block] = token + 1
     }
-#ifdef CHOSEN
     if
     :: lane == 0 && block == 0 ->
       atomic {
@@ -144,14 +142,6 @@ proctype run_block(byte lane, block) {
     assert(gone == 0 || gone == token);
     gone = token
   }
-#else
-    atomic {
-      ALL_BEST(>=);
-      assert(ALL_BEST(==));
-      token++
-    }
-  od
-#endif
 }
 
 init {

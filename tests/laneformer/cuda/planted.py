@@ -9,17 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from laneformer.engine.cuda.compile import FOLDER, source_of
-from tests.laneformer.cuda.harness import Emulated
-from tests.laneformer.cuda.stand_ins import EmulatedPasses
+from tests.laneformer.cuda.emulated import EmulatedPasses
 
 Patch = tuple[str, str, str]  # file, was, now
 HERE = "HERE"  # in `now`: this fault is in force
 DECLARATION = 'extern "C" {\nint planted = 0;\n}\n'
 
 
-def plant_all(
-    kernels: Emulated | EmulatedPasses, version: str, builds: Path, faults: Iterable[Patch]
-) -> None:
+def plant_all(kernels: EmulatedPasses, builds: Path, faults: Iterable[Patch]) -> None:
     """Build the same shape from sources with these faults, numbered from 1 on; none is in force."""
     with tempfile.TemporaryDirectory() as copy:
         folder = Path(copy)
@@ -30,10 +27,11 @@ def plant_all(
             content = (folder / file).read_text()
             assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
             (folder / file).write_text(content.replace(was, now.replace(HERE, f"(planted == {number})")))
-        source = DECLARATION + source_of(version, kernels.geometry)
+        source = DECLARATION + source_of(kernels.version, kernels.geometry)
         kernels.library = kernels.build(source, builds, folder)
+        vars(kernels).pop("libraries", None)  # of the sound ones
 
 
-def put_in_force(kernels: Emulated | EmulatedPasses, number: int) -> None:
+def put_in_force(kernels: EmulatedPasses, number: int) -> None:
     """This fault, and no other; 0: none."""
     ctypes.c_int.in_dll(kernels.library, "planted").value = number

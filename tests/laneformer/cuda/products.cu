@@ -23,7 +23,7 @@ constexpr int kStride = padded(max_columns());
 
 template <int Op>
 DEVICE void product(Tape& tape, const float*& scales, const float*& x, float*& out, float* in, float* sums) {
-  constexpr int kAll = kUnits[Op] * kUnitRows[Op];
+  constexpr int kAll = kUnits[Op] * kTile;
   for (int i = thread_index(); i < kPassColumns * kColumns[Op]; i += kThreads)
     in[i / kColumns[Op] * kStride + i % kColumns[Op]] = x[i];
   sync_block();

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from laneformer.engine.cuda.memory import TORCH_TYPES
 from laneformer.model import LaneAttention, Laneformer, LaneLinear, LaneRMSNorm, LMHead
-from tests.laneformer.cuda.harness import Emulated
+from tests.laneformer.cuda.emulated import EmulatedPasses
 
 UNIT = 2.0**-24  # half a step of fp32 at 1
 AROUND = (
@@ -60,7 +60,7 @@ class Expected:
     most: list[Tensor]
 
 
-def kept_at(emulated: Emulated, layer: int, position: int) -> Tensor:
+def kept_at(emulated: EmulatedPasses, layer: int, position: int) -> Tensor:
     """The key and value of one position, as the kernels keep them: float64 (2, K, d)."""
     splits, slots = emulated.geometry.splits, emulated.geometry.kv_slots(layer)
     heads = [
@@ -71,22 +71,21 @@ def kept_at(emulated: Emulated, layer: int, position: int) -> Tensor:
 
 
 def read_one_by_one(
-    emulated: Emulated, ids: list[int], seed: int = 0
+    emulated: EmulatedPasses, ids: list[int], seed: int = 0
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """A launch for each token: logits (T, V), and all keys and values (1, K, T, d) of each layer."""
-    logits = torch.full((len(ids), emulated.config.vocab_size), float("nan"))
-    layers = range(emulated.config.num_hidden_layers)
+    layers, rows = range(emulated.config.num_hidden_layers), []
     kept: list[list[Tensor]] = [[] for _ in layers]
     for position, token in enumerate(ids):
-        arguments = emulated.arguments([token], position, 1, logits=logits[position])
-        emulated.launch(arguments, seed + position)
+        emulated.seed = seed + position
+        rows.append(emulated.logits([(token, position, 0)]))
         for layer in layers:
             kept[layer].append(kept_at(emulated, layer, position))
     stacked = [torch.stack(of_layer, 2)[:, None] for of_layer in kept]
-    return logits, [(keys, values) for keys, values in stacked]
+    return torch.cat(rows), [(keys, values) for keys, values in stacked]
 
 
-def expected(emulated: Emulated, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
+def expected(emulated: EmulatedPasses, ids: list[int], kept: list[tuple[Tensor, Tensor]]) -> Expected:
     """The reference, and how far from it fp32 may be."""
 
     def run() -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from typing import Any
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.geometry import Machine
 from laneformer.engine.cuda.planning import plan
-from tests.laneformer.cuda.harness import Emulated, small_config
+from tests.laneformer.cuda.emulated import EmulatedPasses
+from tests.laneformer.cuda.harness import small_config
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Shape:
     chunk_bytes: int = 2048
     chunks: int | None = None  # of a warp's ring; None: as many as memory holds
     devices: int = 1
+    columns: int = 3
 
     @property
     def model(self) -> LaneformerConfig:
@@ -43,18 +45,17 @@ class Shape:
     @property
     def plan(self) -> dict[str, int]:
         sizes = {"blocks_per_lane": self.blocks, "warps": self.warps, "chunk_bytes": self.chunk_bytes}
-        return {**sizes, "devices": self.devices}
+        return {**sizes, "devices": self.devices, "columns": self.columns}
 
-    def emulated(self, builds: Path, **options: Any) -> Emulated:
-        """The kernels of this shape, with `options` for Emulated."""
-        return Emulated(
-            self.model, builds, dtype=self.dtype, machine=self.machine(), **{**self.plan, **options}
-        )
+    def emulated(self, builds: Path, **options: Any) -> EmulatedPasses:
+        """The kernels of this shape, with `options` for EmulatedPasses."""
+        given = {"dtype": self.dtype, "machine": self.machine(), **self.plan, **options}
+        return EmulatedPasses(builds, config=self.model, **given)
 
 
 # Windows of 5 over two splits: a ring keeps one position more than the window shows.
 SHAPES = {
-    # one PRESENT layer, then mail of the layer before; rows that no number of warps divides
+    # one PRESENT layer, then mail of the layer before; a vocabulary that leaves a tile of the head half empty
     "delay 1": Shape({"sliding_window": 5, "vocab_size": 104}),
     "delay 0": Shape(
         {"broadcast_delay": 0, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
@@ -64,13 +65,13 @@ SHAPES = {
     # early layers are sent twice; a norm scale for each lane; most warps have no row of the stream
     "delay 2": Shape(
         {"broadcast_delay": 2, "rebroadcast_early": True, "replicated_rmsn_scale": False, "num_lanes": 4,
-         "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4,
          "num_hidden_layers": 5, "swa_layers": (0, 2, 4)},
         blocks=2, warps=3, chunk_bytes=1024,
     ),
     # lanes that share nothing but the choice of a token; more KV heads than blocks
     "alone": Shape(
-        {"broadcast_delay": 3, "use_early_comm": False, "hidden_size": 96, "intermediate_size": 80,
+        {"broadcast_delay": 3, "use_early_comm": False, "hidden_size": 96, "intermediate_size": 96,
          "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 3},
         "fp16", blocks=2, warps=4, chunk_bytes=512,
     ),
@@ -89,7 +90,7 @@ SHAPES = {
     ),
     # every layer joins at once, on two GPUs
     "at once": Shape(
-        {"broadcast_delay": 5, "num_lanes": 4, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 12,
+        {"broadcast_delay": 5, "num_lanes": 4, "hidden_size": 192, "intermediate_size": 192, "num_attention_heads": 12,
          "num_hidden_layers": 3},
         blocks=2, warps=2, chunk_bytes=1024, devices=2,
     ),

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from laneformer.engine.cuda import memory
-from laneformer.engine.cuda.memory import Changes, Column
+from laneformer.engine.cuda.memory import Column
 from laneformer.engine.cuda.planning import plan, plan_builds
 from laneformer.engine.decoder import Sampling
 from laneformer.llama.config import config_of_llama
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.cards import CARDS, MODELS
-from tests.laneformer.cuda.stand_ins import EmulatedPasses
+from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.test_llama import SIZES
 from tests.proofs import KERNEL_SOURCES
 
@@ -42,19 +42,16 @@ MOST = 9  # passes
 
 def columns(tokens: list[int], position: int, **fields: Any) -> list[Column]:
     """Of sequences 2, 1, 0 at their own positions: greedy, drawn, drawn with filters."""
-    return [
-        Column(token, position + i, 2 - i, times_row=-1, bias_row=-1, sampling=WAYS[i], **fields)
-        for i, token in enumerate(tokens)
-    ]
+    return [Column(token, position + i, 2 - i, sampling=WAYS[i], **fields) for i, token in enumerate(tokens)]
 
 
 def start(passes: EmulatedPasses) -> list[int]:
     """The first three ids of all; what each would be followed by. Positions differ: the third starts at 2."""
     passes.forget()
     for i in range(2):
-        passes.run([Column(5 + i, i, s, times_row=-1, bias_row=-1, sampling=WAYS[0]) for s in range(3)])
+        passes.run([Column(5 + i, i, s, sampling=WAYS[0]) for s in range(3)])
     for i in range(2):
-        passes.run([Column(9, 2 + i, s, times_row=-1, bias_row=-1, sampling=WAYS[0]) for s in range(2 - i)])
+        passes.run([Column(9, 2 + i, s, sampling=WAYS[0]) for s in range(2 - i)])
     return [11, 12, 13]
 
 
@@ -155,16 +152,16 @@ def test_builds_are_planned_together(model: str, name: str) -> None:
     """What they share in memory is cut alike, and a build of fewer columns has as deep a ring or a deeper one."""
     config, card = MODELS[model], CARDS[name]
     builds = plan_builds(config, "bf16", card.machine)
-    counts, last = [g.mma_columns for g in builds], builds[-1]
+    counts, last = [g.columns for g in builds], builds[-1]
     assert counts in ([1, 2], [1, 4], [1, 4, 8])
     for build in builds:
-        assert dataclasses.replace(build, mma_columns=last.mma_columns, chunks=last.chunks) == last
+        assert dataclasses.replace(build, columns=last.columns, chunks=last.chunks) == last
         assert build.shared_bytes <= card.shared_block
         assert (build.kv_lane, build.lane_words, build.inbox_words) == (
             last.kv_lane, last.lane_words, last.inbox_words,
         )  # fmt: skip
     assert [g.chunks for g in builds] == sorted((g.chunks for g in builds), reverse=True)
-    assert 2 * last.warps >= plan(config, "bf16", card.machine, mma_columns=1).warps
+    assert 2 * last.warps >= plan(config, "bf16", card.machine, columns=1).warps
 
 
 def test_passes_per_launch_are_one_number(
@@ -177,14 +174,6 @@ def test_passes_per_launch_are_one_number(
 
 def test_what_the_device_cannot_go_on_with_is_refused(two: EmulatedPasses) -> None:
     plain = columns([1, 2], 0)
-    cases: list[list[Column]] = [
-        [plain[0], plain[0]],
-        [Column(1, 0, 0, 1, -1, -1)],
-        [Column(1, 0, 0, 0, 0, -1)],
-        [Column(1, 0, 0, 0, -1, -1, changes=Changes(min_new_tokens=2))],
-    ]
-    for wanted in cases:
-        with pytest.raises(ValueError, match="passes ahead are of one column a sequence, without drafts"):
-            two.run(wanted, 1)
-    with pytest.raises(ValueError, match="use ahead = 0"):
-        two.run(plain, 1, torch.empty(2, 96))
+    for wanted, logits in (([plain[0], plain[0]], None), (plain, torch.empty(2, 96))):
+        with pytest.raises(ValueError, match="passes ahead are of one column a sequence, without logits"):
+            two.run(wanted, 1, logits)

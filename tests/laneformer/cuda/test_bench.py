@@ -14,13 +14,14 @@ from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
 from laneformer.engine.cuda.bench import PROBES, expected_sum, probe_argument
 from laneformer.engine.cuda.compile import INCLUDES, compile_cubin, source_of
+from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.nvrtc import compilers
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import EmulatedDecoder
 
 # --- figures
 # -----------------------------------------------------------------------------------------------------
@@ -36,11 +37,12 @@ def test_shares_by_hand() -> None:
 
 
 def test_speeds_by_hand() -> None:
-    times = np.concatenate([np.arange(33) * 0.002, 0.064 + np.arange(1, 33) * 0.001])  # 500/s, then 1000/s
+    """News comes of a launch: 16 tokens every 32 ms, then every 16; those of the first are there at the start."""
+    times = np.concatenate([np.arange(3) * 0.032, 0.064 + np.arange(1, 4) * 0.016]).repeat(16)
     found = bench.speeds(times)
     assert found["first_tokens_per_s"] == pytest.approx(500)
     assert found["last_tokens_per_s"] == pytest.approx(1000)
-    assert found["tokens_per_s"] == pytest.approx(64 / 0.096)
+    assert found["tokens_per_s"] == pytest.approx(80 / 0.112)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +67,15 @@ def test_bytes_of_a_token() -> None:
 def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LaneformerConfig.from_flavor("2b")
     geometry = plan(config, "bf16", H200)
-    decoder: Any = SimpleNamespace(
-        config=config, geometry=geometry, devices=[torch.device("cuda:0")], version="persistent",
+    passes = SimpleNamespace(
+        config=config, geometry=geometry, devices=[torch.device("cuda:0")], version="passes",
         memories=[SimpleNamespace(weight_bytes=4_445_437_952)],
     )  # fmt: skip
-    monkeypatch.setattr(bench, "arrivals", lambda decoder, prompt, tokens: np.arange(tokens) / 800)
-    monkeypatch.setattr(bench, "measure_prefill", lambda decoder, depth: (0.1, 20480.0))
+    executor: Any = SimpleNamespace(passes=passes)
+    monkeypatch.setattr(bench, "arrivals", lambda executor, prompt, tokens: np.arange(tokens) / 800)
+    monkeypatch.setattr(bench, "measure_prefill", lambda executor, depth: (0.1, 20480.0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    figures = bench.benchmark(decoder, 2048, lambda text: None, 4.4e12)
+    figures = bench.benchmark(executor, 2048, lambda text: None, 4.4e12)
     named = (
         "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
         "percent_of_datasheet", "exposed_us_per_layer", "first_tokens_per_s", "last_tokens_per_s",
@@ -82,22 +85,19 @@ def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.Monke
     assert figures["bytes_per_token"] == 4_443_340_800 + cached
     assert figures["tokens_per_s"] == pytest.approx(800)
     assert figures["percent_of_datasheet"] == pytest.approx(100 * 800 * (4_443_340_800 + cached) / 4.8e12)
-    with pytest.raises(ValueError, match="depth = 4033 is outside 0 to 4032"):
-        bench.benchmark(decoder, 4033, lambda text: None, 4.4e12)
+    with pytest.raises(ValueError, match="depth = 4033 is outside 0 to 4000"):
+        bench.benchmark(executor, 4033, lambda text: None, 4.4e12)
 
 
 @pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
-def test_every_token_has_a_time_while_the_kernel_still_runs(cuda_builds: Path) -> None:
-    EmulatedDecoder.cache = cuda_builds
-    config = small_config()
-    decoder = EmulatedDecoder(config, tensors_of(random_model(config), "bf16"), "bf16")
-    times = bench.arrivals(decoder, [5], 8)
-    assert len(times) == 8
-    assert times[0] > 0
-    assert times[-1] > times[0]  # seconds lie between them here
-    decoder._launch = lambda: None  # a kernel that ends without a token
-    with pytest.raises(RuntimeError, match="0 tokens of 8"):
-        bench.arrivals(decoder, [5], 8)
+def test_every_token_has_the_time_of_its_launch(cuda_builds: Path) -> None:
+    executor = CudaExecutor(EmulatedPasses(cuda_builds, 3, blocks_per_lane=2))
+    times = bench.arrivals(executor, [5], 19)
+    assert len(times) == 19
+    assert list(np.unique(times, return_counts=True)[1]) == [1, 16, 2]
+    executor.schedule.fail("the GPU has failed")
+    with pytest.raises(RuntimeError, match="the GPU has failed"):
+        bench.arrivals(executor, [5], 8)
 
 
 # --- the probe

@@ -16,6 +16,7 @@ import torch
 
 from laneformer.engine.cpu import _core
 from laneformer.engine.cuda import executor as executor_module
+from laneformer.engine.cuda import geometry
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.memory import Column, DeviceMemory
@@ -29,6 +30,12 @@ GEOMETRY = plan(
     CONFIG, "bf16", SMALL, warps=2
 )  # rings of 6: two positions can be gone back when they have wrapped
 WHOLE = 2  # a layer without a window
+
+
+@pytest.fixture(autouse=True)
+def without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings have no positions to spare for them."""
+    monkeypatch.setattr(geometry, "MAX_DRAFTS", 0)
 
 
 def number_after(before: int, token: int) -> int:
@@ -49,13 +56,13 @@ def continued(ids: list[int], count: int) -> list[int]:
 class Numbers:
     """Passes in which a position's keys and values are a number of all ids up to it."""
 
-    def __init__(self, sequences: int, caches: int, most: int = 0, unread: int = 64, ahead: int = 0):
+    def __init__(self, sequences: int, caches: int, unread: int = 64, ahead: int = 0):
         self.config, self.columns, self.sequences = CONFIG, sequences, sequences
         self.unread, self.ahead, self.made_ahead = unread, ahead, 0
         kv = torch.zeros(caches * GEOMETRY.lanes_per_device * GEOMETRY.kv_lane, dtype=torch.int16)
         self.memory: Any = SimpleNamespace(kv=kv, geometry=GEOMETRY, device="cpu")
         self.memory.kv_layer = lambda layer, kv=None: DeviceMemory.kv_layer(self.memory, layer, kv)
-        self.caches = Caches([self.memory], most)
+        self.caches = Caches([self.memory])
 
     def place(self, cache: int, layer: int, positions: range) -> torch.Tensor:
         """(positions, numbers) there."""
@@ -176,19 +183,3 @@ def test_a_number_too_large_is_found(
         news = answers(executor, [Request([*text[:shared], 5], 1)])[0]
         errors.append(news.whole.error is not None)
     assert any(errors) == found
-
-
-def test_a_full_gpu_has_fewer_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no memory for another one: an older one is given up, and a request that needs none is answered."""
-    passes = Numbers(1, 1, most=6)
-    executor = CudaExecutor(passes)
-
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    assert reused(executor, [1, 2, 3], 2) == 0
-    monkeypatch.setattr(torch, "zeros_like", full)
-    assert reused(executor, [2, 2, 3], 9) == 0
-    text = [2, 2, 3, *continued([2, 2, 3], 9)]
-    assert reused(executor, [*text, 1], 1) == 11
-    assert len(passes.caches.kv) == 1

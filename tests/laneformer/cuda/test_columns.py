@@ -15,7 +15,7 @@ import torch
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import INCLUDES
-from laneformer.engine.cuda.geometry import H200, OPS, Geometry, Machine, parts_of
+from laneformer.engine.cuda.geometry import H200, OPS, Geometry, parts_of
 from laneformer.engine.cuda.int8 import dequantised, quantised
 from laneformer.engine.cuda.memory import TORCH_TYPES
 from laneformer.engine.cuda.nvrtc import compiler_for, compilers
@@ -39,7 +39,7 @@ class Products(ctypes.Structure):
 def planned(columns: int, **shape: Any) -> Geometry:
     intermediate = 320 if shape.get("dtype") == "int8" else 224
     config = small_config(num_hidden_layers=1, swa_layers=(), intermediate_size=intermediate, vocab_size=160)
-    return plan(config, machine=SMALL, **{"dtype": "bf16", "warps": 3, "mma_columns": columns, **shape})
+    return plan(config, machine=SMALL, **{"dtype": "bf16", "warps": 3, "columns": columns, **shape})
 
 
 def weights(geometry: Geometry) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int 
         torch.from_numpy(tape_starts(geometry).astype("int64")),
         torch.cat([part.flatten() for part in x]),
     )
-    shapes = [(geometry.mma_columns, geometry.matrix(op).rows) for op in OPS]
+    shapes = [(geometry.columns, geometry.matrix(op).rows) for op in OPS]
     out = torch.full((sum(rows * columns for rows, columns in shapes),), float("nan"))
     library = emulator.build(
         f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n',
@@ -88,7 +88,7 @@ def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int 
     emulator.launch(
         library, "products", Products(*(t.data_ptr() for t in (tapes, starts, scales, flat, out))), seed=seed,
         blocks=geometry.blocks_per_lane, threads=32 * geometry.warps,
-        shared_bytes=ring + 4 * geometry.mma_columns * (stride + geometry.max_sums),
+        shared_bytes=ring + 4 * geometry.columns * (stride + geometry.max_sums),
     )  # fmt: skip
     parts = out.split([rows * columns for rows, columns in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -133,10 +133,10 @@ def test_a_column_is_the_same_in_any_company(cuda_builds: Path) -> None:
         (planned(8, warps=1, chunk_bytes=1024), 0),
     ]
     for seed, (geometry, first) in enumerate(cuts):
-        own = [part[first : first + geometry.mma_columns] for part in x]
+        own = [part[first : first + geometry.columns] for part in x]
         made = products(geometry, own, cuda_builds, seed)
         for op, part, all_of_them in zip(OPS, made, right, strict=True):
-            assert torch.equal(part, all_of_them[first : first + geometry.mma_columns]), (op, geometry)
+            assert torch.equal(part, all_of_them[first : first + geometry.columns]), (op, geometry)
 
 
 @needs_emulator
@@ -145,7 +145,7 @@ def test_parts_are_added_in_their_order(cuda_builds: Path) -> None:
     they are the product.
     """
     config = small_config(num_hidden_layers=1, swa_layers=(), hidden_size=128, vocab_size=160)
-    eight = plan(config, "bf16", SMALL, warps=3, mma_columns=8)
+    eight = plan(config, "bf16", SMALL, warps=3, columns=8)
     x = [values.expand(8, -1) for values in inputs(eight, 1)]
     own = [
         torch.block_diag(*values[0].view(eight.matrix(op).parts, -1))
@@ -162,10 +162,10 @@ def test_parts_depend_on_the_matrix_alone() -> None:
 
 
 def test_what_tiles_cannot_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="mma_columns = 9 is outside 0 to 8"):
+    with pytest.raises(ValueError, match="columns = 9 is outside 1 to 8"):
         planned(9)
-    with pytest.raises(ValueError, match=r"head matrix of a lane, 52 x 64.*multiple of 16 and rows of 16"):
-        plan(small_config(vocab_size=104), "bf16", Machine(8, 2**16, 90), mma_columns=2)
+    with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 40.*multiple of 16 and rows of 16"):
+        plan(small_config(intermediate_size=80), "bf16", SMALL)
 
 
 @pytest.mark.slow
@@ -174,6 +174,6 @@ def test_what_tiles_cannot_hold_is_refused() -> None:
 def test_products_in_fp16_of_the_2b_model_compile(architecture: str) -> None:
     """Those in bf16 compile with the passes (test_compile.py)."""
     geometry = plan(LaneformerConfig.from_flavor("2b"), "fp16", H200)
-    geometry = dataclasses.replace(geometry, mma_columns=2, chunks=2)
+    geometry = dataclasses.replace(geometry, columns=2, chunks=2)
     source = f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n'
     assert b".text.products" in compiler_for(architecture, None).compile(source, architecture, INCLUDES)

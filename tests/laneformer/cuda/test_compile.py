@@ -40,7 +40,7 @@ def small(**shape: Any) -> Geometry:
     )
 
 
-@pytest.mark.parametrize(("version", "architecture"), [("persistent", "sm_80"), ("graph", "sm_100a")])
+@pytest.mark.parametrize(("version", "architecture"), [("passes", "sm_80"), ("graph", "sm_100a")])
 def test_a_small_model_compiles(version: str, architecture: str) -> None:
     """An ELF file with every kernel that the host asks for; other architectures: test_machine_code.py."""
     cubin = compile_cubin(version, small(), architecture, CUBINS)
@@ -55,22 +55,20 @@ def test_a_small_model_compiles(version: str, architecture: str) -> None:
 def test_variants_compile(variant: dict[str, Any]) -> None:
     config = small_config(num_hidden_layers=2, swa_layers=(0,), replicated_rmsn_scale=False)
     geometry = plan(config, machine=H200, **{"dtype": "bf16", "warps": 2, "blocks_per_lane": 4, **variant})
-    compile_cubin("persistent", geometry, "sm_90a", CUBINS)
+    compile_cubin("passes", geometry, "sm_90a", CUBINS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "columns"), [("sm_80", 4), ("sm_90a", 8), ("sm_120a", 4)])
 def test_passes_of_the_2b_model_compile(architecture: str, columns: int) -> None:
-    geometry = plan(LaneformerConfig.from_flavor("2b"), "bf16", H200, mma_columns=columns)
+    geometry = plan(LaneformerConfig.from_flavor("2b"), "bf16", H200, columns=columns)
     assert b".text.pass" in compile_cubin("passes", geometry, architecture, CUBINS)
 
 
 def test_the_2b_model_compiles_for_an_h200() -> None:
     """The real thing: registers for 512 threads. Other cards: test_machine_code.py."""
-    cubin = compile_cubin(
-        "persistent", plan(LaneformerConfig.from_flavor("2b"), "bf16", H200), "sm_90a", CUBINS
-    )
-    assert b".text.decode" in cubin
+    cubin = compile_cubin("passes", plan(LaneformerConfig.from_flavor("2b"), "bf16", H200), "sm_90a", CUBINS)
+    assert b".text.pass" in cubin
 
 
 # ---- the cache ----
@@ -91,19 +89,19 @@ class Compiler:
 def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again for anything that decides it; nothing else is left in the folder."""
     compiler = Compiler(monkeypatch)
-    first = compile_cubin("persistent", small(), "sm_90a", tmp_path)
-    assert compile_cubin("persistent", small(), "sm_90a", tmp_path) == first
+    first = compile_cubin("passes", small(), "sm_90a", tmp_path)
+    assert compile_cubin("passes", small(), "sm_90a", tmp_path) == first
     assert compiler.runs == 1
-    compile_cubin("persistent", small(blocks_per_lane=3), "sm_90a", tmp_path)
+    compile_cubin("passes", small(blocks_per_lane=3), "sm_90a", tmp_path)
     compile_cubin("graph", small(), "sm_90a", tmp_path)
-    compile_cubin("persistent", small(), "sm_80", tmp_path)
+    compile_cubin("passes", small(), "sm_80", tmp_path)
     compiler.version = (12, 9)
-    compile_cubin("persistent", small(), "sm_90a", tmp_path)
+    compile_cubin("passes", small(), "sm_90a", tmp_path)
     folder = tmp_path / "changed"
     shutil.copytree(FOLDER, folder)
     (folder / "rows.cuh").write_bytes((folder / "rows.cuh").read_bytes() + b"\n")
     monkeypatch.setattr(compiling, "INCLUDES", (folder, FOLDER.parent))
-    compile_cubin("persistent", small(), "sm_90a", tmp_path)
+    compile_cubin("passes", small(), "sm_90a", tmp_path)
     assert compiler.runs == 6
     assert len(list(tmp_path.glob("*.cubin"))) == 6
     assert len(list(tmp_path.glob("*-nvrtc12.9-*.cubin"))) == 2
@@ -113,8 +111,8 @@ def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_folder_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compile_cubin("persistent", small(), "sm_90a")
-    compile_cubin("persistent", small(), "sm_90a")
+    compile_cubin("passes", small(), "sm_90a")
+    compile_cubin("passes", small(), "sm_90a")
     assert compiler.runs == 1
     assert len(list((tmp_path / "laneformer" / "cubins").iterdir())) == 1
 
@@ -129,14 +127,14 @@ def test_a_fault_in_the_source_is_reported(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(
         RuntimeError, match=re.compile(r"sampling.cuh\(1\).*\"nowhere\" is undefined", re.DOTALL)
     ) as error:
-        compile_cubin("persistent", small(), "sm_90a", kept)
-    assert "persistent kernels do not compile for sm_90a" in str(error.value)
+        compile_cubin("passes", small(), "sm_90a", kept)
+    assert "passes kernels do not compile for sm_90a" in str(error.value)
     assert not kept.exists()
 
 
 def test_an_unknown_gpu_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no compiler .NVRTC. here fits sm_1234; installed: "):
-        compile_cubin("persistent", small(), "sm_1234", tmp_path)
+        compile_cubin("passes", small(), "sm_1234", tmp_path)
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "read-only"])
@@ -149,8 +147,8 @@ def test_a_folder_that_cannot_be_written_costs_time_only(
     else:
         folder.mkdir()
         monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
-    assert compile_cubin("persistent", small(), "sm_90a", folder) == compile_cubin(
-        "persistent", small(), "sm_90a", folder
+    assert compile_cubin("passes", small(), "sm_90a", folder) == compile_cubin(
+        "passes", small(), "sm_90a", folder
     )
     assert compiler.runs == 2
     assert folder.is_file() or not list(folder.iterdir())

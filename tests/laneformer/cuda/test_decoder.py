@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from laneformer.engine import Cancelled, Engine, TextStream, device
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda.decoder import CudaDecoder
+from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.prefill import scores_of
 from laneformer.engine.decoder import EngineLost
 from laneformer.engine.options import batch_seeds
@@ -47,7 +47,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def engine(a_gpu: None) -> Iterator[Engine]:
     with Engine(CONFIG, TENSORS, device="cuda", tokenizer=byte_tokenizer()) as engine:
-        cuda_of(engine)._executor.schedule.fix_cost(0.02)  # the same drafts every time
+        cuda_of(engine).executor.schedule.fix_cost(0.02)  # the same drafts every time
         yield engine
 
 
@@ -140,18 +140,14 @@ def test_weights_of_8_bits_share_passes():
         assert cuda_of(engine).max_joined == 5
 
 
-def test_an_engine_without_tiles_says_so(monkeypatch):
-    """One sequence at a time then: test_sequence.py."""
+def test_a_model_without_tiles_is_refused(monkeypatch):
+    """The graph has the same tiles; where the kernel cannot be resident, it decodes: test_launch.py, test_served.py."""
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise ValueError("no tiles")
 
     monkeypatch.setattr(cuda_decoder, "PassDecoder", refuse)
-    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", refuse)
-    with (
-        pytest.warns(UserWarning, match="requests do not share passes.*no tiles"),
-        pytest.raises(ValueError, match="no tiles"),
-    ):
+    with pytest.raises(ValueError, match="no tiles"):
         Engine(CONFIG, TENSORS, device="cuda")
 
 
@@ -315,7 +311,7 @@ def test_a_batch_draws_with_a_seed_for_each_prompt(engine):
 def test_a_closed_engine_says_so(engine):
     stream = engine.stream(PROMPT, max_new_tokens=40)
     next(stream)
-    executor = cuda_of(engine)._executor
+    executor = cuda_of(engine).executor
     engine.close()
     engine.close()
     for _ in range(100):
@@ -514,11 +510,10 @@ def test_bench_measures_the_decoder(capsys, monkeypatch):
                "ttft_s": 0.1, "dtype": "bf16", "device": "H200"}  # fmt: skip
     monkeypatch.setattr(
         "laneformer.engine.cuda.bench.benchmark",
-        lambda gpu, depth, say: asked.append((type(gpu), depth)) or {**figures},
+        lambda executor, depth, say: asked.append((type(executor), depth)) or {**figures},
     )
-    monkeypatch.setattr(cuda_decoder, "SequenceDecoder", lambda *_, **__: SimpleNamespace())
     main(["bench", "--random-weights", "tiny", "--device", "cuda", "--depth", "0", "30"])
     printed = capsys.readouterr()
-    assert asked == [(SimpleNamespace, 0), (SimpleNamespace, 30)]
+    assert asked == [(CudaExecutor, 0), (CudaExecutor, 30)]
     assert json.loads(printed.out) == {**figures, "depths": [figures], "model": "tiny"}
     assert "4000.0 GB/s that H200 read" in " ".join(printed.err.split())

@@ -10,29 +10,30 @@ from pathlib import Path
 import pytest
 import torch
 
+from laneformer.engine.cuda.memory import Column
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import Emulated, small_config
+from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
 
 pytestmark = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 IDS = [7, 80, 33, 2]
 
 
 @pytest.fixture(scope="module")
-def one(cuda_builds: Path) -> Emulated:
-    return Emulated(small_config(), cuda_builds, blocks_per_lane=2)
+def one(cuda_builds: Path) -> EmulatedPasses:
+    return EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
 
 
 @pytest.fixture(scope="module")
-def two(cuda_builds: Path) -> Emulated:
-    return Emulated(small_config(), cuda_builds, blocks_per_lane=2, devices=2)
+def two(cuda_builds: Path) -> EmulatedPasses:
+    return EmulatedPasses(cuda_builds, 3, blocks_per_lane=2, devices=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_bits(one: Emulated, two: Emulated, seed: int) -> None:
+def test_the_same_bits(one: EmulatedPasses, two: EmulatedPasses, seed: int) -> None:
     """Tokens, logits, keys and values; each device writes the logits of its own lanes' vocabulary."""
-    right, (tokens, logits) = one.read(IDS, 6, seed), two.read(IDS, 6, seed + 10)
+    right, (tokens, logits) = one.decode(IDS, 6, seed), two.decode(IDS, 6, seed + 10)
     assert tokens == right[0]
     assert torch.equal(logits, right[1])
     for layer in range(one.config.num_hidden_layers):
@@ -44,33 +45,35 @@ def test_the_same_bits(one: Emulated, two: Emulated, seed: int) -> None:
 @pytest.mark.parametrize(
     "how", [Sampling(4, 1.0, 1.0, 0.0, 0), Sampling(4, 1.0, 0.7, 0.0, 20), Sampling(4, 1.0, 1.0, 0.2, 0)]
 )
-def test_the_same_draws(one: Emulated, two: Emulated, how: Sampling) -> None:
+def test_the_same_draws(one: EmulatedPasses, two: EmulatedPasses, how: Sampling) -> None:
     """With filters, one block draws from the scores of all devices."""
-    right, (tokens, _) = one.read(IDS, 5, sampling=how), two.read(IDS, 5, seed=1, sampling=how)
+    right, (tokens, _) = one.decode(IDS, 5, sampling=how), two.decode(IDS, 5, seed=1, sampling=how)
     assert tokens == right[0]
-    assert tokens != one.read(IDS, 5)[0]
+    assert tokens != one.decode(IDS, 5)[0]
 
 
-@pytest.mark.parametrize("how", [None, Sampling(4, 1.0, 0.7, 0.0, 20)], ids=["greedy", "filters"])
-def test_a_stop_id_ends_both(two: Emulated, how: Sampling | None) -> None:
-    tokens, _ = two.read(IDS, 5, sampling=how)
+@pytest.mark.parametrize("how", [GREEDY, Sampling(4, 1.0, 0.7, 0.0, 20)], ids=["greedy", "filters"])
+def test_a_stop_id_ends_both(two: EmulatedPasses, how: Sampling) -> None:
+    tokens, _ = two.decode(IDS, 5, sampling=how)
     stop = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
     assert (
-        two.read(IDS, 5, seed=2, sampling=how, stops=[95 - tokens[stop], tokens[stop]])[0]
+        two.decode(IDS, 5, seed=2, sampling=how, stops=[95 - tokens[stop], tokens[stop]])[0]
         == tokens[: stop + 1]
     )
     for memory in two.memories:  # and nothing is left that confuses the next request
         assert not memory.hang()
-    assert two.read(IDS, 5, seed=3, sampling=how)[0] == tokens
+    assert two.decode(IDS, 5, seed=3, sampling=how)[0] == tokens
 
 
-@pytest.mark.parametrize("how", [None, Sampling(4, 1.0, 0.7, 0.0, 20)], ids=["greedy", "filters"])
-def test_cancel_reaches_both(two: Emulated, how: Sampling | None) -> None:
-    """The first device hears it and tells all with the token's words; the prompt may be under way still."""
-    tokens, _ = two.read(IDS[:1], 5, sampling=how)
-    arguments = two.arguments(IDS[:1], 0, 5, sampling=how)
+@pytest.mark.parametrize("how", [GREEDY, Sampling(4, 1.0, 0.7, 0.0, 20)], ids=["greedy", "filters"])
+def test_cancel_reaches_both(two: EmulatedPasses, how: Sampling) -> None:
+    """The first device hears it and tells all with the token's words."""
+    tokens, _ = two.decode(IDS, 2, sampling=how)
+    two.seed, column = 4, Column(tokens[0], len(IDS), 0, sampling=how)
+    two.memories[1].cancel.fill_(1)  # nobody asks there
+    assert [row[0] for row in two.run([column], 5, None, lambda rows: True)][:1] == tokens[1:]
+    arguments, first = two._arguments([column], 5, None), two.memories[0].epoch - 6
     two.memories[0].cancel.fill_(1)
-    assert two.launch(arguments, seed=4) == tokens[:1]
-    arguments = two.arguments(IDS, 0, 5, sampling=how)
-    two.memories[0].cancel.fill_(1)
-    assert two.launch(arguments, seed=5) == []
+    two._launch(arguments)
+    two._streams[0].synchronize()
+    assert two.memories[0].picked(first, 1) == [tokens[1:]]

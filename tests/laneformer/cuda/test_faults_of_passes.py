@@ -12,9 +12,9 @@ import torch
 
 from laneformer.engine.cuda import geometry
 from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.emulator import EmulationError, plain_accesses
 from tests.laneformer.cuda.planted import Patch, plant_all, put_in_force
-from tests.laneformer.cuda.stand_ins import EmulatedPasses
 from tests.laneformer.cuda.test_ahead import columns, start
 from tests.laneformer.cuda.test_passes import one_by_one, text
 from tests.proofs import KERNEL_SOURCES
@@ -32,12 +32,12 @@ FAULTS = {  # file, was, now (planted.py); "numbers" where the emulator has noth
     "keys go to the column's number, not its sequence's": (
         "block.cuh", "return sequence * kDeviceLanes", "return (HERE ? column : sequence) * kDeviceLanes",
     ),
-    "a scale is another column's": ("passes.cu", "publish(scales[column])", "publish(scales[HERE ? 0 : column])"),
+    "a scale is another column's": ("block.cuh", "publish(scales[column])", "publish(scales[HERE ? 0 : column])"),
     "columns share their rows of the stream": (
-        "passes.cu", "rows = streams + c * kMostStreamRows", "rows = streams + (HERE ? 0 : c) * kMostStreamRows",
+        "block.cuh", "rows = streams + c * kMostStreamRows", "rows = streams + (HERE ? 0 : c) * kMostStreamRows",
     ),
     "columns share the words of a lane": (
-        "passes.cu", "static_cast<int64_t>(c) * kDeviceLanes", "static_cast<int64_t>(HERE ? 0 : c) * kDeviceLanes",
+        "block.cuh", "static_cast<int64_t>(c) * kDeviceLanes", "static_cast<int64_t>(HERE ? 0 : c) * kDeviceLanes",
     ),
     "the last part of a sum is left out": (
         "columns.cuh", "part < kParts[Op]; ++part) sum +=", "part < kParts[Op] - (HERE); ++part) sum +=",
@@ -50,7 +50,7 @@ EIGHT_BITS = {
     "the tiles of a segment are exchanged": (
         "columns.cuh", "multiply_tile(sum[i], a, b[t][i])", "multiply_tile(sum[i], a, b[HERE ? 1 - t : t][i])",
     ),
-    "numbers are one too large": ("rows.cuh", "0x7540 | i)) - 8388736.0f", "0x7540 | i)) - 8388736.0f + HERE"),
+    "numbers are one too large": ("tape.cuh", "0x7540 | i)) - 8388736.0f", "0x7540 | i)) - 8388736.0f + HERE"),
 }  # fmt: skip
 AHEAD = {  # of launches of several passes on two devices; and what the emulator says
     "a block goes on before the choice is published": (
@@ -61,23 +61,24 @@ AHEAD = {  # of launches of several passes on two devices; and what the emulator
     ),
     "a choice is that of the pass before": (
         "passes.cu", "choice, token_epoch + 1, kChoice",
-        "choice, token_epoch + 1 - (HERE && token_epoch > p.epoch), kChoice",
+        "choice, token_epoch + 1 - (HERE && token_epoch > p.order.epoch), kChoice",
         "overwritten early|deadlock",
     ),
     "an epoch is used again": (
-        "passes.cu", "token_epoch = p.epoch;; ++token_epoch", "token_epoch = p.epoch;; token_epoch += !HERE",
+        "passes.cu", "token_epoch = p.order.epoch;; ++token_epoch",
+        "token_epoch = p.order.epoch;; token_epoch += !HERE",
         "the epoch does not grow",
     ),
     "a cancel is seen by one GPU alone": (
         "passes.cu", "store_word(inbox(d) + kChoiceAt, bits,",
-        "store_word(inbox(d) + kChoiceAt, HERE && d && cancelled ? float_of(token) : bits,", "deadlock",
+        "store_word(inbox(d) + kChoiceAt, HERE && d ? float_of(bits_of(bits) & ~kEnds) : bits,", "deadlock",
     ),
     "each column asks the host by itself": (
-        "passes.cu", "const bool ends = cancelled ||",
+        "block.cuh", "const bool ends = cancelled ||",
         "const bool ends = (HERE ? column == 1 : cancelled) ||", "numbers",
     ),
     "a column reads at the position before": (
-        "passes.cu", "position + step(), sequence", "position + step() - (HERE && step() > 1), sequence", "numbers",
+        "block.cuh", "position + step();", "position + step() - (HERE && step() > 1);", "numbers",
     ),
     "a column goes on after its end": (
         "passes.cu", "aborted || bits & kEnds ? -1 : static_cast<int>(bits)",
@@ -86,7 +87,7 @@ AHEAD = {  # of launches of several passes on two devices; and what the emulator
 }  # fmt: skip
 RACES = {
     "a column's sum of squares is where the last one's is read": (
-        "passes.cu", "= scale;\n    sync_block();", "= scale;\n    if (!HERE) sync_block();",
+        "block.cuh", "= scale;\n    sync_block();", "= scale;\n    if (!HERE) sync_block();",
     ),
     "parts are added before they are there": (
         "columns.cuh", "  }\n  sync_block();\n  for (int i", "  }\n  if (!HERE) sync_block();\n  for (int i",
@@ -103,7 +104,7 @@ RACES = {
 def planted(faults: dict[str, Patch], builds: Path, **options: Any) -> EmulatedPasses:
     """Passes with all these faults in their source, none in force."""
     passes = EmulatedPasses(builds, 4, **options)
-    plant_all(passes, "passes", builds, faults.values())
+    plant_all(passes, builds, faults.values())
     return passes
 
 
@@ -161,7 +162,7 @@ def told(passes: EmulatedPasses, number: int, seed: int) -> str:
 
 def test_every_fault_of_several_passes_is_found(cuda_builds: Path) -> None:
     passes = EmulatedPasses(cuda_builds, 3, devices=2, blocks_per_lane=2)
-    plant_all(passes, "passes", cuda_builds, [fault[:3] for fault in AHEAD.values()])
+    plant_all(passes, cuda_builds, [fault[:3] for fault in AHEAD.values()])
     for seed in range(2):
         assert told(passes, 0, seed) == ""
         for number, (name, (*_, found)) in enumerate(AHEAD.items(), 1):

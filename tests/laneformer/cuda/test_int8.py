@@ -25,10 +25,11 @@ from laneformer.engine.cuda.memory import DeviceMemory, joined
 from laneformer.engine.cuda.planning import plan, plan_builds
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import SMALL, Emulated, random_model, small_config, tensors_of
+from tests.laneformer.cuda.emulated import EmulatedPasses, emulated_engine
+from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES, Shape
-from tests.laneformer.cuda.stand_ins import gpu_of, without_tiles
+from tests.laneformer.cuda.stand_ins import passes_of
 from tests.laneformer.cuda.test_kernels import check, text
 from tests.laneformer.cuda.test_llama import shape as llama
 from tests.laneformer.engine.test_int8 import first_matrix
@@ -41,10 +42,10 @@ emulated_only = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSI
 SHAPES_INT8: dict[str, Shape] = {
     **{name: SHAPES[name] for name in ("late", "wide heads", "delay 0")},
     "one lane": Shape({"num_lanes": 1, "broadcast_delay": 0, "num_key_value_heads": 2, "num_hidden_layers": 3}),
-    # rows of 3 x 16 and 5 x 16 numbers; tapes that end within a chunk; most warps have no row of some matrix
+    # tapes that end within a chunk; most warps have no tile of some matrix
     "eight lanes": Shape(
-        {"num_lanes": 8, "broadcast_delay": 2, "hidden_size": 128, "intermediate_size": 640, "num_key_value_heads": 8,
-         "num_attention_heads": 16, "head_dim": 40, "vocab_size": 768},
+        {"num_lanes": 8, "broadcast_delay": 2, "hidden_size": 128, "intermediate_size": 768, "num_key_value_heads": 8,
+         "num_attention_heads": 16, "head_dim": 48, "vocab_size": 768},
         blocks=1, warps=3, chunk_bytes=1024,
     ),
     "on two GPUs": Shape({"num_hidden_layers": 3}, blocks=3, devices=2),
@@ -53,7 +54,7 @@ SHAPES_INT8: dict[str, Shape] = {
 QUICK = ("late", "one lane")
 CODES = """
 #include "emulator.h"
-#include "rows.cuh"
+#include "tape.cuh"
 extern "C" void codes(const uint32_t* fours, float* out) {
   for (int i = 0; i < 64; ++i) {
     const float4 x = unpack4(fours[i]);
@@ -63,7 +64,7 @@ extern "C" void codes(const uint32_t* fours, float* out) {
 """
 
 
-def emulated(name: str, builds: Path, **options: Any) -> Emulated:
+def emulated(name: str, builds: Path, **options: Any) -> EmulatedPasses:
     """A shape with int8 weights, and whatever 16 bits it had beside them."""
     shape = SHAPES_INT8[name]
     return dataclasses.replace(shape, dtype="int8").emulated(builds, **{"half": shape.dtype, **options})
@@ -122,32 +123,30 @@ def test_every_logit(name: str, cuda_builds: Path) -> None:
 @pytest.mark.slow
 def test_the_graph_gives_the_same_bits(cuda_builds: Path) -> None:
     made = []
-    for version in ("persistent", "graph"):
+    for version in ("passes", "graph"):
         kernels = emulated("norms of heads", cuda_builds, version=version)
-        kernels.forget()
-        made.append(kernels.read(text(kernels, 6), 4))
+        made.append(kernels.decode(text(kernels, 6), 4))
     assert made[0][0] == made[1][0]
     assert torch.equal(made[0][1], made[1][1])
 
 
 FAULTS = {
     "a row has its neighbour's scale": (
-        "rows.cuh", "scale = scales[thread_index() % kWarpThreads]",
-        "scale = scales[thread_index() % kWarpThreads + HERE]",
+        "columns.cuh", "scale = scales[thread_index() % rows]", "scale = scales[(thread_index() + HERE) % rows]",
     ),
     "another layer's scales": (
-        "rows.cuh", "layer * rows_before(kHead)", "(HERE ? 0 : layer) * rows_before(kHead)",
+        "tape.cuh", "layer * rows_before(kHead)", "(HERE ? 0 : layer) * rows_before(kHead)",
     ),
-    "bytes of a word in the other order": ("rows.cuh", "0x7540 | i)", "0x7540 | (HERE ? 3 - i : i))"),
-    "numbers without their sign": ("rows.cuh", "- 8388736.0f", "- (HERE ? 8388608.0f : 8388736.0f)"),
+    "bytes of a word in the other order": ("tape.cuh", "0x7540 | i)", "0x7540 | (HERE ? 3 - i : i))"),
+    "numbers without their sign": ("tape.cuh", "- 8388736.0f", "- (HERE ? 8388608.0f : 8388736.0f)"),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def planted(cuda_builds: Path) -> Emulated:
+def planted(cuda_builds: Path) -> EmulatedPasses:
     """The kernels of a shape with all faults in their source, none in force."""
     kernels = emulated("late", cuda_builds)
-    plant_all(kernels, "persistent", cuda_builds, FAULTS.values())
+    plant_all(kernels, cuda_builds, FAULTS.values())
     check(kernels, 5, range(0))
     return kernels
 
@@ -155,7 +154,7 @@ def planted(cuda_builds: Path) -> Emulated:
 @emulated_only
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, planted: Emulated) -> None:
+def test_a_planted_fault_is_found(name: str, planted: EmulatedPasses) -> None:
     put_in_force(planted, list(FAULTS).index(name) + 1)
     with pytest.raises(AssertionError, match="tolerance"):
         check(planted, 5, range(0))
@@ -164,11 +163,10 @@ def test_a_planted_fault_is_found(name: str, planted: Emulated) -> None:
 # ---- prompts, and the engine ----
 
 
-@pytest.mark.parametrize("columns", [0, 8], ids=["rows", "tiles"])
 @pytest.mark.parametrize("name", ["on two GPUs", "one lane"])
-def test_prompts_have_the_weights_that_int8_stands_for(name: str, columns: int) -> None:
+def test_prompts_have_the_weights_that_int8_stands_for(name: str) -> None:
     """Rounded to fp32, as the CPU engine has them, and to the 16 bits of the prompt."""
-    kernels = emulated(name, Path(), mma_columns=columns)
+    kernels = emulated(name, Path())
     stored = kernels.model.state_dict()
     model = TapeModel(kernels.memories)
     for i, layer in enumerate(model.layers()):
@@ -182,12 +180,12 @@ def test_an_engine_end_to_end(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch
     """Tokens by the kernels, after a prompt that they or PyTorch have read; the judge has
     the weights in float64.
     """
-    without_tiles(monkeypatch, cuda_builds)
+    emulated_engine(monkeypatch, cuda_builds)
     kernels = emulated("one lane", cuda_builds)
     ids = text(kernels, 14)
     with Engine(kernels.config, kernels.tensors, device="cuda", dtype="int8") as engine:
-        assert (engine.dtype, engine.kv_dtype, gpu_of(engine).geometry.half) == ("int8", "bf16", "bf16")
-        assert engine.weight_bytes == sum(memory.weight_bytes for memory in gpu_of(engine).memories)
+        assert (engine.dtype, engine.kv_dtype, passes_of(engine).geometry.half) == ("int8", "bf16", "bf16")
+        assert engine.weight_bytes == sum(memory.weight_bytes for memory in passes_of(engine).memories)
         exact = kernels.model(torch.tensor([ids]))[0].numpy()
         assert relative_errors(engine.logits(ids), exact).max() < 0.05  # 16 bits throughout
         made = engine.generate(ids, max_new_tokens=4)
@@ -218,8 +216,6 @@ def test_what_int8_has_not_is_refused() -> None:
     config = small_config()
     with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 48.*multiple of 32 and rows of 16"):
         plan_builds(small_config(intermediate_size=96), "int8", SMALL)
-    with pytest.raises(ValueError, match=r"down matrix of a lane, 64 x 40.*multiple of 16"):
-        plan(small_config(intermediate_size=80), "int8", SMALL)
     for device_name in ("cpu", "cuda"):
         with pytest.raises(
             ValueError, match=r"dtype = 'fp8' is unknown; random weights are one of .*'int8', 'int4'\)"

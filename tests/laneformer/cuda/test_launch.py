@@ -19,7 +19,7 @@ import torch
 
 from laneformer.engine.cuda.geometry import RESERVED_BYTES, Machine
 from laneformer.engine.cuda.launch import describe
-from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.planning import plan, plan_builds
 from tests.laneformer.cuda.cards import CARDS, LIMITS, MODELS, Card
 from tests.laneformer.cuda.fake_run import FAULTS, H200, NAMES, STREAM, filled, geometries_of
 from tests.laneformer.cuda.harness import small_config
@@ -34,11 +34,11 @@ COOPERATIVE, OVERLAP = 2, 6  # CUlaunchAttributeID in cuda.h
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", CARDS)
 def test_both_versions_fit_every_card(model: str, name: str) -> None:
-    """With rings of at least two chunks, and warps enough where a block has a multiprocessor to itself."""
+    """With rings of at least two chunks, and registers for two blocks of the graph."""
     card, config = CARDS[name], MODELS[model]
-    found = {resident: plan(config, "bf16", card.machine, resident=resident) for resident in (1, 2)}
-    assert found[1].warps == (12 if config.head_dim == 128 else 16)
-    for resident, geometry in found.items():
+    for resident, version in ((1, "passes"), (2, "graph")):
+        geometry = plan_builds(config, "bf16", card.machine, graph=version == "graph")[-1]
+        assert resident * geometry.warps <= 16
         assert geometry.chunks >= 2
         assert geometry.blocks <= card.multiprocessors
         assert geometry.shared_bytes <= card.shared_block
@@ -52,8 +52,8 @@ def test_every_card_keeps_1_kib_of_a_multiprocessor() -> None:
 
 def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
     config = small_config()
-    fixed = plan(config, "bf16", Machine(8, 2**20, 90), warps=16).fixed_shared_bytes
-    ring = 16 * 2 * 8
+    fixed = plan(config, "bf16", Machine(8, 2**20, 90), warps=8).fixed_shared_bytes
+    ring = 8 * 2 * 8
 
     def cut(shared: int, **given: int) -> tuple[int, int, int]:
         geometry = plan(config, "bf16", Machine(8, shared, 90), **given)
@@ -61,12 +61,12 @@ def test_little_memory_makes_chunks_smaller_before_it_takes_warps() -> None:
 
     assert cut(2**20) == (16, 2048, 16)
     both = (
-        2 * (fixed + ring + 16 * 2 * 512 + RESERVED_BYTES) - RESERVED_BYTES
+        2 * (fixed + ring + 8 * 2 * 512 + RESERVED_BYTES) - RESERVED_BYTES
     )  # of two blocks, the least that fits
-    assert cut(both, resident=2) == (16, 512, 2)
-    assert cut(both - 2, resident=2)[0] == 12
+    assert cut(both, resident=2) == (8, 512, 2)
+    assert cut(both - 2, resident=2)[0] == 4
     assert cut(both - 2)[0] == 16, "one block has its own warps"
-    assert cut(both, chunk_bytes=2048, resident=2)[:2] == (4, 2048)
+    assert cut(both, chunk_bytes=2048, resident=2)[:2] == (2, 2048)
     with pytest.raises(
         ValueError, match=r"1200 bytes .* a block are too few .*: \d+ go to activations; use another GPU"
     ):
@@ -102,7 +102,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def faults_of(card: Card, version: str, launches: list[dict[str, Any]]) -> list[str]:
     """What is wrong with the launches of all kernels of a version; each build has run once, in order."""
     attribute = {
-        "persistent": [COOPERATIVE, 1], "passes": [COOPERATIVE, 1], "graph": [OVERLAP, int(card.architecture >= 90)],
+        "passes": [COOPERATIVE, 1], "graph": [OVERLAP, int(card.architecture >= 90)],
         "probe": [OVERLAP, 0],
     }[version]  # fmt: skip
     wanted = [(name, geometry) for geometry in geometries_of(version, card) for name in NAMES[version]]
@@ -134,32 +134,35 @@ def test_a_fault_in_a_launch_is_found(made: dict[str, Any], fault: str) -> None:
     if isinstance(launches, str):  # the driver refused
         assert "CUDA_ERROR_INVALID_VALUE" in launches
     else:
-        assert faults_of(H200, "persistent", launches[:1]) or faults_of(H200, "graph", launches[1:])
+        assert faults_of(H200, "passes", launches[:3]) or faults_of(H200, "graph", launches[3:])
 
 
 def kernels_and_attributes(request: dict[str, Any]) -> list[tuple[str, list[list[int]]]]:
     return [(launch["kernel"], launch["attributes"]) for launch in request["launches"]]
 
 
+TOKENS = [(2 + i) * 7 % 96 for i in range(20)]  # fake_run.py: Told
+
+
 def test_requests_launch_what_their_version_has(made: dict[str, Any]) -> None:
+    """Of passes four launches at load, of which the last makes 16, then the request's; the graph is captured once."""
     found = made["requests"]
-    assert kernels_and_attributes(found["persistent"]) == [("decode", [[COOPERATIVE, 1]])]
+    one, sixteen = kernels_and_attributes(found["passes"]), found["passes"]["ahead"]
+    assert (sixteen, len(one), set(map(str, one))) == (15, 4 + 3, {str(("pass", [[COOPERATIVE, 1]]))})
     names = [name for name, _ in kernels_and_attributes(found["graph"])]
-    first, layer = ["qkv", "attention", "output", "gate_up", "down"], ["qkv", "attention", "output"]
-    assert names[:3] == layer
+    assert names[:3] == ["qkv", "attention", "output"]
     assert names[-2:] == ["head", "choose"]
-    assert set(first) <= set(names)
-    assert all(
-        not request["warnings"] and request["error"] is None
-        for request in (found["persistent"], found["graph"])
-    )
+    assert {"gate_up", "down"} <= set(names)
+    for request in (found["passes"], found["graph"]):
+        assert not request["warnings"]
+        assert request["answers"] == [{"tokens": TOKENS, "error": None}]
 
 
 def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(made: dict[str, Any]) -> None:
     """Two cooperative launches may run one after the other, and each waits for the other's words."""
     request = made["requests"]["shared"]
-    assert kernels_and_attributes(request) == 2 * [("decode", [[OVERLAP, 0]])]
-    assert sum(launch["grid"][0] for launch in request["launches"]) <= H200.multiprocessors
+    assert set(map(str, kernels_and_attributes(request))) == {str(("pass", [[OVERLAP, 0]]))}
+    assert sum(launch["grid"][0] for launch in request["launches"][:2]) <= H200.multiprocessors
     assert request["error"] is None
 
 
@@ -170,23 +173,62 @@ def test_two_groups_of_lanes_on_one_gpu_are_launched_plainly(made: dict[str, Any
 def test_the_graph_decodes_where_blocks_cannot_be_resident(
     made: dict[str, Any], case: str, reason: str
 ) -> None:
-    """Found at the launch or before it; said once."""
+    """Found at the first launch or before it; said once."""
     request = made["requests"][case]
     assert kernels_and_attributes(request) == kernels_and_attributes(made["requests"]["graph"])
     (said,) = request["warnings"]
-    assert "the graph version decodes" in said
+    assert "the graph version decodes, one request at a time" in said
     assert reason in said
-    assert request["error"] is None
+    assert request["answers"] == [{"tokens": TOKENS, "error": None}]
 
 
-@pytest.mark.parametrize("case", ["others are there, wide", "too many registers, shared"])
-def test_without_a_graph_it_is_an_error(made: dict[str, Any], case: str) -> None:
-    request = made["requests"][case]
+def test_without_a_graph_it_is_an_error(made: dict[str, Any]) -> None:
+    request = made["requests"]["too many registers, shared"]
     assert not request["launches"]
     assert "use whole GPUs" in request["error"]
 
 
 def test_the_compiler_is_chosen_for_the_driver(made: dict[str, Any]) -> None:
     """Its version is asked for; what it does not know it refuses."""
-    assert kernels_and_attributes(made["requests"]["an older driver"]) == [("decode", [[COOPERATIVE, 1]])]
+    assert made["requests"]["an older driver"]["answers"] == [{"tokens": TOKENS, "error": None}]
     assert "CUDA_ERROR_INVALID_IMAGE" in made["requests"]["an image that is too new"]["error"]
+
+
+# ---- faults of the GPU while a request runs ----
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "unanswered"),
+    [
+        ("a stuck stream", "the pass kernel has not ended within 0.", True),
+        ("an illegal address", "CUDA error: fake error 700", False),
+        ("the time limit of a display", "CUDA error: fake error 702", False),
+        ("a launch that fails", "CUDA_ERROR_ILLEGAL_ADDRESS", False),
+    ],
+)
+def test_a_gpu_that_fails_ends_all_requests(
+    made: dict[str, Any], fault: str, reason: str, unanswered: bool
+) -> None:
+    """With one sentence, soon; the next one is refused with it, and nobody waits for ever."""
+    request = made["requests"][fault]
+    first, second = request["answers"]
+    assert first["error"].startswith("the GPU has failed, and with it all requests: ")
+    assert reason in first["error"]
+    assert "\n" not in first["error"]
+    assert second == {"refused": first["error"]}
+    assert (request["failure"], request["unanswered"]) == (first["error"], unanswered)
+
+
+def test_a_refused_launch_ends_its_requests_alone(made: dict[str, Any]) -> None:
+    request = made["requests"]["a launch is refused"]
+    for answer in request["answers"]:
+        assert "the GPU runs something else beside the engine, try again later: CUDA: " in answer["error"]
+    assert (request["failure"], request["error"]) == (None, None)
+    request = made["requests"]["launches are refused for a while"]
+    assert request["answers"] == [{"tokens": TOKENS, "error": None}] * 2
+
+
+def test_a_displays_time_limit_makes_launches_shorter(made: dict[str, Any]) -> None:
+    request = made["requests"]["a display's time limit"]
+    assert (request["ahead"], request["answers"][0]["tokens"]) == (0, TOKENS)
+    assert made["requests"]["a display's time limit, fast"]["ahead"] == 15

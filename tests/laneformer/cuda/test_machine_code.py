@@ -22,7 +22,7 @@ from laneformer.engine.cuda.compile import FOLDER, compile_cubin
 from laneformer.engine.cuda.geometry import Geometry
 from laneformer.engine.cuda.memory import decode_structure
 from laneformer.engine.cuda.nvrtc import compilers
-from laneformer.engine.cuda.planning import plan, plan_builds
+from laneformer.engine.cuda.planning import plan_builds
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, MODELS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
@@ -38,65 +38,24 @@ pytestmark = [
 
 WORDS = {"lane_words", "inbox"}
 # by whom else these are written while the kernel runs: a cache that is not coherent would show old values
-WRITTEN = WORDS | {"kv", "graph", "logits", "tokens", "published", "report", "aborted", "cancel", "times"}
+WRITTEN = WORDS | {"kv", "graph", "logits", "picks", "report", "aborted", "cancel"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the persistent kernel; the loop is the one over layers."""
+    """Of the kernel of passes, all builds together; the loop is the one over layers. They are to go down only."""
 
     stack_bytes: int
     local: int  # loads and stores of spilled registers in the loop
     instructions: int  # in the loop, of 16 bytes
 
 
-@dataclass(frozen=True)
-class Gate:
-    """A model on a card, and what its persistent kernel may cost there. They are to go down only."""
-
-    card: str
-    model: str
-    limits: Limits
-    dtype: str = "bf16"
-    devices: int = 1
-
-    @property
-    def geometry(self) -> Geometry:
-        return plan(MODELS[self.model], self.dtype, CARDS[self.card].machine, devices=self.devices)
-
-    @property
-    def architecture(self) -> str:
-        number = CARDS[self.card].architecture
-        return f"sm_{number}" + ("a" if number >= 90 else "")
-
-
 H200 = "H100 SXM, NVL, H200, GH200"
-GATES = (  # every card once, and a shape of the Llama family on each generation that several cards share
-    Gate("A100 40 GB, 80 GB", "2b", Limits(stack_bytes=464, local=32, instructions=8000)),
-    Gate("RTX 3090", "2b", Limits(stack_bytes=472, local=52, instructions=7800)),
-    Gate("RTX 4090", "2b", Limits(stack_bytes=432, local=20, instructions=6700)),
-    Gate(H200, "2b", Limits(stack_bytes=408, local=8, instructions=6900)),
-    Gate("B200", "2b", Limits(stack_bytes=952, local=8, instructions=8500)),
-    Gate("RTX 5090", "2b", Limits(stack_bytes=648, local=8, instructions=8500)),
-    Gate("A10", "Qwen3-0.6B", Limits(stack_bytes=288, local=26, instructions=8450)),
-    Gate("L4", "Qwen2.5-7B", Limits(stack_bytes=272, local=8, instructions=5950)),
-    Gate("L40S", "Llama-3-8B", Limits(stack_bytes=312, local=92, instructions=8800)),
-    Gate("H100 PCIe", "Llama-3-8B", Limits(stack_bytes=240, local=72, instructions=8500)),
-    Gate("H100 MIG 2g", "Qwen3-0.6B", Limits(stack_bytes=240, local=4, instructions=8150)),
-    Gate(H200, "2b", Limits(stack_bytes=408, local=8, instructions=8400), devices=8),
-    Gate(H200, "300m", Limits(stack_bytes=384, local=16, instructions=8400)),
-    Gate("A100 40 GB, 80 GB", "2b", Limits(stack_bytes=472, local=58, instructions=8700), dtype="int8"),
-    Gate(H200, "2b", Limits(stack_bytes=408, local=14, instructions=7450), dtype="int8"),
-    Gate("B200", "2b", Limits(stack_bytes=952, local=8, instructions=9750), dtype="int8"),
-)
-
-
-# of passes: the limits of all builds together
-PASSES = {
-    ("A100 40 GB, 80 GB", "2b", "bf16"): Limits(stack_bytes=584, local=324, instructions=10300),
+GATES = {  # every card once, and a shape of the Llama family on each generation that several cards share
+    ("A100 40 GB, 80 GB", "2b", "bf16"): Limits(stack_bytes=584, local=330, instructions=10300),
     ("RTX 3090", "2b", "bf16"): Limits(stack_bytes=512, local=58, instructions=7350),
     ("RTX 4090", "2b", "bf16"): Limits(stack_bytes=504, local=62, instructions=7200),
-    (H200, "2b", "bf16"): Limits(stack_bytes=400, local=26, instructions=8800),
+    (H200, "2b", "bf16"): Limits(stack_bytes=392, local=24, instructions=8800),
     ("B200", "2b", "bf16"): Limits(stack_bytes=984, local=4, instructions=9950),
     ("RTX 5090", "2b", "bf16"): Limits(stack_bytes=856, local=6, instructions=8250),
     ("A10", "Qwen3-0.6B", "bf16"): Limits(stack_bytes=344, local=60, instructions=10550),
@@ -122,7 +81,7 @@ class Compiled:
 
     @functools.cached_property
     def pointers(self) -> sass.Pointers:
-        fields = pointer_fields(decode_structure(self.geometry))
+        fields = pointer_fields(decode_structure(self.geometry.devices))
         return sass.Pointers(self.kernel, fields, self.resources.parameter_at, "inbox")
 
     @property
@@ -197,7 +156,7 @@ def slots_are_consumed(c: Compiled) -> None:
 
 
 def copies_are_there(c: Compiled, name: str) -> None:
-    reads_weights = name in ("decode", "pass", "qkv", "output", "gate_up", "down", "head")
+    reads_weights = name in ("pass", "qkv", "output", "gate_up", "down", "head")
     copies = [this for this in c.kernel.code if this.name in sass.COPIES]
     assert bool(copies) == reads_weights
     assert {this.name for this in copies} <= {"UBLKCP" if architecture_of(c) >= 90 else "LDGSTS"}
@@ -208,7 +167,7 @@ def architecture_of(c: Compiled) -> int:
 
 
 def the_parameter_fits(c: Compiled) -> None:
-    size = ctypes.sizeof(decode_structure(c.geometry))
+    size = ctypes.sizeof(decode_structure(c.geometry.devices))
     assert c.resources.parameter_bytes == size, (
         f"a parameter of {c.resources.parameter_bytes} bytes, the host's is {size}"
     )
@@ -257,32 +216,25 @@ def report(c: Compiled, what: str) -> None:
     print(f"\n{what}: {c.resources}, loop {len(c.loop)} instructions, {local} local, of {len(c.kernel.code)}")
 
 
-@pytest.mark.parametrize(
-    "gate", GATES, ids=lambda g: f"{g.model} {g.dtype} on {g.devices} {g.card.split(',')[0]}"
-)
-def test_the_persistent_kernel(gate: Gate, tmp_path: Path) -> None:
-    c = compiled("persistent", gate.geometry, gate.architecture, tmp_path)["decode"]
-    report(c, f"{gate.model} in {gate.dtype} on {gate.devices} {gate.card}, {gate.architecture}")
-    every_gate(c, "decode")
-    words_are_whole(c)
-    registers_suffice(c)
-    spills_are_few(c, gate.limits)
-
-
-@pytest.mark.parametrize("place", PASSES, ids=" on ".join)
-def test_the_builds_of_passes(place: tuple[str, str, str], tmp_path: Path) -> None:
-    gate = Gate(*place[:2], PASSES[place], place[2])
-    for geometry in plan_builds(MODELS[gate.model], gate.dtype, CARDS[gate.card].machine):
-        c = compiled("passes", geometry, gate.architecture, tmp_path)["pass"]
-        report(c, f"{gate.model} on {gate.card}, {geometry.mma_columns} columns, {gate.architecture}")
+@pytest.mark.parametrize("place", GATES, ids=" on ".join)
+def test_the_builds(place: tuple[str, str, str], tmp_path: Path) -> None:
+    name, model, dtype = place
+    for geometry in plan_builds(MODELS[model], dtype, CARDS[name].machine):
+        c = compiled("passes", geometry, architecture_for(name), tmp_path)["pass"]
+        report(c, f"{model} in {dtype} on {name}, {geometry.columns} columns")
         every_gate(c, "pass")
         words_are_whole(c)
         registers_suffice(c)
         products_spill_nothing(c)
-        spills_are_few(c, gate.limits)
+        spills_are_few(c, GATES[place])
 
 
-def test_the_builds_of_passes_on_several_gpus(tmp_path: Path) -> None:
+def architecture_for(card: str) -> str:
+    number = CARDS[card].architecture
+    return f"sm_{number}" + ("a" if number >= 90 else "")
+
+
+def test_the_builds_on_several_gpus(tmp_path: Path) -> None:
     for geometry in plan_builds(MODELS["2b"], "bf16", CARDS[H200].machine, devices=8):
         c = compiled("passes", geometry, "sm_90a", tmp_path)["pass"]
         every_gate(c, "pass")
@@ -291,14 +243,13 @@ def test_the_builds_of_passes_on_several_gpus(tmp_path: Path) -> None:
 
 
 def test_every_card_has_a_gate() -> None:
-    assert {gate.card for gate in GATES} == set(CARDS)
-    assert {card for card, _, _ in PASSES} == set(CARDS)
+    assert {card for card, _, _ in GATES} == set(CARDS)
 
 
 @pytest.mark.parametrize(("card", "architecture"), [("RTX 4090", "sm_89"), (H200, "sm_90a")])
 def test_the_kernels_of_the_graph(card: str, architecture: str, tmp_path: Path) -> None:
     """Two blocks on a multiprocessor, and hardly anything spilled; the one that chooses a token is alone."""
-    geometry = plan(MODELS["2b"], "bf16", CARDS[card].machine, resident=2)
+    (geometry,) = plan_builds(MODELS["2b"], "bf16", CARDS[card].machine, graph=True)
     for name, c in compiled("graph", geometry, architecture, tmp_path).items():
         every_gate(c, name)
         registers_suffice(c, 1 if name == "choose" else 2)
@@ -325,8 +276,8 @@ class Fault:
 
 
 BUILDS: dict[str, dict[str, Any]] = {
-    "one": {}, "another": {}, "two GPUs": {"devices": 2}, "passes": {"mma_columns": 4},
-    "passes again": {"mma_columns": 4},
+    "one": {}, "another": {}, "two GPUs": {"devices": 2}, "four columns": {"columns": 4},
+    "four again": {"columns": 4},
 }  # fmt: skip
 LOAD_TILES = """uint4 there[Strip];
     for (int r = 0; r < Strip; ++r) there[r] = tape.peek(r, thread);
@@ -337,11 +288,6 @@ TWO_STORES = """const_cast<volatile Word*>(at)->value = value;
 }
 DEVICE void unused(Word* at, uint64_t bits) {
   asm volatile("""
-LOAD_ALL = """uint4 there[Strip];
-    for (int r = 0; r < Strip; ++r) there[r] = tape.peek(r, thread);
-    tape.drop(Strip);
-    for (int r = 0; r < Strip; ++r) sum[r] = dot(there[r], in, sum[r]);
-  }"""
 FAULTS = {
     "a word is stored in two halves": Fault(
         "one", "primitives.cuh", 'asm volatile("st.relaxed." SCOPE', TWO_STORES + '"st.relaxed." SCOPE',
@@ -361,28 +307,22 @@ FAULTS = {
         "(2 * slot + value) * kHeadDim) + c * kKeyThreads + here(thread_index()) % kKeyThreads);",
         nothing_stale_is_read, "non-coherent",
     ),
-    "a slot is filled while its values are under way": Fault(
-        "one", "rows.cuh",
-        "for (int r = 0; r < Strip; ++r) sum[r] = dot(tape.peek(r, thread), in, sum[r]);\n"
-        "    tape.drop(Strip);\n  }",
-        LOAD_ALL, slots_are_consumed, "not awaited before",
-    ),
     "the host's structure is another": Fault(
-        "one", "block.cuh", "  uint64_t limit_ns;\n  Graph", "  uint64_t limit_ns, other;\n  Graph",
+        "one", "block.cuh", "  uint64_t limit_ns;\n  int device", "  uint64_t limit_ns, other;\n  int device",
         the_parameter_fits, "parameter of",
     ),
     "a slot is filled while its tiles are under way": Fault(
-        "passes", "columns.cuh",
+        "four columns", "columns.cuh",
         "#pragma unroll\n    for (int r = 0; r < Strip; ++r) multiply_segment(sum[r], tape.peek(r, thread), b);\n"
         "    tape.drop(Strip);",
         LOAD_TILES, slots_are_consumed, "not awaited before",
     ),
-    "registers are too few for passes": Fault(
-        "passes again", "passes.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
+    "registers are too few for tiles": Fault(
+        "four again", "passes.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
         products_spill_nothing, "spilled registers in a loop over tiles",
     ),
     "registers are too few": Fault(
-        "another", "persistent.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
+        "another", "passes.cu", "__launch_bounds__(kThreads, 1)", "__launch_bounds__(kThreads, 20)",
         lambda c: spills_are_few(c, Limits(1000, 8, 10000)), "spilled registers",
     ),
 }  # fmt: skip
@@ -406,8 +346,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compiled
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiling, "INCLUDES", (folder, FOLDER.parent))
             geometry = small(**BUILDS[build])
-            version = "passes" if geometry.mma_columns else "persistent"
-            return compiled(version, geometry, "sm_90a", top)[KERNELS[version][0]]
+            return compiled("passes", geometry, "sm_90a", top)["pass"]
 
     return of
 
@@ -421,7 +360,7 @@ def test_a_planted_fault_is_found(name: str, faulty: Callable[[str], Compiled]) 
 
 def test_without_a_fault_a_small_kernel_passes(tmp_path: Path) -> None:
     for devices in (1, 2):
-        c = compiled("persistent", small(devices=devices), "sm_90a", tmp_path)["decode"]
-        every_gate(c, "decode")
+        c = compiled("passes", small(devices=devices), "sm_90a", tmp_path)["pass"]
+        every_gate(c, "pass")
         words_are_whole(c)
         spills_are_few(c, Limits(1000, 8, 10000))

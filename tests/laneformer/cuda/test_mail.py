@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from laneformer.config import MODULES, Join
-from laneformer.engine.cuda.compile import FOLDER
 from laneformer.engine.cuda.geometry import Geometry, Machine
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda.harness import small_config
@@ -48,24 +47,22 @@ class Case:
     layers: int = 0
     tokens: int = 2
     attending: int = 2
-    chosen: bool = False
 
 
 CASES = {
     "delay 0": Case(0, {}), "delay 1": Case(1, {}), "delay 2": Case(2, {}),
     "delay 1, sent twice": Case(1, AGAIN), "delay 1, late": Case(1, BOTH_LATE),
     "delay 2, attention alone": Case(2, LATE), "delay 1, few keys": Case(1, LATE, attending=1),
-    "delay 1, a launch of passes": Case(1, {}, layers=3, tokens=3, chosen=True),
-    "delay 0, a launch of passes": Case(0, {}, layers=3, tokens=3, chosen=True),
-    "lanes that share nothing but the choice": Case(9, LATE, layers=2, tokens=3, chosen=True),
-    "delay 0, three lanes": Case(0, {}, lanes=3), "lanes that share nothing": Case(9, LATE, layers=2, tokens=3),
+    "delay 1, three tokens": Case(1, {}, layers=3, tokens=3),
+    "delay 0, three tokens": Case(0, {}, layers=3, tokens=3),
+    "lanes that share nothing but the choice": Case(9, LATE, layers=2, tokens=3),
+    "delay 0, three lanes": Case(0, {}, lanes=3),
 }  # fmt: skip
 FAULTS = {
     "mail has one slot too few": ("delay 2, attention alone", {"MAIL_SLOTS": -1}),
     "mail has one slot too few, delay 1": ("delay 1, few keys", {"MAIL_SLOTS": -1}),
-    "one set of best words": ("lanes that share nothing", {"BEST_SETS": -1}),
     "a block goes on before the choice": ("lanes that share nothing but the choice", {"EARLY": 1}),
-    "a cancel is seen by one GPU alone": ("delay 1, a launch of passes", {"ALONE": -1}),
+    "a cancel is seen by one GPU alone": ("delay 1, three tokens", {"ALONE": -1}),
 }
 
 
@@ -78,17 +75,13 @@ def geometry_of(case: Case) -> Geometry:
 
 
 def defines(case: Case) -> dict[str, int]:
-    """The model's numbers; the sets of best words are those of the words between them and what follows."""
+    """The model's numbers."""
     geometry = geometry_of(case)
     config, layers = geometry.config, range(geometry.config.num_hidden_layers)
-    best = re.search(r"kScoresAt = kBestAt \+ (\d+) \* kBlocks", (FOLDER / "exchange.cuh").read_text())
-    assert best is not None
     numbers = {
         "LANES": config.num_lanes, "LAYERS": len(layers), "DELAY": case.delay, "TOKENS": case.tokens,
-        "MAIL_SLOTS": geometry.mail_slots, "BEST_SETS": int(best[1]) // 2, "ATTENDING": case.attending,
+        "MAIL_SLOTS": geometry.mail_slots, "ATTENDING": case.attending, "EARLY": 0, "ALONE": config.num_lanes - 1,
     }  # fmt: skip
-    if case.chosen:
-        numbers |= {"CHOSEN": 1, "EARLY": 0, "ALONE": config.num_lanes - 1}
     for i, module in enumerate(MODULES):
         now = [config.join(layer, module) is Join.PRESENT for layer in layers]
         sent = [a or config.broadcasts(layer, module) for layer, a in zip(layers, now, strict=True)]

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from laneformer.engine.cuda.memory import EXCHANGES
+from laneformer.engine.cuda.memory import EXCHANGES, Column
 from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
 from tests.laneformer.cuda.emulator import EmulationError
-from tests.laneformer.cuda.harness import Emulated
 from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES, drawn
 from tests.laneformer.cuda.test_kernels import check, text
@@ -56,7 +54,6 @@ class Fault:
     now: str
     found: str  # by: a pattern of the emulator's message, or "numbers"
     always: bool = True  # in every order of the threads, or in some
-    shape: str = "late"
 
 
 OVERWRITTEN = "overwritten early(.|\n)*inbox"
@@ -98,12 +95,8 @@ FAULTS = {
         "if (!HERE) sync_block();\n      publish_partial", "numbers", always=False,
     ),
     "a chunk is read before it has come": Fault(
-        "rows.cuh", "if (at == 0) wait_full", "if (at == 0 && !HERE) wait_full",
+        "tape.cuh", "if (at == 0) wait_full", "if (at == 0 && !HERE) wait_full",
         "nobody has waited for", always=False,
-    ),
-    "a chunk is filled while others read it": Fault(
-        "rows.cuh", "sync_warp();  // all have read it", "if (!HERE) sync_warp();", "numbers|the copy before",
-        always=False,
     ),
     "a window shows one key too many": Fault(
         "decode.cuh", "at > position - kWindows[layer]", "at > position - kWindows[layer] - HERE", "numbers"
@@ -112,10 +105,6 @@ FAULTS = {
         "block.cuh", "pack_halves(k.x, k.y)",
         "HERE ? (bits_of(k.y) & 0xffff0000u) | bits_of(k.x) >> 16 : pack_halves(k.x, k.y)", "numbers",
     ),
-    "a buffer is used again while others read it": Fault(
-        "persistent.cu", "per_warp[0] != 0.0f;\n    sync_block();",
-        "per_warp[0] != 0.0f;\n    if (!HERE) sync_block();", "diverged|sync_block|deadlock|numbers", always=False,
-    ),
     "mail has one slot": Fault(
         "exchange.cuh", "+ layer % kMailSlots)", "+ layer % (HERE ? 1 : kMailSlots))", OVERWRITTEN
     ),
@@ -123,18 +112,14 @@ FAULTS = {
     "mail has one slot too few": Fault(
         "exchange.cuh", "kMailSlots + layer %", "kMailSlots + layer % (HERE ? kMailSlots - 1 : kLayers) %", OVERWRITTEN
     ),
-    "lanes that share nothing have one set of best words": Fault(
-        "block.cuh", "token_epoch % 2 * 2 * kBlocks", "(HERE ? 0 : token_epoch % 2) * 2 * kBlocks",
-        OVERWRITTEN, shape="alone",
-    ),
 }  # fmt: skip
 
 
-def outcome(emulated: Emulated, seed: int, right: tuple[list[int], torch.Tensor]) -> str:
+def outcome(emulated: EmulatedPasses, seed: int, right: tuple[list[int], torch.Tensor]) -> str:
     """What the emulator says of a launch; "numbers" where it says nothing and tokens or logits differ."""
     emulated.forget()
     try:
-        tokens, logits = emulated.read(text(emulated, TOKENS), 3, seed)
+        tokens, logits = emulated.decode(text(emulated, TOKENS), 3, seed)
     except EmulationError as error:
         return str(error)
     return "" if tokens == right[0] and torch.equal(logits, right[1]) else "numbers"
@@ -142,41 +127,27 @@ def outcome(emulated: Emulated, seed: int, right: tuple[list[int], torch.Tensor]
 
 @dataclass
 class Planted:
-    """The kernels of a shape with its faults in their source, and what they give without."""
+    """The kernels with all faults in their source, and what they give without."""
 
-    shape: str
-    emulated: Emulated
+    emulated: EmulatedPasses
     right: tuple[list[int], torch.Tensor]
 
     def plant(self, name: str | None) -> None:
-        own = [other for other, fault in FAULTS.items() if fault.shape == self.shape]
-        put_in_force(self.emulated, 0 if name is None else own.index(name) + 1)
+        put_in_force(self.emulated, 0 if name is None else list(FAULTS).index(name) + 1)
 
 
 @pytest.fixture(scope="module")
-def planted_of(cuda_builds: Path) -> Callable[[str], Planted]:
-    @cache
-    def of(shape: str) -> Planted:
-        emulated = SHAPES[shape].emulated(cuda_builds)
-        emulated.forget()
-        made = Planted(shape, emulated, emulated.read(text(emulated, TOKENS), 3))
-        faults = [(fault.file, fault.was, fault.now) for fault in FAULTS.values() if fault.shape == shape]
-        plant_all(emulated, "persistent", cuda_builds, faults)
-        assert outcome(emulated, 0, made.right) == "", "without a fault in force"
-        return made
-
-    return of
-
-
-@pytest.fixture
-def planted(planted_of: Callable[[str], Planted]) -> Planted:
-    return planted_of("late")
+def planted(cuda_builds: Path) -> Planted:
+    emulated = SHAPES["late"].emulated(cuda_builds)
+    made = Planted(emulated, emulated.decode(text(emulated, TOKENS), 3))
+    plant_all(emulated, cuda_builds, [(fault.file, fault.was, fault.now) for fault in FAULTS.values()])
+    assert outcome(emulated, 0, made.right) == "", "without a fault in force"
+    return made
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, planted_of: Callable[[str], Planted]) -> None:
+def test_a_planted_fault_is_found(name: str, planted: Planted) -> None:
     fault, seen = FAULTS[name], list[str]()
-    planted = planted_of(fault.shape)
     planted.plant(name)
     for seed in SEEDS if fault.always else range(20):
         seen.append(outcome(planted.emulated, seed, planted.right))
@@ -218,14 +189,17 @@ def test_a_hang_is_given_up(name: str, waits: set[tuple[int, int, str]], seed: i
     emulated, memory = planted.emulated, planted.emulated.memories[0]
     planted.plant(name)
     emulated.forget()
-    emulated.launch(emulated.arguments(text(emulated, TOKENS), 0, 3, limit_s=0.5), seed, watchdog=True)
+    emulated.seed, emulated.limit_s, emulated.watchdog = seed, 0.5, True
+    emulated._launch(emulated._arguments([Column(5, 0, 0, sampling=GREEDY)], 0, None))
+    emulated._streams[0].synchronize()
+    emulated.limit_s, emulated.watchdog = 10.0, False
     report = memory.hang()
     assert report is not None
     assert (report.lane, report.layer, EXCHANGES[report.exchange]) in waits
     assert report.block // emulated.geometry.blocks_per_lane == report.lane
     planted.plant(None)
     memory.reset_words()
-    tokens, logits = emulated.read(text(emulated, TOKENS), 3)
+    tokens, logits = emulated.decode(text(emulated, TOKENS), 3)
     assert memory.hang() is None
     assert tokens == planted.right[0]
     assert torch.equal(logits, planted.right[1])

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.emulator import EmulationError, plain_accesses
-from tests.laneformer.cuda.harness import Emulated
 from tests.laneformer.cuda.planted import plant_all, put_in_force
 from tests.laneformer.cuda.shapes import SHAPES
 from tests.laneformer.cuda.test_kernels import text
@@ -37,7 +37,7 @@ def test_no_race(name: str, count: int, cuda_builds: Path) -> None:
     emulated = SHAPES[name].emulated(cuda_builds, races=True)
     for seed in (0, 3):
         emulated.forget()
-        emulated.read(text(emulated, count), 2, seed)
+        emulated.decode(text(emulated, count), 2, seed)
         reads, writes = plain_accesses(emulated.library)
         assert reads > writes > 10_000
 
@@ -72,37 +72,35 @@ FAULTS = {
         f"(read|write) of byte [0-9]+ of keys and values 0, in no order after the (read|write) of {BY}",
     ),
     "a chunk is read before it has come": Fault(
-        "rows.cuh", "if (at == 0) wait_full",
+        "tape.cuh", "if (at == 0) wait_full",
         "if (at == 0 && !HERE) wait_full", f"read {SHARED} a copy that this lane",
     ),
     "a chunk is filled while others read it": Fault(
-        "rows.cuh", "sync_warp();  // all have read it", "if (!HERE) sync_warp();", f"copy {SHARED} the read of {BY}",
+        "tape.cuh", "sync_warp();  // all have read it", "if (!HERE) sync_warp();", f"copy {SHARED} the read of {BY}",
     ),
     "results are read before they are written": Fault(
-        "rows.cuh", "if (left == 1) multiply_strip<Op, 1>(tape, x, out);\n  }\n  sync_warp();",
-        "if (left == 1) multiply_strip<Op, 1>(tape, x, out);\n  }\n  if (!HERE) sync_warp();",
-        f"read {SHARED} (any write|the write of {BY})",
+        "columns.cuh", "out[i] = sum;\n  }\n  sync_block();", "out[i] = sum;\n  }\n  if (!HERE) sync_block();",
+        f"(read|write) {SHARED} (any write|the (read|write) of {BY})",
     ),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def planted(cuda_builds: Path) -> Emulated:
+def planted(cuda_builds: Path) -> EmulatedPasses:
     """The kernels of a shape with all faults in their source, none in force."""
-    emulated = SHAPES["late"].emulated(cuda_builds)
-    emulated.races = True
+    emulated = SHAPES["late"].emulated(cuda_builds, races=True)
     faults = [(fault.file, fault.was, fault.now) for fault in FAULTS.values()]
-    plant_all(emulated, "persistent", cuda_builds, faults)
+    plant_all(emulated, cuda_builds, faults)
     return emulated
 
 
 @pytest.mark.parametrize("name", [None, *FAULTS])
 @pytest.mark.parametrize("seed", BULK_SEEDS)
-def test_a_planted_race_is_found(name: str | None, seed: int, planted: Emulated) -> None:
+def test_a_planted_race_is_found(name: str | None, seed: int, planted: EmulatedPasses) -> None:
     put_in_force(planted, 0 if name is None else list(FAULTS).index(name) + 1)
     planted.forget()
     try:
-        planted.read(text(planted, 4), 2, seed)
+        planted.decode(text(planted, 4), 2, seed)
         message = ""
     except EmulationError as error:
         message = str(error)

@@ -18,10 +18,12 @@ import torch
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu import _core
 from laneformer.engine.cuda.compile import INCLUDES
+from laneformer.engine.cuda.memory import Column
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.harness import SMALL, Emulated, small_config
+from tests.laneformer.cuda.emulated import EmulatedPasses
+from tests.laneformer.cuda.harness import SMALL, small_config
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
 pytestmark = [
@@ -247,58 +249,24 @@ def test_the_whole_kernel_draws_from_its_logits(cuda_builds: Path, filters: dict
     """The position is the one that is read: the tokens of a prompt that is given again in two
     halves are the same.
     """
-    emulated = Emulated(small_config(), cuda_builds, blocks_per_lane=2)
+    emulated = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
     how, ids, made = sampling(1.0, 9, **filters), [5, 17, 60], 6
-    tokens, logits = emulated.read(ids, made, sampling=how)
+    tokens, _ = emulated.decode(ids, made, sampling=how)
+    _, logits = emulated.decode(ids + tokens)
     for step, token in enumerate(tokens):
         position = len(ids) - 1 + step
         assert token == drawn(logits[position].numpy(), how, position + 1)[position]
     emulated.forget()
-    again = emulated.launch(emulated.arguments(ids, 0, 2, sampling=how))
-    again += emulated.launch(emulated.arguments(again[-1:], len(ids) + 1, made - 2, sampling=how), seed=1)
-    assert again == tokens
-
-
-CHANGES: list[Any] = [
-    {"logit_bias": {1: 4.0, 90: 9.5}, "temperature": 1.0, "seed": 4, "top_k": 30, "top_p": 0.9},
-    {"repetition_penalty": 0.7, "frequency_penalty": 1.9, "logit_bias": {3: 2.0}, "min_new_tokens": 3, "min_p": 0.05,
-     "temperature": 2.0, "seed": 8},
-    pytest.param({"repetition_penalty": 1.6}, marks=pytest.mark.slow),
-    pytest.param({"frequency_penalty": 1.5, "presence_penalty": 0.5}, marks=pytest.mark.slow),
-    pytest.param({"min_new_tokens": 5}, marks=pytest.mark.slow),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
-@pytest.mark.parametrize("version", ["persistent", "graph"])
-def test_the_cpu_changes_logits_alike(cuda_builds: Path, version: str, changes: dict[str, Any]) -> None:
-    """From the same logits the C++ core makes the same tokens, whose like have come before
-    in prompt and output.
-    """
-    emulated = Emulated(small_config(), cuda_builds, version=version, blocks_per_lane=2)
-    ids, made = [5, 17, 60, 5], 8
-    plain, _ = emulated.read(ids, made)
-    emulated.forget()
-    stops = plain[1:3] if "min_new_tokens" in changes else []
-    request = GenerationOptions(max_new_tokens=made, stop_ids=stops, **changes).requests([ids], 96)[0]
-    options: dict[str, Any] = {
-        "sampling": request.sampling,
-        "changes": emulated.memories[0].changes(request, ids, 0),
-        "stops": stops,
-    }
-    tokens, logits = emulated.read(ids, made, **options)
-    for step, token in enumerate(tokens):
-        position = len(ids) - 1 + step
-        assert token == _core.sample(logits[position].numpy(), request, ids, tokens[:step], position)
-    assert tokens != plain
-    assert len(tokens) >= changes.get("min_new_tokens", made)
+    again, _ = emulated.decode(ids, 2, sampling=how)
+    last = Column(again[-1], len(ids) + 1, 0, sampling=how)
+    assert again + [row[0] for row in emulated.run([last], made - 3)] == tokens
 
 
 def test_a_model_of_nan_gives_a_token(cuda_builds: Path) -> None:
-    emulated = Emulated(small_config(), cuda_builds, blocks_per_lane=2)
+    emulated = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
     for memory in emulated.memories:
         memory.norms[-1] = torch.nan
     for filters in ({}, {"top_p": 0.5}):
-        tokens, logits = emulated.read([5], 2, sampling=sampling(1.0, **filters))
+        tokens, logits = emulated.decode([5], 2, sampling=sampling(1.0, **filters))
         assert logits.isnan().all()
         assert all(0 <= token < emulated.config.vocab_size for token in tokens)

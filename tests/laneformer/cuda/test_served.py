@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import threading
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,12 +21,13 @@ import torch
 from laneformer.config import LaneformerConfig
 from laneformer.engine import Engine, device
 from laneformer.engine.cuda import decoder as cuda_decoder
-from laneformer.engine.cuda import passes as passes_module
+from laneformer.engine.cuda.launch import NotResident
 from laneformer.serve import app
 from laneformer.serve.options import ServerOptions
 from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
-from tests.laneformer.cuda.stand_ins import EmulatedDecoder, EmulatedPasses, gpu_of, passes_of
+from tests.laneformer.cuda.stand_ins import passes_of
 from tests.laneformer.engine.assets import byte_tokenizer
 from tests.laneformer.serve.grammar_assets import EOS, bytes_tokenizer
 from tests.laneformer.test_chat_template import SMOLLM2
@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES, *CORE_SOURCES),
     pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
 ]
-CONFIG = small_config()  # the kernels of test_sequence.py
+CONFIG = small_config()
 TENSORS = tensors_of(random_model(CONFIG), "bf16")
 PROMPT = [5, 60, 7]
 LONG_PROMPT = [(5 * i + 1) % 96 for i in range(15)]
@@ -57,16 +57,23 @@ class Served:
         return self.complete().json()["choices"][0]["token_ids"]
 
 
-def no_tiles(*_: Any, **__: Any) -> None:
-    raise ValueError("no tiles")
+def graph_after(builds: Path, refused: str) -> Any:
+    """In the place of PassDecoder: the kernel of passes cannot run, and the graph version takes its place."""
+
+    def make(config: LaneformerConfig, *_: Any, version: str = "passes", **__: Any) -> EmulatedPasses:
+        if version == "passes":
+            raise NotResident(refused)
+        return EmulatedPasses(builds, 1, config=config, version=version, sequences=3)
+
+    return make
 
 
 @pytest.fixture(scope="module")
 def served(cuda_builds) -> Iterator[Served]:
-    """One request at a time."""
+    """One request at a time: the graph, as others have the GPU's multiprocessors."""
     with (
-        pytest.warns(UserWarning, match="requests do not share passes"),
-        serving(cuda_builds, no_tiles) as served,
+        pytest.warns(UserWarning, match="the graph version decodes, one request at a time.*32 blocks"),
+        serving(graph_after(cuda_builds, "32 blocks")) as served,
     ):
         yield served
 
@@ -74,18 +81,14 @@ def served(cuda_builds) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def shared(cuda_builds) -> Iterator[Served]:
     """Passes of three columns."""
-    with serving(cuda_builds, lambda *_, **__: EmulatedPasses(cuda_builds, 3, sequences=5)) as served:
+    with serving(lambda *_, **__: EmulatedPasses(cuda_builds, 3, sequences=5)) as served:
         yield served
 
 
 @contextmanager
-def serving(
-    cuda_builds: Path, passes: Any, config: LaneformerConfig = CONFIG, **given: Any
-) -> Iterator[Served]:
+def serving(passes: Any, config: LaneformerConfig = CONFIG, **given: Any) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_decoder, "PassDecoder", passes)
-        patch.setattr(EmulatedDecoder, "cache", cuda_builds, raising=False)
-        patch.setattr(cuda_decoder, "SequenceDecoder", EmulatedDecoder)
         patch.setattr(device, "why_no_cuda", lambda: None)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         tensors = TENSORS if config is CONFIG else tensors_of(random_model(config), "bf16")
@@ -150,12 +153,8 @@ def test_what_it_can_is_said(name, most, says, request, monkeypatch, capsys):
 
 
 def test_a_client_that_goes_away_ends_its_request(served):
-    gpu = gpu_of(served.engine)
-    gpu.go = threading.Event()  # holds the launch back
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{served.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 25}, timeout=0.3)
-    gpu.go.set()
-    gpu.go = None
     assert served.tokens() == served.expected
     ended = httpx.get(f"{served.url}/metrics").text
     assert 'laneformer_ended_total{reason="cancelled"} 1.0' in ended
@@ -196,7 +195,6 @@ def test_each_gets_what_it_gets_alone(shared):
     assert [answer["choices"][0] for answer in together] == alone
     assert passes.passes - before < needed, "passes are shared"
     assert alone[0]["token_ids"] == shared.expected
-    assert "gpu" not in vars(shared.engine._open()), "the weights are there once"
 
 
 def test_one_leaves_and_the_others_go_on(shared):
@@ -209,23 +207,20 @@ def test_one_leaves_and_the_others_go_on(shared):
     assert 'laneformer_ended_total{reason="cancelled"} 1.0' in httpx.get(f"{shared.url}/metrics").text
 
 
-@pytest.mark.parametrize("columns", [0, 3])
-def test_a_wait_in_vain_ends_all_requests(columns, cuda_builds, monkeypatch):
-    """Whoever ran or waited gets one sentence, and nobody is served any more; columns = 0: one at a time."""
-    monkeypatch.setattr(passes_module, "LATE_S", 60.0)  # the emulator is slower than a GPU
-    passes: Any = (lambda *_, **__: EmulatedPasses(cuda_builds, columns)) if columns else no_tiles
-    with warnings.catch_warnings(), ThreadPoolExecutor(3) as clients:
-        warnings.simplefilter("ignore")
-        with serving(cuda_builds, passes) as failing:
-            hangs: Any = passes_of(failing.engine) if columns else gpu_of(failing.engine)
-            hangs.missing_blocks, hangs.limit_s = 1, 0.05
-            answers = list(clients.map(lambda _: failing.complete(), range(3)))
-            health = httpx.get(f"{failing.url}/health")
-            later = failing.complete()
+def test_a_wait_in_vain_ends_all_requests(cuda_builds):
+    """Whoever ran or waited gets one sentence, and nobody is served any more."""
+    with (
+        ThreadPoolExecutor(3) as clients,
+        serving(lambda *_, **__: EmulatedPasses(cuda_builds, 3)) as failing,
+    ):
+        hangs = passes_of(failing.engine)
+        hangs.missing_blocks, hangs.limit_s = 1, 0.05
+        answers = list(clients.map(lambda _: failing.complete(), range(3)))
+        health = httpx.get(f"{failing.url}/health")
+        later = failing.complete()
     said = {answer.json()["error"]["message"] for answer in answers}
     assert {answer.status_code for answer in answers} == {500}
-    kernel = "pass" if columns else "decode"
-    assert all(f"the {kernel} kernel waited 0.05 s in vain: lane" in text for text in said)
+    assert all("the pass kernel waited 0.05 s in vain: lane" in text for text in said)
     assert (health.status_code, health.json()) == (503, {"status": "failed"})
     assert later.status_code >= 500
     assert "has failed" in later.json()["error"]["message"]
@@ -245,7 +240,7 @@ def grammatical(cuda_builds) -> Iterator[Served]:
         "tokenizer_config": {"chat_template": SMOLLM2, "eos_token": EOS[1], "bos_token": "<s>"},
     }
     passes = lambda *_, **__: EmulatedPasses(cuda_builds, 3, changes=sizes, sequences=5)  # noqa: E731
-    with serving(cuda_builds, passes, small_config(**sizes), **given) as served:
+    with serving(passes, small_config(**sizes), **given) as served:
         yield served
 
 

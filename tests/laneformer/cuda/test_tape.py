@@ -1,6 +1,6 @@
 """Tapes, words and shared memory: what Python lays out is what the kernels read.
 
-rows.cuh's description of a tape is read once more here, number by number; the sizes and places that the
+The description of a tape (columns.cuh) is read once more here, number by number; the sizes and places that the
 kernels compute are asked of the kernels themselves, built for the CPU.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import OPS, Geometry, Matrix
-from laneformer.engine.cuda.memory import Report, Weights, decode_structure
+from laneformer.engine.cuda.memory import GraphState, Order, Report, Weights, decode_structure
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape import order, pack, places, tape_starts
 from laneformer.engine.decoder import Sampling
@@ -39,9 +39,9 @@ struct Where {
 void where(Where p) {
   Block block(p.decode);
   const char* shared = dynamic_shared();
-  const int64_t end = reinterpret_cast<char*>(block.rows + kMostStreamRows) - shared;
+  const int64_t end = reinterpret_cast<char*>(block.head_scales + kHeadNorms * (kGroup + 1)) - shared;
   if (end > *p.end) *p.end = end;
-  for (const float* vector : {block.wide, block.narrow, block.query})
+  for (const float* vector : {block.inputs, block.query, block.fresh})
     *p.aligned |= (reinterpret_cast<const char*>(vector) - shared) % 16;
 }
 EMULATE(where, Where)
@@ -113,38 +113,33 @@ def test_tapes_start_at_chunks(shape: Shape) -> None:
 
 
 class Reader:
-    """A warp that reads its tape as rows.cuh says, in integers, without tape.py's arithmetic."""
+    """A warp that reads its tape as columns.cuh says, in integers, without tape.py's arithmetic."""
 
-    def __init__(self, tape: np.ndarray, geometry: Geometry, warp: int):
-        self.tape, self.at, self.geometry, self.warp = tape.astype(np.int64), 0, geometry, warp
+    def __init__(self, tape: np.ndarray, geometry: Geometry, block: int, warp: int):
+        self.tape, self.at, self.geometry = tape.astype(np.int64), 0, geometry
+        self.block, self.warp = block, warp
 
-    def rows(self, matrix: Matrix) -> range:
-        """The warp's rows: units dealt evenly, the first (units warp / warps)-th."""
-        warps, units = self.geometry.blocks_per_lane * self.geometry.warps, matrix.rows // matrix.unit_rows
-        return range(
-            units * self.warp // warps * matrix.unit_rows, units * (self.warp + 1) // warps * matrix.unit_rows
-        )
+    def multiply(self, matrix: Matrix, x: np.ndarray, out: np.ndarray) -> None:
+        """The next matrix of the tape times x, added to `out`."""
+        blocks, warps, tiles = self.geometry.blocks_per_lane, self.geometry.warps, matrix.rows // 16
+        first, end = tiles * self.block // blocks, tiles * (self.block + 1) // blocks
+        units, columns = (end - first) * matrix.parts, matrix.columns // matrix.parts
+        unit, last = units * self.warp // warps, units * (self.warp + 1) // warps
+        while unit < last:
+            part, row = unit // (end - first), unit % (end - first)
+            strip = min(self.geometry.strip, last - unit, end - first - row)
+            for column in range(part * columns, (part + 1) * columns, 16):
+                for tile in range(strip):
+                    self.multiply_tile(x[column : column + 16], out[16 * (first + row + tile) :][:16])
+            unit += strip
 
-    def multiply(self, matrix: Matrix, x: np.ndarray) -> np.ndarray:
-        """The next matrix of the tape times x, for this warp's rows."""
-        row_threads = 32
-        while matrix.columns // 8 % row_threads:
-            row_threads //= 2
-        segment_rows, count = 32 // row_threads, len(self.rows(matrix))
-        out, done = np.zeros(count, np.int64), 0
-        while done < count:
-            strip = min(self.geometry.strip, (count - done) // segment_rows)
-            for step in range(matrix.columns // (8 * row_threads)):
-                for segment in range(strip):
-                    for thread in range(32):
-                        row = done + segment * segment_rows + thread // row_threads
-                        column = step * 8 * row_threads + 4 * (thread % row_threads)
-                        low, high = np.split(self.tape[self.at : self.at + 8], 2)
-                        out[row] += low @ x[column : column + 4]
-                        out[row] += high @ x[column + 4 * row_threads : column + 4 * row_threads + 4]
-                        self.at += 8
-            done += strip * segment_rows
-        return out
+    def multiply_tile(self, x: np.ndarray, out: np.ndarray) -> None:
+        for thread in range(32):
+            row, column = thread // 4, thread % 4 * 4
+            for pair in range(4):  # of row, row + 8, row, row + 8
+                at = column + pair // 2 * 2
+                out[row + pair % 2 * 8] += self.tape[self.at : self.at + 2] @ x[at : at + 2]
+                self.at += 2
 
 
 @pytest.mark.parametrize("name", ["delay 2", "alone", "wide heads"])
@@ -155,18 +150,21 @@ def test_a_slow_reading_of_the_tape(name: str) -> None:
     tapes = pack(geometry, lambda op, layer, lane: weights[op, layer, lane], first, "cpu")
     inputs = {op: random.integers(-99, 99, geometry.matrix(op).columns) for op in OPS}
     layers = min(2, geometry.config.num_hidden_layers)
-    made: dict[tuple[str, int], list[np.ndarray]] = {
-        (op, layer): [] for layer in range(layers) for op in OPS[:-1]
+    made = {
+        (op, layer): np.zeros(geometry.matrix(op).rows, np.int64)
+        for layer in range(layers)
+        for op in OPS[:-1]
     }
     starts = (tape_starts(geometry) // 2).astype(int)
     for warp in range(geometry.warps_per_lane):
         tape = (geometry.lanes_per_device - 1) * geometry.warps_per_lane + warp
-        reader = Reader(tapes.numpy()[starts[tape] : starts[tape + 1]], geometry, warp)
-        for op, layer in made:
-            made[op, layer].append(reader.multiply(geometry.matrix(op), inputs[op]))
-    for (op, layer), rows in made.items():
+        own = tapes.numpy()[starts[tape] : starts[tape + 1]]
+        reader = Reader(own, geometry, *divmod(warp, geometry.warps))
+        for (op, _), out in made.items():
+            reader.multiply(geometry.matrix(op), inputs[op], out)
+    for (op, layer), out in made.items():
         right = weights[op, layer, lane].numpy().astype(np.int64) @ inputs[op]
-        np.testing.assert_array_equal(np.concatenate(rows), right)
+        np.testing.assert_array_equal(out, right)
 
 
 @pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
@@ -176,13 +174,14 @@ def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path
     as float4 is aligned.
     """
     geometry = planned(SHAPES[name])
-    decode = decode_structure(geometry)
+    decode = decode_structure(geometry.devices)
     fields = [name for name, _ in decode._fields_]
+    streams = 4 * geometry.columns * geometry.lanes_per_device * geometry.config.hidden_size
     asked = {
         "kLaneWords": geometry.lane_words, "kInboxWords": geometry.inbox_words,
         "sizeof(Decode)": ctypes.sizeof(decode), "sizeof(Weights)": ctypes.sizeof(Weights),
         "sizeof(Sampling)": ctypes.sizeof(Sampling), "sizeof(Report)": ctypes.sizeof(Report),
-        "sizeof(Graph)": 4 * (3 + geometry.lanes_per_device * geometry.config.hidden_size),
+        "sizeof(Graph)": ctypes.sizeof(GraphState) + streams, "sizeof(Order)": ctypes.sizeof(Order),
         **{f"offsetof(Decode, {field})": getattr(decode, field).offset for field in fields},
     }  # fmt: skip
     sizes_of_all = ", ".join(f"int64_t({expression})" for expression in asked)

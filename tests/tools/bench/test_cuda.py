@@ -179,7 +179,7 @@ def test_a_machine_with_torch_and_transformers_alone_has_all_that_is_imported() 
     """No package of the command line, and no C++ build."""
     seen = reached("tools.bench.__main__", "tools.bench.cuda", "tools.bench.cuda_steps")
     assert {
-        "laneformer.engine.cuda.sequence",
+        "laneformer.engine.cuda.passes",
         "laneformer.engine.folder",
         "tools.check.cuda",
         "transformers",
@@ -197,7 +197,7 @@ HEAD = {"date": "2026-01-01 00:00 UTC", "command": "x", "commit": "abc", "flavor
 DEPTH = {
     "depth": 0, "tokens_per_s": 900.0, "first_tokens_per_s": 910.0, "last_tokens_per_s": 890.0,
     "bytes_per_token": 4_443_340_800, "percent_of_probe": 91.0, "percent_of_datasheet": 83.3,
-    "exposed_us_per_layer": 7.1, "prefill_tokens_per_s": 50_000.0, "ttft_s": 0.04, "version": "persistent",
+    "exposed_us_per_layer": 7.1, "prefill_tokens_per_s": 50_000.0, "ttft_s": 0.04, "version": "passes",
 }  # fmt: skip
 GREEDY = {"prompts": 8, "same": 7, "diverged": [{"prompt": 3, "token": 9, "lead": 1e-4, "tie": 2e-3}]}
 VERSION = {
@@ -215,13 +215,13 @@ RECORDED: dict[str, Any] = {
         "bytes_per_s": 4.4e12, "weight_bytes": 4_443_340_800, "tape_bytes": 4_445_437_952, "layers": 15,
     },
     "correctness": {
-        "hf_bf16": {"relative_error": 0.02, "kl": 1e-4}, "persistent": VERSION, "graph": VERSION, "holds": True,
+        "hf_bf16": {"relative_error": 0.02, "kl": 1e-4}, "passes": VERSION, "graph": VERSION, "holds": True,
         "failed": [], "passed": {"greedy": True},
         "faults": {"none": VERSION, "delay one more": {**VERSION, "holds": False}},
     },
     "decode": {"depths": {"0": DEPTH}},
     "baselines": {
-        "tokens": 128, "tokens_per_s": {"persistent": [900.0, 920.0, 910.0], "graph": [800.0, 820.0, 810.0]},
+        "tokens": 128, "tokens_per_s": {"passes": [900.0, 920.0, 910.0], "graph": [800.0, 820.0, 810.0]},
         "failed": {"hf_generate": "OutOfMemoryError"},
     },
     "lane_alone": {
@@ -239,7 +239,7 @@ def test_the_report_shows_every_figure_and_names_what_is_missing() -> None:
     text = page(**RECORDED)
     for column in cuda_report.DECODE_COLUMNS.values():
         assert f"| {column} |" in text
-    assert "| 0 | 900 | 910 | 890 | 4443 | 91 | 83.3 | 7.1 | 50000 | 0.04 | persistent |" in text
+    assert "| 0 | 900 | 910 | 890 | 4443 | 91 | 83.3 | 7.1 | 50000 | 0.04 | passes |" in text
     assert "| our ring of bulk copies | 4400 | 91.7 |" in text
     assert "4.443 GB per token; 4.445 GB with" in text
     assert "**Correctness: all checks hold.**" in text

@@ -16,9 +16,10 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
+from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200, Geometry, Machine
 from laneformer.engine.cuda.memory import DeviceMemory
-from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.planning import plan, plan_builds
 from tests.laneformer.cuda.stand_ins import LoopPasses
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
@@ -46,17 +47,17 @@ PROPERTIES = SimpleNamespace(
 
 
 class StandIn(PlainDecoder):
-    """SequenceDecoder's interface over model.py in float64."""
+    """PassDecoder's interface over model.py in float64."""
 
     def __init__(
         self, config: LaneformerConfig, tensors: Any, dtype: str, devices: Any = ("cuda:0",),
-        version: str = "persistent", limit_s: float = 10.0, **shape: Any,
+        limit_s: float = 10.0, cache_bytes: int = 0, version: str = "passes", **shape: Any,
     ):  # fmt: skip
         self.config, self.tensors, self.version, self.dtype = config, tensors, version, dtype
         self.devices = [torch.device("cpu")] * len(devices)
-        self.geometry = plan(config, dtype, H200, devices=len(devices), **shape)
+        self.geometry = plan_builds(config, dtype, H200, devices=len(devices), **shape)[-1]
         self.memories = [SimpleNamespace(geometry=self.geometry, tapes=torch.ones(1024), weight_bytes=4096)]
-        self.known, self.noise = {}, 0.0
+        self.known, self.noise, self.ids = {}, 0.0, []
 
     @functools.cached_property
     def model(self) -> Any:
@@ -68,13 +69,13 @@ class StandIn(PlainDecoder):
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on the CPU in which a token takes 1/800 s."""
     monkeypatch.setattr(Session, "device", "cpu")
-    monkeypatch.setattr(cuda_session, "SequenceDecoder", StandIn)
-    monkeypatch.setattr(cuda_steps, "PassDecoder", LoopPasses)
+    monkeypatch.setattr(cuda_session, "PassDecoder", StandIn)
+    monkeypatch.setattr(cuda_steps, "CudaExecutor", lambda passes: SimpleNamespace(passes=passes))
     monkeypatch.setattr(cuda_session, "read_bandwidth", lambda memory: {"stream": 4.4e12, "loads": 4.3e12})
     monkeypatch.setattr(cuda_steps, "load_gpu", lambda device: None)
     monkeypatch.setattr(cuda_steps, "GREEDY_PROMPTS", 2)
     monkeypatch.setattr(cuda_steps, "TRIAL_TOKENS", 8)
-    monkeypatch.setattr(bench, "arrivals", lambda decoder, prompt, tokens: np.arange(tokens) / 800)
+    monkeypatch.setattr(bench, "arrivals", lambda executor, prompt, tokens, **_: np.arange(tokens) / 800)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -86,11 +87,29 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     return session
 
 
+def batches(session: Session, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The step through a real schedule and executor."""
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_session, "PassDecoder", loop_of)
+        patch.setattr(cuda_steps, "CudaExecutor", CudaExecutor)
+        session.decoder.cache_clear()  # type: ignore[attr-defined]
+        found = cuda_steps.run(STEPS["batches"], session)
+        session.decoder.cache_clear()  # type: ignore[attr-defined]
+        return found
+
+
+def loop_of(config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, **__: Any) -> LoopPasses:
+    return LoopPasses(config, tensors, dtype)
+
+
 def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_steps.shutil, "which", lambda name: None)
     results = {
-        name: {"result": cuda_steps.run(step, session)} for name, step in STEPS.items() if name != "300m"
+        name: {"result": cuda_steps.run(step, session)}
+        for name, step in STEPS.items()
+        if name not in ("300m", "batches")
     }
+    results["batches"] = {"result": batches(session, monkeypatch)}
     results["300m"] = results["tiny"]  # the same function
     steps = json.loads(json.dumps(results))  # as the worker hands them over
     assert steps["prepare"]["result"]["late"] == steps["prepare"]["result"]["failed"] == "none"
@@ -100,7 +119,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert steps["correctness"]["result"]["holds"]
     assert set(steps["decode"]["result"]["depths"]) == {"0", "160", "256"}
     assert steps["baselines"]["result"]["failed"] == {}
-    assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"persistent", "graph", "hf_generate", *CUTS}
+    assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"passes", "graph", "hf_generate", *CUTS}
     assert steps["compiled"]["result"]["failed"] == {}
     assert (
         steps["lane_alone"]["result"]["blocking_exchanges"] == 3
@@ -108,7 +127,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     read = {dtype: steps[dtype]["result"]["bytes_per_token"] for dtype in ("fp16", "int8")}
     assert all(steps[dtype]["result"]["holds"] for dtype in read)
     assert read["fp16"] / 2 < read["int8"] < 0.6 * read["fp16"]
-    shared = steps["passes"]["result"]
+    shared = steps["batches"]["result"]
     assert [name for name, held in shared.items() if held is True] == [
         "batch of 1, as alone", "batch of 2, as alone", "batch of 4, as alone", "drafts, as alone"
     ]  # fmt: skip
@@ -139,28 +158,12 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
     report = cuda_steps.run(STEPS["prepare"], session)
     made = sorted(path.name.rpartition(" ")[0] for path in tmp_path.iterdir())
     assert report["late"].startswith("probe")
-    assert report["failed"].count("persistent") == 2  # one lane on 128 and on 132 blocks
-    persistent = {f"persistent sm_90a {dtype}" for dtype in ("bf16", "fp16", "int8")}
-    assert set(made) == {"graph sm_90a bf16", "passes sm_90a bf16", *persistent}
-    assert len(made) == report["units"] - 3
-
-
-def test_no_figure_is_of_a_version_that_was_not_asked_for(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = cuda_session.SequenceDecoder
-
-    def falls_back(*given: Any, **shape: Any) -> Any:
-        decoder = make(*given, **shape)
-        decoder.version = "graph"
-        return decoder
-
-    monkeypatch.setattr(cuda_session, "SequenceDecoder", falls_back)
-    with pytest.raises(
-        RuntimeError, match="the persistent version cannot run here; graph would decode instead"
-    ):
-        cuda_steps.run(STEPS["first_persistent"], session)
-    assert cuda_steps.run(STEPS["first_graph"], session)["version"] == "graph"
+    assert report["failed"].count("passes") == 6  # one lane on 128 and on 132 blocks, three builds each
+    assert set(made) == {
+        "graph sm_90a bf16",
+        *(f"passes sm_90a {dtype}" for dtype in ("bf16", "fp16", "int8")),
+    }
+    assert len(made) == report["units"] - 7
 
 
 def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,21 +171,21 @@ def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: p
     monkeypatch.setattr(StandIn, "scores", lambda self, text: exact(self, text).roll(1, -1))
     found = cuda_steps.correctness(session)
     assert not found["holds"]
-    assert "persistent: closer to float32 than bf16 is" in found["failed"]
-    assert "persistent: greedy tokens" in found["failed"]
+    assert "passes: closer to float32 than bf16 is" in found["failed"]
+    assert "passes: greedy tokens" in found["failed"]
 
 
-def test_without_the_persistent_kernel_the_graph_is_measured(session: Session) -> None:
-    session.without = ("persistent",)
-    with pytest.raises(RuntimeError, match="the persistent version failed at its first tokens"):
-        cuda_steps.run(STEPS["first_persistent"], session)
+def test_without_the_kernel_of_passes_the_graph_is_measured(session: Session) -> None:
+    session.without = ("passes",)
+    with pytest.raises(RuntimeError, match="the passes version failed at its first tokens"):
+        cuda_steps.run(STEPS["first_passes"], session)
     assert {row["version"] for row in cuda_steps.decode(session)["depths"].values()} == {"graph"}
     trials = cuda_steps.baselines(session)
-    assert set(trials["failed"]) == {"persistent", *CUTS}
+    assert set(trials["failed"]) == {"passes", *CUTS}
     assert set(trials["tokens_per_s"]) == {"graph", "hf_generate"}
     found = cuda_steps.correctness(session)
-    assert found["failed"] == ["persistent: runs"]
-    with pytest.raises(RuntimeError, match="the persistent version"):
+    assert found["failed"] == ["passes: runs"]
+    with pytest.raises(RuntimeError, match="the passes version"):
         cuda_steps.lane_alone(session)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from laneformer import LaneformerConfig
+from laneformer.engine.cuda.memory import Column
 from tools.check.cuda import check, check_faults, compare, reference
 from tools.check.reference import plain_model, random_weights
 
@@ -21,32 +23,39 @@ CONFIG = LaneformerConfig(**SMALL)
 
 
 class PlainDecoder:
-    """The decoder's interface over model.py in float64."""
+    """PassDecoder's interface over model.py in float64, of one sequence."""
 
-    devices = (torch.device("cpu"),)
+    devices, columns, ahead, unread, version = (torch.device("cpu"),), 3, 15, 64, "passes"
 
     def __init__(self, config: LaneformerConfig, weights: dict[str, torch.Tensor], warps: int = 16):
         self.config, self.model, self.noise = config, plain_model(config, weights), 0.0
         self.geometry: Any = SimpleNamespace(warps=warps)
         self.known = dict[tuple[int, ...], torch.Tensor]()
+        self.ids = list[int]()
 
-    def start(self, ids: list[int], tokens: int, logits: torch.Tensor | None = None, **options: Any) -> None:
-        text = list(ids)
-        for _ in range(tokens):
-            scores = self.scores(tuple(text))
-            text.append(int(scores[-1].argmax()))
+    def run(
+        self, columns: list[Column], ahead: int = 0, logits: torch.Tensor | None = None
+    ) -> list[list[int]]:
+        position = columns[0].position
+        self.ids[position:] = [column.token for column in columns]
+        scores = self.scores(tuple(self.ids))[position:]
         if logits is not None:
             logits.copy_(scores + self.noise * torch.randn(scores.shape))
-        self.tokens = text[len(ids) :]
+        rows = [scores.argmax(1).tolist()]
+        for _ in range(ahead):
+            self.ids.append(rows[-1][-1])
+            rows.append([int(self.scores(tuple(self.ids))[-1].argmax())])
+        return rows
+
+    def read(self, ids: list[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+        self.ids = list(ids)
+        yield from ()
 
     @torch.no_grad()
     def scores(self, text: tuple[int, ...]) -> torch.Tensor:
         if text not in self.known:
             self.known[text] = self.model(torch.tensor([text]))[0].float()
         return self.known[text]
-
-    def wait(self) -> list[int]:
-        return self.tokens
 
 
 class Unsteady(PlainDecoder):
@@ -58,7 +67,7 @@ class Unsteady(PlainDecoder):
 
 
 class Hanging(PlainDecoder):
-    def wait(self) -> list[int]:
+    def run(self, *_: Any, **__: Any) -> list[list[int]]:
         raise RuntimeError("waited in vain")
 
 
@@ -66,19 +75,19 @@ def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
     weights = random_weights(CONFIG)
     truth = reference(CONFIG, weights, 12)
     sound = PlainDecoder(CONFIG, weights)
-    report = check({"persistent": lambda: sound, "graph": lambda: sound}, truth, 2, 3, lambda text: None)
+    report = check({"passes": lambda: sound, "graph": lambda: sound}, truth, 2, 3, lambda text: None)
     assert all(report["passed"].values()), report["passed"]
     assert len(report["passed"]) == 10
     fewer = PlainDecoder(CONFIG, weights, warps=8)
-    passed = check({"persistent": lambda: sound, "graph": lambda: fewer}, truth, 1, 1, lambda text: None)[
+    passed = check({"passes": lambda: sound, "graph": lambda: fewer}, truth, 1, 1, lambda text: None)[
         "passed"
     ]
     assert all(passed.values())
     assert not any(name.startswith("both") for name in passed), "sums of other warps are other sums"
 
-    broken = {"persistent": lambda: Hanging(CONFIG, weights), "graph": lambda: Unsteady(CONFIG, weights)}
+    broken = {"passes": lambda: Hanging(CONFIG, weights), "graph": lambda: Unsteady(CONFIG, weights)}
     passed = check(broken, truth, 1, 3, lambda text: None)["passed"]
-    assert not passed["persistent: runs"]
+    assert not passed["passes: runs"]
     assert passed["graph: greedy tokens"]
     assert not passed["graph: 3 equal runs"]
     assert not any(name.startswith("both") for name in passed)

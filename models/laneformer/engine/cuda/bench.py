@@ -1,11 +1,10 @@
-"""Decode speed on GPUs next to what their memory gives: percent of the read probe, and what
-each layer leaves exposed.
+"""Decode speed on GPUs next to what their memory gives: percent of the read probe, and what each layer leaves exposed.
 
     t = bytes / bandwidth + layers x c
 
-c, the microseconds a layer that the stream of weights does not hide, is the figure that exchanges
-decide. Times are those at which the host sees each token, so the figures are of decoding alone: after
-the prompt and the launch.
+c, the microseconds a layer that the stream of weights does not hide, is the figure that exchanges decide. Requests go
+the server's way: the schedule, the executor's thread, launches of several passes. A token's time is that at which its
+news comes, with all of its launch.
 """
 
 from __future__ import annotations
@@ -20,21 +19,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..decoder import Request, Sampling
 from ..options import in_range
+from .executor import CudaExecutor
 from .geometry import OPS, Geometry
 from .launch import Kernels
-from .memory import DeviceMemory
-from .sequence import SequenceDecoder
+from .memory import PASSES_PER_LAUNCH, Column, DeviceMemory
 from .tape import tape_starts
 
 TOKENS = 256
-EDGE_TOKENS = 32  # the first and the last of a run, to be reported apart
+EDGE_TOKENS = 3 * PASSES_PER_LAUNCH  # the first and the last of a run, to be reported apart
 RUNS = 5
 PROBES = ("stream", "loads")  # kernels of probe.cu
 PROBED_BYTES = (
     8 << 30
 )  # of one launch: far more than any cache, and milliseconds, so that its start does not count
-LOOKS = 20_000  # at the number of tokens, between two looks whether the kernel has ended
+GREEDY = Sampling(top_p=1.0)
+LONGEST_S = 60.0  # without news of a request
 DATASHEET = (  # bytes/s of the memory, by a part of the GPU's name; the first that fits
     ("GB200", 8.0e12), ("B200", 8.0e12), ("GH200 144G", 4.9e12), ("GH200", 4.0e12), ("H200", 4.8e12),
     ("H100 NVL", 3.938e12), ("H100 PCIe", 2.039e12), ("H100", 3.35e12), ("A100-SXM4-80GB", 2.039e12),
@@ -44,7 +45,7 @@ DATASHEET = (  # bytes/s of the memory, by a part of the GPU's name; the first t
 
 
 def benchmark(
-    decoder: SequenceDecoder,
+    executor: CudaExecutor,
     depth: int = 0,
     progress: Callable[[str], None] = print,
     probe_bytes_per_s: float | None = None,
@@ -56,40 +57,39 @@ def benchmark(
     `probe_bytes_per_s`: of all GPUs together; measured when it is not given. ValueError for
     a depth without room.
     """
-    context = decoder.config.max_position_embeddings
+    passes: Any = executor.passes
+    config, context = passes.config, passes.config.max_position_embeddings
     in_range("depth", depth, int, 0, context - 2 * EDGE_TOKENS)
+    gpus = len(set(passes.devices))
     if probe_bytes_per_s is None:
         progress("read probe")
-        gpus = len(set(decoder.devices))
-        probe_bytes_per_s = gpus * max(read_bandwidth(decoder.memories[0]).values())
+        probe_bytes_per_s = gpus * max(read_bandwidth(passes.memories[0]).values())
     progress("prefill")
-    ttft_s, prefill_tokens_per_s = measure_prefill(decoder, depth)
+    ttft_s, prefill_tokens_per_s = measure_prefill(executor, depth)
 
-    prompt = random_prompt(decoder, max(depth, 1))
+    prompt = random_prompt(executor, max(depth, 1))
     tokens = min(TOKENS, context - len(prompt))
     progress(f"{runs} runs of {tokens} tokens")
-    arrivals(decoder, prompt, 2 * EDGE_TOKENS)  # warm: code, clocks
-    measured = [speeds(arrivals(decoder, prompt, tokens)) for _ in range(runs)]
-    bytes_per_token = weight_bytes(decoder.geometry) + decoder.config.cached_bytes(
-        len(prompt) + tokens / 2, 2
-    )
-    name = torch.cuda.get_device_name(decoder.devices[0])
+    arrivals(executor, prompt, 2 * EDGE_TOKENS)  # warm: code, clocks
+    measured = [speeds(arrivals(executor, prompt, tokens)) for _ in range(runs)]
+    bytes_per_token = weight_bytes(passes.geometry) + config.cached_bytes(len(prompt) + tokens / 2, 2)
+    name = torch.cuda.get_device_name(passes.devices[0])
     return {
         **{key: statistics.median(run[key] for run in measured) for key in measured[0]},
         "runs_tokens_per_s": [run["tokens_per_s"] for run in measured],
         "bytes_per_token": int(bytes_per_token),
-        "tape_bytes_per_token": sum(memory.weight_bytes for memory in decoder.memories),
+        "tape_bytes_per_token": sum(memory.weight_bytes for memory in passes.memories),
         "probe_bytes_per_s": probe_bytes_per_s,
         **shares(
             statistics.median(run["tokens_per_s"] for run in measured), bytes_per_token, probe_bytes_per_s,
-            datasheet(name), len(set(decoder.devices)), decoder.config.num_hidden_layers,
+            datasheet(name), gpus, config.num_hidden_layers,
         ),
         "prefill_tokens_per_s": prefill_tokens_per_s,
         "ttft_s": ttft_s,
         "depth": depth,
         "tokens_per_run": tokens,
-        "dtype": decoder.geometry.dtype,
-        "version": decoder.version,
+        "dtype": passes.geometry.dtype,
+        "version": passes.version,
         "device": name,
     }  # fmt: skip
 
@@ -113,62 +113,55 @@ def datasheet(name: str) -> float | None:
     return next((rate for part, rate in DATASHEET if part in name), None)
 
 
-def arrivals(decoder: SequenceDecoder, prompt: list[int], tokens: int) -> np.ndarray:
-    """Seconds (of any origin) at which the host saw each of `tokens` new tokens."""
-    decoder.start(prompt, tokens)
-    seen, times = decoder.memories[0].published.numpy(), np.zeros(tokens)
-    count, looks = 0, 0
-    while count < tokens and looks < LOOKS:
-        if decoder.version == "graph":
-            queue_one(decoder)
-        there, looks = int(seen[0]), looks + 1
-        if there > count:
-            times[count:there] = time.perf_counter()
-            count, looks = there, 0
-        elif looks == LOOKS and not all(stream.query() for stream in decoder._streams):
-            looks = 0
-    made = decoder.wait()  # RuntimeError after a hang
-    if len(made) != tokens:
-        raise RuntimeError(f"{len(made)} tokens of {tokens} were made")
-    return times
-
-
-def queue_one(decoder: SequenceDecoder) -> None:
-    """One more token of the graph, without waiting for it."""
-    if decoder._replays < decoder.read_tokens + decoder.max_tokens - 1:
-        with torch.cuda.stream(decoder._streams[0]):
-            decoder._graph.replay()
-        decoder._replays += 1
+def arrivals(executor: CudaExecutor, prompt: list[int], tokens: int, **options: Any) -> np.ndarray:
+    """Seconds (of any origin) at which the news of each of `tokens` new tokens came. RuntimeError where the request
+    fails, or no news comes.
+    """
+    times: list[float] = []
+    executor.schedule.join([Request(prompt, tokens, **options)])
+    while news := executor.schedule.collect(LONGEST_S):
+        for _, _, new, _, ended in news:
+            times += [time.perf_counter()] * len(new)
+            if ended and ended[1] is not None:
+                raise ended[1]
+            if ended:
+                return np.array(times)
+    raise RuntimeError(f"no news of a request for {LONGEST_S:g} s")
 
 
 def speeds(times: np.ndarray) -> dict[str, float]:
     """Tokens/s between the arrivals of one run: of all, of the first and of the last."""
-    edge = min(EDGE_TOKENS, len(times) - 1)
     return {
-        "tokens_per_s": float((len(times) - 1) / (times[-1] - times[0])),
-        "first_tokens_per_s": float(edge / (times[edge] - times[0])),
-        "last_tokens_per_s": float(edge / (times[-1] - times[-1 - edge])),
+        "tokens_per_s": rate_of(times),
+        "first_tokens_per_s": rate_of(times[:EDGE_TOKENS]),
+        "last_tokens_per_s": rate_of(times[-EDGE_TOKENS:]),
     }
 
 
-def measure_prefill(decoder: SequenceDecoder, depth: int) -> tuple[float, float]:
+def rate_of(times: np.ndarray) -> float:
+    """Of the tokens that came after the first ones, which came together."""
+    return float((times > times[0]).sum() / (times[-1] - times[0]))
+
+
+def measure_prefill(executor: CudaExecutor, depth: int) -> tuple[float, float]:
     """Seconds to the first token after a prompt of `depth` (or a typical length), and
     prompt tokens per second.
     """
-    length = max(depth, min(2048, decoder.config.max_position_embeddings // 2))
-    prompt = random_prompt(decoder, length)
+    assert executor.passes is not None
+    length = max(depth, min(2048, executor.passes.config.max_position_embeddings // 2))
+    prompt = random_prompt(executor, length)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
-        decoder.start(prompt, 1, reuse_prefix=False)
-        decoder.wait()
+        arrivals(executor, prompt, 1, reuse_prefix=False)
         seconds.append(time.perf_counter() - start)
     ttft_s = statistics.median(seconds[1:])  # the first loads the model and its kernels
     return ttft_s, len(prompt) / ttft_s
 
 
-def random_prompt(decoder: SequenceDecoder, length: int) -> list[int]:
-    return np.random.default_rng(0).integers(0, decoder.config.vocab_size, length).tolist()
+def random_prompt(executor: CudaExecutor, length: int) -> list[int]:
+    assert executor.passes is not None
+    return np.random.default_rng(0).integers(0, executor.passes.config.vocab_size, length).tolist()
 
 
 def weight_bytes(geometry: Geometry) -> int:
@@ -178,8 +171,38 @@ def weight_bytes(geometry: Geometry) -> int:
     layers = geometry.config.num_hidden_layers
     scale = 4 if geometry.dtype == "int8" else 0  # of a row
     matrices = {op: geometry.matrix(op) for op in OPS}
-    sizes = {op: m.rows * (geometry.number_bytes * m.columns + scale) for op, m in matrices.items()}
+    rows = {
+        **{op: m.rows for op, m in matrices.items()},
+        "head": geometry.config.vocab_size // geometry.config.num_lanes,
+    }
+    sizes = {op: rows[op] * (geometry.number_bytes * m.columns + scale) for op, m in matrices.items()}
     return geometry.config.num_lanes * (layers * sum(sizes[op] for op in OPS[:-1]) + sizes["head"])
+
+
+# ---- the kernels alone, without a schedule; `passes`: a PassDecoder ----
+
+
+def read(passes: Any, ids: list[int], start: int, logits: torch.Tensor | None = None) -> int:
+    """Passes over ids[start:], of as many as it has columns: the token that the last would be followed by."""
+    columns = [Column(token, i, 0, sampling=GREEDY) for i, token in enumerate(ids)]
+    for at in range(start, len(ids), passes.columns):
+        end = at + passes.columns
+        (picked,) = passes.run(columns[at:end], 0, None if logits is None else logits[at:end])
+    return picked[-1]
+
+
+def greedy(passes: Any, prompt: list[int], new_tokens: int = 32, most: int = 16) -> list[int]:
+    """Launches make up to `most` passes, of several lengths; the first token comes with the prompt's end."""
+    start = 0
+    if len(prompt) > passes.unread:
+        start = len(prompt) - 1
+        list(passes.read(prompt[:-1], 0, 0, start))
+    made = [read(passes, prompt, start)]
+    while len(made) < new_tokens:
+        last = Column(made[-1], len(prompt) + len(made) - 1, 0, sampling=GREEDY)
+        more = min(len(made) % most, passes.ahead, new_tokens - len(made) - 1)
+        made += [row[0] for row in passes.run([last], more)]
+    return made
 
 
 # ---- the read bandwidth of a GPU, over the very bytes that decoding reads (probe.cu) ----

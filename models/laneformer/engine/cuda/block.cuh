@@ -1,7 +1,9 @@
 // A block of a lane at work: what it takes from words, computes, and publishes, step by step.
 //
-// persistent.cu runs these steps in one kernel, where the words' epochs say when they are there; graph.cu runs each in
-// a kernel of its own, where the order of kernels does. A warp owns rows of the stream (those that it computes of the
+// passes.cu runs these steps in one kernel, where the words' epochs say when they are there; graph.cu runs each in a
+// kernel of its own, where the order of kernels does. The weights are multiplied for all columns at once (columns.cuh).
+// All else is done for one column after another, as for one alone: each has words and inboxes of its own, so what holds
+// for the words of one token holds for each of them. A block owns rows of the stream (those that it computes of the
 // output and down matrices): it adds its lane's and the other lanes' partial outputs to them.
 #pragma once
 #include "columns.cuh"
@@ -11,54 +13,53 @@
 
 static_assert(kHeads * kHeadDim <= kNarrow && kIntermediate <= kNarrow);
 
-struct Graph {  // what the persistent kernel has in registers and shared memory
-  int token, position, step;
-  float rows[kDeviceLanes * kHidden];  // the lanes' streams
+struct Column {  // a token at a position of a sequence
+  int token, position, sequence;
+  int left;                 // new tokens until it ends; 0: more than a launch makes
+  int stop_count;
+  int stops[kMostStops];
+  Sampling sampling;
 };
 
-struct Column {  // of a pass of several (passes.cu): a token at a position of a sequence
-  int token, position, sequence;
-  int drafts;               // so many columns, up to this one, hold draft tokens
-  int times_row, bias_row;  // of the pass's arrays of changes, [row][vocabulary]; -1: none
-  int stop_count;
-  int stops[kMostStops];    // impossible while changes.min_new_tokens > 0
-  Sampling sampling;
-  Changes changes;          // without arrays
-  int left;                 // new tokens until it ends; 0: more than a launch makes
+struct Order {  // what a launch is to do
+  float* logits;           // (column_count, V) of the first pass, of this device's lanes; or null
+  uint32_t epoch;          // tokens that these words have seen before
+  int column_count;
+  int ahead;               // passes after the first one, of columns that each draw a token
+  Column columns[kMostColumns];
+};
+
+struct Graph {  // device memory: a graph's arguments do not change, so its order is here; and what the kernel of passes has
+  Order order;             // in registers and shared memory
+  int tokens[kMostColumns], steps[kMostColumns];  // what each column reads next, -1 after its end; passes before that
+  float rows[kMmaColumns * kDeviceLanes * kHidden];  // the lanes' streams
 };
 
 struct Decode {
   Weights weights;
-  Word* lane_words;        // [lane of this device][kLaneWords]
-  Word* inbox[DEVICES];    // [kInboxWords] of every device
+  Word* lane_words;        // [column][lane of this device][kLaneWords]
+  Word* inbox[DEVICES];    // [column][kInboxWords] of every device
   int* aborted;            // device memory
   Report* report;          // host memory
-  const int* cancel;       // host memory: stop after the token under way
-  const int* prompt;       // device memory: tokens to read before the first new one is chosen
-  int* tokens;             // host memory: new tokens, [max_tokens]
-  int* published;          // host memory: how many of them are there
-  float* logits;           // (prompt_count + max_tokens - 1, V) of this device's lanes, or null
-  Sampling sampling;
-  Changes changes;
+  const int* cancel;       // host memory: stop after the pass under way
+  uint64_t* picks;         // host memory: words of what each pass has chosen, [pass][kMostColumns]
+  Graph* graph;            // of the graph version
   uint64_t limit_ns;
-  Graph* graph;            // of the graph version: device memory
-  uint32_t epoch;          // tokens that these words have seen before
-  int device, first_lane, position, prompt_count, max_tokens, stop_count;
+  int device, first_lane;
   int layer, module;       // of a kernel of the graph
-  int stops[kMostStops];
-#if MMA_COLUMNS
-  Word* picks;             // host memory: what each pass has chosen, [pass][kMostColumns]
-  int column_count;
-  int ahead;               // passes after the first one, of columns that each draw a token
-  Column columns[kMostColumns];
-#endif
+  Order order;             // of the kernel of passes
 };
 
+constexpr uint32_t kEnds = 1u << 30;  // set in a chosen token's word: its column ends with it
+
 struct Block {
+  static constexpr int kStride = padded(kWide > kNarrow ? kWide : kNarrow);
   const Decode& p;
-  int lane, local_lane, group, warp, thread, lane_warp;  // `group` is the block's place in its lane
-  float *wide, *narrow;   // inputs of a matrix: kWide and kNarrow numbers
-  float *query, *out, *rows, *per_warp;  // `out`: results of this warp; `rows`: its rows of the stream
+  int lane, local_lane, group, warp, thread;  // `group` is the block's place in its lane
+  float *inputs, *fresh, *sums, *streams, *scales;  // [column]: kStride, (a key and value), [part] of all columns, kMostStreamRows, 1
+  int* tokens;                           // shared: what each column reads in this pass; -1: it has ended
+  float *wide, *narrow;                  // inputs of a matrix, of the column under way: kWide and kNarrow numbers
+  float *query, *out, *rows, *per_warp;  // `out`: its sums of this block's rows; `rows`: this block's of its stream
   float* head_scales;                    // with kHeadNorms: 1 / rms of a KV head's queries, then of its key
   Candidate* candidates;
   Word* words;
@@ -66,81 +67,81 @@ struct Block {
   Watch watch;
   uint32_t token_epoch;
   uint32_t exchanges;  // of the ablation
+  uint32_t live;       // a bit for each column that has not ended
   int position;
-  int column = 0, sequence = 0;  // those under way, of several
+  int column = 0, sequence = 0;  // those under way
 
+  DEVICE const Order& order() const {
+#if GRAPH
+    return p.graph->order;
+#else
+    return p.order;
+#endif
+  }
   DEVICE uint32_t epoch_of(int layer) const { return token_epoch * kLayers + layer + 1; }
   DEVICE Word* inbox(int device) const { return inbox_of(device, column); }
   DEVICE Word* inbox_of(int device, int c) const { return p.inbox[device] + static_cast<int64_t>(c) * kInboxWords; }
   DEVICE Word* own_inbox() const { return inbox(p.device); }
   DEVICE int kv_lane() const { return sequence * kDeviceLanes + local_lane; }
-#if MMA_COLUMNS
-  DEVICE const Sampling& sampling() const { return p.columns[column].sampling; }
-  DEVICE bool changes_logits() const {
-    const Column& c = p.columns[column];
-    return c.times_row >= 0 || c.bias_row >= 0 || c.changes.min_new_tokens > 0;
-  }
-  // The host counts what is in the text; drafts before this draw are not among it.
-  DEVICE float change(float logit, int token, int, int) const {
-    const Column& c = p.columns[column];
-    int times = c.times_row < 0 ? -1 : p.changes.times[c.times_row * kAll + token];
-    for (int i = 0; c.times_row >= 0 && i < c.drafts; ++i)
-      if (p.columns[column - i].token == token) times = max(times, 0) + 1;
-    const double* bias = c.bias_row < 0 ? nullptr : p.changes.bias + c.bias_row * kAll + token;
-    logit = changed(logit, times, bias, c.changes);
-    return c.changes.min_new_tokens > 0 && is_among(token, c.stops, c.stop_count) ? -INFINITY : logit;
-  }
-#else
-  DEVICE bool changes_logits() const { return p.changes.any(); }
-  // A thread changes the same tokens' logits at every step, so it alone counts them. `made`: new tokens before this step.
-  DEVICE float change(float logit, int token, int input, int made) const {
-    int* times = p.changes.times ? p.changes.times + token : nullptr;
-    if (times && token == input && made > 0) *times = *times < 0 ? 1 : *times + 1;
-    logit = changed(logit, times ? *times : -1, p.changes.bias ? p.changes.bias + token : nullptr, p.changes);
-    return made < p.changes.min_new_tokens && is_stop(token) ? -INFINITY : logit;
-  }
-  DEVICE const Sampling& sampling() const { return p.sampling; }
-#endif
-  // Rows belong to a warp, or with several columns to the block: to whom, and which of its threads this one is.
-  static constexpr int kOwnThreads = kMmaColumns ? kThreads : kWarpThreads;
-  DEVICE int owner() const { return kMmaColumns ? group : lane_warp; }
-  DEVICE int own_thread() const { return kMmaColumns ? thread_index() : thread; }
+  DEVICE const Sampling& sampling() const { return order().columns[column].sampling; }
+  DEVICE int step() const { return static_cast<int>(token_epoch - order().epoch); }  // passes before this one
 
   DEVICE explicit Block(const Decode& decode) : p(decode) {
     locate();
-    exchanges = p.epoch * (5 * kLayers);
     watch = {p.aborted, p.report, p.limit_ns, lane, 0};
   }
 
-  // Where this thread is.
-  DEVICE void stand() {
+  // Where this thread is, and what is its own. Each step of a layer computes it anew: kept over all of them, it takes
+  // registers that the sums need.
+  DEVICE void locate() {
     const int index = here(thread_index()), block = here(block_index());
     warp = index / kWarpThreads, thread = index % kWarpThreads;
     local_lane = block / kBlocksPerLane, group = block % kBlocksPerLane;
-    lane = watch.lane = p.first_lane + local_lane, lane_warp = group * kWarps + warp;
-  }
-
-  // The same, and what is its own. Each step of a layer computes it anew: kept over all of them, it takes registers
-  // that the sums need.
-  DEVICE void locate() {
-    stand();
-    words = p.lane_words + static_cast<int64_t>(local_lane) * kLaneWords;
+    lane = watch.lane = p.first_lane + local_lane;
     char* at = dynamic_shared();
     tape.ring = at + warp * kChunks * kChunkBytes, at += kWarps * kChunks * kChunkBytes;
-    wide = reinterpret_cast<float*>(at), narrow = wide + kWide, query = narrow + kNarrow;  // 16-aligned: float4
-    at = reinterpret_cast<char*>(query + kGroup * kHeadDim);
+    inputs = reinterpret_cast<float*>(at), query = inputs + kMmaColumns * kStride;  // 16-aligned: float4
+    fresh = query + kGroup * kHeadDim, at = reinterpret_cast<char*>(fresh + kHeadDim);
     tape.full = reinterpret_cast<uint64_t*>(at) + warp * kChunks, at += kWarps * kChunks * 8;
     candidates = reinterpret_cast<Candidate*>(at), at += kWarps * sizeof(Candidate);
-    per_warp = reinterpret_cast<float*>(at);
-    out = per_warp + kWarps + warp * kMostRows, rows = per_warp + kWarps + kWarps * kMostRows + warp * kMostStreamRows;
-    head_scales = per_warp + kWarps * (1 + kMostRows + kMostStreamRows);
+    per_warp = reinterpret_cast<float*>(at), sums = per_warp + kWarps;
+    streams = sums + kMmaColumns * kMostSums, scales = streams + kMmaColumns * kMostStreamRows;
+    tokens = reinterpret_cast<int*>(scales + kMmaColumns), head_scales = scales + 2 * kMmaColumns;
+  }
+
+  DEVICE void select(int c) {
 #if GRAPH
-    rows = p.graph->rows + local_lane * kHidden + Matrix<kOutput>::first_row(lane_warp);
+    token_epoch = order().epoch + p.graph->steps[c];
+#endif
+    column = c, position = order().columns[c].position + step(), sequence = order().columns[c].sequence;
+    words = p.lane_words + (static_cast<int64_t>(c) * kDeviceLanes + local_lane) * kLaneWords;
+    wide = narrow = inputs + c * kStride, rows = streams + c * kMostStreamRows;
+#if GRAPH
+    rows = p.graph->rows + (c * kDeviceLanes + local_lane) * kHidden + Matrix<kOutput>::first_row(group);
 #endif
   }
 
+  template <class Work>
+  DEVICE void each(Work work) {
+#pragma unroll 1
+    for (int c = 0; c < (kMmaColumns == 1 ? 1 : order().column_count); ++c)
+      if (live >> c & 1) select(c), work();
+  }
+
+  // also the inputs of columns that are not asked for
+  DEVICE void clear_inputs() {
+    for (int i = thread_index(); i < kMmaColumns * kStride; i += kThreads) inputs[i] = 0.0f;
+  }
+
+  // whether any column reads a token; all threads have seen `tokens` filled
+  DEVICE bool count_live() {
+    live = 0;
+    for (int i = 0; i < kMmaColumns; ++i) live |= (tokens[i] >= 0 ? 1u : 0u) << i;
+    return live != 0;
+  }
+
   DEVICE const char* own_tape(uint64_t& bytes) const {
-    const int own = local_lane * kWarpsPerLane + lane_warp;
+    const int own = local_lane * kWarpsPerLane + group * kWarps + warp;
     const uint64_t* at = p.weights.tape_at + own;
     bytes = at[1] - at[0];
     return p.weights.tapes + at[0];
@@ -149,10 +150,10 @@ struct Block {
   // of its own rows of a matrix
   template <int Op>
   DEVICE const float* scales_of(int layer) const {
-    return p.weights.scales + Matrix<Op>::first_scale(layer, local_lane, owner());
+    return p.weights.scales + Matrix<Op>::first_scale(layer, local_lane, group);
   }
 
-  // The ablation: no block goes on before every block of the device has come here.
+  // The ablation of one column: no block goes on before every block of the device has come here.
   DEVICE void widen(Exchange exchange) {
 #if WIDE_EXCHANGES && !GRAPH
     const uint32_t epoch = ++exchanges;
@@ -190,22 +191,37 @@ struct Block {
       wide[i] = h.x * s.x, wide[i + 1] = h.y * s.y;
       squares = fmaf(h.x, h.x, fmaf(h.y, h.y, squares));
     }
-    const int first = Matrix<kOutput>::first_row(owner());
-    for (int r = own_thread(); r < Matrix<kOutput>::row_count(owner()) && first + r < kHidden; r += kOwnThreads) {
+    const int first = Matrix<kOutput>::first_row(group);
+    for (int r = thread_index(); r < Matrix<kOutput>::row_count(group) && first + r < kHidden; r += kThreads) {
       const float2 pair = embedding_pair(p.weights, token, (first + r) / 2 * 2);
       rows[r] = (first + r) % 2 ? pair.y : pair.x;
     }
     return inverse_rms(squares, per_warp);
   }
 
-  DEVICE void project_qkv(int layer, float scale) {
-    multiply<kQkv>(tape, lane_warp, scales_of<kQkv>(layer), wide, out);
-    publish_qkv(layer, scale);
+  // of this column's inputs; the barrier is for the next one's sum of squares
+  DEVICE void keep_scale(float scale) {
+    if (thread_index() == 0) scales[column] = scale;
+    sync_block();
+  }
+
+  template <int Op, class Publish>
+  DEVICE void project(int layer, Publish publish) {
+    multiply_columns<Op>(tape, group, scales_of<Op>(layer), inputs, kStride, sums);
+    each([&] {
+      out = sums + column * Matrix<Op>::row_count(group);
+      publish(scales[column]);
+    });
+  }
+
+  template <int Op>
+  DEVICE void project_and_join(int layer) {
+    project<Op>(layer, [&](float) { join<Op>(layer); });
   }
 
   DEVICE void publish_qkv(int layer, float scale) {
-    const int first = Matrix<kQkv>::first_row(owner());
-    for (int r = own_thread(); r < Matrix<kQkv>::row_count(owner()); r += kOwnThreads) {
+    const int first = Matrix<kQkv>::first_row(group);
+    for (int r = thread_index(); r < Matrix<kQkv>::row_count(group); r += kThreads) {
       float value = out[r] * scale;
       if constexpr (kQkvBias) value = fmaf(out[r], scale, p.weights.biases[(layer * kLanes + lane) * kQkvRows + first + r]);
       store_word(words + kQkvAt + first + r, value, epoch_of(layer));
@@ -253,7 +269,7 @@ struct Block {
   // keys and values of this layer that this block will read: on their way to the L2 before q is known
   DEVICE void prefetch_keys(int layer) {
     for (int unit = group; unit < kAttentionUnits; unit += kBlocksPerLane) {
-      const int split = unit % kSplits, owned = position < split ? 0 : (position - split) / kSplits;  // without the new one
+      const int split = unit % kSplits, owned = own_positions(position - 1, split);  // without the new one
       const int held = owned < kKvSlots[layer] ? owned : kKvSlots[layer];
       if (thread_index() == 0)
         prefetch_l2(kv_slots(p.weights, kv_lane(), layer, unit / kSplits, split), held * 4 * kHeadDim);
@@ -368,14 +384,9 @@ struct Block {
     for (int e = 0; e < spread_count(kSplitThreads, 2); ++e) narrow[i + first + e] = sum[e] / weight;
   }
 
-  DEVICE void project_gate_up(int layer, float scale) {
-    multiply<kGateUp>(tape, lane_warp, scales_of<kGateUp>(layer), wide, out);
-    publish_activation(layer, scale);
-  }
-
   DEVICE void publish_activation(int layer, float scale) {
-    Word* activation = words + kActivationAt + Matrix<kGateUp>::first_row(owner()) / 2;
-    for (int r = own_thread(); r < Matrix<kGateUp>::row_count(owner()) / 2; r += kOwnThreads)
+    Word* activation = words + kActivationAt + Matrix<kGateUp>::first_row(group) / 2;
+    for (int r = thread_index(); r < Matrix<kGateUp>::row_count(group) / 2; r += kThreads)
       store_word(activation + r, silu(out[2 * r] * scale) * (out[2 * r + 1] * scale), epoch_of(layer));
   }
 
@@ -386,37 +397,25 @@ struct Block {
     sync_block();
   }
 
-  // The partial outputs of this warp's rows join the stream, which is published. The other lanes' words of `kDelay`
-  // layers ago are under way while the matrix is read.
+  // The partial outputs of this block's rows join the stream, which is published.
   template <int Op>
-  DEVICE void project_and_join(int layer) {
-    constexpr int module = Op == kDown;
-    const int first = Matrix<Op>::first_row(lane_warp);
-    Word sent[kLanes] = {};
-    if (kAddsDelayed[module][layer] && thread < Matrix<Op>::row_count(lane_warp))
-      look(sent, module, layer - kDelay, first + thread, 0.0f);
-    multiply<Op>(tape, lane_warp, scales_of<Op>(layer), narrow, out);
-    join<Op>(layer, sent, true);
-  }
-
-  // `looked`: the first of this thread's rows has been looked for
-  template <int Op>
-  DEVICE void join(int layer, Word (&sent)[kLanes], bool looked) {
+  DEVICE void join(int layer) {
     constexpr int module = Op == kDown;
     const bool now = kJoins[module][layer] == kPresent, later = kAddsDelayed[module][layer];
-    const int first = Matrix<Op>::first_row(owner()), count = Matrix<Op>::row_count(owner());
+    const int first = Matrix<Op>::first_row(group), count = Matrix<Op>::row_count(group);
+    Word sent[kLanes] = {};
 #pragma unroll 1
-    for (int r = own_thread(); r < count; r += kOwnThreads) {
+    for (int r = thread_index(); r < count; r += kThreads) {
       if (now || kBroadcasts[module][layer])
         for (int d = 0; d < DEVICES; ++d)
           store_word(inbox(d) + mail_at(module, layer, lane) + first + r, out[r], epoch_of(layer));
       if (GRAPH && now) continue;  // a kernel of its own joins, when all lanes have sent
-      if (later && (r >= kOwnThreads || !looked)) look(sent, module, layer - kDelay, first + r, 0.0f);
+      if (later) look(sent, module, layer - kDelay, first + r, 0.0f);
       join_row(module, layer, first, r, out[r], sent);
     }
   }
 
-  // Adds to row r of this warp what the config says (config.py: Join), and publishes it.
+  // Adds to row r of this block what the config says (config.py: Join), and publishes it.
   DEVICE void join_row(int module, int layer, int first, int r, float own, Word (&sent)[kLanes]) {
     const bool now = kJoins[module][layer] == kPresent;
     const int from = now ? layer : layer - kDelay;
@@ -443,20 +442,14 @@ struct Block {
     return sum;
   }
 
-  // The logits of this block's rows after `input`, the token of this step, and what the sampler makes of them.
-  DEVICE Candidate score(int step, int input, float scale) {
-    multiply<kHead>(tape, lane_warp, scales_of<kHead>(0), wide, out);
-    return scored(step, input, scale);
-  }
-
-  DEVICE Candidate scored(int step, int input, float scale) {
+  // The logits of this block's rows, and what the sampler makes of them; rows that fill up the last tile are no tokens.
+  DEVICE Candidate scored(float scale) {
     Candidate best = no_candidate();
-    const int first = Matrix<kHead>::first_row(owner());
-    for (int r = own_thread(); r < Matrix<kHead>::row_count(owner()); r += kOwnThreads) {
+    const int first = Matrix<kHead>::first_row(group), count = min(Matrix<kHead>::row_count(group), kVocab - first);
+    for (int r = thread_index(); r < count; r += kThreads) {
       const int token = lane * kVocab + first + r;
-      float logit = out[r] * scale;
-      if (p.logits) p.logits[static_cast<int64_t>(step) * kLanes * kVocab + token] = logit;
-      if (changes_logits()) logit = change(logit, token, input, step + 1 - p.prompt_count);
+      const float logit = out[r] * scale;
+      if (order().logits) order().logits[static_cast<int64_t>(column) * kLanes * kVocab + token] = logit;
       const float score = sampling().score(logit, position, token);
       if (sampling().filters()) {  // who draws is there
         store_word(inbox(0) + kScoresAt + token, logit, token_epoch + 1);
@@ -472,24 +465,26 @@ struct Block {
       if (ids[i] == token) return true;
     return false;
   }
-  DEVICE bool is_stop(int token) const { return is_among(token, p.stops, p.stop_count); }
 
-  // best words are there twice: lanes that share nothing else could be a token apart
-  DEVICE int best_at() const { return kBestAt + token_epoch % 2 * 2 * kBlocks; }
+  // The best of this block, for the one that chooses. The host's wish to be heard comes with that of the first block;
+  // one thread asks for it, for all columns alike, over PCIe: the answer comes while the largest matrix is read.
+  DEVICE void project_best() {
+    const bool first = p.device == 0 && block_index() == 0 && thread_index() == 0;
+    const uint32_t cancel = first && step() < order().ahead && load_flag(p.cancel) ? kCancelled : 0;
+    project<kHead>(0, [&](float scale) { publish_best(scored(scale), cancel); });
+  }
 
   DEVICE void publish_best(Candidate own, uint32_t cancel) {
     own = best_of_block(own, candidates);
-    constexpr int kReaders = kMmaColumns ? 1 : DEVICES;  // of several columns, one block chooses for all
-    for (int d = thread_index(); d < kReaders; d += kThreads) {
-      Word* at = inbox(d) + best_at() + 2 * (p.first_lane * kBlocksPerLane + block_index());
-      store_word(at, own.score, token_epoch + 1);
-      store_word(at + 1, float_of(static_cast<uint32_t>(own.token) | cancel), token_epoch + 1);
-    }
+    if (thread_index()) return;
+    Word* at = inbox(0) + kBestAt + 2 * (p.first_lane * kBlocksPerLane + block_index());
+    store_word(at, own.score, token_epoch + 1);
+    store_word(at + 1, float_of(static_cast<uint32_t>(own.token) | cancel), token_epoch + 1);
   }
 
-  // the best of all blocks, the same in every thread of every block
+  // the best of all blocks, the same in every thread
   DEVICE int take_best(bool& cancelled) {
-    const Word* words_of_all = own_inbox() + best_at();
+    const Word* words_of_all = own_inbox() + kBestAt;
     const Word cancel = load_word(words_of_all + 1);
     Candidate best = no_candidate();
     gather<2 * kBlocks>(words_of_all, token_epoch + 1, kBest, watch, [&](int, float score, float bits) {
@@ -504,5 +499,19 @@ struct Block {
   // `best`: what filters may leave out
   DEVICE int draw_one(int best) {
     return draw(sampling(), best, own_inbox() + kScoresAt, token_epoch + 1, per_warp, candidates, watch);
+  }
+
+  // Each column by a block of its own, where there are so many: its token, with kEnds if it ends there.
+  DEVICE bool chooses() const { return p.device == 0 && block_index() == column % (kDeviceLanes * kBlocksPerLane); }
+  DEVICE float choice() {
+    bool cancelled;
+    int token = take_best(cancelled);
+    if (sampling().filters()) token = draw_one(token);
+    const Column& c = order().columns[column];
+    const bool ends = cancelled || step() + 1 == c.left || is_among(token, c.stops, c.stop_count);
+    return float_of(static_cast<uint32_t>(token) | (ends ? kEnds : 0));
+  }
+  DEVICE void tell(float chosen) const {
+    if (thread_index() == 0) tell_host(p.picks + step() * kMostColumns + column, chosen, token_epoch + 1);
   }
 };

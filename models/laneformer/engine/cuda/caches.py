@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ..cpu import _core
 from .memory import DeviceMemory
 
@@ -18,36 +16,22 @@ MAX_CACHES = 64
 
 
 class Caches:
-    """As many as `memory.kv` is of; or `most`, while there is memory."""
+    """As many as `memory.kv` is of."""
 
-    def __init__(self, memories: Sequence[DeviceMemory], most: int = 0):
+    def __init__(self, memories: Sequence[DeviceMemory]):
         self.memories = memories
         one = memories[0].geometry.lanes_per_device * memories[0].geometry.kv_lane
-        parts = zip(*(memory.kv.split(one) for memory in memories), strict=True)
-        self.kv = dict(enumerate(list(kv) for kv in parts))  # of each cache: of each device
-        self.most, self._fixed = max(most, len(self.kv)), most <= len(self.kv)
-        self._spare: list[list[torch.Tensor]] = []
+        self.kv = [list(kv) for kv in zip(*(memory.kv.split(one) for memory in memories), strict=True)]
 
     def shape(self) -> _core.KvShape:
         g = self.memories[0].geometry
         context, layers = g.config.max_position_embeddings, range(g.config.num_hidden_layers)
         rings = [(g.splits * g.kv_slots(i), g.config.window(i)) for i in layers]
         shorter = [ring - window + 1 for ring, window in rings if window and ring < context]
-        return _core.KvShape(
-            context, self.most, min(ring for ring, _ in rings), min(shorter, default=context)
-        )
+        count, ring = len(self.kv), min(ring for ring, _ in rings)
+        return _core.KvShape(context, count, ring, min(shorter, default=context))
 
     def apply(self, op: _core.KvOp) -> None:
-        """torch.OutOfMemoryError where there is none for another cache. Memory of closed ones is kept for others."""
-        if op.kind == _core.KvKind.close and not self._fixed:
-            self._spare.append(self.kv.pop(op.cache))
-        if op.kind == _core.KvKind.open and op.cache not in self.kv:
-            new = (
-                self._spare.pop()
-                if self._spare
-                else [torch.zeros_like(memory.kv) for memory in self.memories]
-            )
-            self.kv[op.cache] = new
         if op.kind == _core.KvKind.copy:
             self._copy(op.source, op.cache, op.end)
 

@@ -13,10 +13,8 @@
 // be too few; the parts' sums are added in their order. How many parts there are is a matter of the matrix,
 // not of the cut.
 #pragma once
-#include "rows.cuh"
+#include "tape.cuh"
 
-constexpr int kPassColumns = kMmaColumns ? kMmaColumns : 1;
-constexpr int kTile = 16;
 constexpr int kTiles = kEightBits ? 2 : 1;  // of a segment
 
 // Inputs are [column][padded(count)]: whole float4 at a time, eight threads of two columns then reach every
@@ -53,15 +51,25 @@ DEVICE void multiply_segment(float (&sum)[3][4], uint4 w, const uint2 (&b)[kTile
 #endif
 }
 
+template <int Op>
+constexpr int kPartSteps = kColumns[Op] / (kTiles * kTile) / kParts[Op];  // segments of a row of tiles, in one part
+
+// of one warp, for the rows of a block
+template <int Op>
+DEVICE int segments(int block, int warp) {
+  const int units = Matrix<Op>::row_count(block) / kTile * kParts[Op];
+  return (units * (warp + 1) / kWarps - units * warp / kWarps) * kPartSteps<Op>;
+}
+
 // out [column][rows] of 16 rows a tile: the next Strip rows of tiles, times one part of the inputs x
 // [column][stride]
 template <int Op, int Strip>
 DEVICE void multiply_tiles(Tape& tape, const float* x, int stride, float* out, int rows) {
   const int thread = here(thread_index()) % kWarpThreads, g = thread / 4, c = thread % 4;
-  const float* from = x + g % kPassColumns * stride + 4 * c;  // columns that are not asked for compute another again
+  const float* from = x + g % kMmaColumns * stride + 4 * c;  // columns that are not asked for compute another again
   float sum[Strip][3][4] = {};
 #pragma unroll 1
-  for (int step = 0; step < kColumns[Op] / (kTiles * kTile) / kParts[Op]; ++step, from += kTiles * kTile) {
+  for (int step = 0; step < kPartSteps<Op>; ++step, from += kTiles * kTile) {
     uint2 b[kTiles][3];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -79,7 +87,7 @@ DEVICE void multiply_tiles(Tape& tape, const float* x, int stride, float* out, i
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int column = 2 * c + i % 2, row = r * kTile + i / 2 * 8 + g;
-      if (column < kPassColumns) out[column * rows + row] = sum[r][0][i] + sum[r][1][i] + sum[r][2][i];
+      if (column < kMmaColumns) out[column * rows + row] = sum[r][0][i] + sum[r][1][i] + sum[r][2][i];
     }
 }
 
@@ -91,14 +99,14 @@ template <int Op>
 DEVICE void multiply_columns(Tape& tape, int block, const float* scales, const float* x, int stride, float* out) {
   const int warp = here(thread_index()) / kWarpThreads, rows = Matrix<Op>::row_count(block), tiles = rows / kTile;
   float scale = 1.0f;
-  if (kEightBits && thread_index() < kPassColumns * rows) scale = scales[thread_index() % rows];
+  if (kEightBits && thread_index() < kMmaColumns * rows) scale = scales[thread_index() % rows];
   const int units = tiles * kParts[Op], end = units * (warp + 1) / kWarps;
 #pragma unroll 1
   for (int unit = units * warp / kWarps, count; unit < end; unit += count) {
     const int part = unit / tiles, tile = unit % tiles;
     count = min(kStrip, min(end - unit, tiles - tile));
     const float* of_part = x + part * (kColumns[Op] / kParts[Op]);
-    float* to = out + part * kPassColumns * rows + tile * kTile;
+    float* to = out + part * kMmaColumns * rows + tile * kTile;
     if (count == 1) multiply_tiles<Op, 1>(tape, of_part, stride, to, rows);
     if constexpr (kStrip >= 2)
       if (count == 2) multiply_tiles<Op, 2>(tape, of_part, stride, to, rows);
@@ -108,9 +116,9 @@ DEVICE void multiply_columns(Tape& tape, int block, const float* scales, const f
       if (count == 4) multiply_tiles<Op, 4>(tape, of_part, stride, to, rows);
   }
   sync_block();
-  for (int i = thread_index(); i < kPassColumns * rows; i += kThreads) {
+  for (int i = thread_index(); i < kMmaColumns * rows; i += kThreads) {
     float sum = out[i];
-    for (int part = 1; part < kParts[Op]; ++part) sum += out[part * kPassColumns * rows + i];
+    for (int part = 1; part < kParts[Op]; ++part) sum += out[part * kMmaColumns * rows + i];
     if (kEightBits) sum *= i == thread_index() ? scale : scales[i % rows];
     out[i] = sum;
   }

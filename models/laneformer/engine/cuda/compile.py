@@ -18,8 +18,8 @@ from .nvrtc import OPTIONS, Nvrtc, compiler_for
 
 FOLDER = Path(__file__).parent
 INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core shares
-VERSIONS = ("persistent", "graph")
-UNITS = (*VERSIONS, "passes", "probe")
+VERSIONS = ("passes", "graph")
+UNITS = (*VERSIONS, "probe")
 
 
 def source_of(version: str, geometry: Geometry) -> str:

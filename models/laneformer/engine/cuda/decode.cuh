@@ -1,7 +1,7 @@
-// One token through a lane's layers, as both versions of the engine compute it: norms, attention, joins.
+// One token through a lane's layers, as both versions of the engine compute it: norms and attention.
 //
 // The functions take and leave numbers in shared memory; who waits for whom is the affair of the callers
-// (persistent.cu, graph.cu). Sums have one fixed order that does not depend on the version, so both give the same bits.
+// (passes.cu, graph.cu). Sums have one fixed order that does not depend on the version, so both give the same bits.
 #pragma once
 
 struct Weights {
@@ -92,6 +92,24 @@ DEVICE uint16_t* kv_slots(const Weights& weights, int lane, int layer, int head,
 
 // positions of this split up to and with `position`; the ring of a window layer holds the last kKvSlots of them
 DEVICE int own_positions(int position, int split) { return position < split ? 0 : (position - split) / kSplits + 1; }
+
+// threads of a warp that share a key, `numbers` of it at a time
+DEVICE constexpr int row_threads_of(int columns, int numbers) {
+  int threads = kWarpThreads;
+  while (columns / numbers % threads) threads /= 2;
+  return threads;
+}
+
+DEVICE float dot8(uint4 w, float4 a, float4 b, float sum) {
+  sum = fmaf(low_half(w.x), a.x, sum);
+  sum = fmaf(high_half(w.x), a.y, sum);
+  sum = fmaf(low_half(w.y), a.z, sum);
+  sum = fmaf(high_half(w.y), a.w, sum);
+  sum = fmaf(low_half(w.z), b.x, sum);
+  sum = fmaf(high_half(w.z), b.y, sum);
+  sum = fmaf(low_half(w.w), b.z, sum);
+  return fmaf(high_half(w.w), b.w, sum);
+}
 
 constexpr int kKeyThreads = row_threads_of(kHeadDim, 8) < 4 ? row_threads_of(kHeadDim, 8) : 4;  // that share one key
 constexpr int kKeyChunks = kHeadDim / 8 / kKeyThreads;                                    // of 8 numbers for each

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...config import LaneformerConfig
 from ...tensors import Tensor
@@ -20,8 +19,6 @@ from .geometry import DTYPES, HALVES, Geometry
 from .launch import NotResident
 from .memory import DeviceMemory, half_of
 from .passes import PassDecoder
-from .sequence import SequenceDecoder
-from .single import SinglePasses
 
 USE_CPU = "the CUDA engine does not have this option; use device = 'cpu'"
 
@@ -30,8 +27,8 @@ class CudaDecoder:
     """Decodes on one or more GPUs that share the lanes.
 
     The kernels compute as math="exact" does, but for keys and values in 16 bits; longer prompts, and scores, go
-    through PyTorch in 16 bits. Requests share passes over the weights (passes.py). Where these do not fit the model or
-    the GPU, and for version="graph", requests come one after the other (single.py), and `speculate` has no effect.
+    through PyTorch in 16 bits. Requests share passes over the weights (passes.py). Where their kernel cannot run, and
+    for version="graph", requests come one after the other, and `speculate` has no effect.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class CudaDecoder:
         dtype: str = "auto",
         devices: Sequence[str] = ("cuda:0",),
         *,
-        version: str = "persistent",
+        version: str = "passes",
         threads: int | None = None,
         isa: str | None = None,
         math: str = "auto",
@@ -51,7 +48,7 @@ class CudaDecoder:
         processes: int = 1,
     ):
         """`dtype` "auto" is the checkpoint's, and bf16 where that is fp32.
-        `version`: "persistent" or "graph".
+        `version`: "passes" or "graph".
 
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa,
         math, pin, kv_dtype, processes.
@@ -72,8 +69,8 @@ class CudaDecoder:
             cache_bytes = in_range("cache_bytes", cache_bytes, int, 0, 2**63)
         self.config, self._version = config, version
         self._tensors, self._devices, self._cache_bytes = tensors, devices, cache_bytes
-        self._executor = CudaExecutor(self._passes())
-        passes = self._executor.passes
+        self.executor = CudaExecutor(self._passes())
+        passes = self.executor.passes
         assert passes is not None
         self.max_joined, self._drafts = passes.sequences, passes.sequences > 1
         memories: Sequence[DeviceMemory] = passes.caches.memories
@@ -82,26 +79,19 @@ class CudaDecoder:
         self.weight_bytes = sum(memory.weight_bytes for memory in memories)
 
     def _passes(self) -> Passes:
-        if self._version == "persistent":
-            try:
-                return PassDecoder(
-                    self.config, self._tensors, self.dtype, self._devices, cache_bytes=self._cache_bytes
-                )
-            except (ValueError, NotResident, torch.OutOfMemoryError) as error:
-                warnings.warn(f"requests do not share passes, drafts have no effect: {error}", stacklevel=4)
-        return SinglePasses(self.gpu)
-
-    @functools.cached_property
-    def gpu(self) -> SequenceDecoder:
-        """One sequence at a time, as bench.py measures it: the weights once more."""
-        return SequenceDecoder(
-            self.config,
-            self._tensors,
-            self.dtype,
-            self._devices,
-            self._version,
-            cache_bytes=self._cache_bytes,
+        make = functools.partial(
+            PassDecoder, self.config, self._tensors, self.dtype, self._devices, cache_bytes=self._cache_bytes
         )
+        try:
+            return make(version=self._version)
+        except NotResident as error:
+            if len(self._devices) > 1:
+                raise RuntimeError(
+                    f"{error}; the graph version cannot run instead: use whole GPUs"
+                ) from error
+            said = f"the graph version decodes, one request at a time, as the kernel of passes cannot run: {error}"
+            warnings.warn(said, stacklevel=4)
+        return make(version="graph")
 
     def check(self, request: Request) -> None:
         """ValueError for what only the CPU has."""
@@ -114,39 +104,43 @@ class CudaDecoder:
             raise EngineLost(self.failure)
         if not self._drafts:
             requests = [dataclasses.replace(request, speculate=0) for request in requests]
-        return self._executor.schedule.join(requests, alone)
+        return self.executor.schedule.join(requests, alone)
 
     def collect(self, timeout_s: float) -> list[Collected]:
         return [
             Collected(ticket, first, tokens, scores, ended and ended_as(*ended))
-            for ticket, first, tokens, scores, ended in self._executor.schedule.collect(timeout_s)
+            for ticket, first, tokens, scores, ended in self.executor.schedule.collect(timeout_s)
         ]
 
     @property
     def running(self) -> int:
-        return self._executor.schedule.running
+        return self.executor.schedule.running
 
     @property
     def failure(self) -> str | None:
-        return self._executor.schedule.failure or None
+        return self.executor.schedule.failure or None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether it failed as the GPU does not answer: the process cannot end in an orderly way."""
+        return self.executor.unanswered
 
     def leave(self, ticket: int) -> None:
-        self._executor.schedule.leave(ticket)
+        self.executor.schedule.leave(ticket)
 
     def leave_all(self) -> None:
-        self._executor.schedule.leave_all()
+        self.executor.schedule.leave_all()
 
     def allow(self, ticket: int, index: int, mask: np.ndarray) -> None:
-        self._executor.schedule.allow(ticket, index, mask)
+        self.executor.schedule.allow(ticket, index, mask)
 
     def statistics(self) -> dict[str, int]:
-        return self._executor.schedule.statistics()
+        return self.executor.schedule.statistics()
 
     def close(self) -> None:
         """End the requests, and then give the memory back."""
         self.leave_all()
-        self.__dict__.pop("gpu", None)
-        self._executor.close()
+        self.executor.close()
 
 
 def ended_as(statistics: dict[str, int], error: Exception | None, *left: Any) -> Ended:

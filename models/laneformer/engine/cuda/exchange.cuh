@@ -130,7 +130,7 @@ DEVICE void gather(const Word* words, uint32_t epoch, Exchange exchange, const W
 
 // ---- where the words are ----
 
-constexpr int kQkvRows = kUnits[kQkv] * kUnitRows[kQkv];
+constexpr int kQkvRows = kUnits[kQkv] * kTile;
 constexpr int kPartialWords = kHeadDim + 2;  // per head and split: the weighted sum of values, the maximum, the weight
 constexpr int kStreamAt = 0;                 // [attention, mlp][kHidden]
 constexpr int kQkvAt = kStreamAt + 2 * kHidden;
@@ -140,8 +140,8 @@ constexpr int kLaneWords = kActivationAt + kIntermediate;  // even, as all of th
 
 constexpr int kBlocks = kLanes * kBlocksPerLane;  // of all devices
 constexpr int kMailWords = 2 * kMailSlots * kLanes * kHidden;
-constexpr int kBestAt = kMailWords;                // [token % 2][block][score, token]
-constexpr int kScoresAt = kBestAt + 4 * kBlocks;   // [logit, score][vocabulary], for the sampler
+constexpr int kBestAt = kMailWords;                // [block][score, token]
+constexpr int kScoresAt = kBestAt + 2 * kBlocks;   // [logit, score][vocabulary], for the sampler
 constexpr int kChoiceAt = kScoresAt + 2 * kLanes * kVocab;
 constexpr int kInboxWords = kChoiceAt + 2;
 

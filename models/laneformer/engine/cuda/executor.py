@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -12,8 +14,9 @@ import torch
 
 from ...config import LaneformerConfig
 from ..cpu import _core
-from ..decoder import Sampling
+from ..decoder import Sampling, Unanswered
 from .caches import Caches
+from .launch import NotResident
 from .memory import Column
 from .prefill import scores_of
 
@@ -21,10 +24,11 @@ from .prefill import scores_of
 PIECE_TOKENS = 1024
 Look = Callable[[list[list[int]]], bool]  # at tokens [pass][column]
 LONGEST_END_S = 10.0  # of a pass, when the interpreter ends
+RETRIES_S = (0.01, 0.1, 1.0)  # after a launch that is refused, as others have the GPU's multiprocessors
 
 
 class Passes(Protocol):
-    """Weights on GPUs, and what runs them over some columns: passes.py, and where that cannot be single.py.
+    """Weights on GPUs, and what runs them over some columns: PassDecoder, and in tests others.
 
     columns, sequences: at most in a pass. unread: prompt ids that columns may read; more are read by PyTorch.
     ahead: further tokens of each column that a call of `run` may make.
@@ -61,7 +65,10 @@ class CudaExecutor:
     """The thread sleeps where nothing can run, and ends with this object.
 
     An error of the GPU ends all requests, and no further one can join: nothing in device memory can be trusted.
+    `unanswered`: as a launch has never ended.
     """
+
+    unanswered = False
 
     def __init__(self, passes: Passes):
         self.passes: Passes | None = passes
@@ -87,18 +94,17 @@ class CudaExecutor:
             while (plan := self.schedule.next(**given)) is not None:
                 given = self._pass(plan)
         except Exception as error:
-            self.schedule.fail(
-                f"the GPU has failed, and with it all requests: {error or type(error).__name__}"
-            )
+            self.unanswered = isinstance(error, Unanswered)
+            said = (
+                str(error).partition("\n")[0] or type(error).__name__
+            )  # torch's has advice for developers below
+            self.schedule.fail(f"the GPU has failed, and with it all requests: {said}")
 
     def _pass(self, plan: _core.Pass) -> dict[str, Any]:
         """What it gave, as `Schedule.next` takes it."""
         assert self.passes is not None
-        for i, op in enumerate(plan.ops):
-            try:
-                self.passes.caches.apply(op)
-            except torch.OutOfMemoryError:
-                return {"refused": i}
+        for op in plan.ops:
+            self.passes.caches.apply(op)
         if plan.piece:
             return self._read(plan)
         if not (columns := plan.columns):
@@ -107,9 +113,21 @@ class CudaExecutor:
         draws = {place: plan.draw(place) for place in {column.sequence for column in columns}}
         asked = [column_of(column, draws[column.sequence]) for column in columns]
         look = (lambda rows: self.schedule.interrupts()) if plan.ahead else None
-        picked = self.passes.run(asked, plan.ahead, self._logits if rows else None, look)
+        try:
+            picked = self._launched(asked, plan.ahead, self._logits if rows else None, look)
+        except NotResident as error:
+            return {"error": f"the GPU runs something else beside the engine, try again later: {error}"}
         given: dict[str, Any] = {"picked": np.array(picked, np.int32)}
         return {**given, "logits": self._logits[rows].cpu().numpy()} if rows else given
+
+    def _launched(self, *asked: Any) -> list[list[int]]:
+        """NotResident where the driver still refuses the launch after a while; nothing has changed then."""
+        assert self.passes is not None
+        for wait_s in RETRIES_S:
+            with contextlib.suppress(NotResident):
+                return self.passes.run(*asked)
+            time.sleep(wait_s)
+        return self.passes.run(*asked)
 
     def _read(self, plan: _core.Pass) -> dict[str, Any]:
         """A piece of a prompt, with its scores."""
@@ -133,7 +151,7 @@ def column_of(column: _core.Column, draw: _core.Draw) -> Column:
     """As the kernel takes it; its sequence is the cache. Where the schedule draws, the rule is of no account."""
     stops = draw.stops
     rule = Sampling.from_buffer_copy(draw.rule)
-    return Column(column.token, column.position, column.cache, 0, -1, -1, len(stops), tuple(stops), rule)
+    return Column(column.token, column.position, column.cache, 0, len(stops), tuple(stops), rule)
 
 
 def end(schedule: _core.Schedule, thread: threading.Thread) -> None:

@@ -63,39 +63,33 @@ H200 = Machine(132, 227 * 1024, 90)
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of a lane, (rows, columns), cut for warps: a unit of rows stays in one warp.
+    """One matrix of a lane, (rows, columns), cut into tiles for matrix-multiply instructions.
 
-    With matrix-multiply instructions a unit is a row of tiles and stays in one block, whose warps share the
-    `parts` of its columns out: part after part, in each all of the block's rows of tiles. A segment is one
-    tile, or with 8 bits two beside each other.
+    A row of tiles stays in one block, whose warps share the `parts` of its columns out: part after part, in each all
+    of the block's rows of tiles. A segment is one tile, or with 8 bits two beside each other.
     """
 
     rows: int
     columns: int
-    unit_rows: int
-    parts: int = 1
-    thread_numbers: int = 8  # of a segment: 16 bytes
-
-    @property
-    def row_threads(self) -> int:
-        """Threads of a warp that share one row."""
-        return math.gcd(self.columns // self.thread_numbers, WARP_THREADS)
-
-    @property
-    def segment_rows(self) -> int:
-        return WARP_THREADS // self.row_threads
-
-    @property
-    def steps(self) -> int:
-        return self.columns // (self.thread_numbers * self.row_threads)
+    parts: int
+    thread_numbers: int  # of a segment: 16 bytes
 
     @property
     def units(self) -> int:
-        return self.rows // self.unit_rows
+        return self.rows // TILE
 
-    def first_row(self, owner: int, owners: int) -> int:
-        """The first row of owner `owner` (a warp, or with tiles a block) of the `owners` of a lane."""
-        return self.units * owner // owners * self.unit_rows
+    def first_row(self, block: int, blocks: int) -> int:
+        """The first row of one of a lane's blocks."""
+        return self.units * block // blocks * TILE
+
+    def max_rows(self, blocks: int) -> int:
+        """Of the busiest block."""
+        return -(-self.units // blocks) * TILE
+
+    def balance(self, blocks: int, warps: int) -> float:
+        """Tiles of an average warp over those of the busiest, and so of its block's time."""
+        busiest = math.ceil(self.max_rows(blocks) // TILE * self.parts / warps)
+        return self.units * self.parts / (blocks * warps * busiest)
 
     def tiles(self, block: int, blocks: int, warp: int, warps: int) -> list[tuple[int, int]]:
         """(part, row of tiles) of a warp of a block, in its order; rows are counted in the lane."""
@@ -117,7 +111,7 @@ class Geometry:
     chunks: int
     devices: int = 1
     wide_exchanges: bool = False  # the ablation: every exchange waits for all blocks
-    mma_columns: int = 0  # positions of one pass, by matrix-multiply instructions; 0: one, by FMAs
+    columns: int = 1  # of one pass at most
     prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
     half: str = "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
 
@@ -148,11 +142,6 @@ class Geometry:
         return self.blocks_per_lane * self.warps
 
     @property
-    def owners(self) -> int:
-        """Warps or blocks of a lane to which rows belong."""
-        return self.blocks_per_lane if self.mma_columns else self.warps_per_lane
-
-    @property
     def threads(self) -> int:
         """Of a block."""
         return self.warps * WARP_THREADS
@@ -170,9 +159,7 @@ class Geometry:
         return 2 * self.config.broadcast_delay + 2
 
     def matrix(self, op: str) -> Matrix:
-        """The matrix of one lane; output and down are cut alike, because a warp owns the same
-        rows of the stream.
-        """
+        """The matrix of one lane; rows fill up the last tile of the head."""
         c, lanes = self.config, self.config.num_lanes
         kv = c.kv_heads_per_lane * c.head_dim
         rows, columns = {
@@ -180,24 +167,15 @@ class Geometry:
             "output": (c.hidden_size, self.heads * c.head_dim),
             "gate_up": (2 * c.intermediate_size // lanes, c.hidden_size),
             "down": (c.hidden_size, c.intermediate_size // lanes),
-            "head": (c.vocab_size // lanes, c.hidden_size),
+            "head": (-(-c.vocab_size // lanes // TILE) * TILE, c.hidden_size),
         }[op]
-        if self.mma_columns:
-            numbers = 16 // self.number_bytes
-            return Matrix(rows, columns, TILE, parts_of(rows, columns, 2 * numbers), numbers)
-        alike = (
-            (self.heads * c.head_dim, c.intermediate_size // lanes)
-            if op in ("output", "down")
-            else (columns,)
-        )
-        cut = (1, 16 // self.number_bytes)  # parts, numbers of a thread
-        segment_rows = max(Matrix(rows, n, 1, *cut).segment_rows for n in alike)
-        return Matrix(rows, columns, max(segment_rows, 2 if op == "gate_up" else 1), *cut)
+        numbers = 16 // self.number_bytes
+        return Matrix(rows, columns, parts_of(rows, columns, 2 * numbers), numbers)
 
     def kv_slots(self, layer: int) -> int:
         """Positions that one split keeps: the window's, or all."""
         context = self.config.max_position_embeddings
-        more = MAX_DRAFTS if self.mma_columns else 0  # they write before they turn out wrong
+        more = MAX_DRAFTS  # they write before they turn out wrong
         return -(-min((self.config.window(layer) or context) + more, context) // self.splits)
 
     def kv_layer(self, layer: int) -> int:
@@ -208,9 +186,10 @@ class Geometry:
     def kv_lane(self) -> int:
         return sum(self.kv_layer(i) for i in range(self.config.num_hidden_layers))
 
-    def max_rows(self, *ops: str) -> int:
-        """Rows of a matrix that the busiest owner has."""
-        return max(-(-m.units // self.owners) * m.unit_rows for m in map(self.matrix, ops))
+    @property
+    def stream_rows(self) -> int:
+        """Of the stream, that the busiest block has."""
+        return max(self.matrix(op).max_rows(self.blocks_per_lane) for op in ("output", "down"))
 
     @property
     def column_stride(self) -> int:
@@ -222,7 +201,7 @@ class Geometry:
         """float32 numbers of one column that the busiest block adds up: its rows in each
         part of their columns.
         """
-        return max(-(-m.units // self.owners) * m.unit_rows * m.parts for m in map(self.matrix, OPS))
+        return max(m.max_rows(self.blocks_per_lane) * m.parts for m in map(self.matrix, OPS))
 
     @property
     def wide(self) -> int:
@@ -240,16 +219,12 @@ class Geometry:
 
     @property
     def fixed_shared_bytes(self) -> int:
-        """Shared memory beside the ring and its barriers."""
-        query = self.group * self.config.head_dim + self.config.qk_norm * (self.group + 1)
-        if (
-            self.mma_columns
-        ):  # passes.cu: inputs, sums, rows of the stream, a scale and a token of each column
-            column = self.column_stride + self.max_sums + self.max_rows("output", "down") + 2
-            fresh = self.config.head_dim
-            return 4 * (query + fresh + self.mma_columns * column + self.warps) + 8 * self.warps
-        per_warp = self.max_rows(*OPS) + self.max_rows("output", "down") + 1
-        return 4 * (self.wide + self.narrow + query + self.warps * per_warp) + 8 * self.warps
+        """Shared memory beside the ring and its barriers: queries, a new key and value, and of each column inputs,
+        sums, rows of the stream, a scale and a token.
+        """
+        head, norms = self.config.head_dim, self.config.qk_norm * (self.group + 1)
+        column = self.column_stride + self.max_sums + self.stream_rows + 2
+        return 4 * ((self.group + 1) * head + norms + self.columns * column + self.warps) + 8 * self.warps
 
     @property
     def shared_bytes(self) -> int:
@@ -277,7 +252,7 @@ class Geometry:
         """Words that all lanes write to every device (exchange.cuh: kInboxWords)."""
         c = self.config
         mail = 2 * self.mail_slots * c.num_lanes * c.hidden_size
-        return mail + 4 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
+        return mail + 2 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
 
     def constants(self) -> str:
         """The C++ text in front of the kernels."""
@@ -293,15 +268,13 @@ class Geometry:
             "kBlocksPerLane": self.blocks_per_lane, "kWarps": self.warps, "kChunkBytes": self.chunk_bytes,
             "kChunks": self.chunks, "kStrip": self.strip, "kSplits": self.splits,
             "kMailSlots": self.mail_slots, "kWide": self.wide,
-            "kNarrow": self.narrow, "kMostRows": self.max_rows(*OPS),
-            "kMostStreamRows": self.max_rows("output", "down"), "kMostStops": MAX_STOPS,
-            "kMmaColumns": self.mma_columns, "kMostColumns": MAX_COLUMNS, "kMostSums": self.max_sums,
+            "kNarrow": self.narrow, "kMostStreamRows": self.stream_rows, "kMostStops": MAX_STOPS,
+            "kMmaColumns": self.columns, "kMostColumns": MAX_COLUMNS, "kMostSums": self.max_sums,
             "kPrefetchChunks": self.prefetch_chunks,
         }  # fmt: skip
         tables = {
             "kColumns": [m.columns for m in matrices],
             "kUnits": [m.units for m in matrices],
-            "kUnitRows": [m.unit_rows for m in matrices],
             "kParts": [m.parts for m in matrices],
             "kWindows": [c.window(i) or 0 for i in layers],
             "kKvSlots": [self.kv_slots(i) for i in layers],
@@ -317,7 +290,6 @@ class Geometry:
             f"#define DEVICES {self.devices}",
             f"#define WEIGHTS_BF16 {int(self.half == 'bf16')}",
             f"#define WEIGHTS_INT8 {int(self.dtype == 'int8')}",
-            f"#define MMA_COLUMNS {self.mma_columns}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
             "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
             f"enum Join {braces(map(join_name, Join))};",

@@ -1,9 +1,9 @@
-// The same model as a chain of plain kernels, to be captured in a CUDA graph: one token a replay.
+// The same model as a chain of plain kernels, to be captured in a CUDA graph: one pass a replay.
 //
-// The baseline of the persistent kernel, and its twin for correctness (the same sums in the same order, so the same bits), and
-// the version for GPUs on which a cooperative launch of all lanes does not fit. Each kernel starts to fetch its weights
-// before it waits for the kernel before it (programmatic dependent launch); two blocks fit on a multiprocessor, so that
-// the next kernel's first weights are there when its inputs are.
+// The baseline that the kernel of passes has to beat, its twin for correctness (the same sums in the same order, so the
+// same bits), and the version for GPUs on which a cooperative launch of all lanes does not fit. Each kernel starts to fetch
+// its weights before it waits for the kernel before it (programmatic dependent launch); two blocks fit on a
+// multiprocessor, so that the next kernel's first weights are there when its inputs are.
 #ifdef EMULATED
 #include "emulator.h"
 #else
@@ -20,8 +20,11 @@ struct Step : Block {
     if constexpr (Op >= 0) step.start_tape<Op>(p.layer);
     let_next_start();
     wait_for_previous();
-    step.position = p.graph->position;
-    step.token_epoch = 0;  // the order of kernels says what is there
+    const int c = thread_index();
+    if (c < kMmaColumns) step.tokens[c] = c < step.order().column_count ? p.graph->tokens[c] : -1;
+    if constexpr (Op >= 0) step.clear_inputs();
+    sync_block();
+    step.count_live();
     return step;
   }
 
@@ -29,14 +32,14 @@ struct Step : Block {
 
   template <int Op>
   DEVICE void start_tape(int layer) {
-    const int qkv = Matrix<kQkv>::segments(lane_warp), output = Matrix<kOutput>::segments(lane_warp);
-    const int gate_up = Matrix<kGateUp>::segments(lane_warp), down = Matrix<kDown>::segments(lane_warp);
+    const int qkv = segments<kQkv>(group, warp), output = segments<kOutput>(group, warp);
+    const int gate_up = segments<kGateUp>(group, warp), down = segments<kDown>(group, warp);
     const int before = (Op > kQkv ? qkv : 0) + (Op > kOutput ? output : 0) + (Op > kGateUp ? gate_up : 0);
     const int segment = Op == kHead ? kLayers * (qkv + output + gate_up + down)
                                     : layer * (qkv + output + gate_up + down) + before;
     uint64_t bytes;
     tape.source = own_tape(bytes) + static_cast<uint32_t>(segment) * kSegmentBytes;
-    tape.bytes = Matrix<Op>::segments(lane_warp) * kSegmentBytes;
+    tape.bytes = segments<Op>(group, warp) * kSegmentBytes;
     tape.rounds = 0;
     tape.start();
   }
@@ -46,59 +49,67 @@ struct Step : Block {
 
 KERNEL(qkv)(const __grid_constant__ Decode p) {
   Step step = Step::begin<kQkv>(p);
-  const float scale = p.layer ? step.take_stream(1, p.layer - 1, 2 * p.layer) : step.take_embedding(p.graph->token);
-  step.project_qkv(p.layer, scale);
+  step.each([&] {
+    step.keep_scale(p.layer ? step.take_stream(1, p.layer - 1, 2 * p.layer) : step.take_embedding(step.tokens[step.column]));
+  });
+  step.project<kQkv>(p.layer, [&](float scale) { step.publish_qkv(p.layer, scale); });
 }
 
-KERNEL(attention)(const __grid_constant__ Decode p) { Step::begin<-1>(p).attention(p.layer); }
+KERNEL(attention)(const __grid_constant__ Decode p) {
+  Step step = Step::begin<-1>(p);
+  step.each([&] {
+    step.narrow = step.fresh;
+    step.attention(p.layer);
+  });
+}
 
 KERNEL(output)(const __grid_constant__ Decode p) {
   Step step = Step::begin<kOutput>(p);
-  step.take_attention(p.layer);
+  step.each([&] { step.take_attention(p.layer); });
   step.project_and_join<kOutput>(p.layer);
 }
 
 KERNEL(gate_up)(const __grid_constant__ Decode p) {
   Step step = Step::begin<kGateUp>(p);
-  step.project_gate_up(p.layer, step.take_stream(0, p.layer, 2 * p.layer + 1));
+  step.each([&] { step.keep_scale(step.take_stream(0, p.layer, 2 * p.layer + 1)); });
+  step.project<kGateUp>(p.layer, [&](float scale) { step.publish_activation(p.layer, scale); });
 }
 
 KERNEL(down)(const __grid_constant__ Decode p) {
   Step step = Step::begin<kDown>(p);
-  step.take_activation(p.layer);
+  step.each([&] { step.take_activation(p.layer); });
   step.project_and_join<kDown>(p.layer);
 }
 
 // after a module whose outputs join at once in all lanes
 KERNEL(join_now)(const __grid_constant__ Decode p) {
   Step step = Step::begin<-1>(p);
-  const int first = Matrix<kOutput>::first_row(step.lane_warp);
-  Word sent[kLanes];
-  for (int r = step.thread; r < Matrix<kOutput>::row_count(step.lane_warp); r += kWarpThreads) {
-    const float own = load_word(step.own_inbox() + mail_at(p.module, p.layer, step.lane) + first + r).value;
-    step.join_row(p.module, p.layer, first, r, own, sent);
-  }
+  const int first = Matrix<kOutput>::first_row(step.group), count = Matrix<kOutput>::row_count(step.group);
+  step.each([&] {
+    Word sent[kLanes];
+    for (int r = thread_index(); r < count; r += kThreads) {
+      const float own = load_word(step.own_inbox() + mail_at(p.module, p.layer, step.lane) + first + r).value;
+      step.join_row(p.module, p.layer, first, r, own, sent);
+    }
+  });
 }
 
 KERNEL(head)(const __grid_constant__ Decode p) {
   Step step = Step::begin<kHead>(p);
-  const float scale = step.take_stream(1, kLayers - 1, 2 * kLayers);
-  step.publish_best(step.score(p.graph->step, p.graph->token, scale), 0);
+  step.each([&] { step.keep_scale(step.take_stream(1, kLayers - 1, 2 * kLayers)); });
+  step.project_best();
 }
 
-// one block
+// a block a column, as far as there are so many
 extern "C" __global__ void __launch_bounds__(kThreads, 1) choose(const __grid_constant__ Decode p) {
   Step step = Step::begin<-1>(p);
-  bool cancelled;
-  int token = step.take_best(cancelled);
-  if (p.sampling.filters()) token = step.draw_one(token);
-  const int now = p.graph->step, made = now + 2 - p.prompt_count;
-  sync_block();  // all have read the state
-  if (thread_index()) return;
-  if (made <= 0) token = p.prompt[now + 1];
-  if (made > 0 && made <= p.max_tokens) {
-    p.tokens[made - 1] = token;
-    publish_flag(p.published, made);
-  }
-  p.graph->token = token, p.graph->step = now + 1, p.graph->position = step.position + 1;
+  step.each([&] {
+    if (!step.chooses()) return;
+    const float chosen = step.choice();
+    step.tell(chosen);
+    sync_block();  // all have read the state
+    if (thread_index()) return;
+    p.graph->tokens[step.column] = bits_of(chosen) & kEnds ? -1 : static_cast<int>(bits_of(chosen));
+    ++p.graph->steps[step.column];
+  });
 }

@@ -1,6 +1,6 @@
 """Weights of 8 bits: integers of the row's own scale, fp32, number by number those of the CPU engine.
 
-A tape has the integers as the kernels unpack them (rows.cuh): as bytes from 1 to 255, 128 above the number.
+A tape has the integers as the kernels unpack them (tape.cuh): as bytes from 1 to 255, 128 above the number.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import torch
 
 from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConfig
 from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
-from ..decoder import Request, RequestFailed, Sampling
+from ..decoder import RequestFailed, Sampling
 from ..folder import rope_tables
-from .geometry import HALVES, MAX_COLUMNS, MAX_STOPS, Geometry
+from .geometry import HALVES, MAX_COLUMNS, MAX_STOPS, TILE, Geometry
 from .int8 import quantised
 from .tape import pack, tape_starts
 
@@ -43,24 +43,37 @@ class Weights(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in WEIGHTS]
 
 
-class Changes(ctypes.Structure):
-    """What is done to logits before a draw, null where nothing is (sampling.cuh: Changes)."""
-
-    _fields_ = [
-        ("times", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("repetition_penalty", ctypes.c_double),
-        ("frequency_penalty", ctypes.c_double), ("presence_penalty", ctypes.c_double),
-        ("min_new_tokens", ctypes.c_int),
-    ]  # fmt: skip
-
-
 class Column(ctypes.Structure):
-    """A token at a position of a sequence, of a pass of several (block.cuh: Column)."""
+    """A token at a position of a sequence (block.cuh: Column)."""
 
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("token", "position", "sequence", "drafts", "times_row", "bias_row")),
-        ("stop_count", ctypes.c_int), ("stops", ctypes.c_int * MAX_STOPS), ("sampling", Sampling),
-        ("changes", Changes), ("left", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("token", "position", "sequence", "left", "stop_count")),
+        ("stops", ctypes.c_int * MAX_STOPS), ("sampling", Sampling),
     ]  # fmt: skip
+
+
+class Order(ctypes.Structure):
+    """What a launch is to do (block.cuh: Order)."""
+
+    _fields_ = [
+        ("logits", ctypes.c_void_p), ("epoch", ctypes.c_uint32), ("column_count", ctypes.c_int),
+        ("ahead", ctypes.c_int), ("columns", Column * MAX_COLUMNS),
+    ]  # fmt: skip
+
+
+class GraphState(ctypes.Structure):
+    """The head of the graph version's memory; the lanes' streams follow (block.cuh: Graph)."""
+
+    _fields_ = [
+        ("order", Order),
+        ("tokens", ctypes.c_int * MAX_COLUMNS),
+        ("steps", ctypes.c_int * MAX_COLUMNS),
+    ]
+
+    @classmethod
+    def of(cls, order: Order) -> GraphState:
+        """Before the first pass."""
+        return cls(order, (ctypes.c_int * MAX_COLUMNS)(*(column.token for column in order.columns)))
 
 
 class Report(ctypes.Structure):
@@ -74,37 +87,17 @@ class Report(ctypes.Structure):
 EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best token", "scores", "choice")
 
 
-def decode_structure(geometry: Geometry) -> type[ctypes.Structure]:
-    """The argument of all kernels for this geometry."""
-    return _decode_structure(geometry.devices, geometry.mma_columns > 0)
-
-
-@functools.cache  # made for every launch, it would take most of the host's time
-def _decode_structure(devices: int, has_columns: bool) -> type[ctypes.Structure]:
-    of_passes: list[Any] = [
-        ("picks", ctypes.c_void_p), ("column_count", ctypes.c_int), ("ahead", ctypes.c_int),
-        ("columns", Column * MAX_COLUMNS),
-    ]  # fmt: skip
+@functools.cache  # of all launches
+def decode_structure(devices: int) -> type[ctypes.Structure]:
+    """The argument of all kernels on so many devices."""
+    pointers = ("aborted", "report", "cancel", "picks", "graph")
 
     class Decode(ctypes.Structure):
         _fields_ = [
-            ("weights", Weights),
-            ("lane_words", ctypes.c_void_p),
-            ("inbox", ctypes.c_void_p * devices),
-            *(
-                (n, ctypes.c_void_p)
-                for n in ("aborted", "report", "cancel", "prompt", "tokens", "published", "logits")
-            ),
-            ("sampling", Sampling),
-            ("changes", Changes),
-            ("limit_ns", ctypes.c_uint64),
-            ("graph", ctypes.c_void_p),
-            ("epoch", ctypes.c_uint32),
-            *((n, ctypes.c_int) for n in ("device", "first_lane", "position", "prompt_count", "max_tokens")),
-            *((n, ctypes.c_int) for n in ("stop_count", "layer", "module")),
-            ("stops", ctypes.c_int * MAX_STOPS),
-            *(of_passes if has_columns else ()),
-        ]
+            ("weights", Weights), ("lane_words", ctypes.c_void_p), ("inbox", ctypes.c_void_p * devices),
+            *((name, ctypes.c_void_p) for name in pointers), ("limit_ns", ctypes.c_uint64),
+            *((name, ctypes.c_int) for name in ("device", "first_lane", "layer", "module")), ("order", Order),
+        ]  # fmt: skip
 
     return Decode
 
@@ -144,16 +137,13 @@ class DeviceMemory:
                 f"the GPU has no memory for the keys and values of {config.max_position_embeddings} positions, "
                 f"{2 * numbers / 1e9:.1f} GB; use a smaller context_tokens"
             ) from None
-        columns = max(1, geometry.mma_columns)  # each with words of its own
+        columns = geometry.columns  # each with words of its own
         self.lane_words = self._zeros(columns * geometry.device_words, torch.int64)
         self.inbox = self._zeros(columns * geometry.inbox_words, torch.int64)
-        self.graph = self._zeros(4 + geometry.lanes_per_device * config.hidden_size, torch.float32)
-        self.prompt = self._zeros(config.max_position_embeddings, torch.int32)
+        streams = 4 * columns * geometry.lanes_per_device * config.hidden_size
+        self.graph = self._zeros(ctypes.sizeof(GraphState) + streams, torch.uint8)
         self.aborted = self._zeros(1, torch.int32)
-        self.times = self._zeros(sequences * config.vocab_size, torch.int32).view(sequences, -1)
-        self.bias = self._zeros(sequences * config.vocab_size, torch.float64).view(sequences, -1)
-        self.tokens = self._pinned(config.max_position_embeddings)
-        self.cancel, self.published, self.report = self._pinned(1), self._pinned(1), self._pinned(8)
+        self.cancel, self.report = self._pinned(1), self._pinned(8)
         picks = self._pinned(2 * PASSES_PER_LAUNCH * MAX_COLUMNS)
         self.picks = picks.view(torch.int64).view(-1, MAX_COLUMNS)
         self.epoch = 0  # tokens that the words have seen
@@ -182,63 +172,16 @@ class DeviceMemory:
         """Bytes of weights that a token reads; the filling of the tapes' last chunks is among them."""
         return int(tape_starts(self.geometry)[-1]) + self.scales.nbytes
 
-    def arguments(
-        self,
-        inboxes: list[torch.Tensor],
-        prompt: list[int],
-        position: int,
-        max_tokens: int,
-        *,
-        stops: list[int] | None = None,
-        sampling: Sampling | None = None,
-        changes: Changes | None = None,
-        limit_s: float = 10.0,
-        logits: torch.Tensor | None = None,
-    ) -> ctypes.Structure:
-        """The argument of a launch that reads `prompt` (its first token at `position`) and
-        makes up to `max_tokens`.
-        """
-        ids = stops or []
-        if len(ids) > MAX_STOPS:
-            raise ValueError(f"{len(ids)} stop ids; the CUDA engine takes at most {MAX_STOPS}")
-        self.prompt[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
-        self.published.zero_()
-        self.cancel.zero_()
-        p = decode_structure(self.geometry)()
+    def arguments(self, inboxes: Sequence[torch.Tensor], limit_s: float = 10.0) -> Any:
+        """The argument of launches, whose order is empty. inboxes: of all devices; limit_s: of a wait."""
+        p = decode_structure(self.geometry.devices)()
         p.weights = Weights(*(getattr(self, name).data_ptr() for name in WEIGHTS))
-        for name in ("lane_words", "aborted", "report", "cancel", "prompt", "tokens", "published", "graph"):
+        for name in ("lane_words", "aborted", "report", "cancel", "picks", "graph"):
             setattr(p, name, getattr(self, name).data_ptr())
         p.inbox[:] = [inbox.data_ptr() for inbox in inboxes]
-        p.logits = None if logits is None else logits.data_ptr()
-        p.sampling, p.changes = sampling or Sampling(top_p=1.0), changes or Changes()
         p.limit_ns = int(limit_s * 1e9)
-        p.epoch = self.epoch
-        p.device = self.index
-        p.first_lane = self.first_lane
-        p.position, p.prompt_count, p.max_tokens, p.stop_count = position, len(prompt), max_tokens, len(ids)
-        p.stops[: len(ids)] = ids
+        p.device, p.first_lane = self.index, self.first_lane
         return p
-
-    def changes(self, request: Request, ids: Sequence[int], made: int, row: int = 0) -> Changes:
-        """What this request does to logits after `ids`, of which the last `made` are its
-        output; its arrays' row.
-        """
-        penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
-        changes = Changes(None, None, *penalties, max(request.min_new_tokens - made, 0))
-        if penalties != (1.0, 0.0, 0.0):
-            prompt, output = list(ids[: len(ids) - made]), ids[len(ids) - made :]
-            times = np.bincount(np.array(output, np.int64), minlength=self.times.shape[1]).astype(np.int32)
-            times[times == 0] = -1
-            times[prompt] = np.maximum(times[prompt], 0)
-            self.times[row].copy_(torch.from_numpy(times))
-            changes.times = self.times[row].data_ptr()
-        if request.logit_bias:
-            bias = np.zeros(self.bias.shape[1])
-            for token, value in request.logit_bias:
-                bias[token] = value
-            self.bias[row].copy_(torch.from_numpy(bias))
-            changes.bias = self.bias[row].data_ptr()
-        return changes
 
     def of(self, kv: torch.Tensor) -> DeviceMemory:
         """The same memory with one sequence's keys and values in the place of all."""
@@ -313,7 +256,9 @@ class LaneMatrices:
         """(L, rows, columns), and with 8 bits scales (L, rows)."""
         eight = self._dtype == "int8"
         values = finite(self._tensors, name, torch.float32 if eight else TORCH_TYPES[self._dtype])
-        values = values.view(self._config.head_shape) if name in (HEAD, EMBEDDING) else values
+        if name in (HEAD, EMBEDDING):  # rows of zeros fill up the last tile
+            values = values.view(self._config.head_shape)
+            values = torch.nn.functional.pad(values, (0, 0, 0, -values.shape[1] % TILE))
         return quantised(values) if eight else (values,)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 from ...config import LaneformerConfig
 from .geometry import (
@@ -21,12 +22,16 @@ from .geometry import (
     MAX_WARPS,
     OPS,
     SEGMENT_BYTES,
+    TILE,
     WARPS,
     Geometry,
     Machine,
     Matrix,
 )
 
+MAX_TILE_WARPS = (
+    16  # of a multiprocessor: with fewer registers a thread than 128 the sums over tiles are spilled
+)
 BUILDS = (1, 4, 8)  # columns of the kernels of passes
 MOST_COLUMNS = (8, 4, 2)  # of the largest one: as many as fit
 MIN_RING_BYTES = 32 << 10  # of a block, under way while it computes; with less, fewer columns are read faster
@@ -43,7 +48,7 @@ def plan(
     chunk_bytes: int | None = None,
     blocks_per_lane: int | None = None,
     wide_exchanges: bool = False,
-    mma_columns: int = 0,
+    columns: int = 1,
     prefetch_chunks: int = 0,
     half: str = "bf16",  # beside int8: of the embedding, keys and values
 ) -> Geometry:
@@ -61,24 +66,24 @@ def plan(
     max_warps = min(MAX_WARPS, MAX_RESIDENT_WARPS // resident)
     if warps is not None and not 1 <= warps <= max_warps:
         raise ValueError(f"warps = {warps} is outside 1 to {max_warps}, which is what a block can have")
-    check_tapes(chunk_bytes, mma_columns, prefetch_chunks)
-    if mma_columns and wide_exchanges:
-        raise ValueError("wide_exchanges is an ablation of one column; use mma_columns = 0")
+    check_tapes(chunk_bytes, columns, prefetch_chunks)
+    if columns > 1 and wide_exchanges:
+        raise ValueError("wide_exchanges is an ablation of one column; use columns = 1")
 
     def bare(warps: int, chunk_bytes: int) -> Geometry:
-        options = (devices, wide_exchanges, mma_columns, prefetch_chunks)
+        options = (devices, wide_exchanges, columns, prefetch_chunks)
         activations = half if dtype == "int8" else dtype
         return Geometry(config, dtype, blocks, warps, chunk_bytes, 0, *options, activations)
 
     for op in OPS:
-        check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps, 2 if mma_columns else 1)
+        check_matrix(op, bare(1, 0).matrix(op), blocks * max_warps)
 
     def cut(warps: int, chunk_bytes: int) -> Geometry:
         without = bare(warps, chunk_bytes)
         left = machine.shared_among(resident) - without.shared_bytes
         return dataclasses.replace(without, chunks=min(MAX_CHUNKS, left // (warps * (chunk_bytes + 8))))
 
-    most = LARGE_HEAD_WARPS if config.head_dim >= LARGE_HEAD else MAX_WARPS
+    most = min(LARGE_HEAD_WARPS if config.head_dim >= LARGE_HEAD else MAX_WARPS, MAX_TILE_WARPS // resident)
     counts = (warps,) if warps else [count for count in WARPS if count <= most]
     sizes = (chunk_bytes,) if chunk_bytes else CHUNK_BYTES
     cuts = [cut(count, size) for count in counts for size in sizes]
@@ -89,24 +94,30 @@ def plan(
 
 
 def plan_builds(
-    config: LaneformerConfig, dtype: str, machine: Machine, devices: int = 1, half: str = "bf16"
+    config: LaneformerConfig, dtype: str, machine: Machine, graph: bool = False, **shape: Any
 ) -> list[Geometry]:
     """The builds of the kernel of passes, the one with the most columns last; ValueError where not even two fit.
 
     All read the same tiles, keys, values and words, so all have the warps and chunks of the last one, and those with
     fewer columns a deeper ring. So many columns are left out that take more than half the warps of one column.
+    `graph`: of the graph version, one. `shape` goes to `plan`; where it says how many columns, there is one build.
     """
-    build = functools.partial(plan, config, dtype, machine, devices=devices, half=half)
-    warps = build(mma_columns=1).warps
+    if graph:
+        shape = {"columns": 1, "resident": 2, **shape}
+    build = functools.partial(plan, config, dtype, machine, **shape)
+    if "columns" in shape:
+        return [build()]
+    warps = build(columns=1).warps
     for most in MOST_COLUMNS:
         with contextlib.suppress(ValueError):
-            last = build(mma_columns=most)
+            last = build(columns=most)
             if 2 * last.warps >= warps and last.warps * last.chunks * last.chunk_bytes >= MIN_RING_BYTES:
                 break
     else:
-        last = build(mma_columns=MOST_COLUMNS[-1])
-    fewer = [count for count in BUILDS if count < last.mma_columns]
-    return [*(build(mma_columns=n, warps=last.warps, chunk_bytes=last.chunk_bytes) for n in fewer), last]
+        last = build(columns=MOST_COLUMNS[-1])
+    cut = {"warps": last.warps, "chunk_bytes": last.chunk_bytes}
+    fewer = [count for count in BUILDS if count < last.columns]
+    return [*(plan(config, dtype, machine, **{**shape, **cut, "columns": n}) for n in fewer), last]
 
 
 def ring_does_not_fit(machine: Machine, resident: int, cuts: list[Geometry], shrinkable: bool) -> ValueError:
@@ -133,8 +144,8 @@ def blocks_of(machine: Machine, lanes: int, given: int | None) -> int:
 def check_tapes(chunk_bytes: int | None, columns: int, prefetch_chunks: int) -> None:
     if chunk_bytes is not None and (chunk_bytes < 1 or chunk_bytes % SEGMENT_BYTES):
         raise ValueError(f"chunk_bytes = {chunk_bytes} must be a positive multiple of {SEGMENT_BYTES}")
-    if not 0 <= columns <= MAX_COLUMNS:
-        raise ValueError(f"mma_columns = {columns} is outside 0 to {MAX_COLUMNS}")
+    if not 1 <= columns <= MAX_COLUMNS:
+        raise ValueError(f"columns = {columns} is outside 1 to {MAX_COLUMNS}")
     if prefetch_chunks < 0:
         raise ValueError(f"prefetch_chunks = {prefetch_chunks} must not be negative")
 
@@ -161,13 +172,12 @@ def check_model(config: LaneformerConfig, dtype: str, devices: int) -> None:
         )
 
 
-def check_matrix(op: str, matrix: Matrix, warps: int, threads: int) -> None:
-    """`threads`: whose numbers lie side by side in the shortest row of a segment."""
-    multiple = threads * matrix.thread_numbers
-    if matrix.columns % multiple or matrix.rows % matrix.unit_rows:
+def check_matrix(op: str, matrix: Matrix, warps: int) -> None:
+    multiple = 2 * matrix.thread_numbers  # columns of a segment
+    if matrix.columns % multiple or matrix.rows % TILE:
         raise ValueError(
             f"the {op} matrix of a lane, {matrix.rows} x {matrix.columns}, cannot be cut: columns must be a "
-            f"multiple of {multiple} and rows of {matrix.unit_rows}; use the CPU engine"
+            f"multiple of {multiple} and rows of {TILE}; use the CPU engine"
         )
     if matrix.units * warps >= 2**31:
         raise ValueError(f"the {op} matrix has {matrix.rows} rows a lane, too many to be numbered in 32 bits")

@@ -94,13 +94,13 @@ DEVICE WordPair load_words(const Word* at) {
   return {word_of(a), word_of(b)};
 }
 
-// for the host, in its memory
-DEVICE void tell_host(Word* at, float value, uint32_t epoch) {
-  const uint64_t bits = bits_of_word(value, epoch);
+#endif
+
+// a word for the host, in its memory
+DEVICE void tell_host(uint64_t* at, float value, uint32_t epoch) {
+  const uint64_t bits = static_cast<uint64_t>(epoch) << 32 | bits_of(value);
   asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(at), "l"(bits) : "memory");
 }
-
-#endif
 
 // the polled word was the awaited one; the tests' emulator checks here that no other order of events could have lost it
 DEVICE void accept(const Word*, uint32_t) {}
@@ -120,11 +120,8 @@ DEVICE bool set_first(int* at) { return atomicCAS(at, 0, 1) == 0; }
 
 DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-#if __CUDA_ARCH__ >= 900
-constexpr int kFullArrivals = 1;
-#else
-constexpr int kFullArrivals = 32;
-#endif
+constexpr bool kBulkCopies = __CUDA_ARCH__ >= 900;  // by one thread, of any length
+constexpr int kFullArrivals = kBulkCopies ? 1 : 32;
 
 DEVICE void init_full(uint64_t* full) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(full)), "r"(kFullArrivals) : "memory");

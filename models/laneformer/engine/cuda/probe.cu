@@ -9,7 +9,7 @@
 #else
 #include "primitives.cuh"
 #endif
-#include "rows.cuh"
+#include "tape.cuh"
 
 struct Probe {
   const char* tapes;

@@ -13,27 +13,6 @@ using namespace laneformer;
 
 constexpr uint32_t kCancelled = 1u << 30;  // set in a token's word: the host wants no more
 
-// What a request changes of logits before the draw (options.py); the arrays, [vocabulary], are null where it does not.
-struct Changes {
-  int* times;          // how often a token is in the output; -1: it is not in the prompt either
-  const double* bias;
-  double repetition_penalty, frequency_penalty, presence_penalty;
-  int min_new_tokens;  // stop ids are impossible before
-
-  DEVICE bool any() const { return times || bias || min_new_tokens > 0; }
-};
-
-// `times` of this token, and its bias or null. The C++ core computes this in double too: from equal logits come equal ones.
-DEVICE_CALL float changed(float logit, int times, const double* bias, const Changes& c) {
-  if (times >= 0) {
-    double x = logit;
-    x = x < 0.0 ? x * c.repetition_penalty : x / c.repetition_penalty;
-    if (times) x -= c.frequency_penalty * times + c.presence_penalty;
-    logit = static_cast<float>(x);
-  }
-  return bias ? static_cast<float>(logit + *bias) : logit;
-}
-
 // what every score beats but NaN; a token none the less, so that a broken model's next one has an embedding
 DEVICE Candidate no_candidate() { return {-INFINITY, kLanes * kVocab - 1}; }
 

@@ -1,11 +1,9 @@
 """Weights as the kernels read them: one tape a warp, its rows of every matrix in the order of execution.
 
-rows.cuh describes a tape and reads it; the index arithmetic is here. Everything is a permutation of numbers,
-so packing is one gather a matrix, on the GPU when the tensors are there.
+tape.cuh describes a tape, and columns.cuh reads it; the index arithmetic is here. Everything is a permutation of
+numbers, so packing is one gather a matrix, on the GPU when the tensors are there.
 
-    W[row, column] of a lane -> [strip][step][row of segments][thread][8 numbers, or 16 of 8 bits]
-
-With `mma_columns` a segment is a tile of 16 x 16, in the order that columns.cuh describes and reads.
+    W[row, column] of a lane -> [strip][step][row of tiles][thread][8 numbers, or 16 of 8 bits]
 """
 
 from __future__ import annotations
@@ -26,24 +24,11 @@ NUMBERS = {2: torch.int16, 1: torch.int8}
 
 def order(geometry: Geometry, matrix: Matrix) -> np.ndarray:
     """Which number of the matrix comes at each place of its tapes, warp after warp: int64 (rows * columns,)."""
-    strips = list(tile_strips(geometry, matrix) if geometry.mma_columns else row_strips(geometry, matrix))
-    return np.concatenate(strips) if strips else np.empty(0, np.int64)
-
-
-def row_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
-    """As rows.cuh reads them."""
-    threads, rows, warps = matrix.row_threads, matrix.segment_rows, geometry.warps_per_lane
-    shape = (matrix.rows // rows, rows, matrix.steps, matrix.thread_numbers // 4, threads, 4)
-    # (row of segments, step, row in it, thread, four of its numbers, 4): a segment is the last four axes
-    segments = np.arange(matrix.rows * matrix.columns).reshape(shape).transpose(0, 2, 1, 4, 3, 5)
-    for warp in range(warps):
-        first, end = (matrix.first_row(w, warps) // rows for w in (warp, warp + 1))
-        for start in range(first, end, geometry.strip):
-            yield segments[start : min(start + geometry.strip, end)].swapaxes(0, 1).reshape(-1)
+    return np.concatenate([*tile_strips(geometry, matrix)])
 
 
 def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
-    """As columns.cuh reads them: up to `strip` tiles below each other, through one part of the columns."""
+    """Up to `strip` tiles below each other, through one part of the columns."""
     wide = matrix.thread_numbers // 8  # tiles of a segment
     steps = matrix.columns // (wide * TILE) // matrix.parts
     shape = (matrix.rows // TILE, 2, TILE // 2, matrix.parts, steps, wide, 4, 2, 2)
@@ -60,9 +45,6 @@ def tile_strips(geometry: Geometry, matrix: Matrix) -> Iterator[np.ndarray]:
 
 def ends(geometry: Geometry, matrix: Matrix) -> list[int]:
     """Where each warp's numbers begin in `order`, and the end of the last's."""
-    warps = geometry.warps_per_lane
-    if not geometry.mma_columns:
-        return [matrix.first_row(warp, warps) * matrix.columns for warp in range(warps + 1)]
     owners = itertools.product(range(geometry.blocks_per_lane), range(geometry.warps))
     units = [
         len(matrix.tiles(block, geometry.blocks_per_lane, warp, geometry.warps)) for block, warp in owners

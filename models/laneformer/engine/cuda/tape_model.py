@@ -73,9 +73,11 @@ class TapeModel:
         """(L, V / L, D); read anew, unless it is the embedding."""
         if self.config.tie_word_embeddings and not self._scales:
             return self.embedding.view(self.config.head_shape)
-        weight = torch.empty(self.config.head_shape, dtype=self.dtype, device=self.embedding.device)
+        lanes, rows, columns = self.config.head_shape
+        shape = lanes, self._geometry.matrix(OPS[-1]).rows, columns
+        weight = torch.empty(shape, dtype=self.dtype, device=self.embedding.device)
         self._read(OPS[-1], 0, [weight])
-        return weight
+        return weight[:, :rows]
 
     def _read(self, op: str, layer: int, tensors: list[torch.Tensor]) -> None:
         """Fill the tensors (lanes, rows, columns) of which the kernels' matrix `op` is made."""

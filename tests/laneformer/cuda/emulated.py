@@ -1,0 +1,186 @@
+"""The CUDA engine's kernels on the emulator, under its own host side: PassDecoder with memory on the CPU.
+
+A launch runs in a thread of its own, as a GPU runs it beside the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
+from laneformer.engine.cuda.geometry import Machine
+from laneformer.engine.cuda.memory import Column, DeviceMemory, GraphState, half_of, reset
+from laneformer.engine.cuda.passes import PassDecoder, launches
+from laneformer.engine.cuda.planning import plan
+from laneformer.engine.decoder import Sampling
+from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda.harness import KERNELS, SMALL, as_stored_in, random_model, small_config, tensors_of
+
+GREEDY = Sampling(top_p=1.0)
+
+
+class Running:
+    """What a torch stream says of a launch; here the launch is a thread. Its error comes out
+    where a GPU's would.
+    """
+
+    def __init__(self, launch: Callable[[], object] | None = None):
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(launch,)) if launch else None
+        if self.thread:
+            self.thread.start()
+
+    def _run(self, launch: Callable[[], object]) -> None:
+        try:
+            launch()
+        except BaseException as error:
+            self.error = error
+
+    def query(self) -> bool:
+        return self.thread is None or (not self.thread.is_alive() and self._ended())
+
+    def synchronize(self) -> None:
+        if self.thread:
+            self.thread.join()
+            self._ended()
+
+    def _ended(self) -> bool:
+        if self.error:
+            raise self.error
+        return True
+
+
+class EmulatedPasses(PassDecoder):
+    """`missing_blocks`: for whose words the others wait in vain; they, and with `watchdog` all, are given up by the
+    kernels' own time-out. `launched`: columns of each launch's build."""
+
+    missing_blocks, watchdog = 0, False
+    late_s = 600.0  # an emulated pass takes seconds
+
+    def __init__(
+        self, builds: Path, columns: int, seed: int = 0, changes: dict[str, Any] | None = None, sequences: int = 0,
+        races: bool = False, fewer: Sequence[int] = (), config: LaneformerConfig | None = None, tensors: Any = None,
+        machine: Machine = SMALL, version: str = "passes", **shape: Any,
+    ):  # fmt: skip
+        """`config`: by default small_config, with `changes`; `tensors`: by default a random model's. `shape` for
+        `plan`; `fewer`: columns of the builds beside that of `columns`.
+        """
+        self.config, self.limit_s, self.seed = config or small_config(**(changes or {})), 10.0, seed
+        dtype, self.races, self.version = shape.pop("dtype", "bf16"), races, version
+        shape = {"warps": 2, "chunk_bytes": 512, **shape}
+        shape |= {} if tensors is None else {"half": half_of(tensors)}
+        self.builds = [plan(self.config, dtype, machine, columns=n, **shape) for n in (*fewer, columns)]
+        self.geometry, self.launched = self.builds[-1], list[int]()
+        if tensors is None:
+            stored = random_model(self.config, self.geometry.half)
+            self.model, tensors = as_stored_in(stored, dtype), tensors_of(stored, self.geometry.half)
+        self.tensors, devices = tensors, range(self.geometry.devices)
+        self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
+        self.forget()
+        self.folder = builds
+
+    @functools.cached_property
+    def library(self) -> ctypes.CDLL:
+        """Built when it is first needed."""
+        return self.build(source_of(self.version, self.geometry), self.folder)
+
+    @functools.cached_property
+    def libraries(self) -> list[ctypes.CDLL]:
+        smaller = [self.build(source_of(self.version, g), self.folder) for g in self.builds[:-1]]
+        return [*smaller, self.library]
+
+    def build(self, source: str, builds: Path, folder: Path = FOLDER) -> ctypes.CDLL:
+        """The kernels of this text, which includes those of `folder`."""
+        source += "".join(f"EMULATE({kernel}, Decode)\n" for kernel in KERNELS[self.version])
+        return emulator.build(source, [folder, *INCLUDES], {"TABLE": "constexpr"}, builds, self.races)
+
+    def forget(self) -> None:
+        """Words as new; keys and values that nobody has written are no numbers."""
+        reset(self.memories)
+        for memory in self.memories:
+            memory.kv.fill_(0x7FFF)
+
+    def _launch(self, arguments: Sequence[Any]) -> None:
+        build = self.build_for(arguments)
+        self.launched.append(self.builds[build].columns)
+        library = self.libraries[build]
+        self._streams: Any = [Running(functools.partial(self._emulate, arguments, build, library))]
+
+    def _emulate(self, arguments: Sequence[Any], build: int, library: ctypes.CDLL) -> None:
+        words = {
+            f"{name} {m.index}": getattr(m, name) for m in self.memories for name in ("lane_words", "inbox")
+        }
+        kept = {
+            f"keys and values {m.index}": (m.kv.data_ptr(), m.kv.nbytes) for m in self.memories if self.races
+        }
+        emulate = functools.partial(
+            emulator.launch, library,
+            threads=32 * self.geometry.warps, watchdog=self.watchdog or self.missing_blocks > 0,
+            shared_bytes=self.builds[build].shared_bytes, seed=self.seed + self.passes, plain=kept,
+            names={name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in words.items()},
+        )  # fmt: skip
+        if self.version == "passes":
+            emulate("pass", arguments, blocks=self.geometry.blocks - self.missing_blocks)
+            return
+        argument, state = arguments[0], GraphState.of(arguments[0].order)
+        ctypes.memmove(argument.graph, ctypes.addressof(state), ctypes.sizeof(state))
+        for _ in range(1 + argument.order.ahead):
+            for kernel, argument.layer, argument.module, blocks in launches("graph", self.geometry):
+                emulate(kernel, argument, blocks=blocks)
+
+    def logits(self, columns: Sequence[tuple[int, int, int]], sampling: Sampling = GREEDY) -> torch.Tensor:
+        """Of one pass of (token, position, sequence): (columns, V)."""
+        return self.picks(columns, sampling)[1]
+
+    def picks(
+        self, columns: Sequence[tuple[int, int, int]], sampling: Sampling = GREEDY
+    ) -> tuple[list[int], torch.Tensor]:
+        """The tokens that they would be followed by, and the logits."""
+        rows = torch.full((len(columns), self.config.vocab_size), float("nan"))
+        made = self.run([Column(*column, sampling=sampling) for column in columns], logits=rows)
+        return made[0], rows
+
+    def decode(
+        self,
+        ids: list[int],
+        count: int = 1,
+        seed: int = 0,
+        sampling: Sampling = GREEDY,
+        stops: Sequence[int] = (),
+    ) -> tuple[list[int], torch.Tensor]:
+        """Read `ids` from position 0, as many columns at a time as there are, and make up to `count` tokens in one
+        more launch: (new tokens, logits (len(ids), V)).
+        """
+        self.seed, columns, parts = seed, [(token, i, 0) for i, token in enumerate(ids)], []
+        for start in range(0, len(ids), self.columns):
+            picked, rows = self.picks(columns[start : start + self.columns], sampling)
+            parts.append(rows)
+        token = picked[-1]
+        if count == 1 or token in stops:
+            return [token], torch.cat(parts)
+        last = Column(token, len(ids), 0, 0, len(stops), tuple(stops), sampling)
+        return [token, *(row[0] for row in self.run([last], count - 2))], torch.cat(parts)
+
+
+def emulated_engine(monkeypatch: Any, builds: Path, columns: int = 3, **options: Any) -> None:
+    """As if there were one GPU: engines run EmulatedPasses, with `options`."""
+    from laneformer.engine import device
+    from laneformer.engine.cuda import decoder
+
+    def make(
+        config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, version: str = "passes", **__: Any
+    ) -> EmulatedPasses:
+        given = {"columns": columns if version == "passes" else 1, **options}
+        return EmulatedPasses(builds, config=config, tensors=tensors, dtype=dtype, version=version, **given)
+
+    monkeypatch.setattr(decoder, "PassDecoder", make)
+    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

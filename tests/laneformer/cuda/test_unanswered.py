@@ -1,0 +1,68 @@
+"""A GPU that does not answer: the server says so, and ends with a status of its own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from laneformer.engine import Engine, device
+from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine.decoder import Unanswered
+from laneformer.serve import app
+from laneformer.serve.options import ServerOptions
+from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
+from tests.laneformer.cuda.stand_ins import LoopPasses
+from tests.laneformer.engine.assets import byte_tokenizer
+
+CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
+
+
+class Left(BaseException):
+    """In the place of the process's end."""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(Unanswered("it has not ended"), 70), (RuntimeError("700"), None)]
+)
+def test_the_server_ends_with_its_status(
+    error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    def leave(code: int) -> None:
+        left.append(code)
+        raise Left
+
+    left, address, ready = list[int](), list[str](), threading.Event()
+    monkeypatch.setattr(cuda_decoder, "PassDecoder", LoopPasses)
+    monkeypatch.setattr(device, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(app, "UNANSWERED_S", 1.0)
+    monkeypatch.setattr(app.os, "_exit", leave)
+    tensors = tensors_of(random_model(CONFIG), "bf16")
+    with Engine(CONFIG, tensors, device="cuda", tokenizer=byte_tokenizer()) as engine:
+        monkeypatch.setattr(LoopPasses, "run", fails)
+        servers = list[app.Server]()
+        make = app.Server
+        monkeypatch.setattr(app, "Server", lambda *given: servers.append(make(*given)) or servers[-1])
+
+        def serve() -> None:
+            with pytest.raises(Left) if status else pytest.MonkeyPatch.context():
+                app.run(engine, ServerOptions("tiny", port=0), lambda url: (address.append(url), ready.set()))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert ready.wait(30)
+        answer = httpx.post(f"{address[0]}/v1/completions", json={"prompt": [5], "max_tokens": 4}, timeout=30)
+        assert (answer.status_code, str(error) in answer.text) == (500, True)
+        health = httpx.get(f"{address[0]}/health")
+        assert (health.status_code, health.json()) == (503, {"status": "failed"})
+        if status is None:
+            servers[0].should_exit = True
+        thread.join(30)
+    assert left == ([status] if status else [])
