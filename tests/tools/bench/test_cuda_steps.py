@@ -117,7 +117,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert steps["tiny_graph"]["result"]["version"] == "graph"
     assert steps["correctness"]["result"]["failed"] == []
     assert steps["correctness"]["result"]["holds"]
-    assert set(steps["decode"]["result"]["depths"]) == {"0", "160", "256"}
+    assert set(steps["decode"]["result"]["depths"]) == {"0", "160", "224"}
     assert steps["baselines"]["result"]["failed"] == {}
     assert set(steps["baselines"]["result"]["tokens_per_s"]) == {"passes", "graph", "hf_generate", *CUTS}
     assert steps["compiled"]["result"]["failed"] == {}
