@@ -28,7 +28,7 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_850,
-    "laneformer": 104_100,
+    "laneformer": 100_900,
     "data_mixtures": 55_000,
     "train": 30_600,
     "evals": 31_500,
