@@ -19,6 +19,7 @@ from laneformer.cli import main
 from laneformer.engine import Cancelled, Engine, TextStream, device
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import decoder as cuda_decoder
+from laneformer.engine.cuda import passes as passes_module
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.prefill import scores_of
@@ -277,7 +278,7 @@ def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    monkeypatch.setattr(LoopPasses, "unread", 8)
+    monkeypatch.setattr(passes_module, "COLUMN_TOKENS", 1)  # of five columns
     with Engine(CONFIG, TENSORS, device="cuda") as engine, engine.batch() as batch:
         monkeypatch.setattr(LoopPasses, "read", full)
         tickets = batch.join(PROMPT, max_new_tokens=12), batch.join(PROMPT * 6)

@@ -144,7 +144,7 @@ def test_what_it_can_is_said(name, most, says, request, monkeypatch, capsys):
     served = request.getfixturevalue(name)
     facts = httpx.get(f"{served.url}/props").json()
     assert (facts["max_joined"], facts["isa"]) == (most, "cuda")
-    state = SimpleNamespace(scheduler=SimpleNamespace(max_joined=most))
+    state = SimpleNamespace(scheduler=SimpleNamespace(max_joined=most, unanswered=False))
     monkeypatch.setattr(app, "create_app", lambda *_: SimpleNamespace(state=state))
     monkeypatch.setattr(app, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
     app.run(served.engine, ServerOptions("tiny", port=0))

@@ -124,7 +124,7 @@ struct Block {
   template <class Work>
   DEVICE void each(Work work) {
 #pragma unroll 1
-    for (int c = 0; c < (kMmaColumns == 1 ? 1 : order().column_count); ++c)
+    for (int c = 0; c < (kMmaColumns == 1 && kBulkCopies ? 1 : order().column_count); ++c)
       if (live >> c & 1) select(c), work();
   }
 

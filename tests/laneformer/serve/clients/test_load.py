@@ -28,7 +28,7 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/chat/completions", b"{"), ("/v1/chat/completions", b"[]"), ("/v1/chat/completions", {"messages": "hi"}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 4000}]}),
     ("/v1/completions", {"prompt": [-1]}), ("/v1/completions", {"prompt": "x", "max_tokens": -3}),
-    ("/v1/completions", {"prompt": "x", "nonsense": 1}), ("/v1/completions", b"\xff\xfe"),
+    ("/v1/completions", {"prompt": "x", "temprature": 1}), ("/v1/completions", b"\xff\xfe"),
 ]  # fmt: skip
 
 
