@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,7 +54,8 @@ def prepare(
         for step in pipeline.stages_to_shards(mirror, budget_bytes).values():
             pipeline.do(context, step, replace)
         made = pipeline.publish(context, replace)
-    console.print(_summary(out, made))
+    for table in _summary(out, made):
+        console.print(table)
     for phase, weights in loaded.phases.items():
         total = sum(weights.values())
         shares = ", ".join(f"{name} {100 * weight / total:.2f} %" for name, weight in weights.items())
@@ -62,32 +63,21 @@ def prepare(
     console.print(f"took {time.monotonic() - started:.1f} s")
 
 
-def _summary(out: Path, made: dict[str, str]) -> Table:
-    """mean, longest: tokens of a document; cuts: by max_document_chars; unused: tokens behind the last window."""
-    rows = []
+def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
+    """What each source holds; then its documents' lengths in tokens, the pieces beyond the first of those that
+    max_document_chars cut, and tokens behind the last window.
+    """
+    rows, lengths = [], []
     for name, how in made.items():
         m = shards.read_manifest(out / name)
         counts = [f"{m['documents']:,}", f"{sum(m['dropped'].values()):,}"]
         sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
-        lengths = [f"{m['tokens'] / m['documents']:,.0f}", f"{m['longest']:,}", f"{m['cut']:,}"]
-        windows = [
-            f"{count:,}" for count in (m["windows"], m["unused"]["train_tokens"], m["valid"]["windows"])
-        ]
-        rows.append([name, *counts, *sizes, *lengths, *windows, how])
-    head = (
-        "source",
-        "docs",
-        "dropped",
-        "Mtokens",
-        "MB",
-        "B/tok",
-        "mean",
-        "longest",
-        "cuts",
-        "windows",
-        "unused",
-    )
-    return figures(f"data in {out}", (*head, "valid", ""), rows)
+        rows.append([name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how])
+        found = m["tokens"] // m["documents"], m["longest"], m["cut"], m["unused"]["train_tokens"]
+        lengths.append([name, *(f"{count:,}" for count in found)])
+    head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
+    yield figures(f"data in {out}", head, rows)
+    yield figures("tokens of a document", ("source", "mean", "longest", "cuts", "unused tokens"), lengths)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_850,
     "laneformer": 100_500,
-    "data_mixtures": 55_900,
+    "data_mixtures": 56_500,
     "train": 31_900,
     "evals": 31_500,
     "tools": 107_450,

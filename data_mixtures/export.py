@@ -1,0 +1,92 @@
+"""A mixture for other trainers: its sequences as a `datasets.IterableDataset`, or as a torchdata node that resumes.
+
+    dataset = export.as_dataset("data/own/phase1.lock.json", sequences=100_000, rank=rank, world=world)
+    node = export.MixtureNode("data/own/phase1.lock.json", rank, world)
+
+A row is {"input_ids": int64 (S + 1,), "source": its name}: S inputs, and as many targets one token further, which a
+model that shifts its labels takes from the same row. Rank r of w reads the sequences r, r + w, ..., so the union of
+all ranks is the same list for every w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+from torchdata.nodes import BaseNode
+
+from data_mixtures.mixture import Mixture
+
+Row = dict[str, Any]
+
+
+def _opened(lock: str | Path) -> Mixture:
+    mixture = Mixture.open(lock)
+    if mixture.packed:
+        raise ValueError(
+            f"{lock} holds packed conversations, whose windows need flags; only train/ reads those, or export "
+            "a mixture of documents"
+        )
+    return mixture
+
+
+def _row(mixture: Mixture, number: int) -> Row:
+    tokens, source = mixture.sequences(number, 1)
+    return {"input_ids": tokens[0], "source": mixture.source_names[int(source[0])]}
+
+
+def _rows(lock: str, numbers: list[range]) -> Iterator[Row]:
+    mixture = _opened(lock)
+    for part in numbers:
+        for number in part:
+            yield _row(mixture, number)
+
+
+def as_dataset(
+    lock: str | Path, sequences: int, start: int = 0, rank: int = 0, world: int = 1
+) -> datasets.IterableDataset:
+    """Sequences start <= i < sequences of one rank. To go on after n of them on each rank: start + n * world, which
+    costs nothing; its own `load_state_dict` reads what was read again. ValueError where the epoch cap is passed.
+    """
+    _opened(lock).check_epochs(sequences)
+    numbers = [range(start + rank, sequences, world)]
+    made = datasets.IterableDataset.from_generator(_rows, gen_kwargs={"lock": str(lock), "numbers": numbers})
+    assert isinstance(made, datasets.IterableDataset)
+    return made
+
+
+class MixtureNode(BaseNode[Row]):
+    """Sequences of one rank, without end: an epoch cap that is passed is a ValueError. Its state fits any world."""
+
+    def __init__(self, lock: str | Path, rank: int = 0, world: int = 1) -> None:
+        super().__init__()
+        self.lock, self.rank, self.world = lock, rank, world
+        self.mixture = _opened(lock)
+        self.sequences = 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """From a state of `get_state` on. ValueError for one of other sequences."""
+        super().reset(initial_state)
+        self.sequences = 0
+        if initial_state is not None:
+            self.sequences = initial_state["sequences"]
+            if initial_state["rule"] != self.mixture.rule(self.sequences):
+                raise ValueError(
+                    f"the state is of another mixture than {self.lock}, or of one that changed before sequence "
+                    f"{self.sequences}; continue with the lock it was made with"
+                )
+            used = self.mixture.windows_per_source(self.sequences)
+            for name, read in initial_state["read"].items():
+                self.mixture.check_continues(name, used[name], read)
+
+    def next(self) -> Row:
+        number = self.sequences + self.rank
+        self.sequences += self.world
+        return _row(self.mixture, number)
+
+    def get_state(self) -> dict[str, Any]:
+        used = self.mixture.windows_per_source(self.sequences)
+        read = {name: self.mixture.read_files(name, windows) for name, windows in used.items() if windows}
+        return {"sequences": self.sequences, "rule": self.mixture.rule(self.sequences), "read": read}
