@@ -24,14 +24,14 @@ constexpr int kStride = padded(max_columns());
 template <int Op>
 DEVICE void product(Tape& tape, const float*& scales, const float*& x, float*& out, float* in, float* sums) {
   constexpr int kAll = kUnits[Op] * kTile;
-  for (int i = thread_index(); i < kPassColumns * kColumns[Op]; i += kThreads)
+  for (int i = thread_index(); i < kMmaColumns * kColumns[Op]; i += kThreads)
     in[i / kColumns[Op] * kStride + i % kColumns[Op]] = x[i];
   sync_block();
   const int first = Matrix<Op>::first_row(block_index());
   multiply_columns<Op>(tape, block_index(), scales + first, in, kStride, sums);
   const int rows = Matrix<Op>::row_count(block_index());
-  for (int i = thread_index(); i < kPassColumns * rows; i += kThreads) out[i / rows * kAll + first + i % rows] = sums[i];
-  scales += kAll, x += kPassColumns * kColumns[Op], out += kPassColumns * kAll;
+  for (int i = thread_index(); i < kMmaColumns * rows; i += kThreads) out[i / rows * kAll + first + i % rows] = sums[i];
+  scales += kAll, x += kMmaColumns * kColumns[Op], out += kMmaColumns * kAll;
   sync_block();
 }
 
@@ -43,8 +43,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) products(const __grid_
   tape.ring = dynamic_shared() + warp * kChunks * kChunkBytes;
   char* behind = dynamic_shared() + kWarps * kChunks * kChunkBytes;
   float* in = reinterpret_cast<float*>(behind);
-  float* sums = in + kPassColumns * kStride;
-  tape.full = reinterpret_cast<uint64_t*>(sums + kPassColumns * kMostSums) + warp * kChunks;
+  float* sums = in + kMmaColumns * kStride;
+  tape.full = reinterpret_cast<uint64_t*>(sums + kMmaColumns * kMostSums) + warp * kChunks;
   tape.start();
   const float *scales = p.scales, *x = p.x;
   float* out = p.out;

@@ -99,7 +99,7 @@ def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compile_cubin("passes", small(), "sm_90a", tmp_path)
     folder = tmp_path / "changed"
     shutil.copytree(FOLDER, folder)
-    (folder / "rows.cuh").write_bytes((folder / "rows.cuh").read_bytes() + b"\n")
+    (folder / "tape.cuh").write_bytes((folder / "tape.cuh").read_bytes() + b"\n")
     monkeypatch.setattr(compiling, "INCLUDES", (folder, FOLDER.parent))
     compile_cubin("passes", small(), "sm_90a", tmp_path)
     assert compiler.runs == 6
