@@ -410,7 +410,7 @@ def test_the_page_from_files_to_steps(folder: Path, bucket: str) -> None:
     (folder / "configs").symlink_to(ROOT / "configs")
     whole, inputs, *_ = blocks("toml")
     (folder / "own.toml").write_text(whole)
-    prepare_line, train_lines = blocks("")
+    prepare_line, train_lines, change_line = blocks("")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
 
@@ -430,6 +430,10 @@ def test_the_page_from_files_to_steps(folder: Path, bucket: str) -> None:
     assert rows[-1]["step"] == 5
     assert rows[-1]["tokens_by_source"] == {"mine": 24 * 256, "yours": 12 * 256, "notes": 4 * 256}
     assert list(rows[-1]["valid_loss_by_source"]) == [name for name in NAMES if held_out[name]]
+    changed = shell(
+        change_line.replace("40000", "5").replace(" --add books=5", "")
+    )  # there are no books here
+    assert "0 windows are read again" in changed
     windows = {name: shards.read_manifest(folder / f"data/own/{name}")["shards"] for name in NAMES}
     of_bucket = next(line for line in inputs.splitlines() if "s3://" in line)
     (folder / "own.toml").write_text(
