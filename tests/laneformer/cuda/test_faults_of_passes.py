@@ -78,7 +78,7 @@ AHEAD = {  # of launches of several passes on two devices; and what the emulator
         "const bool ends = (HERE ? column == 1 : cancelled) ||", "numbers",
     ),
     "a column reads at the position before": (
-        "block.cuh", "position + step();", "position + step() - (HERE && step() > 1);", "numbers",
+        "block.cuh", "position + step(),", "position + step() - (HERE && step() > 1),", "numbers",
     ),
     "a column goes on after its end": (
         "passes.cu", "aborted || bits & kEnds ? -1 : static_cast<int>(bits)",
