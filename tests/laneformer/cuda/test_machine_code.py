@@ -60,12 +60,12 @@ GATES = {  # every card once, and a shape of the Llama family on each generation
     ("RTX 5090", "2b", "bf16"): Limits(stack_bytes=856, local=6, instructions=8250),
     ("A10", "Qwen3-0.6B", "bf16"): Limits(stack_bytes=344, local=86, instructions=10550),
     ("L4", "Qwen2.5-7B", "bf16"): Limits(stack_bytes=16, local=0, instructions=6350),
-    ("L40S", "Llama-3-8B", "bf16"): Limits(stack_bytes=296, local=134, instructions=7850),
+    ("L40S", "Llama-3-8B", "bf16"): Limits(stack_bytes=296, local=134, instructions=7900),
     ("H100 PCIe", "Llama-3-8B", "bf16"): Limits(stack_bytes=0, local=0, instructions=10200),
     ("H100 MIG 2g", "Qwen3-0.6B", "bf16"): Limits(stack_bytes=272, local=12, instructions=8300),
     (H200, "300m", "bf16"): Limits(stack_bytes=392, local=28, instructions=8050),
     ("A100 40 GB, 80 GB", "2b", "int8"): Limits(stack_bytes=584, local=356, instructions=13400),
-    (H200, "2b", "int8"): Limits(stack_bytes=472, local=42, instructions=11300),
+    (H200, "2b", "int8"): Limits(stack_bytes=472, local=44, instructions=11300),
     ("B200", "2b", "int8"): Limits(stack_bytes=976, local=6, instructions=11950),
 }  # fmt: skip
 EIGHT_GPUS = Limits(stack_bytes=456, local=22, instructions=10100)
