@@ -77,7 +77,8 @@ FAULTS = {
     ),
     # the barrier of a warp before it is filled is not alone: products of the whole warp lie between
     "a chunk is filled that has not been read": Fault(
-        "tape.cuh", "copy_to(slot);", "copy_to(HERE ? (slot + 1) % kChunks : slot);", "a barrier whose last copy nobody has waited for",
+        "tape.cuh", "copy_to(slot);", "copy_to(HERE ? (slot + 1) % kChunks : slot);",
+        "a barrier whose last copy nobody has waited for",
     ),
     "results are read before they are written": Fault(
         "columns.cuh", "out[i] = sum;\n  }\n  sync_block();", "out[i] = sum;\n  }\n  if (!HERE) sync_block();",

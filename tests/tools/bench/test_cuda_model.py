@@ -32,4 +32,4 @@ def test_the_page_says_that_it_is_a_model(
     assert "not a measurement" in page
     assert page.count("| tokens per s |") == len(result["tables"]) == 5
     assert "| B200 | pessimistic | 900 | 90 | 80 | 2 |" in page
-    assert "| decode.issue_bytes_per_clock | 50.6 | bytes, one multiprocessor | counted |" in page
+    assert "| decode.issue_bytes_per_clock | 54.3 | bytes, one multiprocessor | counted |" in page

@@ -45,5 +45,5 @@ def test_speeds_are_measured_and_drafts_are_right(tmp_path: Path, monkeypatch: p
     assert rows["whole file"]["tokens_a_pass"] > 2
     title, body = drafts.section(options, result)
     assert title == "drafts on against off"
-    assert "needs a GGUF file" in body
+    assert "needs a GGUF file" in body or "not installed" in body
     assert "| whole file" in body

@@ -76,7 +76,9 @@ class SlurmCluster:
         self.folder = folder
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PYTHON"))}
         self.env |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
-        self.env["GLOO_SOCKET_IFNAME"] = "lo"  # the nodes are one machine, whose name may be a loopback address
+        self.env["GLOO_SOCKET_IFNAME"] = (
+            "lo"  # the nodes are one machine, whose name may be a loopback address
+        )
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> SlurmCluster:
