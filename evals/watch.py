@@ -9,7 +9,7 @@ in one write, with the command line and the checkpoint's time. Those records are
 watcher continues where evals.jsonl ends, and a step that was trained again after a rollback is evaluated
 again. wandb and TensorBoard get the same figures if `[metrics]` enables them (evals.trackers).
 
-A command that fails keeps its finished work and is tried again after 1, 10 and 60 minutes; a full disk is waited for.
+A command that fails keeps its finished work and is tried again after growing pauses; a full disk is waited for.
 
 Exit status: 0 once the run is done and everything is evaluated; 1 if an evaluation failed (its log is in
 RUN/logs/evals, the next start retries it) or `[evals]` cannot run; 85 when asked to stop.

@@ -102,8 +102,11 @@ def gguf_file(repository: str, names: list[str], quantisation: str) -> str | Non
     files = {name: PART.sub("", name) for name in names if name.endswith(".gguf")}
     if not quantisation and (not files or any(name.endswith(".safetensors") for name in names)):
         return None
-    known = {QUANTISED.search(whole.removesuffix(".gguf")): name for name, whole in files.items()}
-    kinds = {found[1].upper(): name for found, name in known.items() if found is not None}
+    kinds = {
+        found[1].upper(): name
+        for name, whole in files.items()
+        if (found := QUANTISED.search(whole.removesuffix(".gguf")))
+    }
     for kind in (quantisation,) if quantisation else (*PREFERRED, *kinds):
         if kind.upper() in kinds:
             file = kinds[kind.upper()]
@@ -146,11 +149,18 @@ def of_ollama() -> Iterator[Found]:
     """Its manifests name the layer that is the model; the file of it is a GGUF file without a suffix."""
     root = Path(os.environ.get("OLLAMA_MODELS", Path.home() / ".ollama/models"))
     for file in (root / "manifests").glob("*/*/*/*"):
-        layers = json.loads(file.read_text()).get("layers", [])
-        for layer in layers:
+        for layer in layers_of(file):
             blob = root / "blobs" / str(layer.get("digest", "")).replace(":", "-")
             if layer.get("mediaType") == "application/vnd.ollama.image.model" and is_gguf(blob):
                 yield Found(f"{file.parent.name}:{file.name}", blob, "Ollama")
+
+
+def layers_of(manifest: Path) -> list[dict[str, str]]:
+    """None where it is no manifest, or is being written."""
+    try:
+        return list(json.loads(manifest.read_text()).get("layers", []))
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def of_lm_studio() -> Iterator[Found]:

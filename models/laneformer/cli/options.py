@@ -49,13 +49,14 @@ class ModelOptions:
     """Memory for keys and values of earlier requests, on each device; default: a quarter of what is left."""
 
     draft: Path | None = None
-    """A small model with the same tokenizer, folder or GGUF file: its drafts are verified where that is faster,
+    """A small model with the same tokenizer, folder, GGUF file or name: its drafts are verified where that is faster,
     and the output stays the same. CPU only.
     """
 
     def load(self, path: Path, **others: Any) -> Engine:
         """path: or a model's name (names.py); `others`: of the engine."""
-        return Engine.from_pretrained(located(path), **self._given(), **others)
+        draft = {"draft": located(self.draft)} if self.draft else {}
+        return Engine.from_pretrained(located(path), **self._given() | draft, **others)
 
     def random(self, flavor: str) -> Engine:
         options = self._given()

@@ -266,18 +266,18 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit requests from the head of the queue while there is room; blocks while none is running or waiting."""
         with self._changed:
-            idle = not self._changed.wait_for(self._wanted, IDLE_S)
+            idle = not self._changed.wait_for(self._has_work, IDLE_S)
         if idle:
             self._when_idle()
         with self._changed:
-            self._changed.wait_for(self._wanted)
+            self._changed.wait_for(self._has_work)
             room = self.max_joined - len(self.running)
             first = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
             self.running.update(first)
         for running in first:
             self._join(running)
 
-    def _wanted(self) -> bool:
+    def _has_work(self) -> bool:
         return bool(self.waiting or self.running or self._closing)
 
     def _join(self, running: Running) -> None:

@@ -95,6 +95,8 @@ def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(hub: Hub, tmp
     assert "README.md" not in hub.fetched
     again = laneformer(tmp_path / "home", None, "generate", TALKER, *said)
     assert (again.returncode, again.stdout) == (0, first.stdout), "without a network what is there is used"
+    drafted = laneformer(tmp_path / "home", None, "generate", TALKER, "--draft", TALKER, *said)
+    assert (drafted.returncode, drafted.stdout) == (0, first.stdout), drafted.stderr
     listed = laneformer(tmp_path / "home", None, "models", "--json")
     assert TALKER in [json.loads(line)["name"] for line in listed.stdout.splitlines()]
     for where in (None, hub):
@@ -120,6 +122,7 @@ def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:12"},
     ]
     manifest.write_text(json.dumps({"layers": layers}))
+    manifest.with_name("unfinished").write_text('{"layers')
     assert located("smollm2:135m") == blob
     assert located("someone/talker-Q4_K_M") == studio
     with pytest.raises(ValueError, match="no model that `laneformer models` lists"):
