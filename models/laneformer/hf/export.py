@@ -216,9 +216,10 @@ def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_id
 
 
 def write_code(folder: Path) -> None:
-    """The four files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
+    """The six files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
     package = Path(__file__).parent.parent
-    for source in ("config.py", "model.py", "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
+    ours = ("config.py", "initialization.py", "model.py", "positions.py")
+    for source in (*ours, "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
         text = (package / source).read_text()
         (folder / Path(source).name).write_text(
             re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE)

@@ -23,7 +23,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..model import LaneformerLayer, LaneRMSNorm, LMHead, init_parameter, rope_table, run_layers
+from ..initialization import init_parameter
+from ..model import LaneformerLayer, LaneRMSNorm, LMHead, run_layers
+from ..positions import rope_table
 from .configuration_laneformer import LaneformerHFConfig
 
 MASK_FUNCTIONS = {
@@ -139,7 +141,7 @@ class LaneformerModel(LaneformerPreTrainedModel):
             positioned = PositionedCache(cache, cache_position)
         lanes = self.config.to_lanes()
         layers: Any = [self._checkpointed(layer) for layer in self.layers] if checkpointing else self.layers
-        h = run_layers(layers, lanes, embedding, rope_table(lanes, position_ids), masks, positioned)
+        h, _ = run_layers(layers, lanes, embedding, rope_table(lanes, position_ids), masks, positioned)
         return h, cache
 
     def _masks(

@@ -24,7 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 
 from ..config import LaneformerConfig
-from ..model import LaneAttention, causal_mask
+from ..model import LaneAttention
+from ..positions import causal_mask
 from .private_torch import varies
 from .products import one_product
 

@@ -29,7 +29,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
 from ..config import LaneformerConfig
-from ..model import rope_table
+from ..positions import rope_table
 from .attention import training_masks
 from .fused_layer import FusedLayer
 from .layer import TitanLayer

@@ -13,7 +13,9 @@ from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
 from ..config import FLAVORS, LaneformerConfig, flops_per_token
-from ..model import Laneformer, init_parameter, rope_table, run_layers
+from ..initialization import init_parameter
+from ..model import Laneformer, run_layers
+from ..positions import rope_table
 from .attention import document_ids, training_masks
 from .fused_layer import FusedLayer
 from .layer import TitanLayer
@@ -127,7 +129,7 @@ class TitanLaneformer(Laneformer):
 
         masks: one a layer; a block mask passes through the layers to TitanAttention.
         """
-        h = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)
+        h, _ = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)
         return self.lm_head(h.expand(-1, -1, self.config.num_lanes, -1), self.norm, labels, trained)
 
     def begin_step(self, step: int) -> None:
