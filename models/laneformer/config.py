@@ -27,6 +27,7 @@ EMBEDDING = "tok_embeddings.weight"
 HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
 MTP = "mtp."  # begins the names of the tensors of the head for multi-token prediction
+HEAD_FIELDS = ["num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"]
 DRAFT_IDS = (
     "mtp.draft_ids"  # int32, ascending: the rows of the head that drafts are scored with; no parameter
 )
@@ -242,8 +243,7 @@ class LaneformerConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON values; without the fields of other families' models and of drafts where they say nothing."""
         plain = {"head_dim", "attention_bias", "qk_norm", "nope_layers"} - self.borrowed().keys()
-        if not self.num_nextn_predict_layers:
-            plain |= {"num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"}
+        plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

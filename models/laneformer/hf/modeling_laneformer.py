@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from ..initialization import init_parameter
-from ..model import LaneformerLayer, LaneRMSNorm, LMHead, run_layers
+from ..model import LaneformerLayer, LaneRMSNorm, LMHead, MTPHead, run_layers
 from ..positions import rope_table
 from .configuration_laneformer import LaneformerHFConfig
 
@@ -95,6 +95,8 @@ class LaneformerModel(LaneformerPreTrainedModel):
         self.tok_embeddings: nn.Module = nn.Embedding(lanes.vocab_size, lanes.hidden_size)
         self.layers = nn.ModuleList(LaneformerLayer(lanes, i) for i in range(lanes.num_hidden_layers))
         self.norm = LaneRMSNorm(lanes)
+        # kept with the model for engines that draft with it; neither used nor trained here
+        self.mtp = MTPHead(lanes).requires_grad_(False) if lanes.num_nextn_predict_layers else None
         self.gradient_checkpointing = False
         self.post_init()
 
