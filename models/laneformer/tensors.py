@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-MatrixDtype = Literal["bf16", "fp16", "fp32", "int8", "int4"]  # what an engine can hold matrices in
+MatrixDtype = Literal["bf16", "fp16", "fp32", "int8", "int4", "gguf"]  # what an engine can hold matrices in
 MATRIX_DTYPES: tuple[str, ...] = get_args(MatrixDtype)
-
+AS_IN_FILE = "gguf"  # each matrix in the blocks of its GGUF file
 
 FIRST_MATRIX = "layers.0.attention.wv.weight"  # its type is that of dtype = "auto"
 
@@ -56,7 +56,10 @@ def check_shapes(
 
 @dataclass(frozen=True)
 class Tensor:
-    """Values of `dtype` "bf16", "fp16" or "fp32"; 16-bit types as raw uint16."""
+    """Values of `dtype` "bf16", "fp16" or "fp32"; 16-bit types as raw uint16.
+
+    Of a GGUF file that is held as it is, dtype may be its type ("q4_k"), and the values its rows of bytes.
+    """
 
     dtype: str
     values: np.ndarray

@@ -67,7 +67,9 @@ class Options(harness.Options):
     bf16 for everyone first.
     """
     dtype: Dtype = "bf16"
-    """Weights of every candidate; llama.cpp has Q8_0 for int8, and both Q4_0 and Q4_K_M for int4."""
+    """Weights of every candidate; llama.cpp has Q8_0 for int8, and both Q4_0 and Q4_K_M for int4; gguf: of all the
+    file as it is.
+    """
     math: tuple[Math, ...] = ("auto",)
     """Arithmetic of our engine; each further one is a candidate of its own."""
     threads: int = 2
@@ -125,6 +127,8 @@ def measure(options: Options, console: Any) -> Result:
     """Every figure of the report. RuntimeError if our own engine does not start."""
     names, facts = options.names(), dict[str, Result]()
     if options.model is None:
+        if options.dtype == "gguf":
+            raise ValueError("dtype = 'gguf' takes a file as it is; give --model FILE.gguf")
         options.check_room(LaneformerConfig.from_flavor(options.flavor).max_position_embeddings)
     candidates = {name: candidate(name, options) for name in names}
     try:

@@ -19,9 +19,11 @@ from tools.bench.decode_baselines import Baseline, TransformersLlama
 from tools.bench.harness import Result, serve, version
 from tools.bench.llamacpp import FOLDER, LlamaCpp, as_gguf
 
-Dtype = Literal["bf16", "fp16", "int8", "int4"]
+Dtype = Literal["bf16", "fp16", "int8", "int4", "gguf"]
 Math = Literal["auto", "exact", "bf16", "int8"]
-QUANTISED = {"int8": ["q8_0"], "int4": ["q4_0", "q4_k_m"]}  # llama.cpp's types of about the same size
+QUANTISED = {  # llama.cpp's types of about the same size, or both on the file as it is
+    "int8": ["q8_0"], "int4": ["q4_0", "q4_k_m"], "gguf": ["gguf"],
+}  # fmt: skip
 INSTALL = {
     "laneformer": "make setup",
     "llamacpp": f'CMAKE_ARGS="-DGGML_NATIVE=on -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF" {sys.executable} -m pip install '
@@ -78,7 +80,7 @@ class OurEngine:
         if math != "auto":
             options["math"] = math
         if isinstance(source, Path):
-            path = as_gguf(source, "fp16" if dtype == "fp16" else "bf16")
+            path = as_gguf(source, dtype if dtype in ("fp16", "gguf") else "bf16")
             self.engine = Engine.from_pretrained(path, dtype=dtype, cache=False, **options)
         else:
             self.engine = Engine.random(source, dtype, **options)

@@ -174,10 +174,13 @@ def sizes_of(path: Path) -> tuple[int, int, int, int]:
 
 
 def as_gguf(path: Path, kind: str) -> Path:
-    """The model in this type of weights: the file itself, or a copy that llama.cpp converts once and keeps.
+    """The model in this type of weights: the file itself, always with "gguf", or a copy that llama.cpp converts
+    once and keeps.
 
     Others than 16-bit files go through bf16, so that every type is made of the same weights.
     """
+    if kind == "gguf":
+        return path
     import gguf
 
     wanted = "F16" if kind == "fp16" else kind.upper()

@@ -24,11 +24,12 @@ class ModelOptions:
     """auto, cpu, cuda, or several GPUs: cuda:0,cuda:1."""
     dtype: Literal["auto"] | MatrixDtype = "auto"
     """Type of the matrices; auto: the checkpoint's, or bf16 for random weights. int8 reads half the bytes of
-    16 bits, int4 not much more than a quarter, on the CPU alone; the output may change.
+    16 bits, int4 not much more than a quarter, on the CPU alone; the output may change. gguf: a GGUF file's
+    blocks as they are, which auto means on the CPU.
     """
     math: Literal["auto", "exact", "bf16", "int8"] = "auto"
     """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact,
-    and int8 for int4 weights. CPU only.
+    and int8 for int4 and gguf weights. CPU only.
     """
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from ..config import MODULES, LaneformerConfig
-from ..tensors import MATRIX_DTYPES, Tensor, dtype_name
+from ..tensors import AS_IN_FILE, MATRIX_DTYPES, Tensor, dtype_name
 from .batch import Batch
 from .cpu.decoder import RandomTensors
 from .cpu.packed import PackedWeights
@@ -54,7 +54,8 @@ class Engine:
         device: "cpu", "cuda", "cuda:0,cuda:1" for several GPUs, or "auto" (the CPU; see device.py).
         dtype: of the matrices; embedding and norms keep theirs. "auto" keeps the checkpoint's; "int8" has a scale
             a row; "int4" a scale and 16 levels for every 32 inputs of a row (first and last layer and the head are
-            int8) and implies math="int8". GPUs have the 16-bit types and "int8".
+            int8) and implies math="int8"; "gguf" keeps each matrix in the blocks of its GGUF file, which "auto" means
+            for a quantised one, and implies math="int8", too. GPUs have the 16-bit types and "int8".
         cache_bytes: memory for keys and values of earlier requests, so that a new prompt reuses the prefix it
             shares with one of them. Default: a quarter of the free memory (schedule/prefix.h).
 
@@ -64,8 +65,8 @@ class Engine:
             nodes; meant for an engine that has the machine to itself.
         math: "exact" widens weights to fp32 and keeps fp32 activations; with kv_dtype="fp32", greedy output equals
             the float32 model's. "bf16" rounds matrix inputs to bf16 (vdpbf16ps where the CPU has it) and needs bf16
-            weights. "int8" rounds every 32 matrix inputs to int8 and needs int8 or int4 weights. "auto": "int8" for
-            int4 weights, else "exact".
+            weights. "int8" rounds every 32 matrix inputs to int8 and needs int8, int4 or gguf weights. "auto": "int8"
+            for int4 and gguf, else "exact".
         kv_dtype: of cached keys and values. "auto": "fp32" for fp32 weights, else "fp16", which raises ValueError
             for values beyond 65,504; "bf16" holds them.
         processes: share the lanes over that many processes, `threads` threads each (default: an equal part of the
@@ -141,8 +142,7 @@ class Engine:
         """Load a folder of this project or of the Llama family, or a GGUF file; ValueError says what
         is wrong with it.
 
-        dtype "auto" of a quantised GGUF file is the engine's own type of that width: int8 for 8 to 5
-        bits, int4 for 4.
+        dtype "auto" of a quantised GGUF file is "gguf", its blocks as they are, and "int8" on GPUs.
 
         `cache` keeps the CPU's packed weights in `path`/.packed (or the user's cache directory) for the next
         start: the four combinations of threads and dtype that were used last. `context_tokens` replaces the
@@ -188,8 +188,9 @@ class Engine:
         """
         config = LaneformerConfig.from_flavor(flavor) if isinstance(flavor, str) else flavor
         dtype = dtype_name(dtype)
-        if dtype not in MATRIX_DTYPES:
-            raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {MATRIX_DTYPES}")
+        drawn = tuple(name for name in MATRIX_DTYPES if name != AS_IN_FILE)
+        if dtype not in drawn:
+            raise ValueError(f"dtype = {dtype!r} is unknown; random weights are one of {drawn}")
         tensors = RandomTensors(config, "bf16" if dtype in ("int8", "int4") else dtype, seed)
         return cls(config, tensors, device=device, dtype=dtype, **options)
 

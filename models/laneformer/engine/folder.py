@@ -110,7 +110,7 @@ def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gp
     """A GGUF file; a tokenizer.json beside it, with what belongs to it, goes before the
     tokenizer in the file.
     """
-    file = GgufFile(path, dtype)
+    file = GgufFile(path, dtype, blocks=not gpus)
     lanes = default_lanes(file.config, threads, gpus) if lanes is None else lanes
     config, tensors = laneformer_of(file.config, file, lanes)
     tokenizer, tokenizer_config, sampling = text_files(path.parent)
@@ -120,11 +120,11 @@ def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gp
         config,
         tensors,
         tuple(file.eos_ids()),
-        [path],
+        file.files,
         tokenizer,
         tokenizer_config,
         sampling,
-        file.best_dtype(),
+        file.dtype,
     )
 
 

@@ -1,8 +1,9 @@
 """A GGUF file as what a Hugging Face folder holds: config values, tensors by name, tokenizer, chat template.
 
-The file is mapped, and a quantised tensor is widened when it is asked for, one at a time: a model is never
-whole in memory twice. llama.cpp's converter permutes the rows of Llama's query and key matrices for its own
-RoPE; that is undone here, so that names, shapes and order are those of Transformers.
+The file is mapped. A quantised tensor comes as its blocks where the engine holds those, else it is widened when it
+is asked for, one at a time: a model is never whole in memory twice. llama.cpp's converter permutes the rows of
+Llama's query and key matrices for its own RoPE; that is undone here, so that names, shapes and order are those of
+Transformers.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..tensors import MATRIX_DTYPES, Tensor
+from ..tensors import AS_IN_FILE, Tensor
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral and SmolLM come as llama
+ARCHITECTURES = ("llama", "smollm3", "qwen2", "qwen3")  # Mistral and SmolLM come as llama
+PERMUTED = ("llama", "smollm3")  # whose rows of queries and keys the converter permutes
 STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-QUANTIZED = {  # and what dtype="auto" means for a file of such blocks: the engine's own type of that width
-    "Q8_0": "int8", "Q6_K": "int8", "Q5_0": "int8", "Q5_1": "int8", "Q5_K": "int8",
-    "Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4",
-}  # fmt: skip
+QUANTIZED = ("Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS")
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -40,43 +39,44 @@ ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_en
 class GgufFile(Mapping[str, Tensor]):
     """Tensors by their Hugging Face names, made when they are asked for; `metadata` is the file's.
 
-    dtype: what the engine will hold matrices in; decides how the embedding of a quantised file is widened.
+    dtype: what the engine will hold matrices in: "gguf" for their blocks as they are; decides how the embedding of a
+    quantised file is widened. blocks: whether "auto" may mean that.
     """
 
-    def __init__(self, path: Path, dtype: str = "auto"):
+    def __init__(self, path: Path, dtype: str = "auto", blocks: bool = False):
         """ValueError for what is no GGUF file, or holds types or tensors that the engine does not read."""
-        reader = open_file(path)
+        reader, self.files = open_file(path), [path]
         self.metadata: dict[str, Any] = {name: f.contents() for name, f in reader.fields.items() if f.types}
         self.architecture = self.metadata.get("general.architecture")
+        tensors = list(reader.tensors)
+        if (count := self.metadata.get("split.count", 1)) > 1:
+            self.files = parts_of(path, count)
+            tensors += [tensor for part in self.files[1:] for tensor in open_file(part).tensors]
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"{path}: architecture {self.architecture!r} is not read; {ARCHITECTURES} are")
-        if (parts := self.metadata.get("split.count", 1)) > 1:
-            raise ValueError(
-                f"{path} is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`"
-            )
-        self._stored: dict[str, ReaderTensor] = {hf_name(t.name): t for t in reader.tensors}
-        for tensor in reader.tensors:
-            if (kind := tensor.tensor_type.name) not in STORED | QUANTIZED:
+        self._stored: dict[str, ReaderTensor] = {hf_name(t.name): t for t in tensors}
+        for tensor in tensors:
+            if (kind := tensor.tensor_type.name) not in (*STORED, *QUANTIZED):
                 raise ValueError(f"{path}: {tensor.name} is {kind}; the engine reads {[*STORED, *QUANTIZED]}")
-        self._dtype = self.best_dtype() if dtype == "auto" else dtype
+        self.dtype = self._best_dtype(blocks) if dtype == "auto" else dtype
         self.config = self._config_values()
 
     def __getitem__(self, name: str) -> Tensor:
-        stored = self._stored[name]
-        kind, data = stored.tensor_type.name, stored.data
-        if self.architecture == "llama" and (heads := self._heads(name)):
+        stored, kind = self._stored[name], self.type_of(name)
+        data = stored.data
+        if self.architecture in PERMUTED and (heads := self._heads(name)):
             rows = data.reshape(
                 heads, -1, 2, *data.shape[1:]
             )  # the converter made pairs of a head's two halves
             data = rows.swapaxes(1, 2).reshape(data.shape)
-        if kind in STORED:
-            return Tensor(STORED[kind], data if kind == "F32" else data.view(np.uint16))
+        if stored.tensor_type.name in STORED:
+            return Tensor(kind, data if kind == "fp32" else data.view(np.uint16))
+        if self._is_held(name):
+            return Tensor(kind, data)
         from gguf.quants import dequantize
 
         wide = dequantize(data, stored.tensor_type)
-        if name.startswith("model.embed") and self._dtype in ("int8", "int4", "fp16"):  # held as it comes
-            return Tensor("fp16", wide.astype(np.float16).view(np.uint16))
-        return Tensor("fp32", wide)
+        return Tensor(kind, wide if kind == "fp32" else wide.astype(np.float16).view(np.uint16))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._stored if name != ROPE_FACTORS)
@@ -94,13 +94,25 @@ class GgufFile(Mapping[str, Tensor]):
         key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2], "")
         return int(self.config.get(key, 0))
 
-    def best_dtype(self) -> str:
-        """What dtype="auto" means: the type of most weights, or the engine's own type of about that width."""
+    def type_of(self, name: str) -> str:
+        """What the tensor of this name comes as."""
+        kind = self._stored[name].tensor_type.name
+        if kind in STORED or self._is_held(name):
+            return STORED.get(kind, kind.lower())
+        half = name.startswith("model.embed") and self.dtype not in ("bf16", "fp32")  # it is held as it comes
+        return "fp16" if half else "fp32"
+
+    def _is_held(self, name: str) -> bool:
+        """Whether the engine takes its blocks: of matrices, and of the embedding if it is the head too."""
+        untied = "lm_head.weight" in self._stored
+        return self.dtype == AS_IN_FILE and not (untied and name.startswith("model.embed"))
+
+    def _best_dtype(self, blocks: bool) -> str:
+        """What dtype="auto" means: the type of most weights, and of quantised ones where blocks are not held int8."""
         sizes: Counter[str] = Counter()
         for name, tensor in self._stored.items():
             sizes[tensor.tensor_type.name] += int(tensor.n_elements) if ".layers." in name else 0
-        best = (STORED | QUANTIZED)[sizes.most_common(1)[0][0]]
-        return best if best in MATRIX_DTYPES else "int8"
+        return STORED.get(sizes.most_common(1)[0][0], AS_IN_FILE if blocks else "int8")
 
     def eos_ids(self) -> list[int]:
         """Where generation stops: the ids that the file names, and control tokens known to
@@ -195,6 +207,21 @@ class GgufFile(Mapping[str, Tensor]):
         raise ValueError(
             f"{ROPE_FACTORS} is no scaling of Llama 3 (from 8,192 positions, factors 1 and 4): not supported"
         )
+
+
+def parts_of(path: Path, count: int) -> list[Path]:
+    """The files of a model in `count` parts, by the first one's name; ValueError for another one's, or where some
+    are missing.
+    """
+    match = re.fullmatch(r"(.*)-00001-of-\d{5}\.gguf", path.name)
+    if not match:
+        raise ValueError(f"{path} is one of {count} parts; give the first, NAME-00001-of-{count:05}.gguf")
+    files = [path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ValueError(
+            f"{path} is one of {count} parts, of which {', '.join(missing)} are missing beside it"
+        )
+    return files
 
 
 def open_file(path: Path) -> GGUFReader:

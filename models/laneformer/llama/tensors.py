@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..config import EMBEDDING, HEAD, LaneformerConfig
-from ..tensors import Tensor, check_shapes
+from ..tensors import STORED_TYPES, Tensor, check_shapes
 from .config import config_of_llama
 
 WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -68,10 +68,17 @@ class LlamaTensors(Mapping[str, Tensor]):
         if part in ROTATED:
             halves = values.reshape(-1, 2, self.config.head_dim // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2)
+        if stored.dtype not in STORED_TYPES:  # blocks, of which the engine cuts the lanes' rows or columns
+            return dataclasses.replace(stored, values=values.reshape(stored.values.shape))
         if part in COLUMNS:
             lanes, rows, columns = shape
             values = values.reshape(rows, lanes, columns).swapaxes(0, 1)
         return dataclasses.replace(stored, values=values.reshape(shape))
+
+    def type_of(self, name: str) -> str:
+        """What the tensor of this name comes as, without widening it."""
+        known = getattr(self.tensors, "type_of", None)
+        return known(source_of(name)) if known else self.tensors[source_of(name)].dtype
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)

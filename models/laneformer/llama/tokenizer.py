@@ -15,13 +15,17 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 SPACE = "\u2581"  # SentencePiece's visible space
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # token types of GGUF; 1 is an ordinary piece
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PRE_TOKENIZERS = {  # by the name in the file: digits in one piece, as a pattern's suffix; None: GPT-2's own pattern
-    "llama-bpe": "{1,3}", "llama3": "{1,3}", "llama-v3": "{1,3}", "qwen2": "", "smollm": None, "gpt-2": None,
+_REST = r"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)|"  # "camelCase" is two words
+_LLAMA3 = _WORDS + _REST.format(digits="{1,3}", slash="")
+_QWEN2 = _WORDS + _REST.format(digits="", slash="")
+PRE_TOKENIZERS = {  # by the name in the file: the pattern of a piece; None: GPT-2's own
+    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+    "tekken": _CASED + _REST.format(digits="", slash="/"), "smollm": None, "gpt-2": None,
 }  # fmt: skip
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a piece is taken without merging
 BEGINS_WITH_BOS = (
     "llama-bpe",
     "llama3",
@@ -73,16 +77,12 @@ BESIDE = "Put the model's tokenizer.json beside the file: it is used then"
 def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
     """BPE over bytes; `pre` is a name of PRE_TOKENIZERS."""
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    whole_words = (
-        PRE_TOKENIZERS[pre] == "{1,3}"
-    )  # Llama 3's tiktoken takes a word that is a piece without merging
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=whole_words))
-    own = PRE_TOKENIZERS[pre] is not None
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own)]
-    if own:
-        pattern = Regex(_WORDS.format(digits=PRE_TOKENIZERS[pre]))
-        steps.insert(0, pre_tokenizers.Split(pattern, "isolated"))
+    tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in WHOLE_WORDS))
+    pattern = PRE_TOKENIZERS[pre]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if pattern:
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     if pre == "smollm":

@@ -222,7 +222,7 @@ def test_rounded_activations_and_int8_inputs_are_refused():
     with pytest.raises(ValueError, match="math = 'bf16' needs bf16 weights, these are int8"):
         int8_engine(model, math="bf16")
     with pytest.raises(
-        ValueError, match=r"dtype = 'int2' is unknown; choose from \('auto', .*'int8', 'int4'\)"
+        ValueError, match=r"dtype = 'int2' is unknown; choose from \('auto', .*'int8', 'int4', 'gguf'\)"
     ):
         engine_of(model, dtype="int2")
     with int8_engine(model) as engine, pytest.raises(ValueError, match="dtype = 'int8' is unknown"):

@@ -232,7 +232,7 @@ def test_int4_implies_integer_products_and_other_maths_are_refused():
         ValueError, match=r"math = 'exact' needs .* weights, these are int4; use math = 'int8'"
     ):
         engine_of(model, dtype="int4", math="exact")
-    with pytest.raises(ValueError, match="math = 'int8' needs int8 or int4 weights, these are bf16"):
+    with pytest.raises(ValueError, match="math = 'int8' needs int8 or int4 or gguf weights, these are bf16"):
         engine_of(model, math="int8")
     with pytest.raises(
         ValueError, match=r"math = 'int3' is unknown; choose from \('auto', 'exact', 'bf16', 'int8'\)"

@@ -24,9 +24,11 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
-from laneformer.llama.gguf import GLOBAL_NAMES, LAYER_NAMES
+from laneformer.llama.gguf import GLOBAL_NAMES, LAYER_NAMES, PERMUTED
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -35,13 +37,32 @@ SHAPE = {
 }  # fmt: skip
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 TEXTS = [
     "", " ", "Hi there", "  two  spaces\n\n\n\tand a tab", "1234567 89 3.14", "naïve é e\u0301 Å 日本語 한국어 😀",
-    "I'LL don't we've", "x<|end|>y <|end|>", "def f(x):\n        return x  # eight\n", " trailing ",
+    "I'LL don't we've", "x<|end|>y <|end|>", "def f(x):\n        return x  # eight\n", " trailing ", "xYz axYz",
 ]  # fmt: skip
+
+BLOCKS = {  # inputs, bytes, where fp16 numbers lie, and their size for weights of about 1
+    "Q4_0": (32, 18, {0: 0.2}), "Q4_1": (32, 20, {0: 0.2, 2: -1.5}), "Q5_0": (32, 22, {0: 0.1}),
+    "Q5_1": (32, 24, {0: 0.1, 2: -1.5}), "Q8_0": (32, 34, {0: 0.013}), "IQ4_NL": (32, 18, {0: 0.015}),
+    "Q4_K": (256, 144, {0: 0.006, 2: 0.045}), "Q5_K": (256, 176, {0: 0.003, 2: 0.045}),
+    "Q6_K": (256, 210, {208: 0.0007}), "IQ4_XS": (256, 136, {0: 0.0008}),
+}  # fmt: skip
+
+
+def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
+    """Bytes (rows, bytes of a row) of weights of a deviation of about 1 / sqrt(inputs)."""
+    count, size, halves = BLOCKS[kind]
+    rng = np.random.default_rng([seed, rows, inputs])
+    blocks = rng.integers(0, 256, (rows, inputs // count, size), np.uint8)
+    for at, scale in halves.items():
+        drawn = rng.uniform(0.7, 1.3, (*blocks.shape[:2], 1)) * scale / inputs**0.5
+        blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def random_llama(architecture: str, **overrides: Any) -> Any:
@@ -67,14 +88,15 @@ def write_gguf(
     path: Path,
     architecture: str,
     model: Any,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     metadata: Callable[[GGUFWriter], None] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    part_tensors: int = 0,
 ) -> Path:
-    """`model` with matrices of the type `kind`, norms and biases in F32; `metadata` and `extra`
-    add what they like.
+    """`model` with matrices of the type `kind`, which may depend on their name in the file; norms and biases in F32;
+    `metadata` and `extra` add what they like. Of a type that the package cannot write, the weights are random.
     """
-    c, writer, quantization = model.config, GGUFWriter(path, architecture), GGMLQuantizationType[kind]
+    c, writer = model.config, GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
@@ -83,7 +105,7 @@ def write_gguf(
     writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    if architecture == "llama":
+    if architecture in PERMUTED:
         writer.add_rope_dimension_count(c.head_dim)
     else:
         writer.add_key_length(c.head_dim)
@@ -96,15 +118,22 @@ def write_gguf(
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         part = name.split(".")[-2]
-        if architecture == "llama" and part in heads:
+        if architecture in PERMUTED and part in heads:
             array = permuted(array, heads[part])
-        data = quantize(array, quantization) if array.ndim == 2 else array
-        writer.add_tensor(gguf_name(name), data, raw_dtype=quantization if array.ndim == 2 else None)
+        if array.ndim != 2:
+            writer.add_tensor(gguf_name(name), array)
+            continue
+        type_of = kind if isinstance(kind, str) else kind(gguf_name(name))
+        drawn = type_of in BLOCKS and type_of not in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+        data = (
+            random_blocks(type_of, *array.shape) if drawn else quantize(array, GGMLQuantizationType[type_of])
+        )
+        writer.add_tensor(gguf_name(name), data, raw_dtype=GGMLQuantizationType[type_of])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
 
 
 def gguf_name(name: str) -> str:
@@ -127,7 +156,7 @@ def byte_level(pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool =
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     special = ["<|begin|>", "<|text|>", "<|end|>"]
     trainer = BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=ByteLevel.alphabet())
-    tokenizer.train_from_iterator(["1234567", "I'LL don't", "we've\n\n x", " 3.14\n"] * 9, trainer)
+    tokenizer.train_from_iterator(["1234567", "I'LL don't", "we've\n\n x", " 3.14\n", "xYz"] * 9, trainer)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer:
         tokenizer.normalizer = normalizer

@@ -18,7 +18,8 @@ from laneformer import Engine, Laneformer
 from laneformer.cli import main
 from laneformer.config import LaneformerConfig
 from laneformer.engine.folder import read_checkpoint
-from laneformer.llama.gguf import QUANTIZED, GgufFile
+from laneformer.llama import gguf as gguf_module
+from laneformer.llama.gguf import QUANTIZED, STORED, GgufFile
 from laneformer.tensors import STORED_TYPES
 from tests.laneformer.llama.gguf_assets import TEXTS, byte_level, random_llama, tokenizer_metadata, write_gguf
 
@@ -72,10 +73,11 @@ def assert_same_logits(path: Path, reference: Any, tolerance: float = 1e-5) -> N
         ("llama", {"tie_word_embeddings": True, "rope_theta": 500000.0}),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5,
                                     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+        ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True, "pad_token_id": 0}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {"head_dim": 32}),
     ],
-    ids=["llama", "tied", "llama3", "qwen2", "qwen3"],
+    ids=["llama", "tied", "llama3", "smollm3", "qwen2", "qwen3"],
 )  # fmt: skip
 def test_every_architecture(
     tmp_path: Path, metadata: Any, architecture: str, overrides: dict[str, Any]
@@ -103,8 +105,8 @@ def test_every_type_that_the_package_writes(tmp_path: Path, metadata: Any, kind:
     stored = file["model.layers.1.mlp.up_proj.weight"]
     values = torch.from_numpy(np.array(stored.values)).view(getattr(torch, STORED_TYPES[stored.dtype].torch))
     assert np.array_equal(values.float().numpy(), expected)
-    best = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q4_0": "int4", "Q4_1": "int4"}.get(kind, "int8")
-    assert file.best_dtype() == best
+    assert file.dtype == STORED.get(kind, "int8")
+    assert GgufFile(path, blocks=True).dtype == STORED.get(kind, "gguf")
 
 
 def test_k_quants_are_widened_as_ggml_defines_them() -> None:
@@ -184,7 +186,7 @@ def test_the_engine_generates_what_transformers_does(
     main(command)
     assert capsys.readouterr().out == text + "\n"
     with Engine.from_pretrained(path) as engine:
-        assert engine.dtype == "int8"
+        assert engine.dtype == "gguf"
 
 
 def test_a_tokenizer_beside_the_file_goes_first(tmp_path: Path, metadata: Any) -> None:
@@ -214,7 +216,6 @@ def test_a_scaling_that_is_not_llama_3_s_is_refused(tmp_path: Path) -> None:
         ("gemma3", "", 0, "architecture 'gemma3' is not read"),
         ("llama", "llama.expert_count", 8, "llama.expert_count = 8: experts are not supported"),
         ("llama", "llama.rope.dimension_count", 8, "llama.rope.dimension_count = 8, but heads have 16"),
-        ("llama", "split.count", 3, "is one of 3 parts"),
         ("qwen2", "qwen2.attention.sliding_window", 64, "sliding_window = 64: which layers"),
         ("llama", "llama.rope.scaling.type", "yarn", "RoPE of the kind .*yarn"),
     ],
@@ -242,7 +243,7 @@ def test_types_and_tensors_that_are_not_read_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_llama("llama")
-    monkeypatch.delitem(QUANTIZED, "Q4_1")
+    monkeypatch.setattr(gguf_module, "QUANTIZED", tuple(kind for kind in QUANTIZED if kind != "Q4_1"))
     path = write_gguf(tmp_path / "model.gguf", "llama", model, "Q4_1")
     with pytest.raises(ValueError, match=r"is Q4_1; the engine reads \['F32', 'F16', 'BF16', 'Q8_0'"):
         GgufFile(path)
@@ -272,3 +273,19 @@ def test_lanes_of_a_file_are_free(tmp_path: Path, metadata: Any) -> None:
     path = write_gguf(tmp_path / "model.gguf", "llama", random_llama("llama"), "F16", metadata)
     config: LaneformerConfig = read_checkpoint(path, lanes=1).config
     assert (config.num_lanes, read_checkpoint(path, threads=2).config.num_lanes) == (1, 2)
+
+
+def test_a_model_in_parts(tmp_path: Path, metadata: Any) -> None:
+    model = random_llama("llama")
+    whole = write_gguf(tmp_path / "whole.gguf", "llama", model, "Q8_0", metadata)
+    first = write_gguf(tmp_path / "model.gguf", "llama", model, "Q8_0", metadata, part_tensors=8)
+    assert first.name == "model-00001-of-00003.gguf"
+    with Engine.from_pretrained(whole) as one, Engine.from_pretrained(first) as other:
+        assert one.generate([5, 6], max_new_tokens=8) == other.generate([5, 6], max_new_tokens=8)
+    assert [file.name[6:11] for file in read_checkpoint(first).files] == ["00001", "00002", "00003"]
+    second = tmp_path / "model-00002-of-00003.gguf"
+    with pytest.raises(ValueError, match=r"give the first, NAME-00001-of-00003\.gguf"):
+        GgufFile(second)
+    second.unlink()
+    with pytest.raises(ValueError, match=r"of which model-00002-of-00003\.gguf are missing beside it"):
+        GgufFile(first)

@@ -20,11 +20,18 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+TEKKEN = (  # of Mistral Nemo
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 KINDS: dict[str, tuple[Any, Any, bool]] = {
     "llama-bpe": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), None, True),
     "qwen2": (pre_tokenizers.Split(Regex(QWEN2), "isolated"), normalizers.NFC(), False),
+    "deepseek-r1-qwen": (pre_tokenizers.Split(Regex(QWEN2), "isolated"), None, False),
+    "tekken": (pre_tokenizers.Split(Regex(TEKKEN), "isolated"), None, True),
     "smollm": (pre_tokenizers.Digits(individual_digits=True), None, False),
     "gpt-2": (None, None, False),
 }
@@ -37,7 +44,7 @@ def written(tmp_path: Path, metadata: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("pre", KINDS)
 def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
     first, normalizer, whole_words = KINDS[pre]
-    steps = [first] * (first is not None) + [BYTES if pre in ("llama-bpe", "qwen2") else WORDS]
+    steps = [first] * (first is not None) + [WORDS if pre in ("smollm", "gpt-2") else BYTES]
     original = byte_level(pre_tokenizers.Sequence(steps), normalizer, whole_words)
     tokenizer = tokenizer_of(written(tmp_path, tokenizer_metadata(original, pre)))
     bos = [0] if pre == "llama-bpe" else []

@@ -24,7 +24,7 @@ from ...config import (
     NORMS,
     LaneformerConfig,
 )
-from ...tensors import FIRST_MATRIX, Tensor
+from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor
 from ..decoder import Collected, Ended, Request
 from ..folder import rope_tables
 from ..machine import free_memory_bytes, this_machine
@@ -33,11 +33,12 @@ from .packed import LAYOUT_VERSION, PackedWeights
 
 MAX_THREADS = 1024
 CACHED_SHARE = 4  # of the memory that is left, for keys and values
+GROUP_INPUTS = 32  # that blocks give a scale
 KV_DTYPES = ("fp32", "bf16", "fp16")
 MATHS = {  # how activations enter matrix products, and the weights that they meet
     "exact": ("bf16", "fp16", "fp32", "int8"),
     "bf16": ("bf16",),
-    "int8": ("int8", "int4"),
+    "int8": ("int8", "int4", AS_IN_FILE),
 }
 
 
@@ -90,7 +91,8 @@ class CpuDecoder(_core.Decoder):
             )
         self.chosen = dtype != "auto"
         self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
-        self.math = ("int8" if self.dtype == "int4" else "exact") if math == "auto" else math
+        rounds = self.dtype in ("int4", AS_IN_FILE)
+        self.math = ("int8" if rounds else "exact") if math == "auto" else math
         if self.dtype not in MATHS[self.math]:
             fitting = " or ".join(repr(name) for name, dtypes in MATHS.items() if self.dtype in dtypes)
             needed = " or ".join(MATHS[math])
@@ -104,11 +106,14 @@ class CpuDecoder(_core.Decoder):
                 f"cache_bytes = {cache_bytes!r} must be an integer from 0, or None for a share of the memory"
             )
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
-        embedding = tensors[EMBEDDING].dtype if self.dtype in ("int8", "int4") else self.dtype
+        embedding, held = self.dtype, held_types(config, tensors) if self.dtype == AS_IN_FILE else []
+        if self.dtype in ("int8", "int4", AS_IN_FILE):
+            embedding = "fp16" if config.tie_word_embeddings else type_of(tensors, EMBEDDING)
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         super().__init__(
-            {**core_spec(config), "kv_dtype": self.kv_dtype}, self.dtype, embedding,
+            {**core_spec(config), "kv_dtype": self.kv_dtype, "held": held},
+            "int8" if held else self.dtype, embedding,
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
             self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
         )  # fmt: skip
@@ -148,6 +153,8 @@ class CpuDecoder(_core.Decoder):
             tensor = tensors[name]
             if not self.chosen and setter.__name__ in ("set_matrix", "set_embedding"):
                 self._expect_dtype(name, tensor.dtype)
+            if tensor.dtype in _core.BLOCKS:
+                setter = self.set_blocks
             if not setter(*where, np.ascontiguousarray(tensor.values), tensor.dtype):
                 raise ValueError(
                     f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)"
@@ -191,6 +198,41 @@ class CpuDecoder(_core.Decoder):
             )
 
 
+def type_of(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Of a tensor, which some files know without widening it."""
+    known = getattr(tensors, "type_of", None)
+    return known(name) if known else tensors[name].dtype
+
+
+def held_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The type of each matrix on the tapes: per layer in the order of MATRICES, and last of the head.
+
+    That of the file; int8 where lanes would cut blocks, and where w1 and w3, which share tiles, are of two types.
+    """
+    shapes = {**config.tensor_shapes(), head_of(config): config.head_shape}
+
+    def held(name: str) -> str:
+        kind = type_of(tensors, name)
+        return (
+            "int8"
+            if kind in _core.BLOCKS and shapes[name][-1] % GROUP_INPUTS
+            else _core.BLOCKS.get(kind, kind)
+        )
+
+    def layer(i: int) -> list[str]:
+        types = {matrix: held(f"layers.{i}.{matrix}.weight") for matrix in MATRICES}
+        for together in (BIASED, ("feed_forward.w1", "feed_forward.w3")):
+            share_tiles = (
+                together != BIASED or config.query_size // config.num_lanes % 16 or config.head_dim % 16
+            )
+            if share_tiles and len({types[matrix] for matrix in together}) > 1:
+                types |= dict.fromkeys(together, "int8")
+        return [types[matrix] for matrix in MATRICES]
+
+    head = [held(head_of(config))] * (len(MATRICES) + 1)
+    return [*([*layer(i), "int8"] for i in range(config.num_hidden_layers)), head]
+
+
 def head_of(config: LaneformerConfig) -> str:
     """The tensor with the head's rows."""
     return EMBEDDING if config.tie_word_embeddings else HEAD
@@ -204,6 +246,7 @@ def core_spec(config: LaneformerConfig) -> dict[str, Any]:
     return {
         **dataclasses.asdict(config),
         "rotates": [int(i not in config.nope_layers) for i in layers],
+        "held": [],
         "head": LM_HEAD_TYPES.index(config.lm_head_type),
         "broadcast_delay": min(config.broadcast_delay, config.num_hidden_layers),
         "window": [config.window(i) or 0 for i in layers],

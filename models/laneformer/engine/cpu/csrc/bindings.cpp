@@ -28,6 +28,17 @@ DType dtype_named(const std::string& name, int count = 3) {  // int8 and int4 ar
   throw std::invalid_argument("dtype = '" + name + "' is unknown; choose from " + known);
 }
 
+const BlockFormat& blocks_named(const std::string& name) {
+  if (const BlockFormat* found = block_format(name)) return *found;
+  throw std::invalid_argument("blocks of type '" + name + "' are unknown");
+}
+
+nb::dict held_types() {
+  nb::dict types;
+  for (const BlockFormat& format : block_formats()) types[format.name] = traits_of(format.held).name;
+  return types;
+}
+
 Math math_named(const std::string& name) {
   for (int i = 0; i < kMaths; ++i)
     if (name == kMathNames[i]) return static_cast<Math>(i);
@@ -63,6 +74,10 @@ ModelSpec spec_from(nb::dict d) {
   s.qkv_bias = nb::cast<bool>(d["attention_bias"]), s.head_norms = nb::cast<bool>(d["qk_norm"]);
   s.tied = nb::cast<bool>(d["tie_word_embeddings"]);
   for (const int rotates : nb::cast<std::vector<int>>(d["rotates"])) s.rotates.push_back(rotates != 0);
+  for (const auto& names : nb::cast<std::vector<std::vector<std::string>>>(d["held"])) {
+    s.held.emplace_back();
+    for (int part = 0; part < kMatrices; ++part) s.held.back()[part] = dtype_named(names.at(part), kDTypeCount);
+  }
   s.kv_dtype = dtype_named(nb::cast<std::string>(d["kv_dtype"]));
   s.window = nb::cast<std::vector<int>>(d["window"]);
   const auto joins = nb::cast<std::vector<std::vector<int>>>(d["join"]);
@@ -93,6 +108,17 @@ bool set_matrix(Decoder& decoder, const std::string& part, int layer, Bytes data
   expect_layer(decoder, layer);
   nb::gil_scoped_release release;
   return decoder.model.set_matrix(part, layer, data.data(), from);
+}
+
+bool set_blocks(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& type) {
+  const BlockFormat& blocks = blocks_named(type);
+  const size_t expected = matrix_values(decoder.model.spec(), part) / blocks.inputs * blocks.bytes;
+  if (data.nbytes() != expected)
+    throw std::invalid_argument(part + " has " + std::to_string(data.nbytes()) + " bytes; expected " +
+                                std::to_string(expected));
+  expect_layer(decoder, layer);
+  nb::gil_scoped_release release;
+  return decoder.model.set_blocks(part, layer, data.data(), blocks);
 }
 
 bool set_embedding(Decoder& decoder, Bytes data, const std::string& dtype) {
@@ -195,17 +221,16 @@ nb::tuple quantise_rows(Floats weights) {
   return nb::make_tuple(to_numpy(std::move(numbers)), to_numpy(std::move(scales)));
 }
 
-// One matrix product, for tests: weights (rows, inputs) packed as `dtype` times x (columns, inputs). The packed bytes,
-// and the outputs (columns, rows), flat.
-nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std::string& math,
-                   const std::string& isa) {
-  const int rows = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));
+// One matrix product: what `job` packs as `dtype`, times x (columns, inputs). The packed bytes, and the outputs (columns,
+// rows), flat.
+nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::string& math, const std::string& isa) {
+  const int rows = job.rows, inputs = job.inputs;
   const int columns = static_cast<int>(x.shape(0)), stride = static_cast<int>(round_up(inputs, kTileRows));
-  const Matrix matrix{rows, inputs, dtype_named(dtype, kDTypeCount)};
+  const Matrix matrix{rows, inputs, dtype};
   const Product& how = choose_kernels(isa.c_str())->products[int(math_named(math))][int(matrix.dtype)];
   if (!how.multiply || x.shape(1) != size_t(inputs)) throw std::invalid_argument("no such product");
   Pages tape(matrix.bytes()), padded(size_t(columns) * stride * sizeof(float)), prepared;
-  if (!pack_rows({weights.data(), DType::fp32, rows, inputs}, matrix, tape.bytes()))
+  if (!pack_rows(job, matrix, tape.bytes()))
     throw std::invalid_argument("the weights are not finite");
   for (int c = 0; c < columns; ++c)
     std::memcpy(padded.floats() + size_t(c) * stride, x.data() + size_t(c) * inputs, inputs * sizeof(float));
@@ -218,6 +243,27 @@ nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std
   std::vector<float> y(size_t(columns) * rows);
   how.multiply(tape.bytes(), rows, matrix.k_pairs(), columns_of, y.data(), rows, columns);
   return nb::make_tuple(to_numpy(std::vector<uint8_t>(tape.bytes(), tape.bytes() + matrix.bytes())), to_numpy(y));
+}
+
+// For tests: weights (rows, inputs) in float32; or rows of blocks, and those rows as they come out of the tape again.
+nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std::string& math,
+                   const std::string& isa) {
+  const int rows = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));
+  return multiply_packed({weights.data(), DType::fp32, rows, inputs}, x, dtype_named(dtype, kDTypeCount), math, isa);
+}
+
+nb::tuple multiply_blocks(Bytes data, Floats x, const std::string& type, const std::string& isa) {
+  const BlockFormat& blocks = blocks_named(type);
+  const int inputs = static_cast<int>(x.shape(1));
+  PackJob job{data.data(), DType::fp32, 0, inputs};
+  job.blocks = &blocks, job.row_bytes = size_t(inputs) / blocks.inputs * blocks.bytes;
+  job.rows = static_cast<int>(data.nbytes() / job.row_bytes);
+  const nb::tuple product = multiply_packed(job, x, blocks.held, "int8", isa);
+  const auto tape = nb::cast<nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>>(product[0]);
+  std::vector<float> rows(size_t(job.rows) * inputs);
+  for (int r = 0; r < job.rows; ++r)
+    unpack_row({job.rows, inputs, blocks.held}, r, reinterpret_cast<const char*>(tape.data()), rows.data() + size_t(r) * inputs);
+  return nb::make_tuple(to_numpy(rows), product[1]);
 }
 
 // Seconds of each of many exchanges of a payload between two threads, or processes, that map one file, empty at first:
@@ -284,6 +330,7 @@ NB_MODULE(_core, m) {
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
            "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a, "wake"_a.none())
       .def("set_matrix", &set_matrix, "part"_a, "layer"_a, "data"_a, "dtype"_a)
+      .def("set_blocks", &set_blocks, "part"_a, "layer"_a, "data"_a, "type"_a)
       .def("set_embedding", &set_embedding, "data"_a, "dtype"_a)
       .def("set_norm", &set_norm, "index"_a, "data"_a, "dtype"_a)
       .def("set_bias", &set_bias, "part"_a, "layer"_a, "data"_a, "dtype"_a)
@@ -326,9 +373,11 @@ NB_MODULE(_core, m) {
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("scalar_logits", &scalar, "spec"_a, "tensors"_a, "ids"_a);
   m.def("quantise_rows", &quantise_rows, "weights"_a);
+  m.def("multiply_blocks", &multiply_blocks, "data"_a, "x"_a, "type"_a, "isa"_a);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
   m.def("time_exchange", &time_exchange, "file"_a, "rank"_a, "floats"_a, "rounds"_a, "to_and_fro"_a,
         nb::call_guard<nb::gil_scoped_release>());
+  m.attr("BLOCKS") = held_types();
   m.def("content_hash", &hash_of, "data"_a);
   m.def("random_values", &random_values, "out"_a, "dtype"_a, "key"_a, "deviation"_a);
 }

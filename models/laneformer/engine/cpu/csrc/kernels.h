@@ -12,15 +12,21 @@
 // integer times its row's. int4 takes the inputs in groups of 32: four times a line of each group of rows,
 // 16 x (four bytes with inputs 0 to 3 in the low halves and 4 to 7 in the high ones), then 32 scales in
 // fp16; a weight is (kLevels[bits] - kZeroLevel) * scale.
+//
+// The types after int4 hold what GGUF files hold (blocks.h), in groups of 32 inputs too: lines as int4's, or for q8 eight
+// times a line of each group of rows with one input in a byte; then for each higher bit of a weight a line of both
+// groups of rows, a word a row: q5_min's bit 8 b + w is of input 4 w + b, q6 has two bits of it in the first line (w < 4)
+// or the second, at 8 b + 2 (w % 4). Then come 32 scales in fp16, of q6 two times 32 for 16 inputs each, and with `_min`
+// 32 minima. A weight is (bits - zero) * scale + minimum; iq4's bits stand for kUnevenLevels.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace laneformer {
 
-enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
+enum class DType : int { bf16, fp16, fp32, int8, int4, q4, q4_min, q5_min, q6, q8, iq4 };
 enum class Math : int { exact = 0, bf16 = 1, int8 = 2 };  // of the activations: fp32, or rounded to bf16 or int8
-constexpr int kDTypeCount = 5, kMaths = 3;
+constexpr int kDTypeCount = 11, kMaths = 3;
 constexpr const char* kMathNames[kMaths] = {"exact", "bf16", "int8"};
 constexpr int kTileRows = 32, kMaxColumns = 128;
 constexpr int kGroupInputs = 32;      // that share a scale: of int4 weights, and of activations rounded to int8
@@ -32,18 +38,30 @@ constexpr float kLowestScore = -1e29f;
 // (docs/decisions/small-weights.md).
 alignas(16) constexpr uint8_t kLevels[16] = {0, 14, 26, 35, 43, 51, 58, 64, 70, 76, 82, 89, 96, 104, 114, 127};
 constexpr int kZeroLevel = 69;
+// ggml's, of IQ4_NL and IQ4_XS.
+alignas(16) constexpr int8_t kUnevenLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                  1,    13,   25,  38,  53,  69,  89,  113};
 
 struct DTypeTraits {
   const char* name;
-  int bytes;  // of one value; 0 where it has less than one
+  int bytes;  // of one value; 0 where groups of inputs share a scale
+  int bits = 0, zero = 0, scales = 0, minima = 0;  // of such a group
 };
-constexpr DTypeTraits kDTypes[] = {{"bf16", 2}, {"fp16", 2}, {"fp32", 4}, {"int8", 1}, {"int4", 0}};  // by DType
+constexpr DTypeTraits kDTypes[kDTypeCount] = {  // by DType
+    {"bf16", 2}, {"fp16", 2}, {"fp32", 4}, {"int8", 1}, {"int4", 0, 4, kZeroLevel, 1},
+    {"q4", 0, 4, 8, 1}, {"q4_min", 0, 4, 0, 1, 1}, {"q5_min", 0, 5, 0, 1, 1}, {"q6", 0, 6, 32, 2}, {"q8", 0, 8, 0, 1},
+    {"iq4", 0, 4, 0, 1}};
+static constexpr const DTypeTraits& traits_of(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }
 
-static inline int bytes_of(DType dtype) { return kDTypes[static_cast<int>(dtype)].bytes; }
+static inline int bytes_of(DType dtype) { return traits_of(dtype).bytes; }
 static inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 static inline size_t groups_of(size_t k_pairs) { return (2 * k_pairs + kGroupInputs - 1) / kGroupInputs; }
+static constexpr int group_bytes(DType dtype) {  // of a tile
+  const DTypeTraits& t = traits_of(dtype);
+  return kTileRows * (kGroupInputs / 8 * t.bits + 2 * (t.scales + t.minima));
+}
 static inline size_t tile_bytes(size_t k_pairs, DType dtype) {
-  if (dtype == DType::int4) return groups_of(k_pairs) * kTileRows * (kGroupInputs / 2 + sizeof(uint16_t));
+  if (traits_of(dtype).bits) return groups_of(k_pairs) * group_bytes(dtype);
   return k_pairs * 2 * kTileRows * bytes_of(dtype) + (dtype == DType::int8 ? kTileRows * sizeof(float) : 0);
 }
 

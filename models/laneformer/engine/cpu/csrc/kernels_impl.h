@@ -34,8 +34,18 @@ constexpr Kernels kernels_named(const char* isa) {
   exact[(int)DType::fp32] = kExactProduct<DType::fp32>;
   exact[(int)DType::int8] = kExactProduct<DType::int8>;
   k.products[(int)Math::bf16][(int)DType::bf16] = kBf16Product;
-  k.products[(int)Math::int8][(int)DType::int8] = kIntegerProduct<DType::int8>;
-  k.products[(int)Math::int8][(int)DType::int4] = kIntegerProduct<DType::int4>;
+  Product* rounded = k.products[(int)Math::int8];
+  rounded[(int)DType::bf16] = exact[(int)DType::bf16];  // beside integers, as a GGUF file may have them
+  rounded[(int)DType::fp16] = exact[(int)DType::fp16];
+  rounded[(int)DType::fp32] = exact[(int)DType::fp32];
+  rounded[(int)DType::int8] = kIntegerProduct<DType::int8>;
+  rounded[(int)DType::int4] = kIntegerProduct<DType::int4>;
+  rounded[(int)DType::q4] = kIntegerProduct<DType::q4>;
+  rounded[(int)DType::q4_min] = kIntegerProduct<DType::q4_min>;
+  rounded[(int)DType::q5_min] = kIntegerProduct<DType::q5_min>;
+  rounded[(int)DType::q6] = kIntegerProduct<DType::q6>;
+  rounded[(int)DType::q8] = kIntegerProduct<DType::q8>;
+  rounded[(int)DType::iq4] = kIntegerProduct<DType::iq4>;
 #if defined(LANEFORMER_MATRIX_UNIT)
   exact[(int)DType::bf16] = kUnitProduct<3>;
   k.products[(int)Math::bf16][(int)DType::bf16] = kUnitProduct<1>;

@@ -88,13 +88,13 @@ void Layers::attention(int t, int layer, int own, const Pass& pass, float* parti
   const int hidden = spec_.padded_hidden(), stride = Attention::qkv_stride(spec_);
   float* qkv = group.y.floats();
   norm_streams(t, own, 2 * layer, pass);
-  multiply(t, matrices.qkv, w.x.floats(), hidden, qkv, stride, pass.columns);
-  if (spec_.qkv_bias) {
+  for (const Matrix& rows : matrices.qkv) multiply(t, rows, w.x.floats(), hidden, qkv, stride, pass.columns);
+  for (const Matrix& rows : matrices.qkv) {
+    if (!spec_.qkv_bias) break;
     // this thread's rows; the matrix's rows end in a tile of its own, so padding is nobody else's
-    const float* bias = shared_.model.bias(layer, plan.first_lane + own) + matrices.qkv.first_row;
+    const float* bias = shared_.model.bias(layer, plan.first_lane + own) + rows.first_row;
     for (int c = 0; c < pass.columns; ++c)
-      shared_.kernels.add(qkv + size_t(c) * stride + matrices.qkv.first_row, bias,
-                          static_cast<int>(round_up(matrices.qkv.rows, 16)));
+      shared_.kernels.add(qkv + size_t(c) * stride + rows.first_row, bias, static_cast<int>(round_up(rows.rows, 16)));
   }
   attention_.run({t, layer, own, pass, qkv, group.attended.floats()});
   multiply(t, matrices.wo, group.attended.floats(), Attention::mixed_stride(spec_), partial, hidden, pass.columns);
@@ -189,11 +189,14 @@ void Layers::keep_partials(int t, int layer, Module module, const Pass& pass) {
 void Layers::read_tape(int t, size_t most) {
   Scratch& w = scratch_[t];
   for (const auto& layer : shared_.model.plan(t).layers)
-    for (const LaneLayer& lane : layer)
-      for (const Matrix* matrix : {&lane.qkv, &lane.wo, &lane.gate_up, &lane.w2}) {
-        if (matrix->offset > most) return;
-        multiply(t, *matrix, w.x.floats(), 0, w.y.floats() - matrix->first_row, 0, 1);
+    for (const LaneLayer& lane : layer) {
+      std::vector<Matrix> matrices = lane.qkv;
+      matrices.insert(matrices.end(), {lane.wo, lane.gate_up, lane.w2});
+      for (const Matrix& matrix : matrices) {
+        if (matrix.offset > most) return;
+        multiply(t, matrix, w.x.floats(), 0, w.y.floats() - matrix.first_row, 0, 1);
       }
+    }
 }
 
 void Layers::set_ladder() {

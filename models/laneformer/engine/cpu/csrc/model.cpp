@@ -11,23 +11,6 @@ namespace laneformer {
 
 namespace {
 
-float half_to_float(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
-  uint32_t bits = std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f);
-  if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
-  return std::bit_cast<float>(bits | sign);
-}
-
-uint16_t float_to_half(float x) {  // round to nearest even; too large becomes infinity
-  const uint16_t sign = static_cast<uint16_t>((std::bit_cast<uint32_t>(x) >> 16) & 0x8000);
-  const float magnitude = std::fabs(x);
-  if (!(magnitude < 65520.0f)) return sign | 0x7c00;
-  if (magnitude < 0x1p-14f) return sign | static_cast<uint16_t>(std::nearbyint(magnitude * 0x1p24f));
-  uint32_t bits = std::bit_cast<uint32_t>(magnitude);
-  bits += 0xfff + ((bits >> 13) & 1);
-  return sign | static_cast<uint16_t>((bits >> 13) - (112 << 10));
-}
-
 uint16_t float_to_bf16(float x) {  // round to nearest even
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if ((bits & 0x7f800000) == 0x7f800000) return static_cast<uint16_t>(bits >> 16);
@@ -131,6 +114,35 @@ int first_in_tile(int row, DType dtype) {
 
 int odd_after_even(DType dtype) { return dtype == DType::bf16 || dtype == DType::int8 ? 1 : 16; }
 
+// One row of blocks into its tile, group by group.
+bool pack_blocks(const PackJob& job, const char* in, int row, DType to, char* tile) {
+  bool finite = true;
+  for (int k = 0; k < job.inputs; k += kGroupInputs, tile += group_bytes(to)) {
+    BlockGroup group;
+    read_group(*job.blocks, in, (job.first_input + k) / kGroupInputs, group);
+    finite &= is_finite(group, to);
+    place_group(group, to, row, tile);
+  }
+  return finite;
+}
+
+// The job's inputs of one row, widened.
+void read_row(const PackJob& job, int r, std::vector<float>& out) {
+  if (!job.blocks) {
+    for (int k = 0; k < job.inputs; ++k) out[k] = widened(job.source, job.from, size_t(r) * job.inputs + k);
+    return;
+  }
+  float values[kGroupInputs];
+  for (int k = 0, at = job.first_input; k < job.inputs; ++k, ++at) {
+    if (k == 0 || at % kGroupInputs == 0) {
+      BlockGroup group;
+      read_group(*job.blocks, job.row(r), at / kGroupInputs, group);
+      widen(group, job.blocks->held, values);
+    }
+    out[k] = values[at % kGroupInputs];
+  }
+}
+
 // One row into its tile; false when a value is not finite there.
 bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* tile) {
   if (to == DType::int4) return pack_groups(in, row, tile);
@@ -153,8 +165,9 @@ bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* 
   return finite;
 }
 
-// int4's first and last layer and its head are int8 (docs/decisions/small-weights.md).
-DType matrix_dtype(const ModelSpec& spec, DType dtype, int layer) {
+// By the spec where it says so; int4's first and last layer and its head are int8 (docs/decisions/small-weights.md).
+DType matrix_dtype(const ModelSpec& spec, DType dtype, int layer, Part part) {
+  if (!spec.held.empty()) return spec.held[layer][part];
   const bool outer = layer == 0 || layer >= spec.layers - 1;
   return dtype == DType::int4 && outer ? DType::int8 : dtype;
 }
@@ -189,16 +202,29 @@ bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape) {
     const int whole = half < 0 ? job.first_row + r : r / 16 * kTileRows + 16 * half + r % 16;
     const int row = whole - matrix.first_row;
     if (row < 0 || row >= matrix.rows) continue;
-    for (int k = 0; k < job.inputs; ++k) in[k] = widened(job.source, job.from, size_t(r) * job.inputs + k);
     char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(matrix.k_pairs(), matrix.dtype);
+    if (job.blocks && job.blocks->held == matrix.dtype) {
+      finite &= pack_blocks(job, job.row(r), row % kTileRows, matrix.dtype, tile);
+      continue;
+    }
+    read_row(job, r, in);
     finite &= pack_row(in, row % kTileRows, matrix.k_pairs(), matrix.dtype, tile);
   }
   return finite;
 }
 
+static void unpack_groups(const Matrix& matrix, int row, const char* tile, float* out) {
+  for (int k = 0; k < matrix.inputs; k += kGroupInputs, tile += group_bytes(matrix.dtype)) {
+    BlockGroup group;
+    take_group(tile, matrix.dtype, row, group);
+    widen(group, matrix.dtype, out + k);
+  }
+}
+
 void unpack_row(const Matrix& matrix, int row, const char* tape, float* out) {
   const int pairs = matrix.k_pairs(), in_tile = row % kTileRows;
   const char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(pairs, matrix.dtype);
+  if (traits_of(matrix.dtype).bits) return unpack_groups(matrix, in_tile, tile, out);
   const int even = first_in_tile(in_tile, matrix.dtype), odd = even + odd_after_even(matrix.dtype);
   for (int k = 0; k < matrix.inputs; ++k) {
     const int at = k / 2 * 64 + (k & 1 ? odd : even);
@@ -244,33 +270,44 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
     share_lanes(spec.lanes, threads, t, plan);
     const int own = plan.last_lane - plan.first_lane, member = t - plan.leader;
     int layer = 0;
-    const auto place = [&](Matrix& matrix, int rows, int inputs, int part, int parts) {
+    // rows from `base` on
+    const auto place = [&](Matrix& matrix, Part kind, int rows, int inputs, int part, int parts, int base = 0) {
       const int tiles = (rows + kTileRows - 1) / kTileRows;
       const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
-      const DType as = matrix_dtype(spec, dtype, layer);
-      matrix = {std::min(end, rows) - std::min(first, rows), inputs, as, plan.tape_bytes, first};
+      const DType as = matrix_dtype(spec, dtype, layer, kind);
+      matrix = {std::min(end, rows) - std::min(first, rows), inputs, as, plan.tape_bytes, base + first};
       plan.tape_bytes += matrix.bytes();
     };
-    const auto place_own = [&](Matrix& matrix, int rows, int inputs) {
-      place(matrix, rows, inputs, member, plan.members);
+    const auto place_own = [&](Matrix& matrix, Part kind, int rows, int inputs, int base = 0) {
+      place(matrix, kind, rows, inputs, member, plan.members, base);
+    };
+    const auto place_qkv = [&](std::vector<Matrix>& qkv) {
+      const auto type = [&](Part part) { return matrix_dtype(spec, dtype, layer, part); };
+      const bool alike = type(kWq) == type(kWk) && type(kWk) == type(kWv);
+      const int q = spec.q_rows(), kv = spec.kv_rows();
+      qkv.resize(alike ? 1 : 3);
+      place_own(qkv[0], kWq, alike ? spec.qkv_rows() : q, spec.hidden);
+      if (alike) return;
+      place_own(qkv[1], kWk, kv, spec.hidden, q);
+      place_own(qkv[2], kWv, kv, spec.hidden, q + kv);
     };
     plan.layers.assign(spec.layers, std::vector<LaneLayer>(own));
     for (; layer < spec.layers; ++layer) {
       for (auto& lane : plan.layers[layer]) {
-        place_own(lane.qkv, spec.qkv_rows(), spec.hidden);
-        place_own(lane.wo, spec.hidden, spec.q_rows());
+        place_qkv(lane.qkv);
+        place_own(lane.wo, kWo, spec.hidden, spec.q_rows());
       }
       for (auto& lane : plan.layers[layer]) {
-        place_own(lane.gate_up, spec.gate_up_rows(), spec.hidden);
-        place_own(lane.w2, spec.hidden, spec.ff_rows());
+        place_own(lane.gate_up, kW1, spec.gate_up_rows(), spec.hidden);
+        place_own(lane.w2, kW2, spec.hidden, spec.ff_rows());
       }
     }
     plan.head.resize(spec.head == Head::replicate ? 1 : own);
     for (auto& head : plan.head) {
       if (spec.head == Head::replicate)
-        place(head, spec.vocab, spec.hidden, t, threads);
+        place(head, kHead, spec.vocab, spec.hidden, t, threads);
       else
-        place_own(head, spec.head_rows(), spec.head_inputs());
+        place_own(head, kHead, spec.head_rows(), spec.head_inputs());
     }
   }
   return plans;

@@ -3,10 +3,12 @@
 //   L lanes   D hidden   V vocabulary   N layers   d head dimension
 //   per lane: q query rows, kv key (and value) rows, f intermediate rows
 #pragma once
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "blocks.h"
 #include "kernels.h"
 
 namespace laneformer {
@@ -14,6 +16,7 @@ namespace laneformer {
 enum class Join : int { present = 0, no_reduce = 1, past = 2 };
 enum class Head : int { vocab_parallel = 0, replicate = 1, lane = 2 };
 enum Module : int { kAttention = 0, kMlp = 1 };
+enum Part : int { kWq, kWk, kWv, kWo, kW1, kW2, kW3, kHead, kMatrices };  // the head is as of one more layer
 
 struct ModelSpec {
   int hidden, intermediate, layers, query_heads, kv_heads, head_size, lanes, vocab, context, delay;
@@ -25,6 +28,7 @@ struct ModelSpec {
   DType kv_dtype = DType::fp32;         // of cached keys and values
   std::vector<int> window;              // per layer; 0 means all positions
   std::vector<Join> join[2];            // per module and layer
+  std::vector<std::array<DType, kMatrices>> held;  // per layer, and of the head; empty: all of the model's type
   std::vector<uint8_t> adds_delayed[2];  // whether a PAST join adds the other lanes' partials of `delay` layers ago
 
   int head_dim() const { return head_size; }
@@ -58,7 +62,8 @@ struct Matrix {
 };
 
 struct LaneLayer {
-  Matrix qkv, wo, gate_up, w2;
+  std::vector<Matrix> qkv;  // one, or where their types differ one each of queries, keys and values
+  Matrix wo, gate_up, w2;
 };
 
 // The lanes [first, last) of one thread, its share of a replicated head, and its tape in reading order:
@@ -76,12 +81,18 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
 
 // A source tensor's rows (row-major, `inputs` wide) -> packed rows of one matrix. Row r goes to first_row + r; with
 // `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Rows that the matrix
-// does not own are left to their owner. Returns false when a value is not finite in its type.
+// does not own are left to their owner. Returns false when a value is not finite in its type. With `blocks` the source's
+// rows are blocks of `row_bytes`, of which inputs from `first_input` on are taken: as they are where the matrix holds
+// them, else rounded to its type.
 struct PackJob {
   const void* source;
   DType from;
   int rows, inputs;
   int first_row = 0, interleave_half = -1;
+  const BlockFormat* blocks = nullptr;
+  size_t row_bytes = 0;
+  int first_input = 0;
+  const char* row(int r) const { return static_cast<const char*>(source) + size_t(r) * row_bytes; }
 };
 bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape);
 float quantise_row(const std::vector<float>& row, int8_t* out);  // to int8; its scale, not finite where a value is not

@@ -1,5 +1,6 @@
 // Matrix products of a pass: which one the math and the type of weights take, and inputs as it reads them.
 #pragma once
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -12,13 +13,17 @@ class Products {
   Products(const Model& model, const Kernels& kernels, Math math)
       : model_(model), by_dtype_(kernels.products[static_cast<int>(math)]) {}
 
-  // Of the inputs of all columns of a pass; 0 where products read fp32 inputs as they are.
+  // Of the inputs of all columns of a pass, for any of the model's matrices; 0 where products read fp32 inputs as they
+  // are.
   size_t prepared_bytes(size_t inputs) const {
-    const Product& how = of(model_.dtype());
-    if (!how.multiply)
-      throw std::invalid_argument(std::string("this math does not take ") + kDTypes[int(model_.dtype())].name +
-                                  " weights");
-    return how.prepare ? kMaxColumns * how.column_bytes(static_cast<int>(inputs / 2)) : 0;
+    size_t most = 0;
+    for (const DType dtype : model_.dtypes()) {
+      const Product& how = of(dtype);
+      if (!how.multiply)
+        throw std::invalid_argument(std::string("this math does not take ") + traits_of(dtype).name + " weights");
+      if (how.prepare) most = std::max(most, kMaxColumns * how.column_bytes(static_cast<int>(inputs / 2)));
+    }
+    return most;
   }
 
   // The columns' inputs of a matrix as its product reads them, in `buffer` unless they are read as they are.

@@ -1,5 +1,6 @@
 #include "weights.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
@@ -30,6 +31,21 @@ size_t Model::bytes() const {
   return total;
 }
 
+std::vector<DType> Model::dtypes() const {
+  std::vector<DType> all;
+  const auto add = [&](const Matrix& matrix) {
+    if (std::find(all.begin(), all.end(), matrix.dtype) == all.end()) all.push_back(matrix.dtype);
+  };
+  const ThreadPlan& plan = plans_.front();  // all have the same
+  for (const auto& layer : plan.layers)
+    for (const LaneLayer& lane : layer) {
+      for (const Matrix& qkv : lane.qkv) add(qkv);
+      for (const Matrix* matrix : {&lane.wo, &lane.gate_up, &lane.w2}) add(*matrix);
+    }
+  for (const Matrix& head : plan.head) add(head);
+  return all;
+}
+
 // --- loading ----------------------------------------------------------------------------------------------------
 
 void Model::expect_writable() const {
@@ -37,22 +53,44 @@ void Model::expect_writable() const {
 }
 
 bool Model::set_matrix(const std::string& part, int layer, const void* data, DType from) {
+  return pack(part, layer, {data, from, 0, 0});
+}
+
+bool Model::set_blocks(const std::string& part, int layer, const void* data, const BlockFormat& blocks) {
+  PackJob whole{data, DType::fp32, 0, 0};
+  whole.blocks = &blocks;
+  return pack(part, layer, whole);
+}
+
+namespace {
+
+// A lane's part of a matrix: `rows` of its own, or in a matrix of whole rows (out, in) its columns.
+PackJob lane_job(PackJob job, int lane, int lanes, int rows, int inputs, bool columns) {
+  job.rows = rows, job.inputs = inputs;
+  if (job.blocks) {
+    job.first_input = columns ? lane * inputs : 0;
+    job.row_bytes = size_t(columns ? lanes * inputs : inputs) / job.blocks->inputs * job.blocks->bytes;
+  }
+  const size_t row = job.blocks ? job.row_bytes : size_t(inputs) * bytes_of(job.from);
+  const size_t first = job.blocks && columns ? 0 : size_t(lane) * rows * row;
+  job.source = static_cast<const char*>(job.source) + first;
+  return job;
+}
+
+}  // namespace
+
+bool Model::pack(const std::string& part, int layer, const PackJob& whole) {
   expect_writable();
-  const auto lane_data = [&](int lane, int rows, int inputs) {
-    return static_cast<const char*>(data) + size_t(lane) * rows * inputs * bytes_of(from);
-  };
   std::atomic<bool> finite{true};
   team_.run([&](int t) {
     const ThreadPlan& plan = plans_[t];
-    const auto pack = [&](const Matrix& to, const void* source, int rows, int inputs, int first_row, int half) {
-      if (!pack_rows({source, from, rows, inputs, first_row, half}, to, tapes_[t].bytes())) finite = false;
-    };
     const auto pack_head = [&](int owner) {
-      const int rows = spec_.head_rows(), inputs = spec_.head_inputs();
+      const bool replicated = spec_.head == Head::replicate;
       for (int i = 0; const Matrix& head : plans_[owner].head) {
-        const int lane = plans_[owner].first_lane + i++;
-        const void* source = spec_.head == Head::replicate ? data : lane_data(lane, rows, inputs);
-        if (!pack_rows({source, from, rows, inputs}, head, tapes_[owner].bytes())) finite = false;
+        const int lane = replicated ? 0 : plans_[owner].first_lane + i++;
+        const PackJob job =
+            lane_job(whole, lane, spec_.lanes, spec_.head_rows(), spec_.head_inputs(), spec_.head == Head::lane);
+        if (!pack_rows(job, head, tapes_[owner].bytes())) finite = false;
       }
     };
     // tied embeddings are read from the head, so every process has all of it
@@ -61,15 +99,21 @@ bool Model::set_matrix(const std::string& part, int layer, const void* data, DTy
     const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
       if (part == "lm_head") break;
-      const int own = lane - plan.first_lane;
-      const LaneLayer& matrices = plan.layers[layer][own];
-      if (part == "wq") pack(matrices.qkv, lane_data(lane, q, hidden), q, hidden, 0, -1);
-      if (part == "wk") pack(matrices.qkv, lane_data(lane, kv, hidden), kv, hidden, q, -1);
-      if (part == "wv") pack(matrices.qkv, lane_data(lane, kv, hidden), kv, hidden, q + kv, -1);
-      if (part == "wo") pack(matrices.wo, lane_data(lane, hidden, q), hidden, q, 0, -1);
-      if (part == "w1") pack(matrices.gate_up, lane_data(lane, ff, hidden), ff, hidden, 0, 0);
-      if (part == "w3") pack(matrices.gate_up, lane_data(lane, ff, hidden), ff, hidden, 0, 1);
-      if (part == "w2") pack(matrices.w2, lane_data(lane, hidden, ff), hidden, ff, 0, -1);
+      const auto take = [&](const Matrix& to, int rows, int inputs, bool columns, int first_row, int half) {
+        PackJob job = lane_job(whole, lane, spec_.lanes, rows, inputs, columns);
+        job.first_row = first_row, job.interleave_half = half;
+        if (!pack_rows(job, to, tapes_[t].bytes())) finite = false;
+      };
+      const LaneLayer& matrices = plan.layers[layer][lane - plan.first_lane];
+      for (const Matrix& qkv : matrices.qkv) {
+        if (part == "wq") take(qkv, q, hidden, false, 0, -1);
+        if (part == "wk") take(qkv, kv, hidden, false, q, -1);
+        if (part == "wv") take(qkv, kv, hidden, false, q + kv, -1);
+      }
+      if (part == "wo") take(matrices.wo, hidden, q, true, 0, -1);
+      if (part == "w1") take(matrices.gate_up, ff, hidden, false, 0, 0);
+      if (part == "w3") take(matrices.gate_up, ff, hidden, false, 0, 1);
+      if (part == "w2") take(matrices.w2, hidden, ff, true, 0, -1);
     }
   });
   return finite;

@@ -20,6 +20,8 @@ class Model {
 
   // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
   bool set_matrix(const std::string& part, int layer, const void* data, DType from);
+  // The same from the whole matrix (out, in) of a GGUF file, whose rows are blocks.
+  bool set_blocks(const std::string& part, int layer, const void* data, const BlockFormat& blocks);
   bool set_embedding(const void* data, DType from);
   bool set_norm(int index, const void* data, DType from);  // 2 * layer + module; 2 * layers: the final one
   void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
@@ -36,7 +38,7 @@ class Model {
   void copy_parts();  // out of what was mapped, each tape by its thread: into huge pages of its memory node
 
   const ModelSpec& spec() const { return spec_; }
-  DType dtype() const { return dtype_; }  // of the matrices
+  std::vector<DType> dtypes() const;  // of the matrices, each once
   int threads() const { return static_cast<int>(plans_.size()); }
   const ThreadPlan& plan(int t) const { return plans_[t]; }
   size_t bytes() const;  // read per decoded token, by all threads
@@ -60,6 +62,7 @@ class Model {
   size_t embedding_bytes() const {
     return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
   }
+  bool pack(const std::string& part, int layer, const PackJob& whole);
   Pages& pages(int index) { return index < threads() ? tapes_[index] : embedding_; }
   void expect_writable() const;
 

@@ -1,8 +1,9 @@
-// Products of int8 and int4 weights with activations rounded to int8: sums of integers, the same everywhere.
+// Products of int8, int4 and GGUF's weights with activations rounded to int8: sums of integers, the same everywhere.
 //
 // A column's inputs are rounded in groups of 32 to whole multiples of their largest magnitude / 127. A group's sum of
 // products is an exact int32; it is scaled and added to the row's fp32 sum group by group, by a multiplication and an
-// addition that are never fused. So all instruction sets give the same bits.
+// addition that are never fused; so is the weights' minimum, times the sum of inputs. So all instruction sets give the
+// same bits.
 #pragma once
 #include "matmul.h"
 
@@ -16,12 +17,18 @@ constexpr int kOffset = 128;
 constexpr int kOffset = 0;
 #endif
 template <DType T>
-constexpr int kBias = T == DType::int4 ? kZeroLevel : kOffset;
+constexpr bool kSigned = T == DType::int8 || T == DType::q8 || T == DType::iq4;
+template <DType T>
+constexpr int kScales = traits_of(T).scales == 2 ? 2 : 1;
+template <DType T>
+constexpr int kMinima = traits_of(T).minima;
+template <DType T>
+constexpr int kBias = kMinima<T> ? -1 : kSigned<T> ? kOffset : traits_of(T).zero;
 
 struct RoundedGroup {
   int8_t x[kGroupInputs];
   float scale;
-  int32_t offset;  // what cancels the bias of 32 weights
+  int32_t offset, first_offset;  // what cancels the bias of 32 weights, and of the first 16; or with minima, the sum of x
 };
 
 typedef int16_t I16 __attribute__((vector_size(4 * kWidth), may_alias));
@@ -30,7 +37,15 @@ typedef int8_t Narrow __attribute__((vector_size(kWidth), may_alias, aligned(1))
 
 size_t rounded_group_bytes(int k_pairs) { return sizeof(RoundedGroup) * groups_of(k_pairs); }
 
-INLINE void round_group(const float* x, int bias, RoundedGroup* out) {
+INLINE int32_t sum_words(const I (&words)[kParts]) {
+  int32_t sums[16], total = 0;
+  EACH_PART __builtin_memcpy(sums + i * kWidth, &words[i], sizeof words[i]);
+  for (const int32_t s : sums) total += s;
+  return total;
+}
+
+template <DType T>
+INLINE void round_group(const float* x, RoundedGroup* out) {
   V16 largest = splat(0.0f);
   for (int half = 0; half < 2; ++half) {
     V16 v = load(x + 16 * half);
@@ -41,7 +56,6 @@ INLINE void round_group(const float* x, int bias, RoundedGroup* out) {
   out->scale = most / 127.0f;
   if (!(out->scale >= 1.17549435e-38f)) out->scale = 0.0f;  // too small to divide by
   const V16 inverse = splat(out->scale > 0.0f ? 127.0f / most : 0.0f), magic = splat(12582912.0f);
-  int32_t sums[16];
   I sum[kParts] = {};
   for (int half = 0; half < 2; ++half) {
     const V16 shifted = load(x + 16 * half) * inverse + magic;  // adding 1.5 * 2^23 rounds to the nearest even integer
@@ -50,10 +64,9 @@ INLINE void round_group(const float* x, int bias, RoundedGroup* out) {
       sum[i] += rounded;
       *(Narrow*)(out->x + 16 * half + i * kWidth) = (Narrow)__builtin_convertvector(rounded, Narrow);
     }
+    if (kScales<T> == 2 && half == 0) out->first_offset = -kBias<T> * sum_words(sum);
   }
-  EACH_PART __builtin_memcpy(sums + i * kWidth, &sum[i], sizeof sum[i]);
-  out->offset = 0;
-  for (const int32_t s : sums) out->offset -= bias * s;
+  out->offset = -kBias<T> * sum_words(sum);
 }
 
 template <DType T>
@@ -63,7 +76,7 @@ void round_groups(const float* x, int x_stride, int k_pairs, int columns, char* 
       float padded[kGroupInputs] = {};
       const int left = 2 * k_pairs - k;
       if (left < kGroupInputs) __builtin_memcpy(padded, x + k, left * sizeof(float));
-      round_group(left < kGroupInputs ? padded : x + k, kBias<T>, (RoundedGroup*)out);
+      round_group<T>(left < kGroupInputs ? padded : x + k, (RoundedGroup*)out);
     }
 }
 
@@ -100,97 +113,124 @@ INLINE I dot_signed(I sums, I w, I x) {
 #endif
 }
 
-// The weights, 0 to 127, of each byte's low four bits.
-INLINE I levels_of(I bits) {
-  const I index = bits & 0x0f0f0f0f;
+// Of each byte's four bits what a table of 16 bytes says.
+INLINE I levels_of(const void* table, I index) {
 #if defined(__AVX512BW__)
-  return (I)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, *(const __m128i*)kLevels), (__m512i)index);
+  return (I)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xffff, *(const __m128i*)table), (__m512i)index);
 #elif defined(__AVX2__)
-  return (I)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(*(const __m128i*)kLevels), (__m256i)index);
+  return (I)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(*(const __m128i*)table), (__m256i)index);
 #elif defined(__aarch64__)
-  return (I)vqtbl1q_u8(vld1q_u8(kLevels), (uint8x16_t)index);
+  return (I)vqtbl1q_u8(vld1q_u8((const uint8_t*)table), (uint8x16_t)index);
 #else
   uint8_t bytes[4 * kWidth];
   __builtin_memcpy(bytes, &index, sizeof bytes);
-  for (uint8_t& byte : bytes) byte = kLevels[byte];
+  for (uint8_t& byte : bytes) byte = ((const uint8_t*)table)[byte];
   I levels;
   __builtin_memcpy(&levels, bytes, sizeof bytes);
   return levels;
 #endif
 }
 
-// One word a row of one group of 16 rows: the weights of inputs 0 to 3 from `w` on, or of inputs 4 to 7. `pairs` are left.
+// One word a row of one group of 16 rows: the weights of inputs 4 `word` to 4 `word` + 3 of a tile's group of inputs, of
+// which int8 may have fewer than 16 pairs.
 template <DType T>
 INLINE I load_word(const char* w, int group, int part, int word, int pairs) {
-  const int at = part * 4 * kWidth;
-  if constexpr (T == DType::int4) {
-    const I bits = *(const I*)(w + 64 * group + at);
-    return levels_of(word ? (I)((U)bits >> 4) : bits);
-  } else {  // a line has two inputs of both groups
-    const char* line = w + 128 * word + at;
+  const int at = 64 * group + part * 4 * kWidth;
+  if constexpr (T == DType::int8) {  // a line has two inputs of both groups
+    const char* line = w + 128 * word + part * 4 * kWidth;
     const I first = 2 * word < pairs ? *(const I*)line : I{};
     const I second = 2 * word + 1 < pairs ? *(const I*)(line + 64) : I{};
     return group ? (I)((U)first >> 16) | (second & (int32_t)0xffff0000) : (first & 0xffff) | second << 16;
+  } else if constexpr (T == DType::q8) {
+    return *(const I*)(w + 128 * word + at);
+  } else {
+    const I both = *(const I*)(w + word / 2 * 128 + at);
+    const I bits = (word % 2 ? (I)((U)both >> 4) : both) & 0x0f0f0f0f;
+    if constexpr (T == DType::int4) return levels_of(kLevels, bits);
+    if constexpr (T == DType::iq4) return levels_of(kUnevenLevels, bits);
+    if constexpr (T == DType::q5_min) return bits | ((I)((U)(*(const I*)(w + 512 + at)) >> word) & 0x01010101) << 4;
+    if constexpr (T == DType::q6) {
+      const I high = *(const I*)(w + 512 + word / 4 * 128 + at);
+      return bits | ((I)((U)high >> (word % 4 * 2)) & 0x03030303) << 4;
+    }
+    return bits;
   }
 }
 
-template <DType T>
-constexpr int kLineStep = T == DType::int4 ? 128 : 256;  // eight inputs of a tile
-
 constexpr int kRoundedColumns = 4, kRoundedGroups = kParts == 1 ? 2 : 1;  // what the registers hold
 
-// Adds `pairs` pairs of inputs, at most a group's, of kRoundedGroups groups of 16 rows times COLUMNS columns.
+INLINE V16 halves(const char* w) {
+  V16 v;
+  EACH_PART v.part[i] = half_part((const uint16_t*)w + i * kWidth);
+  return v;
+}
+
+// Adds the inputs that share a scale, `pairs` pairs from `word` on, of kRoundedGroups groups of 16 rows times COLUMNS
+// columns.
 template <DType T, int COLUMNS>
-INLINE void add_rounded(const char* w, int first, int pairs, const char* x, size_t stride, V16 (&total)[2][COLUMNS]) {
+INLINE void add_scaled(const char* w, int first, int word, int words, int pairs, const char* x, size_t stride,
+                       V16 (&total)[2][COLUMNS]) {
   I sums[kRoundedGroups][COLUMNS][kParts];
 #pragma GCC unroll 8
   for (int c = 0; c < COLUMNS; ++c) {
-    const I offset = ((const RoundedGroup*)(x + c * stride))->offset - I{};
-    for (int g = 0; g < kRoundedGroups; ++g) EACH_PART sums[g][c][i] = offset;
+    const auto* in = (const RoundedGroup*)(x + c * stride);
+    const int32_t begin = kMinima<T> ? 0 : kScales<T> == 1 ? in->offset
+                          : word ? in->offset - in->first_offset : in->first_offset;
+    for (int g = 0; g < kRoundedGroups; ++g) EACH_PART sums[g][c][i] = begin - I{};
   }
-  const int inputs = pairs < kGroupInputs / 2 ? 2 * pairs : kGroupInputs;
-  for (int k = 0; k < inputs; k += 8)
+  for (int k = word; k < words; k += 2)
 #pragma GCC unroll 2
-    for (int word = 0; word < 2; ++word) {
+    for (int half = 0; half < 2; ++half) {
       I weights[kRoundedGroups][kParts];
 #pragma GCC unroll 2
       for (int g = 0; g < kRoundedGroups; ++g)
-        EACH_PART weights[g][i] = load_word<T>(w + k / 8 * kLineStep<T>, first + g, i, word, pairs - k / 2);
+        EACH_PART weights[g][i] = load_word<T>(w, first + g, i, k + half, pairs);
 #pragma GCC unroll 8
       for (int c = 0; c < COLUMNS; ++c) {
-        const I four = ((const int32_t*)(x + c * stride + k))[word] - I{};
+        const I four = ((const int32_t*)(x + c * stride))[k + half] - I{};
 #pragma GCC unroll 2
         for (int g = 0; g < kRoundedGroups; ++g) EACH_PART {
           I& sum = sums[g][c][i];
-          sum = T == DType::int4 ? dot(sum, weights[g][i], four) : dot_signed(sum, weights[g][i], four);
+          sum = kSigned<T> ? dot_signed(sum, weights[g][i], four) : dot(sum, weights[g][i], four);
 #if defined(__AVX2__)
           asm("" : "+v"(sum));  // it stays in its register: gcc would add up all products of a group beside each other
 #endif
         }
       }
     }
+  const char* const scales_at = w + group_bytes(T) - 64 * (kScales<T> + kMinima<T>) + (word ? 64 : 0);
 #pragma GCC unroll 2
   for (int g = 0; g < kRoundedGroups; ++g) {
     V16 scales = splat(1.0f);
-    if constexpr (T == DType::int4) {
-      const auto* halves = (const uint16_t*)(w + 4 * kLineStep<T>) + 16 * (first + g);
-      EACH_PART scales.part[i] = half_part(halves + i * kWidth);
-    }
+    if constexpr (T != DType::int8) scales = halves(scales_at + 32 * (first + g));
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c) {
-      V16 sum, scale = splat(((const RoundedGroup*)(x + c * stride))->scale);
-      if constexpr (T == DType::int4) scale = scales * scale;
+      const auto* in = (const RoundedGroup*)(x + c * stride);
+      V16 sum, scale = splat(in->scale);
+      if constexpr (T != DType::int8) scale = scales * scale;
       EACH_PART sum.part[i] = __builtin_convertvector(sums[g][c][i], F);
       total[first + g][c] = total[first + g][c] + scale * sum;
+      if constexpr (kMinima<T> != 0)
+        total[first + g][c] =
+            total[first + g][c] + halves(scales_at + 64 + 32 * (first + g)) * splat(in->scale * (float)in->offset);
     }
   }
+}
+
+// Adds `pairs` pairs of inputs, at most a group's.
+template <DType T, int COLUMNS>
+INLINE void add_rounded(const char* w, int first, int pairs, const char* x, size_t stride, V16 (&total)[2][COLUMNS]) {
+  constexpr int kWords = kGroupInputs / 4 / kScales<T>;
+  const int words = kScales<T> == 1 && pairs < kGroupInputs / 2 ? (pairs + 1) / 2 : kWords;
+  add_scaled<T, COLUMNS>(w, first, 0, words, pairs, x, stride, total);
+  if constexpr (kScales<T> == 2) add_scaled<T, COLUMNS>(w, first, kWords, 2 * kWords, pairs, x, stride, total);
 }
 
 // One tile times COLUMNS columns.
 template <DType T, int COLUMNS>
 void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, size_t ahead, float* y,
                            int y_stride, int valid) {
-  constexpr int kBytes = 4 * kLineStep<T> + (T == DType::int4 ? kTileRows * sizeof(uint16_t) : 0);  // of a group
+  constexpr int kBytes = T == DType::int8 ? 1024 : group_bytes(T);
   V16 total[2][COLUMNS];
   for (auto& group : total)
     for (V16& t : group) t = splat(0.0f);

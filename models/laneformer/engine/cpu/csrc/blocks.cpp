@@ -1,0 +1,212 @@
+#include "blocks.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+namespace laneformer {
+
+// --- fp16 ---------------------------------------------------------------------------------------------------------
+
+float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+  uint32_t bits = std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f);
+  if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
+  return std::bit_cast<float>(bits | sign);
+}
+
+uint16_t float_to_half(float x) {
+  const uint16_t sign = static_cast<uint16_t>((std::bit_cast<uint32_t>(x) >> 16) & 0x8000);
+  const float magnitude = std::fabs(x);
+  if (!(magnitude < 65520.0f)) return sign | 0x7c00;
+  if (magnitude < 0x1p-14f) return sign | static_cast<uint16_t>(std::nearbyint(magnitude * 0x1p24f));
+  uint32_t bits = std::bit_cast<uint32_t>(magnitude);
+  bits += 0xfff + ((bits >> 13) & 1);
+  return sign | static_cast<uint16_t>((bits >> 13) - (112 << 10));
+}
+
+namespace {
+
+// --- formats ------------------------------------------------------------------------------------------------------
+
+uint16_t half_at(const uint8_t* block, int at) {
+  uint16_t half;
+  std::memcpy(&half, block + at, sizeof half);
+  return half;
+}
+float float_at(const uint8_t* block, int at) { return half_to_float(half_at(block, at)); }
+
+// 16 bytes: inputs 0 to 15 in their low halves, 16 to 31 in the high ones.
+void split_nibbles(const uint8_t* bytes, uint8_t* bits) {
+  for (int i = 0; i < 16; ++i) bits[i] = bytes[i] & 15, bits[16 + i] = bytes[i] >> 4;
+}
+
+void read_q4_0(const uint8_t* block, int, BlockGroup& out) {  // d, nibbles
+  out.scale[0] = half_at(block, 0);
+  split_nibbles(block + 2, out.bits);
+}
+
+void read_q4_1(const uint8_t* block, int, BlockGroup& out) {  // d, m, nibbles
+  out.scale[0] = half_at(block, 0), out.minimum = half_at(block, 2);
+  split_nibbles(block + 4, out.bits);
+}
+
+void add_fifth_bits(const uint8_t* bytes, uint8_t* bits) {  // bit i is of input i
+  for (int i = 0; i < kGroupInputs; ++i) bits[i] |= (bytes[i / 8] >> i % 8 & 1) << 4;
+}
+
+void read_q5_0(const uint8_t* block, int, BlockGroup& out) {  // d, fifth bits, nibbles; 16 is zero
+  out.scale[0] = half_at(block, 0), out.minimum = float_to_half(-16.0f * float_at(block, 0));
+  split_nibbles(block + 6, out.bits);
+  add_fifth_bits(block + 2, out.bits);
+}
+
+void read_q5_1(const uint8_t* block, int, BlockGroup& out) {  // d, m, fifth bits, nibbles
+  out.scale[0] = half_at(block, 0), out.minimum = half_at(block, 2);
+  split_nibbles(block + 8, out.bits);
+  add_fifth_bits(block + 4, out.bits);
+}
+
+void read_q8_0(const uint8_t* block, int, BlockGroup& out) {  // d, signed bytes
+  out.scale[0] = half_at(block, 0);
+  std::memcpy(out.bits, block + 2, kGroupInputs);
+}
+
+// Scales and minima of eight groups, six bits each, in twelve bytes after d and dmin.
+void read_k_scales(const uint8_t* block, int group, BlockGroup& out) {
+  const uint8_t* s = block + 4;
+  const int j = group & 3;
+  int scale = s[j] & 63, minimum = s[j + 4] & 63;
+  if (group > 3) {
+    scale = (s[j + 8] & 15) | s[j] >> 6 << 4;
+    minimum = s[j + 8] >> 4 | s[j + 4] >> 6 << 4;
+  }
+  out.scale[0] = float_to_half(float_at(block, 0) * static_cast<float>(scale));
+  out.minimum = float_to_half(-float_at(block, 2) * static_cast<float>(minimum));
+}
+
+// 32 bytes for two groups: the first in the low halves.
+void read_k_nibbles(const uint8_t* bytes, int group, BlockGroup& out) {
+  for (int i = 0; i < kGroupInputs; ++i) out.bits[i] = bytes[group / 2 * 32 + i] >> group % 2 * 4 & 15;
+}
+
+void read_q4_k(const uint8_t* block, int group, BlockGroup& out) {
+  read_k_scales(block, group, out);
+  read_k_nibbles(block + 16, group, out);
+}
+
+void read_q5_k(const uint8_t* block, int group, BlockGroup& out) {  // bit `group` of 32 bytes is the fifth
+  read_k_scales(block, group, out);
+  read_k_nibbles(block + 48, group, out);
+  for (int i = 0; i < kGroupInputs; ++i) out.bits[i] |= (block[16 + i] >> group & 1) << 4;
+}
+
+void read_q6_k(const uint8_t* block, int group, BlockGroup& out) {  // nibbles, pairs of bits, scales of 16, d
+  const int half = group / 4, quarter = group % 4;
+  const uint8_t *low = block + half * 64 + quarter % 2 * 32, *high = block + 128 + half * 32;
+  for (int i = 0; i < kGroupInputs; ++i)
+    out.bits[i] = static_cast<uint8_t>((low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4);
+  for (int i = 0; i < 2; ++i)
+    out.scale[i] = float_to_half(float_at(block, 208) * static_cast<int8_t>(block[192 + 2 * group + i]));
+}
+
+void read_iq4_xs(const uint8_t* block, int group, BlockGroup& out) {  // d, high bits of scales, low ones, nibbles
+  const int low = block[4 + group / 2] >> group % 2 * 4 & 15, high = half_at(block, 2) >> 2 * group & 3;
+  out.scale[0] = float_to_half(float_at(block, 0) * static_cast<float>((low | high << 4) - 32));
+  split_nibbles(block + 8 + 16 * group, out.bits);
+}
+
+constexpr BlockFormat kFormats[] = {
+    {"q4_0", 32, 18, DType::q4, read_q4_0},          {"q4_1", 32, 20, DType::q4_min, read_q4_1},
+    {"q5_0", 32, 22, DType::q5_min, read_q5_0},      {"q5_1", 32, 24, DType::q5_min, read_q5_1},
+    {"q8_0", 32, 34, DType::q8, read_q8_0},          {"q4_k", 256, 144, DType::q4_min, read_q4_k},
+    {"q5_k", 256, 176, DType::q5_min, read_q5_k},    {"q6_k", 256, 210, DType::q6, read_q6_k},
+    {"iq4_nl", 32, 18, DType::iq4, read_q4_0},       {"iq4_xs", 256, 136, DType::iq4, read_iq4_xs},
+};
+
+// --- tiles --------------------------------------------------------------------------------------------------------
+
+struct Place {  // of a row in a tile's group of inputs
+  Place(DType held, int row)
+      : traits(traits_of(held)),
+        line(row / 16 * 64 + row % 16 * 4),
+        lines(traits.bits == 8 ? 8 : 4),
+        planes(traits.bits == 8 ? 0 : traits.bits - 4),
+        scales(group_bytes(held) - 64 * (traits.scales + traits.minima) + 2 * row) {}
+
+  const DTypeTraits& traits;
+  int line, lines, planes, scales;  // of a line and of scales: where; of lines and planes: how many
+};
+
+}  // namespace
+
+std::span<const BlockFormat> block_formats() { return kFormats; }
+
+const BlockFormat* block_format(const std::string& name) {
+  for (const BlockFormat& format : kFormats)
+    if (name == format.name) return &format;
+  return nullptr;
+}
+
+void read_group(const BlockFormat& format, const void* row, int group, BlockGroup& out) {
+  const int of_block = format.inputs / kGroupInputs;
+  format.read(static_cast<const uint8_t*>(row) + size_t(group / of_block) * format.bytes, group % of_block, out);
+}
+
+bool is_finite(const BlockGroup& group, DType held) {
+  const auto finite = [](uint16_t half) { return (half & 0x7c00) != 0x7c00; };
+  const DTypeTraits& traits = traits_of(held);
+  return finite(group.scale[0]) && (traits.scales < 2 || finite(group.scale[1])) &&
+         (!traits.minima || finite(group.minimum));
+}
+
+void widen(const BlockGroup& group, DType held, float* out) {
+  const DTypeTraits& traits = traits_of(held);
+  const float minimum = traits.minima ? half_to_float(group.minimum) : 0.0f;
+  for (int i = 0; i < kGroupInputs; ++i) {
+    const int bits = held == DType::iq4  ? kUnevenLevels[group.bits[i]]
+                     : held == DType::q8 ? static_cast<int8_t>(group.bits[i])
+                                         : group.bits[i] - traits.zero;
+    const uint16_t scale = group.scale[traits.scales == 2 ? i / 16 : 0];
+    out[i] = static_cast<float>(bits) * half_to_float(scale) + minimum;
+  }
+}
+
+void place_group(const BlockGroup& group, DType held, int row, char* w) {
+  const Place place(held, row);
+  uint32_t word[8], high[2] = {};  // of four inputs each
+  std::memcpy(word, group.bits, sizeof word);
+  for (int i = 0; i < 8; ++i) {
+    if (place.planes == 1) high[0] |= (word[i] >> 4 & 0x01010101) << i;
+    if (place.planes == 2) high[i / 4] |= (word[i] >> 4 & 0x03030303) << i % 4 * 2;
+  }
+  for (int i = 0; i < 4 && held != DType::q8; ++i)
+    word[i] = (word[2 * i] & 0x0f0f0f0f) | (word[2 * i + 1] & 0x0f0f0f0f) << 4;
+  for (int i = 0; i < place.lines; ++i) std::memcpy(w + 128 * i + place.line, &word[i], sizeof word[i]);
+  for (int i = 0; i < place.planes; ++i)
+    std::memcpy(w + 128 * (place.lines + i) + place.line, &high[i], sizeof high[i]);
+  for (int i = 0; i < place.traits.scales; ++i)
+    std::memcpy(w + place.scales + 64 * i, &group.scale[i], sizeof group.scale[i]);
+  if (place.traits.minima) std::memcpy(w + place.scales + 64, &group.minimum, sizeof group.minimum);
+}
+
+void take_group(const char* w, DType held, int row, BlockGroup& out) {
+  const Place place(held, row);
+  const auto line = [&](int i) {
+    uint32_t bits;
+    std::memcpy(&bits, w + 128 * i + place.line, sizeof bits);
+    return bits;
+  };
+  uint32_t word[8];
+  for (int i = 0; i < 8; ++i) {
+    word[i] = held == DType::q8 ? line(i) : line(i / 2) >> i % 2 * 4 & 0x0f0f0f0f;
+    if (place.planes == 1) word[i] |= (line(4) >> i & 0x01010101) << 4;
+    if (place.planes == 2) word[i] |= (line(4 + i / 4) >> i % 4 * 2 & 0x03030303) << 4;
+  }
+  std::memcpy(out.bits, word, sizeof word);
+  for (int i = 0; i < place.traits.scales; ++i)
+    std::memcpy(&out.scale[i], w + place.scales + 64 * i, sizeof out.scale[i]);
+  if (place.traits.minima) std::memcpy(&out.minimum, w + place.scales + 64, sizeof out.minimum);
+}
+
+}  // namespace laneformer

@@ -1,0 +1,41 @@
+// Weights as GGUF files hold them: blocks of 32 or 256 inputs of a row, and the type of tape that takes their bits as
+// they are (kernels.h). Layouts are those of ggml's ggml-common.h.
+//
+// Only a block's scale of scales times a group's is rounded, to fp16; of blocks of 32 inputs nothing is.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "kernels.h"
+
+namespace laneformer {
+
+// 32 inputs of a row: a weight is (bits - zero) * scale + minimum, by the traits of the tape's type. Scales and minimum
+// are fp16; scale[0] is of the first 16 inputs.
+struct BlockGroup {
+  uint8_t bits[kGroupInputs];
+  uint16_t scale[2], minimum;
+};
+
+struct BlockFormat {
+  const char* name;  // as the file calls it, in lower case
+  int inputs, bytes;  // of a block
+  DType held;
+  void (*read)(const uint8_t* block, int group, BlockGroup& out);
+};
+
+std::span<const BlockFormat> block_formats();
+const BlockFormat* block_format(const std::string& name);  // null where there is none
+
+void read_group(const BlockFormat& format, const void* row, int group, BlockGroup& out);  // of a row of whole blocks
+bool is_finite(const BlockGroup& group, DType held);
+void widen(const BlockGroup& group, DType held, float* out);  // (32,)
+void place_group(const BlockGroup& group, DType held, int row, char* w);  // into a tile's group of inputs at `w`
+void take_group(const char* w, DType held, int row, BlockGroup& out);     // out of it
+
+float half_to_float(uint16_t half);
+uint16_t float_to_half(float x);  // to the nearest even; too large becomes infinity
+
+}  // namespace laneformer

@@ -1,0 +1,168 @@
+"""GGUF's blocks as they are: read as ggml defines them, multiplied with the bits of one definition on every instruction
+set, and served without a second rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from tokenizers import pre_tokenizers
+
+from laneformer import Engine
+from laneformer.engine.cpu import _core
+from laneformer.engine.cpu.decoder import held_types
+from laneformer.engine.folder import read_checkpoint
+from tests.laneformer.engine.test_integer import ISAS, rounded
+from tests.laneformer.llama.gguf_assets import (
+    BLOCKS,
+    byte_level,
+    random_blocks,
+    random_llama,
+    tokenizer_metadata,
+    write_gguf,
+)
+
+single = np.float32
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 inputs
+IDS = np.random.default_rng(0).integers(3, 320, 60).tolist()
+
+
+def test_every_type_of_the_file_is_known() -> None:
+    assert {kind.upper() for kind in _core.BLOCKS} == BLOCKS.keys()
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind: str) -> None:
+    """To the bit, but for products of two scales, which are rounded to fp16."""
+    data = random_blocks(kind, 70, 768)
+    rows, _ = _core.multiply_blocks(data, np.zeros((1, 768), single), kind.lower(), "portable")
+    expected = dequantize(data, GGMLQuantizationType[kind])
+    error = np.abs(rows.reshape(expected.shape) - expected).max() / np.abs(expected).max()
+    assert error <= (2.0**-10 if BLOCKS[kind][0] == 256 else 0)
+
+
+def defined(kind: str, rows: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The product (columns, rows) of held rows in float64, with inputs rounded as the kernels round them."""
+    inputs, scales = rounded(x)
+    return (inputs * scales[..., None].astype(np.float64)).reshape(len(x), -1) @ rows.astype(np.float64).T
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_products_are_those_of_the_rows(kind: str) -> None:
+    """Rounded inputs times held weights, to float32's own error; the same bits everywhere, for any columns."""
+    x = np.random.default_rng(1).standard_normal((13, 512)).astype(single)
+    x[0, :32] = 0
+    for count in (5, 32, 70):
+        data = random_blocks(kind, count, 512)
+        rows, first = _core.multiply_blocks(data, x, kind.lower(), ISAS[0])
+        expected = defined(kind, rows.reshape(count, 512), x)
+        bound = np.abs(x).max() * np.abs(rows).max() * 512 * 2.0**-22
+        np.testing.assert_allclose(first.reshape(13, count), expected, rtol=0, atol=bound)
+        for isa, columns in itertools.product(ISAS, (1, 2, 3, 4, 5, 8, 13)):
+            _, product = _core.multiply_blocks(data, x[:columns], kind.lower(), isa)
+            np.testing.assert_array_equal(
+                product.reshape(columns, count), first.reshape(13, count)[:columns], err_msg=isa
+            )
+
+
+def written(folder: Path, kind: Any, **overrides: Any) -> Path:
+    """A random model whose matrices are of the type `kind`, which may depend on their name in the file."""
+    model = random_llama("llama", **{**WIDE, **overrides})
+    metadata = tokenizer_metadata(byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)), "gpt-2")
+    return write_gguf(folder / "model.gguf", "llama", model, kind, metadata)
+
+
+def logits_of(path: Path, **options: Any) -> np.ndarray:
+    with Engine.from_pretrained(path, cache=False, **options) as engine:
+        return engine.logits(IDS)
+
+
+def difference(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).mean() / expected.std())
+
+
+def by_place(name: str) -> str:
+    """As llama.cpp mixes them: values and down projections of some layers in more bits, norms apart."""
+    if name in ("token_embd.weight", "output.weight"):
+        return "Q6_K"
+    return {"attn_v": "Q6_K", "ffn_down": "Q5_K", "attn_k": "Q8_0"}.get(name.split(".")[-2], "Q4_K")
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, by_place], ids=lambda kind: getattr(kind, "__name__", kind))
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_a_file_is_served_as_it_is(tmp_path: Path, kind: Any, tied: bool) -> None:
+    """Nothing but inputs is rounded, as the engine's int8 arithmetic does with any weights."""
+    path = written(tmp_path, kind, tie_word_embeddings=tied)
+    exact = logits_of(path, dtype="fp32", threads=1)
+    with Engine.from_pretrained(path, cache=False, threads=1) as engine:
+        assert (engine.dtype, engine.math) == ("gguf", "int8")
+    alone = logits_of(path, threads=1, lanes=1)
+    assert difference(alone, exact) < 0.03
+    np.testing.assert_array_equal(logits_of(path, threads=3, lanes=1), alone)
+    assert difference(logits_of(path, threads=2, lanes=2), exact) < 0.03
+
+
+def test_what_cannot_be_held_is_rounded_to_eight_bits(tmp_path: Path) -> None:
+    """Where lanes would cut blocks, and where w1 and w3, which share tiles, are of two types."""
+    narrow = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    path = written(tmp_path, "Q4_0", **narrow)
+    cut = read_checkpoint(path, lanes=2)
+    assert held_types(cut.config, cut.tensors)[0] == ["q4", "q4", "q4", "q4", "q4", "int8", "q4", "int8"]
+    exact = logits_of(path, dtype="fp32")
+    assert difference(logits_of(path, lanes=2), exact) < 0.03
+    mixed = written(tmp_path, lambda name: "Q5_1" if "ffn_up" in name else "Q4_0", **narrow)
+    whole = read_checkpoint(mixed, lanes=1)
+    assert held_types(whole.config, whole.tensors)[1] == [
+        "q4",
+        "q4",
+        "q4",
+        "q4",
+        "int8",
+        "q4",
+        "int8",
+        "int8",
+    ]
+    assert difference(logits_of(mixed, lanes=1), logits_of(mixed, dtype="fp32")) < 0.03
+
+
+def test_matrices_in_16_bits_stay_beside_blocks(tmp_path: Path) -> None:
+    kinds = {"attn_q": "F16", "ffn_down": "F32", "output": "BF16"}
+    path = written(tmp_path, lambda name: kinds.get(name.split(".")[-2], "Q8_0"))
+    assert difference(logits_of(path), logits_of(path, dtype="fp32")) < 0.03
+    checkpoint = read_checkpoint(path, lanes=1)
+    held = held_types(checkpoint.config, checkpoint.tensors)
+    assert (held[0][:2], held[0][5], held[-1][-1]) == (["fp16", "q8"], "fp32", "bf16")
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "Q4_0")
+    data = bytearray(path.read_bytes())
+    tensor = next(t for t in _tensors(path) if t.name == "blk.1.ffn_down.weight")
+    data[tensor.data_offset : tensor.data_offset + 2] = np.float16(np.inf).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.feed_forward\.w2\.weight holds values that are not finite"
+    ):
+        Engine.from_pretrained(path, cache=False)
+
+
+def _tensors(path: Path) -> Any:
+    from laneformer.llama.gguf import open_file
+
+    return open_file(path).tensors
+
+
+def test_packed_blocks_are_mapped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = written(tmp_path, by_place)
+    tokens = []
+    for _ in range(2):
+        with Engine.from_pretrained(path) as engine:
+            tokens.append(engine.generate(IDS, max_new_tokens=12, ignore_eos=True))
+    assert tokens[0] == tokens[1]
