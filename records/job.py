@@ -100,7 +100,7 @@ class MTP:
     """Training of the head that drafts tokens, which architecture.num_nextn_predict_layers = 1 adds."""
 
     steps: int = 1
-    """Tokens after the next one that the head is trained to predict, each from its own output for the one before"""
+    """Tokens after the next one that the head is trained to predict, each from its output for the last"""
     loss_weight: float = 0.3
     """Weight of the sum of the steps' losses in the gradients, in the first part of the schedule"""
     final_loss_weight: float = 0.1
@@ -108,7 +108,7 @@ class MTP:
     lower_at: float = 0.67
     """Share of lr_scheduler.total_steps after which final_loss_weight applies"""
     freeze_base: bool = False
-    """Train the head alone: weights of the model stay as initial_load_path has them, which need not have a head"""
+    """Train the head alone: the model stays as initial_load_path has it, which need not have a head"""
 
 
 @dataclass

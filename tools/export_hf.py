@@ -42,8 +42,8 @@ def main(
         config: path of `model.json`; default: the run folder's
         tokenizer: path of a SentencePiece `tokenizer.model` or of a `tokenizer.json`; default: the run folder's
         overwrite: replace `out` if it is not empty
-        draft_vocab_size: of a model with a head for multi-token prediction: how many ids it may draft, those that
-            are most frequent in its data, which makes a draft cheaper; 0: all
+        draft_vocab_size: of a model with a head for multi-token prediction: how many ids it may draft, the
+            most frequent in its data, which makes a draft cheaper; 0: all
         draft_lock: lock file of the mixture in which they are counted; default: the run's
     """
     check_contents(checkpoint)
@@ -55,7 +55,7 @@ def main(
 
 
 def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, ...]:
-    """The ids that the first windows of a mixture have most often, of conversations those that are trained."""
+    """The ids that a mixture's first windows have most often, of conversations those that are trained."""
     if lock is None:
         job = checkpoint.resolve().parent.parent / "config.toml"
         said = read_sections(job).get("mixture", {}).get("lock") if job.is_file() else None

@@ -80,7 +80,8 @@ class Diagnostics:
 
         z_loss: mean squared log-denominator of the softmax, without its weight; max_logit;
         layer_grad_norm: L2 norms before clipping; layer_stream_rms: root mean square of the streams after
-        each layer, first micro-batch. draft_loss: mean loss of each step of the head that drafts, if there is one.
+        each layer, first micro-batch. draft_loss: mean loss of each step of the head that drafts, if there
+        is one.
         """
         ranks, layers = torch.distributed.get_world_size(), len(self.squared_norms)
         logits = torch.stack(self.logits)

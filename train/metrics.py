@@ -239,8 +239,8 @@ class RunMetrics(MetricsProcessor):
         seconds: float,
         drafts: dict[str, list[float]],
     ) -> None:
-        """Add a validation, with lists over the steps of a head that drafts, to the row of its step; its time is
-        excluded from the throughput.
+        """Add a validation, with lists over the steps of a head that drafts, to the row of its step; its
+        time is excluded from the throughput.
         """
         self.time_last_log += seconds
         row = {

@@ -1,12 +1,14 @@
-"""`python -m train.own_outputs HF_DIR --lock L.lock.json --out DIR`: what a model itself writes, as a job's mixture.
+"""`python -m train.own_outputs HF_DIR --lock L.lock.json --out DIR`: what a model itself writes, as a job's
+mixture.
 
-    DIR/outputs.jsonl               a line for each prompt: its number, its length, the ids of prompt and continuation
+    DIR/outputs.jsonl a line for each prompt: its number, its length, the ids of prompt and continuation
+
     DIR/own_outputs/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
     DIR/own_outputs.lock.json
 
-A head that drafts tokens learns from these (configs/mtp.toml). The prompts begin texts of another mixture: the first
-tokens of a window, or what comes before the first reply of a conversation. They are inputs only; the continuations are
-trained. Killed at any moment, it goes on with the first prompt that has no line.
+A head that drafts tokens learns from these (configs/mtp.toml). The prompts begin texts of another mixture:
+the first tokens of a window, or what comes before the first reply of a conversation. They are inputs only; the
+continuations are trained. Killed at any moment, it goes on with the first prompt that has no line.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def main() -> None:
 
 
 def run(arguments: Arguments) -> Path:
-    """Generate what is missing, then pack and pin it; the path of the lock file. ValueError for what a user can fix."""
+    """Generate what is missing, then pack and pin it; the path of the lock file. ValueError for what a user
+    can fix.
+    """
     out, given = arguments.out, Mixture.open(arguments.lock)
     out.mkdir(parents=True, exist_ok=True)
     with hold_lock(out / ".own_outputs.lock", f"another process writes {out}; wait, or give another --out"):

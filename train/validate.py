@@ -162,7 +162,9 @@ def draft_sums(drafted: Drafted | None, sequences: int) -> torch.Tensor:
 
 
 def draft_figures(sums: list[float]) -> dict[str, list[float]]:
-    """Of one source: each step's mean loss, and the odds that its draft is accepted where those before it were."""
+    """Of one source: each step's mean loss, and the odds that its draft is accepted where those before it
+    were.
+    """
     if not sums:
         return {}
     steps = len(sums) // 3

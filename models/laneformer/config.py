@@ -59,8 +59,8 @@ class LaneformerConfig:
     are those without RoPE.
 
     num_nextn_predict_layers 1 adds a head that drafts tokens (model.py's MTPHead). Its block counts as layer
-    `num_hidden_layers`. draft_vocab_size: ids that it can draft, listed in the tensor `mtp.draft_ids`; 0 for all.
-    deliver_tail: its input has the last layers' partials of all lanes, which otherwise never arrive.
+    `num_hidden_layers`. draft_vocab_size: ids that it can draft, listed in the tensor `mtp.draft_ids`; 0
+    for all. deliver_tail: its input has the last layers' partials of all lanes, which otherwise never arrive.
     """
 
     hidden_size: int = 3072
@@ -153,7 +153,7 @@ class LaneformerConfig:
         return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
 
     def delivers(self, layer: int, module: str) -> bool:
-        """Whether the other lanes' partials of `layer`, for which no layer is left, join at the MTP head's input."""
+        """Whether the other lanes' partials of `layer`, otherwise lost, join at the MTP head's input."""
         last = self.num_hidden_layers - self.broadcast_delay <= layer
         wanted = bool(self.num_nextn_predict_layers) and self.deliver_tail
         return wanted and last and self.join(layer, module) == Join.PAST

@@ -266,8 +266,8 @@ def run_layers(
     cache: Cache | None = None,
     share_equal_streams: bool = False,
 ) -> tuple[Tensor, Partials]:
-    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D), and the partials (attention,
-    mlp) of the last layers that `deliver` needs; `masks` holds one entry per layer.
+    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D), and the partials
+    (attention, mlp) of the last layers that `deliver` needs; `masks` holds one entry per layer.
 
     share_equal_streams: one stream (B, S, 1, D) stands for all lanes until a join tells them apart; if
     none does, one is what comes back. The same mathematics, rounded otherwise: products of equal
@@ -286,8 +286,8 @@ def run_layers(
 
 
 def deliver(h: Tensor, tail: Partials, config: LaneformerConfig) -> Tensor:
-    """Streams (B, S, L, D) and what `run_layers` returns with them -> streams that have every lane's partials:
-    (B, S, 1, D), one for all, where they are equal up to rounding.
+    """Streams (B, S, L, D) and what `run_layers` returns with them -> streams that have every lane's
+    partials: (B, S, 1, D), one for all, where they are equal up to rounding.
     """
     lanes = slice(0, 1) if config.equal_delivered_streams else slice(None)
     h = h[:, :, lanes]
@@ -323,8 +323,8 @@ class MTPHead(nn.Module):
         ropes: Sequence[tuple[Tensor, Tensor]],
         masks: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """Delivered streams (B, S, 1 or L, D) and the tokens' embeddings (B, S, D) -> the steps' outputs, normed,
-        each (B, S, L, D).
+        """Delivered streams (B, S, 1 or L, D) and the tokens' embeddings (B, S, D) -> the steps' outputs,
+        normed, each (B, S, L, D).
 
         ropes, masks: one a step, of `draft_mask`. Columns whose token is not known get the first ones':
         the last k of step k mean nothing.
@@ -362,8 +362,8 @@ class Laneformer(nn.Module):
         return self.lm_head(h, self.norm, self.tok_embeddings.weight)
 
     def draft_logits(self, input_ids: Tensor, steps: int = 1) -> list[Tensor]:
-        """Token ids (B, S) -> the multi-token-prediction head's logits, for step k (B, S - k, V): those at t score
-        token t+k+1, given the tokens up to t+k. The whole vocabulary, whatever `draft_vocab_size`.
+        """Token ids (B, S) -> the multi-token-prediction head's logits, for step k (B, S - k, V): those at
+        t score token t+k+1, given the tokens up to t+k. The whole vocabulary, whatever `draft_vocab_size`.
         """
         assert self.mtp is not None, "the model has no head that drafts"
         weight = self.lm_head.weight

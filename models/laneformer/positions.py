@@ -14,7 +14,7 @@ from .config import LaneformerConfig
 
 
 def rope_frequencies(config: LaneformerConfig, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each rotated pair, (d/2,) float32; Llama-3 scaling when the config asks for it."""
+    """Radians per position of each rotated pair, (d/2,) float32; Llama-3 scaling if the config has it."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequency = 1.0 / (config.rope_theta**exponent)
     if config.rope_scaling is None:
@@ -51,6 +51,6 @@ def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | No
 
 
 def draft_mask(length: int, step: int, device: torch.device | None = None) -> Tensor:
-    """Which keys step k's columns see, bool (S, k S): step 1's up to their own column, one of every later step."""
+    """Which keys step k's columns see, bool (S, k S): step 1's up to their own, one of each later step."""
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return torch.cat([causal, *[torch.eye(length, dtype=torch.bool, device=device)] * (step - 1)], 1)

@@ -121,7 +121,7 @@ def reference_logits(c: LaneformerConfig, w: Weights, ids: list[int], plant: str
 def reference_streams(
     c: LaneformerConfig, w: Weights, ids: list[int], plant: str = ""
 ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """Streams (S, L, D) after the last layer; every layer's partials (S, L, D) of attention, and of the MLP."""
+    """Streams (S, L, D) after the last layer; every layer's partials (S, L, D), attention, MLP."""
     h = np.array([[w["tok_embeddings.weight"][token] for _ in range(c.num_lanes)] for token in ids])
     attention_outputs: list[np.ndarray] = []
     mlp_outputs: list[np.ndarray] = []
@@ -147,7 +147,8 @@ def reference_drafts(
     c: LaneformerConfig, w: Weights, ids: list[int], at: int, steps: int, plant: str = ""
 ) -> list[np.ndarray]:
     """The head's logits (V,) of token at+2 to at+steps+1, each given the tokens before it, one pass after the
-    other as an engine drafts; `plant` is "", "tail" (what never arrived is left out) or "token" (the wrong one).
+    other as an engine drafts; `plant` is "", "tail" (what never arrived is left out) or "token" (the wrong
+    one).
     """
     h, *outputs = reference_streams(c, w, ids[: at + 1])
     talks = (c.use_attention_comm, c.use_mlp_comm)

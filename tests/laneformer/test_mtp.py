@@ -1,4 +1,4 @@
-"""The multi-token-prediction head against its definition written as plain loops, and its place in the config."""
+"""The multi-token-prediction head against its definition as plain loops, and its place in the config."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_delivered_streams_are_equal_where_the_config_says_so(switches: dict[str
 
 
 def test_the_model_without_the_head_is_unchanged() -> None:
-    """Neither its dictionary nor its logits: what the head needs of the last layers joins no stream of them."""
+    """Neither its dictionary nor its logits: what the head needs of the last layers joins no stream."""
     with_head, without = build(num_nextn_predict_layers=1), build()
     assert (
         not {"num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"} & without.config.to_dict().keys()

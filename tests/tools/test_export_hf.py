@@ -48,7 +48,7 @@ def test_command_line(tmp_path: Path) -> None:
 def test_draft_ids_are_the_most_frequent(
     prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first windows of the mixture, and no source twice: one id more or less changes the share of text."""
+    """Of the first windows of the mixture; what else the command may be asked is refused."""
     monkeypatch.setattr("tools.export_hf.COUNTED_WINDOWS", 70)  # no multiple of what is read at a time
     lock = prepared_data / "phase1.lock.json"
     tokens = Mixture.open(lock).sequences(0, 70)[0]

@@ -36,7 +36,7 @@ def test_trained_with_the_model(with_head: Path) -> None:
 
 
 def test_ranks_change_no_step(with_head: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """One rank goes on from the same start to the same losses: the head is sharded, and called twice a step."""
+    """One rank goes on from the same start to the same losses: the head is sharded, and runs twice."""
     train_logged(tmp_path / "alone", prepared_data / "phase1.lock.json", *HEAD, ranks=1)
     for ours, theirs in zip(production.rows(tmp_path / "alone"), production.rows(with_head), strict=True):
         assert abs(ours["draft_loss"][0] - theirs["draft_loss"][0]) < 1e-4

@@ -1,7 +1,8 @@
-"""A head that drafts, from nothing to its acceptance: the demo's text, a tiny model, its own outputs, configs/mtp.toml.
+"""A head that drafts, from nothing to its acceptance: the demo's text, a tiny model, its own outputs,
+configs/mtp.toml.
 
-The model is the demo's after phase 1: as many steps on as many tokens. Prompts are the beginnings of the mixture's
-windows; one in ten of the texts that the model makes of them is held out, and never seen by the head.
+The model is the demo's after phase 1: as many steps on as many tokens. Prompts are the beginnings of the
+mixture's windows; one in ten of the texts that the model makes of them is held out, and never seen by the head.
 """
 
 from __future__ import annotations

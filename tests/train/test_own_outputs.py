@@ -1,4 +1,4 @@
-"""What a model writes itself, as data: prompts, continuation, resumption; and the whole way to a head that drafts."""
+"""What a model writes itself, as data: prompts, continuation, resumption; the whole way to a head."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ print(made.shape, *model.model.mtp.draft_ids.shape)
 
 @pytest.mark.slow
 def test_shipped_job(shipped_run: Path, made: Path, prepared_data: Path, tmp_path: Path) -> None:
-    """configs/mtp.toml on two ranks with shapes shrunk, from a checkpoint without the head; then the HF folder."""
+    """configs/mtp.toml on two ranks with shapes shrunk, without the head before; then exported."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     changes = {"checkpoint.initial_load_path": start, "training.seq_len": SEQ_LEN}
     folder = production.train(production.torchrun(2), "mtp", tmp_path / "mtp", made, changes)

@@ -141,7 +141,7 @@ def _plain_block_mask(window: int | None, seq_len: int, device: torch.device) ->
 
 
 def draft_blocks(documents: Tensor, step: int) -> BlockMask:
-    """`positions.draft_mask` within documents (B, S): step k's columns over the keys of steps 1 to k, (S, k S)."""
+    """`positions.draft_mask` within documents (B, S), for FlexAttention: (S, k S)."""
     size, length = documents.shape
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Training of the head for multi-token prediction: what it reads, its labels, its loss, and how often it is right.
+"""Training of the head for multi-token prediction: what it reads, its labels, loss and acceptance.
 
     B batch   S sequence   L lanes   D hidden   K steps, the tokens drafted after the next one
 
-Step k at position t is given the tokens up to t+k and predicts token t+k+1, so its labels are the model's, k places
-earlier: those of other documents, and those past the window's end, are ignored.
+Step k at position t is given the tokens up to t+k and predicts token t+k+1, so its labels are the model's,
+k places earlier: those of other documents, and those past the window's end, are ignored.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def losses_with_drafts(
     documents: Tensor | None,
     kept_apart: Tensor | None,
 ) -> Tensor:
-    """The model's losses (B, S), whose gradients contain the weighted losses of the drafts; fills `model.drafted`.
+    """The model's losses (B, S), whose gradients contain the weighted losses of the drafts; fills
+    `model.drafted`.
 
     masks: one a layer, the head's last. documents (B, S): of each token; kept_apart: the same where attention
     is restricted to them. With a frozen base nothing of it is kept for the backward pass.
@@ -106,7 +107,7 @@ def losses_with_drafts(
 
 
 def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, step: int) -> Tensor:
-    """Labels (B, S) of the model -> those of step k; documents (B, S): of the tokens, None if there is one only."""
+    """Labels (B, S) of the model -> those of step k; documents (B, S): of the tokens, None if not known."""
     found = labels.roll(-step, 1)
     found[:, -step:] = IGNORE_INDEX
     if documents is None:
@@ -128,6 +129,6 @@ def step_mask(step: int, positions: Tensor, first: Any, documents: Tensor | None
 
 
 def accepted_prefixes(chosen: Tensor, drafted: Tensor) -> Tensor:
-    """The likeliest ids by the model (B, S) and by each step (K, B, S) -> whether steps 1 to k agree with it."""
+    """Likeliest ids by the model (B, S) and by each step (K, B, S) -> whether steps 1 to k agree with it."""
     agree = torch.stack([each == chosen.roll(-k, 1) for k, each in enumerate(drafted, 1)])
     return agree.cumprod(0).bool()

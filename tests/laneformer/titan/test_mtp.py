@@ -21,7 +21,8 @@ CONFIG = LaneformerConfig.from_flavor(
     sliding_window=8, swa_layers=(0, 1), vocab_size=64, num_nextn_predict_layers=1,
 )  # fmt: skip
 SEQ_LEN, BOS, WEIGHT = 24, 1, 0.25
-# Two float64 computations of the same sums in other orders: 1e4 roundings of 2^-53, on gradients of order one.
+# Two float64 computations of the same sums in other orders: 1e4 roundings of 2^-53, on gradients of order
+# one.
 TOLERANCE = 1e4 * 2.0**-53
 ROTATED = 2.0**-24  # the same text at other positions: the table of angles is float32
 
@@ -119,7 +120,7 @@ def test_a_frozen_base_gets_no_gradients_and_the_head_the_same(steps: int, token
 
 
 def test_untrained_chunks_are_skipped(tokens: torch.Tensor) -> None:
-    """Labels of a conversation: those ignored by the model are by the drafts, and their chunks are not computed."""
+    """Labels of a conversation: those ignored by the model are by the drafts, too; chunks are left out."""
     model, labels = build(2), tokens[:, 1:].clone()
     labels[:, 5:] = IGNORE_INDEX
     model(tokens[:, :-1], labels)
