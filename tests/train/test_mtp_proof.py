@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.proof("configs/debug_phase1.toml", "configs/mtp.toml", "data_mixtures/demo.toml"),
 ]
-BASE_STEPS, HEAD_STEPS, SEQ_LEN = 200, 120, 256
+BASE_STEPS, HEAD_STEPS, SEQ_LEN = 200, 60, 256
 ASKED = 0.6  # of the first draft
 
 
@@ -52,7 +52,7 @@ def test_first_drafts_are_accepted(base: Path) -> None:
     data, model, own = folder / "data", folder / "hf", folder / "own"
     tokenizer = data / "tokenizer.model"
     command("tools.export_hf", "--checkpoint", base, "--out", model, "--tokenizer", tokenizer)
-    sizes = ("--prompts", 1200, "--prompt-tokens", 32, "--new-tokens", 96, "--holdout", 0.1)
+    sizes = ("--prompts", 600, "--prompt-tokens", 32, "--new-tokens", 96, "--holdout", 0.1)
     command("train.own_outputs", model, "--lock", data / "phase1.lock.json", "--out", own, *sizes)
     shapes = (
         "--model.flavor", "tiny", "--training.seq_len", SEQ_LEN, "--training.local_batch_size", 8,
