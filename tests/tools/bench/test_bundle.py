@@ -220,7 +220,7 @@ def test_a_driver_that_never_answers_costs_its_step_alone(bare: Bare, tmp_path: 
     report, status, _ = slow.run(fault="the driver is stuck", steps="machine,tiny,300m")
     assert status == 1
     for name in ("tiny", "300m"):
-        assert f"{name}: hang (no answer within 3 s; its process was ended)" in report["verdict"]
+        assert f"{name}: hang (no answer within 3 s; its process was killed)" in report["verdict"]
 
 
 CARDS_THAT_ARE_NOT = {
@@ -276,9 +276,7 @@ def test_the_largest_card_that_fits_is_chosen() -> None:
         assert chosen(here(name), **CARDS) == name
     assert chosen(here("H100 PCIe", multiprocessors=78), **CARDS) == "H100 MIG 2g"  # an H20
     assert chosen(here("RTX 3090", multiprocessors=84), **CARDS) == "RTX 3090"  # an A40
-    assert chosen(here("L4", multiprocessors=76), **CARDS) == "A10" or chosen(
-        here("L4", multiprocessors=60), **CARDS
-    )
+    assert chosen(here("L4", multiprocessors=76), **CARDS) == "A10"  # an RTX 4080
     with pytest.raises(Failure, match="unknown card: x is sm_103"):
         chosen(here("B200", architecture=103), **CARDS)
 
@@ -287,14 +285,14 @@ def test_the_largest_card_that_fits_is_chosen() -> None:
 
 
 def test_a_bare_python_has_all_that_is_packed() -> None:
-    """Whatever the packed files import is packed too, or of the standard library."""
+    """Whatever the packed files import is packed too, or of the standard library; Python 3.10 reads them."""
     root, packed = bundle.harness.ROOT, dict[str, Path]()
     for folder, patterns in bundle.SOURCES.items():
         for path in (path for pattern in patterns for path in (root / folder).glob(pattern)):
             name = path.relative_to(root / folder).with_suffix("")
             packed[".".join(name.parts).removesuffix(".__init__")] = path
     for name, path in packed.items():
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(), feature_version=(3, 10))
         tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         for module, _ in imported(tree, package):

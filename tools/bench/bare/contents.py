@@ -23,7 +23,7 @@ class Contents:
         self.description: Facts = json.loads(self.read(DESCRIPTION))
         self.effort: Facts = self.description["effort"]  # how often and how long (bundle.EFFORT)
         self.card: Facts = {}
-        self.compiler = ""
+        self.compiler, self.multiprocessors = "", 0  # of this GPU
 
     def read(self, name: str) -> bytes:
         return self._zip.read(name)
@@ -47,7 +47,7 @@ class Contents:
                 f"{facts['gpu']} is sm_{facts['architecture']} with {facts['multiprocessors']} multiprocessors; "
                 f"code is packed for {packed}; pack it with tools.bench cuda --bundle FILE, or run tools.bench cuda",
             )
-        self.card = max(fitting, key=lambda card: (card["architecture"], card["multiprocessors"]))
+        self.card = max(fitting, key=lambda card: (card["multiprocessors"], card["architecture"]))
         compilers = sorted(map(int, self.card["compilers"]))
         loaded = [major for major in compilers if major <= facts["driver"] // 1000]
         if not loaded:
@@ -57,7 +57,7 @@ class Contents:
                 f"it is for CUDA {there}, the code is of CUDA {compilers[0]}: update the driver, or pack with "
                 f"nvidia-cuda-nvrtc-cu{facts['driver'] // 1000} installed",
             )
-        self.compiler = str(loaded[-1])
+        self.compiler, self.multiprocessors = str(loaded[-1]), facts["multiprocessors"]
         same = all(self.card[name] == facts[name] for name in ("architecture", "multiprocessors"))
         return {"card": self.card["name"], "exact": same, "compiler": self.compiler}
 

@@ -81,7 +81,9 @@ class Driver:
             self.call("cuEventCreate", byref(event), 0)
 
     def call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._library, name)(*arguments):
+        if (function := getattr(self._library, name, None)) is None:
+            raise Failure("driver too old", f"it has no {name}; it is for CUDA {self.named_version}")
+        if status := function(*arguments):
             raise Failure("the driver", f"{name} gave {self._said(status)}")
 
     def _said(self, status: int) -> str:

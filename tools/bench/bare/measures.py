@@ -44,29 +44,30 @@ def latency(model: Model) -> Figures:
 
 
 def decode(model: Model, gpu: str, probe_bytes_per_s: float) -> Figures:
-    """Tokens/s of one request after some positions, in launches of 16 passes, with what the host does between them."""
-    shape, found, tokens = model.shape, Figures(), model.contents.effort["tokens"]
+    """Tokens/s of one request after some positions, in launches of 16 passes: as the host sees them, and of the GPU
+    alone, whose part of the bandwidth is given.
+    """
+    shape, found, effort = model.shape, Figures(), model.contents.effort
     for depth in (0, shape["context"] // 2):
         token = model.read([(7 * i) % model.vocabulary for i in range(max(depth, 1))])
-        runs = [once(model, token, depth, tokens) for _ in range(1 + model.contents.effort["trials"])][1:]
-        speed = statistics.median(runs)
-        read = shape["weight_bytes"] + shape["position_bytes"] * (depth + tokens / 2)
-        part = shares(speed, read, probe_bytes_per_s, datasheet(gpu), 1, shape["layers"])
-        found[str(depth)] = {
-            "tokens_per_s": speed,
-            "runs_tokens_per_s": runs,
-            "bytes_per_token": read,
-            **part,
-        }
+        runs = [once(model, token, depth, effort["tokens"]) for _ in range(1 + effort["trials"])][1:]
+        seen, alone = (statistics.median(speeds) for speeds in zip(*runs, strict=True))
+        read = shape["weight_bytes"] + shape["position_bytes"] * (depth + effort["tokens"] / 2)
+        part = shares(alone, read, probe_bytes_per_s, datasheet(gpu), 1, shape["layers"])
+        speeds = {"tokens_per_s": seen, "kernel_tokens_per_s": alone, "bytes_per_token": read}
+        found[str(depth)] = {**speeds, "runs_tokens_per_s": runs, **part}
     return {"depths": found, "passes_ms": passes_ms(model)}
 
 
-def once(model: Model, token: int, depth: int, tokens: int) -> float:
-    position, start = max(depth, 1), time.perf_counter()
-    for _ in range(tokens // 16):
-        rows = model.run([Column(token, position, 0, sampling=GREEDY)], 15)
-        token, position = rows[-1][0], position + 16
-    return tokens / (time.perf_counter() - start)
+def once(model: Model, token: int, depth: int, tokens: int) -> tuple[float, float]:
+    """Tokens/s by the host's clock, and by the GPU's over the launches alone."""
+    position, start, seconds = max(depth, 1), time.perf_counter(), 0.0
+    for _ in range(tokens // PASSES_PER_LAUNCH):
+        column = Column(token, position, 0, sampling=GREEDY)
+        rows = model.run([column], PASSES_PER_LAUNCH - 1)
+        seconds += model.driver.seconds()
+        token, position = rows[-1][0], position + PASSES_PER_LAUNCH
+    return tokens / (time.perf_counter() - start), tokens / seconds
 
 
 def passes_ms(model: Model) -> Figures:

@@ -51,7 +51,7 @@ class Model:
             code = self.contents.code(self.shape["code"][unit])
             (function,) = self.driver.kernels(code, name, shared_bytes=shared_bytes)
             self._kernels[key] = function
-            each, there = self._resident(function, shared_bytes), self.contents.card["multiprocessors"]
+            each, there = self._resident(function, shared_bytes), self.contents.multiprocessors
             if each * there < self.shape["blocks"]:
                 raise Failure(
                     "the GPU is not free",
