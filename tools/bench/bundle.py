@@ -1,8 +1,10 @@
-"""`python -m tools.bench cuda --bundle FILE`: one file that runs and measures the CUDA engine on a bare machine.
+"""`python -m tools.bench cuda --bundle FILE`: one file that runs and measures the CUDA engine on a bare
+machine.
 
-A zip archive that Python executes (tools/bench/bare): machine code of the engine's kernels for every planned card, the
-shapes of their launches, and a reference of two models whose weights are a rule (rule.py, fill.cu). Making it needs
-PyTorch, Transformers and NVRTC, no GPU; code is of the newest compiler of each CUDA generation that is installed.
+A zip archive that Python executes (tools/bench/bare): machine code of the engine's kernels for every planned
+card, the shapes of their launches, and a reference of two models whose weights are a rule (rule.py, fill.cu).
+Making it needs PyTorch, Transformers and NVRTC, no GPU; code is of the newest compiler of each CUDA
+generation that is installed.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ def compiled(unit: str, geometry: Geometry, architecture: str, compiler: Nvrtc |
 
 
 class Bundle:
-    """The archive under way. Of the last model everything is measured. `shape`: for planning.plan_builds, beside what
-    the card decides.
+    """The archive under way. Of the last model everything is measured. `shape`: for planning.plan_builds,
+    beside what the card decides.
     """
 
     def __init__(self, path: Path, models: Models, compile: Compile = compiled, **shape: Any):
@@ -173,7 +175,9 @@ class Bundle:
 
 
 def newest_by_major() -> dict[int, Nvrtc]:
-    """Code of CUDA 12 runs on drivers for 12 and 13; what is of 13 on the latter alone. RuntimeError: none is here."""
+    """Code of CUDA 12 runs on drivers for 12 and 13; what is of 13 on the latter alone. RuntimeError: none is
+    here.
+    """
     found: dict[int, Nvrtc] = {}
     for compiler in compilers():
         found.setdefault(compiler.version[0], compiler)

@@ -15,8 +15,8 @@ from tools.bench.harness import Result
 def in_order(jobs: Mapping[str, Callable[[], object]], seconds: float, cores: int | None = None) -> Result:
     """{"units", "late", "failed", "compile_s"}; what has not ended in time is late.
 
-    Each job has a process of its own: one that crashes takes no other with it, and one core's worth of time goes to one
-    after another, so that what is needed first is there first.
+    Each job has a process of its own: one that crashes takes no other with it, and one core's worth of time
+    goes to one after another, so that what is needed first is there first.
     """
     start, fork = time.monotonic(), multiprocessing.get_context("fork")
     left, running, failed = list(jobs), dict[str, Any](), list[str]()

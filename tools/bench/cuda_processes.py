@@ -1,4 +1,6 @@
-"""The steps of `tools.bench cuda` that are other processes beside the one that runs them: they need room on the GPU."""
+"""The steps of `tools.bench cuda` that are other processes beside the one that runs them: they need room on
+the GPU.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def smoke() -> None:
 
 
 def exchanges(session: Session) -> Result:
-    """What words cost, and where a token's time goes: a bundle of this model for this GPU, with weights by a rule."""
+    """What words cost, and where a token's time goes: a bundle of this model for this GPU, with weights by a
+    rule.
+    """
     machine, driver = describe(torch.device(session.device)), driver_version()
     compiler = compiler_for(architecture_name(machine.architecture), driver)
     make_room(session, 2 * session.config.parameter_count()["total"] + ROOM_BYTES)

@@ -1,7 +1,8 @@
-"""Weights that are a function of their place, so that a bundle has none: fill.cu makes the same ones on a GPU.
+"""Weights that are a function of their place, so that a bundle has none: fill.cu makes the same ones on a
+GPU.
 
-Numbers are odd integers below 256 times a power of two, which 16 bits hold exactly, and keep the size of what goes
-through a matrix. The rule is of the kernels' matrices, whose rows are those of a layer's tensors joined.
+Numbers are odd integers below 256 times a power of two, which 16 bits hold exactly, and keep the size of what
+goes through a matrix. The rule is of the kernels' matrices, whose rows are those of a layer's tensors joined.
 
     L lanes   D hidden   V vocabulary
 """
@@ -50,7 +51,9 @@ def numbers(seed: int, count: int, exponent: int) -> torch.Tensor:
 
 
 def weights_by_rule(config: LaneformerConfig, geometry: Geometry) -> tuple[Weights, int]:
-    """The model's weights, and the sum of all tapes' 32-bit words modulo 2^32. ValueError for what has more tensors."""
+    """The model's weights, and the sum of all tapes' 32-bit words modulo 2^32. ValueError for what has more
+    tensors.
+    """
     config.refuse_unsupported("the rule of fill.cu")
     powers, weights, total = exponents(config, geometry), Weights(), 0
     for op, layer in steps(geometry):

@@ -66,7 +66,8 @@ def reference(
 ) -> Reference:  # fmt: skip
     """Both models on one random text: their logits at `positions`; and greedy continuations of `prompts`.
 
-    One model is there at a time, and none on return: a GPU of 24 GB has no room for one of `2b` beside the engine.
+    One model is there at a time, and none on return: a GPU of 24 GB has no room for one of `2b` beside the
+    engine.
     """
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     model = hf_model(config, weights, torch.float32)
@@ -79,7 +80,9 @@ def reference(
 
 
 def reference_bytes(config: LaneformerConfig, length: int) -> int:
-    """Of a GPU, beside the weights, while `reference` runs: a float32 model, copies of logits, a layer's scores."""
+    """Of a GPU, beside the weights, while `reference` runs: a float32 model, copies of logits, a layer's
+    scores.
+    """
     positions = length * (4 * config.vocab_size + 4 * config.num_attention_heads * length)
     return 4 * (config.parameter_count()["total"] + positions)
 

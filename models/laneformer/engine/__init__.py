@@ -1,7 +1,7 @@
 """The decode engine: threads or groups of multiprocessors that own lanes and walk a packed tape of weights.
 
-No Python runs between tokens. All names are imported on first use: what only a GPU needs (`engine.cuda`) works
-where the C++ core is not built, and its shapes and structures where numpy is missing.
+No Python runs between tokens. All names are imported on first use: what only a GPU needs (`engine.cuda`)
+works where the C++ core is not built, and its shapes and structures where numpy is missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The verdict on one model: its logits, tokens and bits against what was packed (tools/check/cuda.py made the bounds).
+"""The verdict on one model: its logits, tokens and bits against what was packed (tools/check/cuda.py made the
+bounds).
 
-Weights and keys are rounded to 16 bits and nothing else is, so logits must be closer to float32's than those of a model
-in bf16 are. A greedy token may differ only where float32's own lead over the second is below both errors.
+Weights and keys are rounded to 16 bits and nothing else is, so logits must be closer to float32's than those
+of a model in bf16 are. A greedy token may differ only where float32's own lead over the second is below both
+errors.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def kl_divergence(expected: Numbers, found: Numbers) -> float:
 
 
 class Reference:
-    """What was packed of one model (bundle.reference_of): ids, some rows of logits, greedy continuations, bounds."""
+    """What was packed of one model (bundle.reference_of): ids, some rows of logits, greedy continuations,
+    bounds.
+    """
 
     def __init__(self, contents: Contents, name: str):
         self.facts: Facts = contents.description["references"][name]

@@ -1,4 +1,6 @@
-"""What tools/bench/bundle.py packs: machine code by card and compiler, shapes of the launches, and the reference."""
+"""What tools/bench/bundle.py packs: machine code by card and compiler, shapes of the launches, and the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Contents:
 
 
 def fits(card: Facts, facts: Facts) -> bool:
-    """Code for sm_90 and later is of one architecture; older code also runs on the later ones of its generation."""
+    """Code for sm_90 and later is of one architecture; older code also runs on the later ones of its
+    generation.
+    """
     here, packed = facts["architecture"], card["architecture"]
     known = here == packed or (packed < here < 90 and packed // 10 == here // 10)
     return known and all(card[name] <= facts[name] for name in ("multiprocessors", "shared_bytes"))

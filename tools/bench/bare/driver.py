@@ -1,6 +1,7 @@
 """NVIDIA's driver through ctypes: what it finds, memory, kernels, waits with an end (cuda.h).
 
-Calls are those of CUDA 11, which every later driver has: what is missing is said by this file and not by a loader.
+Calls are those of CUDA 11, which every later driver has: what is missing is said by this file and not by a
+loader.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Is the CUDA engine right on this GPU, and how fast? Python's standard library and NVIDIA's driver are enough.
+"""Is the CUDA engine right on this GPU, and how fast? Python's standard library and NVIDIA's driver are
+enough.
 
     python3 laneformer-cuda.pyz [--json FILE] [--steps NAMES]
 
-Each step runs in a process of its own with a limit: a hang or a crash of the GPU costs its step, and is named. The exit
-status is 0 where all checks hold; the figures of every step are in the JSON file, to be sent with a report.
+Each step runs in a process of its own with a limit: a hang or a crash of the GPU costs its step, and is
+named. The exit status is 0 where all checks hold; the figures of every step are in the JSON file, to be sent
+with a report.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def probe(model: Model) -> Figures:
 
 
 def latency(model: Model) -> Figures:
-    """Microseconds from a store to the poll that sees it, and of a stream's exchange, with the memory idle and read by
-    the other lanes' blocks.
+    """Microseconds from a store to the poll that sees it, and of a stream's exchange, with the memory idle
+    and read by the other lanes' blocks.
     """
     found: Figures = {}
     for saturated in (False, True):
@@ -44,8 +44,8 @@ def latency(model: Model) -> Figures:
 
 
 def decode(model: Model, gpu: str, probe_bytes_per_s: float) -> Figures:
-    """Tokens/s of one request after some positions, in launches of 16 passes: as the host sees them, and of the GPU
-    alone, whose part of the bandwidth is given.
+    """Tokens/s of one request after some positions, in launches of 16 passes: as the host sees them, and of
+    the GPU alone, whose part of the bandwidth is given.
     """
     shape, found, effort = model.shape, Figures(), model.contents.effort
     for depth in (0, shape["context"] // 2):
@@ -84,9 +84,9 @@ def passes_ms(model: Model) -> Figures:
 
 
 def trace(model: Model) -> Figures:
-    """Where a token's time goes, by a build of the kernel that counts it: microseconds a token that the first warp of a
-    block waits for each exchange and for weights, the mean and the worst of the blocks; the rest it computes, or waits
-    for the other warps.
+    """Where a token's time goes, by a build of the kernel that counts it: microseconds a token that the first
+    warp of a block waits for each exchange and for weights, the mean and the worst of the blocks; the rest it
+    computes, or waits for the other warps.
     """
     position = model.shape["context"] // 2
     token = model.read([(7 * i) % model.vocabulary for i in range(position)])

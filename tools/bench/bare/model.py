@@ -1,4 +1,6 @@
-"""A model with weights by the rule of fill.cu on the GPU, and passes over it, as engine/cuda/passes.py makes them."""
+"""A model with weights by the rule of fill.cu on the GPU, and passes over it, as engine/cuda/passes.py makes
+them.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ class Model:
     # ---- texts ----
 
     def read(self, ids: Sequence[int], start: int = 0, most: int = 0, build: int = -1) -> int:
-        """Passes of up to `most` columns (0: as many as there are) over ids[start:]: the token after the last."""
+        """Passes of up to `most` columns (0: as many as there are) over ids[start:]: the token after the
+        last.
+        """
         most, row = most or self.columns, [0]
         for at in range(start, len(ids), most):
             part = list(enumerate(ids))[at : at + most]

@@ -1,4 +1,5 @@
-"""The kernels' arguments as C structures, field by field those of block.cuh, probe.cu and fill.cu, and their limits.
+"""The kernels' arguments as C structures, field by field those of block.cuh, probe.cu and fill.cu, and their
+limits.
 
 Only the standard library is imported: a bundle for a bare machine carries this file (tools/bench/bundle.py).
 """
@@ -128,8 +129,8 @@ class Fill(ctypes.Structure):
 
 
 def picked(words: Sequence[Sequence[int]], epoch: int, columns: int) -> list[list[int]]:
-    """Tokens [pass][column] that passes from this epoch on have chosen so far, of the host's words [pass][column];
-    -1 where a column has ended before. The kernel may still run.
+    """Tokens [pass][column] that passes from this epoch on have chosen so far, of the host's words
+    [pass][column]; -1 where a column has ended before. The kernel may still run.
     """
     rows, running = list[list[int]](), [True] * columns
     for number, row in enumerate(words, epoch + 1):
