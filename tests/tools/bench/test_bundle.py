@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
     pytest.mark.skipif(COMPILER is None, reason="the fake driver needs a C compiler"),
 ]
-CONFIG = small_config()
+CONFIG = small_config(num_hidden_layers=2, swa_layers=(0,))
 CARD = Card(8, 90)
 SHAPE = {"warps": 2, "chunk_bytes": 512, "columns": 3}
 KERNELS = {
