@@ -40,6 +40,10 @@ Result = dict[str, Any]
 Trial = Callable[[], float]  # tokens/s
 
 
+class NoAnswer(RuntimeError):
+    """A candidate exceeded its time: it may be slow, which says nothing about what it would have answered."""
+
+
 @dataclass
 class Candidate:
     """A Python process that calls `serve`; started when first asked, and again after it has ended.
@@ -66,7 +70,7 @@ class Candidate:
             process.stdin.flush()
             if not select.select([process.stdout], [], [], timeout_s)[0]:
                 self.close()
-                raise RuntimeError(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
+                raise NoAnswer(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
             line = process.stdout.readline()
         if not line:
             status, last = process.wait(), ""
