@@ -32,7 +32,7 @@ USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers a
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
 # streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters
 # it, and what it holds beyond what it has freed; counted by tools.bench train-traffic
-WIDE_IN_BACKWARD = 3.0
+WIDE_IN_BACKWARD = {"": 3.0, "rowwise": 2.5, "tensorwise": 3.3}  # by float8 recipe
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def memory(job: Job) -> dict[str, float]:
         "gradients": FP32 * own,
         "gathered": job.param_bytes * gathered + in_flight,
         "kept_activations": kept,
-        "working_set": max(head, WIDE_IN_BACKWARD * wide),
+        "working_set": max(head, WIDE_IN_BACKWARD[job.float8] * wide),
     }
     return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
 

@@ -216,7 +216,7 @@ def test_the_plan_knows_what_was_counted(request: pytest.FixtureRequest, float8:
         config=CONFIG, seq_len=OPTIONS.seq_len, steps=1, global_batch=OPTIONS.batch, local_batch=OPTIONS.batch,
         shard=1, float8=float8,
     )  # fmt: skip
-    held = sums.memory(job)["kept_activations"] + sums.WIDE_IN_BACKWARD * W
+    held = sums.memory(job)["kept_activations"] + sums.WIDE_IN_BACKWARD[float8] * W
     assert counted["peak_bytes"] <= held <= counted["peak_bytes"] + MARGIN * W
     modelled = speed.tokens_per_s(CONFIG, OPTIONS.batch, OPTIONS.seq_len, INPUTS.card(gpu), float8)
     for name, rate in counted["tokens_per_s"].items():
