@@ -203,12 +203,16 @@ def check_device(emulate: bool, capability: tuple[int, int] | None) -> None:
 
 
 def use_float8(model: Any, float8: Float8) -> None:
-    """Let the layers of a (meta) TitanLaneformer compute w1, w2 and w3 in float8, in place."""
+    """Let the layers of a TitanLaneformer compute w1, w2 and w3 in float8, in place."""
     model.float8 = float8
     for layer in model.layers:
         assert isinstance(layer, TitanLayer), f"{type(layer).__name__} has no float8 products"
-        layer.feed_forward = Float8FeedForward(model.config, float8, layer.adds_sum_only(1))
-        layer.ffn_norm = LaneRMSNorm(model.config)  # not kept: the products keep its result in float8
+        plain, norm = layer.feed_forward, layer.ffn_norm
+        with torch.device("meta"):  # the parameters stay those of the layer, on their device
+            layer.feed_forward = Float8FeedForward(model.config, float8, layer.adds_sum_only(1))
+            layer.ffn_norm = LaneRMSNorm(model.config)  # not kept: the products keep its result in float8
+        layer.feed_forward.w1, layer.feed_forward.w2, layer.feed_forward.w3 = plain.w1, plain.w2, plain.w3
+        layer.ffn_norm.weight = norm.weight
 
 
 class Float8Converter(ModelConverter):

@@ -258,6 +258,17 @@ def test_the_input_is_kept_in_float8_alone(recipe: Recipe) -> None:
         assert products == 4, "two gradients of each of two products"
 
 
+def test_the_parameters_stay(recipe: Recipe) -> None:
+    """A converter runs outside of TorchTitan's meta device: it may make no tensor of its own."""
+    with torch.device("meta"):
+        model = TitanLaneformer(LaneformerArgs(config=CONFIG))
+    before = dict(model.named_parameters())
+    use_float8(model, Float8(recipe, emulate=True))
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is parameter for name, parameter in before.items())
+
+
 # --- who may use it
 
 
