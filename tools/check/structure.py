@@ -28,7 +28,7 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_850,
-    "laneformer": 102_800,
+    "laneformer": 102_850,
     "data_mixtures": 56_500,
     "train": 31_900,
     "evals": 31_500,
