@@ -1,8 +1,8 @@
-"""A head that drafts, from nothing to its acceptance: the demo's text, a tiny model, its own outputs,
-configs/mtp.toml.
+"""A head that drafts, from nothing to its acceptance: the demo's text, a tiny model, then configs/mtp.toml.
 
-The model is the demo's after phase 1: as many steps on as many tokens. Prompts are the beginnings of the
-mixture's windows; one in ten of the texts that the model makes of them is held out, and never seen by the head.
+The model is the demo's after phase 1: as many steps on as many tokens. The head learns from the same text with the
+model frozen, and is judged on what is held out of it. The model's own outputs are no proof at this size: decoded
+greedily they are loops, which any head continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.proof("configs/debug_phase1.toml", "configs/mtp.toml", "data_mixtures/demo.toml"),
 ]
-BASE_STEPS, HEAD_STEPS, SEQ_LEN = 200, 60, 256
+BASE_STEPS, HEAD_STEPS, SEQ_LEN = 200, 160, 256
 ASKED = 0.6  # of the first draft
 
 
@@ -49,18 +49,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_first_drafts_are_accepted(base: Path) -> None:
     folder = base.parents[2]
-    data, model, own = folder / "data", folder / "hf", folder / "own"
-    tokenizer = data / "tokenizer.model"
-    command("tools.export_hf", "--checkpoint", base, "--out", model, "--tokenizer", tokenizer)
-    sizes = ("--prompts", 600, "--prompt-tokens", 32, "--new-tokens", 96, "--holdout", 0.1)
-    command("train.own_outputs", model, "--lock", data / "phase1.lock.json", "--out", own, *sizes)
     shapes = (
         "--model.flavor", "tiny", "--training.seq_len", SEQ_LEN, "--training.local_batch_size", 8,
         "--training.global_batch_size", 8, "--training.mixed_precision_param", "float32", "--compile.no-enable",
         "--optimizer.lr", 3e-3, "--lr_scheduler.warmup_steps", 10, "--checkpoint.async_mode", "disabled",
-        "--checkpoint.initial_load_path", base,
+        "--checkpoint.initial_load_path", base, "--validation.windows_per_source", 8, "--mtp.steps", 1,
     )  # fmt: skip
-    head = job(folder / "head", "mtp", own / "own_outputs.lock.json", HEAD_STEPS, *shapes)
+    head = job(folder / "head", "mtp", folder / "data/phase1.lock.json", HEAD_STEPS, *shapes)
     last = metrics(head.parents[1])[-1]
     print(f"accepted by place {last['valid_acceptance']}, losses {last['valid_draft_loss']}")
     assert last["valid_acceptance"][0] >= ASKED
