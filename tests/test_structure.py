@@ -28,21 +28,23 @@ INSIDE = {
     "config": set(),
     "tensors": set(),
     "old_spellings": set(),
-    "model": {"config"},
+    "initialization": {"config"},
+    "positions": {"config"},
+    "model": {"config", "initialization", "positions"},
     "llama": {"config", "tensors"},
-    "hf": {"config", "model", "llama", "old_spellings", "tensors"},
-    "titan": {"config", "model"},
+    "hf": {"config", "initialization", "model", "positions", "llama", "old_spellings", "tensors"},
+    "titan": {"config", "initialization", "model", "positions"},
     "chat": {"config"},
     "prompts": {"chat"},
     "engine": {"config", "llama", "old_spellings", "tensors"},
-    "engine/cuda": {"config", "model", "engine", "tensors"},
+    "engine/cuda": {"config", "model", "engine", "positions", "tensors"},
     "serve": {"chat", "config", "engine", "prompts"},
     "cli": {"chat", "config", "engine", "prompts", "serve", "tensors"},
 }
 ONLY_IN = {
     "torchtitan": {"titan"},
     "transformers": {"hf"},
-    "torch": {"model", "hf", "titan", "engine/cuda", "engine/device.py"},
+    "torch": {"initialization", "model", "positions", "hf", "titan", "engine/cuda", "engine/device.py"},
 }
 
 
