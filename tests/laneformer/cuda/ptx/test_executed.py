@@ -15,8 +15,9 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.bench import PROBES, expected_sum, probe_argument
 from laneformer.engine.cuda.compile import source_of
 from laneformer.engine.cuda.geometry import Machine
-from laneformer.engine.cuda.memory import DeviceMemory, Order
+from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import Order
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulator import EmulationError
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
