@@ -96,6 +96,22 @@ class Model:
 
 
 @dataclass
+class MTP:
+    """Training of the head that drafts tokens, which architecture.num_nextn_predict_layers = 1 adds."""
+
+    steps: int = 1
+    """Tokens after the next one that the head is trained to predict, each from its output for the last"""
+    loss_weight: float = 0.3
+    """Weight of the sum of the steps' losses in the gradients, in the first part of the schedule"""
+    final_loss_weight: float = 0.1
+    """The same in its last part"""
+    lower_at: float = 0.67
+    """Share of lr_scheduler.total_steps after which final_loss_weight applies"""
+    freeze_base: bool = False
+    """Train the head alone: the model stays as initial_load_path has it, which need not have a head"""
+
+
+@dataclass
 class Parallelism:
     """TorchTitan's section."""
 
@@ -291,6 +307,7 @@ class JobSections:
     mixture: Mixture = field(default_factory=Mixture)
     phase: Phase = field(default_factory=Phase)
     model: Model = field(default_factory=Model)
+    mtp: MTP = field(default_factory=MTP)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     resilience: Resilience = field(default_factory=Resilience)

@@ -11,12 +11,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 
+from data_mixtures.mixture import TRAINED, Mixture, read_lock
 from laneformer.hf.export import DType, Progress, checkpoint_step, export
 from records.checkpoints import check_contents
 from records.files import read_lines
 from records.job import read_sections
+
+COUNTED_WINDOWS, WINDOWS_AT_A_TIME = 2048, 64  # 8 million tokens of the 2B model's windows
 
 
 def main(
@@ -26,6 +30,8 @@ def main(
     config: Path | None = None,
     tokenizer: Path | None = None,
     overwrite: bool = False,
+    draft_vocab_size: int = 0,
+    draft_lock: Path | None = None,
 ) -> None:
     """Write the Hugging Face folder `out`; the last line of stdout is JSON.
 
@@ -36,11 +42,44 @@ def main(
         config: path of `model.json`; default: the run folder's
         tokenizer: path of a SentencePiece `tokenizer.model` or of a `tokenizer.json`; default: the run folder's
         overwrite: replace `out` if it is not empty
+        draft_vocab_size: of a model with a head for multi-token prediction: how many ids it may draft, the
+            most frequent in its data, which makes a draft cheaper; 0: all
+        draft_lock: lock file of the mixture in which they are counted; default: the run's
     """
     check_contents(checkpoint)
     check_joins(checkpoint)
     progress = training_progress(checkpoint)
-    print(json.dumps(export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress)))
+    ids = frequent_ids(checkpoint, draft_lock, draft_vocab_size) if draft_vocab_size else ()
+    made = export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress, draft_ids=ids)
+    print(json.dumps(made))
+
+
+def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, ...]:
+    """The ids that a mixture's first windows have most often, of conversations those that are trained."""
+    if lock is None:
+        job = checkpoint.resolve().parent.parent / "config.toml"
+        said = read_sections(job).get("mixture", {}).get("lock") if job.is_file() else None
+        if said is None:
+            raise ValueError(f"{job} does not say what data the run read; give its lock file as --draft-lock")
+        lock = Path(said)
+    given = Mixture.open(lock)
+    counts = np.zeros(given.vocab_size, dtype=np.int64)
+    sources = [source for source in read_lock(lock)["sources"] if source["weight"]]
+    weights = sum(source["weight"] for source in sources)
+    once = min(
+        source["windows"] * weights // source["weight"] for source in sources
+    )  # before one is read again
+    for first in range(0, last := max(1, min(COUNTED_WINDOWS, once)), WINDOWS_AT_A_TIME):
+        some = min(WINDOWS_AT_A_TIME, last - first)
+        tokens = given.sequences(first, some)[0]
+        if given.packed:
+            tokens = tokens[(given.flags(first, some) & TRAINED) > 0]
+        counts += np.bincount(tokens.ravel(), minlength=given.vocab_size)
+    if count > given.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size = {count} is more than the {given.vocab_size} ids of {lock}; use fewer"
+        )
+    return tuple(np.argsort(-counts, kind="stable")[:count].tolist())
 
 
 def check_joins(checkpoint: Path) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpoint import DATALOADER, MODEL, OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from laneformer.config import LaneformerConfig
+from laneformer.config import HEAD_FIELDS, MTP, LaneformerConfig
 from laneformer.tensors import check_shapes
 from records import checkpoints
 from records.events import record_event
@@ -227,24 +227,25 @@ class PhaseCheckpointManager(CheckpointManager):
 
     def _start_phase(self, parent: Path) -> None:
         wanted = [MODEL] if self.initial_load_model_only else [MODEL, OPTIMIZER]
-        self.contents.check(parent, self.architecture, self.allow_changes)
-        stored = self._load(parent, wanted)
+        adds_head: bool = on_rank_zero(lambda: lacks_head(parent, self.architecture))
+        self.contents.check(parent, self.architecture, self.allow_changes + adds_head * HEAD_FIELDS)
+        stored = self._load(parent, wanted, adds_head)
         self.started_from = parent
         if f"{DATALOADER}.mixture" in stored:
             state = {DATALOADER: self.states[DATALOADER].state_dict()}
             self.dcp_load(state, str(parent), from_hf=False, from_quantized=False)
             self.states[DATALOADER].begin_after(json.loads(state[DATALOADER]["mixture"]))
-        logger.info(
-            f"New phase from {parent}: {' and '.join(wanted)}; schedule, settings and data order are this job's"
-        )
+        read = " and ".join(wanted)
+        logger.info(f"New phase from {parent}: {read}; schedule, settings and data order are this job's")
 
-    def _load(self, folder: Path, names: list[str]) -> set[str]:
-        """Load these states; returns the names of everything that the checkpoint holds."""
+    def _load(self, folder: Path, names: list[str], adds_head: bool = False) -> set[str]:
+        """Load these states, but no head that drafts where it is added; returns the checkpoint's names."""
         stored = checkpoints.read_metadata(folder).state_dict_metadata
         states = self._flattened_model_states_sd({name: self.states[name] for name in names})
+        states, model = (without_head(s, adds_head) for s in (states, self.states[MODEL].state_dict()))
         others = tuple(f"{name}." for name in self.states if name != MODEL)
         found = {name: entry.size for name, entry in stored.items() if not name.startswith(others)}
-        expected = {name: tensor.shape for name, tensor in self.states[MODEL].state_dict().items()}
+        expected = {name: tensor.shape for name, tensor in model.items()}
         check_shapes(
             str(folder), found, expected, "; set model.flavor and [architecture] to the checkpoint's"
         )
@@ -274,6 +275,18 @@ class PhaseCheckpointManager(CheckpointManager):
             background["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
             background["async_stager"] = self.stager
         return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **background)
+
+
+def without_head(states: dict[str, Any], adds_head: bool) -> dict[str, Any]:
+    """Of a flat dictionary the states that a checkpoint without a head for multi-token prediction has."""
+    return {name: each for name, each in states.items() if not (adds_head and name.startswith(MTP))}
+
+
+def lacks_head(checkpoint: Path, config: LaneformerConfig) -> bool:
+    """Whether a checkpoint has no head for multi-token prediction where the job's architecture has one."""
+    checkpoints.check_complete(checkpoint)
+    stored = checkpoints.read_metadata(checkpoint).state_dict_metadata
+    return config.num_nextn_predict_layers > 0 and not any(name.startswith(MTP) for name in stored)
 
 
 def clear_branch(run: Path, folder: Path, start: Path | None) -> None:

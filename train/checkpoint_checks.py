@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def check_architecture(checkpoint: Path, config: LaneformerConfig, allowed: Sequ
             f"{checkpoint} does not say its architecture (model.json): only tensor shapes are compared"
         )
         return
-    there, here = LaneformerConfig.from_dict(stored).to_dict(), config.to_dict()
+    there, here = asdict(LaneformerConfig.from_dict(stored)), asdict(config)
     different = [name for name in here if there[name] != here[name] and name not in allowed]
     if different:
         listing = ", ".join(f"{name} = {there[name]} (this job: {here[name]})" for name in different)

@@ -40,6 +40,9 @@ class Diagnostics:
         self.watching = True
         self.mean_squares: list[Tensor] = []
         self.logits: list[Tensor] = []  # (3,): sum of squared log-denominators, tokens, largest logit
+        self.drafts: list[
+            Tensor
+        ] = []  # (2 K,): sums of loss, and of tokens, of each step of the head that drafts
 
     def _see_stream(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if self.watching:
@@ -55,6 +58,9 @@ class Diagnostics:
         squares = torch.where(counts, denominators, 0.0).double().square().sum()
         peak = torch.where(counts, peaks, -math.inf).max().double()
         self.logits.append(torch.stack([squares, counts.sum().double(), peak]))
+        if (drafted := self.model.drafted) is not None:
+            tokens = (drafted.labels != IGNORE_INDEX).sum((1, 2))
+            self.drafts.append(torch.cat([drafted.losses.double().sum((1, 2)), tokens.double()]))
         self.watching = False
 
     @torch.no_grad()
@@ -74,12 +80,15 @@ class Diagnostics:
 
         z_loss: mean squared log-denominator of the softmax, without its weight; max_logit;
         layer_grad_norm: L2 norms before clipping; layer_stream_rms: root mean square of the streams after
-        each layer, first micro-batch.
+        each layer, first micro-batch. draft_loss: mean loss of each step of the head that drafts, if there
+        is one.
         """
         ranks, layers = torch.distributed.get_world_size(), len(self.squared_norms)
         logits = torch.stack(self.logits)
         rms = torch.stack(self.mean_squares) / ranks
-        mine = torch.cat([self.squared_norms, rms, logits[:, :2].sum(0), logits[:, 2].max()[None]])
+        drafts = torch.stack(self.drafts).sum(0) if self.drafts else logits[:0, 0]
+        last = (logits[:, :2].sum(0), logits[:, 2].max()[None])
+        mine = torch.cat([self.squared_norms, rms, drafts, *last])
         table = gather_ranks(mine)
         *sums, peak = torch.cat([table[:, :-1].sum(0), table[:, -1].max()[None]]).tolist()
         return {
@@ -87,4 +96,13 @@ class Diagnostics:
             "max_logit": peak,
             "layer_grad_norm": [math.sqrt(square) for square in sums[:layers]],
             "layer_stream_rms": [math.sqrt(square) for square in sums[layers : 2 * layers]],
+            **({"draft_loss": ratios(*sums[2 * layers : -2])} if self.drafts else {}),
         }
+
+
+def ratios(*sums: float) -> list[float]:
+    """(a, b, ..., of a, of b, ...) -> [a / of a, b / of b, ...]; NaN where there was nothing."""
+    half = len(sums) // 2
+    return [
+        value / count if count else math.nan for value, count in zip(sums[:half], sums[half:], strict=True)
+    ]

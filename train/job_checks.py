@@ -65,14 +65,14 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "lr_scheduler.total_steps parallelism.data_parallel_replicate_degree metrics.log_freq validation.freq "
         "validation.local_batch_size validation.windows_per_source mixture.reader_threads checkpoint.interval "
         "resilience.max_failed_saves resilience.skip_steps resilience.max_fruitless_starts comm.init_timeout_seconds "
-        "comm.train_timeout_seconds",
+        "comm.train_timeout_seconds mtp.steps",
     ),
     (
         "at least 0",
         lambda value: value >= 0,
         "lr_scheduler.warmup_steps optimizer.weight_decay resilience.keep_every_steps resilience.max_loss_z "
         "resilience.max_grad_norm_z resilience.max_skips training.z_loss_weight "
-        "resilience.backoff_s resilience.max_backoff_s evals.every_steps",
+        "resilience.backoff_s resilience.max_backoff_s evals.every_steps mtp.loss_weight mtp.final_loss_weight",
     ),
     (
         "greater than 0",
@@ -80,7 +80,8 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "optimizer.lr optimizer.eps training.max_norm resilience.hang_timeout_s resilience.start_timeout_s "
         "resilience.stop_deadline_s",
     ),
-    ("between 0 and 1", lambda value: 0 <= value <= 1, "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor"),
+    ("between 0 and 1", lambda value: 0 <= value <= 1,
+     "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor mtp.lower_at"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "optimizer.beta1 optimizer.beta2"),
     ("at least 4", lambda value: value >= 4, "resilience.spike_window"),  # a z-score of fewer has no meaning
     ("0 (keep all) or at least 2, as the newest may be half written", lambda value: value == 0 or value >= 2,
@@ -205,6 +206,11 @@ def contradictions(job: Any) -> Iterator[str]:
         )  # fmt: skip
     if section.initial_load_all_states and not section.initial_load_path:
         yield "checkpoint.initial_load_all_states = True needs checkpoint.initial_load_path, where to go on from"
+    if job.mtp.freeze_base and section.initial_load_path and not section.initial_load_model_only:
+        yield (
+            "mtp.freeze_base = True needs checkpoint.initial_load_model_only = true: the optimizer has the head's "
+            "moments alone"
+        )
     if job.validation.enable and job.validation.freq % job.metrics.log_freq:
         yield (
             f"validation.freq = {job.validation.freq} is not a multiple of metrics.log_freq = {job.metrics.log_freq}; "

@@ -231,16 +231,34 @@ class RunMetrics(MetricsProcessor):
             "seconds": seconds,
         }
 
-    def log_held_out(self, step: int, loss: float, by_source: dict[str, float], seconds: float) -> None:
-        """Add a validation to the row of its step; its time is excluded from the throughput."""
+    def log_held_out(
+        self,
+        step: int,
+        loss: float,
+        by_source: dict[str, float],
+        seconds: float,
+        drafts: dict[str, list[float]],
+    ) -> None:
+        """Add a validation, with lists over the steps of a head that drafts, to the row of its step; its
+        time is excluded from the throughput.
+        """
         self.time_last_log += seconds
-        row = {**self.row, "valid_loss": loss, "valid_loss_by_source": by_source, "valid_s": seconds}
+        row = {
+            **self.row,
+            "valid_loss": loss,
+            "valid_loss_by_source": by_source,
+            "valid_s": seconds,
+            **drafts,
+        }
         scalars = {
             "valid_loss": loss,
             **{f"valid_loss_by_source/{name}": value for name, value in by_source.items()},
+            **{f"{key}/{step}": value for key, each in drafts.items() for step, value in enumerate(each, 1)},
         }
         self._survive(lambda: self.logger.log(scalars, step))
-        logger.info(f"validation  step: {step}  loss: {loss:.4f}  {seconds:.1f} s")
+        accepted = ", ".join(f"{odds:.3f}" for odds in drafts.get("valid_acceptance", ()))
+        drafted = f"  drafts accepted: {accepted}" if accepted else ""
+        logger.info(f"validation  step: {step}  loss: {loss:.4f}{drafted}  {seconds:.1f} s")
         if torch.distributed.get_rank() == 0:
             assert self.row.get("step") == step, (
                 f"validation at step {step}, the last row is {self.row.get('step')}"
@@ -271,8 +289,8 @@ def _scalars(row: dict[str, Any]) -> dict[str, float]:
     scalars = {key: row[key] for key in keys if row.get(key) is not None}
     for key in ("loss_by_source", "tokens_by_source"):
         scalars |= {f"{key}/{name}": value for name, value in row[key].items()}
-    for key in ("layer_grad_norm", "layer_stream_rms"):
-        scalars |= {f"{key}/{layer}": value for layer, value in enumerate(row[key])}
+    for key in ("layer_grad_norm", "layer_stream_rms", "draft_loss"):
+        scalars |= {f"{key}/{place}": value for place, value in enumerate(row.get(key, ()))}
     return scalars
 
 

@@ -4,13 +4,13 @@ any number of ranks.
 All windows form one list, cut into micro-batches for all ranks. The list is padded to a whole number of them,
 since every rank must run the same number of forward passes (FSDP gathers weights in each); the padding is
 summed into a bin of its own that is not read. The total weighs sources as the mixture does, so that it is
-comparable with the loss.
+comparable with the loss. So does what is measured of the head that drafts, if the model has one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from data_mixtures.mixture import CONVERSATIONS, TRAINED, read_lock, valid_windows
+from laneformer.titan.mtp import Drafted
 
 from .data import inputs_and_labels
+from .diagnostics import ratios
 from .metrics import RunMetrics, sequence_losses
 from .supervise.heartbeat import enter
 
@@ -112,7 +115,7 @@ class HeldOutValidator(BaseValidator):
         enter(f"the validation after step {step}")
         (model,) = model_parts
         model.eval()
-        sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=utils.device_type)
+        sums = torch.zeros(len(self.names) + 1, 1, dtype=torch.float64, device=utils.device_type)
         for tokens, flags, source in zip(
             self.tokens, self.flags, self.sources, strict=True
         ):  # a few: signals wait
@@ -121,11 +124,53 @@ class HeldOutValidator(BaseValidator):
             inputs, labels = inputs_and_labels(batch, marks)
             with self.context():
                 losses = sequence_losses(model(inputs["input"], labels, inputs.get("documents")))
-            sums.index_add_(0, source.to(utils.device_type), losses)
+            drafted: Any = model.drafted
+            found = torch.cat([losses[:, None], draft_sums(drafted, len(losses))], 1)
+            sums = sums.expand(-1, found.shape[1]).index_add(0, source.to(utils.device_type), found)
         model.train()
         if self.mesh is not None:
             torch.distributed.all_reduce(sums, group=self.mesh.get_group())
-        means = [loss / count for loss, count in zip(sums.tolist(), self.tokens_per_source, strict=False)]
-        total = sum(w * mean for w, mean in zip(self.weights, means, strict=True)) / sum(self.weights)
+        rows = sums.tolist()[:-1]
+        means = [row[0] / count for row, count in zip(rows, self.tokens_per_source, strict=True)]
         by_source = dict(zip(self.names, means, strict=True))
-        self.metrics.log_held_out(step, total, by_source, time.perf_counter() - started)
+        drafts = [draft_figures(row[1:]) for row in rows]
+        figures = {
+            f"valid_{name}": [
+                self._weighted(column) for column in zip(*(each[name] for each in drafts), strict=True)
+            ]
+            for name in drafts[0]
+        }
+        self.metrics.log_held_out(
+            step, self._weighted(means), by_source, time.perf_counter() - started, figures
+        )
+
+    def _weighted(self, by_source: Sequence[float]) -> float:
+        return sum(w * value for w, value in zip(self.weights, by_source, strict=True)) / sum(self.weights)
+
+
+def draft_sums(drafted: Drafted | None, sequences: int) -> torch.Tensor:
+    """For each sequence (b, 3 K): sums of every step's loss, of its tokens, and of drafts accepted up to it.
+
+    Zero columns of a model without a head that drafts.
+    """
+    if drafted is None:
+        return torch.zeros(sequences, 0, dtype=torch.float64, device=utils.device_type)
+    assert drafted.accepted is not None, "the model was not in eval mode"
+    counted = drafted.labels != IGNORE_INDEX
+    parts = (drafted.losses, counted, drafted.accepted & counted)
+    return torch.cat([part.double().sum(2) for part in parts]).T
+
+
+def draft_figures(sums: list[float]) -> dict[str, list[float]]:
+    """Of one source: each step's mean loss, and the odds that its draft is accepted where those before it
+    were.
+    """
+    if not sums:
+        return {}
+    steps = len(sums) // 3
+    losses, tokens, accepted = (sums[i * steps : (i + 1) * steps] for i in range(3))
+    before = [tokens[0], *accepted]
+    return {
+        "draft_loss": ratios(*losses, *tokens),
+        "acceptance": ratios(*accepted, *before[:steps]),
+    }

@@ -26,6 +26,11 @@ HEAD_NORMS = (
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
+MTP = "mtp."  # begins the names of the tensors of the head for multi-token prediction
+HEAD_FIELDS = ["num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"]
+DRAFT_IDS = (
+    "mtp.draft_ids"  # int32, ascending: the rows of the head that drafts are scored with; no parameter
+)
 ROPE_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -49,9 +54,13 @@ class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported
 class LaneformerConfig:
     """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction.
 
-    The last four fields are there for checkpoints of other families (llama/): head_dim None is
+    head_dim to nope_layers are there for checkpoints of other families (llama/): head_dim None is
     hidden_size over num_attention_heads; attention_bias adds to queries, keys and values; nope_layers
     are those without RoPE.
+
+    num_nextn_predict_layers 1 adds a head that drafts tokens (model.py's MTPHead). Its block counts as layer
+    `num_hidden_layers`. draft_vocab_size: ids that it can draft, listed in the tensor `mtp.draft_ids`; 0
+    for all. deliver_tail: its input has the last layers' partials of all lanes, which otherwise never arrive.
     """
 
     hidden_size: int = 3072
@@ -81,11 +90,14 @@ class LaneformerConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     nope_layers: tuple[int, ...] = ()
+    num_nextn_predict_layers: int = 0
+    draft_vocab_size: int = 0
+    deliver_tail: bool = True
 
     def __post_init__(self) -> None:
         for name in ("swa_layers", "nope_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for check in (_check_sizes, _check_lanes, _check_heads, _check_choices):
+        for check in (_check_sizes, _check_lanes, _check_heads, _check_choices, _check_drafts):
             check(self)
 
     @property
@@ -112,13 +124,13 @@ class LaneformerConfig:
         found = self.borrowed() | ({"tie_word_embeddings": True} if self.tie_word_embeddings else {})
         if found:
             listing = ", ".join(f"{name} = {value}" for name, value in found.items())
-            raise ValueError(
-                f"{who} does not support {listing}; the decode engine and the plain PyTorch model do"
-            )
+            raise ValueError(f"{who} does not support {listing}; the engine and the plain PyTorch model do")
 
     def join(self, layer: int, module: str) -> Join:
         """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""
         assert module in MODULES, f"unknown module {module!r}, expected one of {MODULES}"
+        if layer == self.num_hidden_layers:
+            return Join.PRESENT  # a draft waits for its lanes
         if not (self.use_attention_comm if module == "attention" else self.use_mlp_comm):
             return Join.NO_REDUCE
         if self.broadcast_delay == 0:
@@ -140,6 +152,23 @@ class LaneformerConfig:
         """
         return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
 
+    def delivers(self, layer: int, module: str) -> bool:
+        """Whether the other lanes' partials of `layer`, otherwise lost, join at the MTP head's input."""
+        last = self.num_hidden_layers - self.broadcast_delay <= layer
+        wanted = bool(self.num_nextn_predict_layers) and self.deliver_tail
+        return wanted and last and self.join(layer, module) == Join.PAST
+
+    @property
+    def equal_delivered_streams(self) -> bool:
+        """Whether all lanes' streams are the same at the MTP head's input, up to rounding."""
+
+        def once(layer: int, module: str) -> bool:  # every lane has every partial, and has it once
+            how = self.join(layer, module)
+            late = self.delivers(layer, module) or self.broadcasts(layer, module)
+            return late if how == Join.PAST else how == Join.PRESENT and not late
+
+        return all(once(i, module) for i in range(self.num_hidden_layers) for module in MODULES)
+
     def equal_streams(self, layers: int) -> bool:
         """Whether all lanes' streams are the same after the first `layers`, so that one is kept for all."""
         return all(self.join(i, module) == Join.PRESENT for i in range(layers) for module in MODULES)
@@ -149,25 +178,17 @@ class LaneformerConfig:
 
         A matrix is (L, out / L, in) where a lane owns rows, and (L, out, in / L) where it owns columns.
         """
-        lanes, d, f, v = self.num_lanes, self.hidden_size, self.intermediate_size, self.vocab_size
-        q, kv = self.query_size, self.head_dim * self.num_key_value_heads
-        norm = (d,) if self.replicated_rmsn_scale else (lanes, d)
-        rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
-        columns = {"wo": q, "w2": f}
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (v, d)}
+        d = self.hidden_size
+        norm = (d,) if self.replicated_rmsn_scale else (self.num_lanes, d)
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, d)}
         for i in range(self.num_hidden_layers):
-            shapes |= {f"layers.{i}.{name}.weight": norm for name in NORMS}
-            for name in MATRICES:
-                part = name.split(".")[1]
-                shape = (
-                    (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
-                )
-                shapes[f"layers.{i}.{name}.weight"] = shape
-                if self.attention_bias and name in BIASED:
-                    shapes[f"layers.{i}.{name}.bias"] = shape[:2]
-            shapes |= {f"layers.{i}.{name}.weight": (self.head_dim,) for name in HEAD_NORMS if self.qk_norm}
+            shapes |= _layer_shapes(self, f"layers.{i}.", norm)
         head = {} if self.tie_word_embeddings else {HEAD: self.head_shape}
-        return {**shapes, "norm.weight": norm, **head}
+        shapes |= {"norm.weight": norm, **head}
+        if self.num_nextn_predict_layers:
+            shapes |= {f"{MTP}{name}.weight": norm for name in ("hidden_norm", "embedding_norm", "norm")}
+            shapes |= _layer_shapes(self, f"{MTP}layer.", norm)
+        return shapes | ({DRAFT_IDS: (self.draft_vocab_size,)} if self.draft_vocab_size else {})
 
     @property
     def head_shape(self) -> tuple[int, ...]:
@@ -181,13 +202,15 @@ class LaneformerConfig:
         return shapes[self.lm_head_type]
 
     def parameter_count(self) -> dict[str, int]:
-        """Parameters by part: embedding, one layer's matrices, head, norms, total."""
-        sizes = {name: math.prod(shape) for name, shape in self.tensor_shapes().items()}
+        """Parameters by part: embedding, one layer's matrices, head, norms, the head that drafts, total."""
+        sizes = {n: math.prod(shape) for n, shape in self.tensor_shapes().items() if n != DRAFT_IDS}
+        norms = (n for n in sizes if n.endswith("norm.weight") and not n.startswith(MTP))
         return {
             "embedding": sizes[EMBEDDING],
             "layer": sum(sizes[f"layers.0.{name}.weight"] for name in MATRICES),
             "lm_head": sizes.get(HEAD, 0),
-            "norms": sum(size for name, size in sizes.items() if name.endswith("norm.weight")),
+            "norms": sum(sizes[name] for name in norms),
+            "mtp": sum(size for name, size in sizes.items() if name.startswith(MTP)),
             "total": sum(sizes.values()),
         }
 
@@ -218,10 +241,26 @@ class LaneformerConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; without the fields of other families' models where they have nothing to say."""
+        """JSON values; without the fields of other families' models and of drafts where they say nothing."""
         plain = {"head_dim", "attention_bias", "qk_norm", "nope_layers"} - self.borrowed().keys()
+        plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _layer_shapes(config: LaneformerConfig, prefix: str, norm: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    lanes, d, f = config.num_lanes, config.hidden_size, config.intermediate_size
+    q, kv = config.query_size, config.head_dim * config.num_key_value_heads
+    rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
+    columns = {"wo": q, "w2": f}
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": norm for name in NORMS}
+    for name in MATRICES:
+        part = name.split(".")[1]
+        shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
+        shapes[f"{prefix}{name}.weight"] = shape
+        if config.attention_bias and name in BIASED:
+            shapes[f"{prefix}{name}.bias"] = shape[:2]
+    return shapes | {f"{prefix}{name}.weight": (config.head_dim,) for name in HEAD_NORMS if config.qk_norm}
 
 
 def _check_sizes(config: LaneformerConfig) -> None:
@@ -293,6 +332,23 @@ def _check_choices(config: LaneformerConfig) -> None:
             )
 
 
+def _check_drafts(config: LaneformerConfig) -> None:
+    depth, ids = config.num_nextn_predict_layers, config.draft_vocab_size
+    if depth not in (0, 1):
+        raise ValueError(f"num_nextn_predict_layers = {depth!r} is not supported; use 0 or 1")
+    if depth and (config.tie_word_embeddings or config.lm_head_type == "lane"):
+        kind = "a tied head" if config.tie_word_embeddings else "lm_head_type = 'lane'"
+        raise ValueError(
+            f"num_nextn_predict_layers = 1 is not supported with {kind}; use an untied head of type "
+            "'vocab_parallel' or 'replicate'"
+        )
+    if ids not in range(0, config.vocab_size + 1, config.num_lanes) or (ids and not depth):
+        raise ValueError(
+            f"draft_vocab_size = {ids!r} must be a multiple of num_lanes = {config.num_lanes}, at most vocab_size = "
+            f"{config.vocab_size}, and 0 without a head that drafts (num_nextn_predict_layers = 0)"
+        )
+
+
 def hf_name(name: str) -> str:
     """The name of a tensor in a Hugging Face folder: ours with `model.` in front, except for the head."""
     return name if name == HEAD else f"model.{name}"
@@ -334,9 +390,11 @@ def flops_per_token(config: LaneformerConfig, seq_len: int) -> int:
     Keys outside the causal triangle or the sliding window are not counted, and neither is recomputation.
     """
     counts = config.parameter_count()
-    matrices = config.num_hidden_layers * counts["layer"] + math.prod(config.head_shape)
+    drafts = config.num_nextn_predict_layers
+    layers = config.num_hidden_layers + drafts
+    matrices = layers * counts["layer"] + (1 + drafts) * math.prod(config.head_shape)
     keys = 0.0
-    for layer in range(config.num_hidden_layers):
+    for layer in range(layers):
         window = min(config.window(layer) or seq_len, seq_len)
         keys += (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
     return int(6 * matrices + 12 * config.query_size * keys)

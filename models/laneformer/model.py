@@ -16,17 +16,18 @@ torch and config.py only.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import Join, LaneformerConfig
+from .config import DRAFT_IDS, MODULES, Join, LaneformerConfig
+from .initialization import init_parameter
+from .positions import apply_rope, causal_mask, draft_mask, rope_table
 
 
 class LaneLinear(nn.Module):
@@ -73,6 +74,10 @@ class LaneRMSNorm(nn.Module):
         return wide.to(x.dtype) * self.weight
 
 
+# of the last `broadcast_delay` layers, (attention, mlp); None where nobody waits for them
+Partials: TypeAlias = "deque[tuple[Tensor | None, Tensor | None]]"
+
+
 class Cache(Protocol):
     """What attention needs of a KV cache; Hugging Face's Cache fits as well."""
 
@@ -96,43 +101,6 @@ class KVCache:
         )
         self.entries[layer_idx] = entry
         return entry
-
-
-def rope_frequencies(config: LaneformerConfig, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each rotated pair, (d/2,) float32; Llama-3 scaling when the config asks for it."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    frequency = 1.0 / (config.rope_theta**exponent)
-    if config.rope_scaling is None:
-        return frequency
-    s = config.rope_scaling
-    turns = s["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-    blend = blend.clamp(0.0, 1.0)  # 0: long wavelengths, stretched by the factor; 1: short ones, kept
-    return frequency * (blend + (1 - blend) / s["factor"])
-
-
-def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (B or 1, S, 1, d/2) float32, for integer positions (S,) or (B, S)."""
-    positions = positions if positions.dim() == 2 else positions[None]
-    angle = positions[..., None].float() * rope_frequencies(config, positions.device)
-    return angle.cos()[:, :, None], angle.sin()[:, :, None]
-
-
-def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate neighbouring pairs (2j, 2j+1) of x (B, S, heads, d): the
-    complex-number convention, not rotate-half.
-    """
-    cos, sin = rope
-    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
-
-
-def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Which keys a query sees, bool (S, T): none after it; with a window only the
-    last `window`, itself included.
-    """
-    distance = query_positions[:, None] - key_positions[None, :]
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 class LaneAttention(nn.Module):
@@ -224,7 +192,8 @@ class LaneformerLayer(nn.Module):
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__()
         self.joins = config.join(layer, "attention"), config.join(layer, "mlp")
-        self.broadcasts = config.broadcasts(layer, "attention"), config.broadcasts(layer, "mlp")
+        attention, mlp = (config.broadcasts(layer, m) or config.delivers(layer, m) for m in MODULES)
+        self.broadcasts = attention, mlp
         self.attention_norm = LaneRMSNorm(config)
         self.attention = LaneAttention(config, layer)
         self.ffn_norm = LaneRMSNorm(config)
@@ -276,14 +245,16 @@ class LMHead(nn.Module):
     def forward(self, h: Tensor, norm: LaneRMSNorm, embedding: Tensor | None = None) -> Tensor:
         weight = self.weight if embedding is None or self.weight is not None else embedding.view(self.shape)
         assert weight is not None, "a tied head needs the embedding"
+        return self.score(norm(h.sum(2, keepdim=True) if self.sum_before_norm else h), weight)
+
+    def score(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normed streams (B, S, L, D) -> logits (B, S, V)."""
         if self.kind == "vocab_parallel":
-            return torch.einsum("bsli,loi->bslo", norm(h), weight).flatten(2)
+            return torch.einsum("bsli,loi->bslo", x, weight).flatten(2)
         if self.kind == "lane":
-            own = norm(h).unflatten(-1, (h.shape[2], -1)).diagonal(dim1=2, dim2=3)  # (B, S, D/L, L)
+            own = x.unflatten(-1, (x.shape[2], -1)).diagonal(dim1=2, dim2=3)  # (B, S, D/L, L)
             return torch.einsum("bsil,loi->bso", own, weight)
-        if self.sum_before_norm:
-            return F.linear(norm(h.sum(2, keepdim=True)).mean(2), weight)
-        return F.linear(norm(h).mean(2), weight)
+        return F.linear(x.mean(2), weight)
 
 
 def run_layers(
@@ -294,9 +265,9 @@ def run_layers(
     masks: Sequence[Tensor | None],
     cache: Cache | None = None,
     share_equal_streams: bool = False,
-) -> Tensor:
-    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D); `masks` holds
-    one entry per layer.
+) -> tuple[Tensor, Partials]:
+    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D), and the partials
+    (attention, mlp) of the last layers that `deliver` needs; `masks` holds one entry per layer.
 
     share_equal_streams: one stream (B, S, 1, D) stands for all lanes until a join tells them apart; if
     none does, one is what comes back. The same mathematics, rounded otherwise: products of equal
@@ -305,14 +276,69 @@ def run_layers(
     h = embedding[:, :, None]
     if not share_equal_streams:
         h = h.expand(-1, -1, config.num_lanes, -1)
-    nothing: tuple[Tensor | None, Tensor | None] = (None, None)
     # partials of at most `broadcast_delay` layers are in flight: each is L streams wide and freed once
     # it has arrived
-    in_flight = deque([nothing] * max(config.broadcast_delay, 1))
+    in_flight: Partials = deque([(None, None)] * max(config.broadcast_delay, 1))
     for layer, mask in zip(layers, masks, strict=True):
         h, partials = layer(h, in_flight.popleft(), rope, mask, cache)
         in_flight.append(partials)
+    return h, in_flight
+
+
+def deliver(h: Tensor, tail: Partials, config: LaneformerConfig) -> Tensor:
+    """Streams (B, S, L, D) and what `run_layers` returns with them -> streams that have every lane's
+    partials: (B, S, 1, D), one for all, where they are equal up to rounding.
+    """
+    lanes = slice(0, 1) if config.equal_delivered_streams else slice(None)
+    h = h[:, :, lanes]
+    for partial in (p for partials in tail for p in partials if p is not None):
+        h = h + (partial.sum(2, keepdim=True) - partial[:, :, lanes])
     return h
+
+
+class MTPHead(nn.Module):
+    """Multi-token prediction: drafts the tokens after the next one from the streams after the last layer.
+
+    One layer, whose lanes wait for each other, on the sum of gated streams and gated embedding; the gates are
+    the scales of two norms. Step 1, at position t, takes the delivered streams of t and token t+1, and
+    predicts token t+2. Step k takes step k-1's output and token t+k, and predicts token t+k+1; it stands at
+    position t+k-1, behind step 1's keys up to t and those of the steps between, as when tokens are drafted.
+    """
+
+    draft_ids: Tensor
+
+    def __init__(self, config: LaneformerConfig, layer: type[LaneformerLayer] = LaneformerLayer):
+        super().__init__()
+        self.hidden_norm, self.embedding_norm = LaneRMSNorm(config), LaneRMSNorm(config)
+        self.layer = layer(config, config.num_hidden_layers)
+        self.norm = LaneRMSNorm(config)
+        if config.draft_vocab_size:
+            ids = torch.arange(config.draft_vocab_size, dtype=torch.int32)
+            self.register_buffer(DRAFT_IDS.split(".")[1], ids)
+
+    def forward(
+        self,
+        h: Tensor,
+        embedding: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        masks: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        """Delivered streams (B, S, 1 or L, D) and the tokens' embeddings (B, S, D) -> the steps' outputs,
+        normed, each (B, S, L, D).
+
+        ropes, masks: one a step, of `draft_mask`. Columns whose token is not known get the first ones':
+        the last k of step k mean nothing.
+        """
+        lanes = self.layer.attention.num_lanes
+        cache = KVCache(1 + self.layer.attention.layer) if len(masks) > 1 else None
+        outputs = []
+        for step, (rope, mask) in enumerate(zip(ropes, masks, strict=True), 1):
+            token = embedding.roll(-step, 1)[:, :, None]
+            h, _ = self.layer(
+                self.hidden_norm(h) + self.embedding_norm(token), (None, None), rope, mask, cache
+            )
+            outputs.append(self.norm(h).expand(-1, -1, lanes, -1))
+        return outputs
 
 
 class Laneformer(nn.Module):
@@ -325,14 +351,31 @@ class Laneformer(nn.Module):
         self.layers = nn.ModuleList(LaneformerLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LaneRMSNorm(config)
         self.lm_head = LMHead(config)
+        self.mtp = MTPHead(config) if config.num_nextn_predict_layers else None
 
     def forward(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
         start, new = (cache.length if cache else 0), input_ids.shape[1]
         positions = torch.arange(start + new, device=input_ids.device)
         rope = rope_table(self.config, positions[start:])
         masks = self.masks(positions[start:], positions)
-        h = run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks, cache)
+        h, _ = run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks, cache)
         return self.lm_head(h, self.norm, self.tok_embeddings.weight)
+
+    def draft_logits(self, input_ids: Tensor, steps: int = 1) -> list[Tensor]:
+        """Token ids (B, S) -> the multi-token-prediction head's logits, for step k (B, S - k, V): those at
+        t score token t+k+1, given the tokens up to t+k. The whole vocabulary, whatever `draft_vocab_size`.
+        """
+        assert self.mtp is not None, "the model has no head that drafts"
+        weight = self.lm_head.weight
+        assert weight is not None, "a tied head does not draft"
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        embedding, masks = self.tok_embeddings(input_ids), self.masks(positions, positions)
+        h, tail = run_layers(self.layers, self.config, embedding, rope_table(self.config, positions), masks)
+        h = deliver(h, tail, self.config)
+        ropes = [rope_table(self.config, positions + step) for step in range(steps)]
+        seen = [draft_mask(len(positions), step, input_ids.device) for step in range(1, steps + 1)]
+        outputs = self.mtp(h, embedding, ropes, seen)
+        return [self.lm_head.score(x[:, :-k], weight) for k, x in enumerate(outputs, 1)]
 
     def masks(self, query_positions: Tensor, key_positions: Tensor) -> list[Tensor | None]:
         """One mask a layer; None where plain causality (or a single query that sees everything) says it all."""
@@ -351,40 +394,3 @@ class Laneformer(nn.Module):
         """Draw every parameter (see init_parameter); a function of the seed alone."""
         for name, parameter in self.named_parameters():
             init_parameter(self.config, name, parameter, seed)
-
-
-@torch.no_grad()
-def init_parameter(config: LaneformerConfig, name: str, parameter: Tensor, seed: int = 0) -> None:
-    """The initialisation, in one place; `name` as in Laneformer's state dict.
-
-    Matrices and embeddings: normal, std `initializer_range`, cut at three sigma; the matrices that write to
-    the residual stream (wo, w2) are smaller by sqrt(2 N), as in GPT-2; norm scales: one; biases: zero. Each
-    tensor is drawn whole from a generator of its own, keyed by seed and name: any sharding of the parameters
-    holds the same numbers.
-    """
-    if name.endswith("norm.weight"):
-        parameter.fill_(1.0)
-        return
-    if name.endswith(".bias"):
-        parameter.zero_()
-        return
-    writes_residual = name.endswith(("wo.weight", "w2.weight"))
-    shrink = math.sqrt(2 * config.num_hidden_layers) if writes_residual else 1.0
-    fill_from_generator(parameter, config.initializer_range / shrink, f"{seed}/{name}")
-
-
-def fill_from_generator(parameter: Tensor, std: float, key: str) -> None:
-    """Fill a parameter, plain or a DTensor shard of it, from the normal distribution
-    that `key` alone decides.
-    """
-    generator = torch.Generator(parameter.device)
-    generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)
-    full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-    nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
-    if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        assert isinstance(parameter, DTensor)
-        # every rank draws the same tensor, so no rank has to send: src_data_rank=None only cuts
-        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(full)

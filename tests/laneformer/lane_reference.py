@@ -115,6 +115,13 @@ def head(c: LaneformerConfig, w: Weights, streams: np.ndarray) -> np.ndarray:
 
 def reference_logits(c: LaneformerConfig, w: Weights, ids: list[int], plant: str = "") -> np.ndarray:
     """Logits (S, V) float64 of one sequence; `plant` is "", "remote" (one partial lost), "delay" or "window"."""
+    return np.array([head(c, w, streams) for streams in reference_streams(c, w, ids, plant)[0]])
+
+
+def reference_streams(
+    c: LaneformerConfig, w: Weights, ids: list[int], plant: str = ""
+) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+    """Streams (S, L, D) after the last layer; every layer's partials (S, L, D), attention, MLP."""
     h = np.array([[w["tok_embeddings.weight"][token] for _ in range(c.num_lanes)] for token in ids])
     attention_outputs: list[np.ndarray] = []
     mlp_outputs: list[np.ndarray] = []
@@ -133,4 +140,51 @@ def reference_logits(c: LaneformerConfig, w: Weights, ids: list[int], plant: str
                 partial[:, lane] = own
             outputs.append(partial)
             update(c, h, outputs, i, c.use_attention_comm if module == "attention" else c.use_mlp_comm, plant)
-    return np.array([head(c, w, streams) for streams in h])
+    return h, attention_outputs, mlp_outputs
+
+
+def reference_drafts(
+    c: LaneformerConfig, w: Weights, ids: list[int], at: int, steps: int, plant: str = ""
+) -> list[np.ndarray]:
+    """The head's logits (V,) of token at+2 to at+steps+1, each given the tokens before it, one pass after the
+    other as an engine drafts; `plant` is "", "tail" (what never arrived is left out) or "token" (the wrong
+    one).
+    """
+    h, *outputs = reference_streams(c, w, ids[: at + 1])
+    talks = (c.use_attention_comm, c.use_mlp_comm)
+    for i in range(max(c.broadcast_delay, c.num_hidden_layers - c.broadcast_delay), c.num_hidden_layers):
+        for partial in (module[i] for module, comm in zip(outputs, talks, strict=True) if comm):
+            h += (partial.sum(1, keepdims=True) - partial) * (c.deliver_tail and plant != "tail")
+    embedding, shift = w["tok_embeddings.weight"], plant != "token"
+    columns = [block_input(c, w, h[t], embedding[ids[t + shift]]) for t in range(at + 1)]
+    found = []
+    for k in range(1, steps + 1):
+        y = draft_block(c, w, columns)[-1]
+        found.append(head(c, w | {"norm.weight": w["mtp.norm.weight"]}, y))
+        if k < steps:
+            columns.append(block_input(c, w, y, embedding[ids[at + k + shift]]))
+    return found
+
+
+def block_input(c: LaneformerConfig, w: Weights, h: np.ndarray, embedding: np.ndarray) -> np.ndarray:
+    hidden, token = w["mtp.hidden_norm.weight"], w["mtp.embedding_norm.weight"]
+    return np.array(
+        [
+            rms_norm(h[lane], hidden, lane, c.norm_eps) + rms_norm(embedding, token, lane, c.norm_eps)
+            for lane in range(c.num_lanes)
+        ]
+    )
+
+
+def draft_block(c: LaneformerConfig, w: Weights, columns: list[np.ndarray]) -> np.ndarray:
+    """The block's output streams (columns, L, D): a layer whose lanes wait for each other."""
+    n, h = c.num_hidden_layers, np.array(columns)
+    w = w | {f"layers.{n}.{name.removeprefix('mtp.layer.')}": each for name, each in w.items()}
+    for norm in ("attention_norm", "ffn_norm"):
+        partials = []
+        for lane in range(c.num_lanes):
+            x = [rms_norm(row[lane], w[f"layers.{n}.{norm}.weight"], lane, c.norm_eps) for row in h]
+            attention = norm == "attention_norm"
+            partials.append(lane_attention(c, w, n, lane, x, None) if attention else lane_mlp(w, n, lane, x))
+        h = h + np.array(partials).sum(0)[:, None]
+    return h

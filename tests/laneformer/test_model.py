@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.model import KVCache, LaneRMSNorm, causal_mask, rope_table, run_layers
+from laneformer.model import KVCache, LaneRMSNorm, run_layers
+from laneformer.positions import causal_mask, rope_table
 from tests.laneformer.lane_reference import reference_logits, rms_norm
 
 SMALL = {
@@ -58,9 +59,8 @@ def lane_batched_logits(model: Laneformer, ids: list[int]) -> np.ndarray:
     embedding = model.tok_embeddings(torch.tensor([ids]))
     rope, masks = exact_rope(model.config, len(ids)), model.masks(positions, positions)
     with torch.no_grad():
-        return model.lm_head(run_layers(model.layers, model.config, embedding, rope, masks), model.norm)[
-            0
-        ].numpy()
+        h, _ = run_layers(model.layers, model.config, embedding, rope, masks)
+        return model.lm_head(h, model.norm)[0].numpy()
 
 
 def transcribed(model: Laneformer, ids: list[int], plant: str = "") -> np.ndarray:

@@ -24,7 +24,7 @@ from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import flops_per_token
 from laneformer.engine.folder import read_checkpoint
-from laneformer.model import rope_table
+from laneformer.positions import rope_table
 from records.events import STOPPED, read_outcome
 from records.files import hold_lock
 from tests.neighbours import build

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from data_mixtures.mixture import Mixture
 from laneformer.hf.export import Progress
 from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, random_model, write_run
-from tools.export_hf import training_progress
+from tools.export_hf import frequent_ids, training_progress
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -39,6 +43,25 @@ def test_command_line(tmp_path: Path) -> None:
     assert report["dtype"] == "bfloat16"
     assert report["hf_max_logit_diff"] <= FLOAT32_TOLERANCE
     assert "phase2" in (out / "README.md").read_text()
+
+
+def test_draft_ids_are_the_most_frequent(
+    prepared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first windows of the mixture; what else the command may be asked is refused."""
+    monkeypatch.setattr("tools.export_hf.COUNTED_WINDOWS", 70)  # no multiple of what is read at a time
+    lock = prepared_data / "phase1.lock.json"
+    tokens = Mixture.open(lock).sequences(0, 70)[0]
+    counts = np.bincount(tokens.ravel(), minlength=512)
+    found = frequent_ids(tmp_path, lock, 64)
+    assert len(set(found)) == 64
+    assert counts[list(found)].min() >= np.delete(counts, found).max()
+    with pytest.raises(
+        ValueError, match=r"config\.toml does not say what data the run read; give its lock file"
+    ):
+        frequent_ids(tmp_path, None, 64)
+    with pytest.raises(ValueError, match="draft_vocab_size = 520 is more than the 512 ids"):
+        frequent_ids(tmp_path, lock, 520)
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path) -> None:

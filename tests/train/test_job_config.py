@@ -32,8 +32,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 def test_every_config_builds_its_model(facts: dict[str, dict]) -> None:
     assert {"configs/phase1.toml", "configs/phase2.toml", "configs/debug_phase1.toml"} <= facts.keys()
     for path, fact in facts.items():
-        flavor = tomllib.loads((ROOT / path).read_text())["model"]["flavor"]
-        assert fact["parameters"] == LaneformerConfig.from_flavor(flavor).parameter_count()["total"], path
+        job = tomllib.loads((ROOT / path).read_text())
+        config = LaneformerConfig.from_flavor(job["model"]["flavor"], **job.get("architecture", {}))
+        assert fact["parameters"] == config.parameter_count()["total"], path
 
 
 def test_phases_agree_where_they_must() -> None:

@@ -30,7 +30,7 @@ TOKEN_BUDGETS = {
     "records": 10_850,
     "laneformer": 103_250,
     "data_mixtures": 56_500,
-    "train": 31_900,
+    "train": 34_100,
     "evals": 31_500,
     "tools": 121_300,
 }

@@ -32,7 +32,7 @@ from records.run import Run, read_run, stamp
 from tools.dashboard import cards
 from tools.dashboard.core import core_card, core_of_all
 from tools.dashboard.figures import comparison_figure, prepare
-from tools.dashboard.health import incidents_card, layers_card, usage_card
+from tools.dashboard.health import drafts_card, incidents_card, layers_card, usage_card
 from tools.dashboard.listings import contamination_card, evaluations_card, samples_card
 from tools.dashboard.scores import scores_card
 from tools.dashboard.tasks import tasks_card
@@ -41,7 +41,8 @@ HOST = "127.0.0.1"
 PARTS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
     "CORE": core_card, "Training": cards.training_card, "Sources": cards.sources_card, "Held-out text": cards.bits_card,
     "Tasks": tasks_card, "Scores": scores_card, "Samples": samples_card, "Decode speed": cards.decode_card,
-    "Machine": cards.machine_card, "Layers": layers_card, "Cost": usage_card, "Incidents": incidents_card,
+    "Drafts": drafts_card, "Machine": cards.machine_card, "Layers": layers_card, "Cost": usage_card,
+    "Incidents": incidents_card,
     "Contamination": contamination_card, "Evaluations": evaluations_card, "Provenance": cards.provenance_card,
 }  # fmt: skip
 REST = 4.0  # idle time after making a page, as a multiple of the time it took: at most a fifth of a login node's core

@@ -109,6 +109,24 @@ def layers_card(run: Run) -> str:
     return card("Layers", chart(figure, f"layers-{run.name}"), caption)
 
 
+def drafts_card(run: Run) -> str:
+    """The newest validation of a head that drafts, in each phase that has one."""
+    rows = []
+    for phase in run.phases:
+        last = next((row for row in reversed(run.rows_of(phase)) if known_in(row, "valid_acceptance")), None)
+        if last is not None:
+            odds = known_in(last, "valid_acceptance")
+            length = 1 + sum(math.prod(odds[: i + 1]) for i in range(len(odds)))
+            listed = [
+                ", ".join(f"{v:.3f}" for v in values) for values in (known_in(last, "valid_draft_loss"), odds)
+            ]
+            rows.append([escape(phase), f"{last['step']:,}", *listed, f"{length:.2f}"])
+    caption = "Of each token drafted after the next: its loss, and how often it is the model's own choice where those "
+    caption += "before it were, in held-out text. A pass of the model then gives so many tokens."
+    head = ("phase", "step", "loss by place", "accepted by place", "tokens a pass")
+    return card("Drafts", table(head, rows, "numbers"), caption) if rows else ""
+
+
 def layers_figure(rows: Sequence[dict[str, Any]]) -> go.Figure:
     """Heat maps (layer by step) above each other."""
     figure, panels = go.Figure(layout=PLOT), tuple(LAYERS.values())

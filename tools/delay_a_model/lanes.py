@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import Join
 from laneformer.engine.folder import Checkpoint, read_checkpoint
-from laneformer.model import LaneformerLayer, join_lanes, rope_table
+from laneformer.model import LaneformerLayer, join_lanes
+from laneformer.positions import rope_table
 from tools.check.reference import weights_of
 
 ENDS = ("dropped", "flushed")

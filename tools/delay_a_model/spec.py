@@ -82,7 +82,7 @@ class LateLaneformer(TitanLaneformer):
         """Logits (B, S, V), or with labels (B, S) the KL of every token; of a label, only whether it counts matters."""
         first, late = self.late.first_late_layer, self.late
         below, above = masks[:first], masks[first:]
-        h = run_layers(self.layers[:first], self.config, embedding, rope, below, share_equal_streams=True)
+        h, _ = run_layers(self.layers[:first], self.config, embedding, rope, below, share_equal_streams=True)
         logits = logits_of(self, late_streams(self.layers[first:], h, rope, above, late.delay), late.end)
         if labels is None:
             return logits

@@ -47,12 +47,23 @@ def prepare(
 ) -> dict[str, Any]:
     """Write a source, or find it written; its manifest. ValueError when too much of it cannot be used."""
     made_from = {"origins": [_identity(origin) for origin in origins], **token_facts}
-    facts = {"format": shards.FORMAT, "source": folder.name, "category": "chat", **asdict(rules), **made_from}
-    facts["excluded_by"] = EXCLUDED_BY
+    facts = facts_of(folder, rules, made_from | {"excluded_by": EXCLUDED_BY})
     if None not in made_from["origins"] and (found := _finished(folder, facts)):
         return found
     kept, counts = _read(origins, tokenizer, token_facts["eos_id"], rules, workers)
     _check_dropped(folder.name, counts, max_dropped)
+    return write_source(folder, facts, kept, counts, rules)
+
+
+def facts_of(folder: Path, rules: Rules, made_from: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says besides its counts: `made_from`, with facts of the tokenizer, and the rules."""
+    return {"format": shards.FORMAT, "source": folder.name, "category": "chat", **asdict(rules), **made_from}
+
+
+def write_source(
+    folder: Path, facts: dict[str, Any], kept: list[Conversation], counts: dict[str, Any], rules: Rules
+) -> dict[str, Any]:
+    """Pack texts and write them as a source; its manifest, which has `facts` and `counts` as well."""
     held_out = shards.held_out_below(rules.valid_per_10000)
     parts = {
         "train": [each for each in kept if each.key % 2**64 >= held_out],
@@ -62,7 +73,7 @@ def prepare(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
-    dtype = np.dtype(f"<u{token_facts['token_bytes']}")
+    dtype = np.dtype(f"<u{facts['token_bytes']}")
     entries = {part: _write(partial, part, each, rules, dtype) for part, each in parts.items()}
     manifest = {
         **facts,

@@ -29,7 +29,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..config import LaneformerConfig, hf_name
+from ..config import DRAFT_IDS, MTP, LaneformerConfig, hf_name
 from ..model import Laneformer
 from ..tensors import check_shapes
 from .tokenizer import write_tokenizer
@@ -68,6 +68,7 @@ def export(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress = Progress(),
+    draft_ids: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Write the Hugging Face folder `out`.
 
@@ -79,6 +80,7 @@ def export(
         overwrite: replace `out` if it is not empty.
         max_shard_bytes: largest safetensors file; larger models are split.
         progress: training progress for the model card; the step defaults to the checkpoint's name.
+        draft_ids: ids that the head for multi-token prediction may draft; none for the whole vocabulary.
 
     Returns:
         out, step, parameters, dtype, weight_bytes, hf_max_logit_diff (both in float32 compute), seconds.
@@ -87,9 +89,7 @@ def export(
     run_folder = checkpoint.resolve().parent.parent
     config_path, json_path = config or run_folder / "model.json", run_folder / "tokenizer.json"
     tokenizer_path = tokenizer or (json_path if json_path.is_file() else run_folder / "tokenizer.model")
-    for path, option in ((config_path, "--config"), (tokenizer_path, "--tokenizer")):
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist; pass its path with {option}")
+    require({"--config": config_path, "--tokenizer": tokenizer_path})
     architecture = LaneformerConfig.from_dict(json.loads(config_path.read_text()))
     if progress.step is None:
         progress = replace(progress, step=checkpoint_step(checkpoint))
@@ -98,6 +98,9 @@ def export(
         weights = load_weights(checkpoint, architecture)
         for name in weights:  # one at a time: two full copies of a large model may not fit in memory
             weights[name] = rounded(name, weights[name], dtype)
+        if draft_ids:
+            weights[DRAFT_IDS] = torch.tensor(sorted(draft_ids), dtype=torch.int32)
+            architecture = replace(architecture, draft_vocab_size=len(draft_ids))
         console.print(f"writing {folder}")
         write_weights(folder, weights, max_shard_bytes)
         special, token_ids = copy_tokenizer(tokenizer_path, folder, architecture)
@@ -109,12 +112,19 @@ def export(
     return {
         "out": str(out),
         "step": progress.step,
-        "parameters": sum(w.numel() for w in weights.values()),
+        "parameters": sum(w.numel() for name, w in weights.items() if name != DRAFT_IDS),
         "dtype": dtype,
         "weight_bytes": sum(w.nbytes for w in weights.values()),
         "hf_max_logit_diff": difference,
         "seconds": round(time.monotonic() - started, 2),
     }
+
+
+def require(paths: dict[str, Path]) -> None:
+    """ValueError for a file that is not there, with the option that names it."""
+    for option, path in paths.items():
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; pass its path with {option}")
 
 
 def copy_tokenizer(
@@ -216,9 +226,10 @@ def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_id
 
 
 def write_code(folder: Path) -> None:
-    """The four files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
+    """The six files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
     package = Path(__file__).parent.parent
-    for source in ("config.py", "model.py", "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
+    ours = ("config.py", "initialization.py", "model.py", "positions.py")
+    for source in (*ours, "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
         text = (package / source).read_text()
         (folder / Path(source).name).write_text(
             re.sub(r"^from \.\.(\w)", r"from .\1", text, flags=re.MULTILINE)
@@ -265,7 +276,8 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
     ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):
         plain = Laneformer(config)
-    plain.load_state_dict({name: w.float() for name, w in weights.items()}, assign=True)
+    wide = {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
+    plain.load_state_dict(wide, assign=True)
     expected = plain(ids)
     del plain  # two float32 copies of a 2B model at once would not fit on small machines
     exported = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
@@ -274,6 +286,10 @@ def verify(folder: Path, config: LaneformerConfig, weights: dict[str, Tensor]) -
         raise ValueError(
             f"exported logits differ from the training model's by {difference:.3g}; nothing was written"
         )
+    loaded = exported.state_dict()
+    for name in (name for name in weights if name.startswith(MTP)):  # which the logits do not show
+        if not torch.equal(loaded[hf_name(name)], wide[name]):
+            raise ValueError(f"the exported {name} is not the training model's; nothing was written")
     return difference
 
 

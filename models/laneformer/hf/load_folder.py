@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.console import Console
 from safetensors import safe_open
 from torch import Tensor
 
-from ..config import LaneformerConfig, plain_name
+from ..config import DRAFT_IDS, LaneformerConfig, plain_name
 from ..old_spellings import MODEL_TYPES, modern_spelling
 from ..tensors import check_shapes
 from .configuration_laneformer import FIELDS
@@ -48,7 +49,8 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
     console.print(f"reading {hf}")
     weights = read_weights(hf, config)
     dtypes = {str(weight.dtype).removeprefix("torch.") for weight in weights.values()}
-    weights = {name: weights[name].float() for name in list(weights)}
+    weights = {name: weights[name].float() for name in list(weights) if name != DRAFT_IDS}
+    config = replace(config, draft_vocab_size=0)  # which is chosen again at export
     names = (
         ["tokenizer.model"]
         if (hf / "tokenizer.model").is_file()

@@ -23,7 +23,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..model import LaneformerLayer, LaneRMSNorm, LMHead, init_parameter, rope_table, run_layers
+from ..initialization import init_parameter
+from ..model import LaneformerLayer, LaneRMSNorm, LMHead, MTPHead, run_layers
+from ..positions import rope_table
 from .configuration_laneformer import LaneformerHFConfig
 
 MASK_FUNCTIONS = {
@@ -93,6 +95,8 @@ class LaneformerModel(LaneformerPreTrainedModel):
         self.tok_embeddings: nn.Module = nn.Embedding(lanes.vocab_size, lanes.hidden_size)
         self.layers = nn.ModuleList(LaneformerLayer(lanes, i) for i in range(lanes.num_hidden_layers))
         self.norm = LaneRMSNorm(lanes)
+        # kept with the model for engines that draft with it; neither used nor trained here
+        self.mtp = MTPHead(lanes).requires_grad_(False) if lanes.num_nextn_predict_layers else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -139,7 +143,7 @@ class LaneformerModel(LaneformerPreTrainedModel):
             positioned = PositionedCache(cache, cache_position)
         lanes = self.config.to_lanes()
         layers: Any = [self._checkpointed(layer) for layer in self.layers] if checkpointing else self.layers
-        h = run_layers(layers, lanes, embedding, rope_table(lanes, position_ids), masks, positioned)
+        h, _ = run_layers(layers, lanes, embedding, rope_table(lanes, position_ids), masks, positioned)
         return h, cache
 
     def _masks(

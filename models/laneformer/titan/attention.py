@@ -24,7 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 
 from ..config import LaneformerConfig
-from ..model import LaneAttention, causal_mask
+from ..model import LaneAttention
+from ..positions import causal_mask
 from .private_torch import varies
 from .products import one_product
 
@@ -74,7 +75,11 @@ def document_ids(input_ids: Tensor, bos_id: int) -> Tensor:
 def training_masks(
     config: LaneformerConfig, input_ids: Tensor, kind: str, documents: Tensor | None
 ) -> list[Tensor | BlockMask | Segments | None]:
-    """One mask a layer, None for plain causality; with `documents` (B, S) no token sees another document's."""
+    """One mask a layer, None for plain causality; with `documents` (B, S) no token sees another document's.
+
+    The head for multi-token prediction counts as a layer.
+    """
+    layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
     seq_len, device = input_ids.shape[1], input_ids.device
     ends = segment_ends(input_ids, documents) if kind == "varlen" else None
 
@@ -96,10 +101,8 @@ def training_masks(
             seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
         )
 
-    by_window = {
-        window: mask(window) for window in {config.window(i) for i in range(config.num_hidden_layers)}
-    }
-    return [by_window[config.window(i)] for i in range(config.num_hidden_layers)]
+    by_window = {window: mask(window) for window in {config.window(i) for i in layers}}
+    return [by_window[config.window(i)] for i in layers]
 
 
 def segment_ends(input_ids: Tensor, documents: Tensor | None) -> Tensor:
@@ -135,6 +138,18 @@ def _block_mask_builder(device_type: str) -> Callable[..., BlockMask]:
 @functools.cache  # the same for every batch
 def _plain_block_mask(window: int | None, seq_len: int, device: torch.device) -> BlockMask:
     return create_block_mask(_causal(window), None, None, seq_len, seq_len, device=device)
+
+
+def draft_blocks(documents: Tensor, step: int) -> BlockMask:
+    """`positions.draft_mask` within documents (B, S), for FlexAttention: (S, k S)."""
+    size, length = documents.shape
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        column = (key <= query) | ((key >= length) & (key % length == query))
+        return column & (documents[batch, query] == documents[batch, key % length])
+
+    build = _block_mask_builder(documents.device.type)
+    return build(sees, size, None, length, step * length, device=documents.device)
 
 
 def _blocks(window: int | None, documents: Tensor) -> BlockMask:

@@ -30,7 +30,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import set_default_dtype
 
 from ..config import LaneformerConfig
-from ..model import rope_table
+from ..positions import rope_table
 from .attention import training_masks
 from .float8 import NAME, use_float8
 from .fused_layer import FusedLayer

@@ -98,16 +98,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         x_gradient = torch.empty_like(x)
         # summed over the chunks in float32 at least: in bfloat16 every chunk would round the sum again
         weight_gradient = torch.zeros(weight.shape, dtype=denominators.dtype, device=weight.device)
-        at = 0
+        weighs, at = ctx.needs_input_grad[1], 0  # a frozen head has no gradient
         for part, label, denominator, gradient in zip(
             *(t.split(ctx.chunk) for t in (x, labels, denominators, gradients[0])), strict=True
         ):
             rows = part.transpose(0, 1)
             d_logits = function(torch.bmm(rows, weight.mT), denominator, label, gradient, ctx.z_loss_weight)
             x_gradient[at : at + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)
-            weight_gradient += torch.bmm(d_logits.mT, rows)
+            if weighs:
+                weight_gradient += torch.bmm(d_logits.mT, rows)
             at += len(part)
-        return x_gradient, weight_gradient.to(weight.dtype), None, None, None, None
+        found = weight_gradient.to(weight.dtype) if weighs else None
+        return x_gradient, found, None, None, None, None
 
 
 class TitanHead(LMHead):
@@ -121,21 +123,28 @@ class TitanHead(LMHead):
         self.seen: tuple[Tensor, Tensor] | None = (
             None  # log-denominators and largest logits (N,) of the last losses
         )
+        self.chosen: Tensor | None = None  # in evaluation of a model with drafts: likeliest ids (B, S)
+        self.keep_chosen = config.num_nextn_predict_layers > 0
 
     def forward(
-        self, h: Tensor, norm: LaneRMSNorm, labels: Tensor | None = None, trained: int | None = None
+        self, h: Tensor, norm: LaneRMSNorm | None, labels: Tensor | None = None, trained: int | None = None
     ) -> Tensor:
         """Streams (B, S, L, D) -> logits (B, S, V), or with labels (B, S) the losses (B, S)
-        in float32 or wider.
+        in float32 or wider. Without a norm the streams are normed.
 
         Only the vocabulary-parallel head is computed in chunks; the other kinds make all their logits.
         trained: number of labels that are not ignored, if the caller knows it: whole chunks of ignored
         ones are then skipped.
         """
+        assert self.weight is not None, "a model that is trained has a head of its own"
+        if norm is not None:
+            h = norm(h.sum(2, keepdim=True) if self.sum_before_norm else h)
         if labels is None:
-            return super().forward(h, norm)
+            return self.score(h, self.weight)
+        if self.keep_chosen and not self.training:
+            self.chosen = self.likeliest(h.detach())
         if self.kind == "vocab_parallel":
-            x, targets = norm(h).flatten(0, 1), labels.flatten()
+            x, targets = h.flatten(0, 1), labels.flatten()
             options = self.chunk_tokens, self.compile_backend, self.z_loss_weight
             count = (
                 len(targets)
@@ -155,7 +164,7 @@ class TitanHead(LMHead):
                     each.new_zeros(len(targets)).index_copy(0, rows, each) for each in found
                 )
         else:
-            logits = super().forward(h, norm).flatten(0, 1)
+            logits = self.score(h, self.weight).flatten(0, 1)
             losses, denominators, peaks = token_losses(logits[None], labels.flatten())
             z_loss = torch.where(
                 labels.flatten() == IGNORE_INDEX, 0.0, self.z_loss_weight * denominators.square()
@@ -163,3 +172,12 @@ class TitanHead(LMHead):
             losses = losses + z_loss - z_loss.detach()
         self.seen = denominators.detach(), peaks.detach()
         return losses.view(labels.shape)
+
+    @torch.no_grad()
+    def likeliest(self, x: Tensor) -> Tensor:
+        """Normed streams (B, S, L, D) -> the ids with the largest logits, int64 (B, S)."""
+        assert self.weight is not None
+        rows = x.flatten(0, 1).split(self.chunk_tokens)
+        return torch.cat([self.score(part[None], self.weight)[0].argmax(-1) for part in rows]).view(
+            x.shape[:2]
+        )

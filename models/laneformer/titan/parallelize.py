@@ -94,7 +94,8 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
         lower_keep_to_nothing()
         fuse_join_norm()
         # the last norm runs over the wide streams as well, and outside of any layer
-        for module in (*model.layers, model.norm):
+        drafts = () if model.mtp is None else (model.mtp.layer,)
+        for module in (*model.layers, model.norm, *drafts):
             module.compile(backend=job_config.compile.backend, fullgraph=True)
         logger.info("Compiling each layer with torch.compile")
     if job_config.compile.enable and "loss" in job_config.compile.components:
@@ -143,7 +144,12 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
     for layer in model.layers:
         shard(layer, reshard)
     # needed again at once by the backward pass, so gathering them twice would be waste
-    shard([model.norm, model.lm_head], job_config.parallelism.fsdp_reshard_after_forward == "always")
+    last = job_config.parallelism.fsdp_reshard_after_forward == "always"
+    if model.mtp is None:
+        shard([model.norm, model.lm_head], last)
+    else:  # which calls the head once more, without the norm
+        for each in (model.norm, model.lm_head, model.mtp):
+            shard(each, last)
     shard(model, reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
-from ..config import FLAVORS, LaneformerConfig, flops_per_token
-from ..model import Laneformer, init_parameter, rope_table, run_layers
+from ..config import FLAVORS, MTP, LaneformerConfig, flops_per_token
+from ..initialization import init_parameter
+from ..model import Laneformer, MTPHead, run_layers
+from ..positions import rope_table
 from .attention import document_ids, training_masks
 from .float8 import Float8, check_shapes, float8_of
 from .fused_layer import FusedLayer
 from .layer import TitanLayer
 from .loss import TitanHead
+from .mtp import Drafted, DraftTraining, losses_with_drafts
 
 
 @dataclass
@@ -35,6 +38,7 @@ class LaneformerArgs(BaseModelArgs):
     bos_id: int | None = (
         None  # the id that begins a document, which `mask_documents` needs; the data says which it is
     )
+    mtp: DraftTraining = field(default_factory=DraftTraining)
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         """Take `[architecture]` overrides, the seed, and check the sequence length. Raises ValueError."""
@@ -46,6 +50,7 @@ class LaneformerArgs(BaseModelArgs):
         self.attention = choose_attention(job_config)
         self.join_norm = choose_join_norm(job_config)
         self.mask_documents = job_config.model.mask_documents
+        self.mtp = DraftTraining.of(job_config, self.config)
         longest = self.config.max_position_embeddings
         if job_config.training.seq_len > longest:
             raise ValueError(
@@ -98,6 +103,12 @@ class TitanLaneformer(Laneformer):
         layer = FusedLayer if model_args.join_norm == "triton" else TitanLayer
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.lm_head = TitanHead(config)
+        self.mtp = MTPHead(config, layer) if config.num_nextn_predict_layers else None
+        self.draft_weight = model_args.mtp.weight(1)
+        self.drafted: Drafted | None = None
+        if model_args.mtp.freeze_base:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(name.startswith(MTP))
 
     def forward(  # type: ignore[override]
         self,
@@ -113,12 +124,18 @@ class TitanLaneformer(Laneformer):
         (RoPE). trained: see TitanHead.
         """
         rope = rope_table(self.config, torch.arange(input_ids.shape[1], device=input_ids.device))
-        if documents is None and self.model_args.mask_documents:
-            if self.model_args.bos_id is None:
-                raise ValueError("mask_documents needs model_args.bos_id, the id that begins a document")
-            documents = document_ids(input_ids, self.model_args.bos_id)
-        masks = training_masks(self.config, input_ids, self.model_args.attention, documents)
-        return self.from_embedding(self.tok_embeddings(input_ids), rope, masks, labels, trained)
+        bos_id, masked = self.model_args.bos_id, self.model_args.mask_documents
+        if documents is None and masked and bos_id is None:
+            raise ValueError("mask_documents needs model_args.bos_id, the id that begins a document")
+        if documents is None and bos_id is not None and (masked or self.mtp is not None):
+            documents = document_ids(input_ids, bos_id)
+        kept_apart = documents if masked or self.mtp is None else None
+        masks = training_masks(self.config, input_ids, self.model_args.attention, kept_apart)
+        embedding = self.tok_embeddings(input_ids)
+        if self.mtp is None or labels is None:
+            layers = masks[: self.config.num_hidden_layers]
+            return self.from_embedding(embedding, rope, layers, labels, trained)
+        return losses_with_drafts(self, embedding, rope, masks, labels, trained, documents, kept_apart)
 
     def from_embedding(
         self,
@@ -132,11 +149,12 @@ class TitanLaneformer(Laneformer):
 
         masks: one a layer; a block mask passes through the layers to TitanAttention.
         """
-        h = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)
+        h, _ = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)
         return self.lm_head(h.expand(-1, -1, self.config.num_lanes, -1), self.norm, labels, trained)
 
     def begin_step(self, step: int) -> None:
         """Called by the trainer before each optimizer step, counted from 1; for models that change while they train."""
+        self.draft_weight = self.model_args.mtp.weight(step)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """Initialize the parameters in place; there are no buffers."""

@@ -21,7 +21,8 @@ from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.prefill import logits_of
 from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Collected, Ended, Request
-from laneformer.model import rope_table, run_layers
+from laneformer.model import run_layers
+from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import SMALL, as_read, plain_model
 
 
@@ -92,7 +93,7 @@ class LoopPasses(PassDecoder):
             self.model.masks(positions, positions),
         )
         rope = rope_table(self.config, positions)
-        h = run_layers(self.model.layers, self.config, embedding, rope, masks)
+        h, _ = run_layers(self.model.layers, self.config, embedding, rope, masks)
         return torch.cat([*logits_of(as_read(self.model), h)])
 
     @torch.inference_mode()

@@ -25,7 +25,8 @@ from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.prefill import scores_of
 from laneformer.engine.decoder import EngineLost
 from laneformer.engine.options import batch_seeds
-from laneformer.model import rope_table, run_layers
+from laneformer.model import run_layers
+from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import LoopPasses, cuda_of, passes_of
 from tests.laneformer.engine.assets import byte_tokenizer, write_folder
@@ -331,7 +332,7 @@ def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
     """float32 (n, V): the layers in bf16 as the engine has them, the head in float64."""
     positions = torch.arange(len(ids))
     embedding, masks = model.tok_embeddings(torch.tensor([ids])), model.masks(positions, positions)
-    h = run_layers(model.layers, model.config, embedding, rope_table(model.config, positions), masks)
+    h, _ = run_layers(model.layers, model.config, embedding, rope_table(model.config, positions), masks)
     norm, head = (copy.deepcopy(module).double() for module in (model.norm, model.lm_head))
     return head(h.double(), norm)[0].detach().numpy()
 

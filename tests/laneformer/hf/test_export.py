@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from laneformer import Laneformer
 from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.hf.export import export, load_weights, staged_folder, verify
-from laneformer.model import KVCache, rope_table, run_layers
+from laneformer.model import KVCache, run_layers
+from laneformer.positions import rope_table
 from tests.laneformer.hf.hf_assets import (
     FLOAT32_TOLERANCE,
     VOCAB_SIZE,
@@ -100,7 +101,9 @@ def questions(
     ]
     with torch.no_grad():
         rope, at = rope_table(model.config, torch.arange(50)), torch.arange(50)
-        streams = run_layers(model.layers, model.config, model.tok_embeddings(ids), rope, model.masks(at, at))
+        streams, _ = run_layers(
+            model.layers, model.config, model.tok_embeddings(ids), rope, model.masks(at, at)
+        )
         asked = {
             "ids": ids, "logits": model(ids), "hidden": model.norm(streams).mean(2), "prompts": prompts,
             "new_tokens": NEW_TOKENS, "texts": [(text, [1, *sp.encode(text)]) for text in texts], "chat": CHAT,
@@ -182,8 +185,8 @@ def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> Non
     assert (report["step"], report["dtype"], report["out"]) == (30, "float32", str(out))
     files = {
         "README.md", "chat_template.jinja", "config.json", "config.py", "configuration_laneformer.py",
-        "generation_config.json", "model.py", "model.safetensors", "modeling_laneformer.py", "tokenizer.json",
-        "tokenizer.model", "tokenizer_config.json",
+        "generation_config.json", "initialization.py", "model.py", "model.safetensors", "modeling_laneformer.py",
+        "positions.py", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     }  # fmt: skip
     assert {path.name for path in out.iterdir()} == files
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2  # what ends a turn

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from laneformer import LaneformerConfig
-from laneformer.model import rope_table
+from laneformer.positions import rope_table
 from laneformer.titan import join_norm_kernels
 from laneformer.titan.fused_layer import FusedLayer
 from laneformer.titan.join_norm import check_kernels, fuse_join_norm

@@ -18,7 +18,7 @@ from records.run import Record, read_run
 from records.usage import RECENT, money, usage_of, whole
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.cards import tiles_of
-from tools.dashboard.health import incidents_card, layers_card, layers_figure, usage_card
+from tools.dashboard.health import drafts_card, incidents_card, layers_card, layers_figure, usage_card
 from tools.dashboard.listings import samples_card
 
 PRICE = {"gpu_hour_price": 2.5, "currency": "EUR"}
@@ -151,3 +151,14 @@ def test_samples_by_prompt_newest_first_escaped(folder: Path, tmp_path: Path) ->
     assert "<td>x ↵×40 y\nz</td>" in samples_card(read_run(other))
     append(other / "evals.jsonl", {"kind": "samples"}, {"kind": "samples", "step": 3, "samples": [{}]})
     assert "text of 100" in samples_card(read_run(other))
+
+
+def test_drafts_of_the_newest_validation(folder: Path, tmp_path: Path) -> None:
+    """Losses and odds by place, and what a pass gives: 1 + 0.5 + 0.5 * 0.4 tokens; no card without a head."""
+    assert drafts_card(read_run(folder)) == ""
+    rows = [{"step": step, "phase": "mtp", "attempt": 1, "loss": 2.0} for step in (1, 2, 3)]
+    rows[0] |= {"valid_acceptance": [0.1, 0.1], "valid_draft_loss": [4.0, 5.0]}
+    rows[1] |= {"valid_acceptance": [0.5, 0.4], "valid_draft_loss": [2.5, 3.25]}
+    append(tmp_path / "metrics.jsonl", *rows)
+    text = drafts_card(read_run(tmp_path))
+    assert all(each in text for each in ("<td>2</td>", "2.500, 3.250", "0.500, 0.400", "<td>1.70</td>"))

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from ...model import rope_table, run_layers
+from ...model import run_layers
+from ...positions import rope_table
 from .memory import TORCH_TYPES, DeviceMemory
 from .tape_model import TapeModel
 
@@ -89,7 +90,7 @@ def streams(model: TapeModel, ids: Sequence[int], cache: DeviceCache) -> Iterato
         keys = torch.arange(cache.length + new.shape[1], device=device)
         queries = keys[cache.length :]
         embedding, rope = F.embedding(new, model.embedding), rope_table(model.config, queries)
-        h = run_layers(model.layers(), model.config, embedding, rope, model.masks(queries, keys), cache)
+        h, _ = run_layers(model.layers(), model.config, embedding, rope, model.masks(queries, keys), cache)
         cache.length += new.shape[1]
         yield h
 

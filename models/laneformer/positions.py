@@ -1,0 +1,56 @@
+"""What depends on positions alone: the rotation of queries and keys, and which keys a query sees.
+
+B batch   S query positions   T key positions   d head dimension
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .config import LaneformerConfig
+
+
+def rope_frequencies(config: LaneformerConfig, device: torch.device | None = None) -> Tensor:
+    """Radians per position of each rotated pair, (d/2,) float32; Llama-3 scaling if the config has it."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    frequency = 1.0 / (config.rope_theta**exponent)
+    if config.rope_scaling is None:
+        return frequency
+    s = config.rope_scaling
+    turns = s["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    blend = blend.clamp(0.0, 1.0)  # 0: long wavelengths, stretched by the factor; 1: short ones, kept
+    return frequency * (blend + (1 - blend) / s["factor"])
+
+
+def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (B or 1, S, 1, d/2) float32, for integer positions (S,) or (B, S)."""
+    positions = positions if positions.dim() == 2 else positions[None]
+    angle = positions[..., None].float() * rope_frequencies(config, positions.device)
+    return angle.cos()[:, :, None], angle.sin()[:, :, None]
+
+
+def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate neighbouring pairs (2j, 2j+1) of x (B, S, heads, d): the
+    complex-number convention, not rotate-half.
+    """
+    cos, sin = rope
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+
+
+def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Which keys a query sees, bool (S, T): none after it; with a window only the
+    last `window`, itself included.
+    """
+    distance = query_positions[:, None] - key_positions[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def draft_mask(length: int, step: int, device: torch.device | None = None) -> Tensor:
+    """Which keys step k's columns see, bool (S, k S): step 1's up to their own, one of each later step."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return torch.cat([causal, *[torch.eye(length, dtype=torch.bool, device=device)] * (step - 1)], 1)

@@ -1,0 +1,134 @@
+"""Training of the head for multi-token prediction: what it reads, its labels, loss and acceptance.
+
+    B batch   S sequence   L lanes   D hidden   K steps, the tokens drafted after the next one
+
+Step k at position t is given the tokens up to t+k and predicts token t+k+1, so its labels are the model's,
+k places earlier: those of other documents, and those past the window's end, are ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ..config import LaneformerConfig
+from ..model import deliver, run_layers
+from ..positions import draft_mask, rope_table
+from .attention import draft_blocks
+from .loss import IGNORE_INDEX
+
+VALIDATED_STEPS = 3  # positions whose acceptance is measured, whatever the number trained
+
+
+@dataclass
+class DraftTraining:
+    """The job's [mtp] section, with steps of the optimizer in place of shares."""
+
+    steps: int = 1
+    loss_weight: float = 0.3
+    final_loss_weight: float = 0.1
+    lower_at_step: int = 0
+    freeze_base: bool = False
+
+    @classmethod
+    def of(cls, job_config: Any, config: LaneformerConfig) -> DraftTraining:
+        """ValueError where the architecture has no head to train, or has a draft vocabulary already."""
+        section = job_config.mtp
+        if section.freeze_base and not config.num_nextn_predict_layers:
+            raise ValueError(
+                "mtp.freeze_base = true leaves nothing to train without a head; set "
+                "architecture.num_nextn_predict_layers = 1"
+            )
+        if config.draft_vocab_size:
+            raise ValueError(
+                f"draft_vocab_size = {config.draft_vocab_size} is chosen when a model is exported "
+                "(python -m tools.export_hf --draft-vocab-size N); the head is trained on all tokens: use 0"
+            )
+        total = job_config.lr_scheduler.total_steps or job_config.training.steps
+        lower_at = round(section.lower_at * total)
+        weights = section.loss_weight, section.final_loss_weight
+        return cls(section.steps, *weights, lower_at, section.freeze_base)
+
+    def weight(self, step: int) -> float:
+        """Of the drafts' loss at an optimizer step, counted from 1."""
+        return self.loss_weight if step <= self.lower_at_step else self.final_loss_weight
+
+
+@dataclass
+class Drafted:
+    """What the last forward pass of the head gave; no gradients."""
+
+    losses: Tensor  # (K, B, S), 0 where ignored
+    labels: Tensor  # (K, B, S)
+    accepted: Tensor | None  # (K, B, S) bool, in validation: drafts 1 to k are the model's own choices
+
+
+def losses_with_drafts(
+    model: Any,
+    embedding: Tensor,
+    rope: tuple[Tensor, Tensor],
+    masks: list[Any],
+    labels: Tensor,
+    trained: int | None,
+    documents: Tensor | None,
+    kept_apart: Tensor | None,
+) -> Tensor:
+    """The model's losses (B, S), whose gradients contain the weighted losses of the drafts; fills
+    `model.drafted`.
+
+    masks: one a layer, the head's last. documents (B, S): of each token; kept_apart: the same where attention
+    is restricted to them. With a frozen base nothing of it is kept for the backward pass.
+    """
+    training, config, head = model.model_args.mtp, model.config, model.lm_head
+    steps = training.steps if model.training else VALIDATED_STEPS
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not training.freeze_base):
+        h, tail = run_layers(model.layers, config, embedding, rope, masks[:-1], share_equal_streams=True)
+        losses = head(h.expand(-1, -1, config.num_lanes, -1), model.norm, labels, trained)
+        delivered = deliver(h, tail, config)
+    seen, chosen = head.seen, head.chosen
+    positions = torch.arange(labels.shape[1], device=labels.device)
+    ropes = [rope, *(rope_table(config, positions + step) for step in range(1, steps))]
+    later = [step_mask(step, positions, masks[-1], kept_apart) for step in range(2, steps + 1)]
+    outputs = model.mtp(delivered, embedding, ropes, [masks[-1], *later])
+    targets = torch.stack(
+        [step_labels(labels, documents, model.model_args.bos_id, k) for k in range(1, steps + 1)]
+    )
+    count = None if trained is None else steps * trained
+    drafts = head(torch.cat(outputs), None, targets.flatten(0, 1), count).view(targets.shape)
+    accepted = None if model.training else accepted_prefixes(chosen, head.chosen.view(targets.shape))
+    head.seen = seen  # diagnostics are about the model's own logits
+    model.drafted = Drafted(drafts.detach(), targets, accepted)
+    added = model.draft_weight * drafts.sum(0)
+    return losses + added - added.detach()
+
+
+def step_labels(labels: Tensor, documents: Tensor | None, bos_id: int | None, step: int) -> Tensor:
+    """Labels (B, S) of the model -> those of step k; documents (B, S): of the tokens, None if not known."""
+    found = labels.roll(-step, 1)
+    found[:, -step:] = IGNORE_INDEX
+    if documents is None:
+        return found
+    begins = torch.eq(labels[:, -1:], -1 if bos_id is None else bos_id)
+    after = documents[:, -1:] + begins.to(documents.dtype)
+    of_label = torch.cat([documents[:, 1:], after], 1).roll(-step, 1)
+    return torch.where(of_label == documents, found, IGNORE_INDEX)
+
+
+def step_mask(step: int, positions: Tensor, first: Any, documents: Tensor | None) -> Tensor | BlockMask:
+    """Step k's mask (S, k S), k at least 2: for FlexAttention where step 1's is."""
+    if isinstance(first, BlockMask) and documents is not None:
+        return draft_blocks(documents, step)
+    seen = draft_mask(len(positions), step, positions.device)
+    if documents is None:
+        return seen
+    return seen & (documents[:, None, :, None] == documents.repeat(1, step)[:, None, None, :])
+
+
+def accepted_prefixes(chosen: Tensor, drafted: Tensor) -> Tensor:
+    """Likeliest ids by the model (B, S) and by each step (K, B, S) -> whether steps 1 to k agree with it."""
+    agree = torch.stack([each == chosen.roll(-k, 1) for k, each in enumerate(drafted, 1)])
+    return agree.cumprod(0).bool()

@@ -1,0 +1,152 @@
+"""The multi-token-prediction head against its definition as plain loops, and its place in the config."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.config import DRAFT_IDS, MODULES, hf_name, plain_name
+from laneformer.model import deliver, run_layers
+from laneformer.positions import rope_table
+from tests.laneformer.lane_reference import reference_drafts
+from tests.laneformer.test_model import FLOAT64_TOLERANCE, IDS, build
+
+STEPS = 3
+
+
+def drafts_of(model: Laneformer) -> list[np.ndarray]:
+    with torch.no_grad():
+        return [logits[0].numpy() for logits in model.draft_logits(torch.tensor([IDS]), STEPS)]
+
+
+def difference(model: Laneformer, plant: str = "") -> float:
+    """Of the model's logits and those of the loops, at every position that all steps know."""
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    ours, worst = drafts_of(model), 0.0
+    for at in range(len(IDS) - STEPS):
+        theirs = reference_drafts(model.config, weights, IDS, at, STEPS, plant)
+        worst = max(worst, *(abs(a[at] - b).max() for a, b in zip(ours, theirs, strict=True)))
+    return worst
+
+
+@pytest.fixture(autouse=True)
+def rope_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the comparison in float64 does not wait on the float32 table of the model."""
+
+    def exact(config: LaneformerConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        j = torch.arange(config.head_dim // 2, dtype=torch.float64)
+        angle = positions[:, None] * config.rope_theta ** (-2 * j / config.head_dim)
+        return angle.cos()[None, :, None], angle.sin()[None, :, None]
+
+    monkeypatch.setattr("laneformer.model.rope_table", exact)
+
+
+SWITCHES: list[dict[str, Any]] = [
+    {"broadcast_delay": delay, "deliver_tail": tail}
+    for delay, tail in itertools.product((0, 1, 2, 3), (True, False))
+] + [
+    {"use_early_comm": False},
+    {"use_attention_comm": False},
+    {"use_mlp_comm": False},
+    {"rebroadcast_early": True},
+    {"broadcast_delay": 4},  # more than half of the layers
+    {"replicated_rmsn_scale": False},
+    {"lm_head_type": "replicate"},
+]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_drafts_are_those_of_the_loops(switches: dict[str, Any]) -> None:
+    """Steps 1 to 3 in one pass over all positions are what passes of single columns give."""
+    assert difference(build(num_nextn_predict_layers=1, **switches)) < FLOAT64_TOLERANCE
+
+
+@pytest.mark.parametrize("plant", ["tail", "token"])
+def test_the_comparison_would_notice(plant: str) -> None:
+    assert difference(build(num_nextn_predict_layers=1), plant) > 1e-6
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_delivered_streams_are_equal_where_the_config_says_so(switches: dict[str, Any]) -> None:
+    model = build(num_nextn_predict_layers=1, **switches)
+    config, at = model.config, torch.arange(len(IDS))
+    embedding = model.tok_embeddings(torch.tensor([IDS]))
+    with torch.no_grad():
+        h, tail = run_layers(model.layers, config, embedding, rope_table(config, at), model.masks(at, at))
+        wide = h + sum(p.sum(2, keepdim=True) - p for partials in tail for p in partials if p is not None)
+        assert torch.allclose(deliver(h, tail, config), wide, rtol=0, atol=FLOAT64_TOLERANCE)
+    spread = float((wide - wide[:, :, :1]).abs().max())
+    assert (spread < FLOAT64_TOLERANCE) == config.equal_delivered_streams
+    waiting = config.broadcast_delay and not config.deliver_tail
+    odd = any(
+        switches.get(name) is False for name in ("use_early_comm", "use_attention_comm", "use_mlp_comm")
+    )
+    assert config.equal_delivered_streams == (not waiting and not odd and not config.rebroadcast_early)
+
+
+def test_the_model_without_the_head_is_unchanged() -> None:
+    """Neither its dictionary nor its logits: what the head needs of the last layers joins no stream."""
+    with_head, without = build(num_nextn_predict_layers=1), build()
+    assert (
+        not {"num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"} & without.config.to_dict().keys()
+    )
+    without.load_state_dict({n: t for n, t in with_head.state_dict().items() if not n.startswith("mtp.")})
+    ids = torch.tensor([IDS])
+    assert torch.equal(with_head(ids), without(ids))
+
+
+@pytest.mark.parametrize("flavor", ["2b", "tiny"])
+@pytest.mark.parametrize("switches", [{}, {"draft_vocab_size": 2048, "replicated_rmsn_scale": False}])
+def test_shapes_and_counts_are_the_models(flavor: str, switches: dict[str, Any]) -> None:
+    config = LaneformerConfig.from_flavor(flavor, num_nextn_predict_layers=1, **switches)
+    with torch.device("meta"):
+        model = Laneformer(config)
+    state = model.state_dict()
+    assert config.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert config.parameter_count()["total"] == sum(p.numel() for p in model.parameters())
+    added = sum(p.numel() for n, p in model.named_parameters() if n.startswith("mtp."))
+    assert config.parameter_count()["mtp"] == added
+    without = LaneformerConfig.from_flavor(flavor, **{**switches, "draft_vocab_size": 0}).parameter_count()
+    assert without == config.parameter_count() | {"mtp": 0, "total": without["total"]}
+    assert without["total"] == config.parameter_count()["total"] - added
+    assert (DRAFT_IDS in state) == bool(config.draft_vocab_size)
+    assert {plain_name(hf_name(name)) for name in state} == set(state)
+    assert LaneformerConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2 is not supported; use 0 or 1"),
+        (
+            {"num_nextn_predict_layers": 1, "lm_head_type": "lane"},
+            "not supported with lm_head_type = 'lane'; use",
+        ),
+        ({"num_nextn_predict_layers": 1, "tie_word_embeddings": True}, "not supported with a tied head; use"),
+        (
+            {"num_nextn_predict_layers": 1, "draft_vocab_size": 1001},
+            "= 1001 must be a multiple of num_lanes = 8",
+        ),
+        (
+            {"num_nextn_predict_layers": 1, "draft_vocab_size": 32008},
+            "= 32008 must be .* at most vocab_size = 32000",
+        ),
+        ({"draft_vocab_size": 8000}, "= 8000 must be .* 0 without a head that drafts"),
+    ],
+)
+def test_bad_values_are_named(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LaneformerConfig(**overrides)
+
+
+def test_the_block_is_a_layer_that_waits() -> None:
+    config = LaneformerConfig.from_flavor("2b", num_nextn_predict_layers=1)
+    last = config.num_hidden_layers
+    assert all(config.join(last, m).name == "PRESENT" and not config.broadcasts(last, m) for m in MODULES)
+    assert config.window(last) is None
+    assert [i for i in range(last) if config.delivers(i, "mlp")] == [13, 14]

@@ -1,0 +1,173 @@
+"""Training of the head for multi-token prediction against the plain model's draft logits and autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
+
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.titan.attention import document_ids, draft_blocks
+from laneformer.titan.loss import IGNORE_INDEX
+from laneformer.titan.mtp import DraftTraining, accepted_prefixes, step_labels, step_mask
+from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+
+CONFIG = LaneformerConfig.from_flavor(
+    "tiny", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+    sliding_window=8, swa_layers=(0, 1), vocab_size=64, num_nextn_predict_layers=1,
+)  # fmt: skip
+SEQ_LEN, BOS, WEIGHT = 24, 1, 0.25
+# Two float64 computations of the same sums in other orders: 1e4 roundings of 2^-53, on gradients of order
+# one.
+TOLERANCE = 1e4 * 2.0**-53
+ROTATED = 2.0**-24  # the same text at other positions: the table of angles is float32
+
+
+def build(steps: int = 1, **switches: Any) -> TitanLaneformer:
+    fields = {
+        name: switches.pop(name) for name in list(switches) if name in LaneformerConfig.__dataclass_fields__
+    }
+    training = DraftTraining(steps, WEIGHT, WEIGHT, freeze_base=switches.pop("freeze_base", False))
+    args = LaneformerArgs(config=dataclasses.replace(CONFIG, **fields), mtp=training, bos_id=BOS, **switches)
+    model = TitanLaneformer(args)
+    model.init_weights()
+    model = model.double()
+    model.lm_head.chunk_tokens = 16
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    ids = torch.randint(3, 64, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    ids[0, 0] = ids[0, 9] = ids[1, 17] = BOS
+    return ids
+
+
+def plain(model: TitanLaneformer) -> Laneformer:
+    twin = Laneformer(model.config).double()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def expected_losses(
+    model: Laneformer, tokens: torch.Tensor, steps: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Sums over all tokens: of the model, and of every step, by a loop over single labels."""
+    ids = tokens[:, :-1]
+    main = F.cross_entropy(model(ids).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    found = []
+    for k, logits in enumerate(model.draft_logits(ids, steps), 1):
+        total = logits.new_zeros(())
+        for row in range(len(ids)):
+            for t in range(SEQ_LEN - k):
+                between = tokens[row, t + 1 : t + k + 2]
+                if BOS not in between.tolist():
+                    total = total + F.cross_entropy(logits[row, t], tokens[row, t + k + 1])
+        found.append(total)
+    return main, found
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("switches", [{}, {"deliver_tail": False}, {"lm_head_type": "replicate"}], ids=str)
+def test_losses_and_gradients_are_the_plain_models(
+    steps: int, switches: dict[str, Any], tokens: torch.Tensor
+) -> None:
+    model = build(steps, **switches)
+    twin = plain(model)
+    losses = model(tokens[:, :-1], tokens[:, 1:])
+    losses.sum().backward()
+    main, drafts = expected_losses(twin, tokens, steps)
+    (main + WEIGHT * sum(drafts)).backward()
+    assert abs(losses.sum() - main).item() < TOLERANCE * SEQ_LEN, (
+        "the drafts' losses are in the gradients alone"
+    )
+    assert model.drafted is not None
+    for ours, theirs in zip(model.drafted.losses, drafts, strict=True):
+        assert abs(ours.sum() - theirs).item() < TOLERANCE * SEQ_LEN
+    theirs_by_name = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert (parameter.grad - theirs_by_name[name].grad).abs().max() < TOLERANCE, name
+
+
+def test_a_document_sees_and_predicts_itself_alone(tokens: torch.Tensor) -> None:
+    """With restricted attention the second document's losses are those of a window that holds it alone."""
+    model = build(3, mask_documents=True)
+    ids, labels = tokens[:1, :-1], tokens[:1, 1:]
+    model(ids, labels)
+    assert model.drafted is not None
+    whole = model.drafted.losses[:, 0, 9:]
+    model(ids[:, 9:], labels[:, 9:])
+    assert (whole - model.drafted.losses[:, 0]).abs().max() < ROTATED
+    model(ids[:, 7:], labels[:, 7:])  # this window begins within the first document
+    assert (whole - model.drafted.losses[:, 0, 2:]).abs().max() < ROTATED
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_frozen_base_gets_no_gradients_and_the_head_the_same(steps: int, tokens: torch.Tensor) -> None:
+    whole, frozen = build(steps), build(steps, freeze_base=True)
+    for model in (whole, frozen):
+        model(tokens[:, :-1], tokens[:, 1:]).sum().backward()
+    theirs = dict(whole.named_parameters())
+    for name, parameter in frozen.named_parameters():
+        assert (parameter.grad is not None) == name.startswith("mtp."), name
+        if parameter.grad is not None:
+            assert (parameter.grad - theirs[name].grad).abs().max() < TOLERANCE, name
+
+
+def test_untrained_chunks_are_skipped(tokens: torch.Tensor) -> None:
+    """Labels of a conversation: those ignored by the model are by the drafts, too; chunks are left out."""
+    model, labels = build(2), tokens[:, 1:].clone()
+    labels[:, 5:] = IGNORE_INDEX
+    model(tokens[:, :-1], labels)
+    assert model.drafted is not None
+    expected = model.drafted.losses
+    model(tokens[:, :-1], labels, trained=int((labels != IGNORE_INDEX).sum()))
+    assert (expected - model.drafted.losses).abs().max() < TOLERANCE
+    assert not expected[:, :, 5:].any()
+
+
+def test_validation_says_how_often_drafts_are_right(tokens: torch.Tensor) -> None:
+    model = build(1).eval()
+    twin, ids = plain(model), tokens[:, :-1]
+    with torch.no_grad():
+        model(ids, tokens[:, 1:])
+        chosen, drafts = twin(ids).argmax(-1), [logits.argmax(-1) for logits in twin.draft_logits(ids, 3)]
+    assert model.drafted is not None
+    assert model.drafted.accepted is not None
+    known = SEQ_LEN - 3
+    right = torch.stack([d[:, :known] == chosen[:, k : known + k] for k, d in enumerate(drafts, 1)])
+    expected = torch.stack([right[:k].all(0) for k in (1, 2, 3)])
+    assert torch.equal(model.drafted.accepted[:, :, :known], expected)
+
+
+def test_accepted_prefixes_end_at_the_first_difference() -> None:
+    chosen = torch.tensor([[9, 1, 2, 3, 4]])
+    drafts = torch.stack([chosen.roll(-1, 1), chosen.roll(-2, 1) + 1, chosen.roll(-3, 1)])
+    assert accepted_prefixes(chosen, drafts)[:, 0, 0].tolist() == [True, False, False]
+
+
+def test_labels_at_the_border_of_a_window() -> None:
+    """The label that follows the window begins a document: it is no draft's of the one before."""
+    labels, documents = torch.tensor([[5, 6, BOS]]), torch.zeros(1, 3, dtype=torch.int64)
+    assert step_labels(labels, documents, BOS, 1).tolist() == [[6, IGNORE_INDEX, IGNORE_INDEX]]
+    assert step_labels(labels, None, None, 1).tolist() == [[6, BOS, IGNORE_INDEX]]
+
+
+def test_the_weight_falls_once() -> None:
+    training = DraftTraining(loss_weight=0.3, final_loss_weight=0.1, lower_at_step=67)
+    assert [training.weight(step) for step in (1, 67, 68, 100)] == [0.3, 0.3, 0.1, 0.1]
+
+
+def test_flex_masks_are_the_dense_ones(tokens: torch.Tensor) -> None:
+    documents = document_ids(tokens[:, :-1], BOS)
+    dense = step_mask(3, torch.arange(SEQ_LEN), None, documents)
+    blocks = step_mask(3, torch.arange(SEQ_LEN), draft_blocks(documents, 1), documents)
+    assert isinstance(dense, torch.Tensor)
+    assert isinstance(blocks, BlockMask)
+    places = torch.meshgrid(*(torch.arange(n) for n in (2, 1, SEQ_LEN, 3 * SEQ_LEN)), indexing="ij")
+    assert torch.equal(blocks.mask_mod(*places), dense)
