@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 import os
 import types
 import typing
@@ -18,17 +19,25 @@ import torch
 
 from laneformer.config import FLAVORS
 
-# settings that TorchTitan declares as plain text
+FLOAT8 = "quantize.linear.float8"  # the converter and its section
+# settings that TorchTitan declares as plain text, or with more words than the Laneformer knows
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.name": ("laneformer",),
     "model.flavor": tuple(FLAVORS),
+    "model.converters": (FLOAT8,),
+    f"{FLOAT8}.recipe_name": ("tensorwise", "rowwise"),
     "optimizer.name": ("Adam", "AdamW"),
     "compile.components": ("model", "loss"),
     "compile.backend": ("inductor", "aot_eager", "eager"),
 }
 # features of TorchTitan that the Laneformer or our trainer does not have: the one value that works, and why
 ONLY: dict[str, tuple[Any, str]] = {
-    "model.converters": ([], "a LaneLinear is no nn.Linear, which FP8 converters look for"),
+    "quantize.linear.float8.filter_fqns": (
+        [],
+        "w1, w2 and w3 of every layer are in float8, and nothing else",
+    ),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": (False, "weights travel in bfloat16"),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, "weights travel in bfloat16"),
     "optimizer.early_step_in_backward": (False, "the guard judges a step before the weights move"),
     "training.enable_cpu_offload": (False, "gradients and moments stay on the GPU"),
     "parallelism.tensor_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
@@ -156,12 +165,11 @@ def wrong_values(job: Any) -> Iterator[str]:
     """Settings outside of the tables above."""
 
     def value_of(name: str) -> Any:
-        section, key = name.split(".")
-        return getattr(getattr(job, section), key)
+        return operator.attrgetter(name)(job)
 
     for name, choices in CHOICES.items():
         value = value_of(name)
-        if not set(value if isinstance(value, list) else [value]) <= set(choices):
+        if value is not None and not set(value if isinstance(value, list) else [value]) <= set(choices):
             yield refusal(name, value, one_of(value, list(choices)))
     for name, (only, why) in ONLY.items():
         if value_of(name) != only:
@@ -187,6 +195,15 @@ def contradictions(job: Any) -> Iterator[str]:
         yield refusal(
             "lr_scheduler.warmup_steps", schedule.warmup_steps, f"total_steps is {total}; it must be less"
         )
+    if (
+        job.model.converters
+        and not job.quantize.linear.float8.emulate
+        and job.training.mixed_precision_param != "bfloat16"
+    ):
+        yield refusal(
+            "training.mixed_precision_param", job.training.mixed_precision_param,
+            f"float8 products give bfloat16; set it, or {FLOAT8}.emulate = true",
+        )  # fmt: skip
     if section.initial_load_all_states and not section.initial_load_path:
         yield "checkpoint.initial_load_all_states = True needs checkpoint.initial_load_path, where to go on from"
     if job.mtp.freeze_base and section.initial_load_path and not section.initial_load_model_only:

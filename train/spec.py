@@ -5,9 +5,10 @@ An experiment that trains another model registers `replace(SPEC, ...)` in a modu
 
 from __future__ import annotations
 
-from torchtitan.protocols import train_spec
+from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 
+from laneformer.titan import float8
 from laneformer.titan.parallelize import parallelize_laneformer
 from laneformer.titan.spec import TitanLaneformer, model_args_by_flavor
 
@@ -39,3 +40,5 @@ def register(spec: TrainSpec) -> None:
 
 
 register(SPEC)
+# TorchTitan's own has this name already; it looks for nn.Linear, and needs torchao
+model_converter._registry_model_converter_cls[float8.NAME] = float8.Float8Converter

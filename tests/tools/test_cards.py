@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from laneformer.engine.cuda.bench import DATASHEET
+from laneformer.engine.cuda.bandwidth import DATASHEET
 from laneformer.engine.cuda.geometry import H200
 from tools.bench import sm90
 from tools.cards import CASES, INPUTS, Inputs, tables

@@ -28,16 +28,18 @@ JOB = sums.Job(
 )  # fmt: skip
 CLUSTER = sums.Cluster(192, 8, INPUTS.card("h100"), 50e9, 17_000, 600)
 NARROW = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
+FLOAT8 = ("--model.converters", "quantize.linear.float8")
 COMMANDS = {
     "published": ["configs/phase1.toml", "configs/phase2.toml", "--metrics.gpu_hour_price", "2.5", "--metrics.currency",
                   "EUR"],
     "with code": ["configs/phase1.toml", "configs/phase2.toml", "--mixture", *2 * ["data_mixtures/nemotron-code.toml"]],
     "h200": ["configs/phase1.toml", "--gpu", "h200", "--json"],
+    "float8": ["configs/phase1.toml", "--json", *FLOAT8, "--quantize.linear.float8.recipe_name", "rowwise"],
     "rubin": ["configs/phase1.toml", "--gpu", "rubin"],
     "other mesh": ["configs/phase1.toml", "--gpus", "64"],
     "odd batch": ["configs/phase1.toml", "--training.local_batch_size", "7"],
     "no file": ["configs/none.toml"],
-    "dry run": ["configs/phase2.toml", "--dry-run", "--json", "--training.local_batch_size", "1",
+    "dry run": ["configs/phase2.toml", "--dry-run", "--json", "--training.local_batch_size", "1", *FLOAT8,
                 *(a for k, v in NARROW.items() for a in (f"--architecture.{k}", str(v)))],
 }  # fmt: skip
 # all commands in one process, since TorchTitan is slow to import; not in this one, since it
@@ -211,6 +213,25 @@ def test_every_calculator_says_the_same_of_2b_on_one_h200(runs: dict[str, tuple[
         LaneformerConfig(), phase["job"]["local_batch"], phase["job"]["seq_len"], h200
     )
     assert phase["model_tokens_per_s"] == pytest.approx(trained)
+
+
+def test_float8_in_the_plan(runs: dict[str, tuple[int, str, str]], published: dict) -> None:
+    """A job with float8 has the model's speed of its recipe, and keeps less; the table compares all types."""
+    code, said, error = runs["float8"]
+    assert code == 0, error
+    phase, plain = json.loads(said)["phases"][0], published["phases"][0]
+    bf16, rowwise, _ = phase["model_by_type"]
+    assert phase["model_by_type"] == plain["model_by_type"]
+    assert plain["model_tokens_per_s"] == bf16["tokens_per_s"]
+    assert phase["model_tokens_per_s"] == rowwise["tokens_per_s"]
+    assert rowwise["tokens_per_s"]["central"] > 33_000
+    assert phase["memory"]["kept_activations"] < plain["memory"]["kept_activations"]
+    for row in (bf16, rowwise):
+        flops = row["tokens_per_s"]["central"] * plain["compute"]["flops_per_token"]
+        assert row["mfu_percent"] == pytest.approx(100 * flops / CLUSTER.gpu.peak_flops)
+        tax = 1 - row["tokens_per_s"]["central"] / row["delay_0_tokens_per_s"]["central"]
+        assert row["lane_tax_percent"] == pytest.approx(100 * tax)
+    assert "lane tax" in runs["published"][1]
 
 
 def test_speed_follows_from_mfu() -> None:

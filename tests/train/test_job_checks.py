@@ -29,7 +29,10 @@ BAD: dict[tuple[str, str], str] = {
     ("activation_checkpoint.mode", '"selectiv"'): "did you mean 'selective'",
     ("checkpoint.async_mode", '"asynch"'): "did you mean 'async'",
     ("optimizer.name", '"Adamw"'): "did you mean 'AdamW'",
-    ("model.converters", '["float8"]'): r"only \[\] is supported",
+    ("model.converters", '["float8"]'): "did you mean 'quantize.linear.float8'",
+    ("quantize.linear.float8.recipe_name", '"rowwise_with_gw_hp"'): "choose from tensorwise, rowwise",
+    ("quantize.linear.float8.filter_fqns", '["w2"]'): r"only \[\] is supported; w1, w2 and w3",
+    ("quantize.linear.float8.enable_fsdp_float8_all_gather", "true"): "weights travel in bfloat16",
     ("optimizer.early_step_in_backward", "true"): "only False is supported; the guard",
     ("parallelism.tensor_parallel_degree", "2"): "only 1 is supported; use data_parallel_shard_degree",
     ("parallelism.pipeline_parallel_degree", "2"): "only 1 is supported",
@@ -68,6 +71,11 @@ TOGETHER: dict[str, tuple[dict[tuple[str, str], str], str]] = {
         {("metrics.log_freq", ""): "4", ("validation.freq", ""): "50"},
         "validation.freq = 50 is not a multiple of metrics.log_freq = 4",
     ),
+    "float8": (
+        {("model.converters", ""): '["quantize.linear.float8"]'},
+        "training.mixed_precision_param = 'float32' is not possible: float8 products give bfloat16; set it, or "
+        "quantize.linear.float8.emulate = true",
+    ),
     "warmup": (
         {("lr_scheduler.total_steps", ""): "300", ("lr_scheduler.warmup_steps", ""): "301"},
         "lr_scheduler.warmup_steps = 301",
@@ -79,7 +87,7 @@ def job_file(path: Path, settings: dict[str, str]) -> str:
     """The toy job with these settings in place of its own."""
     text = (ROOT / "configs/debug_phase1.toml").read_text()
     for name, value in settings.items():
-        section, key = name.split(".")
+        section, _, key = name.rpartition(".")
         text = re.sub(rf"(?ms)(^\[{section}\]$[^\[]*?)^{key} = [^\n]*\n", r"\1", text)
         if f"[{section}]" not in text:
             text += f"\n[{section}]\n"
@@ -107,7 +115,7 @@ def test_it_is_refused_with_one_sentence(answers: dict[str, str | None], at: int
     assert said is not None, "accepted"
     assert re.search(expected, said), said
     if "lok" not in name and "mixtur." not in name:  # TorchTitan's own words
-        assert name.split(".")[1] in said
+        assert name.rpartition(".")[2] in said
         assert value.strip('[]"').lower() in said.lower() or name == "training.steps"
         assert "\n" not in said
 

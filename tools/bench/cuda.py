@@ -24,10 +24,9 @@ from typing import Any
 from laneformer.config import FLAVORS
 from laneformer.engine.device import why_no_cuda
 from records.files import write_atomically
-from tools.bench.cuda_report import STEPS, Step, markdown
-from tools.bench.harness import Candidate, Result, stamp
+from tools.bench.cuda_report import RESERVE_S, RUN_MINUTES, STEPS, Step, markdown
+from tools.bench.harness import Candidate, NoAnswer, Result, stamp
 
-RESERVE_S = 5.0  # to write the report
 KEPT = Path("build/bench-cuda.json")
 MAX_SHARES = (
     3  # of its limit that a step may take of what those before it have left over; the rest is for the others
@@ -59,7 +58,7 @@ def measure(
                 done[step.name] = {"result": worker.ask(step.name, timeout_s=limit, seconds=limit)}
             except RuntimeError as error:
                 done[step.name] = {"error": str(error)}
-                if step.first_of:
+                if step.first_of and not isinstance(error, NoAnswer):  # what is late may be slow to compile
                     worker.close()
                     worker.command.append(step.first_of)
             done[step.name]["seconds"] = round(clock() - start, 1)
@@ -78,11 +77,21 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
         default=KEPT,
         help=f"JSON file with every figure, which an interrupted run goes on with (default {KEPT})",
     )
-    add("--minutes", type=float, default=9.0, help="time limit of the whole run (default 9)")
+    add(
+        "--minutes",
+        type=float,
+        default=RUN_MINUTES,
+        help=f"time limit of the whole run (default {RUN_MINUTES:g})",
+    )
     add("--flavor", choices=sorted(FLAVORS), default="2b", help="shape of the model; weights are random")
     add("--dtype", choices=("bf16", "fp16"), default="bf16", help="element type of the weights")
     add("--runs", type=int, default=100, help="repeated runs that must be bit-identical (default 100)")
     add("--steps", help=f"comma-separated steps to run, of {','.join(step.name for step in STEPS)}")
+    add(
+        "--bundle",
+        type=Path,
+        help="pack this file for a bare machine instead (tools/bench/bundle.py); needs no GPU",
+    )
     add("--commit", help="commit of this code, for a checkout without .git")
     return parser.parse_args(arguments)
 
@@ -113,6 +122,10 @@ def kept_steps(path: Path, report: Result) -> Result:
 
 def main(arguments: list[str]) -> None:
     options = options_of(arguments)
+    if options.bundle:
+        from tools.bench import bundle  # needs what a GPU's machine may lack
+
+        return bundle.main(options.bundle, options)
     try:
         steps = chosen_steps(options.steps)
         if reason := why_no_cuda():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from laneformer import LaneformerConfig
-from laneformer.engine.cuda.bench import shares
+from laneformer.engine.cuda.bandwidth import shares
 from tools.bench import harness
 from tools.bench.harness import Result
 from tools.cards import CASES, INPUTS, Inputs, input_rows, tables

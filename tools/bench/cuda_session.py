@@ -1,6 +1,6 @@
 """The model that the steps of `tools.bench cuda` measure, its decoders, and the kernels of all steps.
 
-Kernels are compiled at once before anything is measured. Compiled code is kept on disk (compile.py), so a step
+Kernels are compiled before anything is measured. Compiled code is kept on disk (compile.py), so a step
 finds it whatever became of the process that made it.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import multiprocessing
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from laneformer import LaneformerConfig
 from laneformer.engine.cuda.bench import read_bandwidth
 from laneformer.engine.cuda.compile import VERSIONS, compile_cubin, source_of
 from laneformer.engine.cuda.geometry import Geometry
-from laneformer.engine.cuda.launch import architecture_name, describe
+from laneformer.engine.cuda.launch import architecture_of, describe
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.device import driver_version
 from laneformer.tensors import Tensor
+from tools.bench.bundle import Bundle
+from tools.bench.compiling import in_order
 from tools.bench.harness import Result
 from tools.check.reference import TORCH_DTYPES, Weights, planted_faults, random_weights, tensors_of
 
@@ -104,6 +107,19 @@ class Session:
         return read_bandwidth(self.decoder().memories[0])
 
 
+def make_room(session: Session, count: int) -> None:
+    """Give the decoders' memory back where the GPU has not so many bytes free; a step that needs them makes them again.
+
+    RuntimeError where even that is too little.
+    """
+    if torch.cuda.mem_get_info(session.device)[0] < count:
+        Session.decoder.cache_clear()
+        torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(session.device)[0]
+    if free < count:
+        raise RuntimeError(f"the GPU has {free / 1e9:.1f} GB free, and this needs {count / 1e9:.1f}")
+
+
 # --- the kernels of all steps
 # ---------------------------------------------------------------------------------------------------
 
@@ -122,6 +138,7 @@ def units(session: Session) -> Units:
         *(of(version, config) for config in (tiny, small, own) for version in VERSIONS),
         *(of(version, smoke_config(tiny), **SMOKE_SHAPE) for version in VERSIONS),
         [("probe", of(session.version, own)[-1][1])],
+        of_bundle(session),
         *(of("passes", own, **cut) for cut in CUTS.values()),
         *(of(session.version, wrong) for _, _, wrong, _ in faults),
         *(of(session.version, own, dtype) for dtype in ("fp16", "int8")),
@@ -130,27 +147,21 @@ def units(session: Session) -> Units:
     return list(itertools.chain(*wanted))
 
 
+def of_bundle(session: Session) -> Units:
+    """Of the step that runs a bundle of this model on this GPU."""
+    bundle = Bundle(Path(os.devnull), {session.flavor: session.config})
+    return list(bundle.units(describe(torch.device(session.device)), session.config).values())
+
+
 def prepare(session: Session) -> Result:
-    """Compile everything at once, a process each; what is late is left to the step that needs it."""
-    options = architecture_name(torch.device(session.device)), None, driver_version()
+    """Compile everything, the first ones first; what is late is left to the step that needs it."""
+    architecture, driver = architecture_of(torch.device(session.device)), driver_version()
     different = {source_of(*unit): unit for unit in units(session)}
-    start, fork = time.monotonic(), multiprocessing.get_context("fork")
-    running = {  # a process each: one that crashes takes no other with it
-        f"{unit[0]} {number}": fork.Process(target=compile_cubin, args=(*unit, *options), daemon=True)
+    jobs = {
+        f"{unit[0]} {number}": functools.partial(compile_cubin, *unit, architecture, driver=driver)
         for number, unit in enumerate(different.values(), 1)
     }
-    for process in running.values():
-        process.start()
-    for process in running.values():
-        process.join(max(0.0, session.time_left() - RESERVE_S))
-    late = [name for name, process in running.items() if process.is_alive()]
-    failed = [name for name, process in running.items() if process.exitcode]
-    for process in running.values():
-        process.kill()
-    return {
-        "units": len(running), "late": ", ".join(late) or "none", "failed": ", ".join(failed) or "none",
-        "compile_s": round(time.monotonic() - start, 1),
-    }  # fmt: skip
+    return in_order(jobs, session.time_left() - RESERVE_S)
 
 
 def smoke_config(config: LaneformerConfig) -> LaneformerConfig:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -31,23 +30,22 @@ from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.decoder import Request
 from laneformer.tensors import Tensor
 from tools.bench import harness
+from tools.bench.cuda_processes import exchanges, sanitizer, server  # noqa: F401  (steps)
 from tools.bench.cuda_report import STEPS, Step
 from tools.bench.cuda_session import (
     CUTS,
     FAULTS_FLAVOR,
     LIMIT_S,
-    SMOKE_SHAPE,
     Session,
     alone_blocks,
+    make_room,
     one_lane,
     prepare,  # noqa: F401  (a step)
-    smoke_config,
 )
 from tools.bench.harness import Result, Trial, paired, serve
 from tools.check import cuda as check
 from tools.check.reference import TORCH_DTYPES, dequantised, hf_model, random_weights, tensors_of
 
-SANITIZER_LIMIT_S = 120.0  # the same wait in a kernel that runs a hundred times slower
 TRIAL_TOKENS = 128
 GREEDY_PROMPTS = 8
 PACKAGES = ("torch", "transformers", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy")
@@ -118,7 +116,14 @@ def first(session: Session, version: str, flavor: str | None = None) -> Result:
 
 def verdict(session: Session) -> Result:
     """All checks of both versions but the planted faults."""
-    truth = check.reference(session.config, session.weights, check.scored_length(session.config))
+    length, prompts = (
+        check.scored_length(session.config),
+        check.greedy_prompts(session.config, GREEDY_PROMPTS),
+    )
+    assert session.weights  # on the GPU, so that what is free is free beside them
+    make_room(session, check.reference_bytes(session.config, length))
+    truth = check.reference(session.config, session.weights, length, prompts=prompts)
+    torch.cuda.empty_cache()
     makers = {version: functools.partial(session.decoder, version) for version in VERSIONS}
     report = check.check(makers, truth, GREEDY_PROMPTS, session.runs, say)
     torch.cuda.empty_cache()
@@ -150,35 +155,6 @@ def correctness(session: Session) -> Result:
     planted = check.check_faults(config, weights, lambda *wrong: session.make(None, *wrong))
     report["passed"][f"planted faults are refused ({flavor})"] = planted["holds"]
     return {**report, "faults": planted["faults"], **outcome(report["passed"])}
-
-
-def sanitizer(session: Session) -> Result:
-    """A short text through the tiny model under compute-sanitizer, where the machine has it."""
-    program, report = shutil.which("compute-sanitizer"), {}
-    if program is None:
-        return {"missing": "compute-sanitizer is not on the PATH"}
-    smoke_test = [sys.executable, "-c", "from tools.bench.cuda_steps import smoke; smoke()"]
-    for tool in ("memcheck", "racecheck"):
-        seconds = session.time_left() - 5
-        if seconds < 5:
-            break
-        command = [program, "--tool", tool, "--error-exitcode", "9", *smoke_test]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-            report[tool] = {"status": done.returncode, "tail": (done.stdout + done.stderr)[-800:]}
-        except subprocess.TimeoutExpired:
-            report[tool] = {"error": "it ran out of time"}
-    return report
-
-
-def smoke() -> None:
-    """Greedy tokens by both versions of a small model; RuntimeError unless the tokens are equal."""
-    session = Session("tiny", "bf16")
-    session.config = smoke_config(session.config)
-    decoders = [session.make(version, limit_s=SANITIZER_LIMIT_S, **SMOKE_SHAPE) for version in VERSIONS]
-    made = [check.greedy(decoder, [5, 6, 7], 4) for decoder in decoders]
-    if made[0] != made[1]:
-        raise RuntimeError(f"passes and graph give different tokens: {made}")
 
 
 def decode(session: Session) -> Result:

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -37,7 +37,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900.0
 INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
 Result = dict[str, Any]
+Recipe = Literal["none", "tensorwise", "rowwise"]  # of float8 products
 Trial = Callable[[], float]  # tokens/s
+
+
+class NoAnswer(RuntimeError):
+    """A candidate exceeded its time: it may be slow, which says nothing about what it would have answered."""
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Candidate:
             process.stdin.flush()
             if not select.select([process.stdout], [], [], timeout_s)[0]:
                 self.close()
-                raise RuntimeError(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
+                raise NoAnswer(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
             line = process.stdout.readline()
         if not line:
             status, last = process.wait(), ""
@@ -221,6 +226,16 @@ class Options:
     """Print nothing but the JSON line."""
     out: Path | None = None
     """Markdown file to append a dated section to."""
+
+
+def float8_flags(recipe: Recipe, on_gpu: bool = True) -> list[str]:
+    """Flags of `train` for float8 products by this recipe, emulated where there is no GPU."""
+    if recipe == "none":
+        return []
+    from train.job_checks import FLOAT8
+
+    emulated = [] if on_gpu else [f"--{FLOAT8}.emulate"]
+    return ["--model.converters", FLOAT8, f"--{FLOAT8}.recipe_name", recipe, *emulated]
 
 
 def check_at_least(options: Any, **limits: int) -> None:

@@ -40,6 +40,7 @@ H100 = SimpleNamespace(
     shared_memory_per_multiprocessor=228 * 2**10, L2_cache_size=50 * 2**20, gcnArchName="",
 )  # fmt: skip
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+FLOAT8_PRODUCT = "laneformer.scaled_product"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Kernel:
     """One launch: bytes read and written in device memory, and the FLOPs of a matrix product."""
 
     name: str
-    kind: str  # "elementwise" (Triton, with reductions), "product" (cuBLAS) or "attention"
+    kind: str  # "elementwise" (Triton, with reductions), "product" or "float8" (cuBLAS), or "attention"
     bytes: int
     flops: int = 0
 
@@ -188,12 +189,20 @@ def _kernel(node: Any) -> Kernel | None:
         return Kernel(node.get_name(), "attention" if node.is_template() else "elementwise", _touched(node))
     call = node.node
     if isinstance(call, ir.MultiOutput):  # one result of the call that it names
-        return Kernel(node.get_name(), _kind(call.inputs[0]), _bytes(call))
+        kind = _kind(call.inputs[0])
+        return None if kind == "float8" else Kernel(node.get_name(), kind, _bytes(call))
     # a library's kernel, or one of the model's own: its operands and its result, each once
     operands = [operand for operand in call.inputs if isinstance(operand, ir.IRNode)]
     results = [] if isinstance(call.layout, ir.NoneLayout | ir.MultiOutputLayout) else [call]
-    kind, size = _kind(call), sum(map(_bytes, [*operands, *results]))
-    flops = 2 * _numel(call) * _int(operands[-1].get_size()[-2]) if kind == "product" else 0
+    kind = _kind(call)
+    if kind == "float8":
+        results = call.outputs  # each belongs to the call: its bytes may hide behind the FLOPs
+    size = sum(map(_bytes, [*operands, *results]))
+    flops = 0
+    if kind == "product":
+        flops = 2 * _numel(call) * _int(operands[-1].get_size()[-2])
+    elif kind == "float8":  # of (N, M, K) and (N, O, K)
+        flops = 2 * _numel(operands[0]) * _int(operands[1].get_size()[-2])
     return Kernel(_operation(call), kind, size, flops)
 
 
@@ -205,6 +214,8 @@ def _kind(call: Any) -> str:
     name = _operation(call)
     if name.removeprefix("extern_kernels.") in PRODUCTS:
         return "product"
+    if FLOAT8_PRODUCT in name:
+        return "float8"
     return "attention" if "attention" in name else "elementwise"
 
 

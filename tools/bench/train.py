@@ -32,7 +32,7 @@ if not torch.accelerator.is_available():
 from laneformer import LaneformerConfig
 from records.files import read_lines
 from tools.bench import harness
-from tools.bench.harness import Result
+from tools.bench.harness import Recipe, Result
 from tools.cards import INPUTS
 from tools.markdown import table
 from tools.plan import sums as plan_sums
@@ -73,6 +73,8 @@ class Options(harness.Options):
     """Activation checkpointing of both models."""
     compile: bool = True
     """Whether both models are compiled with torch.compile."""
+    float8: Recipe = "none"
+    """Recipe of float8 products for the Laneformer's w1, w2 and w3; emulated without a GPU."""
 
     def check(self) -> None:
         """ValueError for a value that cannot be measured."""
@@ -105,7 +107,7 @@ def measure(options: Options, console: Any) -> Result:
                 )
             rounds.append(trials)
     ratios = [r["laneformer"]["tokens_per_s_per_gpu"] / r["llama"]["tokens_per_s_per_gpu"] for r in rounds]
-    names = ("flavor", "gpus", "seq_len", "steps", "warmup", "dtype", "checkpointing", "compile")
+    names = ("flavor", "gpus", "seq_len", "steps", "warmup", "dtype", "checkpointing", "compile", "float8")
     return {
         "device": device, "torch": torch.__version__, **{name: getattr(options, name) for name in names},
         "local_batch": batch, "models": {name: summary([r[name] for r in rounds]) for name in PROGRAMS},
@@ -141,7 +143,9 @@ def command(name: str, options: Options, batch: int, lock: Path, run: Path, *mor
         "--training.local_batch_size", str(batch), "--training.global_batch_size", str(batch * options.gpus),
         "--training.steps", str(options.warmup + options.steps), "--training.mixed_precision_param", options.dtype,
         "--activation_checkpoint.mode", options.checkpointing,
-        "--compile.enable" if options.compile else "--compile.no-enable", *FLAGS.split(), *more,
+        "--compile.enable" if options.compile else "--compile.no-enable", *FLAGS.split(),
+        *(harness.float8_flags(options.float8, torch.cuda.is_available()) if name == "laneformer" else ()),
+        *more,
     ]  # fmt: skip
 
 
@@ -199,6 +203,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         f"{result['gpus']} x {result['device']}, local batch {result['local_batch']} x {result['seq_len']}"
     )
     how = f"{result['dtype']}, checkpointing {result['checkpointing']}, compile {'on' if result['compile'] else 'off'}"
+    how += f", the Laneformer's float8 {result['float8']}"
     how += f", joins and norms {result['models']['laneformer']['join_norm']}"
     body = (
         f"{how}; {result['steps']} timed steps per trial, {len(result['ratios'])} rounds. torch {result['torch']}.\n\n"

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from laneformer.config import LaneformerConfig
+from laneformer.config import LaneformerConfig, flops_per_token
 from tools.bench import harness, sm90
-from tools.bench.harness import Result
+from tools.bench.harness import Recipe, Result
 from tools.cards import CASES, INPUTS
 from tools.markdown import table
 from tools.plan.speed import step_ms
@@ -38,6 +38,7 @@ H100 (sm_90), and the tokens/s that follow from assumed rates. Nothing ran on a 
 the residual streams of all lanes, in bf16; elementwise kernels include norms and reductions."""
 
 RATES = [name for name in INPUTS.rows if name.startswith("training.")]
+PRODUCTS = ("product", "float8")
 DENSE = ("--architecture.num_lanes", "1", "--architecture.broadcast_delay", "0")
 
 
@@ -53,6 +54,8 @@ class Options(harness.Options):
     """Sequences of a micro-batch."""
     seq_len: int = 4096
     """Tokens per sequence."""
+    float8: Recipe = "none"
+    """Recipe of float8 products for w1, w2 and w3, in both models."""
     gpu: str = "h100"
     """GPU of the modelled times: h100, h200, a100 or another card of tools/cards.toml. Kernels are an H100's."""
 
@@ -68,17 +71,23 @@ class Options(harness.Options):
 def measure(options: Options, console: Any) -> Result:
     """Both models' layers, totals and tokens/s."""
     options.check()
-    models = {}
+    models, float8 = {}, harness.float8_flags(options.float8)
     for name, more in {"laneformer": (), "dense": DENSE}.items():
         with console.status(f"lowering {name}"):
-            models[name] = summary(options, layers_of(count(options, *more)))
+            models[name] = summary(options, layers_of(count(options, *more, *float8)))
     ours, dense = (models[name]["tokens_per_s"] for name in models)
     config = LaneformerConfig.from_flavor(options.flavor)
+    flops, peak = flops_per_token(config, options.seq_len), INPUTS.card(options.gpu).peak_flops
     return {
         "torch": torch.__version__, "flavor": options.flavor, "batch": options.batch, "seq_len": options.seq_len,
-        "gpu": options.gpu, "wide_bytes": 2 * options.batch * options.seq_len * config.num_lanes * config.hidden_size,
+        "float8": options.float8, "gpu": options.gpu,
+        "wide_bytes": 2 * options.batch * options.seq_len * config.num_lanes * config.hidden_size,
         "rates": {name: {case: INPUTS.at(name, case) for case in CASES} for name in RATES},
         "models": models, "ratio": {name: ours[name] / dense[name] for name in CASES},
+        "mfu_percent": {
+            name: {case: 100 * rate * flops / peak for case, rate in model["tokens_per_s"].items()}
+            for name, model in models.items()
+        },
     }  # fmt: skip
 
 
@@ -99,14 +108,21 @@ def layers_of(recorder: sm90.Recorder) -> list[Passes]:
 def summary(options: Options, layers: list[Passes]) -> Result:
     """Kinds of layers, sums of a micro-batch, and tokens/s by the model."""
     graphs = [graph for passes in layers for graph in passes]
-    products = [(k.flops, k.bytes) for graph in graphs for k in graph.kernels if k.kind == "product"]
+    products = [
+        (k.flops, k.bytes, k.kind == "float8")
+        for graph in graphs
+        for k in graph.kernels
+        if k.kind in PRODUCTS
+    ]
     moved = sum(graph.bytes("elementwise") for graph in graphs)
     config, card = LaneformerConfig.from_flavor(options.flavor), INPUTS.card(options.gpu)
     batch, seq_len = options.batch, options.seq_len
     ms = {case: step_ms(config, batch, seq_len, card, case, moved, products) for case in CASES}
     return {
-        "kinds": kinds(layers), "elementwise_bytes": moved, "product_bytes": sum(size for _, size in products),
-        "flops": sum(flops for flops, _ in products), "peak_bytes": peak_bytes(layers, config.broadcast_delay),
+        "kinds": kinds(layers), "elementwise_bytes": moved, "product_bytes": sum(size for _, size, _ in products),
+        "flops": sum(flops for flops, *_ in products),
+        "float8_flops": sum(flops for flops, _, float8 in products if float8),
+        "peak_bytes": peak_bytes(layers, config.broadcast_delay),
         "ms": ms, "tokens_per_s": {name: 1e3 * batch * seq_len / sum(parts.values()) for name, parts in ms.items()},
     }  # fmt: skip
 
@@ -130,7 +146,7 @@ def kinds(layers: list[Passes]) -> list[Result]:
         row = {
             "forward_elementwise_bytes": forward.bytes("elementwise"),
             "backward_elementwise_bytes": backward.bytes("elementwise"),
-            "product_bytes": forward.bytes("product") + backward.bytes("product"),
+            "product_bytes": sum(graph.bytes(kind) for graph in (forward, backward) for kind in PRODUCTS),
             "attention_bytes": forward.bytes("attention") + backward.bytes("attention"),
             "flops": forward.flops + backward.flops,
             "backward_peak_bytes": backward.peak_bytes,
@@ -152,6 +168,7 @@ def count(options: Options, *more: str, validate: bool = False) -> sm90.Recorder
     from torchtitan.protocols.train_spec import get_train_spec
     from torchtitan.tools.utils import set_default_dtype
 
+    from laneformer.titan.float8 import float8_of, use_float8
     from laneformer.titan.parallelize import checkpoint_and_compile
 
     recorder, job = sm90.Recorder(), load_job([
@@ -167,6 +184,8 @@ def count(options: Options, *more: str, validate: bool = False) -> sm90.Recorder
     with FakeTensorMode(), attention_of_a_gpu():
         with set_default_dtype(dtype):  # as FSDP casts the parameters
             model: Any = spec.model_cls(arguments)
+            if float8 := float8_of(job):
+                use_float8(model, float8)
         checkpoint_and_compile(model, job)
         for index, layer in enumerate(model.layers):
             recorder.label_calls(layer, f"layer {index}")
@@ -211,7 +230,11 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     models = result["models"]
     parts_ms = models["laneformer"]["ms"]
     speeds = {f"{name}, tokens/s": model["tokens_per_s"] for name, model in models.items()}
-    speeds["laneformer / dense"] = result["ratio"]
+    speeds |= {
+        f"{name}, MFU in the bf16 peak, %": {case: f"{share:.1f}" for case, share in shares.items()}
+        for name, shares in result["mfu_percent"].items()
+    }
+    speeds["lane tax, % of dense"] = {case: f"{100 * (1 - r):.1f}" for case, r in result["ratio"].items()}
     speeds |= {f"{part}, ms": {case: parts_ms[case][part] for case in CASES} for part in parts_ms["central"]}
     for title, rows in {
         "Assumed rates": result["rates"],
@@ -221,7 +244,8 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         parts.append(f"{title}:\n\n{table(['', *CASES], cells)}")
     body = "\n\n".join(parts)
     shape = f"{result['batch']} x {result['seq_len']} tokens, W = {result['wide_bytes'] / 1e9:.3f} GB"
-    return f"`{result['flavor']}`, {shape}, torch {result['torch']}", body
+    float8 = "" if result["float8"] == "none" else f", float8 {result['float8']} for w1, w2, w3"
+    return f"`{result['flavor']}`{float8}, {shape}, torch {result['torch']}", body
 
 
 def model_table(name: str, model: Result, wide: int) -> str:

@@ -11,8 +11,7 @@ sides. The same gate must refuse engines with one planted fault each.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,22 +47,48 @@ class Reference:
     """Transformers on one text, and how far its own bf16 is from its float32."""
 
     ids: list[int]
-    logits: np.ndarray  # (S, V)
+    logits: np.ndarray  # (S, V), or of some positions
     error: float  # of bf16: largest relative error of a position
     kl: float
     worst: float  # largest difference of a logit
-    greedy: Callable[[list[int], int], tuple[list[int], list[float]]]  # tokens and leads of float32, cached
+    continuations: dict[
+        tuple[int, ...], tuple[list[int], list[float]]
+    ]  # of prompts: tokens and leads of float32
+
+    def greedy(self, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+        tokens, leads = self.continuations[tuple(prompt)]
+        return tokens[:new_tokens], leads[:new_tokens]
 
 
-def reference(config: LaneformerConfig, weights: Weights, length: int) -> Reference:
-    """Both models on one random text; weights on the GPU."""
+def reference(
+    config: LaneformerConfig, weights: Weights, length: int, positions: Sequence[int] | slice = slice(None),
+    prompts: Sequence[list[int]] = (), new_tokens: int = NEW_TOKENS,
+) -> Reference:  # fmt: skip
+    """Both models on one random text: their logits at `positions`; and greedy continuations of `prompts`.
+
+    One model is there at a time, and none on return: a GPU of 24 GB has no room for one of `2b` beside the
+    engine.
+    """
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     model = hf_model(config, weights, torch.float32)
-    single, half = hf_logits(model, ids), hf_logits(hf_model(config, weights, torch.bfloat16), ids)
-    cached = functools.cache(lambda prompt, new_tokens: hf_greedy(model, list(prompt), new_tokens))
+    single = hf_logits(model, ids)[positions]
+    made = {tuple(prompt): hf_greedy(model, prompt, new_tokens) for prompt in prompts}
+    del model
+    half = hf_logits(hf_model(config, weights, torch.bfloat16), ids)[positions]
     errors, worst = relative_errors(half, single), float(np.abs(half - single).max())
-    error, kl = float(errors.max()), mean_kl(single, half)
-    return Reference(ids, single, error, kl, worst, lambda prompt, count: cached(tuple(prompt), count))
+    return Reference(ids, single, float(errors.max()), mean_kl(single, half), worst, made)
+
+
+def reference_bytes(config: LaneformerConfig, length: int) -> int:
+    """Of a GPU, beside the weights, while `reference` runs: a float32 model, copies of logits, a layer's
+    scores.
+    """
+    positions = length * (4 * config.vocab_size + 4 * config.num_attention_heads * length)
+    return 4 * (config.parameter_count()["total"] + positions)
+
+
+def greedy_prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
+    return random_prompts(config, count, PROMPT_LENGTHS, NEW_TOKENS)
 
 
 def scored_length(config: LaneformerConfig) -> int:
@@ -97,7 +122,7 @@ def check_greedy(decoder: PassDecoder, truth: Reference, worst: float, count: in
     def tie_of(prompt: list[int]) -> float:
         return 2 * (min(worst, truth.worst) if len(prompt) <= decoder.unread else truth.worst)
 
-    prompts = random_prompts(decoder.config, count, PROMPT_LENGTHS, NEW_TOKENS)
+    prompts = greedy_prompts(decoder.config, count)
     return compare_greedy(prompts, lambda prompt: greedy(decoder, prompt), truth.greedy, tie_of)
 
 

@@ -146,11 +146,14 @@ def decode_tokens_per_s(config: LaneformerConfig, card: Card) -> dict[str, float
 def facts(titan_job: Any, gpus: int) -> sums.Job:
     from torchtitan.protocols.train_spec import get_train_spec
 
+    from laneformer.titan.float8 import float8_of
+
     args: Any = get_train_spec(titan_job.model.name).model_args[titan_job.model.flavor]
     args.update_from_config(titan_job)
     training, mesh, checkpoint = titan_job.training, titan_job.parallelism, titan_job.checkpoint
     shard, replicate = mesh.data_parallel_shard_degree, mesh.data_parallel_replicate_degree
     bytes_of = {"bfloat16": sums.BF16, "float32": sums.FP32}
+    float8 = float8_of(titan_job)
     return sums.Job(
         config=args.config,
         seq_len=training.seq_len,
@@ -166,6 +169,7 @@ def facts(titan_job: Any, gpus: int) -> sums.Job:
         keep_every=titan_job.resilience.keep_every_steps,
         param_bytes=bytes_of[training.mixed_precision_param],
         reduce_bytes=bytes_of[training.mixed_precision_reduce],
+        float8=float8.recipe.name if float8 else "",
     )
 
 
@@ -215,7 +219,10 @@ def phase_plan(
         "tokens_per_s_per_gpu": cluster.tokens_per_s_per_gpu,
         "parameters": sums.parameters(job.config),
         "compute": compute,
-        "model_tokens_per_s": speed.tokens_per_s(job.config, job.local_batch, job.seq_len, cluster.gpu),
+        "model_tokens_per_s": speed.tokens_per_s(
+            job.config, job.local_batch, job.seq_len, cluster.gpu, job.float8
+        ),
+        "model_by_type": speed.by_type(job.config, job.local_batch, job.seq_len, cluster.gpu),
         "memory": sums.memory(job),
         "largest_local_batch": sums.largest_local_batch(job, cluster.gpu),
         "checkpoints": sums.checkpoints(job, cluster),
@@ -257,6 +264,7 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
             "--training.mixed_precision_param", "float32", "--compile.no-enable", "--checkpoint.no-enable",
             "--checkpoint.allow_fresh_start", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb",
             "--metrics.log_freq", "1",
+            *(["--quantize.linear.float8.emulate"] if titan_job.model.converters else []),
         ]  # fmt: skip
         world = dict.fromkeys(("NGPU", "WORLD_SIZE"), str(world_size))
         env = {**os.environ, **world, "LOCAL_RANK": "0", "RANK": "0"}
@@ -322,6 +330,7 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
         [f"model of one {result['gpu']}, not measured", modelled(phase["model_tokens_per_s"], phase)],
         ["cost", money(c["gpu_hours"], phase["pricing"]) or "set metrics.gpu_hour_price"],
     ]  # fmt: skip
+    yield speed.type_table(phase["model_by_type"], result["gpu"])
     yield memory_table(phase, result["gpu"])
     lost = f"{saved['hours_lost_per_failure']:.2f} h = {saved['gpu_hours_lost_per_failure']:.0f} GPU-hours"
     yield "checkpoints", ["", ""], [

@@ -32,7 +32,7 @@ USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers a
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
 # streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters
 # it, and what it holds beyond what it has freed; counted by tools.bench train-traffic
-WIDE_IN_BACKWARD = 3.0
+WIDE_IN_BACKWARD = {"": 3.0, "rowwise": 2.5, "tensorwise": 3.3}  # by float8 recipe
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Job:
     keep_every: int = 0  # steps between checkpoints that are never deleted, 0: none
     param_bytes: int = BF16
     reduce_bytes: int = FP32
+    float8: str = ""  # recipe of w1, w2 and w3
 
     @property
     def tokens_per_step(self) -> int:
@@ -126,12 +127,13 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
     }
 
 
-def kept_per_token(job: Job, layer: int) -> int:
+def kept_per_token(job: Job, layer: int) -> float:
     """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
 
     Its input streams, which are one as long as the lanes' are equal, the streams between attention and MLP,
     both also normed, and the narrow products; without checkpointing that is the most, as the compiler may
-    recompute some. Full keeps inputs alone, and so the delayed attention output.
+    recompute some. In float8 the MLP's normed streams and w2's input are a byte each. Full keeps inputs
+    alone, and so the delayed attention output.
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
@@ -142,6 +144,8 @@ def kept_per_token(job: Job, layer: int) -> int:
     between = d if equal and config.join(layer, "attention") == Join.PRESENT else wide
     kv = config.head_dim * config.num_key_value_heads
     narrow = 2 * d + 2 * kv + 2 * config.intermediate_size
+    if job.float8:
+        return 2 * before + between + narrow + (between + config.intermediate_size) / job.param_bytes
     return 2 * (before + between) + narrow
 
 
@@ -165,7 +169,7 @@ def memory(job: Job) -> dict[str, float]:
         "gradients": FP32 * own,
         "gathered": job.param_bytes * gathered + in_flight,
         "kept_activations": kept,
-        "working_set": max(head, WIDE_IN_BACKWARD * wide),
+        "working_set": max(head, WIDE_IN_BACKWARD[job.float8] * wide),
     }
     return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
 

@@ -6,7 +6,6 @@ holds one of them.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +13,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from .sampling import Sampling
+
 MAX_SEQUENCES = 8  # that decode together
 CUDA = "cuda"  # the `isa` of the decoder on GPUs
-
-
-class Sampling(ctypes.Structure):
-    """How a token is drawn, as both decoders take it (sampling.h: Sampling)."""
-
-    _fields_ = [
-        ("seed", ctypes.c_uint64), ("inverse_temperature", ctypes.c_float), ("top_p", ctypes.c_float),
-        ("min_p", ctypes.c_float), ("top_k", ctypes.c_int),
-    ]  # fmt: skip
 
 
 class RequestFailed(RuntimeError):

@@ -1,9 +1,10 @@
 """At the start of a job: do the kernels that it chose compute what the plain layer does?
 
 A layer of the job's own shapes, prepared as the job prepares its layers (so that Inductor's cache can serve the job
-what is compiled here), goes forward and backward with the chosen kernels. The reference is the plain
-layer, eager, with SDPA, in the next wider type; how far the job's type may be from it is not guessed: the plain
-layer in that type shows it. All rows of the micro-batch are equal, so the reference computes one.
+what is compiled here), goes forward and backward with the chosen kernels. The reference is the plain layer,
+eager, with SDPA, in the next wider type, with emulated float8 products if the job has such. How far the job's
+type may be from it is not guessed: the plain layer in that type shows it. All rows of the micro-batch are
+equal, so the reference computes one.
 
 What fails on any rank is replaced on all of them. Which part it was is found by leaving parts out: the first
 combination that holds has given up what was wrong.
@@ -31,6 +32,7 @@ from torchtitan.tools.utils import set_default_dtype
 from ..config import LaneformerConfig
 from ..positions import rope_table
 from .attention import training_masks
+from .float8 import NAME, use_float8
 from .fused_layer import FusedLayer
 from .layer import TitanLayer
 from .private_torch import forget_compiled
@@ -38,7 +40,12 @@ from .private_torch import forget_compiled
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 LONGEST = 4096  # positions; SDPA may materialize the scores of one row
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-SETTINGS = {"compiled": "compile.enable", "attention": "model.attention", "join_norm": "model.join_norm"}
+SETTINGS = {
+    "compiled": "compile.enable",
+    "attention": "model.attention",
+    "join_norm": "model.join_norm",
+    "float8": NAME,
+}
 Prepare = Callable[[Any, JobConfig], None]
 
 
@@ -48,14 +55,23 @@ class Kernels(NamedTuple):
     compiled: bool
     attention: str
     join_norm: str
+    float8: str = "none"  # or "scaled", or "emulated", which is plain mathematics and no kernel
 
 
-PLAIN = Kernels(False, "sdpa", "plain")
+def plain_like(kernels: Kernels) -> Kernels:
+    """The plain layer that computes the same."""
+    return Kernels(False, "sdpa", "plain", "none" if kernels.float8 == "none" else "emulated")
 
 
 def fallbacks(wanted: Kernels) -> Iterator[Kernels]:
-    """`wanted`, then with less and less of it; FlexAttention is no kernel unless it is compiled."""
-    choices = [dict.fromkeys((asked, plain)) for asked, plain in zip(wanted, PLAIN, strict=True)]
+    """`wanted`, then with less and less of it; FlexAttention is no kernel unless it is compiled.
+
+    Products that fail in float8 are bfloat16's: to emulate them takes longer than that.
+    """
+    simplest = plain_like(wanted)
+    if wanted.float8 == "scaled":
+        simplest = simplest._replace(float8="none")
+    choices = [dict.fromkeys((asked, plain)) for asked, plain in zip(wanted, simplest, strict=True)]
     for kernels in map(Kernels._make, itertools.product(*choices)):
         if kernels.compiled or kernels.attention == "sdpa" or not wanted.compiled:
             yield kernels
@@ -68,11 +84,13 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
     kernels there is nothing to check. Raises RuntimeError where the plain layer fails as well.
     """
     compiled = job.compile.enable and "model" in job.compile.components
-    wanted = Kernels(compiled, model.model_args.attention, model.model_args.join_norm)
+    float8 = "none" if model.float8 is None else "emulated" if model.float8.emulate else "scaled"
+    wanted = Kernels(compiled, model.model_args.attention, model.model_args.join_norm, float8)
+    plain = plain_like(wanted)
     model.fallback = ""
     on_gpu = torch.cuda.is_available()
     probed = probes(model, job, wanted)
-    if wanted == PLAIN or not probed or (wanted[1:] == PLAIN[1:] and not on_gpu):
+    if wanted == plain or not probed or (wanted[1:] == plain[1:] and not on_gpu):
         return model
     started, first = time.perf_counter(), ""
     device = torch.accelerator.current_accelerator() if on_gpu else None
@@ -147,13 +165,13 @@ class LayerCheck:
         self.dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
         self.seq_len = min(job.training.seq_len, LONGEST)
         self.rows = job.training.local_batch_size
-        self.truths: dict[int, tuple[dict[str, Tensor], float]] = {}
+        self.truths: dict[tuple[int, Kernels], tuple[dict[str, Tensor], float]] = {}
 
     def problem(self, kernels: Kernels, layers: list[int]) -> str:
         """Why these kernels cannot be used: an exception, or what is wrong by how much; "" if all is well."""
         try:
             for layer in layers:
-                expected, allowed = self.truth(layer)
+                expected, allowed = self.truth(layer, plain_like(kernels))
                 errors = relative_errors(self.results(layer, kernels, self.dtype, self.rows), expected)
                 name = max(
                     errors, key=lambda each: float("inf") if errors[each] != errors[each] else errors[each]
@@ -164,13 +182,14 @@ class LayerCheck:
             return f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
         return ""
 
-    def truth(self, layer: int) -> tuple[dict[str, Tensor], float]:
+    def truth(self, layer: int, plain: Kernels) -> tuple[dict[str, Tensor], float]:
         """The plain layer's results in the wider type, and the error that is allowed."""
-        if layer not in self.truths:
-            expected = self.results(layer, PLAIN, WIDER[self.dtype], 1)
-            rounded = relative_errors(self.results(layer, PLAIN, self.dtype, 1), expected)
-            self.truths[layer] = expected, MARGIN * max(*rounded.values(), torch.finfo(self.dtype).eps)
-        return self.truths[layer]
+        key = layer, plain
+        if key not in self.truths:
+            expected = self.results(layer, plain, WIDER[self.dtype], 1)
+            rounded = relative_errors(self.results(layer, plain, self.dtype, 1), expected)
+            self.truths[key] = expected, MARGIN * max(*rounded.values(), torch.finfo(self.dtype).eps)
+        return self.truths[key]
 
     def build(self, kernels: Kernels, dtype: torch.dtype) -> Any:
         """A model like the job's on the meta device."""
@@ -178,7 +197,12 @@ class LayerCheck:
             self.model.model_args, attention=kernels.attention, join_norm=kernels.join_norm
         )
         with torch.device("meta"), set_default_dtype(dtype):
-            return type(self.model)(arguments)
+            model = type(self.model)(arguments)
+            if kernels.float8 != "none":
+                use_float8(
+                    model, dataclasses.replace(self.model.float8, emulate=kernels.float8 == "emulated")
+                )
+        return model
 
     def results(self, layer: int, kernels: Kernels, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
         """By name: outputs and gradients of the inputs for the first row, gradients of the weights over the rows."""
@@ -186,7 +210,7 @@ class LayerCheck:
         model.layers = nn.ModuleList([model.layers[layer]])
         job = copy.deepcopy(self.job)
         job.compile.enable = kernels.compiled
-        if kernels != PLAIN:
+        if kernels != plain_like(kernels):
             self.prepare(model, job)
         module = model.layers[0].to_empty(device=self.device)
         generator = torch.Generator(self.device).manual_seed(layer)

@@ -47,3 +47,10 @@ def varies(x: Tensor, dimension: int) -> None:
 def forget_compiled() -> None:
     """What is compiled in this process, and the shapes seen so far."""
     torch._dynamo.reset()
+
+
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool, out: Tensor) -> None:
+    """out (M, O) = float8 a (M, K) times b (K, O), its columns adjacent, times their scales: (1, 1) each, or
+    (M, 1) and (1, O), float32. `torch.nn.functional.scaled_mm` takes the same but not `out`.
+    """
+    torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out)

@@ -17,6 +17,7 @@ from ..initialization import init_parameter
 from ..model import Laneformer, MTPHead, run_layers
 from ..positions import rope_table
 from .attention import document_ids, training_masks
+from .float8 import Float8, check_shapes, float8_of
 from .fused_layer import FusedLayer
 from .layer import TitanLayer
 from .loss import TitanHead
@@ -56,6 +57,8 @@ class LaneformerArgs(BaseModelArgs):
                 f"training.seq_len = {job_config.training.seq_len} exceeds max_position_embeddings = {longest} "
                 f"of flavor {job_config.model.flavor!r}; use at most {longest}"
             )
+        if float8_of(job_config) is not None:
+            check_shapes(self.config, job_config.training.local_batch_size * job_config.training.seq_len)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         return sum(p.numel() for p in model.parameters()), flops_per_token(self.config, seq_len)
@@ -90,6 +93,8 @@ class TitanLaneformer(Laneformer):
     """The same module with the constructor and `init_weights` of TorchTitan's ModelProtocol,
     a protocol by shape.
     """
+
+    float8: Float8 | None = None  # set by its converter
 
     def __init__(self, model_args: LaneformerArgs):
         config = model_args.config

@@ -17,9 +17,10 @@ import torch
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.geometry import Machine
-from laneformer.engine.cuda.memory import Column, DeviceMemory, GraphState, half_of, reset
+from laneformer.engine.cuda.memory import DeviceMemory, half_of, reset
 from laneformer.engine.cuda.passes import PassDecoder, launches
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import Column, GraphState
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import KERNELS, SMALL, as_stored_in, random_model, small_config, tensors_of

@@ -25,12 +25,12 @@ import torch
 
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda import decoder, executor, launch, passes
-from laneformer.engine.cuda.bench import Probe
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.geometry import Geometry
-from laneformer.engine.cuda.memory import DeviceMemory, decode_structure
+from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.passes import PassDecoder
 from laneformer.engine.cuda.planning import plan_builds
+from laneformer.engine.cuda.structures import Probe, decode_structure
 from laneformer.engine.decoder import EngineLost, Request
 from tests.laneformer.cuda.cards import CARDS, REGISTERS, Card
 from tests.laneformer.cuda.harness import KERNELS, random_model, small_config, tensors_of

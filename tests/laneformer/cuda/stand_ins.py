@@ -16,10 +16,10 @@ from laneformer.engine import Engine
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.executor import CudaExecutor
-from laneformer.engine.cuda.memory import Column
 from laneformer.engine.cuda.passes import Look, PassDecoder
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.prefill import logits_of
+from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Collected, Ended, Request
 from laneformer.model import run_layers
 from laneformer.positions import rope_table

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from laneformer.engine.cuda import memory
-from laneformer.engine.cuda.memory import Column
 from laneformer.engine.cuda.planning import plan, plan_builds
+from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
 from laneformer.llama.config import config_of_llama
 from tests.laneformer.cuda import emulator

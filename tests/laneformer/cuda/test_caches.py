@@ -19,8 +19,9 @@ from laneformer.engine.cuda import executor as executor_module
 from laneformer.engine.cuda import geometry
 from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.executor import CudaExecutor
-from laneformer.engine.cuda.memory import Column, DeviceMemory
+from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Request
 from tests.laneformer.cuda.harness import SMALL, small_config
 from tests.laneformer.cuda.stand_ins import answers

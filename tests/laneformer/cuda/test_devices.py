@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laneformer.engine.cuda.memory import Column
+from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses

@@ -19,8 +19,8 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine import Engine, device
-from laneformer.engine.cuda.memory import Column
 from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda.stand_ins import passes_of
 from tests.laneformer.engine.assets import byte_tokenizer, write_folder

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from laneformer.engine.cuda.geometry import Machine
-from laneformer.engine.cuda.memory import Column
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import Column
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
 from tests.laneformer.cuda.harness import small_config

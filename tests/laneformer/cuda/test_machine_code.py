@@ -19,10 +19,10 @@ import pytest
 
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
-from laneformer.engine.cuda.geometry import Geometry
-from laneformer.engine.cuda.memory import decode_structure
+from laneformer.engine.cuda.geometry import Geometry, architecture_name
 from laneformer.engine.cuda.nvrtc import compilers
 from laneformer.engine.cuda.planning import plan_builds
+from laneformer.engine.cuda.structures import decode_structure
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, MODELS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
@@ -220,18 +220,13 @@ def report(c: Compiled, what: str) -> None:
 def test_the_builds(place: tuple[str, str, str], tmp_path: Path) -> None:
     name, model, dtype = place
     for geometry in plan_builds(MODELS[model], dtype, CARDS[name].machine):
-        c = compiled("passes", geometry, architecture_for(name), tmp_path)["pass"]
+        c = compiled("passes", geometry, architecture_name(CARDS[name].architecture), tmp_path)["pass"]
         report(c, f"{model} in {dtype} on {name}, {geometry.columns} columns")
         every_gate(c, "pass")
         words_are_whole(c)
         registers_suffice(c)
         products_spill_nothing(c)
         spills_are_few(c, GATES[place])
-
-
-def architecture_for(card: str) -> str:
-    number = CARDS[card].architecture
-    return f"sm_{number}" + ("a" if number >= 90 else "")
 
 
 def test_the_builds_on_several_gpus(tmp_path: Path) -> None:

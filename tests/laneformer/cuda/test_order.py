@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laneformer.engine.cuda.memory import EXCHANGES, Column
+from laneformer.engine.cuda.structures import EXCHANGES, Column
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses
 from tests.laneformer.cuda.emulator import EmulationError

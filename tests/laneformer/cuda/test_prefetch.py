@@ -15,8 +15,9 @@ import torch
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import H200
-from laneformer.engine.cuda.memory import DeviceMemory, decode_structure
+from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import decode_structure
 from laneformer.engine.cuda.tape import tape_starts
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import random_model, tensors_of

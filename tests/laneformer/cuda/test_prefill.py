@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from laneformer.engine.cuda import prefill
-from laneformer.engine.cuda.memory import TORCH_TYPES, Column, DeviceMemory
+from laneformer.engine.cuda.memory import TORCH_TYPES, DeviceMemory
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import Column
 from laneformer.engine.cuda.tape_model import TapeModel
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import GREEDY, EmulatedPasses

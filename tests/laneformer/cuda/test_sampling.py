@@ -18,8 +18,8 @@ import torch
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu import _core
 from laneformer.engine.cuda.compile import INCLUDES
-from laneformer.engine.cuda.memory import Column
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import EmulatedPasses

@@ -16,8 +16,8 @@ import torch
 
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.geometry import OPS, Geometry, Matrix
-from laneformer.engine.cuda.memory import GraphState, Order, Report, Weights, decode_structure
 from laneformer.engine.cuda.planning import plan
+from laneformer.engine.cuda.structures import GraphState, Order, Report, Weights, decode_structure
 from laneformer.engine.cuda.tape import order, pack, places, tape_starts
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator

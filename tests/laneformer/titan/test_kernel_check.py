@@ -10,7 +10,8 @@ from torch import Tensor
 
 from laneformer import LaneformerConfig
 from laneformer.model import join_lanes
-from laneformer.titan import fused_layer, kernel_check
+from laneformer.titan import float8, fused_layer, kernel_check
+from laneformer.titan.float8 import RECIPES, Float8, Float8FeedForward, use_float8
 from laneformer.titan.kernel_check import Kernels, fallbacks, with_working_kernels
 from laneformer.titan.parallelize import checkpoint_and_compile
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
@@ -28,9 +29,13 @@ def job_of(*flags: str) -> Any:
     return load_job(["--job.config_file", "configs/debug_phase1.toml", *SHAPE, *flags])
 
 
-def check(job: Any, attention: str = "sdpa", join_norm: str = "plain") -> TitanLaneformer:
+def check(
+    job: Any, attention: str = "sdpa", join_norm: str = "plain", float8: Float8 | None = None
+) -> TitanLaneformer:
     with torch.device("meta"):
         model = TitanLaneformer(LaneformerArgs(config=CONFIG, attention=attention, join_norm=join_norm))
+        if float8 is not None:
+            use_float8(model, float8)
     return with_working_kernels(model, job, checkpoint_and_compile)
 
 
@@ -71,6 +76,34 @@ def test_a_wrong_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch, precision: 
     assert not isinstance(model.layers[0], fused_layer.FusedLayer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "the job's, not the check's"
     assert "model.join_norm = plain instead" in model.fallback
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("wrong", [0.0, 0.5])
+def test_float8_products_are_checked(monkeypatch: pytest.MonkeyPatch, recipe: str, wrong: float) -> None:
+    """Against emulated ones; without them the job trains in its own type, with the fused kernels, which stay.
+
+    What bfloat16 rounds otherwise than float32 may be another float8 value, so the check allows a fifth to a
+    quarter: a scale that is wrong is wrong by a factor. Here one gradient is off by half.
+    """
+    plant(monkeypatch, 0.0)
+    multiply = float8.scaled_mm
+
+    def planted(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool, out: Tensor) -> None:
+        of_weights = a.shape[1] == 2 * 32  # the tokens are summed
+        multiply(a, b, a_scale * (1 + wrong * of_weights), b_scale, fast, out)
+
+    monkeypatch.setattr(float8, "scaled_mm", planted)
+    job = job_of("--training.mixed_precision_param", "bfloat16")
+    model = check(job, join_norm="triton", float8=Float8(RECIPES[recipe], emulate=False))
+    assert model.model_args.join_norm == "triton"
+    assert isinstance(model.layers[0].feed_forward, Float8FeedForward) == (not wrong), model.fallback
+    assert ("quantize.linear.float8 = none instead" in model.fallback) == bool(wrong)
+
+
+def test_emulated_products_on_a_cpu_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_check, "LayerCheck", None)
+    assert check(job_of(), float8=Float8(RECIPES["rowwise"], emulate=True)).fallback == ""
 
 
 def test_kernels_that_raise_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,6 +161,6 @@ def test_a_layer_that_fails_with_every_kernel_ends_the_job(monkeypatch: pytest.M
 
 def test_order_of_fallbacks() -> None:
     assert list(fallbacks(Kernels(True, "flex", "triton"))) == [
-        (True, "flex", "triton"), (True, "flex", "plain"), (True, "sdpa", "triton"), (True, "sdpa", "plain"),
-        (False, "sdpa", "triton"), (False, "sdpa", "plain"),
+        (True, "flex", "triton", "none"), (True, "flex", "plain", "none"), (True, "sdpa", "triton", "none"),
+        (True, "sdpa", "plain", "none"), (False, "sdpa", "triton", "none"), (False, "sdpa", "plain", "none"),
     ]  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +26,14 @@ from laneformer.engine.cuda.planning import plan, plan_builds
 from tests.laneformer.cuda.stand_ins import LoopPasses
 from tests.tools.check.test_cuda import CONFIG as SMALL_CONFIG
 from tests.tools.check.test_cuda import PlainDecoder
-from tools.bench import cuda_report, cuda_session, cuda_steps
+from tools.bench import cuda_processes, cuda_report, cuda_session, cuda_steps
+from tools.bench.compiling import in_order
 from tools.bench.cuda_session import CUTS, Session, one_lane
 from tools.bench.cuda_steps import first_lane
 from tools.bench.harness import paired
-from tools.check.reference import dequantised, plain_model, random_weights, tensors_of
+from tools.check import cuda as check_cuda
+from tools.check.cuda import reference_bytes, scored_length
+from tools.check.reference import dequantised, hf_model, plain_model, random_weights, tensors_of
 
 CONFIG = LaneformerConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
@@ -44,6 +50,16 @@ PROPERTIES = SimpleNamespace(
     minor=0,
     shared_memory_per_block_optin=227 << 10,
 )
+
+
+ELSEWHERE = {  # steps that are other processes: what they give (test_bundle.py, test_cuda_server.py)
+    "server": {"tokens": 128, "tokens_per_s": {"laneformer": [1.0]}, "failed": {}},
+    "exchanges": {
+        "latency": {f"{state}_{key}": 1.0 for state in ("idle", "saturated")
+                    for key in ("store_to_poll_us", "exchange_us", "bytes_per_s")},
+        "trace": {"position": 1, "tokens_per_s": 1.0, "of_a_token": {"mail": {"mean_us": 1.0, "worst_us": 2.0}}},
+    },
+}  # fmt: skip
 
 
 class StandIn(PlainDecoder):
@@ -77,11 +93,12 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(cuda_steps, "TRIAL_TOKENS", 8)
     monkeypatch.setattr(bench, "arrivals", lambda executor, prompt, tokens, **_: np.arange(tokens) / 800)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (1 << 40, 1 << 40))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(Session, "smaller", lambda self, flavor: self)
-    monkeypatch.setattr(cuda_session, "compile_cubin", lambda *unit: None)
+    monkeypatch.setattr(cuda_session, "compile_cubin", lambda *unit, driver: None)
     session = Session("tiny", "bf16", runs=3)
     session.config, session.deadline = CONFIG, time.monotonic() + 600
     return session
@@ -103,14 +120,15 @@ def loop_of(config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, **__: A
 
 
 def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_steps.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cuda_processes.shutil, "which", lambda name: None)
     results = {
         name: {"result": cuda_steps.run(step, session)}
         for name, step in STEPS.items()
-        if name not in ("300m", "batches")
+        if name not in ("300m", "batches", "server", "exchanges")
     }
     results["batches"] = {"result": batches(session, monkeypatch)}
     results["300m"] = results["tiny"]  # the same function
+    results |= {name: {"result": found} for name, found in ELSEWHERE.items()}
     steps = json.loads(json.dumps(results))  # as the worker hands them over
     assert steps["prepare"]["result"]["late"] == steps["prepare"]["result"]["failed"] == "none"
     assert steps["300m"]["result"]["holds"]
@@ -144,9 +162,7 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
 ) -> None:
     """Every unit in a process of its own; neither a crash nor a hang stops the others."""
 
-    def compile_cubin(
-        version: str, geometry: Geometry, architecture: str, cache: None, driver: int | None
-    ) -> None:
+    def compile_cubin(version: str, geometry: Geometry, architecture: str, driver: int | None) -> None:
         if version == "probe":
             time.sleep(600)
         if geometry.config.num_lanes == 1:
@@ -160,10 +176,67 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
     assert report["late"].startswith("probe")
     assert report["failed"].count("passes") == 6  # one lane on 128 and on 132 blocks, three builds each
     assert set(made) == {
-        "graph sm_90a bf16",
+        *(f"{unit} sm_90a bf16" for unit in ("graph", "fill", "traced")),
         *(f"passes sm_90a {dtype}" for dtype in ("bf16", "fp16", "int8")),
     }
     assert len(made) == report["units"] - 7
+
+
+def test_kernels_are_compiled_in_order(tmp_path: Path) -> None:
+    """What is needed first is there first; what the time does not suffice for is late."""
+
+    def job(name: str, seconds: float) -> Callable[[], None]:
+        def act() -> None:
+            time.sleep(seconds)
+            with (tmp_path / "made").open("a") as made:
+                made.write(f"{name} ")
+
+        return act
+
+    jobs = {
+        "first": job("first", 0.3),
+        "second": job("second", 0),
+        "third": lambda: os._exit(9),
+        "last": job("last", 60),
+    }
+    report = in_order({**jobs, "never": job("never", 0)}, 2.0, cores=1)
+    assert (tmp_path / "made").read_text().split() == ["first", "second"]
+    assert (report["units"], report["late"], report["failed"]) == (5, "last, never", "third")
+
+
+def test_room_is_made_where_it_is_needed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 24 GB: the decoders go, the reference is computed without them; on less it is refused with both sizes."""
+    first, free = session.decoder(), [8 << 30]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (free[0], 1 << 40))
+    cuda_session.make_room(session, 7 << 30)
+    assert session.decoder() is first
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(free.pop() + (5 << 30)))
+    cuda_session.make_room(session, 12 << 30)
+    assert session.decoder() is not first
+    with pytest.raises(RuntimeError, match=r"the GPU has 19\.3 GB free, and this needs 21\.5"):
+        cuda_session.make_room(session, 20 << 30)
+    config = LaneformerConfig.from_flavor("2b")
+    needed = reference_bytes(config, scored_length(config)) + 2 * config.parameter_count()["total"]
+    assert needed < 22.5e9, "of a 24 GB card"
+
+
+def test_no_model_of_the_reference_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are two there at a time."""
+    alive, most = weakref.WeakSet[Any](), list[int]()
+
+    def made(*given: Any) -> Any:
+        gc.collect()
+        model = hf_model(*given)
+        alive.add(model)
+        most.append(len(alive))
+        return model
+
+    monkeypatch.setattr(check_cuda, "hf_model", made)
+    prompts = check_cuda.greedy_prompts(CONFIG, 2)
+    truth = check_cuda.reference(CONFIG, random_weights(CONFIG), 4, prompts=prompts)
+    gc.collect()
+    assert (most, len(alive)) == ([1, 1], 0)
+    assert [len(truth.greedy(prompt, 5)[0]) for prompt in prompts] == [5, 5]
 
 
 def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from laneformer import LaneformerConfig
-from tools.bench import sm90, train_traffic
+from laneformer.titan.float8 import RECIPES, quantize, scaled_product
+from tools.bench import harness, sm90, train_traffic
 from tools.bench.__main__ import main
 from tools.cards import INPUTS
 from tools.plan import speed, sums
@@ -27,6 +28,7 @@ OPTIONS = train_traffic.Options()
 CONFIG = LaneformerConfig.from_flavor(OPTIONS.flavor)
 W = 2 * OPTIONS.batch * OPTIONS.seq_len * CONFIG.num_lanes * CONFIG.hidden_size
 ROWS, WIDE = 256, 512
+E4M3 = torch.float8_e4m3fn
 ONE = 2 * ROWS * WIDE  # bytes of a (ROWS, WIDE) tensor in bf16
 
 
@@ -89,6 +91,24 @@ def test_products_by_hand() -> None:
     assert (relu.kind, relu.bytes) == ("elementwise", 2 * result)
 
 
+def test_float8_products_by_hand() -> None:
+    """Each operand is read once, in bf16, for its scales and its values."""
+    recipe = RECIPES["rowwise"]
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        scales = recipe.scale(x, E4M3), recipe.scale(w, E4M3)
+        values = (quantize(each, scale, E4M3) for each, scale in zip((x, w), scales, strict=True))
+        return scaled_product(*values, *scales, torch.bfloat16, True, False)
+
+    kernels = lowered(product, (4, ROWS, WIDE), (4, 64, WIDE))
+    (found,) = (kernel for kernel in kernels if kernel.kind == "float8")
+    assert found.flops == 2 * 4 * ROWS * WIDE * 64
+    rows = 4 * (ROWS + 64)
+    assert found.bytes == rows * (WIDE + 4) + 2 * 4 * ROWS * 64, "values and scales once, and the result"
+    made = sum(kernel.bytes for kernel in kernels if kernel.kind == "elementwise")
+    assert made == rows * (2 * WIDE + WIDE + 4), "one kernel for scale and values of each operand"
+
+
 @triton.jit
 def doubled(x, y, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -106,16 +126,16 @@ def test_a_kernel_of_the_models_own_counts_as_elementwise() -> None:
     assert [(kernel.kind, kernel.bytes) for kernel in kernels] == [("elementwise", 2 * ONE)]
 
 
+@pytest.mark.parametrize("recipe", ["none", "rowwise"])
 def test_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     two_layers = ("--architecture.num_hidden_layers", "2", "--architecture.swa_layers", "0")
     count = train_traffic.count
     monkeypatch.setattr(train_traffic, "count", lambda options, *more: count(options, *more, *two_layers))
     out = tmp_path / "traffic.md"
-    main(
-        ["train-traffic", "--flavor", "tiny", "--batch", "1", "--seq-len", "64", "--json", "--out", str(out)]
-    )
+    shape = ["--flavor", "tiny", "--batch", "1", "--seq-len", "64", "--float8", recipe]
+    main(["train-traffic", *shape, "--json", "--out", str(out)])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     ours, dense = result["models"]["laneformer"], result["models"]["dense"]
     assert (
@@ -124,8 +144,12 @@ def test_the_command(
         == 6 * 64 * 2 * LaneformerConfig.from_flavor("tiny").parameter_count()["layer"]
     )
     assert ours["elementwise_bytes"] > 0
+    in_float8 = 0 if recipe == "none" else 6 * 64 * 2 * 3 * 128 * 512
+    assert ours["float8_flops"] == dense["float8_flops"] == in_float8
     assert ours["tokens_per_s"]["pessimistic"] < ours["tokens_per_s"]["optimistic"]
-    assert "Assumed rates" in out.read_text()
+    said = out.read_text()
+    assert "Assumed rates" in said
+    assert "lane tax" in said
 
 
 # --- the shipped model
@@ -175,18 +199,25 @@ def test_a_step_moves_no_more_bytes_than_it_did(shipped: sm90.Recorder) -> None:
         )
 
 
+@pytest.fixture(scope="module")
+def in_float8() -> sm90.Recorder:
+    return train_traffic.count(OPTIONS, *harness.float8_flags("rowwise"))
+
+
 @pytest.mark.proof(*JOBS)
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_the_plan_knows_what_was_counted(shipped: sm90.Recorder, gpu: str) -> None:
+@pytest.mark.parametrize("float8", ["", "rowwise"])
+def test_the_plan_knows_what_was_counted(request: pytest.FixtureRequest, float8: str, gpu: str) -> None:
+    recorder: sm90.Recorder = request.getfixturevalue("in_float8" if float8 else "shipped")
     options = dataclasses.replace(OPTIONS, gpu=gpu)
-    counted = train_traffic.summary(options, train_traffic.layers_of(shipped))
+    counted = train_traffic.summary(options, train_traffic.layers_of(recorder))
     job = sums.Job(
         config=CONFIG, seq_len=OPTIONS.seq_len, steps=1, global_batch=OPTIONS.batch, local_batch=OPTIONS.batch,
-        shard=1,
+        shard=1, float8=float8,
     )  # fmt: skip
-    held = sums.memory(job)["kept_activations"] + sums.WIDE_IN_BACKWARD * W
+    held = sums.memory(job)["kept_activations"] + sums.WIDE_IN_BACKWARD[float8] * W
     assert counted["peak_bytes"] <= held <= counted["peak_bytes"] + MARGIN * W
-    modelled = speed.tokens_per_s(CONFIG, OPTIONS.batch, OPTIONS.seq_len, INPUTS.card(gpu))
+    modelled = speed.tokens_per_s(CONFIG, OPTIONS.batch, OPTIONS.seq_len, INPUTS.card(gpu), float8)
     for name, rate in counted["tokens_per_s"].items():
         assert modelled[name] == pytest.approx(rate, rel=0.02), "the plan does not know the bytes of products"

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from laneformer import LaneformerConfig
-from laneformer.engine.cuda.memory import Column
-from tools.check.cuda import check, check_faults, compare, reference
+from laneformer.engine.cuda.structures import Column
+from tools.check.cuda import check, check_faults, compare, greedy_prompts, reference
 from tools.check.reference import plain_model, random_weights
 
 SMALL = {
@@ -73,7 +73,7 @@ class Hanging(PlainDecoder):
 
 def test_the_verdict_holds_for_a_sound_engine_and_for_no_other() -> None:
     weights = random_weights(CONFIG)
-    truth = reference(CONFIG, weights, 12)
+    truth = reference(CONFIG, weights, 12, prompts=greedy_prompts(CONFIG, 2))
     sound = PlainDecoder(CONFIG, weights)
     report = check({"passes": lambda: sound, "graph": lambda: sound}, truth, 2, 3, lambda text: None)
     assert all(report["passed"].values()), report["passed"]

@@ -9,7 +9,6 @@ news comes, with all of its launch.
 
 from __future__ import annotations
 
-import ctypes as c
 import math
 import statistics
 import time
@@ -21,10 +20,12 @@ import torch
 
 from ..decoder import Request, Sampling
 from ..options import in_range
+from .bandwidth import datasheet, shares
 from .executor import CudaExecutor
 from .geometry import OPS, Geometry
 from .launch import Kernels
-from .memory import PASSES_PER_LAUNCH, Column, DeviceMemory
+from .memory import DeviceMemory
+from .structures import PASSES_PER_LAUNCH, Column, Probe
 from .tape import tape_starts
 
 TOKENS = 256
@@ -36,12 +37,6 @@ PROBED_BYTES = (
 )  # of one launch: far more than any cache, and milliseconds, so that its start does not count
 GREEDY = Sampling(top_p=1.0)
 LONGEST_S = 60.0  # without news of a request
-DATASHEET = (  # bytes/s of the memory, by a part of the GPU's name; the first that fits
-    ("GB200", 8.0e12), ("B200", 8.0e12), ("GH200 144G", 4.9e12), ("GH200", 4.0e12), ("H200", 4.8e12),
-    ("H100 NVL", 3.938e12), ("H100 PCIe", 2.039e12), ("H100", 3.35e12), ("A100-SXM4-80GB", 2.039e12),
-    ("A100 80GB PCIe", 1.935e12), ("A100-SXM4-40GB", 1.555e12), ("A100-PCIE-40GB", 1.555e12), ("L40S", 0.864e12),
-    ("RTX 5090", 1.792e12), ("RTX 4090", 1.008e12), ("RTX 3090", 0.936e12),
-)  # fmt: skip
 
 
 def benchmark(
@@ -92,25 +87,6 @@ def benchmark(
         "version": passes.version,
         "device": name,
     }  # fmt: skip
-
-
-def shares(
-    tokens_per_s: float, bytes_per_token: float, probe: float, datasheet: float | None, gpus: int, layers: int
-) -> dict[str, float | None]:
-    """How much of the bandwidth (bytes/s; `datasheet` of one GPU) a speed is, and the time a
-    layer that is not.
-    """
-    rate = bytes_per_token * tokens_per_s
-    return {
-        "percent_of_probe": 100 * rate / probe,
-        "percent_of_datasheet": None if datasheet is None else 100 * rate / (gpus * datasheet),
-        "exposed_us_per_layer": 1e6 * (1 / tokens_per_s - bytes_per_token / probe) / layers,
-    }
-
-
-def datasheet(name: str) -> float | None:
-    """Bytes/s that the maker states for a GPU of this name; None where the table has it not."""
-    return next((rate for part, rate in DATASHEET if part in name), None)
 
 
 def arrivals(executor: CudaExecutor, prompt: list[int], tokens: int, **options: Any) -> np.ndarray:
@@ -206,15 +182,6 @@ def greedy(passes: Any, prompt: list[int], new_tokens: int = 32, most: int = 16)
 
 
 # ---- the read bandwidth of a GPU, over the very bytes that decoding reads (probe.cu) ----
-
-
-class Probe(c.Structure):
-    """The kernels' argument (probe.cu: Probe)."""
-
-    _fields_ = [
-        ("tapes", c.c_void_p), ("tape_at", c.c_void_p), ("sums", c.c_void_p), ("bytes", c.c_uint64),
-        ("rounds", c.c_int),
-    ]  # fmt: skip
 
 
 def probe_argument(memory: DeviceMemory, sums: torch.Tensor, rounds: int) -> Probe:

@@ -48,6 +48,9 @@ struct Decode {
   int device, first_lane;
   int layer, module;       // of a kernel of the graph
   Order order;             // of the kernel of passes
+#if TRACE
+  uint64_t* trace;         // [block][kTraced] cycles
+#endif
 };
 
 constexpr uint32_t kEnds = 1u << 30;  // set in a chosen token's word: its column ends with it
@@ -89,6 +92,9 @@ struct Block {
   DEVICE explicit Block(const Decode& decode) : p(decode) {
     locate();
     watch = {p.aborted, p.report, p.limit_ns, lane, 0};
+#if TRACE
+    watch.trace = tape.trace = p.trace + block_index() * kTraced;
+#endif
   }
 
   // Where this thread is, and what is its own. Each step of a layer computes it anew: kept over all of them, it takes

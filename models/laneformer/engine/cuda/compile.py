@@ -19,14 +19,17 @@ from .nvrtc import OPTIONS, Nvrtc, compiler_for
 FOLDER = Path(__file__).parent
 INCLUDES = (FOLDER, FOLDER.parent)  # there is sampling.h, which the C++ core shares
 VERSIONS = ("passes", "graph")
-UNITS = (*VERSIONS, "probe")
+UNITS = (*VERSIONS, "probe", "fill", "traced")  # traced: the kernel of passes that says where its time goes
+
+FILES = {"traced": "passes"}  # of a unit that has another name
 
 
 def source_of(version: str, geometry: Geometry) -> str:
     """One translation unit: the geometry's constants, then the kernels of `version` (one of UNITS)."""
     if version not in UNITS:
         raise ValueError(f"version = {version!r} is unknown; choose from {UNITS}")
-    return f'#define GRAPH {int(version == "graph")}\n{geometry.constants()}#include "{version}.cu"\n'
+    switches = f"#define GRAPH {int(version == 'graph')}\n#define TRACE {int(version == 'traced')}\n"
+    return f'{switches}{geometry.constants()}#include "{FILES.get(version, version)}.cu"\n'
 
 
 def compile_cubin(

@@ -17,8 +17,8 @@ from ..cpu import _core
 from ..decoder import Sampling, Unanswered
 from .caches import Caches
 from .launch import NotResident
-from .memory import Column
 from .prefill import scores_of
+from .structures import Column
 
 # the others wait for a piece: 10 ms for the weights of `2b` and 9 for so many ids, both calculated
 PIECE_TOKENS = 1024

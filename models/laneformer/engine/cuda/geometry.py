@@ -14,26 +14,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ...config import MODULES, Join, LaneformerConfig
-from ...tensors import STORED_TYPES
+from .structures import MAX_COLUMNS, MAX_STOPS
 
 OPS = ("qkv", "output", "gate_up", "down", "head")
-HALVES = tuple(
-    name for name, stored in STORED_TYPES.items() if np.dtype(stored.element).itemsize == 2
-)  # 16 bits
+HALVES = ("bf16", "fp16")
 DTYPES = (*HALVES, "int8")  # of matrices; int8 has a scale for each row (int8.py)
 WARP_THREADS = 32
 SEGMENT_BYTES = 16 * WARP_THREADS
 MAX_CHUNKS = 16  # deeper rings hide nothing more
-MAX_STOPS = 16
 MAX_WARPS = 32  # of a block
 MAX_RESIDENT_WARPS = 48  # of a multiprocessor, on every GPU since sm_80
 # the keys of such a head need the 168 registers a thread that 12 warps leave; 16 leave 128
 LARGE_HEAD, LARGE_HEAD_WARPS = 128, 12
 MAX_SPLITS = 16  # of the keys: each reader of the attention merges them all
-MAX_COLUMNS = 8  # of one pass: what a matrix-multiply instruction has
 MAX_DRAFTS = MAX_COLUMNS - 1
 TILE = 16  # rows and columns of a matrix that one such instruction takes: a segment
 MAX_PARTS, MIN_UNITS = 16, 768  # of a matrix' columns; of tiles' parts, to be dealt evenly to a lane's warps
@@ -56,6 +50,11 @@ class Machine:
     def shared_among(self, blocks: int) -> int:
         """The same for each of so many blocks that are resident together."""
         return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
+
+
+def architecture_name(number: int) -> str:
+    """What NVRTC calls it, such as sm_90a: with all instructions of this GPU."""
+    return f"sm_{number}" + ("a" if number >= 90 else "")
 
 
 H200 = Machine(132, 227 * 1024, 90)

@@ -15,7 +15,7 @@ import torch
 
 from ..device import driver_version
 from .compile import compile_cubin
-from .geometry import Geometry, Machine
+from .geometry import Geometry, Machine, architecture_name
 
 
 class NotResident(RuntimeError):
@@ -49,10 +49,8 @@ def share_of(devices: Sequence[torch.device]) -> tuple[Machine, int]:
     return dataclasses.replace(machine, multiprocessors=machine.multiprocessors // sharing), sharing
 
 
-def architecture_name(device: torch.device) -> str:
-    """What NVRTC calls it, such as sm_90a: with all instructions of this GPU."""
-    number = describe(device).architecture
-    return f"sm_{number}" + ("a" if number >= 90 else "")
+def architecture_of(device: torch.device) -> str:
+    return architecture_name(describe(device).architecture)
 
 
 class Kernels:
@@ -67,7 +65,7 @@ class Kernels:
         # The driver then promises that all blocks are resident at once; but two such launches
         # may not overlap.
         self.cooperative = version == "passes" and not shared
-        cubin = compile_cubin(version, geometry, architecture_name(device), driver=driver_version())
+        cubin = compile_cubin(version, geometry, architecture_of(device), driver=driver_version())
         torch.cuda.synchronize(device)  # makes the GPU's context, and this thread's current one
         self._library = check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
         self._kernels: dict[str, Any] = {}

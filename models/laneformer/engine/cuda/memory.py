@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,89 +16,23 @@ import torch
 
 from ...config import BIASED, EMBEDDING, HEAD, HEAD_NORMS, NORMS, LaneformerConfig
 from ...tensors import FIRST_MATRIX, STORED_TYPES, Tensor
-from ..decoder import RequestFailed, Sampling
+from ..decoder import RequestFailed
 from ..folder import rope_tables
-from .geometry import HALVES, MAX_COLUMNS, MAX_STOPS, TILE, Geometry
+from .geometry import HALVES, TILE, Geometry
 from .int8 import quantised
+from .structures import (
+    MAX_COLUMNS,
+    PASSES_PER_LAUNCH,
+    WEIGHTS,
+    GraphState,
+    Report,
+    Weights,
+    decode_structure,
+    picked,
+)
 from .tape import pack, tape_starts
 
-PASSES_PER_LAUNCH = (
-    16  # at most, of columns that draw (passes.cu); unproven on a GPU: the driver beside such a kernel
-)
-ENDS = 1 << 30  # in the word of a chosen token: its column ends with it (passes.cu: kEnds)
-TOKEN_BITS = ENDS - 1
 TORCH_TYPES: dict[str, torch.dtype] = {name: getattr(torch, STORED_TYPES[name].torch) for name in HALVES}
-
-
-# ---- the kernels' arguments as C structures: block.cuh's Decode, field by field ----
-
-
-WEIGHTS = ("tapes", "tape_at", "scales", "embedding", "norms", "rope", "kv", "biases", "head_norms")
-
-
-class Weights(ctypes.Structure):
-    """Device pointers to what a device holds of the model (decode.cuh: Weights)."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in WEIGHTS]
-
-
-class Column(ctypes.Structure):
-    """A token at a position of a sequence (block.cuh: Column)."""
-
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("token", "position", "sequence", "left", "stop_count")),
-        ("stops", ctypes.c_int * MAX_STOPS), ("sampling", Sampling),
-    ]  # fmt: skip
-
-
-class Order(ctypes.Structure):
-    """What a launch is to do (block.cuh: Order)."""
-
-    _fields_ = [
-        ("logits", ctypes.c_void_p), ("epoch", ctypes.c_uint32), ("column_count", ctypes.c_int),
-        ("ahead", ctypes.c_int), ("columns", Column * MAX_COLUMNS),
-    ]  # fmt: skip
-
-
-class GraphState(ctypes.Structure):
-    """The head of the graph version's memory; the lanes' streams follow (block.cuh: Graph)."""
-
-    _fields_ = [
-        ("order", Order),
-        ("tokens", ctypes.c_int * MAX_COLUMNS),
-        ("steps", ctypes.c_int * MAX_COLUMNS),
-    ]
-
-    @classmethod
-    def of(cls, order: Order) -> GraphState:
-        """Before the first pass."""
-        return cls(order, (ctypes.c_int * MAX_COLUMNS)(*(column.token for column in order.columns)))
-
-
-class Report(ctypes.Structure):
-    """The first wait that was given up (exchange.cuh: Report)."""
-
-    _fields_ = [(name, ctypes.c_int) for name in ("set", "exchange", "layer", "lane", "block", "warp")] + [
-        ("epoch", ctypes.c_uint32)
-    ]
-
-
-EXCHANGES = ("stream", "q/k/v", "partial attention", "activation", "mail", "best token", "scores", "choice")
-
-
-@functools.cache  # of all launches
-def decode_structure(devices: int) -> type[ctypes.Structure]:
-    """The argument of all kernels on so many devices."""
-    pointers = ("aborted", "report", "cancel", "picks", "graph")
-
-    class Decode(ctypes.Structure):
-        _fields_ = [
-            ("weights", Weights), ("lane_words", ctypes.c_void_p), ("inbox", ctypes.c_void_p * devices),
-            *((name, ctypes.c_void_p) for name in pointers), ("limit_ns", ctypes.c_uint64),
-            *((name, ctypes.c_int) for name in ("device", "first_lane", "layer", "module")), ("order", Order),
-        ]  # fmt: skip
-
-    return Decode
 
 
 class DeviceMemory:
@@ -152,14 +85,7 @@ class DeviceMemory:
         """Tokens [pass][column] that passes from this epoch on have chosen so far; -1 where a
         column has ended before. The kernel may still run.
         """
-        rows, running = list[list[int]](), [True] * columns
-        for number, words in enumerate(self.picks[:, :columns].tolist(), epoch + 1):
-            there = [word >> 32 == number for word in words]
-            if not any(running) or there != running:
-                break
-            rows.append([word & TOKEN_BITS if here else -1 for word, here in zip(words, there, strict=True)])
-            running = [here and not word & ENDS for word, here in zip(words, there, strict=True)]
-        return rows
+        return picked(self.picks.tolist(), epoch, columns)
 
     def reset_words(self) -> None:
         """After a hang, or before epochs run out: no word is of any epoch."""
@@ -321,7 +247,4 @@ def end_hang(memories: Sequence[DeviceMemory], kernel: str, limit_s: float) -> N
     if hang is None:
         return
     reset(memories)
-    raise RequestFailed(
-        f"the {kernel} kernel waited {limit_s} s in vain: lane {hang.lane}, layer {hang.layer}, "
-        f"exchange {EXCHANGES[hang.exchange]!r}, block {hang.block}, warp {hang.warp}, epoch {hang.epoch}"
-    )
+    raise RequestFailed(hang.told(kernel, limit_s))

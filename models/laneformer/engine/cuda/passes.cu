@@ -100,4 +100,7 @@ struct Pass : Block {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) pass(const __grid_constant__ Decode p) { Pass(p).run(); }
+extern "C" __global__ void __launch_bounds__(kThreads, 1) pass(const __grid_constant__ Decode p) {
+  TIMED(p.trace + block_index() * kTraced, kWhole);
+  Pass(p).run();
+}

@@ -24,11 +24,12 @@ from ...tensors import Tensor
 from ..decoder import RequestFailed, Unanswered
 from .caches import MAX_CACHES, Caches
 from .executor import Look
-from .geometry import MAX_COLUMNS, Geometry
+from .geometry import Geometry
 from .launch import Kernels, has_time_limit, share_of, start
-from .memory import PASSES_PER_LAUNCH, Column, DeviceMemory, GraphState, end_hang, half_of, reset
+from .memory import DeviceMemory, end_hang, half_of, reset
 from .planning import plan_builds
 from .prefill import DeviceCache, read
+from .structures import MAX_COLUMNS, PASSES_PER_LAUNCH, Column, GraphState
 from .tape import tape_starts
 from .tape_model import TapeModel
 

@@ -17,7 +17,6 @@ from .geometry import (
     LARGE_HEAD,
     LARGE_HEAD_WARPS,
     MAX_CHUNKS,
-    MAX_COLUMNS,
     MAX_RESIDENT_WARPS,
     MAX_WARPS,
     OPS,
@@ -28,6 +27,7 @@ from .geometry import (
     Machine,
     Matrix,
 )
+from .structures import MAX_COLUMNS
 
 MAX_TILE_WARPS = (
     16  # of a multiprocessor: with fewer registers a thread than 128 the sums over tiles are spilled

@@ -41,6 +41,22 @@ struct Matrix {
   }
 };
 
+// Cycles that the first thread of a block spends in a scope, added to a slot of the block's: in a build for that alone.
+#if TRACE
+struct Stopwatch {
+  uint64_t* at;
+  uint64_t since;
+  DEVICE Stopwatch(uint64_t* slots, int slot) : at(thread_index() ? nullptr : slots + slot), since(cycles()) {}
+  DEVICE ~Stopwatch() {
+    if (at) add_to(at, cycles() - since);
+  }
+};
+#define TIMED(slots, slot) const Stopwatch stopwatch(slots, slot)
+#else
+#define TIMED(slots, slot)
+#endif
+constexpr int kRingWaits = 8, kWhole = 9, kTraced = 10;  // slots after those of the exchanges (exchange.cuh)
+
 // The segments of one warp, streamed through a ring of chunks in shared memory. The ring is filled ahead of use as far
 // as it is deep, whatever the warp is doing: across matrices, layers and, with `rounds`, tokens.
 struct Tape {
@@ -51,6 +67,9 @@ struct Tape {
   uint64_t* full;  // shared, a barrier for each chunk of the ring
   uint32_t ahead;  // byte of the next copy
   uint32_t slot, parity, at;  // the next segment is `at` bytes into this slot of the ring
+#if TRACE
+  uint64_t* trace;
+#endif
 
   DEVICE void copy_to(uint32_t target) {
     if (ahead == bytes) {
@@ -85,10 +104,15 @@ struct Tape {
   template <int Count>
   DEVICE void need() {
     static_assert(Count * kSegmentBytes <= kChunkBytes);
-    if (at == 0) wait_full(full + slot, parity);
+    if (at == 0) wait_for(slot, parity);
     if (at + Count * kSegmentBytes <= kChunkBytes) return;
     const bool last = slot + 1 == kChunks;
-    wait_full(full + (last ? 0 : slot + 1), parity ^ last);
+    wait_for(last ? 0 : slot + 1, parity ^ last);
+  }
+
+  DEVICE void wait_for(uint32_t of_ring, uint32_t at_parity) {
+    TIMED(trace, kRingWaits);
+    wait_full(full + of_ring, at_parity);
   }
 
   // this thread's numbers from a segment that is there
@@ -114,8 +138,8 @@ struct Tape {
   }
 
   // No copy may be under way when the block ends; after a round, of a tape of whole chunks, with so many unread.
-  DEVICE void finish(uint32_t unread) {
-    const uint32_t chunks = unread * (bytes / kChunkBytes);
+  DEVICE void finish(uint32_t unread) { drain(unread * (bytes / kChunkBytes)); }
+  DEVICE void drain(uint32_t chunks) {
     for (uint32_t i = 0; i < chunks && i < kChunks; ++i) {
       wait_full(full + slot, parity);
       if (++slot == kChunks) slot = 0, parity ^= 1;

@@ -1,0 +1,302 @@
+"""Float8 products against float64 within computed bounds; what the backward pass keeps; who is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition, nop
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from laneformer import LaneformerConfig
+from laneformer.titan import float8
+from laneformer.titan.float8 import RECIPES, Float8, Recipe, check_device, check_shapes, use_float8
+from laneformer.titan.kernel_check import Kernels, fallbacks
+from laneformer.titan.parallelize import apply_selective_checkpointing
+from laneformer.titan.products import lower_keep_to_nothing
+from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# the largest error of rounding: relative to a normal value, and of values too small to be normal
+RELATIVE = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+ABSOLUTE = {E4M3: 2.0**-10, E5M2: 2.0**-17}
+LANES, TOKENS, INPUTS, OUTPUTS = 3, 48, 64, 32
+# a layer of equal streams whose partial outputs are summed, and one of lanes
+CONFIG = LaneformerConfig.from_flavor(
+    "tiny", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_lanes=8, num_attention_heads=8,
+    num_key_value_heads=8, sliding_window=24, swa_layers=(0,), broadcast_delay=1, vocab_size=512,
+)  # fmt: skip
+SEQ_LEN = 32
+
+
+class Products(NamedTuple):
+    """A product and its gradients: y (1, T, L, O), d_x (1, T, L, K), d_w (L, O, K)."""
+
+    y: Tensor
+    d_x: Tensor
+    d_w: Tensor
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and y's gradient. Rows and columns differ in size, as they do in a model: a scale of another
+    row, or of another lane, is off by factors.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=generator)
+        for axis, size in enumerate(shape):
+            of_axis = torch.randn(size, generator=generator).exp2()
+            values *= of_axis.reshape(*(-1 if i == axis else 1 for i in range(len(shape))))
+        return values
+
+    return draw(1, TOKENS, LANES, INPUTS), draw(LANES, OUTPUTS, INPUTS), draw(1, TOKENS, LANES, OUTPUTS)
+
+
+def computed(how: Float8) -> Products:
+    x, weight, gradient = drawn()
+    x.requires_grad_(), weight.requires_grad_()
+    y = how(x, weight)
+    y.backward(gradient)
+    assert x.grad is not None
+    assert weight.grad is not None
+    return Products(y.detach(), x.grad, weight.grad)
+
+
+def exact_and_bounds(recipe: Recipe) -> tuple[Products, Products]:
+    """The products in float64, and how far float8 may be from each element of them."""
+    x, weight, gradient = (t.double() for t in drawn())
+    rows, gradients = x[0].transpose(0, 1), gradient[0].transpose(0, 1)  # (L, T, ...)
+
+    def rounding(values: Tensor, dtype: torch.dtype, turned: bool) -> Tensor:
+        """The largest error of each value. Values that are transposed have been rounded by the other axis'
+        scales, too, and may be below the normal ones by either.
+        """
+        steps = [ABSOLUTE[dtype] / recipe.scale(values, dtype).double()]
+        if turned and recipe.by_row:
+            steps.append(ABSOLUTE[dtype] / recipe.scale(values.mT, dtype).double().mT)
+        return torch.maximum(values.abs() * RELATIVE[dtype], steps[-1]) + sum(steps[:-1])
+
+    def product(a: Tensor, b: Tensor, of_a: torch.dtype, turned: bool = False) -> tuple[Tensor, Tensor]:
+        """a (L, M, K), b (L, N, K): their product, and the largest error that both roundings make."""
+        off_a, off_b = rounding(a, of_a, turned), rounding(b, E4M3, turned)
+        size = (a.abs() + off_a) @ (b.abs() + off_b).mT
+        float32 = (a.shape[-1] + 4) * torch.finfo(torch.float32).eps * size
+        return a @ b.mT, size - a.abs() @ b.abs().mT + float32
+
+    pairs = (
+        product(rows, weight, E4M3),
+        product(gradients, weight.mT, recipe.gradient),
+        product(gradients.mT, rows.mT, recipe.gradient, turned=True),
+    )
+    (y, d_x, d_w), bounds = zip(*pairs, strict=True)
+    arranged = lambda a, b, c: Products(a.transpose(0, 1)[None], b.transpose(0, 1)[None], c)  # noqa: E731
+    return arranged(y, d_x, d_w), arranged(*bounds)
+
+
+def off(found: Products, recipe: Recipe) -> list[float]:
+    """Of y, d_x and d_w: the largest error in units of what is allowed."""
+    exact, allowed = exact_and_bounds(recipe)
+    return [float(((f - e).abs() / a).max()) for f, e, a in zip(found, exact, allowed, strict=True)]
+
+
+@pytest.fixture(params=RECIPES.values(), ids=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> Recipe:
+    return request.param
+
+
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
+def test_within_what_rounding_allows(recipe: Recipe, emulate: bool) -> None:
+    assert max(off(computed(Float8(recipe, emulate)), recipe)) <= 1
+
+
+def test_the_emulation_is_torchs_own(recipe: Recipe) -> None:
+    """Up to the order in which float32 sums; both repeat bit for bit."""
+    emulated, scaled = (computed(Float8(recipe, emulate)) for emulate in (True, False))
+    for one, other in zip(emulated, scaled, strict=True):
+        assert (one - other).abs().max() <= 1e-6 * one.abs().max()
+    again = computed(Float8(recipe, emulate=False))
+    assert all(torch.equal(one, other) for one, other in zip(scaled, again, strict=True))
+
+
+FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "a scale applied twice": lambda a, b: (a * a, b),
+    "the other operand's scale applied twice": lambda a, b: (a, b * b),
+    "operands not scaled back": lambda a, b: (torch.ones_like(a), torch.ones_like(b)),
+    "scales of rows in the wrong order": lambda a, b: (a.flip(0), b),
+    "scales of columns in the wrong order": lambda a, b: (a, b.flip(1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_scale_is_found(recipe: Recipe, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In y and in both gradients."""
+    if "order" in fault and not recipe.by_row:
+        pytest.skip("one scale a lane has no order; the lanes' is the next test's")
+    multiply = float8.scaled_mm
+
+    def wrong(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *others: Any) -> None:
+        multiply(a, b, *(scale.contiguous() for scale in FAULTS[fault](a_scale, b_scale)), *others)
+
+    monkeypatch.setattr(float8, "scaled_mm", wrong)
+    assert min(off(computed(Float8(recipe, emulate=False)), recipe)) > 1.5
+
+
+@pytest.mark.parametrize("fault", ["another lane's scale", "a scale transposed"])
+def test_a_scale_of_the_wrong_place_is_found(
+    recipe: Recipe, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the products: lanes in another order, and what the recipe gives for the other axis."""
+    quantize = float8.quantize
+
+    def wrong(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if fault == "another lane's scale":
+            return quantize(x, scale.flip(0), dtype)
+        turned = scale.amax(1, keepdim=True) if scale.shape[1] == 1 else recipe.scale(x.mT, dtype).mT
+        return quantize(x, turned, dtype)
+
+    monkeypatch.setattr(float8, "quantize", wrong)
+    if fault == "a scale transposed" and not recipe.by_row:
+        assert max(off(computed(Float8(recipe, emulate=True)), recipe)) <= 1, "one scale has no axis"
+        return
+    assert min(off(computed(Float8(recipe, emulate=True)), recipe)) > 1.5
+
+
+def test_zeros_and_what_is_not_finite(recipe: Recipe) -> None:
+    """Zeros stay zeros; the guard of bad steps has to see the rest."""
+    x, weight, _ = drawn()
+    how = Float8(recipe, emulate=False)
+    assert how(torch.zeros_like(x), weight).abs().max() == 0
+    for bad in (float("inf"), float("nan")):
+        x[0, 5, 1, 7] = bad
+        assert not how(x, weight)[0, 5, 1].isfinite().any()
+
+
+# --- in a layer
+
+
+def step(
+    recipe: Recipe | None, emulate: bool = True, backend: Any = None, checkpointing: bool = True
+) -> dict[str, Tensor]:
+    """Losses and gradients of a small model, by name."""
+    torch._dynamo.reset()
+    model = TitanLaneformer(LaneformerArgs(config=CONFIG))
+    if recipe is not None:
+        use_float8(model, Float8(recipe, emulate))
+    model.init_weights()
+    if checkpointing:
+        apply_selective_checkpointing(model)
+    for layer in model.layers if backend else ():
+        layer.compile(backend=backend, fullgraph=True)
+    tokens = torch.randint(3, 512, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    losses = model(tokens[:, :-1], tokens[:, 1:])
+    losses.sum().backward()
+    named = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    return {"losses": losses.detach(), **{n: g for n, g in named.items() if g is not None}}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_step_is_the_same_however_it_is_computed(recipe: Recipe) -> None:
+    """Bit for bit: twice, without checkpointing, and compiled as a whole graph by autograd's compiler; and it
+    is not the step without float8, but near it.
+    """
+    eager = step(recipe)
+    assert same(eager, step(recipe))
+    assert same(eager, step(recipe, checkpointing=False))
+    assert same(eager, step(recipe, backend="aot_eager"))
+    wide = step(None)
+    difference = (eager["losses"] - wide["losses"]).abs().max()
+    assert 0 < difference < 0.01 * wide["losses"].max()
+    # gradients round twice in each of several layers; an order of magnitude more is another gradient
+    for name, gradient in wide.items():
+        assert (eager[name] - gradient).norm() < 0.25 * gradient.norm(), name
+
+
+@pytest.mark.slow
+def test_inductor_agrees() -> None:
+    """Its sums round otherwise, which may choose a neighbouring float8 value."""
+    lower_keep_to_nothing()
+    recipe = RECIPES["rowwise"]
+    eager, compiled = step(recipe), step(recipe, backend="inductor")
+    for name, values in eager.items():
+        assert (compiled[name] - values).norm() < 0.05 * values.norm(), name
+
+
+def kept_and_products(recipe: Recipe) -> Iterator[tuple[dict[torch.dtype, int], int]]:
+    """Of each layer, the last first: elements that its backward pass gets, by type, and float8 products."""
+    found = []
+
+    def see(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        sizes: dict[torch.dtype, int] = {}
+        for node in graph.graph.find_nodes(op="placeholder"):
+            value = node.meta["val"]
+            if isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents")):
+                sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
+        products = sum("scaled_product" in str(node.target) for node in graph.graph.nodes)
+        found.append((sizes, products))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=see, partition_fn=min_cut_rematerialization_partition)
+    step(recipe, backend=backend)
+    yield from found
+
+
+def test_the_input_is_kept_in_float8_alone(recipe: Recipe) -> None:
+    """One byte a value of the normed streams and of w2's input; no product is computed again."""
+    tokens, d, lanes = 2 * SEQ_LEN, CONFIG.hidden_size, CONFIG.num_lanes
+    for layer, (sizes, products) in enumerate(kept_and_products(recipe)):
+        streams = lanes if layer == 0 else 1  # the last layer's are the lanes' own
+        assert sizes[E4M3] == tokens * (streams * d + CONFIG.intermediate_size)
+        assert products == 4, "two gradients of each of two products"
+
+
+def test_the_parameters_stay(recipe: Recipe) -> None:
+    """A converter runs outside of TorchTitan's meta device: it may make no tensor of its own."""
+    with torch.device("meta"):
+        model = TitanLaneformer(LaneformerArgs(config=CONFIG))
+    before = dict(model.named_parameters())
+    use_float8(model, Float8(recipe, emulate=True))
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is parameter for name, parameter in before.items())
+
+
+# --- who may use it
+
+
+def test_gpus_without_float8_are_refused() -> None:
+    check_device(False, (8, 9))
+    check_device(False, (9, 0))
+    check_device(True, None)
+    with pytest.raises(ValueError, match=r"8\.9 or later .*this GPU has 8\.0; leave model\.converters empty"):
+        check_device(False, (8, 0))
+    with pytest.raises(ValueError, match=r"torch sees no GPU; .*quantize\.linear\.float8\.emulate = true"):
+        check_device(False, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens", "said"),
+    [
+        ({"hidden_size": 72}, 64, r"hidden_size = 72 is no multiple of 16"),
+        ({"intermediate_size": 192}, 64, r"intermediate_size / num_lanes = 24"),
+        ({}, 40, r"local_batch_size \* training\.seq_len = 40"),
+    ],
+)
+def test_shapes_without_products_are_refused(change: dict[str, int], tokens: int, said: str) -> None:
+    check_shapes(CONFIG, 64)
+    with pytest.raises(ValueError, match=said):
+        check_shapes(dataclasses.replace(CONFIG, **change), tokens)
+
+
+def test_what_fails_in_float8_trains_in_bfloat16() -> None:
+    scaled = Kernels(True, "sdpa", "triton", "scaled")
+    assert [kernels.float8 for kernels in fallbacks(scaled)][:2] == ["scaled", "none"]
+    assert {kernels.float8 for kernels in fallbacks(scaled._replace(float8="emulated"))} == {"emulated"}

@@ -1,0 +1,40 @@
+"""A job with float8 products, emulated: two ranks are one, and a resume is the whole run, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laneformer.titan.float8 import RECIPES
+from records.job import read_sections
+from tests.train.runs import copy_stopped_at, fail, largest_difference, metrics, succeed, weights
+
+CONVERTED = ("--model.converters", "quantize.linear.float8")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ranks_and_a_resume(recipe: str, whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """With equal micro-batches, as scales are theirs: one rank takes two, two ranks one each."""
+    lock, run = prepared_data / "phase1.lock.json", tmp_path / "two"
+    job = (*CONVERTED, "--quantize.linear.float8.emulate", "--quantize.linear.float8.recipe_name", recipe)
+    two = succeed(run, lock, *job)
+    assert read_sections(run / "config.toml")["model"]["converters"] == ["quantize.linear.float8"]
+    losses = [row["loss"] for row in two]
+    plain = [row["loss"] for row in metrics(whole_run)]
+    assert losses != plain
+    assert losses == pytest.approx(plain, rel=0.005), "float8, and nothing but float8"
+
+    one = succeed(tmp_path / "one", lock, *job, ranks=1)
+    assert [row["loss"] for row in one] == pytest.approx(losses, rel=1e-6)
+    resumed = tmp_path / "resumed"
+    copy_stopped_at(2, run, resumed)
+    rows = succeed(resumed, lock, *job)
+    assert [row["loss"] for row in rows[-2:]] == losses[2:]
+    assert largest_difference(weights(resumed), weights(run)) == 0.0
+
+
+def test_without_a_gpu_it_has_to_be_emulated(prepared_data: Path, tmp_path: Path) -> None:
+    job = (*CONVERTED, "--training.mixed_precision_param", "bfloat16")
+    said = fail(tmp_path / "run", prepared_data / "phase1.lock.json", *job)
+    assert "needs a GPU of compute capability 8.9 or later" in said
