@@ -1,4 +1,4 @@
-"""Weights as the engine takes them: arrays of one of three types, whatever kind of file they come from."""
+"""Weights as the engine takes them: arrays of one of three types, whatever kind of file they come from, and ids."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ STORED_TYPES = {
     "bf16": StoredType("BF16", np.uint16, "bfloat16"),
     "fp16": StoredType("F16", np.uint16, "float16"),
     "fp32": StoredType("F32", np.float32, "float32"),
+    "int32": StoredType("I32", np.int32, "int32"),
 }
 
 
@@ -56,7 +57,7 @@ def check_shapes(
 
 @dataclass(frozen=True)
 class Tensor:
-    """Values of `dtype` "bf16", "fp16" or "fp32"; 16-bit types as raw uint16.
+    """Values of `dtype` "bf16", "fp16" or "fp32", 16-bit types as raw uint16; "int32" for ids.
 
     Of a GGUF file that is held as it is, dtype may be its type ("q4_k"), and the values its rows of bytes.
     """

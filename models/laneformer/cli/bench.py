@@ -26,15 +26,18 @@ class Bench:
     """Cached positions before the measured tokens; given several, the JSON has all but
     the first under "depths".
     """
+    draft_head: int | None = None
+    """Random weights have a head for multi-token prediction that can draft so many ids; 0: all."""
     synthetic_acceptance: str | None = None
-    """As 0.85,0.7,0.6: also measure what drafts would bring that are right so often, by place, and cost nothing.
+    """As 0.85,0.7,0.6: also measure what drafts would bring that are right so often, by place. They cost what
+    the model's own head takes; where it has none, nothing.
     """
     json: bool = False
     """Print nothing but the JSON line."""
     model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
-        from ..engine.bench import benchmark, synthetic
+        from ..engine.bench import benchmark, drafted, synthetic
 
         acceptance = [float(odds) for odds in (self.synthetic_acceptance or "").split(",") if odds]
         console = Console(stderr=True, quiet=self.json)
@@ -45,7 +48,9 @@ class Bench:
                 benchmark(engine, depth, lambda line: console.print(line, style="dim"))
                 for depth in self.depth or (0,)
             ]
-            drafts = synthetic(engine, acceptance, self.depth[0] if self.depth else 0) if acceptance else None
+            first = self.depth[0] if self.depth else 0
+            drafts = synthetic(engine, acceptance, first) if acceptance else None
+            figures |= {"draft_head": drafted(engine, first)} if engine.draft_head else {}
         figures |= {"depths": deeper} if deeper else {}
         figures |= {"synthetic_drafts": drafts} if drafts else {}
         figures["model"] = self.random_weights or str(self.hf_dir)
@@ -58,15 +63,20 @@ class Bench:
                 f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
             )
             if drafts:
+                cost = "are made by the model's head" if "draft_head" in figures else "cost nothing"
                 console.print(
-                    f"drafts that are right with odds {self.synthetic_acceptance} and cost nothing: "
+                    f"drafts that are right with odds {self.synthetic_acceptance} and {cost}: "
                     f"[bold]{drafts['speed_up']:.2f}[/] times as fast, {drafts['tokens_a_pass']:.2f} tokens a pass"
                 )
         print(json.dumps(figures))
 
     def engine(self) -> Engine:
+        if self.draft_head is not None and self.random_weights is None:
+            raise ValueError(
+                f"--draft-head {self.draft_head} is of --random-weights; a folder has its own, or none"
+            )
         if self.hf_dir is not None and self.random_weights is None:
             return self.model.load(self.hf_dir)
         if self.random_weights is not None and self.hf_dir is None:
-            return self.model.random(self.random_weights)
+            return self.model.random(self.random_weights, self.draft_head)
         raise ValueError("give either a model folder or --random-weights")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from ..config import LaneformerConfig
 from ..engine import Engine, GenerationOptions
 from ..engine.options import conversation_defaults
 from ..tensors import MatrixDtype
@@ -51,7 +52,7 @@ class ModelOptions:
 
     draft: Path | None = None
     """A small model with the same tokenizer, folder, GGUF file or name: its drafts are verified where that is faster,
-    and the output stays the same. CPU only.
+    and the output stays the same. CPU only. Without it, those of the model's own head, if it has one.
     """
 
     def load(self, path: Path, **others: Any) -> Engine:
@@ -59,7 +60,8 @@ class ModelOptions:
         draft = {"draft": located(self.draft)} if self.draft else {}
         return Engine.from_pretrained(located(path), **self._given() | draft, **others)
 
-    def random(self, flavor: str) -> Engine:
+    def random(self, flavor: str, draft_head: int | None = None) -> Engine:
+        """draft_head: ids that a head for multi-token prediction can draft, 0 for all; None: there is none."""
         options = self._given()
         if self.draft is not None:
             raise ValueError(
@@ -67,7 +69,9 @@ class ModelOptions:
             )
         for name in FOLDERS_ALONE:
             options.pop(name, None)
-        return Engine.random(flavor, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})
+        head = {"num_nextn_predict_layers": int(draft_head is not None), "draft_vocab_size": draft_head or 0}
+        config = LaneformerConfig.from_flavor(flavor, **head)
+        return Engine.random(config, **options | {"dtype": "bf16" if self.dtype == "auto" else self.dtype})
 
     def _given(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}

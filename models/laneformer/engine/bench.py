@@ -7,6 +7,7 @@ from end to end; each segment of tokens is compared with the probes before and a
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -94,34 +95,54 @@ def after(
 
 
 def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> dict[str, Any]:
-    """What drafts would be worth here if they cost nothing, and draft i were right with odds acceptance[i] where those
-    before it were: a trained head's, or a draft model's. As many are verified as passes of this machine make worth it.
+    """What drafts are worth here of which number i is right with odds acceptance[i] where those before it were.
+
+    They cost what the model's own head takes to make them, or nothing where it has none: an upper bound, then,
+    for a trained head or a draft model. As many are made as measured passes make worth it.
 
     ValueError on GPUs, and for odds outside of 0 to 1.
     """
-    if engine.isa == CUDA:
-        raise ValueError("synthetic acceptance is measured by the CPU engine; use device = 'cpu'")
     in_range("number of acceptances", len(acceptance), int, 1, MAX_DRAFT_TOKENS)
     for i, odds in enumerate(acceptance):
         in_range(f"acceptance[{i}]", odds, float, 0.0, 1.0)
+    fields = {"acceptance": list(acceptance)}
+    return {**fields, **on_and_off(engine, depth, fields, len(acceptance), replays=True)}
+
+
+def drafted(engine: Engine, depth: int = 0) -> dict[str, Any]:
+    """What the model's own head brings to greedy text after random ids, and how often it is right."""
+    assert engine.draft_head is not None, "a model without a head that drafts"
+    figures = on_and_off(engine, depth, {}, MAX_DRAFT_TOKENS, replays=False)
+    return {**dataclasses.asdict(engine.draft_head), **figures}
+
+
+def on_and_off(
+    engine: Engine, depth: int, fields: Mapping[str, Any], speculate: int, replays: bool
+) -> dict[str, Any]:
+    """Decoding with drafts against decoding without, in turns; `replays`: of random ids, whatever is drawn."""
+    if engine.isa == CUDA:
+        raise ValueError("drafts are measured by the CPU engine; use device = 'cpu'")
     prompt = random_prompt(engine, max(depth, 1))
     room = engine.config.max_position_embeddings - len(prompt)
     tokens = in_range("tokens that the context leaves", min(DRAFTED_TOKENS, room), int, MIN_TOKENS, room)
-    fields = {"replay": random_prompt(engine, tokens), "acceptance": list(acceptance)}
-    with_drafts, without, passes = [], [], []
+    replay = {"replay": random_prompt(engine, tokens)} if replays else {}
+    seconds, passes, proposed, accepted = [], [], 0, 0
     for turn in range(DRAFTED_ROUNDS + 1):  # the first one learns what columns cost
-        plain = after(engine, prompt, tokens, {"replay": fields["replay"]})
-        drafted = after(engine, prompt, tokens, fields, speculate=len(acceptance))
+        options = {"reuse_prefix": replays}  # else the outputs of earlier turns would be drafted
+        plain = after(engine, prompt, tokens, replay, **options).whole
+        quick = after(engine, prompt, tokens, {**replay, **fields}, speculate=speculate, **options).whole
         if turn:
-            without.append(float(plain.whole.token_s.sum()))
-            with_drafts.append(float(drafted.whole.token_s.sum()))
-            passes.append(tokens / (tokens - drafted.whole.statistics["accepted_tokens"]))
+            seconds.append((float(plain.token_s.sum()), float(quick.token_s.sum())))
+            passes.append(tokens / (tokens - quick.statistics["accepted_tokens"]))
+            proposed += quick.statistics["proposed_tokens"]
+            accepted += quick.statistics["accepted_tokens"]
+    without, with_drafts = np.array(seconds).T
     return {
-        "acceptance": list(acceptance),
         "tokens_per_s": (tokens - 1) / float(np.median(with_drafts)),
         "tokens_per_s_without": (tokens - 1) / float(np.median(without)),
-        "speed_up": float(np.median(np.array(without) / np.array(with_drafts))),
+        "speed_up": float(np.median(without / with_drafts)),
         "tokens_a_pass": float(np.median(passes)),
+        "right": accepted / max(1, proposed),
     }
 
 

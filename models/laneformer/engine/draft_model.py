@@ -1,4 +1,4 @@
-"""A small model that drafts for an engine's own, on the same threads (schedule/model_drafts.h)."""
+"""What drafts in passes of its own (schedule/model_drafts.h): a small model, or the model's own head."""
 
 from __future__ import annotations
 
@@ -21,6 +21,20 @@ class DraftModel:
     name: str
     dtype: str
     weight_bytes: int
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """For multi-token prediction. ids: that it can draft. weight_bytes: read for each draft."""
+
+    ids: int
+    weight_bytes: int
+
+    @staticmethod
+    def of(decoder: Decoder, config: LaneformerConfig) -> DraftHead | None:
+        if not config.num_nextn_predict_layers or not isinstance(decoder, CpuDecoder):
+            return None
+        return DraftHead(config.draft_vocab_size or config.vocab_size, decoder.draft_weight_bytes)
 
 
 def draft_with(

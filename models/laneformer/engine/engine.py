@@ -34,7 +34,7 @@ from .decoder import (
     Statistics,
 )
 from .device import cuda_devices
-from .draft_model import DraftModel, draft_with
+from .draft_model import DraftHead, DraftModel, draft_with
 from .folder import read_checkpoint, read_tensors, with_context
 from .options import without_logprobs
 from .requests import Requests
@@ -124,6 +124,7 @@ class Engine:
             else:
                 decoder = cpu_decoder(config, tensors, dtype, **options)
         self._decoder, self._requests = decoder, Requests(config, self.eos_ids, decoder)
+        self.draft_head = DraftHead.of(decoder, config)
         self.dtype, self.math, self.kv_dtype = decoder.dtype, decoder.math, decoder.kv_dtype
 
     @classmethod
@@ -148,7 +149,8 @@ class Engine:
         start: the four combinations of threads and dtype that were used last. `context_tokens` replaces the
         config's max_position_embeddings. `lanes` of a Llama-family model: by default as many as share threads
         evenly (GPUs: up to 8) and divide its heads and MLP rows. `draft`: a small model with the same vocabulary,
-        whose drafts are verified where that is faster; the output stays the same. Other `options` as in Engine.
+        whose drafts are verified where that is faster, in place of those of the model's own head; the output stays
+        the same. Other `options` as in Engine.
         """
         gpus = len(cuda_devices(device))
         checkpoint = read_checkpoint(
@@ -168,6 +170,7 @@ class Engine:
         if draft is not None:
             try:
                 engine.draft_model = draft_with(engine._open(), config, engine.tokenizer, Path(draft), cache)
+                engine.draft_head = None
             except BaseException:
                 engine.close()
                 raise
@@ -315,6 +318,11 @@ class Engine:
     def weight_bytes(self) -> int:
         """Bytes of packed weights read for every decoded token."""
         return self._open().weight_bytes
+
+    @property
+    def draft_kv_bytes(self) -> int:
+        """Bytes of keys and values that a draft model holds now."""
+        return self._open().draft_kv_bytes if self.draft_model else 0  # type: ignore[attr-defined]
 
     def cancel(self) -> None:
         """End the running request, from any thread; nothing where none runs.

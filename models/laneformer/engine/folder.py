@@ -89,7 +89,8 @@ def read_tensors(path: Path, lanes: int, dtype: str) -> Mapping[str, Tensor]:
 
 def with_context(config: LaneformerConfig, tokens: int) -> LaneformerConfig:
     """The config with this context; ValueError where the machine has no memory for it."""
-    needed = config.cached_bytes(tokens, 2) + 4 * config.head_dim * tokens
+    drafts = 4 * config.num_nextn_predict_layers * config.head_dim * config.num_key_value_heads * tokens
+    needed = config.cached_bytes(tokens, 2) + drafts + 4 * config.head_dim * tokens
     if needed > (there := memory_bytes()):
         raise ValueError(
             f"context_tokens = {tokens} needs {needed / 1e9:,.1f} GB of keys, values, rotary tables; "

@@ -81,6 +81,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     facts["sampling_defaults"] = context.conversation_defaults  # what the playground shows
     facts["completion_defaults"] = context.completion_defaults
     facts["draft_model"] = engine.draft_model and dataclasses.asdict(engine.draft_model)
+    facts["draft_head"] = engine.draft_head and dataclasses.asdict(engine.draft_head)
     facts["max_joined"] = scheduler.max_joined
     facts |= {
         "context_tokens": context.context_tokens,
@@ -154,6 +155,8 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
     async def props() -> dict[str, Any]:
         now = dict(facts)
         read = now["probe_bytes_per_s"]
+        if drafts := now["draft_model"]:
+            now["draft_model"] = drafts | {"kv_bytes": scheduler.engine.draft_kv_bytes}
         return now | {"limit_tokens_per_s": read and read / now["weight_bytes"]}
 
     @app.get("/metrics")

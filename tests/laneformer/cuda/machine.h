@@ -43,13 +43,18 @@ namespace emulator {
 constexpr int kDeadSweeps = 64, kWatchdogSweeps = 100'000;  // of no use: the launch stands still
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 512;
 constexpr uint64_t kStepNs = 10, kBarrierMagic = 0xba221e50'00000000;
-enum Sync : int { kNone, kBlockSync, kWarpSync, kMultiply, kShuffle };  // kShuffle + mask
+enum Sync : int { kNone, kBlockSync, kWarpSync, kMultiply, kElect, kShuffle };  // kShuffle + mask
 enum class Wait { word, change, barrier };
 enum Flags { kWatchdog = 1 };
 
 struct Look {
   const void* at = nullptr;
   uint64_t bits = 0;
+};
+struct Piece {  // to be copied
+  char* to;
+  const char* from;
+  uint32_t bytes;
 };
 struct Fiber {
   void* stack_pointer;
@@ -59,12 +64,13 @@ struct Fiber {
   int next_look = 0, looked = 0;  // which to replace; how many since the last sync
   Wait wait = Wait::change;
   const void* polled = nullptr;  // the word that it last looked at and has not accepted
+  std::vector<Piece> copies;  // begun by this thread (cp.async), and no barrier waits for them
   Look waits_for;  // word: these bits change; barrier: parity in bits; change: bits is the count of changes
 };
 struct Warp {
   int block, index;
   Lanes ready = kAllLanes, waiting = 0, arrived = 0, exited = 0;  // lanes
-  int sync = kNone;
+  int sync = kNone, line = 0;  // what its lanes come to; of an aligned instruction, the line in the PTX
   uint32_t time = 0;  // syncs so far
   uint32_t exchanged[2][kLanes];
   uint32_t fragments[2][kLanes][6];  // of a matrix product: each lane's a and b
@@ -76,14 +82,21 @@ struct Block {
   std::unique_ptr<char[]> memory;
   char* shared;
 };
-struct Barrier {
-  int block;
-  char* slot = nullptr;
-  const char* source = nullptr;
-  uint32_t bytes = 0, phase = 0;  // phases completed
-  Lanes lanes = 0;                // that came to the running copy
-  bool in_flight = false, unawaited = false;  // begun, not there; begun, and nobody came back from a wait for it
-  uint64_t due = 0;
+struct Barrier {  // in shared memory stands its number
+  int block, arrivals = 1, missing = 1;  // of a phase; of them, those that have not come
+  int64_t bytes = 0;                     // that this phase expects and that are not there
+  uint32_t phase = 0, begun = 0;         // phases completed, and begun
+  int in_flight = 0;                     // copies begun and not there
+  bool unawaited = false;                // copies begun, and nobody came back from a wait for them
+  const Fiber* maker = nullptr;          // null: the copy engine knows it
+  Lanes lanes = 0;                       // copy_chunk: that came to the running copy, and what this copies
+  Piece copy{};
+};
+struct Copy {  // on its way; then the barrier has one arrival more, or so many bytes
+  uint32_t barrier;
+  std::vector<Piece> pieces;
+  bool arrives;
+  uint64_t due;
 };
 
 inline class Machine* machine;
@@ -122,13 +135,17 @@ class Machine {
   void arrive(int sync);
   void exit_fiber();
   void wait(Wait kind, const void* at, uint64_t bits);
-  void send(Barrier& barrier);
+  Barrier& barrier_at(const void* full);  // of this block
+  Barrier& make_barrier(void* full, int arrivals);
+  void send(Barrier& barrier, std::vector<Piece> pieces, bool arrives);
+  void arrive_at(Barrier& barrier, int count, int64_t bytes);
 
  private:
   uint64_t random_state_, copy_delay_, draw_at_ = 0, sweep_progress_ = ~0ull;
   int sweeps_ = 0;
   void* scheduler_ = nullptr;
-  std::vector<int> drawn_, in_flight_;  // the warps that run in this stretch; barriers
+  std::vector<int> drawn_;  // the warps that run in this stretch
+  std::vector<Copy> in_flight_;
   size_t alive_ = 0;
 
   void add_block(int grid, int index);
@@ -174,6 +191,7 @@ inline Block& my_block() { return machine->blocks[my_warp().block]; }
 inline std::string name(int sync) {
   if (sync == kBlockSync) return "sync_block";
   if (sync == kMultiply) return "multiply_tile";
+  if (sync == kElect) return "elect";
   return sync == kWarpSync ? "sync_warp" : "shuffle_xor with mask " + std::to_string(sync - kShuffle);
 }
 
@@ -211,9 +229,28 @@ inline void Machine::exit_fiber() {
   w.ready &= ~(kOneLane << me->lane), w.waiting |= kOneLane << me->lane, w.checked = ~0ull;
   leave();
 }
-inline void Machine::send(Barrier& barrier) {
-  barrier.due = steps + random() % copy_delay_;
-  in_flight_.push_back(int(&barrier - barriers.data()));
+inline Barrier& Machine::make_barrier(void* full, int arrivals) {
+  barriers.push_back({.block = my_warp().block, .arrivals = arrivals, .missing = arrivals});
+  *static_cast<uint64_t*>(full) = kBarrierMagic | (barriers.size() - 1);
+  return barriers.back();
+}
+[[gnu::noinline]] inline Barrier& Machine::barrier_at(const void* full) {
+  const uint64_t bits = *static_cast<const uint64_t*>(full);
+  if (bits >> 32 != kBarrierMagic >> 32 || uint32_t(bits) >= barriers.size() ||
+      barriers[uint32_t(bits)].block != my_warp().block)
+    fail(format("%p is not a barrier of this block", full));
+  return barriers[uint32_t(bits)];
+}
+inline void Machine::send(Barrier& barrier, std::vector<Piece> pieces, bool arrives) {
+  ++barrier.in_flight, ++progress;
+  in_flight_.push_back({uint32_t(&barrier - barriers.data()), std::move(pieces), arrives, steps + random() % copy_delay_});
+}
+// so many arrivals, and bytes that are expected (or, negative, are there): the last of both completes the phase
+inline void Machine::arrive_at(Barrier& barrier, int count, int64_t bytes) {
+  barrier.missing -= count, barrier.bytes += bytes, ++progress;
+  if (barrier.missing < 0) fail("more arrivals at a barrier than its phase has");
+  if (barrier.missing || barrier.bytes) return;
+  barrier.missing = barrier.arrivals, ++barrier.phase, ++changes;
 }
 // now and then, so that others come between any two accesses of memory
 inline void maybe_pause() {
@@ -261,143 +298,6 @@ inline void Machine::release_block(Block& block) {
   block.arrived = 0;
 }
 
-// ---- the scheduler ----
-
-inline void Machine::add_block(int grid, int index) {
-  Block b{.grid = grid, .index = index};
-  b.memory = std::make_unique<char[]>(shared_bytes + 2 * kGuardBytes + 128);
-  memset(b.memory.get(), 0xff, shared_bytes + 2 * kGuardBytes + 128);
-  b.shared = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(b.memory.get()) + kGuardBytes + 127) & ~127ull);
-  for (int i = 0; i < warps_per_block; ++i) warps.push_back({.block = int(blocks.size()), .index = i});
-  blocks.push_back(std::move(b));
-}
-// One mapping for all launches; below each stack lies a page that traps. The tops are spread over cache sets.
-inline void Machine::prepare_stacks(void (*start)()) {
-  static char* stacks = nullptr;
-  static size_t held = 0;
-  if (held < fibers.size()) {
-    if (stacks) munmap(stacks, held * kStackBytes);
-    held = fibers.size();
-    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* at = mmap(nullptr, held * kStackBytes, PROT_READ | PROT_WRITE, kind, -1, 0);
-    if (at == MAP_FAILED) abort();
-    stacks = static_cast<char*>(at);
-    for (size_t i = 0; i < held; ++i) mprotect(stacks + i * kStackBytes, 4096, PROT_NONE);
-  }
-  for (size_t i = 0; i < fibers.size(); ++i) {
-    void** top = reinterpret_cast<void**>(stacks + (i + 1) * kStackBytes - i % 64 * 192);
-    std::fill_n(top - 8, 8, nullptr);  // six registers, the start, and where it would return to
-    top[-2] = reinterpret_cast<void*>(start);
-    fibers[i].stack_pointer = top - 8;
-  }
-}
-inline bool Machine::can_go(const Fiber& f) const {
-  if (f.wait == Wait::change) return f.waits_for.bits != changes;
-  if (f.wait == Wait::barrier)
-    return (barriers[index_of(f.waits_for.at)].phase & 1) != f.waits_for.bits;
-  uint64_t bits;
-  memcpy(&bits, f.waits_for.at, 8);
-  return bits != f.waits_for.bits;
-}
-inline bool Machine::runnable(Warp& w) {
-  if (w.waiting && w.checked != changes) {
-    const Fiber* lanes = &fibers[(&w - warps.data()) * kLanes];
-    for (Lanes left = w.waiting; left; left &= left - 1) {
-      const Lanes bit = left & -left;
-      if (can_go(lanes[std::countr_zero(left)])) w.ready |= bit, w.waiting &= ~bit;
-    }
-    w.checked = changes;
-  }
-  return w.ready;
-}
-// The warps of the next stretch: all, or those of a random part of the blocks, for one step or for thousands.
-inline void Machine::draw_warps(bool all) {
-  drawn_.clear();
-  const int kind = all ? 0 : random() % 4, one = random() % blocks.size();
-  for (size_t b = 0; b < blocks.size(); ++b)
-    if (kind == 0 || (kind == 1 && random() & 1) || (kind == 2 && int(b) != one) || (kind == 3 && int(b) == one))
-      for (int i = 0; i < warps_per_block; ++i) drawn_.push_back(int(b) * warps_per_block + i);
-  draw_at_ = steps + (1ull << random() % 12);
-}
-inline Warp* Machine::next_warp() {
-  if (steps >= draw_at_) draw_warps(false);
-  for (int attempt = 0; attempt < 2; ++attempt) {
-    const size_t count = drawn_.size(), from = count ? random() % count : 0;
-    for (size_t i = 0; i < count; ++i) {
-      Warp& w = warps[drawn_[from + i < count ? from + i : from + i - count]];
-      if (runnable(w)) return &w;
-    }
-    draw_warps(true);
-  }
-  return nullptr;
-}
-// each ready lane (now and then: some) up to where it gives up its turn, in random order
-inline void Machine::take_turn(Warp& w) {
-  const uint64_t draw = random();
-  const Lanes some = draw >> 4;
-  Lanes lanes = w.ready;
-  if (draw % 4 == 0 && lanes & some) lanes &= some;
-  const int from = draw >> 36 & (kLanes - 1), stride = (draw >> 41 & (kLanes - 1)) | 1;
-  Fiber* of_warp = &fibers[(&w - warps.data()) * kLanes];
-  for (int i = 0; i < kLanes && error.empty(); ++i) {
-    const int lane = (from + i * stride) & (kLanes - 1);
-    if (!(lanes >> lane & 1)) continue;
-    me = &of_warp[lane];
-    emulator_switch(&scheduler_, me->stack_pointer);
-    me = nullptr;
-  }
-}
-inline void Machine::deliver(size_t i) {
-  Barrier& b = barriers[in_flight_[i]];
-  memcpy(b.slot, b.source, b.bytes);
-  b.in_flight = false, ++b.phase, ++changes, ++progress;
-  in_flight_[i] = in_flight_.back(), in_flight_.pop_back();
-}
-inline void Machine::deliver_due() {
-  for (size_t i = in_flight_.size(); i-- > 0;)
-    if (barriers[in_flight_[i]].due <= steps) deliver(i);
-}
-// Nobody can run: deliver a copy, or let all who wait for memory look again. False: that has been of no use for long.
-inline bool Machine::sweep() {
-  if (!in_flight_.empty()) {
-    deliver(random() % in_flight_.size());
-    return true;
-  }
-  if (sweep_progress_ != progress) sweeps_ = 0, sweep_progress_ = progress;
-  if (flags & kWatchdog) clock_ns += 1000ull << std::min(sweeps_, 20);
-  if (++sweeps_ > (flags & kWatchdog ? kWatchdogSweeps : kDeadSweeps)) return false;
-  for (Warp& w : warps) {
-    for (Lanes left = w.waiting; left; left &= left - 1) {
-      const int lane = std::countr_zero(left);
-      if (fibers[(&w - warps.data()) * kLanes + lane].wait != Wait::barrier)
-        w.ready |= kOneLane << lane, w.waiting &= ~(kOneLane << lane);
-    }
-  }
-  return true;
-}
-inline void Machine::check_end() {
-  for (const Barrier& b : barriers)
-    if (b.unawaited && !(flags & kWatchdog)) return fail("a block has ended and nobody has waited for its last copy");
-  for (size_t b = 0; b < blocks.size(); ++b) {
-    for (const char* guard : {blocks[b].shared - kGuardBytes, blocks[b].shared + shared_bytes})
-      for (size_t i = 0; i < kGuardBytes; ++i)
-        if (guard[i] != char(0xff))
-          return fail(place(int(b) * warps_per_block) + ": wrote outside its shared memory, at byte " +
-                      std::to_string(guard + i - blocks[b].shared) + " of " + std::to_string(shared_bytes));
-  }
-}
-inline void Machine::run(void (*start)()) {
-  prepare_stacks(start);
-  alive_ = fibers.size();
-  while (alive_ && error.empty()) {
-    ++steps, clock_ns += kStepNs;
-    if (!in_flight_.empty()) deliver_due();
-    if (Warp* w = next_warp())
-      take_turn(*w);
-    else if (!sweep())
-      fail(deadlock_report());
-  }
-  if (error.empty()) check_end();
-}
-
 }  // namespace emulator
+
+#include "scheduler.h"

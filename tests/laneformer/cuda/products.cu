@@ -1,9 +1,5 @@
 // Every matrix of a token once, for `kMmaColumns` columns: columns.cuh alone, without a model.
-#ifdef EMULATED
-#include "emulator.h"
-#else
 #include "primitives.cuh"
-#endif
 #include "columns.cuh"
 
 struct Products {
@@ -54,6 +50,3 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) products(const __grid_
   product<kDown>(tape, scales, x, out, in, sums);
   product<kHead>(tape, scales, x, out, in, sums);
 }
-#ifdef EMULATED
-EMULATE(products, Products)
-#endif

@@ -1,4 +1,4 @@
-"""What `laneformer bench` measures on a GPU, without one: the probe in the emulator, arrivals, bytes, shares."""
+"""What `laneformer bench` measures on a GPU, without one: arrivals, bytes, shares (the probe: ptx/)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.bench import PROBES, expected_sum, probe_argument
-from laneformer.engine.cuda.compile import INCLUDES, compile_cubin, source_of
+from laneformer.engine.cuda.compile import compile_cubin
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200
-from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.nvrtc import compilers
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import EmulatedPasses
-from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 
 # --- figures
 # -----------------------------------------------------------------------------------------------------
@@ -98,40 +95,6 @@ def test_every_token_has_the_time_of_its_launch(cuda_builds: Path) -> None:
     executor.schedule.fail("the GPU has failed")
     with pytest.raises(RuntimeError, match="the GPU has failed"):
         bench.arrivals(executor, [5], 8)
-
-
-# --- the probe
-# ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def probe_library(cuda_builds: Path) -> tuple[DeviceMemory, Any]:
-    if emulator.MISSING:
-        pytest.skip(emulator.MISSING)
-    geometry = plan(small_config(), "bf16", SMALL, warps=2, chunk_bytes=1024)
-    memory = DeviceMemory(geometry, tensors_of(random_model(small_config()), "bf16"), 0, "cpu")
-    source = source_of("probe", memory.geometry) + "".join(f"EMULATE({kernel}, Probe)\n" for kernel in PROBES)
-    return memory, emulator.build(source, INCLUDES, {"TABLE": "constexpr"}, cuda_builds)
-
-
-@pytest.mark.parametrize("kernel", PROBES)
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_the_probe_reads_every_byte_as_often_as_it_says(
-    probe_library: tuple[DeviceMemory, Any], kernel: str, rounds: int
-) -> None:
-    memory, library = probe_library
-    geometry = memory.geometry
-    sums = torch.zeros(geometry.blocks * 32 * geometry.warps, dtype=torch.int32)
-    launched = {
-        "blocks": geometry.blocks,
-        "threads": 32 * geometry.warps,
-        "shared_bytes": geometry.shared_bytes,
-    }
-    emulator.launch(library, kernel, probe_argument(memory, sums, rounds), seed=rounds, **launched)
-    assert int(sums.sum(dtype=torch.int64)) % 2**32 == expected_sum(memory, rounds)
-    memory.tapes[-1] += 1  # planted: a reader that misses the last number would not see this
-    assert int(sums.sum(dtype=torch.int64)) % 2**32 != expected_sum(memory, rounds)
-    memory.tapes[-1] -= 1
 
 
 @pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")

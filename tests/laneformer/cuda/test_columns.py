@@ -1,4 +1,4 @@
-"""Products for several columns at once (columns.cuh), on the emulator: right, and the same
+"""Products for several columns at once (columns.cuh), as their PTX makes them: right, and the same
 bits in any company.
 """
 
@@ -23,11 +23,12 @@ from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.tape import pack, tape_starts
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.harness import SMALL, small_config
+from tests.laneformer.cuda.ptx.executed import MISSING, build, ptx_of
 from tests.proofs import KERNEL_SOURCES
 
-pytestmark = pytest.mark.proof(*KERNEL_SOURCES)
+pytestmark = pytest.mark.proof(*KERNEL_SOURCES, "tests/laneformer/cuda/ptx/*.h")
 
-needs_emulator = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+needs_emulator = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 UNIT = 2.0**-24  # half a step of float32 at 1
 SOURCE = Path(__file__).with_name("products.cu")
 
@@ -77,12 +78,9 @@ def products(geometry: Geometry, x: list[torch.Tensor], builds: Path, seed: int 
     )
     shapes = [(geometry.columns, geometry.matrix(op).rows) for op in OPS]
     out = torch.full((sum(rows * columns for rows, columns in shapes),), float("nan"))
-    library = emulator.build(
-        f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE}"\n',
-        INCLUDES,
-        {"TABLE": "constexpr"},
-        builds,
-    )
+    source = f'#define GRAPH 0\n{geometry.constants()}#include "{SOURCE.name}"\n'
+    architecture = "sm_80" if geometry.dtype == "int8" else "sm_90a"
+    library = build(ptx_of(source, architecture, [*INCLUDES, SOURCE.parent]), builds)
     stride = max(geometry.matrix(op).columns for op in OPS) + 48
     ring = geometry.warps * geometry.chunks * (geometry.chunk_bytes + 8)
     emulator.launch(

@@ -55,9 +55,9 @@ def random_model(config: LaneformerConfig, seed: int = 0, dtype: str = "fp32") -
 
 
 def tensors_of(model: Laneformer) -> dict[str, Tensor]:
-    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
+    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()} | {torch.int32: "int32"}
     return {
-        name: Tensor(names[p.dtype], (p if p.dtype == torch.float32 else p.view(torch.uint16)).numpy())
+        name: Tensor(names[p.dtype], (p.view(torch.uint16) if p.itemsize == 2 else p).numpy())
         for name, p in model.state_dict().items()
     }
 
@@ -90,7 +90,7 @@ def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def widened(model: Laneformer, dtype: torch.dtype) -> Laneformer:
     wide = Laneformer(model.config).to(dtype).eval()
-    wide.load_state_dict({name: p.to(dtype) for name, p in model.state_dict().items()})
+    wide.load_state_dict(model.state_dict())
     return wide
 
 

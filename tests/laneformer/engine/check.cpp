@@ -24,6 +24,18 @@ namespace {
 
 constexpr int kDelay = 2;
 
+// For multi-token prediction, of every third id; the partials of the last layers join its input.
+void add_draft_head(ModelSpec& s) {
+  s.draft_layers = 1;
+  for (int id = 1; id < s.vocab; id += 3) s.draft_ids.push_back(id);
+  s.window.push_back(0), s.rotates.push_back(1);
+  for (int module = 0; module < 2; ++module) {
+    for (int layer = 0; layer <= s.layers; ++layer)
+      s.delivers[module].push_back(layer >= s.layers - s.delay && layer < s.layers);
+    s.join[module].push_back(Join::present), s.adds_delayed[module].push_back(0);
+  }
+}
+
 ModelSpec small_spec(Head head, bool other_family = false) {
   ModelSpec s{};
   s.qkv_bias = s.head_norms = s.tied = other_family;
@@ -36,6 +48,7 @@ ModelSpec small_spec(Head head, bool other_family = false) {
       s.adds_delayed[module].push_back(layer >= kDelay && (module || layer >= 2 * kDelay));
     }
   }
+  if (!other_family && head != Head::lane) add_draft_head(s);
   return s;
 }
 
@@ -51,8 +64,8 @@ void load_random(Model& model, const ModelSpec& s) {
   const std::vector<float> ones(hidden, 1.0f), angles(size_t(s.context) * s.head_dim() / 2, 0.7f);
   model.set_rope(angles.data(), angles.data());
   if (!s.tied) model.set_embedding(random(s.vocab * hidden), DType::bf16);
-  for (int norm = 0; norm <= 2 * s.layers; ++norm) model.set_norm(norm, ones.data(), DType::fp32);
-  for (int layer = 0; layer < s.layers; ++layer) {
+  for (int norm = 0; norm < s.norms(); ++norm) model.set_norm(norm, ones.data(), DType::fp32);
+  for (int layer = 0; layer < s.all_layers(); ++layer) {
     for (const char* part : {"wq", "wo"}) model.set_matrix(part, layer, random(hidden * hidden), DType::bf16);
     for (const char* part : {"wk", "wv"}) model.set_matrix(part, layer, random(hidden * kv), DType::bf16);
     for (const char* part : {"wq", "wk", "wv"})
@@ -101,6 +114,7 @@ struct Results {
 
 Results run(Decoder& decoder, const ModelSpec& s) {
   Results results;
+  decoder.schedule().fix_cost(0.01, 0.01);  // so that drafts are made
   Request scoring = request_of(s);
   scoring.score_from = 1, scoring.top_logprobs = 3, scoring.keep_logits = true, scoring.keep_partials = {0, 7, 44};
   Ended scored = std::move(*finished(decoder, {scoring})[0].ended);

@@ -116,7 +116,8 @@ def test_bytes_that_form_no_character_do_not_hold_the_text_back_for_ever():
 
 
 def test_bench_ends_with_its_figures(capsys):
-    main(["bench", "--random-weights", "tiny", "--json", "--threads", "1"])
+    drafts = ["--draft-head", "64", "--synthetic-acceptance", "0.9,0.8"]
+    main(["bench", "--random-weights", "tiny", "--json", "--threads", "1", *drafts])
     figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert set(figures) >= KEYS
     assert figures["threads"] == 1
@@ -125,6 +126,10 @@ def test_bench_ends_with_its_figures(capsys):
     recomputed = 100 * figures["bytes_per_token"] * figures["tokens_per_s"] / figures["probe_bytes_per_s"]
     # the figure is a median of ratios, this a ratio of medians: on a busy machine they part, but not by units
     assert 0.2 < figures["percent_of_probe"] / recomputed < 5
+    assert figures["draft_head"]["ids"] == 64
+    assert 0 < figures["draft_head"]["weight_bytes"] < figures["bytes_per_token"]
+    assert figures["draft_head"]["speed_up"] > 0
+    assert 1 <= figures["synthetic_drafts"]["tokens_a_pass"] <= 3
 
 
 def test_int8_is_named_wherever_it_is_measured(folder, capsys):
@@ -160,6 +165,7 @@ def test_bench_of_a_folder_at_depths(folder, capsys):
             "contradict each other",
         ),
         (["bench"], "either a model folder or --random-weights"),
+        (["bench", "/nowhere", "--draft-head", "64"], "a folder has its own, or none"),
         (["bench", "--random-weights", "tiny", "--device", "gpu"], "device = 'gpu' is unknown"),
         (["bench", "--random-weights", "tiny", "--depth", "500"], "depth = 500 is outside"),
         (

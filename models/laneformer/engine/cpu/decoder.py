@@ -15,12 +15,14 @@ import numpy as np
 
 from ...config import (
     BIASED,
+    DRAFT_IDS,
     EMBEDDING,
     HEAD,
     HEAD_NORMS,
     LM_HEAD_TYPES,
     MATRICES,
     MODULES,
+    MTP,
     NORMS,
     LaneformerConfig,
 )
@@ -112,7 +114,7 @@ class CpuDecoder(_core.Decoder):
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         super().__init__(
-            {**core_spec(config), "kv_dtype": self.kv_dtype, "held": held},
+            {**core_spec(config, tensors), "kv_dtype": self.kv_dtype, "held": held},
             "int8" if held else self.dtype, embedding,
             threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
             self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
@@ -160,25 +162,29 @@ class CpuDecoder(_core.Decoder):
                     f"tensor {name} holds values that are not finite (NaN, or too large for the dtype)"
                 )
 
-        layers = range(config.num_hidden_layers)
+        layers = [f"layers.{i}." for i in range(config.num_hidden_layers)]
+        after = ["norm.weight"]
+        if config.num_nextn_predict_layers:
+            layers.append(f"{MTP}layer.")
+            after += [f"{MTP}{norm}.weight" for norm in ("hidden_norm", "embedding_norm", "norm")]
         self.set_rope(*rope_tables(config))
-        norms = [f"layers.{i}.{norm}.weight" for i in layers for norm in NORMS]
-        for index, name in enumerate([*norms, "norm.weight"]):
+        norms = [f"{layer}{norm}.weight" for layer in layers for norm in NORMS]
+        for index, name in enumerate(norms + after):
             send(name, self.set_norm, index)
-        for i in layers:
+        for i, layer in enumerate(layers):
             for matrix in BIASED if config.attention_bias else ():
-                send(f"layers.{i}.{matrix}.bias", self.set_bias, matrix.split(".")[1], i)
+                send(f"{layer}{matrix}.bias", self.set_bias, matrix.split(".")[1], i)
             for norm in HEAD_NORMS if config.qk_norm else ():
-                send(f"layers.{i}.{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
+                send(f"{layer}{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
         kept = {name: value for name, value in config.to_dict().items() if name != "max_position_embeddings"}
         plan = {"layout": LAYOUT_VERSION, "dtype": self.dtype, "threads": self.threads, "config": kept}
         if packed is not None and packed.load(self, plan):
             return
         if not config.tie_word_embeddings:
             send(EMBEDDING, self.set_embedding)
-        for i in layers:
+        for i, layer in enumerate(layers):
             for matrix in MATRICES:
-                send(f"layers.{i}.{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
+                send(f"{layer}{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
         send(head_of(config), self.set_matrix, "lm_head", 0)
         if packed is not None and self.alone:
             packed.save(self, plan)
@@ -187,7 +193,7 @@ class CpuDecoder(_core.Decoder):
         """With dtype="auto": ValueError where layers differ, a warning where head or embedding lose digits."""
         if dtype == self.dtype:
             return
-        if name.startswith("layers."):
+        if name.startswith(("layers.", MTP)):
             raise ValueError(
                 f"dtype = 'auto': {name} is {dtype} and {FIRST_MATRIX} is {self.dtype}; choose a dtype"
             )
@@ -238,11 +244,11 @@ def head_of(config: LaneformerConfig) -> str:
     return EMBEDDING if config.tie_word_embeddings else HEAD
 
 
-def core_spec(config: LaneformerConfig) -> dict[str, Any]:
-    """The config as plain numbers (csrc/model.h); every rule about layers is decided by
-    config.py, once per layer.
+def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The config as plain numbers (csrc/model.h), and the ids that can be drafted; every rule about layers is
+    decided by config.py, once per layer. The head that drafts has the layer after the last one.
     """
-    layers = range(config.num_hidden_layers)
+    layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
     return {
         **dataclasses.asdict(config),
         "rotates": [int(i not in config.nope_layers) for i in layers],
@@ -252,6 +258,8 @@ def core_spec(config: LaneformerConfig) -> dict[str, Any]:
         "window": [config.window(i) or 0 for i in layers],
         "join": [[config.join(i, m).code for i in layers] for m in MODULES],
         "adds_delayed": [[int(config.adds_delayed(i, m)) for i in layers] for m in MODULES],
+        "delivers": [[int(config.delivers(i, m)) for i in layers] for m in MODULES],
+        "draft_ids": tensors[DRAFT_IDS].values.tolist() if config.draft_vocab_size else [],
     }
 
 
@@ -265,6 +273,9 @@ class RandomTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name.endswith("norm.weight"):
             return Tensor("fp32", np.ones(self.shapes[name], np.float32))
+        if name == DRAFT_IDS:  # as many in each lane's part of the vocabulary
+            count = self.shapes[name][0]
+            return Tensor("int32", np.arange(count, dtype=np.int32) * (self.shapes[EMBEDDING][0] // count))
         values = np.empty(self.shapes[name], np.float32 if self.dtype == "fp32" else np.uint16)
         key = (self.seed << 32 ^ zlib.crc32(name.encode())) % 2**64
         _core.random_values(values, self.dtype, key, self.deviation)

@@ -85,10 +85,45 @@ void score(HostSchedule& host, int position, Floats logprobs, Ids ids, Floats to
   host.schedule().score(host.last(), position, count, logprobs.data(), ids.data(), tops.data());
 }
 
+// For tests: a drafter with past outputs of its own.
+struct OneDrafter {
+  OneDrafter(std::vector<int> prediction, std::vector<int> prompt, std::vector<std::vector<int>> outputs)
+      : drafter(prediction, prompt, &past) {
+    for (const auto& output : outputs) past.add(output);
+  }
+  std::pair<std::vector<int>, std::vector<double>> propose(int most) {
+    std::pair<std::vector<int>, std::vector<double>> found;
+    drafter.propose(most, found.first, found.second);
+    return found;
+  }
+  PastOutputs past;
+  SuffixDrafter drafter;
+};
+
+// Parts of a schedule, for tests.
+void bind_parts(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<Pace>(m, "Pace")
+      .def(nb::init<>())
+      .def("columns", &Pace::columns)
+      .def("passed", &Pace::passed, "columns"_a, "seconds"_a);
+  nb::class_<Cost>(m, "Cost")
+      .def(nb::init<>())
+      .def("of", &Cost::of, "columns"_a)
+      .def("passed", &Cost::passed, "columns"_a, "seconds"_a);
+  nb::class_<OneDrafter>(m, "Drafter")
+      .def(nb::init<std::vector<int>, std::vector<int>, std::vector<std::vector<int>>>(), "prediction"_a, "prompt"_a,
+           "past"_a)
+      .def("extend", [](OneDrafter& d, int id) { d.drafter.extend(id); }, "id"_a)
+      .def("propose", &OneDrafter::propose, "most"_a)
+      .def("verified", [](OneDrafter& d, int n, int right) { d.drafter.verified(n, right); }, "drafts"_a, "right"_a);
+}
+
 }  // namespace
 
 void bind_schedule(nb::module_& m, double (*log_sum_exp)(const float* x, int n)) {
   using namespace nb::literals;
+  bind_parts(m);
   nb::class_<Limits>(m, "Limits")
       .def("__init__", [log_sum_exp](Limits* self, int vocab, int context) {
         new (self) Limits{.vocab = vocab, .context = context, .log_sum_exp = log_sum_exp};

@@ -36,17 +36,23 @@ struct Draw {
   int stop_count, stops[kMaxStops];
 };
 
+// Whose layers a pass is of: the model's; a small one's that drafts, with caches of its own; the model's head
+// for multi-token prediction, which drafts from streams that the pass before has left.
+enum class Of : uint8_t { model, small_model, head };
+
 struct Pass {
-  uint64_t number = 0;  // of passes with columns, up to this one
+  uint64_t number = 0;  // of this model's passes with columns, up to this one
   int columns = 0, head_columns = 0, ops = 0;  // without columns, it has KV operations alone
   bool scores = false;  // some head columns are of sequences that score: their rows go to `Schedule::score`
   bool keeps = false;   // modules' outputs of some columns are kept, in `Schedule::partials`
   int decoding = 0, prompt_columns = 0;  // sequences that wait for their next token; columns of others
   int piece = 0;  // instead of columns: ids of a prompt, `Schedule::piece`; column[0] is the first
-  bool draft = false;  // of the draft model's layers and caches
+  Of of = Of::model;
+  bool chained = false;  // of the head: the pass before was its own, so its outputs are what it goes on from
   int ahead = 0;  // passes that may follow unasked, each of the tokens that came: until one ends its sequence
   Column column[kPassColumns] = {};
   int16_t head[kPassColumns] = {};  // columns that need logits; row i of the logits belongs to column head[i]
+  int16_t from[kPassColumns] = {};  // of the head: columns of the pass before whose streams these take; ascending
   KvOp op[kMaxOps] = {};
   Draw draw[kMaxSequences] = {};  // of sequences by their place, where the executor draws
 };

@@ -124,6 +124,7 @@ void Schedule::add_columns(Pass& pass, int sequence, int most) {
   if (run <= 0) return;
   const bool draws = !request.scores() && s.position + run == known;
   s.columns = run + static_cast<int>(s.drafts.size());
+  s.first_column = pass.columns;
   s.first_row = s.picks ? pass.columns + run - 1 : pass.head_columns;
   s.left_behind.statistics.proposed += s.columns - run;
   ++s.left_behind.statistics.passes;

@@ -54,6 +54,7 @@ class Sampler {
   int choose(const float* logits, int position, const std::vector<uint32_t>& mask = {});
   void accept(int token);                         // the token is part of the output now
   const SamplingOptions& options() const { return options_; }
+  int vocab() const { return vocab_; }
 
  private:
   const float* adjusted(const float* logits, const std::vector<uint32_t>& mask);

@@ -98,8 +98,12 @@ void Schedule::set_cache_limit(size_t bytes) {
 }
 
 void Schedule::draft_with(const KvShape& shape, double share) {
-  model_ = std::make_unique<ModelDrafts>(shape, share, limits_.vocab, limits_.log_sum_exp);
+  model_ = std::make_unique<SmallModel>(shape, share, limits_.log_sum_exp, limits_.vocab);
   model_->set_limit(cache_limit_);
+}
+
+void Schedule::draft_with_head(const HeadDrafts::Head& head) {
+  model_ = std::make_unique<HeadDrafts>(head, limits_.log_sum_exp, limits_.vocab);
 }
 
 int Schedule::running() {
@@ -158,7 +162,7 @@ void Schedule::allow(int64_t ticket, int index, Sequence::Mask mask) {
 // --- the executor -----------------------------------------------------------------------------------------------
 
 const Pass* Schedule::next(const PassResult* last) {
-  if (last && pass_.draft) {
+  if (last && pass_.of != Of::model) {
     model_->finish(running_, pass_, *last);
   } else {
     if (last) finish_pass(*last);
@@ -169,10 +173,8 @@ const Pass* Schedule::next(const PassResult* last) {
     begin_round();
   }
   Pass pass{.number = number_};
-  if (!model_ || !model_->plan(running_, pass)) {
-    plan(pass);
-    number_ = pass.number;
-  }
+  if (!model_ || !model_->plan(running_, pass)) plan(pass);
+  if (pass.of != Of::small_model) number_ = pass.number;
   pass_ = pass;
   return &pass_;
 }
@@ -289,6 +291,7 @@ void Schedule::finish_pass(const PassResult& last) {
       s.finished = s.position >= s.end;
     else if (s.head_columns)
       take_tokens(s, last);
+    if (model_ && s.drafter && !s.finished) model_->ran(s, before);
     prefixes_.ran(s.cache, s.ids, s.position, written);
     if (before < s.prompt_length && s.position >= s.prompt_length && !s.finished) prefixes_.keep(s.cache, s.end - 1);
   }

@@ -13,7 +13,8 @@
 
 #include "clock.h"
 #include "cost.h"
-#include "model_drafts.h"
+#include "head_drafts.h"
+#include "small_model.h"
 #include "pace.h"
 #include "pass.h"
 #include "prefix.h"
@@ -79,9 +80,13 @@ class Schedule {
     cost_.fix(each_column);
     if (model_) model_->set_share(draft);
   }
-  // Of a model whose passes have `draft`; share: of this one's bytes of weights.
+  ModelDrafts* model_drafts() { return model_.get(); }  // for tests
+  // Drafts come from a model with caches of this shape, or from the model's head; share: of this model's
+  // bytes of weights.
   void draft_with(const KvShape& shape, double share);
-  size_t kv_bytes() const { return prefixes_.bytes() + (model_ ? model_->prefixes().bytes() : 0); }
+  void draft_with_head(const HeadDrafts::Head& head);
+  size_t kv_bytes() const { return prefixes_.bytes(); }
+  size_t draft_kv_bytes() const { return model_ ? model_->kv_bytes() : 0; }
 
  private:
   void expect(const Request& request) const;

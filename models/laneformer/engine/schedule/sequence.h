@@ -33,6 +33,7 @@ struct Request {
   std::vector<int> keep_partials;  // with keep_logits: positions, ascending, whose modules' outputs are kept as well
 
   bool scores() const { return score_from > 0; }
+  bool forces() const { return !acceptance.empty(); }
   bool shares_outputs() const { return reuse_prefix && replay.empty(); }
   // Of its logits, only the tokens drawn from them are wanted.
   bool plain() const { return !masked && top_logprobs < 0 && !scores() && replay.empty() && sampling.plain(); }
@@ -89,11 +90,13 @@ struct News {
   std::optional<Ended> ended;
 };
 
-// What a draft model keeps of a sequence.
+// What a draft model keeps of a sequence, or the model's head.
 struct ModelDraft {
   int cache = -1;
   int agreed = 0;        // ids that have run through it, and stand
   std::vector<int> ran;  // these, and drafts
+  int first = 0, columns = 0, from = 0;  // the head: positions that can run, and the pass before's column of the first
+  std::vector<int> forced;  // for measurements: ids that it will have drawn
   int wanted = 0;        // drafts before the next pass; 0: others are taken, or none
   double least_odds = 0;  // below which no further one is worth its cost
   int row = -1;          // of its pass's logits
@@ -127,7 +130,7 @@ struct Sequence {
   std::vector<float> undrawn;  // masked: logits of a token whose mask had not come when it could have been drawn
   bool awaits_mask = false;
   // its part of the running pass
-  int columns = 0, head_columns = 0, first_row = 0;
+  int columns = 0, head_columns = 0, first_column = 0, first_row = 0;
   std::vector<int> drafts;  // draft tokens: the last columns, ids that may come next
   std::vector<double> odds;  // ... that each comes, and all before it
   ModelDraft model;

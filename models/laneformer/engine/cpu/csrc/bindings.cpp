@@ -1,11 +1,13 @@
-// laneformer.engine.cpu._core: the decoder for Python. Sizes are checked here as well, so that no mistake in Python can
-// read beyond a buffer; everything that takes time runs without the GIL.
+// laneformer.engine.cpu._core: the decoder for Python. Sizes are checked here as well, so that no mistake in
+// Python can read beyond a buffer; everything that takes time runs without the GIL.
 #include "../../schedule/bindings.h"
 
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 
+#include <algorithm>
 #include <cstring>
+#include <functional>
 #include <stdexcept>
 #include <utility>
 
@@ -85,7 +87,14 @@ ModelSpec spec_from(nb::dict d) {
   for (int module = 0; module < 2; ++module) {
     for (const int how : joins.at(module)) s.join[module].push_back(static_cast<Join>(how));
     s.adds_delayed[module].assign(delayed.at(module).begin(), delayed.at(module).end());
+    const auto delivers = nb::cast<std::vector<std::vector<int>>>(d["delivers"]);
+    s.delivers[module].assign(delivers.at(module).begin(), delivers.at(module).end());
   }
+  s.draft_layers = number("num_nextn_predict_layers");
+  s.draft_ids = nb::cast<std::vector<int>>(d["draft_ids"]);
+  expect_ids(s.draft_ids, s.vocab);
+  if (std::adjacent_find(s.draft_ids.begin(), s.draft_ids.end(), std::greater_equal<int>()) != s.draft_ids.end())
+    throw std::invalid_argument("mtp.draft_ids must be in ascending order, each once");
   return s;
 }
 
@@ -98,7 +107,7 @@ void construct(Decoder* self, nb::dict spec, const std::string& dtype, const std
 }
 
 void expect_layer(const Decoder& decoder, int layer) {
-  if (layer < 0 || layer >= decoder.model.spec().layers)
+  if (layer < 0 || layer >= decoder.model.spec().all_layers())
     throw std::invalid_argument("no layer " + std::to_string(layer));
 }
 
@@ -132,7 +141,7 @@ bool set_norm(Decoder& decoder, int index, Bytes data, const std::string& dtype)
   const ModelSpec& spec = decoder.model.spec();
   const DType from = dtype_named(dtype);
   expect_values(data, from, size_t(spec.hidden) * (spec.shared_scale ? 1 : spec.lanes), "norm");
-  if (index < 0 || index > 2 * spec.layers) throw std::invalid_argument("no norm " + std::to_string(index));
+  if (index < 0 || index >= spec.norms()) throw std::invalid_argument("no norm " + std::to_string(index));
   return decoder.model.set_norm(index, data.data(), from);
 }
 
@@ -178,6 +187,17 @@ void set_latency(Decoder& decoder, double link_s, double jitter, uint64_t seed) 
   decoder.executor.set_latency({link_s, jitter, seed});
 }
 
+// For tests: of each draft since the last call the ids before it, how many of them are drafts, and its logits
+// by id.
+nb::list recorded_drafts(Decoder& decoder) {
+  nb::list found;
+  if (decoder.schedule().running() || !decoder.schedule().model_drafts()) return found;
+  for (auto& drawn : decoder.schedule().model_drafts()->recorded())
+    found.append(nb::make_tuple(drawn.ids, drawn.drafts, to_numpy(std::move(drawn.logits))));
+  decoder.schedule().model_drafts()->record();
+  return found;
+}
+
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
 int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vector<int> output, int position) {
   const int vocab = static_cast<int>(logits.size());
@@ -221,8 +241,8 @@ nb::tuple quantise_rows(Floats weights) {
   return nb::make_tuple(to_numpy(std::move(numbers)), to_numpy(std::move(scales)));
 }
 
-// One matrix product: what `job` packs as `dtype`, times x (columns, inputs). The packed bytes, and the outputs (columns,
-// rows), flat.
+// One matrix product: what `job` packs as `dtype`, times x (columns, inputs). The packed bytes, and the
+// outputs (columns, rows), flat.
 nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::string& math, const std::string& isa) {
   const int rows = job.rows, inputs = job.inputs;
   const int columns = static_cast<int>(x.shape(0)), stride = static_cast<int>(round_up(inputs, kTileRows));
@@ -245,7 +265,8 @@ nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::
   return nb::make_tuple(to_numpy(std::vector<uint8_t>(tape.bytes(), tape.bytes() + matrix.bytes())), to_numpy(y));
 }
 
-// For tests: weights (rows, inputs) in float32; or rows of blocks, and those rows as they come out of the tape again.
+// For tests: weights (rows, inputs) in float32; or rows of blocks, and those rows as they come out of the
+// tape again.
 nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std::string& math,
                    const std::string& isa) {
   const int rows = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));
@@ -266,8 +287,8 @@ nb::tuple multiply_blocks(Bytes data, Floats x, const std::string& type, const s
   return nb::make_tuple(to_numpy(rows), product[1]);
 }
 
-// Seconds of each of many exchanges of a payload between two threads, or processes, that map one file, empty at first:
-// both send theirs and add what comes, as a join does; or, to and fro, one answers the other.
+// Seconds of each of many exchanges of a payload between two threads, or processes, that map one file, empty
+// at first: both send theirs and add what comes, as a join does; or, to and fro, one answers the other.
 std::vector<double> time_exchange(int file, int rank, size_t floats, int rounds, bool to_and_fro) {
   if (rank < 0 || rank > 1 || !floats || floats % kTileRows || rounds < 1)
     throw std::invalid_argument("an exchange is between ranks 0 and 1, of a multiple of 32 values, at least once");
@@ -291,21 +312,6 @@ std::vector<double> time_exchange(int file, int rank, size_t floats, int rounds,
   }
   return seconds;
 }
-
-// For tests: a drafter with past outputs of its own.
-struct OneDrafter {
-  OneDrafter(std::vector<int> prediction, std::vector<int> prompt, std::vector<std::vector<int>> outputs)
-      : drafter(prediction, prompt, &past) {
-    for (const auto& output : outputs) past.add(output);
-  }
-  std::pair<std::vector<int>, std::vector<double>> propose(int most) {
-    std::pair<std::vector<int>, std::vector<double>> found;
-    drafter.propose(most, found.first, found.second);
-    return found;
-  }
-  PastOutputs past;
-  SuffixDrafter drafter;
-};
 
 void random_values(nb::ndarray<nb::c_contig, nb::device::cpu> out, const std::string& dtype, uint64_t key,
                    float deviation) {
@@ -346,29 +352,20 @@ NB_MODULE(_core, m) {
       .def("set_latency", &set_latency, "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
       .def("draft_with", [](Decoder& d, Decoder& small) { d.executor.draft_with(small.executor); }, "small"_a,
            nb::keep_alive<1, 2>())
+      .def("recorded_drafts", &recorded_drafts)
       .def("set_ladder", [](Decoder& d) { d.executor.set_ladder(); })
       .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.schedule().set_cache_limit(bytes); }, "bytes"_a)
       .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().kv_bytes(); })
+      .def_prop_ro("draft_kv_bytes", [](Decoder& d) { return d.schedule().draft_kv_bytes(); })
       .def_prop_ro("isa", [](const Decoder& d) { return d.executor.isa(); })
       .def_prop_ro("threads", [](const Decoder& d) { return d.model.threads(); })
       .def_prop_ro("lost", [](const Decoder& d) { return d.executor.lost(); })
-      .def_prop_ro("weight_bytes", [](const Decoder& d) { return d.model.bytes(); });
+      .def_prop_ro("weight_bytes", [](const Decoder& d) { return d.model.bytes(); })
+      .def_prop_ro("draft_weight_bytes", [](const Decoder& d) {
+        const auto [block, rows] = d.model.draft_bytes();
+        return block + rows;
+      });
   bind_schedule(m, choose_kernels("auto")->log_sum_exp);
-  // for tests
-  nb::class_<Pace>(m, "Pace")
-      .def(nb::init<>())
-      .def("columns", &Pace::columns)
-      .def("passed", &Pace::passed, "columns"_a, "seconds"_a);
-  nb::class_<Cost>(m, "Cost")
-      .def(nb::init<>())
-      .def("of", &Cost::of, "columns"_a)
-      .def("passed", &Cost::passed, "columns"_a, "seconds"_a);
-  nb::class_<OneDrafter>(m, "Drafter")
-      .def(nb::init<std::vector<int>, std::vector<int>, std::vector<std::vector<int>>>(), "prediction"_a, "prompt"_a,
-           "past"_a)
-      .def("extend", [](OneDrafter& d, int id) { d.drafter.extend(id); }, "id"_a)
-      .def("propose", &OneDrafter::propose, "most"_a)
-      .def("verified", [](OneDrafter& d, int n, int right) { d.drafter.verified(n, right); }, "drafts"_a, "right"_a);
   m.attr("MAX_SEQUENCES") = kMaxSequences;
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("scalar_logits", &scalar, "spec"_a, "tensors"_a, "ids"_a);

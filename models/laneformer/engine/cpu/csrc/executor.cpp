@@ -40,7 +40,13 @@ CpuExecutor::CpuExecutor(const Model& model, Team& team, const Kernels& kernels,
                                                          [this] { wake(); })),
       layers_(shared_, kv_, schedule_.get(), team.first(), team.size()),
       head_(shared_, layers_, schedule_.get(), team.first(), team.size()),
-      orders_seen_(team.size()) {}
+      orders_seen_(team.size()) {
+  const ModelSpec& spec = model.spec();
+  if (!schedule_ || !spec.draft_layers) return;
+  const auto [block, rows] = model.draft_bytes();
+  const auto share = [&](size_t bytes) { return double(bytes) / double(model.bytes()); };
+  schedule_->draft_with_head({spec.draft_ids, share(block), share(block + rows)});
+}
 
 CpuExecutor::~CpuExecutor() {
   leave_all();
@@ -97,7 +103,7 @@ void CpuExecutor::run_passes(int t) {
       if (!shared_.exchange.wait_until(issued)) return;
     }
     if (!orders_.runs) return;
-    (orders_.pass.draft ? *draft_ : *this).run_pass(t, orders_.pass);
+    by(orders_.pass).run_pass(t, orders_.pass);
     meet(t);
   }
 }
@@ -120,15 +126,15 @@ void CpuExecutor::draft_with(CpuExecutor& small) {
 
 // By rank 0's first thread, while all others wait: what the last pass gave, and what comes next.
 void CpuExecutor::issue_pass() {
-  CpuExecutor& by = orders_.pass.draft ? *draft_ : *this;
-  PassResult result{by.head_.logits(), by.head_.stride(), by.orders_.overflowed.exchange(0),
-                    by.orders_.kv_overflowed.exchange(0)};
-  if (by.orders_.ops < orders_.pass.ops) result.refused = by.orders_.ops;
+  CpuExecutor& last = by(orders_.pass);
+  PassResult result{last.head_.logits(), last.head_.stride(), last.orders_.overflowed.exchange(0),
+                    last.orders_.kv_overflowed.exchange(0)};
+  if (last.orders_.ops < orders_.pass.ops) result.refused = last.orders_.ops;
   const bool ran = std::exchange(orders_.runs, false);
   const Pass* next = lost() ? nullptr : schedule_->next(ran ? &result : nullptr);
   if (!next) return;
   orders_.pass = *next;
-  (next->draft ? *draft_ : *this).orders_.ops = next->ops;
+  by(*next).orders_.ops = next->ops;
   orders_.runs = true;
 }
 

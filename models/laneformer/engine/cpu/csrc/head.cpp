@@ -76,9 +76,9 @@ void LmHead::score_positions(int t, const Pass& pass) {
 void LmHead::prepare(int t, const Pass& pass) {
   Scratch& w = scratch_[t];
   const int hidden = spec_.padded_hidden();
-  const std::vector<Matrix>& matrices = shared_.model.plan(t).head;
-  for (size_t i = 0; i < matrices.size(); ++i)
-    w.x[i] = shared_.products.prepare(matrices[i], w.inputs.floats() + i * kMaxColumns * hidden, hidden,
+  const std::vector<Matrix>& heads = matrices(t, pass);
+  for (size_t i = 0; i < heads.size(); ++i)
+    w.x[i] = shared_.products.prepare(heads[i], w.inputs.floats() + i * kMaxColumns * hidden, hidden,
                                       pass.head_columns, w.prepared[i]);
 }
 
@@ -99,17 +99,16 @@ void LmHead::share(int t, const Pass& pass) {
 
 // A few tiles of a thread's part of the head; false past its end.
 bool LmHead::multiply_share(int owner, uint64_t share, const Pass& pass) {
-  const ThreadPlan& plan = shared_.model.plan(owner);
-  for (size_t i = 0; i < plan.head.size(); ++i) {
-    const Matrix& head = plan.head[i];
+  const std::vector<Matrix>& heads = matrices(owner, pass);
+  for (size_t i = 0; i < heads.size(); ++i) {
+    const Matrix& head = heads[i];
     const uint64_t shares = (head.tiles() + kShareTiles - 1) / kShareTiles;
     if (share >= shares) {
       share -= shares;
       continue;
     }
-    const int lane = plan.first_lane + static_cast<int>(i);
-    float* out = logits_.floats();
-    if (spec_.head == Head::vocab_parallel) out += size_t(lane) * spec_.head_rows();
+    const int lane = shared_.model.plan(owner).first_lane + static_cast<int>(i);
+    float* out = logits_.floats() + first_logit(lane, pass);
     if (spec_.head == Head::lane) out = lane_logits_.floats() + lane * kMaxColumns * stride();
     const Matrix tiles = head.tiles_from(share * kShareTiles, kShareTiles);
     shared_.products.multiply(owner, tiles, scratch_[owner].x[i], out, static_cast<int>(stride()), pass.head_columns);
@@ -118,6 +117,12 @@ bool LmHead::multiply_share(int owner, uint64_t share, const Pass& pass) {
     return true;
   }
   return false;
+}
+
+// Of the rows that a lane's head gives.
+int LmHead::first_logit(int lane, const Pass& pass) const {
+  if (spec_.head != Head::vocab_parallel) return 0;
+  return pass.of == Of::head && !spec_.draft_ids.empty() ? spec_.first_draft(lane) : lane * spec_.head_rows();
 }
 
 void LmHead::sum_lane_logits(int t, const Pass& pass) {
@@ -133,8 +138,9 @@ void LmHead::sum_lane_logits(int t, const Pass& pass) {
 
 // --- inputs -----------------------------------------------------------------------------------------------------
 
-void LmHead::norm(const float* stream, int lane, float* out) const {
-  shared_.kernels.rms_norm(stream, shared_.model.norm_scale(2 * spec_.layers, lane), spec_.norm_eps, spec_.hidden,
+void LmHead::norm(const float* stream, int lane, const Pass& pass, float* out) const {
+  const int index = pass.of == Of::head ? spec_.draft_norm() : spec_.final_norm();
+  shared_.kernels.rms_norm(stream, shared_.model.norm_scale(index, lane), spec_.norm_eps, spec_.hidden,
                            spec_.padded_hidden(), out);
 }
 
@@ -146,7 +152,7 @@ void LmHead::lane_inputs(int t, const Pass& pass) {
     const int own = lane - plan.first_lane;
     for (int c = 0; c < pass.head_columns; ++c) {
       float* x = scratch_[t].inputs.floats() + (size_t(own) * kMaxColumns + c) * hidden;
-      norm(layers_.stream(t, own, pass.head[c]), lane, x);
+      norm(layers_.stream(t, own, pass.head[c]), lane, pass, x);
       if (spec_.head == Head::lane) std::memmove(x, x + lane * slice, slice * sizeof(float));
     }
   }
@@ -164,9 +170,9 @@ void LmHead::replicated_inputs(int t, const Pass& pass) {
     kernels.sum_rows(final_streams_.floats() + size_t(c) * hidden, size_t{kMaxColumns} * hidden, spec_.lanes, total,
                      hidden);
     std::fill(x, x + hidden, 0.0f);
-    if (!spec_.sum_before_norm) kernels.add_scaled(x, total, 1.0f / static_cast<float>(spec_.lanes), hidden);
-    for (int lane = 0; spec_.sum_before_norm && lane < scales; ++lane) {
-      norm(total, lane, normed);
+    if (!sums_first(pass)) kernels.add_scaled(x, total, 1.0f / static_cast<float>(spec_.lanes), hidden);
+    for (int lane = 0; sums_first(pass) && lane < scales; ++lane) {
+      norm(total, lane, pass, normed);
       kernels.add_scaled(x, normed, 1.0f / static_cast<float>(scales), hidden);
     }
   }
@@ -180,10 +186,10 @@ void LmHead::give_streams(int t, const Pass& pass) {
     for (int c = 0; c < pass.head_columns; ++c) {
       const float* h = layers_.stream(t, lane - plan.first_lane, pass.head[c]);
       float* given = final_streams_.floats() + (size_t(lane) * kMaxColumns + c) * hidden;
-      if (spec_.sum_before_norm)
+      if (sums_first(pass))
         std::memcpy(given, h, hidden * sizeof(float));
       else
-        norm(h, lane, given);
+        norm(h, lane, pass, given);
     }
 }
 

@@ -1,4 +1,5 @@
-// The language model's head: from the lanes' streams to logits, its rows shared out over the threads.
+// The language model's head: from the lanes' streams to logits, its rows shared out over the threads. What
+// drafts has a norm and rows of its own, and the rest in common.
 #pragma once
 #include <vector>
 
@@ -34,7 +35,13 @@ class LmHead {
   bool multiply_share(int owner, uint64_t share, const Pass& pass);
   void sum_lane_logits(int t, const Pass& pass);
   void score_positions(int t, const Pass& pass);
-  void norm(const float* stream, int lane, float* out) const;
+  const std::vector<Matrix>& matrices(int t, const Pass& pass) const {
+    const ThreadPlan& plan = shared_.model.plan(t);
+    return pass.of == Of::head ? plan.draft_head : plan.head;
+  }
+  int first_logit(int lane, const Pass& pass) const;
+  bool sums_first(const Pass& pass) const { return spec_.sum_before_norm && pass.of != Of::head; }
+  void norm(const float* stream, int lane, const Pass& pass, float* out) const;
   void expect_finite(const float* values, int count, const Pass& pass, int row);
 
   Shared& shared_;

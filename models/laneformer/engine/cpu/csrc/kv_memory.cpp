@@ -13,14 +13,14 @@ KvMemory::KvMemory(const ModelSpec& spec, std::vector<int> heads)
       heads_(std::move(heads)),
       position_bytes_(spec.padded_head_dim() * bytes_of(spec.kv_dtype)),
       head_bytes_(round_up(spec.cache_slots() * position_bytes_, page_bytes())) {
-  for (const int count : heads_) bytes_.push_back(2 * spec.layers * count * head_bytes_);
+  for (const int count : heads_) bytes_.push_back(2 * spec.all_layers() * count * head_bytes_);
 }
 
 KvShape KvMemory::shape() const {
-  KvShape shape{.context = spec_.context, .layers = spec_.layers};
+  KvShape shape{.context = spec_.context, .layers = spec_.all_layers()};
   // at least a page of a head's keys
   shape.page = static_cast<int>(round_up((page_bytes() + position_bytes_ - 1) / position_bytes_, 16));
-  for (int layer = 0; layer < spec_.layers; ++layer)
+  for (int layer = 0; layer < spec_.all_layers(); ++layer)
     if (windowed(layer)) shape.window = std::max(shape.window, spec_.window[layer]), ++shape.windowed;
   shape.layer_bytes = 2 * position_bytes_ * std::accumulate(heads_.begin(), heads_.end(), size_t{0});
   return shape;
@@ -48,7 +48,7 @@ void KvMemory::open(int cache) {
 void KvMemory::release(const KvOp& op) {
   const size_t first = op.begin * position_bytes_, size = std::max(0, op.end - op.begin) * position_bytes_;
   for (int t = 0; t < static_cast<int>(heads_.size()); ++t)
-    for (int layer = 0; layer < spec_.layers; ++layer)
+    for (int layer = 0; layer < spec_.all_layers(); ++layer)
       for (int head = 0; head < heads_[t] && (windowed(layer) || !op.windows_only); ++head) {
         caches_[op.cache][t].release(at(layer, head, t) + first, size);
         caches_[op.cache][t].release(at(layer, head, t) + bytes_[t] / 2 + first, size);
@@ -63,7 +63,7 @@ void KvMemory::copy(int t, const Pass& pass) const {
 // Of layers with windows, only the pages that a window before the end needs.
 void KvMemory::copy(int t, const KvOp& c) const {
   const KvShape whole = shape();
-  for (int layer = 0; layer < spec_.layers; ++layer) {
+  for (int layer = 0; layer < spec_.all_layers(); ++layer) {
     const size_t from = windowed(layer) ? std::max(0, c.end - whole.window + 1) / whole.page * whole.page : 0;
     const size_t skipped = from * position_bytes_, size = round_up(c.end, 16) * position_bytes_ - skipped;
     for (int head = 0; head < heads_[t]; ++head) {

@@ -29,31 +29,36 @@ void Layers::reserve(int t) {
   w.streams = floats(own * kMaxColumns * hidden);
   w.x = floats(kMaxColumns * widest_in), w.y = floats(kMaxColumns * widest_out);
   w.prepared = Pages(shared_.products.prepared_bytes(widest_in));
-  w.total = floats(hidden);
+  w.total = floats(hidden), w.added = floats(hidden);
   if (plan.leader != t) return;  // what a lane's group shares lies with its leader
   w.attended = floats(kMaxColumns * mixed);
   w.gated = floats(kMaxColumns * gated);
 }
 
 void Layers::run(int t, const Pass& pass) {
+  const bool drafts = pass.of == Of::head;
+  drafts ? enter_head(t, pass) : embed(t, pass);
+  const int end = drafts ? spec_.all_layers() : spec_.layers;
+  for (int layer = drafts ? spec_.layers : 0; layer < end && !exchange_.lost(); ++layer) run_layer(t, layer, pass);
+}
+
+void Layers::run_layer(int t, int layer, const Pass& pass) {
   const ThreadPlan& plan = shared_.model.plan(t);
-  embed(t, pass);
-  for (int layer = 0; layer < spec_.layers && !exchange_.lost(); ++layer) {
-    const uint64_t global = first_layer(pass) + layer;
-    for (const Module module : {kAttention, kMlp}) {
-      // This slot's last readers joined it `delay` layers after it was written; they are past that once they have
-      // finished the module that follows.
-      const uint64_t last_read = global + delay_, ring = shared_.ring_layers();
-      if (last_read >= ring) exchange_.wait_for_modules(t, 2 * (last_read - ring) + module + 2 + ladder_);
-      for (int own = 0; own < plan.last_lane - plan.first_lane; ++own) {
-        float* partial = exchange_.slot(global, module, plan.first_lane + own);
-        module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
-      }
-      exchange_.publish(Exchange::kModulesDone, t, 2 * global + module + 1);
-      join_lanes(t, layer, module, pass);
-      if (pass.keeps) keep_partials(t, layer, module, pass);
+  const uint64_t number = scratch_[t].layers;
+  for (const Module module : {kAttention, kMlp}) {
+    // This slot's last readers joined it `delay` layers after it was written; they are past that once they
+    // have finished the module that follows.
+    const uint64_t last_read = number + delay_, ring = shared_.ring_layers();
+    if (last_read >= ring) exchange_.wait_for_modules(t, 2 * (last_read - ring) + module + 2 + ladder_);
+    for (int own = 0; own < plan.last_lane - plan.first_lane; ++own) {
+      float* partial = exchange_.slot(number, module, plan.first_lane + own);
+      module == kAttention ? attention(t, layer, own, pass, partial) : mlp(t, layer, own, pass, partial);
     }
+    exchange_.publish(Exchange::kModulesDone, t, 2 * number + module + 1);
+    join_lanes(t, layer, module, pass);
+    if (pass.keeps) keep_partials(t, layer, module, pass);
   }
+  ++scratch_[t].layers;
 }
 
 void Layers::embed(int t, const Pass& pass) {
@@ -63,6 +68,42 @@ void Layers::embed(int t, const Pass& pass) {
     for (int own = 1; own < plan.last_lane - plan.first_lane; ++own)
       std::memcpy(stream(t, own, c), stream(t, 0, c), spec_.hidden * sizeof(float));
   }
+}
+
+// The gated streams of columns of the pass before, and the gated embeddings of the columns' tokens. In place:
+// a column takes another's that is not before it.
+void Layers::enter_head(int t, const Pass& pass) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  const Kernels& kernels = shared_.kernels;
+  const int hidden = spec_.padded_hidden();
+  float *embedding = scratch_[t].total.floats(), *gated = scratch_[t].added.floats();
+  const auto norm = [&](const float* x, int index, int lane, float* out) {
+    kernels.rms_norm(x, shared_.model.norm_scale(index, lane), spec_.norm_eps, spec_.hidden, hidden, out);
+  };
+  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
+    for (int c = 0; c < pass.columns; ++c) {
+      float *from = stream(t, lane - plan.first_lane, pass.from[c]), *to = stream(t, lane - plan.first_lane, c);
+      if (!pass.chained) deliver(t, lane, pass.from[c], from);
+      norm(from, spec_.hidden_norm(), lane, gated);
+      shared_.model.embed(pass.column[c].token, embedding);
+      norm(embedding, spec_.embedding_norm(), lane, to);
+      kernels.add(to, gated, hidden);
+    }
+}
+
+// What the other lanes' last modules gave in the pass before, and no layer was left for, to a lane's stream.
+void Layers::deliver(int t, int lane, int column, float* stream) {
+  const int n = spec_.padded_hidden();
+  float* total = scratch_[t].total.floats();
+  for (int layer = std::max(0, spec_.layers - delay_); layer < spec_.layers; ++layer)
+    for (const Module module : {kAttention, kMlp}) {
+      if (!spec_.delivers[module][layer]) continue;
+      const uint64_t number = scratch_[t].layers - (spec_.layers - layer);
+      shared_.kernels.sum_rows(exchange_.slot(number, module, 0) + size_t(column) * n, size_t{kMaxColumns} * n,
+                               spec_.lanes, total, n);
+      shared_.kernels.add(stream, total, n);
+      shared_.kernels.add_scaled(stream, exchange_.slot(number, module, lane) + size_t(column) * n, -1.0f, n);
+    }
 }
 
 // --- modules ----------------------------------------------------------------------------------------------------
@@ -121,23 +162,23 @@ void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
 void Layers::join_lanes(int t, int layer, Module module, const Pass& pass) {
   const ThreadPlan& plan = shared_.model.plan(t);
   const Kernels& kernels = shared_.kernels;
-  const uint64_t global = first_layer(pass) + layer;
+  const uint64_t number = scratch_[t].layers;
   const Join how = spec_.join[module][layer];
   if (ladder_) return join_late(t, layer, module, pass);
-  if (how == Join::present) return add_sum(t, 2 * global + module, pass);
+  if (how == Join::present) return add_sum(t, 2 * number + module, pass);
   const bool delayed = how == Join::past && spec_.adds_delayed[module][layer];
   const int n = spec_.padded_hidden();
-  const uint64_t from = global - (delayed ? delay_ : 0);
+  const uint64_t from = number - (delayed ? delay_ : 0);
   float* total = scratch_[t].total.floats();
   // the rest of the own lane's rows
-  exchange_.wait_for(Exchange::kModulesDone, t, plan.leader, plan.leader + plan.members, 2 * global + module + 1);
+  exchange_.wait_for(Exchange::kModulesDone, t, plan.leader, plan.leader + plan.members, 2 * number + module + 1);
   if (delayed) exchange_.wait_for_modules(t, 2 * from + module + 1);
   for (size_t c = 0; c < size_t(pass.columns); ++c) {  // as in add_sum
     if (delayed)
       kernels.sum_rows(exchange_.slot(from, module, 0) + c * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
       float* h = stream(t, lane - plan.first_lane, static_cast<int>(c));
-      const float* partial = exchange_.slot(global, module, lane) + c * n;
+      const float* partial = exchange_.slot(number, module, lane) + c * n;
       if (how == Join::no_reduce)
         kernels.add_scaled(h, partial, std::sqrt(static_cast<float>(spec_.lanes)), n);
       else if (delayed)
@@ -163,23 +204,23 @@ void Layers::add_sum(int t, uint64_t number, const Pass& pass) {
 
 // Every sum joins one module late, the last two together.
 void Layers::join_late(int t, int layer, Module module, const Pass& pass) {
-  const uint64_t number = 2 * (first_layer(pass) + layer) + module;
+  const uint64_t number = 2 * scratch_[t].layers + module;
   if (layer || module) add_sum(t, number - 1, pass);
   if (layer == spec_.layers - 1 && module) add_sum(t, number, pass);
 }
 
-// All lanes' partials of the chosen positions, by rank 0's first thread. They are still in the mailbox: whoever
-// overwrites them waits until this thread has finished the next module.
+// All lanes' partials of the chosen positions, by rank 0's first thread. They are still in the mailbox:
+// whoever overwrites them waits until this thread has finished the next module.
 void Layers::keep_partials(int t, int layer, Module module, const Pass& pass) {
   if (t != 0) return;
-  const uint64_t global = first_layer(pass) + layer;
+  const uint64_t number = scratch_[t].layers;
   const size_t floats = size_t(spec_.lanes) * spec_.hidden;
-  exchange_.wait_for_modules(t, 2 * global + module + 1);
+  exchange_.wait_for_modules(t, 2 * number + module + 1);
   for (int c = 0; c < pass.columns; ++c) {
     float* kept = schedule_->partials(pass.column[c], layer, module, floats);
     for (int lane = 0; kept && lane < spec_.lanes; ++lane)
       std::memcpy(kept + size_t(lane) * spec_.hidden,
-                  exchange_.slot(global, module, lane) + size_t(c) * spec_.padded_hidden(),
+                  exchange_.slot(number, module, lane) + size_t(c) * spec_.padded_hidden(),
                   spec_.hidden * sizeof(float));
   }
 }
@@ -203,6 +244,7 @@ void Layers::set_ladder() {
   for (const auto& joins : spec_.join)
     if (std::find_if(joins.begin(), joins.end(), [](Join how) { return how != Join::present; }) != joins.end())
       throw std::invalid_argument("ladder: every join of the model must be PRESENT; set broadcast_delay = 0");
+  if (spec_.draft_layers) throw std::invalid_argument("ladder: the model has a head that drafts");
   ladder_ = true;
 }
 

@@ -40,10 +40,14 @@ class Layers {
     Pages x, y;             // [column][...]: a matrix's inputs, its outputs
     Pages prepared;         // ... the inputs as the product reads them
     Pages attended, gated;  // [column][...]: inputs of wo and w2; of the leader, for all of a lane's group
-    Pages total;            // [hidden]
+    Pages total, added;     // [hidden]
+    uint64_t layers = 0;    // that have run, of all passes together
   };
   void reserve(int t);
   void embed(int t, const Pass& pass);
+  void run_layer(int t, int layer, const Pass& pass);
+  void enter_head(int t, const Pass& pass);
+  void deliver(int t, int lane, int column, float* stream);
   void attention(int t, int layer, int own, const Pass& pass, float* partial);
   void mlp(int t, int layer, int own, const Pass& pass, float* partial);
   void norm_streams(int t, int own, int index, const Pass& pass);
@@ -52,7 +56,6 @@ class Layers {
   void join_late(int t, int layer, Module module, const Pass& pass);
   void add_sum(int t, uint64_t number, const Pass& pass);
   void keep_partials(int t, int layer, Module module, const Pass& pass);
-  uint64_t first_layer(const Pass& pass) const { return (pass.number - 1) * spec_.layers; }  // of all passes together
 
   Shared& shared_;
   Exchange& exchange_;

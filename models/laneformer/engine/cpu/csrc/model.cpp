@@ -188,6 +188,12 @@ void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
 
 }  // namespace
 
+int ModelSpec::first_draft(int lane) const {
+  if (head != Head::vocab_parallel) return lane ? static_cast<int>(draft_ids.size()) : 0;
+  const auto found = std::lower_bound(draft_ids.begin(), draft_ids.end(), lane * head_rows());
+  return static_cast<int>(found - draft_ids.begin());
+}
+
 float quantise_row(const std::vector<float>& row, int8_t* out) {
   const float scale = row_scale(row);
   if (std::isfinite(scale)) std::transform(row.begin(), row.end(), out, [=](float x) { return quantised(x, scale); });
@@ -291,8 +297,7 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
       place_own(qkv[1], kWk, kv, spec.hidden, q);
       place_own(qkv[2], kWv, kv, spec.hidden, q + kv);
     };
-    plan.layers.assign(spec.layers, std::vector<LaneLayer>(own));
-    for (; layer < spec.layers; ++layer) {
+    const auto place_layer = [&] {
       for (auto& lane : plan.layers[layer]) {
         place_qkv(lane.qkv);
         place_own(lane.wo, kWo, spec.hidden, spec.q_rows());
@@ -301,14 +306,23 @@ std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dty
         place_own(lane.gate_up, kW1, spec.gate_up_rows(), spec.hidden);
         place_own(lane.w2, kW2, spec.hidden, spec.ff_rows());
       }
-    }
-    plan.head.resize(spec.head == Head::replicate ? 1 : own);
-    for (auto& head : plan.head) {
-      if (spec.head == Head::replicate)
-        place(head, kHead, spec.vocab, spec.hidden, t, threads);
-      else
-        place_own(head, kHead, spec.head_rows(), spec.head_inputs());
-    }
+    };
+    const auto place_head = [&](std::vector<Matrix>& heads, const auto& rows_of_lane) {
+      heads.resize(spec.head == Head::replicate ? 1 : own);
+      for (int i = 0; auto& head : heads) {
+        if (spec.head == Head::replicate)
+          place(head, kHead, rows_of_lane(0), spec.hidden, t, threads);
+        else
+          place_own(head, kHead, rows_of_lane(plan.first_lane + i++), spec.head_inputs());
+      }
+    };
+    plan.layers.assign(spec.all_layers(), std::vector<LaneLayer>(own));
+    for (; layer < spec.layers; ++layer) place_layer();
+    place_head(plan.head, [&](int) { return spec.head_rows(); });
+    plan.model_bytes = plan.tape_bytes;
+    if (spec.draft_layers) place_layer();
+    plan.draft_head = plan.head;
+    if (!spec.draft_ids.empty()) place_head(plan.draft_head, [&](int lane) { return spec.draft_rows(lane); });
   }
   return plans;
 }

@@ -1,4 +1,5 @@
-// The model as the engine sees it: sizes, the join of every module, and where each matrix lies on a thread's tape.
+// The model as the engine sees it: sizes, the join of every module, and where each matrix lies on a thread's
+// tape.
 //
 //   L lanes   D hidden   V vocabulary   N layers   d head dimension
 //   per lane: q query rows, kv key (and value) rows, f intermediate rows
@@ -30,7 +31,13 @@ struct ModelSpec {
   std::vector<Join> join[2];            // per module and layer
   std::vector<std::array<DType, kMatrices>> held;  // per layer, and of the head; empty: all of the model's type
   std::vector<uint8_t> adds_delayed[2];  // whether a PAST join adds the other lanes' partials of `delay` layers ago
+  // A head for multi-token prediction has a block of its own (0 or 1), which is the layer after the last one
+  // in all that is per layer, and scores these ids alone, ascending; none: the whole vocabulary.
+  int draft_layers = 0;
+  std::vector<int> draft_ids;
+  std::vector<uint8_t> delivers[2];  // per module and layer, whether the other lanes' partials join its input
 
+  int all_layers() const { return layers + draft_layers; }
   int head_dim() const { return head_size; }
   int padded_head_dim() const { return static_cast<int>(round_up(head_dim(), 16)); }
   int q_rows() const { return query_heads / lanes * head_dim(); }
@@ -38,14 +45,24 @@ struct ModelSpec {
   int qkv_rows() const { return q_rows() + 2 * kv_rows(); }
   int head_rows() const { return head == Head::vocab_parallel ? vocab / lanes : vocab; }  // of a lane's, or the one
   int head_inputs() const { return head == Head::lane ? hidden / lanes : hidden; }
+  // Of the draft ids, the first one of a lane's part of the vocabulary; of a replicated head all are one
+  // part.
+  int first_draft(int lane) const;
+  int draft_rows(int lane) const { return first_draft(lane + 1) - first_draft(lane); }
+  // Of norms: 2 * layer + module, then these.
+  int final_norm() const { return 2 * all_layers(); }
+  int hidden_norm() const { return final_norm() + 1; }
+  int embedding_norm() const { return final_norm() + 2; }
+  int draft_norm() const { return final_norm() + 3; }
+  int norms() const { return final_norm() + 1 + 3 * draft_layers; }
   int ff_rows() const { return intermediate / lanes; }
   int gate_up_rows() const { return 2 * static_cast<int>(round_up(ff_rows(), 16)); }
   int padded_hidden() const { return static_cast<int>(round_up(hidden, kTileRows)); }
   int cache_slots() const { return static_cast<int>(round_up(context, 16)); }
 };
 
-// One packed matrix, or the rows of it from `first_row` that one member of a lane's group owns, at `offset` bytes of
-// its thread's tape.
+// One packed matrix, or the rows of it from `first_row` that one member of a lane's group owns, at `offset`
+// bytes of its thread's tape.
 struct Matrix {
   int rows = 0, inputs = 0;
   DType dtype = DType::fp32;
@@ -66,24 +83,26 @@ struct LaneLayer {
   Matrix wo, gate_up, w2;
 };
 
-// The lanes [first, last) of one thread, its share of a replicated head, and its tape in reading order:
-// layer by layer, attention of every own lane (qkv, wo), then the MLP of every own lane (w1 with w3, w2); the head.
-// More threads than lanes share a lane: `members` consecutive threads from `leader` own some tiles of each matrix.
+// The lanes [first, last) of one thread, its share of a replicated head, and its tape in reading order: layer
+// by layer, attention of every own lane (qkv, wo), then the MLP of every own lane (w1 with w3, w2); the head;
+// then what drafts: the block, and the head's rows of the ids that it scores. More threads than lanes share a
+// lane: `members` consecutive threads from `leader` own some tiles of each matrix.
 struct ThreadPlan {
   int first_lane = 0, last_lane = 0;
   int leader = 0, members = 1;
   std::vector<std::vector<LaneLayer>> layers;  // [layer][own lane]
   std::vector<Matrix> head;                    // one per own lane; for `replicate` one row range
-  size_t tape_bytes = 0;
+  std::vector<Matrix> draft_head;              // the same; without draft ids the head itself
+  size_t tape_bytes = 0, model_bytes = 0;      // the latter without what drafts
 };
 
 std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype);
 
-// A source tensor's rows (row-major, `inputs` wide) -> packed rows of one matrix. Row r goes to first_row + r; with
-// `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Rows that the matrix
-// does not own are left to their owner. Returns false when a value is not finite in its type. With `blocks` the source's
-// rows are blocks of `row_bytes`, of which inputs from `first_input` on are taken: as they are where the matrix holds
-// them, else rounded to its type.
+// A source tensor's rows (row-major, `inputs` wide) -> packed rows of one matrix. Row r goes to first_row +
+// r; with `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Rows
+// that the matrix does not own are left to their owner. Returns false when a value is not finite in its type.
+// With `blocks` the source's rows are blocks of `row_bytes`, of which inputs from `first_input` on are taken:
+// as they are where the matrix holds them, else rounded to its type.
 struct PackJob {
   const void* source;
   DType from;

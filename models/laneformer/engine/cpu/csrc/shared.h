@@ -11,11 +11,12 @@
 
 namespace laneformer {
 
-// How many layers late outputs of modules arrive; 0 where none ever does.
+// How many layers late outputs of modules arrive, at the latest; 0 where none ever does.
 inline int broadcast_delay(const ModelSpec& spec) {
-  for (const auto& module : spec.adds_delayed)
-    for (const uint8_t adds : module)
-      if (adds) return spec.delay;
+  for (const auto* late : {spec.adds_delayed, spec.delivers})
+    for (int module = 0; module < 2; ++module)
+      for (const uint8_t is : late[module])
+        if (is) return spec.delay;
   return 0;
 }
 

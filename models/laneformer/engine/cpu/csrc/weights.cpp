@@ -20,14 +20,14 @@ Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int thre
   const auto floats = [](size_t count) { return Pages(count * sizeof(float)); };
   for (const ThreadPlan& plan : plans_) tapes_.emplace_back(plan.tape_bytes, true);
   embedding_ = Pages(embedding_bytes());
-  norms_ = floats((2 * spec.layers + 1) * scales() * size_t(spec.padded_hidden()));
-  if (spec.qkv_bias) biases_ = floats(size_t(spec.layers) * spec.lanes * round_up(spec.qkv_rows(), 32));
-  if (spec.head_norms) head_norms_ = floats(size_t(spec.layers) * 2 * spec.padded_head_dim());
+  norms_ = floats(spec.norms() * scales() * size_t(spec.padded_hidden()));
+  if (spec.qkv_bias) biases_ = floats(size_t(spec.all_layers()) * spec.lanes * round_up(spec.qkv_rows(), 32));
+  if (spec.head_norms) head_norms_ = floats(size_t(spec.all_layers()) * 2 * spec.padded_head_dim());
 }
 
 size_t Model::bytes() const {
   size_t total = 0;
-  for (const ThreadPlan& plan : plans_) total += plan.tape_bytes;
+  for (const ThreadPlan& plan : plans_) total += plan.model_bytes;
   return total;
 }
 
@@ -44,6 +44,17 @@ std::vector<DType> Model::dtypes() const {
     }
   for (const Matrix& head : plan.head) add(head);
   return all;
+}
+
+Model::DraftBytes Model::draft_bytes() const {
+  DraftBytes found{};
+  for (const ThreadPlan& plan : plans_) {
+    size_t copied = 0;
+    for (const Matrix& rows : plan.draft_head) found.rows += rows.bytes(), copied += rows.bytes();
+    if (spec_.draft_ids.empty()) copied = 0;  // the head itself
+    found.block += plan.tape_bytes - plan.model_bytes - copied;
+  }
+  return found;
 }
 
 // --- loading ----------------------------------------------------------------------------------------------------
@@ -95,7 +106,10 @@ bool Model::pack(const std::string& part, int layer, const PackJob& whole) {
     };
     // tied embeddings are read from the head, so every process has all of it
     const int stride = spec_.tied ? team_.size() : threads();
-    for (int owner = t % stride; part == "lm_head" && owner < threads(); owner += stride) pack_head(owner);
+    for (int owner = t % stride; part == "lm_head" && owner < threads(); owner += stride) {
+      pack_head(owner);
+      if (!spec_.draft_ids.empty() && !pack_draft_rows(owner, whole)) finite = false;
+    }
     const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
       if (part == "lm_head") break;
@@ -116,6 +130,20 @@ bool Model::pack(const std::string& part, int layer, const PackJob& whole) {
       if (part == "w2") take(matrices.w2, hidden, ff, true, 0, -1);
     }
   });
+  return finite;
+}
+
+// The rows of the draft ids: in order of ids, lanes' rows follow each other in the head (V, D) itself.
+bool Model::pack_draft_rows(int owner, const PackJob& whole) {
+  bool finite = true;
+  for (int i = 0; const Matrix& head : plans_[owner].draft_head) {
+    const int lane = spec_.head == Head::replicate ? 0 : plans_[owner].first_lane + i++, first = spec_.first_draft(lane);
+    for (int row = 0; row < spec_.draft_rows(lane); ++row) {
+      const size_t at = size_t(spec_.draft_ids[first + row]) * spec_.hidden * bytes_of(whole.from);
+      const PackJob job{static_cast<const char*>(whole.source) + at, whole.from, 1, spec_.hidden, row};
+      finite &= pack_rows(job, head, tapes_[owner].bytes());
+    }
+  }
   return finite;
 }
 

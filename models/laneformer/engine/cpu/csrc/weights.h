@@ -23,7 +23,7 @@ class Model {
   // The same from the whole matrix (out, in) of a GGUF file, whose rows are blocks.
   bool set_blocks(const std::string& part, int layer, const void* data, const BlockFormat& blocks);
   bool set_embedding(const void* data, DType from);
-  bool set_norm(int index, const void* data, DType from);  // 2 * layer + module; 2 * layers: the final one
+  bool set_norm(int index, const void* data, DType from);  // as ModelSpec counts them
   void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
   bool set_bias(const std::string& part, int layer, const void* data, DType from);       // wq, wk or wv
   bool set_head_norm(const std::string& part, int layer, const void* data, DType from);  // q_norm or k_norm
@@ -42,6 +42,10 @@ class Model {
   int threads() const { return static_cast<int>(plans_.size()); }
   const ThreadPlan& plan(int t) const { return plans_[t]; }
   size_t bytes() const;  // read per decoded token, by all threads
+  struct DraftBytes {
+    size_t block, rows;  // of the head for multi-token prediction: read per draft
+  };
+  DraftBytes draft_bytes() const;
 
   const char* tiles(int t, const Matrix& matrix) const { return tapes_[t].bytes() + matrix.offset; }
   void embed(int token, float* out) const;  // its row (hidden,)
@@ -63,6 +67,7 @@ class Model {
     return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
   }
   bool pack(const std::string& part, int layer, const PackJob& whole);
+  bool pack_draft_rows(int owner, const PackJob& whole);
   Pages& pages(int index) { return index < threads() ? tapes_[index] : embedding_; }
   void expect_writable() const;
 

@@ -1,0 +1,49 @@
+"""What a server says of who drafts for its model: a small model and its memory, or the model's own head."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fastapi.testclient import TestClient
+
+from laneformer.engine import Engine
+from laneformer.serve.app import create_app
+from laneformer.serve.options import ServerOptions
+
+
+def said_after_a_completion(engine: Engine) -> dict[str, Any]:
+    app = create_app(engine, ServerOptions(model="tiny", api_key=None))
+    with TestClient(app, "http://localhost") as client:
+        body = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body).json()
+        facts: dict[str, Any] = client.get("/props").json()
+        metrics = client.get("/metrics").text
+    details = answer["usage"]["completion_tokens_details"]
+    made = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    assert f"laneformer_proposed_tokens_total {made:.1f}" in metrics
+    return facts | {"made": made}
+
+
+def test_a_draft_model_and_its_memory(model_folder: Path) -> None:
+    with Engine.from_pretrained(model_folder, threads=1, cache=False, draft=model_folder) as engine:
+        engine._open().fix_cost(0.001, 0.001)  # type: ignore[attr-defined]
+        said = said_after_a_completion(engine)
+    assert said["made"] > 0
+    assert said["draft_head"] is None
+    assert said["draft_model"]["weight_bytes"] == said["weight_bytes"]
+    assert said["draft_model"]["kv_bytes"] > 0
+
+
+def test_the_models_own_head(model_folder: Path) -> None:
+    with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
+        config = dataclasses.replace(engine.config, num_nextn_predict_layers=1, draft_vocab_size=64)
+        text = {"tokenizer": engine.tokenizer, "tokenizer_config": engine.tokenizer_config}
+    with Engine.random(config, threads=1, **text) as engine:
+        engine._open().fix_cost(0.001, 0.001)  # type: ignore[attr-defined]
+        said = said_after_a_completion(engine)
+    assert said["made"] > 0
+    assert said["draft_model"] is None
+    assert said["draft_head"]["ids"] == 64
+    assert 0 < said["draft_head"]["weight_bytes"] < said["weight_bytes"]
