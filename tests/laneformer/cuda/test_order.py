@@ -95,7 +95,7 @@ FAULTS = {
         "if (!HERE) sync_block();\n      publish_partial", "numbers", always=False,
     ),
     "a chunk is read before it has come": Fault(
-        "tape.cuh", "if (at == 0) wait_full", "if (at == 0 && !HERE) wait_full",
+        "tape.cuh", "if (at == 0) wait_for", "if (at == 0 && !HERE) wait_for",
         "nobody has waited for", always=False,
     ),
     "a window shows one key too many": Fault(
