@@ -35,7 +35,7 @@ def test_make_chat(tmp_path: Path) -> None:
         assert (tmp_path / "opened").read_text().strip() == address
         with urllib.request.urlopen(address) as page:
             assert b"<script" in page.read()
-        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        messages = [{"role": "user", "content": "Where is the Eiffel Tower?"}]
         body = {"messages": messages, "max_tokens": 16, "temperature": 0}
         request = urllib.request.Request(
             f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

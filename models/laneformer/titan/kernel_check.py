@@ -124,7 +124,8 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
 
 
 def _words(kernels: Kernels) -> str:
-    return ", ".join(f"{SETTINGS[name]} = {value}" for name, value in kernels._asdict().items())
+    named = {name: value for name, value in kernels._asdict().items() if value != "none"}
+    return ", ".join(f"{SETTINGS[name]} = {value}" for name, value in named.items())
 
 
 def probes(model: Any, job: JobConfig, wanted: Kernels) -> list[int]:
