@@ -125,7 +125,8 @@ class LaneAttention(nn.Module):
         """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no
         mask means plain causality.
         """
-        causal = mask is None and query.shape[2] > 1
+        # a branch: compiled for any length, a comparison would be no bool, which `is_causal` has to be
+        causal = False if query.shape[2] == 1 else mask is None
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
         )

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.model import KVCache, LaneRMSNorm, run_layers
+from laneformer.model import KVCache, LaneAttention, LaneRMSNorm, run_layers
 from laneformer.positions import causal_mask, rope_table
 from tests.laneformer.lane_reference import reference_logits, rms_norm
 
@@ -310,3 +310,12 @@ def test_init_has_the_stated_deviations() -> None:
         # the deviation of n draws is itself off by about 1 / sqrt(2 n); five of those
         assert abs(value.double().std() / (stated * cut) - 1) < 5 / math.sqrt(2 * value.numel()), name
         assert value.abs().max() <= 3 * stated * (1 + UNIT_F32), name
+
+
+def test_attention_compiles_for_any_length():
+    """Where lengths are symbolic, as after a second one, so is every comparison of them."""
+    attention = LaneAttention(LaneformerConfig.from_flavor("tiny"), 0)
+    compiled = torch.compile(attention.attend, fullgraph=True, dynamic=True, backend="eager")
+    for length in (8, 16, 1):
+        query, key = torch.randn(2, 8, length, 16), torch.randn(2, 4, length, 16)
+        assert torch.equal(compiled(query, key, key, None), attention.attend(query, key, key, None))
