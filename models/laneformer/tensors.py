@@ -38,6 +38,12 @@ def dtype_name(dtype: Any) -> Any:
     return next((ours for ours, stored in STORED_TYPES.items() if stored.torch == name), dtype)
 
 
+def type_of(tensors: Mapping[str, Tensor], name: str) -> str:
+    """What the tensor of this name comes as; a GGUF file knows without widening it."""
+    known = getattr(tensors, "type_of", None)
+    return known(name) if known else tensors[name].dtype
+
+
 def check_shapes(
     where: str, found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], fix: str = ""
 ) -> None:

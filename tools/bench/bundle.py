@@ -206,12 +206,26 @@ def compile_first(bundle: Bundle, cards: Mapping[str, Machine], by_major: Mappin
 
 def main(path: Path, options: argparse.Namespace) -> None:
     """Write the bundle; RuntimeError where it would be larger than a file that can be copied anywhere."""
-    models = {name: LaneformerConfig.from_flavor(name) for name in VERDICTS[1:]}
     path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.part")
+    try:
+        write(unfinished, options)
+        if (size := unfinished.stat().st_size) > MOST_BYTES:
+            raise RuntimeError(
+                f"{path} would have {size:,} bytes, more than {MOST_BYTES:,}; pack fewer compilers"
+            )
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    print(json.dumps({"bundle": str(path), "bytes": size, "cards": [*CARDS]}))
+
+
+def write(path: Path, options: argparse.Namespace) -> None:
+    models = {name: LaneformerConfig.from_flavor(name) for name in VERDICTS[1:]}
     bundle, by_major = Bundle(path, models), newest_by_major()
     machines = {name: card.machine for name, card in CARDS.items()}
     compile_first(bundle, machines, by_major)
-    stamp = harness.stamp("cuda", ["--bundle", str(path)])
+    stamp = harness.stamp("cuda", [])
     first = next(iter(machines.values()))
     bundle.close({
         "effort": EFFORT, "measured": VERDICTS[-1],
@@ -220,6 +234,3 @@ def main(path: Path, options: argparse.Namespace) -> None:
         "cards": [bundle.card(name, machine, by_major) for name, machine in machines.items()],
         "references": {n: bundle.reference(c, bundle.builds(first, c)[-1]) for n, c in models.items()},
     })  # fmt: skip
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise RuntimeError(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}; pack fewer compilers")
-    print(json.dumps({"bundle": str(path), "bytes": size, "cards": [*CARDS]}))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..config import EMBEDDING, HEAD, LaneformerConfig
-from ..tensors import STORED_TYPES, Tensor, check_shapes
+from ..tensors import STORED_TYPES, Tensor, check_shapes, type_of
 from .config import config_of_llama
 
 WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -77,8 +77,7 @@ class LlamaTensors(Mapping[str, Tensor]):
 
     def type_of(self, name: str) -> str:
         """What the tensor of this name comes as, without widening it."""
-        known = getattr(self.tensors, "type_of", None)
-        return known(source_of(name)) if known else self.tensors[source_of(name)].dtype
+        return type_of(self.tensors, source_of(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)

@@ -166,3 +166,14 @@ def test_packed_blocks_are_mapped_again(tmp_path: Path, monkeypatch: pytest.Monk
         with Engine.from_pretrained(path) as engine:
             tokens.append(engine.generate(IDS, max_new_tokens=12, ignore_eos=True))
     assert tokens[0] == tokens[1]
+
+
+def test_processes_read_the_blocks_too_and_gpus_take_eight_bits(tmp_path: Path) -> None:
+    path = written(tmp_path, by_place)
+    tokens = []
+    for options in ({"threads": 2}, {"threads": 1, "processes": 2}):
+        with Engine.from_pretrained(path, cache=False, lanes=2, **options) as engine:
+            assert engine.dtype == "gguf"
+            tokens.append(engine.generate(IDS, max_new_tokens=12, ignore_eos=True))
+    assert tokens[0] == tokens[1]
+    assert read_checkpoint(path, gpus=2).dtype == "int8"

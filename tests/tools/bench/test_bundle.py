@@ -6,6 +6,7 @@ kernels' source are those that ship. One small model has the names of both.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -345,3 +346,24 @@ def test_what_is_shipped_is_shaped(tmp_path: Path) -> None:
             assert model["columns"] == model["builds"][-1]["columns"]
     made.close({})
     assert zipfile.is_zipfile(tmp_path / "x.pyz")
+
+
+def test_no_part_of_a_bundle_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of one that is too large, nor of one that was stopped."""
+    written = [9]
+
+    def write(path: Path, options: object) -> None:
+        path.write_bytes(bytes(written[0]))
+        if written[0] == 7:
+            raise RuntimeError("a kernel does not compile")
+
+    monkeypatch.setattr(bundle, "write", write)
+    monkeypatch.setattr(bundle, "MOST_BYTES", 8)
+    for size, says in ((9, "would have 9 bytes, more than 8"), (7, "does not compile")):
+        written[0] = size
+        with pytest.raises(RuntimeError, match=says):
+            bundle.main(tmp_path / "folder/cuda.pyz", argparse.Namespace())
+        assert not [*(tmp_path / "folder").iterdir()]
+    written[0] = 8
+    bundle.main(tmp_path / "folder/cuda.pyz", argparse.Namespace())
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["cuda.pyz"]

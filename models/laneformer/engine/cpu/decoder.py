@@ -26,7 +26,7 @@ from ...config import (
     NORMS,
     LaneformerConfig,
 )
-from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor
+from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
 from ..decoder import Collected, Ended, Request
 from ..folder import rope_tables
 from ..machine import free_memory_bytes, this_machine
@@ -202,12 +202,6 @@ class CpuDecoder(_core.Decoder):
                 f"{name} is {dtype} and becomes {self.dtype}, the layers' dtype; or choose 'fp32'",
                 stacklevel=2,
             )
-
-
-def type_of(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Of a tensor, which some files know without widening it."""
-    known = getattr(tensors, "type_of", None)
-    return known(name) if known else tensors[name].dtype
 
 
 def held_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> list[list[str]]:

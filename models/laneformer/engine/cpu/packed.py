@@ -26,7 +26,7 @@ import numpy as np
 from ..machine import file_system, this_machine
 from . import _core
 
-LAYOUT_VERSION = 1  # of tiles, tapes and this file; raise it when any of them changes
+LAYOUT_VERSION = 2  # of tiles, tapes and this file; raise it when any of them changes
 FOLDER = ".packed"
 SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
 ALIGNMENT = 2 << 20

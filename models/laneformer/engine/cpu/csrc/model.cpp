@@ -6,6 +6,7 @@
 #include <bit>
 #include <cfloat>
 #include <cmath>
+#include <utility>
 
 namespace laneformer {
 
@@ -269,61 +270,87 @@ void fill_random(void* out, DType dtype, size_t count, uint64_t key, float devia
   }
 }
 
-std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype) {
-  std::vector<ThreadPlan> plans(threads);
-  for (int t = 0; t < threads; ++t) {
-    ThreadPlan& plan = plans[t];
-    share_lanes(spec.lanes, threads, t, plan);
-    const int own = plan.last_lane - plan.first_lane, member = t - plan.leader;
-    int layer = 0;
-    // rows from `base` on
-    const auto place = [&](Matrix& matrix, Part kind, int rows, int inputs, int part, int parts, int base = 0) {
-      const int tiles = (rows + kTileRows - 1) / kTileRows;
-      const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
-      const DType as = matrix_dtype(spec, dtype, layer, kind);
-      matrix = {std::min(end, rows) - std::min(first, rows), inputs, as, plan.tape_bytes, base + first};
-      plan.tape_bytes += matrix.bytes();
-    };
-    const auto place_own = [&](Matrix& matrix, Part kind, int rows, int inputs, int base = 0) {
-      place(matrix, kind, rows, inputs, member, plan.members, base);
-    };
-    const auto place_qkv = [&](std::vector<Matrix>& qkv) {
-      const auto type = [&](Part part) { return matrix_dtype(spec, dtype, layer, part); };
-      const bool alike = type(kWq) == type(kWk) && type(kWk) == type(kWv);
-      const int q = spec.q_rows(), kv = spec.kv_rows();
-      qkv.resize(alike ? 1 : 3);
-      place_own(qkv[0], kWq, alike ? spec.qkv_rows() : q, spec.hidden);
-      if (alike) return;
-      place_own(qkv[1], kWk, kv, spec.hidden, q);
-      place_own(qkv[2], kWv, kv, spec.hidden, q + kv);
-    };
-    const auto place_layer = [&] {
-      for (auto& lane : plan.layers[layer]) {
-        place_qkv(lane.qkv);
-        place_own(lane.wo, kWo, spec.hidden, spec.q_rows());
-      }
-      for (auto& lane : plan.layers[layer]) {
-        place_own(lane.gate_up, kW1, spec.gate_up_rows(), spec.hidden);
-        place_own(lane.w2, kW2, spec.hidden, spec.ff_rows());
-      }
-    };
-    const auto place_head = [&](std::vector<Matrix>& heads, const auto& rows_of_lane) {
-      heads.resize(spec.head == Head::replicate ? 1 : own);
-      for (int i = 0; auto& head : heads) {
-        if (spec.head == Head::replicate)
-          place(head, kHead, rows_of_lane(0), spec.hidden, t, threads);
-        else
-          place_own(head, kHead, rows_of_lane(plan.first_lane + i++), spec.head_inputs());
-      }
-    };
-    plan.layers.assign(spec.all_layers(), std::vector<LaneLayer>(own));
-    for (; layer < spec.layers; ++layer) place_layer();
-    place_head(plan.head, [&](int) { return spec.head_rows(); });
-    plan.model_bytes = plan.tape_bytes;
-    if (spec.draft_layers) place_layer();
-    plan.draft_head = plan.head;
-    if (!spec.draft_ids.empty()) place_head(plan.draft_head, [&](int lane) { return spec.draft_rows(lane); });
+namespace {
+
+// Lays out one thread's tape, matrix after matrix in reading order.
+class TapePlanner {
+ public:
+  TapePlanner(const ModelSpec& spec, DType dtype, int thread, int threads)
+      : spec_(spec), dtype_(dtype), thread_(thread), threads_(threads) {
+    share_lanes(spec.lanes, threads, thread, plan_);
   }
+
+  ThreadPlan plan() {
+    plan_.layers.assign(spec_.all_layers(), std::vector<LaneLayer>(plan_.last_lane - plan_.first_lane));
+    for (; layer_ < spec_.layers; ++layer_) add_layer();
+    add_head(plan_.head, [&](int) { return spec_.head_rows(); });
+    plan_.model_bytes = plan_.tape_bytes;
+    if (spec_.draft_layers) add_layer();
+    plan_.draft_head = plan_.head;
+    if (!spec_.draft_ids.empty()) add_head(plan_.draft_head, [&](int lane) { return spec_.draft_rows(lane); });
+    return std::move(plan_);
+  }
+
+ private:
+  DType type(Part part) const { return matrix_dtype(spec_, dtype_, layer_, part); }
+
+  // One of `parts` parts of a matrix, whose rows begin at `base`.
+  void add(Matrix& matrix, Part kind, int rows, int inputs, int part, int parts, int base) {
+    const int tiles = (rows + kTileRows - 1) / kTileRows;
+    const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
+    matrix = {std::min(end, rows) - std::min(first, rows), inputs, type(kind), plan_.tape_bytes, base + first};
+    plan_.tape_bytes += matrix.bytes();
+  }
+
+  void add_own(Matrix& matrix, Part kind, int rows, int inputs, int base = 0) {
+    add(matrix, kind, rows, inputs, thread_ - plan_.leader, plan_.members, base);
+  }
+
+  void add_layer() {
+    for (LaneLayer& lane : plan_.layers[layer_]) {
+      add_qkv(lane.qkv);
+      add_own(lane.wo, kWo, spec_.hidden, spec_.q_rows());
+    }
+    for (LaneLayer& lane : plan_.layers[layer_]) {
+      add_own(lane.gate_up, kW1, spec_.gate_up_rows(), spec_.hidden);
+      add_own(lane.w2, kW2, spec_.hidden, spec_.ff_rows());
+    }
+  }
+
+  void add_qkv(std::vector<Matrix>& qkv) {
+    constexpr Part kinds[] = {kWq, kWk, kWv};
+    const int sizes[] = {spec_.q_rows(), spec_.kv_rows(), spec_.kv_rows()};
+    for (int first = 0, end, base = 0; first < 3; first = end) {
+      int rows = 0;
+      for (end = first; end < 3 && type(kinds[end]) == type(kinds[first]); ++end) rows += sizes[end];
+      add_own(qkv.emplace_back(), kinds[first], rows, spec_.hidden, base);
+      base += rows;
+    }
+  }
+
+  template <class Rows>
+  void add_head(std::vector<Matrix>& heads, const Rows& rows_of_lane) {
+    const bool whole = spec_.head == Head::replicate;
+    heads.resize(whole ? 1 : plan_.last_lane - plan_.first_lane);
+    for (int lane = plan_.first_lane; Matrix& head : heads)
+      if (whole)
+        add(head, kHead, rows_of_lane(0), spec_.hidden, thread_, threads_, 0);
+      else
+        add_own(head, kHead, rows_of_lane(lane++), spec_.head_inputs());
+  }
+
+  const ModelSpec& spec_;
+  const DType dtype_;
+  const int thread_, threads_;
+  int layer_ = 0;
+  ThreadPlan plan_;
+};
+
+}  // namespace
+
+std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype) {
+  std::vector<ThreadPlan> plans;
+  for (int t = 0; t < threads; ++t) plans.push_back(TapePlanner(spec, dtype, t, threads).plan());
   return plans;
 }
 

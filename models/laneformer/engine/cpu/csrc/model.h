@@ -79,7 +79,7 @@ struct Matrix {
 };
 
 struct LaneLayer {
-  std::vector<Matrix> qkv;  // one, or where their types differ one each of queries, keys and values
+  std::vector<Matrix> qkv;  // one, or where types differ one of each run of the same type
   Matrix wo, gate_up, w2;
 };
 
