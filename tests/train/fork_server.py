@@ -16,6 +16,7 @@ ends the others.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -157,15 +158,25 @@ def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
         numbers = {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
         environment = {**ENVIRONMENT, **job["environment"], **numbers}
         running.append(Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-    deadline_s = None
+    last_s, failed = time.monotonic() + TIMEOUT_S, False
     while None in [process.poll() for process in running]:  # all are asked, each time
-        if deadline_s is None and any(process.returncode for process in running):
-            deadline_s = time.monotonic() + GRACE_S
-        if deadline_s is not None and time.monotonic() > deadline_s:
-            for process in running:
-                process.kill()
+        if not failed and (failed := any(process.returncode for process in running)):
+            last_s = min(last_s, time.monotonic() + GRACE_S)
+        if time.monotonic() > last_s:
+            end_all(running, with_stacks=not failed)
         time.sleep(0.01)
     return [process.returncode for process in running]
+
+
+def end_all(running: list[subprocess.Popen], with_stacks: bool) -> None:
+    """Kill; `with_stacks` after each has printed its own to the log, by faulthandler."""
+    for process in running if with_stacks else ():
+        process.send_signal(signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for process in running if with_stacks else ():
+            process.wait(10)
+    for process in running:
+        process.kill()
 
 
 subprocess.Popen = Popen  # type: ignore[misc] - before torch's agent takes it by name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -88,8 +90,22 @@ def ask(job: dict[str, Any], meanwhile: Callable[[], None] = lambda: None) -> An
     assert server.stdin is not None
     assert server.stdout is not None
     print(json.dumps(job), file=server.stdin, flush=True)
-    meanwhile()
-    return json.loads(server.stdout.readline())
+    try:
+        meanwhile()
+        return json.loads(server.stdout.readline())
+    except BaseException:  # the test's time is over: this job's answer must not be the next one's
+        end_fork_server()
+        raise
+
+
+def end_fork_server() -> None:
+    """With all that it has started: a job would go on in folders that its test has left."""
+    server = psutil.Process(fork_server().pid)
+    for process in (*server.children(recursive=True), server):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    fork_server().wait()
+    fork_server.cache_clear()
 
 
 def forked(folder: Path, *program: str) -> tuple[int, str]:

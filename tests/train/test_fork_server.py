@@ -134,3 +134,16 @@ def test_it_ends_as_the_real_one(
             rank.kill()
     else:
         wait_for(lambda: not any(lives(fact["pid"]) for fact in ours))
+
+
+def test_a_job_whose_test_is_over_ends_and_answers_nobody(tmp_path: Path) -> None:
+    """pytest's time limit raises within `ask`: the job would go on in a folder that its test has left."""
+
+    def give_up(folder: Path) -> None:
+        wait_for((folder / "rank.1.json").exists)
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        forked(tmp_path / "left", "wait", give_up)
+    assert not lives(json.loads((tmp_path / "left/rank.1.json").read_text())["pid"])
+    assert forked(tmp_path / "next", "fail", nothing) == 1
