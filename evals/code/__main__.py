@@ -1,14 +1,13 @@
-"""HumanEval+ and MBPP+ with EvalPlus: generate answers, select the function in each, test it
+"""HumanEval+ and MBPP+ by EvalPlus's rules: generate answers, select the function in each, test it
 in a sandbox, pass@k.
 
-    python -m evals.code --setup  # installs EvalPlus into its own environment, once
     python -m evals.code runs/x/hf --dataset HumanEvalPlus.jsonl.gz --results runs/x/humaneval --out runs/x/evals.jsonl
     python -m evals.code --base-url http://127.0.0.1:8000/v1 --model NAME --dataset MbppPlus.jsonl.gz --results mbpp
 
 The results folder (--results; default: one beside --out for each checkpoint) keeps answers.jsonl (verbatim;
-an interrupted run resumes there), samples.jsonl (what was selected from each answer and what was scored),
-EvalPlus's own result files and its log. Every run also scores the data set's reference solutions: where they
-fail, the figures mean little. Measurements are in docs/decisions/evaluation.md.
+an interrupted run resumes there), samples.jsonl (what was selected from each answer, and how it scored) and the
+judge's log. Every run also scores the data set's reference solutions: where they fail, the figures mean little.
+Measurements are in docs/decisions/evaluation.md.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ import tyro
 
 from evals.code.answers import Model, Sampling, collect, prompt_of, settings_of
 from evals.code.sandbox import find_sandbox
-from evals.code.score import EVALPLUS, Dataset, EvalPlus, evalplus_environment, open_dataset, set_up
-from evals.code.selection import lost_names, target_function
+from evals.code.score import EVALPLUS, Dataset, Scorer, open_dataset
+from evals.code.selection import longest_beginning, target_function, without_demonstration
 from evals.intervals import wilson
 from evals.items import FOLDER as ITEMS
 from evals.items import write_items
@@ -65,9 +64,7 @@ class Scoring:
     unsafe_no_sandbox: bool = False
     """run the model's code with your own rights, without any sandbox"""
     cache: Path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
-    """folder that keeps EvalPlus's expected outputs between runs"""
-    setup: bool = False
-    """install EvalPlus into its own environment and exit"""
+    """folder that keeps the expected outputs between runs"""
 
 
 Scored = dict[
@@ -75,20 +72,20 @@ Scored = dict[
 ]  # by problem, of each sample: whether (base, base and plus) tests pass
 
 
-def evaluate(model: Model, evalplus: EvalPlus) -> tuple[JsonObject, Scored]:
+def evaluate(model: Model, scorer: Scorer) -> tuple[JsonObject, Scored]:
     """Score the reference solutions, collect the model's answers and score them: the
     figures, and each answer's.
     """
-    dataset = evalplus.dataset
-    control = evalplus.control()
+    dataset = scorer.dataset
+    control = scorer.control()
     console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
     if control["unexpected_failures"]:
         console.print(
             f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?"
         )
-    answers = collect(dataset, model, evalplus.folder)
-    rows = solutions(answers, model.chat, evalplus)
-    rules, scored = [row["rule"] for row in rows], evalplus.evaluate(rows, "samples")
+    answers = collect(dataset, model, scorer.folder)
+    rows = solutions(answers, model.chat, dataset)
+    rules, scored = [row["rule"] for row in rows], scorer.evaluate(rows, "samples")
     figures = {
         "dataset": f"{dataset.name}+",
         "version": dataset.version,
@@ -102,30 +99,26 @@ def evaluate(model: Model, evalplus: EvalPlus) -> tuple[JsonObject, Scored]:
         "answers_empty": sum(not row["answer"].strip() for row in answers),
         "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
         "selection": {rule: rules.count(rule) for rule in sorted(set(rules))},
-        "not_sanitized": sum(not row["sanitized"] for row in rows),
-        "sandbox": evalplus.sandbox,
+        "sandbox": scorer.sandbox,
     }
     return figures, scored
 
 
-def solutions(answers: list[JsonObject], chat: bool, evalplus: EvalPlus) -> list[JsonObject]:
-    """An EvalPlus row per answer: the code selected from it, by which rule, and that
-    code after EvalPlus's sanitize.
-
-    What sanitize does not finish, or robs of something it needs, is scored as it was selected.
+def solutions(answers: list[JsonObject], chat: bool, dataset: Dataset) -> list[JsonObject]:
+    """A row per answer: the code selected from it, by which rule, and the solution, which is that code without
+    what only shows it at work.
     """
-    problems, rows, asked = {p["task_id"]: p for p in evalplus.dataset.problems}, [], []
+    problems, rows = {p["task_id"]: p for p in dataset.problems}, []
     for row in answers:
         problem, text = problems[row["task_id"]], row["answer"]
         if chat:
             code, rule = target_function(text, problem["entry_point"])
         else:
-            code, rule = prompt_of(problem, chat=False) + text, "completion"
-        rows.append({"task_id": row["task_id"], "sample": row["sample"], "rule": rule, "selected": code})
-        asked.append({"text": code, "entry_point": problem["entry_point"]})
-    for row, chosen, clean in zip(rows, asked, evalplus.sanitize(asked), strict=True):
-        kept = clean is not None and not lost_names(chosen["text"], clean, chosen["entry_point"])
-        row |= {"sanitized": kept, "solution": clean if kept else chosen["text"]}
+            whole, rule = prompt_of(problem, chat=False) + text, "completion"
+            code = longest_beginning(whole.split("\n")) or whole
+        solution = without_demonstration(code, problem["entry_point"])
+        head = {"task_id": row["task_id"], "sample": row["sample"]}
+        rows.append({**head, "rule": rule, "selected": code, "solution": solution})
     return rows
 
 
@@ -164,14 +157,14 @@ def main(
     hf_dir: Annotated[
         Path | None, tyro.conf.Positional, optional("HF_DIR", "the server of --base-url")
     ] = None,
-    dataset: Annotated[Path | None, optional("FILE", "required, but for --setup")] = None,
+    dataset: Annotated[Path | None, optional("FILE", "required")] = None,
     results: Annotated[Path | None, optional("DIR", "a folder of its own in items/ beside --out")] = None,
     prompt: Prompting = "auto",
     source: SourceFlags = LOCAL,
     sampling: Annotated[Sampling, tyro.conf.arg(help="how answers are generated")] = GREEDY,
     scoring: Annotated[Scoring, tyro.conf.arg(help="how answers are tested")] = Scoring(),
     about: AboutFlags = NOWHERE,
-) -> JsonObject | None:
+) -> JsonObject:
     """HumanEval+ or MBPP+ of a model. The last line on stdout is the record, JSON.
 
     Args:
@@ -180,10 +173,6 @@ def main(
         results: folder for answers and results, where an interrupted run resumes
         prompt: a user message (chat), or a function's beginning (completion); auto is chat where there is a template
     """
-    if scoring.setup:
-        set_up(evalplus_environment())
-        print(evalplus_environment())
-        return None
     if dataset is None or (results or about.out) is None or (hf_dir is None) == (source.base_url is None):
         raise ValueError(
             "--dataset, --results or --out, and either a model folder or --base-url are required"
@@ -193,10 +182,8 @@ def main(
     model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
     folder = results or results_of(about, settings_of(data, model))
     folder.mkdir(parents=True, exist_ok=True)
-    evalplus = EvalPlus(
-        data, evalplus_environment(), sandbox, folder.resolve(), scoring.cache, scoring.parallel
-    )
-    figures, scored = evaluate(model, evalplus)
+    scorer = Scorer(data, sandbox, folder.resolve(), scoring.cache, scoring.parallel)
+    figures, scored = evaluate(model, scorer)
     model.scorer.close()
     who = model.origin | {"data_sha256": file_sha256(dataset)}
     protocol = {
@@ -242,17 +229,11 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def check_here(options: Sequence[str]) -> None:
-    """Raise ValueError if this machine cannot test solutions: no sandbox, or no EvalPlus."""
+    """Raise ValueError if this machine cannot test solutions: no sandbox."""
     find_sandbox("--unsafe-no-sandbox" in options)
-    if not evalplus_environment().exists():
-        raise ValueError(
-            f"{evalplus_environment()} does not exist: python -m evals.code --setup installs EvalPlus"
-        )
 
 
-COMMAND = EvalCommand(
-    "code", main, excludes=("--setup",), reads=("--dataset",), refuse=check_options, ready=check_here
-)
+COMMAND = EvalCommand("code", main, reads=("--dataset",), refuse=check_options, ready=check_here)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,29 @@
-"""EvalPlus's evaluation, with EvalPlus's own Python, of solutions that each run in a sandbox of their own.
+"""Scores solutions, each on the base and the plus tests in a sandbox of its own: a line of JSON for each check.
 
-EvalPlus executes a solution in the process that holds the expected outputs and counts what is right. Here
-that process calls a stand-in, which receives what the solution in its sandbox returns (evals/code/runner.py).
-EvalPlus's own code then compares and keeps the time, on values of exact builtin types, where no solution has
-run. The expected outputs come from the reference solutions in the same way. This file imports nothing of
-ours: `python judge.py REQUEST.json`.
+    python -m evals.code.judge REQUEST.json
+
+Expected outputs are what the reference solutions return in the same way, once for a data set, and stay here: a
+solution never meets them. Every check is a process forked from this small one, which answers by its exit status
+alone, so what a solution returns can exhaust no memory and no time but that of its own check.
 """
 
 from __future__ import annotations
 
-import base64
+import functools
 import json
-import multiprocessing
 import os
-import pickle
 import resource
-import shlex
-import signal
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from decimal import Decimal
-from fractions import Fraction
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
+
+from evals.code.inputs import arguments_of
+from evals.code.oracle import NOT_NONE, Oracle
+from evals.code.solution import SandboxError, Solution, plain, read
 
 PROBE = """
 import os
@@ -34,172 +33,179 @@ def probe():
     except PermissionError:
         return os.getpid()
 """
-# values that compare as their builtin type does but are not of it, as EvalPlus accepts
-# NumPy's and collections'
-BUILTIN = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
-KINDS = {kind.__name__: type(kind.__name__, (kind,), {}) for kind in BUILTIN}
-SCALARS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": float.fromhex,
-    "complex": lambda parts: complex(*map(float.fromhex, parts)),
-    "bytes": base64.b64decode,
-    "Fraction": Fraction,
-    "Decimal": Decimal,
-}
-COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-KINDS["items"] = type(
-    "items", (list,), {"__eq__": lambda *_: False}
-)  # of other iterables: a set can be made of them
+STATUSES = ("pass", "fail", "timeout")
+TESTS = ("base", "plus")
+SLOWER = 10.0  # than the reference solution; EvalPlus's default of 4 fails right solutions on a slow machine
+MAX_CHECK_S = 60.0  # as in EvalPlus
+REFERENCE_S = 600.0  # for one input
+
+Request = dict[str, Any]
+Problem = dict[str, Any]
 
 
-def like(kind: str, value: Any) -> Any:
-    """The reading of what a solution returned that is not exactly of a builtin type."""
-    return KINDS[kind](value) if kind in KINDS else object()
+class Tests(NamedTuple):
+    """The inputs of one problem; what its reference solution returned, and the seconds that this took."""
+
+    inputs: list[Any]
+    expected: list[Any]
+    seconds: list[float]
 
 
-def plain(kind: str, value: Any) -> Any:
-    """The reading of what a reference solution returned, which EvalPlus stores."""
-    return object() if kind == "object" else value
+def inputs_of(problem: Problem, tests: str) -> list[Any]:
+    return arguments_of(problem["task_id"], problem[f"{tests}_input"])
 
 
-def read(sent: Any, reading: Callable[[str, Any], Any]) -> Any:
-    """The value that runner.py wrote as JSON: `plain` there. A solution may write anything, so this makes nothing
-    but values of the types below. KeyError, TypeError or ValueError for what is none. reading: `like` or `plain`.
+def outputs(request: Request, problem: Problem, inputs: list[Any]) -> tuple[list[bytes], list[float]]:
+    """The lines that the reference solution sends, and the seconds for each input."""
+    code = problem["prompt"] + problem["canonical_solution"]
+    solution, found, seconds = Solution(request, code, problem["entry_point"], inputs), [], []
+    solution.receive(REFERENCE_S)
+    for _ in inputs:
+        took_s, line = waited(solution, REFERENCE_S)
+        found.append(line)
+        seconds.append(took_s)
+    solution.end()
+    return found, seconds
+
+
+class Expected:
+    """What reference solutions return: a file of [task, tests, seconds] with a line of JSON for each output below.
+
+    It takes half a gigabyte for a whole data set, so a check reads its own part alone. Made where it is missing.
     """
-    if isinstance(sent, list):
-        return [read(item, reading) for item in sent]
-    if not isinstance(sent, dict):
-        return sent
-    ((kind, held),) = sent.items()
-    if kind == "like":
-        return reading(held[0], read(held[1], reading))
-    if kind in SCALARS:
-        return SCALARS[kind](held)
-    if kind == "dict":
-        return {read(key, reading): read(value, reading) for key, value in held}
-    return COLLECTIONS[kind](read(item, reading) for item in held)
 
+    def __init__(self, request: Request, problems: list[Problem]):
+        self.path = Path(request["expected"])
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as part:
+                self._make(request, problems, part)
+            os.replace(part.name, self.path)
+        self.places: dict[tuple[str, str], tuple[int, list[float]]] = {}
+        with open(self.path, "rb") as file:
+            while line := file.readline():
+                task, tests, seconds = json.loads(line)
+                self.places[task, tests] = (file.tell(), seconds)
+                for _ in seconds:
+                    file.readline()
 
-class Solution:
-    """A solution in its sandbox, which ends with the process that made it."""
-
-    def __init__(
-        self, request: dict[str, Any], code: str, entry_point: str, inputs: list[Any], reading: Any = like
-    ):
-        self.entry_point, self.reading = entry_point, reading
-        with open(request["filter"], "rb") as rules:
-            options = [*request["sandbox"], "--seccomp", str(rules.fileno())] if request["sandbox"] else []
-            self.process = subprocess.Popen(
-                [*options, *request["runner"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, pass_fds=[rules.fileno()],
-            )  # fmt: skip
-        job = {"code": code, "entry_point": entry_point, "inputs": inputs, "limits": request["limits"]}
-        assert self.process.stdin is not None
+    @staticmethod
+    def _make(request: Request, problems: list[Problem], file: IO[bytes]) -> None:
         try:
-            with self.process.stdin as pipe:
-                pickle.dump(job, pipe)
-            self.receive()
-        except (OSError, EOFError):  # before any of its code ran: no score would mean anything
-            print(f"a sandbox did not start: {shlex.join(options)}", file=sys.stderr, flush=True)
-            os.killpg(0, signal.SIGKILL)
+            for problem in problems:
+                for tests in TESTS:
+                    lines, seconds = outputs(request, problem, inputs_of(problem, tests))
+                    head = json.dumps([problem["task_id"], tests, seconds]).encode()
+                    file.writelines(line + b"\n" for line in (head, *lines))
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
-    def receive(self, *_: Any) -> Any:
-        """The next value that it sends. EOFError if there is none, and what `read` raises."""
-        assert self.process.stdout is not None
-        if not (line := self.process.stdout.readline()):
-            raise EOFError("the solution has ended")
-        return read(json.loads(line), self.reading)
-
-    def function(self) -> Callable[..., Any]:
-        """What stands in for the solution's function, once that is defined."""
-        self.receive()
-        return self.receive
-
-
-solution: Solution | None = None  # of this process, for STAND_IN
-STAND_IN = "import __main__\nglobals()[__main__.solution.entry_point] = __main__.solution.function()"
+    def tests(self, problem: Problem, tests: str) -> Tests:
+        place, seconds = self.places[problem["task_id"], tests]
+        with open(self.path, "rb") as file:
+            file.seek(place)
+            values = [read(file.readline(), plain) for _ in seconds]
+        if problem["entry_point"] in NOT_NONE:
+            values = [value is not None for value in values]
+        return Tests(inputs_of(problem, tests), values, seconds)
 
 
-def judged(execute: Callable[..., None], request: dict[str, Any]) -> Callable[..., None]:
-    """EvalPlus's `unsafe_execute`, which runs in a process of its own, with a stand-in for the solution."""
-
-    kill = os.kill  # EvalPlus takes it away
-
-    def end(*_: Any) -> None:
-        assert solution is not None
-        kill(solution.process.pid, signal.SIGKILL)
-        solution.process.wait()
-        os._exit(0)
-
-    def run(dataset: str, entry_point: str, code: str, inputs: list[Any], *rest: Any) -> None:
-        global solution
-        solution = Solution(request, code, entry_point, inputs)
-        signal.signal(signal.SIGTERM, end)
-        address_space_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit_bytes = (
-            address_space_bytes + request["limits"]["memory_bytes"]
-        )  # the expected outputs are inherited
-        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
-        execute(dataset, entry_point, STAND_IN, inputs, *rest)
-        end()
-
-    return run
+def check(request: Request, problem: Problem, expected: Expected, which: str, code: str) -> str:
+    """One of STATUSES. SandboxError if its sandbox does not start. which: one of TESTS."""
+    tests = expected.tests(problem, which)
+    limits_s = [max(request["min_time_limit_s"], SLOWER * seconds) for seconds in tests.seconds]
+    left_s = (
+        min(MAX_CHECK_S, sum(limits_s)) + 1
+    )  # of waiting for the solution; reading and comparing take none
+    oracle = Oracle(request["dataset"], problem["entry_point"], problem["atol"])
+    solution = Solution(request, code, problem["entry_point"], tests.inputs)
+    try:
+        left_s -= waited(solution, left_s)[0]
+        for arguments, wanted, limit_s in zip(tests.inputs, tests.expected, limits_s, strict=True):
+            seconds, line = waited(solution, min(limit_s, left_s))
+            left_s -= seconds
+            if not oracle.right(read(line), arguments, wanted):
+                return "fail"
+        return "pass"
+    except TimeoutError:
+        return "timeout"
+    except Exception:  # the solution has ended, or no rule takes what it returned
+        return "fail"
 
 
-def outputs_of(request: dict[str, Any]) -> Callable[..., Any]:
-    """EvalPlus's `trusted_exec`: what a reference solution returns, and the seconds for each input."""
-
-    def run(
-        code: str,
-        inputs: list[Any],
-        entry_point: str,
-        record_time: bool = False,
-        output_not_none: bool = False,
-    ) -> Any:
-        reference = Solution(request, code, entry_point, inputs, plain)
-        function, outputs, seconds = reference.function(), [], []
-        for _ in inputs:
-            started = time.time()
-            output = function()
-            seconds.append(time.time() - started)
-            outputs.append(output is not None if output_not_none else output)
-        reference.process.kill()
-        reference.process.wait()
-        return (outputs, seconds) if record_time else outputs
-
-    return run
+def waited(solution: Solution, limit_s: float) -> tuple[float, bytes]:
+    """(seconds, what it sent)"""
+    started_s = time.monotonic()
+    line = solution.receive(limit_s)
+    return time.monotonic() - started_s, line
 
 
-def main() -> None:
-    import evalplus.eval  # reads the data set's path from the environment when imported
-    import evalplus.evaluate
+def start(work: Callable[[], str], limits: dict[str, int]) -> int:
+    """The process of one check, whose exit status is the place of its status in STATUSES, or behind them."""
+    if pid := os.fork():
+        return pid
+    code = len(STATUSES)
+    try:
+        held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        memory_bytes = held_bytes + 2 * limits["memory_bytes"]  # what is expected, and what is returned
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"]))
+        code = STATUSES.index(work())
+    except SandboxError as error:
+        print(error, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
-    request = json.loads(Path(sys.argv[1]).read_text())
-    if request["sandbox"] and (seen := Solution(request, PROBE, "probe", [[]]).function()()) != 2:
-        raise RuntimeError(
-            f"the sandbox of a solution does not hold: it forks, or its process {seen} is not 2"
+
+def run(
+    checks: Sequence[Callable[[], str]], limits: dict[str, int], parallel: int
+) -> Iterator[tuple[int, str]]:
+    """(place in checks, status) as they end. SandboxError if a check could not be made."""
+    waiting, running = list(enumerate(checks))[::-1], dict[int, int]()
+    while waiting or running:
+        while waiting and len(running) < parallel:
+            place, work = waiting.pop()
+            running[start(work, limits)] = place
+        pid, how = os.wait()
+        status = os.waitstatus_to_exitcode(how)
+        if status >= len(STATUSES):
+            raise SandboxError("a check could not be made; its reason stands above")
+        yield running.pop(pid), STATUSES[status] if status >= 0 else "timeout"  # killed by its limits
+
+
+def main(path: Path) -> None:
+    """Print {"row", "tests", "status"} for each of the request's samples, [task, solution]."""
+    request = json.loads(path.read_text())
+    if request["sandbox"] and (process := probe(request)) != 2:
+        raise SandboxError(
+            f"the sandbox of a solution does not hold: it forks, or its process {process} is not 2"
         )
-    multiprocessing.set_start_method("fork")  # what is replaced here is to hold in EvalPlus's workers
-    evalplus.eval.query_maximum_memory_bytes = lambda: None
-    evalplus.eval.unsafe_execute = judged(evalplus.eval.unsafe_execute, request)
-    evalplus.evaluate.trusted_exec = outputs_of(request)
-    evalplus.evaluate.evaluate(
-        dataset=request["dataset"],
-        samples=request["samples"],
-        parallel=request["parallel"],
-        min_time_limit=request["min_time_limit_s"],
-        gt_time_limit_factor=10,  # the default fails right solutions on a slow machine
-    )
+    lines = Path(request["problems"]).read_bytes().splitlines()
+    problems = {p["task_id"]: p for p in map(json.loads, filter(None, lines))}
+    expected = Expected(request, list(problems.values()))
+    keys = [(row, tests) for row in range(len(request["samples"])) for tests in TESTS]
+    checks = []
+    for row, tests in keys:
+        task, code = request["samples"][row]
+        checks.append(functools.partial(check, request, problems[task], expected, tests, code))
+    for place, status in run(checks, request["limits"], request["parallel"]):
+        print(json.dumps({"row": keys[place][0], "tests": keys[place][1], "status": status}), flush=True)
+
+
+def probe(request: Request) -> Any:
+    solution = Solution(request, PROBE, "probe", [[]])
+    solution.receive(60.0)
+    process = read(solution.receive(60.0))
+    solution.end()
+    return process
 
 
 if __name__ == "__main__":
-    status = 1
     try:
-        main()
-        status = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    sys.stdout.flush()
-    os._exit(status)  # EvalPlus leaves a thread that sleeps 20 s, or indefinitely after an error
+        main(Path(sys.argv[1]))
+    except SandboxError as error:
+        sys.exit(str(error))

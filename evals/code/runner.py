@@ -1,9 +1,9 @@
-"""What runs in the sandbox with EvalPlus's own Python: a solution on its inputs, or EvalPlus's sanitize.
+"""What runs in the sandbox: a solution on its inputs.
 
 A solution is given its inputs and never the outputs that are expected of it. What it returns leaves as lines of
 JSON, and is compared elsewhere (evals/code/judge.py), so it can neither read nor decide what is right. This
-file imports nothing of ours: its text is the command. `python -c TEXT solve|sanitize`, the request on stdin,
-the reply on stdout.
+file imports nothing of ours: its text is the command. `python -c TEXT [FOLDER]`, the request on stdin, the reply
+on stdout; FOLDER holds the packages that solutions may import.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 KINDS: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+PART = 4096  # items
+MAX_INT = 1 << 63  # of numbers that Python reads from text whatever its limit on digits
 EXACT = ("Fraction", "Decimal")  # names, as every import here delays every solution
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON: None, bool, str and list as they are, others as {type: content}.
+    """A value as JSON: None, bool, str, float, list and most int as they are, others as {type: content}.
 
     Of what is not exactly of a builtin type, {"like": [the builtin type that it extends or "items", content]}.
     """
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if value is None or kind in (bool, str, float) or (kind is int and -MAX_INT < value < MAX_INT):
         return value
     if kind is list:
-        return [plain(item) for item in value]
+        return value if are_plain(value) else [plain(item) for item in value]
     if kind in KINDS or kind.__name__ in EXACT:
         return {kind.__name__: content(kind.__name__, value)}
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
@@ -42,19 +44,29 @@ def plain(value: Any) -> Any:
     return {"like": ["items", plain(list(value))] if isinstance(value, Iterable) else ["object", None]}
 
 
+def are_plain(items: Sequence[Any]) -> bool:
+    """Whether all are JSON as they are, told at the speed of C: an answer may hold a hundred million numbers."""
+    types = set(map(type, items))
+    if int not in types:
+        return types <= {bool, str, float, type(None)}
+    return types <= {bool, int, float} and min(items) > -MAX_INT and max(items) < MAX_INT
+
+
 def content(kind: str, value: Any) -> Any:
-    """What stands behind the name of a type; numbers as text, which loses no bit and no digit."""
+    """What stands behind the name of a type, without the loss of a bit or a digit."""
     if kind == "int":
         return hex(value)
-    if kind == "float":
-        return value.hex()
     if kind == "complex":
         return [value.real.hex(), value.imag.hex()]
     if kind == "bytes":
         return base64.b64encode(value).decode()
     if kind == "dict":
         return [[plain(key), plain(held)] for key, held in value.items()]
-    return str(value) if kind in EXACT else [plain(item) for item in value]
+    if kind == "Fraction":
+        return [hex(value.numerator), hex(value.denominator)]
+    if kind == "Decimal":
+        return str(value)
+    return list(value) if are_plain(value) else [plain(item) for item in value]
 
 
 def limit_process(limits: dict[str, int]) -> None:
@@ -78,7 +90,15 @@ def solve() -> None:
     reply = os.fdopen(os.dup(1), "w")
 
     def send(value: Any) -> None:
-        print(json.dumps(plain(value)), file=reply, flush=True)
+        """In parts, as the text of all would be another few times its size."""
+        if type(value) in (list, tuple) and len(value) > PART:
+            before, after = ("[", "]") if type(value) is list else ('{"tuple": [', "]}")
+            for start in range(0, len(value), PART):
+                part = [plain(item) for item in value[start : start + PART]]
+                print("," if start else before, json.dumps(part)[1:-1], sep="", end="", file=reply)
+            print(after, file=reply, flush=True)
+        else:
+            print(json.dumps(plain(value)), file=reply, flush=True)
 
     send(None)
     nothing = os.open("/dev/null", os.O_RDWR)
@@ -93,38 +113,9 @@ def solve() -> None:
         send(function(*arguments))
 
 
-def sanitize() -> None:
-    """EvalPlus's sanitize of each text, in a process with a time limit: it parses O(lines^2) times.
-
-    null for a text that takes longer, or kills the parser.
-    """
-    import multiprocessing
-
-    from evalplus.sanitize import sanitize as evalplus_sanitize
-
-    def work(text: str, entry_point: str, sender: Any) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it prints every text that does not parse
-        sender.send(evalplus_sanitize(text, entry_point))
-
-    request, done = json.load(sys.stdin), []
-    for row in request["selected"]:
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.Process(target=work, args=(row["text"], row["entry_point"], sender))
-        process.start()
-        sender.close()
-        try:
-            solution = receiver.recv() if receiver.poll(request["sanitize_s"]) else None
-        except EOFError:  # the parser died
-            solution = None
-        process.kill()
-        process.join()
-        done.append(solution)
-    print(json.dumps(done), flush=True)
-
-
 if __name__ == "__main__":
+    sys.path += sys.argv[1:]
     try:
-        {"solve": solve, "sanitize": sanitize}[sys.argv[1]]()
+        solve()
     finally:
-        if sys.argv[1] == "solve":
-            os._exit(0)  # whatever threads it has left
+        os._exit(0)  # whatever threads it has left

@@ -2,9 +2,9 @@
 be written or shared.
 
 It exposes the system's libraries and the given folders read-only, and no network, no process but its
-own, and no writable file; root becomes nobody. A filter of system calls refuses new processes, new
-namespaces, and memory that belongs to no address space, so limits on one process (evals/code/runner.py)
-are limits on the whole sandbox.
+own, and no writable file; root becomes nobody. A filter allows the system calls that a calculation needs
+(evals/code/system_calls.py) and no others: no new process or namespace, no socket, no key, and no memory that
+belongs to no address space, so limits on one process (evals/code/runner.py) are limits on the whole sandbox.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from evals.code.system_calls import numbers
+
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/urandom")
 NOBODY = "65534"
@@ -27,20 +29,15 @@ HOW = (
     "the rights to make namespaces (docker run --security-opt seccomp=unconfined); --unsafe-no-sandbox runs the "
     "model's code with all your rights"
 )
-# linux/audit.h: the architecture of a system call; asm/unistd.h: its numbers
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-CLONE, CLONE3, CLONE_THREAD = {"x86_64": 56, "aarch64": 220}, 435, 0x10000
-# fork and vfork (x86_64 only), unshare, mount, memfd_create, shmget, semget, msgget, bpf; add_key, request_key, keyctl:
-# the keyring of the session is the host's
-REFUSED = {
-    "x86_64": (57, 58, 272, 165, 319, 29, 64, 68, 321, 248, 249, 250),
-    "aarch64": (97, 40, 279, 194, 190, 186, 280, 217, 218, 219),
-}
-REFUSED_EVERYWHERE = (425, 430, 447)  # io_uring_setup, fsopen, memfd_secret
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+CLONE, CLONE_THREAD = {"x86_64": 56, "aarch64": 220}, 0x10000
+NEW = (
+    403  # system calls from here on came in 2019 or later: the C library does without where they do not exist
+)
 
 
 def system_call_filter(machine: str) -> bytes:
-    """The filter as a BPF program (linux/seccomp.h) for "x86_64" or "aarch64".
+    """The filter as a BPF program (linux/seccomp.h) for "x86_64" or "aarch64": what is not allowed is refused.
 
     Threads are allowed. clone3, whose flags a filter cannot read, does not exist, so the
     C library uses clone.
@@ -51,19 +48,21 @@ def system_call_filter(machine: str) -> bytes:
         )
     load, equal, at_least, any_bit, ret = 0x20, 0x15, 0x35, 0x45, 0x06
     number, architecture, first_argument = 0, 4, 16
-    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    allow, refuse, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     # (operation, instructions to skip if true, if false, operand)
     program = [(load, 0, 0, architecture), (equal, 1, 0, ARCHITECTURES[machine]), (ret, 0, 0, refuse)]
+    program += [(load, 0, 0, number)]
+    for allowed in numbers(machine):
+        program += [(equal, 0, 1, allowed), (ret, 0, 0, allow)]
+    program += [(equal, 0, 3, CLONE[machine]), (load, 0, 0, first_argument), (any_bit, 0, 1, CLONE_THREAD)]
+    program += [(ret, 0, 0, allow), (load, 0, 0, number)]
+    # the x32 numbers of x86_64 are refused as they are
     program += [
-        (load, 0, 0, number),
-        (at_least, 0, 1, 0x40000000),
+        (at_least, 2, 0, 0x40000000),
+        (at_least, 0, 1, NEW),
+        (ret, 0, 0, missing),
         (ret, 0, 0, refuse),
-    ]  # the x32 numbers of x86_64
-    program += [(equal, 0, 1, CLONE3), (ret, 0, 0, 0x00050000 | errno.ENOSYS)]
-    for refused in (*REFUSED[machine], *REFUSED_EVERYWHERE):
-        program += [(equal, 0, 1, refused), (ret, 0, 0, refuse)]
-    program += [(equal, 0, 3, CLONE[machine]), (load, 0, 0, first_argument), (any_bit, 1, 0, CLONE_THREAD)]
-    program += [(ret, 0, 0, refuse), (ret, 0, 0, allow)]
+    ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 

@@ -1,9 +1,9 @@
-"""Which part of an answer is the solution, before EvalPlus's sanitize, which keeps the
-longest text that parses.
+"""Which part of an answer is the solution.
 
 The rule "block": among the fenced blocks that parse and define the requested function at top level with a
 real body, the last one, as answers begin with signatures and end with corrections. Otherwise the rule "text":
-all of the answer.
+the longest part of the answer, from a line that can begin a program on, that parses and defines it; all of the
+answer if there is none. What only shows the function at work is left out of both.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Iterator
 
 FENCE = re.compile(r"(`{3,}|~{3,})([^`~]*)$")
 MAX_ENDS = 20  # tried for one block: an answer that repeats fences to its end would take O(fences^2) parses
-NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+BEGIN = re.compile(r"(async\s+def|def|class|import|from)\s|@\w|\w+\s*(:[^=]*)?=[^=]")
+MAX_BEGINS, MAX_CUTS = 32, 64  # as a text of no Python would take O(lines^2) parses
 
 
 def target_function(text: str, entry_point: str) -> tuple[str, str]:
-    """(code, rule) of an answer: the block that defines `entry_point`, or all of the text;
-    thinking is left out.
-    """
+    """(code, rule) of an answer; thinking is left out."""
     text = text.replace("\r\n", "\n").rpartition("</think>")[2]
     chosen = [code for code in fenced_blocks(text) if has_real_body(code, entry_point)]
-    return (chosen[-1], "block") if chosen else (text, "text")
+    return (chosen[-1], "block") if chosen else (longest_program(text, entry_point) or text, "text")
 
 
 def fenced_blocks(text: str) -> Iterator[str]:
@@ -59,7 +58,7 @@ def has_real_body(code: str, entry_point: str) -> bool:
     """Whether code defines the function at top level, finally by more than a docstring, pass, or `...`."""
     real = False
     for node in (parsed(code) or ast.Module([], [])).body:
-        if isinstance(node, NAMED[:2]) and node.name == entry_point:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == entry_point:
             real = not all(is_stub(statement) for statement in node.body)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -73,11 +72,52 @@ def is_stub(node: ast.stmt) -> bool:
     return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
-def lost_names(selected: str, sanitized: str, entry_point: str) -> set[str]:
-    """What the sanitized code needs and lost: EvalPlus drops decorated definitions
-    and functions without `return`.
+def longest_program(text: str, entry_point: str) -> str | None:
+    """The longest part that parses and defines the function, of those that begin at a line like a statement's."""
+    lines = text.split("\n")
+    begins = [number for number, line in enumerate(lines) if BEGIN.match(line)][:MAX_BEGINS]
+    found = [longest_beginning(lines[begin:]) for begin in begins]
+    return max((code for code in found if has_real_body(code, entry_point)), key=len, default=None)
+
+
+def longest_beginning(lines: list[str]) -> str:
+    """The first lines up to the last after which they parse; an error tells how many cannot."""
+    for _ in range(MAX_CUTS):
+        code = "\n".join(lines)
+        try:
+            ast.parse(code)
+            return code
+        except SyntaxError as error:
+            lines = lines[: min(max((error.lineno or 1) - 1, 0), len(lines) - 1)]
+        except (ValueError, RecursionError, MemoryError):
+            break
+    return ""
+
+
+def without_demonstration(code: str, entry_point: str) -> str:
+    """Code without the statements at top level that only use the function: asserts, prints, calls of it, and
+    what stands under `if __name__ == ...`. All other statements stay, so nothing that a function needs is lost.
     """
-    before, after = (parsed(code) or ast.Module([], []) for code in (selected, sanitized))
-    defined, kept = ({node.name for node in tree.body if isinstance(node, NAMED)} for tree in (before, after))
-    used = {node.id for node in ast.walk(after) if isinstance(node, ast.Name)} | {entry_point}
-    return (defined - kept) & used
+    tree = parsed(code)
+    if tree is None:
+        return code
+    kept = [statement for statement in tree.body if not shows(statement, entry_point)]
+    if len(kept) == len(tree.body):
+        return code
+    try:
+        return ast.unparse(ast.Module(kept, []))
+    except RecursionError:
+        return code
+
+
+def shows(statement: ast.stmt, entry_point: str) -> bool:
+    if isinstance(statement, ast.Assert):
+        return True
+    if isinstance(statement, ast.If):
+        return isinstance(test := statement.test, ast.Compare) and names(test.left) == {"__name__"}
+    called = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    return called and bool({entry_point, "print", "input"} & names(statement))
+
+
+def names(node: ast.AST) -> set[str]:
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}

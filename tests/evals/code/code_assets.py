@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from evals.code.sandbox import why_not
-from evals.code.score import evalplus_environment
 
-needs_evalplus = pytest.mark.skipif(
-    not evalplus_environment().exists(), reason="no EvalPlus here: python -m evals.code --setup"
-)
 missing = why_not()
 needs_sandbox = pytest.mark.skipif(bool(missing), reason=f"no sandbox here: {missing}")
 
@@ -45,7 +41,7 @@ def write_dataset(path: Path, problems: Sequence[dict[str, Any]] = PROBLEMS) -> 
     return path
 
 
-LIBC = "import ctypes, os, time\nlibc = ctypes.CDLL(None)\n"  # EvalPlus's guard takes os.kill, not this
+LIBC = "import ctypes, os, time\nlibc = ctypes.CDLL(None)\n"
 ANSWER = "def double(x):\n    return 2 * x\n"
 # each would also answer rightly if it got away with what it does first
 HOSTILE = {

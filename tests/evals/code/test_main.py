@@ -23,7 +23,7 @@ from evals.watch import Watcher
 from laneformer.hf.tokenizer import write_tokenizer
 from records.evals import FIELDS, PROVENANCE, About
 from records.run import read_run
-from tests.evals.code.code_assets import needs_evalplus, needs_sandbox, write_dataset
+from tests.evals.code.code_assets import needs_sandbox, write_dataset
 from tests.evals.code.test_answers import Endpoint, endpoint  # noqa: F401
 from tests.evals.test_watch import job_of, save
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
@@ -42,7 +42,6 @@ def test_pass_at_k_is_the_mean_over_all_choices(n: int, k: int) -> None:
     assert pass_at_k([(n, n), (n, 0)], k) == 0.5
 
 
-@needs_evalplus
 @needs_sandbox
 def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     """Chat answers of an endpoint, in two calls: the second one finds its answers and its expected outputs."""
@@ -64,7 +63,7 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     assert (record["protocol"], record["n"], record["sandbox"]) == ("greedy", 1, find_sandbox())
     # Wilson's interval of 3 of 3: the lower end is 3 / (3 + z^2), z^2 = 3.8415
     assert record["pass@1_plus_interval"] == pytest.approx([3 / 6.8415, 1], abs=1e-5)
-    assert (record["selection"], record["not_sanitized"]) == ({"block": 3}, 0)
+    assert record["selection"] == {"block": 3}
     assert record["results"] == str(tmp_path / "r")
     told = {name for names in FIELDS["code"] for name in names.split()}
     assert set(record) == {*PROVENANCE, *told}, "the fields that are written down"
@@ -73,8 +72,8 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     assert {task: (row["n"], row["a"], row["b"]) for task, row in found.items()} == {
         "humaneval": (3, 1, 1), "humaneval+": (3, 1, 1),
     }  # fmt: skip
-    (outputs,) = (tmp_path / "cache/evalplus").iterdir()
-    assert outputs.name == f"{open_dataset(path).md5}.pkl"
+    (outputs,) = (tmp_path / "cache/expected").iterdir()
+    assert outputs.name == f"{open_dataset(path).md5}.jsonl"
     (tmp_path / "metrics.jsonl").touch()  # which makes it a run's folder
     shown = code_table(read_run(tmp_path))
     for told in (
@@ -84,8 +83,8 @@ def test_the_command(endpoint: Endpoint, tmp_path: Path) -> None:  # noqa: F811
     ):
         assert told in shown, "the dashboard reads the record"
     samples = [json.loads(line) for line in (tmp_path / "r/samples.jsonl").read_text().splitlines()]
-    assert all(s["selected"].startswith("def ") and s["sanitized"] and s["rule"] == "block" for s in samples)
-    assert (tmp_path / "r/samples_eval_results.json").exists()
+    assert all(s["selected"].startswith("def ") and s["rule"] == "block" for s in samples)
+    assert {(s["base"], s["plus"]) for s in samples} == {("pass", "pass")}
 
 
 class Exported(Watcher):
@@ -103,7 +102,6 @@ class Exported(Watcher):
     tokenizer: Path
 
 
-@needs_evalplus
 @needs_sandbox
 @pytest.mark.slow
 def test_the_watcher_gives_every_checkpoint_a_folder_of_its_own(prepared_data: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""EvalPlus in its sandbox: correct, wrong and hostile solutions."""
+"""Solutions that are right, wrong and hostile, each in its sandbox."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from evals.code import score
 from evals.code.__main__ import figures_of
 from evals.code.sandbox import find_sandbox
-from evals.code.score import LIMITS, EvalPlus, evalplus_environment, open_dataset, reference
+from evals.code.score import LIMITS, Scorer, numpy_folder, open_dataset, reference
 from tests.evals.code.code_assets import (
     ANSWER,
     EQUAL,
@@ -27,7 +27,6 @@ from tests.evals.code.code_assets import (
     connects,
     deletes,
     finds,
-    needs_evalplus,
     needs_sandbox,
     problem,
     reads,
@@ -61,28 +60,11 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path, content: str | None, mes
         open_dataset(tmp_path / "d.jsonl")
 
 
-def test_a_missing_environment_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    dataset = open_dataset(write_dataset(tmp_path / "d.jsonl"))
-    with pytest.raises(ValueError, match=r"python -m evals\.code --setup"):
-        EvalPlus(dataset, tmp_path / "none", "none", tmp_path, tmp_path)
-
-
-@needs_evalplus
-def test_a_command_that_fails_or_does_not_end_is_an_error_with_its_log(tmp_path: Path) -> None:
-    evalplus = scorer(tmp_path, "none")
-    assert evalplus._run(["cat"], {}, "fine", 60) == "fine"
-    with pytest.raises(ValueError, match=r"exit status 3 \(sandbox: none\)(.|\n)*the reason"):
-        evalplus._run(["sh", "-c", "echo the reason >&2; exit 3"], {}, "", 60)
-    with pytest.raises(ValueError, match="did not end within 1 s"):
-        evalplus._run(["sleep", "600"], {}, "", 1)
-
-
-def scorer(folder: Path, kind: str, problems: Sequence[dict[str, Any]] = PROBLEMS) -> EvalPlus:
+def scorer(folder: Path, kind: str, problems: Sequence[dict[str, Any]] = PROBLEMS) -> Scorer:
     dataset = open_dataset(write_dataset(folder / "d.jsonl", problems))
-    return EvalPlus(dataset, evalplus_environment(), kind, folder, folder / "cache", 2, min_time_limit_s=1.0)
+    return Scorer(dataset, kind, folder, folder / "cache", 2, min_time_limit_s=1.0)
 
 
-@needs_evalplus
 @needs_sandbox
 def test_a_sandbox_that_does_not_start_ends_the_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,12 +81,11 @@ def test_a_sandbox_that_does_not_start_ends_the_evaluation(
 
 
 @pytest.mark.slow
-@needs_evalplus
 @needs_sandbox
 def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
     """All in one evaluation with right solutions, which must still be found right."""
-    evalplus = scorer(tmp_path, find_sandbox())
-    assert evalplus.control()["passed"] == 3  # also makes the expected outputs
+    judge = scorer(tmp_path, find_sandbox())
+    assert judge.control()["passed"] == 3  # also makes the expected outputs
     victim = tmp_path / "victim"
     victim.write_text("whole")
     victim.chmod(0o666)
@@ -113,7 +94,7 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
         hostile = {
             **HOSTILE,
             "delete a file": deletes(victim),
-            "find the results": finds(tmp_path, evalplus_environment()),
+            "find the results": finds(tmp_path, numpy_folder() / "numpy"),
             "write a file": writes(tmp_path / "new"),
             "write to the system": writes(Path("/usr/new")),
             "connect": connects(server.getsockname()[1]),
@@ -122,7 +103,7 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
         solutions = [*hostile.values(), ANSWER, "def double(x):\n    return 0", "def double(x):"]
         rows = [{"task_id": "HumanEval/900", "solution": text} for text in solutions]
         rows += [{"task_id": p["task_id"], "solution": reference(p)} for p in PROBLEMS[1:]]
-        scored = evalplus.evaluate(rows, "samples")
+        scored = judge.evaluate(rows, "samples")
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -135,13 +116,12 @@ def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".work-*"))
 
 
-@needs_evalplus
 @needs_sandbox
 def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
     """All in one evaluation; what is equal to the expected value is right all the same, whatever its type."""
     third = problem(904, "third", "return x / 3", [[1]], [[2]])
     counts = problem(905, "counts", "return {c: x.count(c) for c in x}", [["aab"]], [["b"], [""]])
-    evalplus = scorer(tmp_path, find_sandbox(), [PROBLEMS[0], third, counts])
+    judge = scorer(tmp_path, find_sandbox(), [PROBLEMS[0], third, counts])
     near = "def third(x):\n    return x / 3 + 1e-9\n"
     texts = {
         "HumanEval/900": [*LIES.values(), reference(PROBLEMS[0])],
@@ -150,7 +130,7 @@ def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
     }
     rows = [{"task_id": task, "solution": text} for task, listed in texts.items() for text in listed]
     scored = {
-        task: [both[1] for both in samples] for task, samples in evalplus.evaluate(rows, "samples").items()
+        task: [both[1] for both in samples] for task, samples in judge.evaluate(rows, "samples").items()
     }
     assert dict(zip([*LIES, "right"], scored["HumanEval/900"], strict=True)) == dict.fromkeys(LIES, False) | {
         "right": True
@@ -160,15 +140,14 @@ def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
     assert got == dict.fromkeys(UNEQUAL, False) | dict.fromkeys(EQUAL, True) | {"right": True}
 
 
-@needs_evalplus
 @needs_sandbox
 def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
-    evalplus = scorer(tmp_path, find_sandbox())
-    evalplus.control()
+    judge = scorer(tmp_path, find_sandbox())
+    judge.control()
     solutions = ["def absolute(x):\n    return x", reference(PROBLEMS[1])]
     rows = [{"task_id": "HumanEval/901", "solution": text} for text in solutions]
     rows += [{"task_id": PROBLEMS[i]["task_id"], "solution": reference(PROBLEMS[i])} for i in (0, 2)]
-    scored = evalplus.evaluate(rows, "samples")
+    scored = judge.evaluate(rows, "samples")
     assert scored["HumanEval/901"] == [(True, False), (True, True)]
     figures = figures_of(scored, 1)
     assert figures["pass@1_base"] == 1
@@ -176,7 +155,6 @@ def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
     assert figures["pass@1_plus"] == pytest.approx(2.5 / 3, rel=2**-51)
 
 
-@needs_evalplus
 @needs_sandbox
 def test_the_limit_on_memory_is_for_what_a_solution_adds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,29 +166,15 @@ def test_the_limit_on_memory_is_for_what_a_solution_adds(
     monkeypatch.setattr("evals.code.score.LIMITS", {**LIMITS, "memory_bytes": limit})
     (tmp_path / "d.jsonl").write_text(json.dumps(problem(903, "zeros", "return bytes(x)", [[size]], [[1]])))
     dataset = open_dataset(tmp_path / "d.jsonl")
-    evalplus = EvalPlus(dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache")
+    judge = Scorer(dataset, find_sandbox(), tmp_path, tmp_path / "cache")
     once, twice = (
         "def zeros(x):\n    return bytes(x)",
         "def zeros(x):\n    held = bytes(8 * x)\n    return bytes(x)",
     )
     rows = [{"task_id": "HumanEval/903", "solution": solution} for solution in (once, twice)]
-    assert evalplus.evaluate(rows, "memory") == {"HumanEval/903": [(True, True), (False, False)]}
+    assert judge.evaluate(rows, "memory") == {"HumanEval/903": [(True, True), (False, False)]}
 
 
-@needs_evalplus
-@needs_sandbox
-def test_sanitize_keeps_the_function_and_gives_up_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("evals.code.score.SANITIZE_S", 2.0)
-    noise = "".join(f"word {i} of no Python(\n" for i in range(4000))  # 8 million texts to parse
-    texts = ["Sure:\n" + ANSWER + "\nprint(double(2))\nDone!", noise, "(" * 100_000]
-    got = scorer(tmp_path, find_sandbox()).sanitize([{"text": t, "entry_point": "double"} for t in texts])
-    assert got[0] == ANSWER.strip()
-    assert got[1] is None
-
-
-@needs_evalplus
 @needs_sandbox
 @pytest.mark.slow
 @pytest.mark.skipif(
@@ -228,8 +192,6 @@ def test_the_reference_solutions(
 ) -> None:
     dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
     assert (dataset.name, dataset.version) == known
-    control = EvalPlus(
-        dataset, evalplus_environment(), find_sandbox(), tmp_path, tmp_path / "cache", 2
-    ).control()
+    control = Scorer(dataset, find_sandbox(), tmp_path, tmp_path / "cache", 2).control()
     assert (control["passed"], control["total"]) == (total - len(failing), total)
     assert list(control["known_failures"]) == failing

@@ -1,12 +1,13 @@
-"""Which code is selected from an answer, by which rule, and what EvalPlus's sanitize may not take from it."""
+"""Which code is selected from an answer, by which rule, and what is left out of it."""
 
 from __future__ import annotations
 
+import ast
 import time
 
 import pytest
 
-from evals.code.selection import lost_names, target_function
+from evals.code.selection import longest_beginning, target_function, without_demonstration
 
 ADD = "def add(a, b):\n    return a + b"
 STUB = 'def add(a, b):\n    """The sum of a and b."""'
@@ -84,7 +85,8 @@ BLOCKS = {  # the rule "block": name: (answer, code)
     "a fence in a comment": (fenced(ADD + "\n# ```\nx = 1"), ADD + "\n# ```\nx = 1"),
 }
 TEXTS = {  # the rule "text": name: (answer, code)
-    "no block": (ADD + "\n\nThat is all.", ADD + "\n\nThat is all."),
+    "no block": (ADD + "\n\nThat is all.", ADD + "\n"),
+    "prose before it": ("Sure: add it.\nimport math\n" + ADD + "\nDone!", "import math\n" + ADD),
     "empty": ("", ""),
     "a signature alone": (fenced(STUB), fenced(STUB)),
     "a class alone": (fenced("class S:\n    def add(self):\n        return 0"),) * 2,
@@ -102,7 +104,7 @@ def test_the_last_block_that_defines_the_function(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_else_the_whole_text(name: str) -> None:
+def test_else_the_longest_program_or_the_whole_text(name: str) -> None:
     answer, code = TEXTS[name]
     assert target_function(answer, "add") == (code, "text")
 
@@ -114,14 +116,42 @@ def test_an_answer_that_repeats_fences_is_read_in_time() -> None:
     assert time.monotonic() - started < 60  # 0.3 s here; minutes if every pair of fences were parsed
 
 
-@pytest.mark.parametrize(
-    ("selected", "sanitized", "lost"),
-    [
-        pytest.param(CACHED, "from functools import lru_cache", {"add"}, id="the function, as it is decorated"),
-        pytest.param("@cache\ndef one(): pass\n\ndef add(): one()", "def add(): one()", {"one"}, id="a helper"),
-        pytest.param(ADD + "\n\ndef test():\n    add(1, 2)", ADD, set(), id="tests, which are not needed"),
-        pytest.param("Sure:\n" + ADD, ADD, set(), id="prose"),
-    ],
-)  # fmt: skip
-def test_what_sanitize_takes_away_is_seen(selected: str, sanitized: str, lost: set[str]) -> None:
-    assert lost_names(selected, sanitized, "add") == lost
+def test_a_text_of_no_python_is_read_in_time() -> None:
+    noise = "".join(f"def word {i} of no Python(\n" for i in range(4000))
+    started = time.monotonic()
+    assert target_function(noise, "add") == (noise, "text")
+    assert target_function("(" * 100_000, "add")[1] == "text"
+    assert time.monotonic() - started < 60
+
+
+def test_the_longest_beginning_that_parses() -> None:
+    assert longest_beginning([*ADD.split("\n"), "That is all."]) == ADD
+    assert longest_beginning([*ADD.split("\n"), "def cut(x, y"]) == ADD
+    assert longest_beginning([*ADD.split("\n"), 'text = """cut']) == ADD
+    assert longest_beginning(["That is all."]) == ""
+
+
+SHOWN = [
+    "assert add(1, 2) == 4", "print(add(1, 2))", "add(1, 2)", "print('done')", "input()",
+    "if __name__ == '__main__':\n    main()",
+]  # fmt: skip
+NEEDED = [  # what EvalPlus's sanitize takes away, or reorders: right code was scored as wrong
+    "MOD, INF = 10**9 + 7, float('inf')", "DIRS = [(0, 1)]\nDIRS += [(1, 0)]", "memo = {}\nmemo[0] = 1",
+    "try:\n    from math import comb\nexcept ImportError:\n    comb = None", "if True:\n    ONE = 1",
+    "import sys\nsys.setrecursionlimit(10000)", "for i in range(3):\n    last = i",
+    "from functools import cache\n\n@cache\ndef one():\n    pass",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_what_only_shows_the_function_is_left_out(shown: str) -> None:
+    assert without_demonstration(f"{ADD}\n\n{shown}", "add") == ADD
+
+
+@pytest.mark.parametrize("needed", NEEDED)
+def test_what_a_function_may_need_stays(needed: str) -> None:
+    code = f"{needed}\n\n{ADD}"
+    assert without_demonstration(code, "add") == code
+    assert ast.dump(ast.parse(without_demonstration(f"{code}\nadd(1, 2)", "add"))) == ast.dump(
+        ast.parse(code)
+    )

@@ -225,7 +225,7 @@ def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ())
 def scores(origin: dict[str, Any], share: float = 1.0, whole_ruler: bool = True) -> list[dict[str, Any]]:
     """Code, lm-eval with RULER, and contamination of a checkpoint; share: of the last one's scores."""
     code = {"kind": "code", "evalplus": "0.3.1", "prompt": "chat", "top_p": 1.0, "seed": 0, "max_new_tokens": 768,
-            "model": "hf", "model_sha256": "ef" * 32, "answers_empty": 0, "not_sanitized": 1,
+            "model": "hf", "model_sha256": "ef" * 32, "answers_empty": 0,
             "sandbox": "bubblewrap"}  # fmt: skip
     control = {"passed": 162, "total": 164, "known_failures": {"HumanEval/32": "its tests are not counted"},
                "unexpected_failures": ["HumanEval/83"]}  # fmt: skip

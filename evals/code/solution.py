@@ -1,0 +1,116 @@
+"""A solution in a sandbox of its own, as the process that judges it sees it: values that return, one by one.
+
+What it returns is read from lines of JSON (evals/code/runner.py) into values of exact builtin types, where no
+solution has run. It may write anything, so a line has a limit of length and of time, and makes nothing but the
+values below. This file imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import select
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+MAX_LINE_BYTES = 1 << 30  # of one returned value; the largest that is expected, of Mbpp/255, takes 0.6 GB
+# values that compare as their builtin type does but are not of it, as EvalPlus accepts
+# NumPy's and collections'
+BUILTIN = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+KINDS = {kind.__name__: type(kind.__name__, (kind,), {}) for kind in BUILTIN}
+CONTENTS: dict[str, Callable[[Any], Any]] = {  # strings of tuples are shared: Mbpp/255 expects 10^8 of them
+    "int": lambda text: int(text, 16),
+    "complex": lambda parts: complex(*map(float.fromhex, parts)),
+    "bytes": base64.b64decode,
+    "Fraction": lambda parts: Fraction(*(int(part, 16) for part in parts)),
+    "Decimal": Decimal,
+    "tuple": lambda items: tuple(sys.intern(item) if type(item) is str else item for item in items),
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+}
+KINDS["items"] = type(
+    "items", (list,), {"__eq__": lambda *_: False}
+)  # of other iterables: a set can be made of them
+
+
+class SandboxError(Exception):
+    """A sandbox did not start: before any of its code ran, so no verdict would mean anything."""
+
+
+def like(kind: str, value: Any) -> Any:
+    """The reading of what a solution returned that is not exactly of a builtin type."""
+    return KINDS[kind](value) if kind in KINDS else object()
+
+
+def plain(kind: str, value: Any) -> Any:
+    """The reading of what a reference solution returned."""
+    return object() if kind == "object" else value
+
+
+def read(line: bytes, reading: Callable[[str, Any], Any] = like) -> Any:
+    """The value that runner.py wrote as a line of JSON. KeyError, TypeError or ValueError for what is none.
+
+    reading: `like` or `plain`, for what is not exactly of a builtin type.
+    """
+
+    def value_of(sent: dict[str, Any]) -> Any:
+        ((kind, held),) = sent.items()
+        return reading(*held) if kind == "like" else CONTENTS[kind](held)
+
+    return json.loads(line, object_hook=value_of)
+
+
+class Solution:
+    """A process that ends with the one that made it.
+
+    command: `sandbox` around `runner`, and the file of the `filter` of system calls (score.py's request).
+    """
+
+    def __init__(self, request: dict[str, Any], code: str, entry_point: str, inputs: list[Any]):
+        with open(request["filter"], "rb") as rules:
+            options = [*request["sandbox"], "--seccomp", str(rules.fileno())] if request["sandbox"] else []
+            self.process = subprocess.Popen(
+                [*options, *request["runner"]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, pass_fds=[rules.fileno()],
+            )  # fmt: skip
+        job = {"code": code, "entry_point": entry_point, "inputs": inputs, "limits": request["limits"]}
+        self.held = b""
+        assert self.process.stdin is not None
+        try:
+            with self.process.stdin as pipe:
+                pickle.dump(job, pipe)  # into the sandbox; nothing that comes out of it is unpickled
+            self.receive(60.0)
+        except (OSError, EOFError, TimeoutError):
+            raise SandboxError(f"a sandbox did not start: {shlex.join(options)}") from None
+
+    def receive(self, limit_s: float) -> bytes:
+        """The line that it sends next. EOFError if it has ended; TimeoutError after limit_s seconds;
+        ValueError for a line of more than MAX_LINE_BYTES.
+        """
+        assert self.process.stdout is not None
+        pipe, end_s = self.process.stdout.fileno(), time.monotonic() + limit_s
+        parts, length = [self.held], len(self.held)
+        while b"\n" not in parts[-1]:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+                raise TimeoutError(f"nothing within {limit_s:.1f} s")
+            if not (part := os.read(pipe, 1 << 20)):
+                raise EOFError("the solution has ended")
+            parts.append(part)
+            if (length := length + len(part)) > MAX_LINE_BYTES:
+                raise ValueError(f"a value of more than {MAX_LINE_BYTES} bytes")
+        last, _, self.held = parts.pop().partition(b"\n")
+        return b"".join([*parts, last])
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()

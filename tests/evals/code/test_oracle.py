@@ -1,0 +1,159 @@
+"""Our rules of what is right against EvalPlus's own code, on right answers and on wrong ones that are near them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.code.inputs import CHANGE_OF, arguments_of
+from evals.code.judge import Expected
+from evals.code.oracle import AS_SETS, NOT_NONE, Oracle
+from evals.code.sandbox import find_sandbox
+from evals.code.score import Scorer, open_dataset
+from tests.evals.code.code_assets import needs_sandbox
+
+EVALPLUS = Path(sys.prefix) / "evalplus"
+pytestmark = pytest.mark.skipif(not EVALPLUS.exists(), reason="no EvalPlus here: make extras")
+Case = tuple[str, str, list[Any], list[Any], list[Any], float]
+
+
+def theirs(lines: list[str]) -> list[Any]:
+    script = Path(__file__).with_name("evalplus_verdicts.py")
+    env = {**os.environ, "PYTHONPATH": str(EVALPLUS)}
+    done = subprocess.run(
+        [sys.executable, script], input="\n".join(lines), env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def ours(
+    dataset: str, entry_point: str, arguments: list, expected: list, returned: list, atol: float
+) -> bool:
+    oracle = Oracle(dataset, entry_point, atol)
+    try:
+        return all(map(oracle.right, returned, arguments, expected))
+    except Exception:
+        return False
+
+
+def assert_same_verdicts(cases: list[Case]) -> None:
+    texts = [json.dumps([d, e, repr(a), repr(x), repr(r), atol]) for d, e, a, x, r, atol in cases]
+    wanted, got = theirs(texts), [ours(*case) for case in cases]
+    differing = [case for case, a, b in zip(cases, wanted, got, strict=True) if a != b]
+    assert not differing
+    assert {True, False} == set(wanted)
+
+
+def near(value: Any, rng: random.Random) -> Iterator[Any]:
+    """The value, and others that some rule may take for it."""
+    yield value
+    yield None
+    if isinstance(value, bool):
+        yield from (int(value), not value)
+    elif isinstance(value, int | float):
+        yield from (
+            float(value),
+            value + 1,
+            -value,
+            value * (1 + 5e-8),
+            value + 5e-7,
+            value + 2e-6,
+            str(value),
+        )
+        yield complex(value)
+    elif isinstance(value, str):
+        yield from (value + " ", value[:-1], value.upper(), list(value))
+    elif isinstance(value, list | tuple):
+        other = list if isinstance(value, tuple) else tuple
+        yield from (other(value), value[::-1], value[:-1], value + type(value)([0]), type(value)([value]))
+        if value:
+            place = rng.randrange(len(value))
+            for changed in near(value[place], rng):
+                yield type(value)([*value[:place], changed, *value[place + 1 :]])
+    elif isinstance(value, dict):
+        yield from (dict(list(value.items())[1:]), list(value.items()), {**value, "more": 0})
+    elif isinstance(value, set):
+        yield from (sorted(value, key=repr), set(list(value)[1:]), frozenset(value))
+
+
+EXPECTED = [
+    True, 0, 7, -(2**70), 0.1, 1e-9, 1e300, 0.0, float("inf"), "ab", "", None, [1, 2, 3], [], [0.5, 2.0], (1, 2),
+    (0.5, 1e9),
+    [[1, 2], [3, 4]], [[0.5], [1.5]], {"a": 1}, {1, 2}, [1, 0.5], [True, 2], ["a", "b"], 2 + 1j, {}, [None],
+]  # fmt: skip
+SPECIAL = {
+    "are_equivalent": ([[36, 57]], [False]), "sum_div": ([[8]], [7]), "surface_Area": ([[3, 4]], [33]),
+    "digit_distance_nums": ([[1, 256]], [12]), "f": ([[1]], [1]),
+    **{name: ([[1]], [[3, 4, 4]]) for name in AS_SETS[:2]}, **{name: ([["x"]], [True]) for name in NOT_NONE},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_verdicts_on_values_near_the_expected_one() -> None:
+    rng = random.Random(7)
+    cases: list[Case] = []
+    for expected in EXPECTED:
+        for returned in near(expected, rng):
+            cases.append(("humaneval", "f", [[1]], [expected], [returned], rng.choice([0, 0, 1e-6, 0.1])))
+    # a test that expects floats sets the tolerance of those behind it
+    for order in ([0.5, 1], [1, 0.5]):
+        cases.append(("humaneval", "f", [[1], [1]], order, [value + 5e-7 for value in order], 0))
+    for name, (arguments, expected) in SPECIAL.items():
+        for returned in [*near(expected[0], rng), 33, 39, 12, 7, 0, {3, 4}]:
+            for dataset in ("mbpp", "humaneval"):
+                cases.append((dataset, name, arguments, expected, [returned], 0))
+    assert_same_verdicts(rng.sample(cases, 300))
+
+
+def test_inputs_of_mbpp() -> None:
+    shapes = {
+        124: [["1.5", "2+1j"], ["-3", "1j"]],
+        252: [["1+2j"]],
+        115: [[[[1, 2], [], {}, 3]]],
+        722: [[{"a": [1, 2]}, 3, 4]],
+        307: [[[1, [2]], 1, 50]],
+    }
+    flat = {106, 750, 250, 405, 446, 617, 720, 763, 808, 2, 75, 413, 444, 753}
+    cases = []
+    for task in (*CHANGE_OF, 3):
+        lists = [[[1, 2], [3]], [[4, 5]]] if task in flat else [[[[1, 2]], [[3], [4]]], [[[5, 6]]]]
+        inputs = shapes.get(task) or [[lists, lists], [lists, lists]]
+        cases.append((f"Mbpp/{task}", inputs))
+    wanted = theirs([json.dumps({"task": task, "inputs": inputs}) for task, inputs in cases])
+    for (task, inputs), text in zip(cases, wanted, strict=True):
+        assert repr(arguments_of(task, inputs)) == text, task
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data"
+)
+@pytest.mark.parametrize("file", ["HumanEvalPlus.jsonl.gz", "MbppPlus.jsonl.gz"])
+def test_verdicts_on_the_data_sets(file: str, tmp_path: Path) -> None:
+    """Of every problem the outputs of its reference solution, and two that are near them."""
+    dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
+    scorer = Scorer(dataset, find_sandbox(), tmp_path, Path(os.environ.get("CACHE", tmp_path)), 2)
+    scorer.control()
+    request = {"expected": str(scorer.cache / "expected" / f"{dataset.md5}.jsonl")}
+    expected = Expected(request, dataset.problems)
+    rng, cases = random.Random(7), []
+    for problem in dataset.problems:
+        tests = expected.tests(problem, "base")
+        head = (dataset.name, problem["entry_point"], tests.inputs, tests.expected)
+        cases.append((*head, tests.expected, problem["atol"]))
+        for _ in range(2):
+            place = rng.randrange(len(tests.expected))
+            returned = list(tests.expected)
+            returned[place] = rng.choice(list(near(returned[place], rng)))
+            cases.append((*head, returned, problem["atol"]))
+    assert_same_verdicts(cases)
