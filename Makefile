@@ -61,9 +61,9 @@ $(VENV)/nvrtc-%: | setup
 
 # What tests need of the system, by the command that shows it is there; where it is missing they skip themselves.
 # chromium: the dashboard and the playground; the cross compiler and qemu: the engine on aarch64; slurm: launches on three
-# virtual nodes; bwrap: the sandbox of code that a model writes; spin: the protocol of the GPU's words
+# virtual nodes; bwrap: the sandbox of code that a model writes; spin: the protocol of the GPU's words; haproxy: several servers
 COMMANDS := chromium=chromium aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64-static=qemu-user-static \
-  slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client munged=munge bwrap=bubblewrap spin=spin
+  slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client munged=munge bwrap=bubblewrap spin=spin haproxy=haproxy
 packages:
 	@missing=$$(export PATH=$$PATH:/usr/sbin; for x in $(COMMANDS); do command -v $${x%=*} >/dev/null || echo $${x#*=}; done); \
 	  test -z "$$missing" || apt-get update -q; for x in $$missing; do apt-get install -qy --no-install-recommends $$x \
@@ -131,13 +131,14 @@ test-all: lint structure extras
 
 # everything from nothing: no proof is taken from the cache, chaos is 200 steps with a random fault every 20; then the
 # README's figures, and the quick half ten times beside two busy processes
+nightly: COMMANDS += debootstrap=debootstrap
 nightly: lint structure extras $(VENV)/agents
-	LANEFORMER_CACHE=$$(mktemp -d) CHAOS_STEPS=200 $(PYTEST)
+	LANEFORMER_CACHE=$$(mktemp -d) CHAOS_STEPS=200 CONTAINER=1 $(PYTEST)
 	$(BIN)/python -m tools.check.readme --check
 	$(BIN)/python -m tests.quiet --times 10 --beside 2
 
 wheel: setup
-	$(BIN)/python -m build --wheel --no-isolation
+	$(BIN)/python -m tools.wheels
 
 clean:
 	rm -rf build dist runs/demo

@@ -1,10 +1,11 @@
-"""The wheel, installed in a fresh environment elsewhere with its few dependencies, decodes
-a model without torch.
+"""The wheel of tools.wheels, installed in a fresh environment elsewhere with its few dependencies, decodes a model
+without torch.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,7 @@ from tests.laneformer.engine.assets import (
     small_config,
     write_folder,
 )
+from tools.wheels import built, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAYGROUND = ROOT / "models/laneformer/serve/playground"
@@ -39,26 +41,17 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.mark.slow
 def test_the_wheel_decodes_elsewhere(tmp_path):
-    # in the build folder of the set-up, so that only what has changed since is compiled
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "-w",
-        tmp_path / "dist",
-    ]
-    run(*build, ROOT, cwd=tmp_path)
-    (wheel,) = (tmp_path / "dist").glob("laneformer-*.whl")
+    wheel = built(machine(), tmp_path / "dist")
+    assert re.search(r"-(cp3\d+-cp3\d+|cp312-abi3)-manylinux_2_(2\d|3[0-4])_\w+\.whl$", wheel.name), (
+        wheel.name
+    )
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("laneformer/engine/cpu/_core.") for name in names)
     sources = {name for name in names if name.endswith((".cpp", ".h"))}
     assert sources == {"laneformer/engine/sampling.h"}, "the CUDA kernels are compiled at run time"
     assert all(name.startswith("laneformer") for name in names)
     page = {f"laneformer/serve/playground/{path.name}" for path in PLAYGROUND.iterdir()}
-    assert len(page) == 7
+    assert len(page) == 6
     assert page <= set(names), "the playground ships"
 
     environment = tmp_path / "venv"
@@ -76,3 +69,5 @@ def test_the_wheel_decodes_elsewhere(tmp_path):
     assert str(environment) in printed["file"]
     assert printed["torch"] is False
     assert "generate" in run(environment / "bin/laneformer", "--help", cwd=tmp_path)
+    version = run(environment / "bin/laneformer", "--version", cwd=tmp_path).split()
+    assert version == ["laneformer", wheel.name.split("-")[1]]

@@ -1,7 +1,10 @@
-"""docs/start.md: every command names a program, options and files that exist, and its jobs are accepted."""
+"""docs/start.md: every command names a program, options and files that exist, and its jobs are accepted; chat and
+serving are executed, with a tiny model in the place of the hub's.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -10,17 +13,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.laneformer.serve.conftest import write_model
+from tests.shared import Shared
 from tests.train.runs import forked
+from train.supervise.attempt import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/start.md").read_text()
+SECTIONS = {each.splitlines()[0]: each for each in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]}
+BLOCKS = {name: re.findall(r"```\n(.*?)```", each, re.DOTALL)[0] for name, each in SECTIONS.items()}
+EXECUTED = ("Chat", "Serving")
 COMMANDS = [
-    shlex.split(line)
-    for block in re.findall(r"```\n(.*?)```", TEXT, re.DOTALL)
-    for line in block.splitlines()
+    shlex.split(line) for name, block in BLOCKS.items() if name not in EXECUTED for line in block.splitlines()
 ]
 JOBS = {"train", "train.supervise", "train.supervise.preflight"}
 OWN = ("--standalone", "--nproc_per_node", "--gpus", "--nproc-per-node")  # of what starts a job
+
+
+@pytest.fixture(scope="session")
+def model_folder(shared: Shared) -> Path:
+    return shared("start", lambda folder: write_model(folder, max_position_embeddings=512))
 
 
 def module(command: list[str]) -> str:
@@ -34,9 +46,8 @@ def options(command: list[str]) -> list[str]:
 
 
 def test_four_machines_ten_lines_each() -> None:
-    sections = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
-    assert [each.splitlines()[0] for each in sections] == ["A laptop", "One GPU", "Eight GPUs", "Slurm"]
-    for each in sections:
+    assert [*SECTIONS] == [*EXECUTED, "A laptop", "One GPU", "Eight GPUs", "Slurm"]
+    for each in SECTIONS.values():
         lines = [line for line in each.splitlines()[1:] if line and line != "```"]
         assert 8 <= len(lines) <= 11, each
     assert len(COMMANDS) > 15
@@ -48,6 +59,25 @@ def test_files_and_links_exist() -> None:
     links = re.findall(r"\]\(([\w-]+\.md)", TEXT)
     assert all((ROOT / name).is_file() for name in files)
     assert all((ROOT / "docs" / name).is_file() for name in links)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXECUTED)
+def test_chat_and_serving_are_executed(name: str, model_folder: Path) -> None:
+    """All but `make chat`, which has a test of its own; serving goes on with the model of the chat."""
+    lines = [line for line in BLOCKS[name].splitlines() if line != "make chat"]
+    script = "\n".join([f"MODEL={model_folder}", *(line for line in lines if not line.startswith("MODEL="))])
+    script = script.replace("8000", str(free_port()))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, env={**os.environ, "PATH": path},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    if name == "Serving":
+        assert '{"status":"ok"}' in done.stdout
+        assert '"role":"assistant"' in done.stdout
+        assert re.search(r"^laneformer_generated_tokens_total [1-9]", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

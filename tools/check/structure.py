@@ -28,7 +28,7 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_900,
-    "laneformer": 106_900,
+    "laneformer": 107_500,
     "data_mixtures": 56_500,
     "train": 34_100,
     "evals": 33_800,

@@ -23,7 +23,7 @@ from .options import ModelFlags, ModelOptions
 class Serve:
     """Serve a model to OpenAI clients, and a playground to browsers, until Ctrl-C or SIGTERM.
 
-    Needs `pip install 'laneformer[serve]'`; JSON schemas and tools: 'laneformer[serve,grammar]'.
+    Needs the extra `serve`, and `grammar` for JSON schemas and tools: pip install '.[serve,grammar]'.
     """
 
     hf_dir: tyro.conf.Positional[Path]
@@ -56,6 +56,8 @@ class Serve:
     """Longest silence of a stream, while a long prompt is read, before a comment is sent."""
     speculate: int = ServerOptions.speculate
     """Most draft tokens to verify in one pass, of requests that do not say; the answers stay the same. 0: none."""
+    reasoning_budget: int = ServerOptions.reasoning_budget
+    """Most tokens between <think> and </think>, of requests that do not say; then the end tag is forced. -1: any."""
     strict: bool = ServerOptions.strict
     """Refuse fields that are unknown or without effect, instead of naming them in the header `warnings`."""
     open: bool = False

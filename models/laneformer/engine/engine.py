@@ -24,6 +24,7 @@ from .cpu.decoder import RandomTensors
 from .cpu.packed import PackedWeights
 from .cpu.processes import cpu_decoder
 from .decoder import (
+    CUDA,
     Collected,
     Decoder,
     GeneratedToken,
@@ -318,6 +319,14 @@ class Engine:
     def weight_bytes(self) -> int:
         """Bytes of packed weights read for every decoded token."""
         return self._open().weight_bytes
+
+    @property
+    def kv_cache(self) -> dict[str, int]:
+        """Bytes of keys and values held now, those of earlier requests among them, and the most that are kept; empty
+        on GPUs, which count sequences.
+        """
+        decoder: Any = self._open()
+        return {} if self.isa == CUDA else {"kv_bytes": decoder.kv_bytes, "cache_bytes": decoder.cache_bytes}
 
     @property
     def draft_kv_bytes(self) -> int:

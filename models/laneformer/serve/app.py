@@ -60,14 +60,7 @@ PAGE_HEADERS = {
 
 def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     """The application around an engine, which takes no other requests until the application has shut down."""
-    names = (
-        "isa",
-        "dtype",
-        "math",
-        "kv_dtype",
-        "threads",
-        "weight_bytes",
-    )
+    names = ("isa", "dtype", "math", "kv_dtype", "threads", "weight_bytes")
     facts: dict[str, Any] = {"id": options.model, **{name: getattr(engine, name) for name in names}}
     # before requests come, so that nothing disturbs it, and again between them: other work may have
     facts["probe_bytes_per_s"] = None if engine.isa == CUDA else probe(engine)
@@ -77,7 +70,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
             facts["probe_bytes_per_s"] = max(facts["probe_bytes_per_s"], probe(engine))
 
     scheduler = Scheduler(engine, options.max_waiting, options.deadline_s, probe_again)
-    context = ServingContext(scheduler, engine, options.model, options.speculate)
+    context = ServingContext(scheduler, engine, options.model, options.speculate, options.reasoning_budget)
     facts["sampling_defaults"] = context.conversation_defaults  # what the playground shows
     facts["completion_defaults"] = context.completion_defaults
     facts["draft_model"] = engine.draft_model and dataclasses.asdict(engine.draft_model)
@@ -157,7 +150,8 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
         read = now["probe_bytes_per_s"]
         if drafts := now["draft_model"]:
             now["draft_model"] = drafts | {"kv_bytes": scheduler.engine.draft_kv_bytes}
-        return now | {"limit_tokens_per_s": read and read / now["weight_bytes"]}
+        limit = read and read / now["weight_bytes"]
+        return now | {"limit_tokens_per_s": limit, **scheduler.engine.kv_cache}
 
     @app.get("/metrics")
     async def metrics_text() -> Response:

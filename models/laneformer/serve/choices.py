@@ -17,8 +17,7 @@ from ..engine.options import batch_seeds
 from ..engine.text import StopStrings, TextStream
 from .bodies import RequestError
 from .context import ServingContext
-from .grammar import Grammar
-from .scheduler import Running, Scored, Wanted
+from .scheduler import Grammar, Running, Scored, Wanted
 
 
 class Written(NamedTuple):
@@ -46,13 +45,9 @@ class Piece(NamedTuple):
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     """All pieces of one choice as one."""
-    tokens, ids = (
-        [token for piece in pieces for token in piece.tokens],
-        [i for piece in pieces for i in piece.ids],
-    )
-    return Piece(
-        pieces[0].choice, "".join(piece.text for piece in pieces), tokens, ids, pieces[-1].finish_reason
-    )
+    tokens = [token for piece in pieces for token in piece.tokens]
+    ids, text = [i for piece in pieces for i in piece.ids], "".join(piece.text for piece in pieces)
+    return Piece(pieces[0].choice, text, tokens, ids, pieces[-1].finish_reason)
 
 
 class Writing:

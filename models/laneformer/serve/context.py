@@ -15,6 +15,7 @@ from ..engine.options import checked_ids, conversation_defaults
 from ..prompts import SECRET_DIGITS, PromptEncoder
 from .bodies import RequestError
 from .grammar import Grammars
+from .reasoning import BEGIN
 from .schema import Sampled
 from .tool_calls import ToolCalling
 
@@ -36,13 +37,14 @@ BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte
 class ServingContext:
     """A model as its clients see it. model: its name."""
 
-    def __init__(self, scheduler: Scheduler, engine: Engine, model: str, speculate: int):
-        """ValueError for a model without a tokenizer."""
+    def __init__(self, scheduler: Scheduler, engine: Engine, model: str, speculate: int, budget: int):
+        """budget: of reasoning. ValueError for a model without a tokenizer."""
         if engine.tokenizer is None:
             raise ValueError("a server needs a tokenizer, but the model folder holds no tokenizer.json")
         self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
         self.vocab_size, self.context_tokens = engine.config.vocab_size, engine.config.max_position_embeddings
-        self.eos_ids = engine.eos_ids
+        self.eos_ids, self.reasoning_budget = engine.eos_ids, budget
+        self.reasons = BEGIN in str(engine.tokenizer_config.get("chat_template"))
         self.completion_defaults = {**engine.sampling_defaults, "speculate": speculate}
         self.conversation_defaults = {
             **conversation_defaults(engine.sampling_defaults),

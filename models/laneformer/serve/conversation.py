@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+from ..engine.text import TextStream
 from .bodies import RequestError
 from .choices import Choices, Piece
 from .context import ServingContext
-from .grammar import Grammar
-from .reasoning import BEGIN, Thinking
+from .reasoning import BEGIN, ENDING, UNLIMITED, Budget, Thinking
+from .scheduler import Grammar
 from .schema import ConversationRequest, texts_of
 from .tool_calls import CallParser, ToolUse
 
@@ -65,10 +67,10 @@ class Conversation:
         self.request, self.context = request, context
         tools, self.prompt = prepared(request, context)
         grammar = self._grammar(tools)
-        self.choices = self._choices(tools, grammar)
         opened = context.tokenizer.decode(self.prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         forced = grammar is not None and not (tools.names and tools.optional)
         inside = opened.rstrip().endswith(BEGIN) and not forced
+        self.choices = self._choices(tools, grammar if forced else self._budget(tools, grammar, inside))
         self.speakers = [Speaker(tools.parser(), inside) for _ in range(request.n)]
 
     def begin(self) -> None:
@@ -93,6 +95,17 @@ class Conversation:
                 "response_format cannot be combined with tools; send one of them", "response_format"
             )
         return calls or form
+
+    def _budget(self, tools: ToolUse, grammar: Grammar | None, inside: bool) -> Grammar | None:
+        """The grammar, or one that also ends a reasoning that takes too long."""
+        context, tokens = self.context, self.request.reasoning_budget
+        tokens = context.reasoning_budget if tokens is None else tokens
+        if tokens == UNLIMITED or not (inside or context.reasons):
+            return grammar
+        tokenizer, hidden = context.tokenizer, not tools.names
+        ending = tokenizer.encode(ENDING, add_special_tokens=False).ids
+        stream = partial(TextStream, tokenizer, (), hidden)
+        return Budget(tokens, inside, ending, stream, context.vocab_size, grammar)
 
     def _choices(self, tools: ToolUse, grammar: Grammar | None) -> Choices:
         request, context = self.request, self.context

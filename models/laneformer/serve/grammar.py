@@ -95,11 +95,8 @@ class Grammars:
         if not isinstance(schema, dict | bool):
             raise ValueError(f"{what} = {schema!r:.80} must be a JSON schema: an object, true or false")
         try:
-            schema = (
-                {**schema, "x-guidance": COMPILED_WITH | {"lenient": lenient}}
-                if isinstance(schema, dict)
-                else schema
-            )
+            if isinstance(schema, dict):
+                schema = {**schema, "x-guidance": COMPILED_WITH | {"lenient": lenient}}
             rule = f"%json {json.dumps(schema)}"
             self._check_size(rule, what)
             if math.lcm(*_multiples(schema)) > MAX_MULTIPLE:
@@ -128,9 +125,7 @@ class Grammars:
         )
 
     def text_tokens(self, but: str) -> str:
-        """The part that stands for one token that is text to people though none to
-        llguidance; "" without such.
-        """
+        """The part that stands for one token that is text to people though none to llguidance; "" without such."""
         added = self.tokenizer.get_added_tokens_decoder()
         ids = [i for name, i in self._control.items() if not added[i].special and name != but]
         return f"<[{','.join(map(str, ids))}]>" if ids else ""
@@ -159,21 +154,17 @@ class Grammars:
 
     def _place(self, schema: Any, error: str) -> str:
         """Where the schema is wrong: the innermost part that has this error by itself, as ".properties.a"."""
-        shared = (
-            {n: schema[n] for n in ("$defs", "definitions", "x-guidance") if n in schema}
-            if isinstance(schema, dict)
-            else {}
-        )
+        if not isinstance(schema, dict):
+            return ""
+        shared = {n: schema[n] for n in ("$defs", "definitions", "x-guidance") if n in schema}
         parts = list(_parts(schema))[:MAX_PARTS_SEARCHED]
         return max(
-            (place for place, part in parts if self._error({**shared, **part}) == error), key=len, default=""
+            (place for place, part in parts if self._error(shared | part) == error), key=len, default=""
         )
 
 
 def _multiples(schema: Any) -> Iterator[int]:
-    """Digits of all `multipleOf`: an automaton has a state for each remainder, of
-    an intersection their product.
-    """
+    """Digits of all `multipleOf`: an automaton has a state for each remainder, of an intersection their product."""
     for _, part in _parts({"": schema}):
         number = part.get("multipleOf")
         if isinstance(number, int | float) and math.isfinite(number):
@@ -183,9 +174,8 @@ def _multiples(schema: Any) -> Iterator[int]:
 
 def _parts(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every object inside of a JSON value, with its path."""
-    for key, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
+    values = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in values:
         place = f"{path}.{key}" if isinstance(value, dict) else f"{path}[{key}]"
         if isinstance(inner, dict):
             yield place, inner
@@ -205,9 +195,7 @@ class Grammar:
         return Grammar(self._matcher.deep_copy(), self._vocab_size, self._words * WORD_BITS, self._eos_ids)
 
     def mask(self, index: int) -> np.ndarray:
-        """The ids that new token `index` (from 0) may be: bit id % 32 of word id // 32,
-        uint32 (ceil(V / 32),).
-        """
+        """As of the scheduler's `Grammar`."""
         assert index == self._accepted, f"the mask of token {index} after {self._accepted} were accepted"
         words = np.zeros(self._words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

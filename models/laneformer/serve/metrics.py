@@ -28,6 +28,10 @@ COUNTERS = {
     "proposed_tokens": "Draft tokens",
     "accepted_tokens": "Draft tokens that were right",
 }
+BYTES = {
+    "kv_bytes": "Keys and values held now, those that are kept for later prompts among them",
+    "cache_bytes": "Limit of the keys and values that are kept: --cache-bytes",
+}
 
 
 class Metrics(Collector):
@@ -48,6 +52,8 @@ class Metrics(Collector):
         yield InfoMetricFamily("laneformer_engine", "The model and how it is decoded", labels)
         yield GaugeMetricFamily("laneformer_waiting", "Requests in the queue", len(scheduler.waiting))
         yield GaugeMetricFamily("laneformer_running", "Requests that decode", len(scheduler.running))
+        for name, size in scheduler.engine.kv_cache.items():
+            yield GaugeMetricFamily(f"laneformer_{name}", BYTES[name], size)
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"laneformer_{name}", text, getattr(totals, name))
         yield histogram(

@@ -19,6 +19,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "max_body_bytes": (int, 1, 2**40),
     "keep_alive_s": (float, 0.01, 1e6),
     "speculate": (int, 0, MAX_DRAFT_TOKENS),
+    "reasoning_budget": (int, -1, 2**31),
 }
 
 
@@ -33,8 +34,8 @@ class ServerOptions:
     max_waiting: requests beyond those that decode; a further one gets status 429. deadline_s: longest
     time of a request, its waiting included. grace_s: after SIGTERM, for requests that run. max_body_bytes: of
     one request. keep_alive_s: longest silence of a stream before a comment is sent. speculate: most draft tokens
-    of requests that do not say; 0: none. strict: refuse unknown fields and those without effect, instead of
-    naming them in the header `warnings`.
+    of requests that do not say; 0: none. reasoning_budget: most tokens of their reasoning; -1: any number.
+    strict: refuse unknown fields and those without effect, instead of naming them in the header `warnings`.
     """
 
     model: str
@@ -49,6 +50,7 @@ class ServerOptions:
     max_body_bytes: int = 4 * 2**20
     keep_alive_s: float = 5.0
     speculate: int = MAX_DRAFT_TOKENS
+    reasoning_budget: int = -1
     strict: bool = False
 
     def __post_init__(self) -> None:

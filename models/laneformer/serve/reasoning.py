@@ -1,10 +1,17 @@
-"""Reasoning: what a model writes between <think> and </think> before its answer."""
+"""Reasoning: what a model writes between <think> and </think> before its answer, and how long it may be."""
 
 from __future__ import annotations
 
-from ..engine.text import StopStrings
+from collections.abc import Callable
+
+import numpy as np
+
+from ..engine.text import StopStrings, TextStream
+from .scheduler import Grammar
 
 BEGIN, END = "<think>", "</think>"
+ENDING = f"\n{END}\n\n"  # where there is no budget left
+UNLIMITED = -1
 
 
 class Thinking:
@@ -62,3 +69,40 @@ class Thinking:
             text = text.lstrip()
             self._after = not text
         return text
+
+
+class Budget:
+    """A grammar that ends a reasoning after `tokens` tokens: then the next ids are `ending`, the end tag's. Before and
+    after, any id may come, or those of `grammar`.
+
+    inside: as of `Thinking`. stream: makes one for the text of the new tokens.
+    """
+
+    def __init__(
+        self, tokens: int, inside: bool, ending: list[int], stream: Callable[[], TextStream], vocab_size: int,
+        grammar: Grammar | None,
+    ):  # fmt: skip
+        self._given = tokens, inside, ending, stream, vocab_size, grammar
+        self._tokens, self._left, self._ended = tokens, [*ending], False
+        self._thinking, self._stream, self._grammar = Thinking(inside), stream(), grammar and grammar.copy()
+        self._any = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        self._any[-1] >>= np.uint32(-vocab_size % 32)
+
+    def copy(self) -> Budget:
+        return Budget(*self._given)
+
+    def mask(self, index: int) -> np.ndarray:
+        self._ended |= self._thinking.inside and index >= self._tokens
+        if not (self._ended and self._left):
+            return self._grammar.mask(index) if self._grammar else self._any
+        only = np.zeros_like(self._any)
+        only[self._left[0] // 32] = np.uint32(1 << self._left[0] % 32)
+        return only
+
+    def accept(self, token_id: int) -> None:
+        if self._grammar:
+            self._grammar.accept(token_id)
+        if self._ended:
+            self._left = self._left[1:]
+        else:
+            self._thinking.push(self._stream.push(token_id))

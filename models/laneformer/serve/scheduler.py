@@ -66,6 +66,9 @@ class Grammar(Protocol):
 
     def accept(self, token_id: int) -> None: ...
 
+    def copy(self) -> Grammar:
+        """For another answer, from the beginning."""
+
 
 @dataclass(frozen=True)
 class Wanted:

@@ -197,8 +197,7 @@ def expect_text(content: Content) -> None:
     for part in content if isinstance(content, list) else ():
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             refuse(
-                "content",
-                f"content holds {str(part)[:80]}; the model reads {{'type': 'text', 'text': ...}}",
+                "content", f"content holds {str(part)[:80]}; the model reads {{'type': 'text', 'text': ...}}"
             )
 
 
@@ -273,6 +272,11 @@ class ConversationRequest(Sampled):
         "web_search_options": "the model cannot search",
     }
     neutral = {**Sampled.neutral, "modalities": [["text"]]}
+    renamed = {
+        **Sampled.renamed,
+        "thinking_token_budget": "reasoning_budget",
+        "thinking_budget": "reasoning_budget",
+    }
     unused = {
         **Sampled.unused,
         "metadata": None,
@@ -299,6 +303,7 @@ class ConversationRequest(Sampled):
     # beyond OpenAI's
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_budget: Annotated[int, Field(ge=-1)] | None = None  # most tokens of reasoning; -1: any number
 
     @model_validator(mode="before")
     @classmethod

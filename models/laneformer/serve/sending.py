@@ -53,11 +53,9 @@ class Told(NamedTuple):
 
 
 def error_response(error: Exception, path: str) -> Response:
-    headers = (
-        {"Retry-After": str(error.retry_after_s)}
-        if isinstance(error, Busy)
-        else getattr(error, "headers", None)
-    )
+    headers = getattr(error, "headers", None)
+    if isinstance(error, Busy):
+        headers = {"Retry-After": str(error.retry_after_s)}
     told = Told.of(error)
     body = json.dumps(told.body(path))  # ASCII: a message may quote half a surrogate pair
     return Response(body, told.status, headers, "application/json")

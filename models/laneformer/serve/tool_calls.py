@@ -108,9 +108,7 @@ def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallF
 
 
 class ToolCalling:
-    """How one model calls tools: in its template's form, or, where that knows no tools,
-    as its instructions say.
-    """
+    """How one model calls tools: in its template's form, or, where that knows none, as instructions say."""
 
     def __init__(self, tokenizer_config: Mapping[str, Any], grammars: Grammars):
         self.grammars, self.form, self.described = grammars, HERMES, True
@@ -129,9 +127,7 @@ class ToolCalling:
             self.reads_system = False
 
     def use(self, tools: Any = None, choice: Any = None, parallel: bool | None = None) -> ToolUse:
-        """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for. ValueError
-        names what is wrong.
-        """
+        """What these fields of a request ask for. ValueError names what is wrong."""
         functions = _functions(tools)
         names = [function["name"] for function in functions]
         if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -152,9 +148,7 @@ class ToolCalling:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Of one request. names: of the functions that may be called; optional: the model may
-    answer with text instead.
-    """
+    """Of one request. names: of the functions that may be called; optional: text may come instead."""
 
     calling: ToolCalling
     functions: list[dict[str, Any]]
@@ -170,9 +164,7 @@ class ToolUse:
         return [{"type": "function", "function": function} for function in self.functions]
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with text as content, and calls with arguments as values, in the form
-        that the template takes.
-        """
+        """Messages with text as content, and calls with arguments as values, as the template takes them."""
         found = copy.deepcopy([dict(message) for message in messages])
         if self.calling.described:
             return self._without_tools(found)
@@ -204,9 +196,7 @@ class ToolUse:
         return found
 
     def grammar(self) -> Grammar | None:
-        """Of the answer: calls alone where they are demanded, else text up to the first
-        call; None without tools.
-        """
+        """Of the answer: calls alone where they are demanded, else text up to the first; None without tools."""
         if not self.names:
             return None
         form, literal = self.calling.form, self.calling.grammars.literal
@@ -247,7 +237,7 @@ class CallParser:
 
     def __init__(self, form: CallForm):
         self.calls: list[dict[str, Any]] = []  # as in a message
-        self._form, self._stops, self._said = form, StopStrings(form.marker), ""
+        self._form, self._stops, self._said = form, StopStrings(form.marker), False
         self._deltas: list[dict[str, Any]] = []
         self._reading = self._read()
         next(self._reading)
@@ -255,11 +245,6 @@ class CallParser:
     @property
     def called(self) -> bool:
         return bool(self.calls)
-
-    @property
-    def content(self) -> str | None:
-        """The text so far; None for calls alone."""
-        return self._said if self._said.strip() or not self.calls else None
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """What is new in the answer."""
@@ -274,7 +259,7 @@ class CallParser:
         return self._deltas
 
     def _say(self, text: str) -> None:
-        self._said += text
+        self._said |= bool(text)
         self._deltas += [{"content": text}] if text else []
 
     def _read(self) -> Generator[None, str, None]:
@@ -328,11 +313,8 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
         if unknown := sorted(function.keys() - set(FUNCTION)):
             raise ValueError(f"{where} has {unknown[0]!r}; known are {', '.join(FUNCTION)}")
         name, description, parameters, strict = map(function.get, FUNCTION)
-        if (
-            not isinstance(name, str)
-            or not NAME.fullmatch(name)
-            or any(name == other["name"] for other in found)
-        ):
+        taken = [other["name"] for other in found]
+        if not isinstance(name, str) or not NAME.fullmatch(name) or name in taken:
             raise ValueError(
                 f"{where}.name = {name!r:.80} must match {NAME.pattern}, and no other function's name"
             )
@@ -346,12 +328,7 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose object has no keys but the named ones, where it leaves that open:
-    functions take no others.
-    """
+    """A schema whose object has no keys but the named ones, where it leaves that open."""
     combined = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"} & parameters.keys()
-    return (
-        parameters
-        if combined or "properties" not in parameters
-        else {"additionalProperties": False, **parameters}
-    )
+    closes = not combined and "properties" in parameters
+    return {"additionalProperties": False, **parameters} if closes else parameters

@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
         word, _, rest = asked.partition(" ")
         text = self.server.texts.get(asked, f"You said: {asked}")
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
-        rate, run = 800.0 if body.get("speculate") else 400.0, 1
+        rate, run = 800.0 if body.get("speculate", 31) else 400.0, 1
         if word == "FAST":
             pieces, rate, run = [f"w{i} " if i % 40 else "\n\n- item " for i in range(int(rest))], 2000.0, 4
         elif word == "SLOW":

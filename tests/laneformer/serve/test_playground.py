@@ -370,23 +370,31 @@ def test_2000_tokens_a_second_leave_the_page_alive(page: Page) -> None:
 
 
 @pytest.mark.slow
-def test_a_race_is_run_apart_then_replayed(page: Page, server: StandIn) -> None:
-    page.click("#tab-race")
-    page.click("#race-go")
-    page.until("!document.querySelector('#race-replay').hidden", 60)
-    warm, a, b = server.requests
-    assert warm["max_completion_tokens"] == 1
-    assert (a["speculate"], b["speculate"]) == (0, 31)
-    assert a["seed"] == b["seed"]
-    assert server.max_at_once == 1, "neither slows the other"
-    assert re.match(r"B is [12]\.\d\d× as fast: .* The answers are the same", text(page, "#verdict"))
-    assert page.run("document.querySelector('.lane.ahead h2').innerText") == "B"
-    assert text(page, ".lane .body").startswith("You said: Repeat these lines")
-    assert text(page, ".lane .body").count("You said") == 1
-    page.run("document.querySelector('#race-order').value = 'together'")
-    page.click("#race-go")
-    page.until("document.querySelector('#race-go').innerText === 'Race'")
-    wait_for(lambda: server.max_at_once == 2)
+def test_drafts_are_switched_and_compared(page: Page, server: StandIn) -> None:
+    checked = "document.querySelector('#drafts').getAttribute('aria-checked')"
+    server.texts["Compare"] = "one lane reads, one lane writes, " * 12
+    say(page, "Compare")
+    assert page.run(checked) == "true"
+    for drafts in ("false", "true"):
+        page.click("#drafts")
+        page.until(
+            f"{ANSWERED} && document.querySelector('#compared').textContent.includes('tokens/s with')", 30
+        )
+        assert page.run(checked) == drafts
+        assert re.fullmatch(
+            r"[\d.,]+ tokens/s with, [\d.,]+ without: [12]\.\d\d× as fast, the same answer\.",
+            text(page, "#compared"),
+        )
+        page.run("document.querySelector('#compared').textContent = ''")
+    first, off, on = server.requests
+    assert (first.get("speculate"), off["speculate"], on.get("speculate")) == (None, 0, None)
+    assert first["seed"] == off["seed"] == on["seed"]
+    assert first["messages"] == off["messages"] == on["messages"], "the answer has been taken back"
+    assert page.run("document.querySelectorAll('article').length") == 2
+    page.click("#open-settings")
+    page.run("document.querySelector('[name=speculate]').focus()")
+    page.type("0")
+    assert page.run(checked) == "false", "the field and the switch are one setting"
 
 
 @pytest.mark.slow
@@ -395,7 +403,7 @@ def test_phone_width_names_and_contrast(page: Page, server: StandIn, dark: bool)
     server.texts["long"] = TEXT + "\n```\n" + "x" * 300 + "\n```\n" + "y" * 300
     say(page, "long")
     page.size(390, 844, dark)
-    for click in ("#tab-chat", "#open-settings", "#close-settings", "#tab-race"):
+    for click in ("#drafts", "#open-settings", "#close-settings", "#theme"):
         page.click(click)
         assert page.run("document.documentElement.scrollWidth") <= 390, click
         assert page.run(UNNAMED) == []

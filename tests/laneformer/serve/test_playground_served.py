@@ -54,7 +54,7 @@ def text(page: Page, selector: str) -> str:
     return page.run(f"[...document.querySelectorAll({selector!r})].at(-1)?.textContent ?? ''")
 
 
-def test_a_conversation_and_a_race(browser: Page, server: Callable[..., Server], model_folder: Path) -> None:
+def test_a_conversation_and_drafts(browser: Page, server: Callable[..., Server], model_folder: Path) -> None:
     visit(browser, server(model_folder).url + "/", '{"max_completion_tokens": 40, "temperature": 1}')
     assert text(browser, "#model") == "tiny"
     assert "tokens/s" in text(browser, "#promise"), "the probe of the machine's memory"
@@ -66,11 +66,9 @@ def test_a_conversation_and_a_race(browser: Page, server: Callable[..., Server],
     assert text(browser, "#cached").startswith("0 of ")
     say(browser, "And?")
     assert int(text(browser, "#cached").split(" of ")[0]) > 10, "the conversation is not read again"
-    browser.click("#tab-race")
-    browser.run("document.querySelector('#race-tokens').value = 64")
-    browser.click("#race-go")
-    browser.until("!document.querySelector('#race-replay').hidden", 60)
-    assert "The answers are the same" in text(browser, "#verdict"), "speculation changes no token"
+    browser.click("#drafts")
+    browser.until("document.querySelector('#compared').textContent.includes('without')", 60)
+    assert text(browser, "#compared").endswith(", the same answer."), "drafts change no token"
     assert browser.console == [], "nothing that the Content-Security-Policy forbids"
 
 

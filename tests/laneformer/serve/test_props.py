@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from fastapi.testclient import TestClient
 from laneformer.engine import Engine
 from laneformer.serve.app import create_app
 from laneformer.serve.options import ServerOptions
+
+LIMIT = 2**20  # bytes of the prefix cache
 
 
 def said_after_a_completion(engine: Engine) -> dict[str, Any]:
@@ -23,11 +26,16 @@ def said_after_a_completion(engine: Engine) -> dict[str, Any]:
     details = answer["usage"]["completion_tokens_details"]
     made = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
     assert f"laneformer_proposed_tokens_total {made:.1f}" in metrics
+    assert 0 < facts["kv_bytes"] < facts["cache_bytes"] == LIMIT
+    for name in ("kv_bytes", "cache_bytes"):
+        (value,) = re.findall(rf"^laneformer_{name} (\S+)$", metrics, re.MULTILINE)
+        assert float(value) == facts[name]
     return facts | {"made": made}
 
 
 def test_a_draft_model_and_its_memory(model_folder: Path) -> None:
-    with Engine.from_pretrained(model_folder, threads=1, cache=False, draft=model_folder) as engine:
+    options = {"threads": 1, "cache": False, "cache_bytes": LIMIT}
+    with Engine.from_pretrained(model_folder, draft=model_folder, **options) as engine:
         engine._open().fix_cost(0.001, 0.001)  # type: ignore[attr-defined]
         said = said_after_a_completion(engine)
     assert said["made"] > 0
@@ -40,7 +48,7 @@ def test_the_models_own_head(model_folder: Path) -> None:
     with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
         config = dataclasses.replace(engine.config, num_nextn_predict_layers=1, draft_vocab_size=64)
         text = {"tokenizer": engine.tokenizer, "tokenizer_config": engine.tokenizer_config}
-    with Engine.random(config, threads=1, **text) as engine:
+    with Engine.random(config, threads=1, cache_bytes=LIMIT, **text) as engine:
         engine._open().fix_cost(0.001, 0.001)  # type: ignore[attr-defined]
         said = said_after_a_completion(engine)
     assert said["made"] > 0

@@ -123,7 +123,8 @@ class CpuDecoder(_core.Decoder):
         self._load(config, tensors, packed)
         self._settle()
         if place.rank == 0:
-            self.set_cache_limit(free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes)
+            self.cache_bytes = free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
+            self.set_cache_limit(self.cache_bytes)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
 
     def _settle(self) -> None:

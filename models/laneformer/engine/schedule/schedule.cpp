@@ -213,6 +213,7 @@ bool Schedule::change_sequences() {
     for (const auto& s : sequences_)
       if (is_waiting(s)) admit(*s);
     end_sequences();  // of those that have begun now, too, some have nothing to run
+    kv_bytes_ = prefixes_.bytes();
     others_wait_ = std::any_of(sequences_.begin(), sequences_.end(), is_waiting);
     has_news_ = std::any_of(sequences_.begin(), sequences_.end(), [](auto& s) { return s->has_news(); });
     tells_news_ |= has_news_;

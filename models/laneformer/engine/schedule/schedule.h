@@ -85,7 +85,7 @@ class Schedule {
   // bytes of weights.
   void draft_with(const KvShape& shape, double share);
   void draft_with_head(const HeadDrafts::Head& head);
-  size_t kv_bytes() const { return prefixes_.bytes(); }
+  size_t kv_bytes() const { return kv_bytes_; }  // any thread may ask
   size_t draft_kv_bytes() const { return model_ ? model_->kv_bytes() : 0; }
 
  private:
@@ -134,6 +134,7 @@ class Schedule {
   std::vector<std::unique_ptr<Sequence>> sequences_;  // that have not been collected to the end
   Statistics total_;
   std::atomic<int> total_passes_{0};  // since none ran
+  std::atomic<size_t> kv_bytes_{0};   // as of the last change of sequences
   bool asleep_ = true, has_news_ = false;
   int64_t tickets_ = 0;
   std::string failure_;

@@ -54,11 +54,7 @@ class ConversationAnswer(OpenAIAnswer):
             list(blocks.push(delta))
         text, reasoning = blocks.text("text"), blocks.text("reasoning")
         calls = [
-            {
-                "id": block.id,
-                "type": "function",
-                "function": {"name": block.name, "arguments": block.text},
-            }
+            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
             for block in blocks
             if block.kind == "call"
         ]

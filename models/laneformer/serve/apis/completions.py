@@ -55,9 +55,8 @@ class CompletionAnswer(OpenAIAnswer):
 
     def shown(self, piece: Piece) -> Piece:
         """The piece, behind its prompt where that is repeated."""
-        before, tokens = (
-            self._echo(piece) if piece.choice not in self._echoed and self.request.echo else ("", [])
-        )
+        echoes = self.request.echo and piece.choice not in self._echoed
+        before, tokens = self._echo(piece) if echoes else ("", [])
         moved = self._echoed.setdefault(piece.choice, len(before))
         tokens += [Written(token, moved + offset) for token, offset in piece.tokens]
         return piece._replace(text=before + piece.text, tokens=tokens)

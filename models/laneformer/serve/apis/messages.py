@@ -69,6 +69,7 @@ class MessagesRequest(Body):
             "tool_choice": CHOICES.get(choice, choice) if isinstance(choice, str) else choice,
             "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use"),
             "reasoning_effort": "none" if self.thinking.get("type") == "disabled" else None,
+            "reasoning_budget": self.thinking.get("budget_tokens"),
             **{name: getattr(self, name) for name in ("temperature", "top_k", "top_p")},
         }
 

@@ -109,7 +109,7 @@ class OllamaAnswer(BlockAnswer):
         self.model, self.chat = request.model or context.model, isinstance(request, ChatRequest)
 
     def line(self, text: str, thinking: str, calls: list[Block], **more: Any) -> dict[str, Any]:
-        fixed = {"model": self.model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        fixed = {"model": self.model, "created_at": now()}
         thought = {"thinking": thinking} if thinking else {}
         if not self.chat:
             return {**fixed, "response": text, **thought, "done": False, **more}

@@ -1,7 +1,6 @@
-// The page: conversation, settings, the machine's limit. stream.js measures, markdown.js draws, race.js compares.
+// The page: conversation, settings, the machine's limit. stream.js measures, markdown.js draws.
 
 import { make, Markdown } from "./markdown.js";
-import { setUpRace } from "./race.js";
 import { account, ask, chatStream, Meter, Painter, shown } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
@@ -48,12 +47,12 @@ function send(text) {
   rewrite(messages.length);
 }
 
-/** Forget the messages from this one on, and stream a reply to the one before it. */
-async function rewrite(index) {
+/** Forget the messages from this one on, and stream a reply to the one before it. seed: of an answer that comes again. */
+async function rewrite(index, seed = null) {
   if (running) return;
   messages.length = index;
   drawAll();
-  const conversation = messages, request = requestFor(messages), message = { role: "assistant", content: "" }, meter = new Meter();
+  const conversation = messages, request = { ...requestFor(messages), ...(seed !== null && { seed }) }, message = { role: "assistant", content: "" }, meter = new Meter();
   const turn = drawTurn(message), markdown = new Markdown(turn.firstChild);
   let pending = "", thought = "", speed_shown_ms = 0, failure = null;
   const painter = new Painter(() => {
@@ -120,7 +119,6 @@ function leaveFor(chosen = []) {
   messages = chosen;
   keep("chats", earlier);
   drawAll();
-  showView("chat");
   $("prompt").focus();
 }
 
@@ -258,21 +256,37 @@ function drawSettings() {
   });
   $("settings-form").replaceChildren(make("label", { class: "tall" }, "System prompt", system), ...rows);
   for (const field of $("settings-form").elements) field.value = settings[field.name] ?? "";
+  $("drafts").setAttribute("aria-checked", String(drafts() > 0));
+}
+
+/** Most draft tokens of a pass. */
+const drafts = () => settings.speculate ?? machine.sampling_defaults.speculate ?? 31;
+
+/** Drafts on or off. The last answer comes again with its seed: the same text, at another speed. */
+async function switchDrafts() {
+  const before = messages.at(-1), turn = messages.length - 1;
+  if (running) return;
+  if (drafts()) settings.speculate = 0;
+  else if (delete settings.speculate, !drafts()) settings.speculate = 31;
+  keep("settings", settings);
+  drawSettings();
+  if (!before?.figures) return;
+  $("compared").textContent = "The last answer comes again …";
+  await rewrite(turn, before.figures.seed);
+  if (messages[turn]) compare(before, messages[turn]);
+}
+
+function compare(before, after) {
+  const [on, off] = (drafts() ? [after, before] : [before, after]).map(({ figures }) => figures.tokens_per_s), ratio = on / off;
+  const found = Math.abs(ratio - 1) < 0.02 ? "as fast" : `${Math.max(ratio, 1 / ratio).toFixed(2)}× as ${ratio > 1 ? "fast" : "slow"}`;
+  const same = before.content === after.content ? "the same answer" : "another answer";
+  $("compared").textContent = on && off ? `${shown.rate(on)} tokens/s with, ${shown.rate(off)} without: ${found}, ${same}.` : "";
 }
 
 function showSettings(open) {
   $("settings").hidden = !open;
   $("open-settings").setAttribute("aria-expanded", String(open));
   (open ? $("close-settings") : $("open-settings")).focus();
-}
-
-function showView(name) {
-  for (const view of ["chat", "race"]) {
-    $(view).hidden = view !== name;
-    $(`tab-${view}`).setAttribute("aria-selected", String(view === name));
-    $(`tab-${view}`).tabIndex = view === name ? 0 : -1;
-  }
-  $(`tab-${name}`).focus();
 }
 
 // --- keys and buttons ------------------------------------------------------------------------------------------------
@@ -291,6 +305,7 @@ on("settings-form", "input", ({ target }) => {
   if (target.value === "") delete settings[target.name];
   else if (target.validity.valid) settings[target.name] = target.valueAsNumber ?? target.value;
   keep("settings", settings);
+  $("drafts").setAttribute("aria-checked", String(drafts() > 0));
 });
 on("reset", "click", () => {
   for (const name of Object.keys(settings)) delete settings[name];
@@ -298,8 +313,7 @@ on("reset", "click", () => {
   drawSettings();
 });
 on("log", "click", ({ target }) => target.matches(".copy") && copy(target, target.closest("figure").querySelector("code").textContent));
-on("views", "click", ({ target }) => target.id !== "views" && showView(target.getAttribute("aria-controls")));
-on("views", "keydown", ({ key }) => /^Arrow(Left|Right)$/.test(key) && showView($("chat").hidden ? "chat" : "race"));
+on("drafts", "click", switchDrafts);
 on("new", "click", () => leaveFor());
 on("export", "click", () => {
   const text = JSON.stringify({ exported: new Date().toISOString(), machine, settings, messages }, null, 2);
@@ -315,12 +329,11 @@ on("close-settings", "click", () => showSettings(false));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running) running.abort();
   else if (event.key === "Escape" && !$("settings").hidden) showSettings(false);
-  if (event.key === "/" && !event.target.matches("input, textarea, select")) event.preventDefault(), showView("chat"), $("prompt").focus();
+  if (event.key === "/" && !event.target.matches("input, textarea, select")) event.preventDefault(), $("prompt").focus();
 });
 
 if (kept("theme")) document.documentElement.dataset.theme = kept("theme");
 $("starters").append(...STARTERS.map((text) => make("li", {}, button(text, () => send(text)))));
-setUpRace(requestFor);
 drawAll();
 drawSettings();
 learn();

@@ -1,0 +1,136 @@
+"""The Dockerfile: built and run where a container runtime answers, else its commands in a bare Debian tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.laneformer.serve.conftest import write_model
+
+ROOT = Path(__file__).resolve().parents[1]
+KNOWN = {"FROM", "RUN", "COPY", "ENV", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
+INSTRUCTIONS = [
+    tuple(line.split(maxsplit=1))
+    for line in re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+    if line and not line.startswith("#")
+]
+RUNTIME = next((name for name in ("docker", "podman") if subprocess.run(
+    ["sh", "-c", f"{name} info"], capture_output=True).returncode == 0), None)  # fmt: skip
+MINUTES = 600  # seconds, of one test
+
+
+def test_its_instructions_name_what_is_there() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for name, rest in INSTRUCTIONS:
+        assert name in KNOWN, name
+        if name == "COPY" and not rest.startswith("--from"):
+            sources = rest.split()[:-1]
+            assert set(sources) <= allowed, "what .dockerignore leaves out"
+            assert all((ROOT / source).exists() for source in sources)
+    assert {rest.split()[0] for name, rest in INSTRUCTIONS if name == "FROM"} == {"debian:trixie-slim"}
+    assert json.loads(dict(INSTRUCTIONS)["ENTRYPOINT"]) == ["laneformer"]
+
+
+def inside(tree: Path, command: list[str]) -> list[str]:
+    """A command in a tree, with the devices and processes of this machine for as long as it runs."""
+    mounts = (
+        f"mount --rbind /dev {tree}/dev && mount -t proc proc {tree}/proc && exec chroot {tree} " + '"$@"'
+    )
+    return ["unshare", "-m", "sh", "-c", mounts, "sh", *command]
+
+
+class Built:
+    """The last stage of the Dockerfile as a tree; each stage begins with the bare system."""
+
+    def __init__(self, folder: Path):
+        self.bare, self.stages, self.environment = folder / "bare", dict[str, Path](), dict[str, str]()
+        run(["debootstrap", "--variant=minbase", "trixie", str(self.bare)])
+        for file in (
+            "/etc/resolv.conf",
+            os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"),
+        ):
+            if Path(file).exists():  # as a runtime does, and as this machine needs
+                (self.bare / file[1:]).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, self.bare / file[1:])
+        for name, rest in INSTRUCTIONS:
+            getattr(self, f"do_{name.lower()}", lambda _: None)(rest)
+
+    def do_from(self, rest: str) -> None:
+        self.tree = self.bare.with_name(name := f"stage{len(self.stages)}")
+        self.stages[rest.partition(" AS ")[2] or name] = self.tree
+        run(["cp", "-a", "--reflink=auto", str(self.bare), str(self.tree)])
+
+    def do_run(self, rest: str) -> None:
+        run(inside(self.tree, ["sh", "-ec", rest]), **self.environment)
+
+    def do_copy(self, rest: str) -> None:
+        *sources, target = rest.split()
+        origin = self.stages[sources.pop(0).partition("=")[2]] if sources[0].startswith("--from") else ROOT
+        for source in sources:
+            to = self.tree / target.strip("/") / (Path(source).name if target.endswith("/") else "")
+            to.parent.mkdir(parents=True, exist_ok=True)
+            run(["cp", "-a", str(origin / source.strip("/")), str(to)])
+
+    def do_env(self, rest: str) -> None:
+        name, _, value = rest.partition("=")
+        self.environment[name] = value
+
+
+def run(command: list[str], **environment: str) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=MINUTES, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """The address of a server in the container, with a tiny model."""
+    model = write_model(tmp_path / "model", max_position_embeddings=512)
+    command = [*json.loads(dict(INSTRUCTIONS)["CMD"]), "--port", "8123"]
+    if RUNTIME:
+        run([RUNTIME, "build", "-t", "laneformer", str(ROOT)])
+        start = [RUNTIME, "run", "--rm", "--network", "host", "-v", f"{model}:/model", "laneformer", *command]
+        environment = {}
+    else:
+        built = Built(tmp_path / "trees")
+        shutil.copytree(model, built.tree / "model")
+        user = ["setpriv", "--reuid", "nobody", "--regid", "nogroup", "--clear-groups", "laneformer"]
+        start, environment = inside(built.tree, [*user, *command]), built.environment
+    process = subprocess.Popen(start, env={**os.environ, **environment})
+    try:
+        yield "http://127.0.0.1:8123"
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("CONTAINER" not in os.environ, reason="minutes: `make nightly`, or CONTAINER=1")
+@pytest.mark.skipif(
+    RUNTIME is None and (shutil.which("debootstrap", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0),
+    reason="no container runtime that answers, nor debootstrap as root",
+)
+def test_it_serves(served: str) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}).encode()
+    request = urllib.request.Request(
+        f"{served}/v1/chat/completions", body, {"Content-Type": "application/json"}
+    )
+    for _ in range(300):
+        try:
+            with urllib.request.urlopen(request) as answer:
+                assert json.load(answer)["choices"][0]["message"]["role"] == "assistant"
+            return
+        except OSError:
+            time.sleep(0.2)
+    pytest.fail("it does not answer")
