@@ -38,6 +38,10 @@ SUPERVISED = "LANEFORMER_SUPERVISED"  # environment variable of a supervised wor
 # gone next time
 REFUSALS = (ValueError, AssertionError, KeyError, ZeroDivisionError, NotImplementedError)
 REASON_CHARS = 2000
+ADVICE = {  # by name of an exception: the setting that mends it
+    "OutOfMemoryError": "lower training.local_batch_size (the batch stays training.global_batch_size, in more "
+    "pieces), or raise parallelism.data_parallel_shard_degree; `python -m tools.plan` counts both. "
+}  # fmt: skip
 OTHER_RANKS_S = 1.0  # until rank 0 has said what every rank found
 
 
@@ -90,7 +94,8 @@ def crash_on_record(
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as problem:  # DCP's CheckpointException is no Exception
-        reason = f"{type(problem).__name__}: {problem}"
+        name = type(problem).__name__
+        reason = f"{name}: {ADVICE.get(name, '')}{problem}"
         if starting() and isinstance(problem, (*REFUSALS, OSError)):
             others = (
                 isinstance(problem, Held) and SUPERVISED not in os.environ

@@ -213,7 +213,7 @@ class Resilience:
     """
     min_network_share: float = 0.5
     """Share of the median GPU's bandwidth to other nodes below which a node is used only if there is no
-    other; 0: the network is not measured before an attempt
+    other; 0: the network is neither tried nor measured before an attempt
     """
     max_network_latency: float = 5.0
     """Multiple of the median latency to other nodes above which a node is used only if there is no other"""

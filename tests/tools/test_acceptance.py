@@ -42,6 +42,7 @@ def test_a_cpu_is_accepted(
     assert report["figures"]["tokens/s of a dense twin"] > 0
     by_name = {row["check"]: row for row in report["gates"]}
     assert by_name["losses of the chosen kernels"]["allowed"] < 0.01, "a bound that means something"
+    assert by_name["losses with float8 products"]["allowed"] < 0.05
 
 
 def rows(*losses: float | None, attempt: int = 1) -> list[dict[str, Any]]:
@@ -55,7 +56,10 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path: Path) -> None:
     """Four times what plain bf16 is off; a missing or diverged loss as well, and replaced kernels."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole/events.jsonl").write_text('{"kind": "kernels_replaced", "reason": "flex is wrong"}\n')
-    plain = {"plain-float32": rows(3.0, 2.0), "plain-bf16": rows(3.01, 2.0), "sharded": rows(3.0, 2.2)}
+    plain = {
+        "plain-float32": rows(3.0, 2.0), "plain-bf16": rows(3.01, 2.0), "sharded": rows(3.0, 2.2),
+        "float8-emulated": rows(3.02, 2.0), "float8": rows(3.11, 1.9),
+    }  # fmt: skip
     jobs: Any = SimpleNamespace(
         rows=lambda name, *flags, **more: plain[name], folder=tmp_path,
         options=check.Options(device="cpu", nproc=2),
@@ -64,8 +68,17 @@ def test_losses_outside_of_the_bound_are_refused(tmp_path: Path) -> None:
     held = {name: gate[2] for name, gate in gates.items()}
     assert held == {
         "losses of the chosen kernels": True, "losses of 1 x 2 ranks": False,
-        "kernels replaced at the start": False, "losses fall": True,
+        "kernels replaced at the start": False, "losses fall": True, "losses with float8 products": True,
+        "kernels replaced with float8 products": True,
     }  # fmt: skip
+    plain["float8"] = rows(3.13, 2.0)
+    assert not check.losses(jobs, rows(3.0, 2.0))[0]["losses with float8 products"][2]
+    (tmp_path / "float8").mkdir()
+    (tmp_path / "float8/events.jsonl").write_text(
+        '{"kind": "kernels_replaced", "reason": "float8 is wrong"}\n'
+    )
+    held = check.losses(jobs, rows(3.0, 2.0))[0]["kernels replaced with float8 products"]
+    assert held == ("float8 is wrong", "none", False)
     for wrong in (rows(3.05, 2.0), rows(3.0), rows(3.0, None), rows()):
         assert check.furthest(wrong, plain["plain-float32"]) > 0.04
     assert check.furthest(rows(None), rows(1.0)) == math.inf

@@ -1,10 +1,13 @@
-"""The network between nodes: bandwidth and latency of every GPU to the same GPU of other nodes.
+"""The network between nodes: whether a job's groups come about, then bandwidth and latency of every GPU to the same
+GPU of other nodes.
 
     torchrun ... -m train.supervise.network OUT.json
 
-In every round each node exchanges with another one, all pairs at once, as in training. A node is slow if
-even its best partner is reached slowly: then it is the node, not the partner. `train.supervise.preflight`
-starts this and judges.
+All ranks meet first: what is late because imports take long on a cold file system is no problem of the network. OUT
+then holds one of `lost` (who does not reach whom: train.supervise.connections), `problem` (gloo or NCCL fails or hangs
+between nodes that do) and `rows`, the measurement. In its rounds each node exchanges with another one, all pairs at
+once, as in training. A node is slow if even its best partner is reached slowly: then it is the node, not the partner.
+`train.supervise.preflight` starts this and judges.
 """
 
 from __future__ import annotations
@@ -14,14 +17,20 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from records.files import write_atomically
 
+from . import connections
+
+MEET_S = 240  # until all ranks have started
 ROUNDS = 4  # partners of a node
 BYTES = {"nccl": 256 << 20, "gloo": 4 << 20}  # of an exchange whose bandwidth is measured, each way
 TIMEOUT_S = 60
@@ -55,45 +64,88 @@ def measure(peer: int, size_bytes: int, repeats: int, device: torch.device) -> f
     return statistics.median([exchange(peer, sent, received) for _ in range(repeats + 1)][1:])
 
 
-def gloo_problem() -> str:
-    """Why the ranks cannot count over gloo, as they do at the start and at each save; "" if they can."""
+def meet() -> tuple[dist.Store, int, int]:
+    """(torchrun's store, this rank, number of ranks), when all are here."""
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
+    gather(store, "here", ranks)
+    return store, rank, ranks
+
+
+def gather(store: dist.Store, what: str, ranks: int) -> None:
+    """Wait for all ranks."""
+    if store.add(f"{what}, ranks", 1) == ranks:
+        store.set(what, "")
+    store.wait([what])
+
+
+@contextmanager
+def necessary(backend: str, store: dist.Store, rank: int, ranks: int, out: Path) -> Iterator[None]:
+    """What fails inside would fail in the job: OUT says so, in the words of the rank that fails first.
+
+    What hangs inside, or ends the process, leaves what rank 0 says before.
+    """
+    if rank == 0:
+        write_atomically(out, json.dumps({"problem": connections.problem(backend, "no answer")}))
+    gather(store, f"{backend} begins", ranks)
     try:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
-        count = torch.ones(1)
-        dist.all_reduce(count, group=group)
-        assert int(count) == dist.get_world_size(), f"gloo counts {int(count)} ranks"
-    except Exception as problem:  # of whatever kind: the job's own first group would meet it
-        return (
-            f"gloo does not connect these nodes ({' '.join(str(problem).split())[:200]}); export GLOO_SOCKET_IFNAME, "
-            "the name of the interface by which they reach each other, and check that their names do not mean 127.0.0.1"
-        )
-    return ""
+        yield
+    except Exception as error:  # of whatever kind: the job's own first group would meet it
+        words = connections.problem(backend, str(error))
+        if store.compare_set(f"{backend} fails", "", words).decode() == words:
+            write_atomically(out, json.dumps({"problem": words}))
+        os._exit(0)  # without waiting for what the others cannot say
 
 
-def main() -> None:
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = torch.device("cuda", rank % local) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
-    if problem := gloo_problem():
-        if rank == 0:
-            write_atomically(Path(sys.argv[1]), json.dumps(problem))
-        os._exit(1)  # without waiting for what the others cannot say
-    nodes, found = dist.get_world_size() // local, []
+def groups(store: dist.Store, rank: int, ranks: int, out: Path, device: torch.device) -> None:
+    """Make a job's groups, and count over each."""
+    backends = {"cpu": "gloo", **({"cuda": "nccl"} if device.type == "cuda" else {})}
+    for kind, backend in backends.items():
+        with necessary(backend, store, rank, ranks, out):
+            if kind == "cpu":
+                both = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
+                own, limit = dist.PrefixStore("groups", store), timedelta(seconds=TIMEOUT_S)
+                dist.init_process_group(both, store=own, rank=rank, world_size=ranks, timeout=limit)
+            count = torch.ones(1, device=device if kind == "cuda" else "cpu")
+            dist.all_reduce(count)
+            if int(count) != ranks:
+                raise ValueError(f"it counts {int(count)} of {ranks} ranks")
+
+
+def rates(rank: int, local: int, nodes: int, device: torch.device) -> list[dict[str, Any]]:
+    """What this rank measures to its partners of other nodes."""
+    size_bytes, found = BYTES["nccl" if device.type == "cuda" else "gloo"], []
     for turn in range(min(ROUNDS, nodes - 1 + nodes % 2)):
         dist.all_reduce(torch.zeros(1, device=device))  # rounds do not overlap
         other = partner(rank // local, turn, nodes)
         if other is not None:
             peer = other * local + rank % local
-            rate = BYTES[backend] / measure(peer, BYTES[backend], 5, device)
+            rate = size_bytes / measure(peer, size_bytes, 5, device)
             latency_s = measure(peer, 1, 20, device)
             found.append({"rank": rank, "peer": peer, "latency_s": latency_s, "bytes_per_s": rate})
-    everyone: list[list[dict]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found)
+    return found
+
+
+def main() -> None:
+    out, local = Path(sys.argv[1]), int(os.environ["LOCAL_WORLD_SIZE"])
+    store, rank, ranks = meet()
+    nodes = ranks // local
+    if nodes > 1:
+        if rank % local == 0:
+            connections.connect(store, rank // local, nodes)
+        if any(lost := connections.lost(store, nodes)):
+            if rank == 0:
+                write_atomically(out, json.dumps({"lost": lost}))
+            gather(store, "lost is written", ranks)
+            return
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % local)
+        torch.cuda.set_device(device)
+    groups(store, rank, ranks, out, device)
+    everyone: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(everyone, rates(rank, local, nodes, device))
     if rank == 0:
-        write_atomically(Path(sys.argv[1]), json.dumps([row for rows in everyone for row in rows]))
+        write_atomically(out, json.dumps({"rows": [row for rows in everyone for row in rows]}))
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import resource
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,42 +40,64 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "trito
 
 
 def names(environment: Mapping[str, str], nodes: int) -> dict[str, Any]:
-    """The address under which gloo offers this node. Raises ValueError where no other node could reach it."""
-    addresses = {
-        interface: [each.address for each in found if each.family in (socket.AF_INET, socket.AF_INET6)]
-        for interface, found in psutil.net_if_addrs().items()
-    }
-    usable = sorted(name for name, found in addresses.items() if found and not all(map(_loopback, found)))
+    """What gloo offers this node by. Raises ValueError where no other node could reach it."""
     wanted = environment.get("GLOO_SOCKET_IFNAME", "")
-    missing = [name for name in wanted.split(",") if name and not addresses.get(name)]
-    if missing:
+    if not wanted and nodes < 2:
+        return {"interface": "any"}
+    address = gloo_address(environment)
+    if _loopback(address) and not wanted:
         raise ValueError(
-            f"GLOO_SOCKET_IFNAME = {wanted}, but {missing[0]} has no address on this node; choose from {_words(usable)}"
+            f"{socket.gethostname()} is {address} on this node, which other nodes would call themselves by; "
+            f"{_choose(_addresses())}, or mend /etc/hosts"
         )
-    if wanted or nodes < 2:
-        return {"interface": wanted or "any"}
+    return {"interface": wanted or address}
+
+
+def gloo_address(environment: Mapping[str, str]) -> str:
+    """Where gloo listens on this node: at its first interface of GLOO_SOCKET_IFNAME, or at the first address of the
+    node's name that is its own. Raises ValueError where there is none, with the interfaces to choose from.
+    """
+    addresses = _addresses()
+    wanted = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    for name in wanted:
+        if not addresses.get(name):
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME = {','.join(wanted)}, but {name} has no address on this node; "
+                f"{_choose(addresses)}"
+            )
+    if wanted:
+        return addresses[wanted[0]][0]
     host = socket.gethostname()
     try:
-        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        found = [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError as problem:
         raise ValueError(
-            f"this node cannot look up its own name {host} ({problem}); export GLOO_SOCKET_IFNAME, one of "
-            f"{_words(usable)}"
+            f"this node cannot look up its own name {host} ({problem}); {_choose(addresses)}"
         ) from None
-    if _loopback(str(address)):
-        raise ValueError(
-            f"{host} is {address} on this node, which other nodes would call themselves by; export "
-            f"GLOO_SOCKET_IFNAME, one of {_words(usable)}, or mend /etc/hosts"
-        )
-    return {"interface": str(address)}
+    here = {address for each in addresses.values() for address in each}
+    for address in found:
+        if address in here or _loopback(address):
+            return address
+    raise ValueError(
+        f"{host} is {', '.join(found)}, which is no address of this node, so gloo would offer it as 127.0.0.1; "
+        f"{_choose(addresses)}, or mend /etc/hosts"
+    )
+
+
+def _addresses() -> dict[str, list[str]]:
+    """By interface."""
+    families = socket.AF_INET, socket.AF_INET6
+    found = psutil.net_if_addrs().items()
+    return {name: [each.address for each in those if each.family in families] for name, those in found}
+
+
+def _choose(addresses: Mapping[str, list[str]]) -> str:
+    usable = sorted(name for name, found in addresses.items() if found and not all(map(_loopback, found)))
+    return f"export GLOO_SOCKET_IFNAME, one of {', '.join(usable) or 'none: no interface of this node has an address'}"
 
 
 def _loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _words(interfaces: Iterable[str]) -> str:
-    return ", ".join(interfaces) or "none: no interface of this node has an address"
 
 
 def locked(pinned: bool, gpus: int, nodes: int) -> dict[str, Any]:

@@ -4,9 +4,8 @@
                                         [--section.key value ...]
 
 prints one JSON line for the node it runs on; exit status 0 if the node is good. `healthy_nodes` checks all
-candidates at once, one srun each, so that a dead node can be identified. Then `slow_nodes` measures the
-network between the good ones (train.supervise.network). If nodes cannot communicate at all, none of them can
-be blamed: the job's own first step runs into that, under its timeout.
+candidates at once, one srun each, so that a dead node can be identified. Then `network` tries the job's groups between
+the good ones and measures (train.supervise.network). What no node can be blamed for is a problem of all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +28,7 @@ import tyro
 from records.files import host_name
 from records.job import Resilience
 
+from . import connections
 from .attempt import end_workers, srun, start_workers
 
 CHECKS = {  # of train.supervise.node_checks, seconds at most: cheap ones first, each relying on those before it
@@ -37,7 +37,7 @@ CHECKS = {  # of train.supervise.node_checks, seconds at most: cheap ones first,
 }  # fmt: skip
 START_S = 180.0  # until torch is imported, on a cold file system
 NODE_DEADLINE_S = 1800.0  # for srun itself: more than all checks may take together
-NETWORK_DEADLINE_S = 300.0  # torch's import included
+NETWORK_DEADLINE_S = 480.0  # torch's import and the time-outs of both groups included
 SLOW_NODE = (
     1.5  # a GPU node whose matmul takes this many times the median is left out: it would slow all others
 )
@@ -80,11 +80,21 @@ def _ask(node: str, arguments: list[str]) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def slow_nodes(nodes: list[str], nproc_per_node: int, section: Resilience, logs: Path) -> dict[str, str]:
-    """{node: why} for nodes that the others reach slowly. Raises ValueError if the
-    network cannot be measured.
+@dataclass(frozen=True)
+class Network:
+    """What was found between nodes: why they cannot train together, and {node: why} of those to leave out, and
+    of those that the others reach slowly.
     """
+
+    problem: str = ""
+    unreachable: dict[str, str] = field(default_factory=dict)
+    slow: dict[str, str] = field(default_factory=dict)
+
+
+def network(nodes: list[str], nproc_per_node: int, section: Resilience, logs: Path) -> Network:
+    """Try and measure the network between nodes. Raises ValueError if that cannot be done."""
     result = logs / "network.json"
+    result.unlink(missing_ok=True)  # of an earlier choice of nodes
     process = start_workers(nodes, nproc_per_node, ["train.supervise.network", str(result)], logs, {})
     with suppress(subprocess.TimeoutExpired):
         process.wait(NETWORK_DEADLINE_S)
@@ -93,10 +103,12 @@ def slow_nodes(nodes: list[str], nproc_per_node: int, section: Resilience, logs:
         raise ValueError(
             f"no result within {NETWORK_DEADLINE_S:.0f} s, exit status {process.returncode}, see {logs}"
         )
-    measured = json.loads(result.read_text())
-    if isinstance(measured, str):  # what gloo cannot do between these nodes
-        raise ValueError(measured)
-    return judge_network(measured, nodes, nproc_per_node, section)
+    found = json.loads(result.read_text())
+    if "lost" in found:
+        return Network(*connections.judge(found["lost"], nodes))
+    if "problem" in found:
+        return Network(f"{found['problem']}. See {logs}")
+    return Network(slow=judge_network(found["rows"], nodes, nproc_per_node, section))
 
 
 def judge_network(

@@ -34,7 +34,7 @@ from records.job import JobSections
 
 from .alerts import Alerts
 from .attempt import Attempt, Ended, full_disks
-from .preflight import healthy_nodes, slow_nodes
+from .preflight import Network, healthy_nodes, network
 from .signals import StopSignals
 
 MEANING = {DONE: "done", STOPPED: "stopped", STOPPED_UNSAVED: "stopped, not saved,", BAD_STEP: "bad step",
@@ -161,20 +161,32 @@ class Supervisor:
         for node, reason in bad.items():
             self.say("bad_node", f"{node}: {reason}", node=node)
         needed = len(candidates) - self.options.spares
+        found = Network()
+        while len(good) >= needed:
+            found = self.network(good, logs) if self.job.resilience.min_network_share else Network()
+            if found.problem:
+                self.say("network", found.problem)
+                # a network that has carried this run may come back; one that never has is a setting
+                never = newest_saved_step(self.job.checkpoints) < 0
+                return Ended(REFUSED if never else CRASHED, 0, found.problem)
+            for node, reason in found.unreachable.items():
+                self.say("bad_node", f"{node}: {reason}", node=node)
+            if not found.unreachable:
+                break
+            good = [node for node in good if node not in found.unreachable]
         if len(good) < needed:
             return Ended(CRASHED, 0, f"{len(good)} healthy nodes, {needed} are needed")
-        slow = self.slow_nodes(good, logs) if self.job.resilience.min_network_share else {}
-        for node, reason in slow.items():
+        for node, reason in found.slow.items():
             self.say("bad_node", f"{node}: {reason}; it is used if there is no other", node=node)
-        return sorted(good, key=lambda node: node in slow)[:needed]
+        return sorted(good, key=lambda node: node in found.slow)[:needed]
 
-    def slow_nodes(self, nodes: list[str], logs: Path) -> dict[str, str]:
-        """{node: why} for nodes with a slow network; none, if it cannot be measured."""
+    def network(self, nodes: list[str], logs: Path) -> Network:
+        """What pre-flight finds between nodes; nothing, if it cannot be tried."""
         try:
-            return slow_nodes(nodes, self.options.nproc_per_node, self.job.resilience, logs / "network")
+            return network(nodes, self.options.nproc_per_node, self.job.resilience, logs / "network")
         except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
             self.say("network", f"not measured: {problem}")
-            return {}
+            return Network()
 
     def hopeless(self, ended: Ended) -> str:
         """Why restarting cannot help: refused settings, one reason again and again, or no newer

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record
 from records.files import hold_lock
@@ -130,6 +131,14 @@ def test_what_is_refused(
         (line,) = capsys.readouterr().err.splitlines()
         assert f"{type(problem).__name__}: " in line
         assert f"{__file__}:" in line
+
+
+def test_memory_that_does_not_suffice_comes_with_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError), crash_on_record(tmp_path, 1, lambda: 3, lambda: False):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.5 GiB")
+    reason = json.loads((tmp_path / "outcome.json").read_text())["reason"]
+    assert reason.startswith("OutOfMemoryError: lower training.local_batch_size (")
+    assert reason.endswith("Tried to allocate 1.5 GiB")
 
 
 def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from train.supervise import network, node_settings
+from train.supervise import node_settings
 from train.supervise.node_settings import caches, file_system, locked, names
 
 Address = namedtuple("Address", "family address")
@@ -27,11 +27,11 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
 
 
-def resolve(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     def lookup(host: str, *_: object, **__: object) -> list:
-        if address is None:
+        if not addresses:
             raise socket.gaierror("Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0))]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     monkeypatch.setattr(socket, "gethostname", lambda: "n1")
@@ -49,14 +49,22 @@ def test_a_name_that_means_this_node_everywhere_is_refused(
     assert names({"GLOO_SOCKET_IFNAME": "eth0"}, nodes=2) == {"interface": "eth0"}
     resolve(monkeypatch, "10.0.0.7")
     assert names({}, nodes=2) == {"interface": "10.0.0.7"}
-    resolve(monkeypatch, None)
+    resolve(monkeypatch)
     with pytest.raises(ValueError, match="cannot look up its own name n1"):
+        names({}, nodes=2)
+    resolve(monkeypatch, "198.51.100.4", "10.0.0.7")
+    assert names({}, nodes=2) == {"interface": "10.0.0.7"}, "gloo takes the first that it can bind"
+    resolve(monkeypatch, "198.51.100.4")
+    with pytest.raises(
+        ValueError, match=r"n1 is 198\.51\.100\.4, which is no address of this node.*one of eth0, ib0"
+    ):
         names({}, nodes=2)
 
 
 @pytest.mark.parametrize("name", ["eth1", "eth7", "eth0,eth7"])
 def test_an_interface_without_an_address_is_refused(interfaces: None, name: str) -> None:
-    with pytest.raises(ValueError, match=r"but eth\d has no address on this node; choose from eth0, ib0"):
+    said = r"but eth\d has no address on this node; export GLOO_SOCKET_IFNAME, one of eth0, ib0"
+    with pytest.raises(ValueError, match=said):
         names({"GLOO_SOCKET_IFNAME": name}, nodes=1)
 
 
@@ -106,13 +114,3 @@ def test_compile_caches_on_the_network_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"lie in /home/me/c, which is on nfs4.*export TRITON_CACHE_DIR=/tmp/triton"
     ):
         caches({"TRITON_CACHE_DIR": "/home/me/c"}, mounts)
-
-
-def test_gloo_that_does_not_connect_is_said_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(**_: object) -> None:
-        raise RuntimeError("Gloo connectFullMesh failed with\n timed out connecting")
-
-    monkeypatch.setattr(network.dist, "new_group", refused)
-    said = network.gloo_problem()
-    assert "gloo does not connect these nodes (Gloo connectFullMesh failed with timed out connecting)" in said
-    assert "export GLOO_SOCKET_IFNAME" in said

@@ -22,6 +22,7 @@ from records.files import read_lines
 from records.job import JobSections, read_job
 from train.supervise import __main__ as command
 from train.supervise.attempt import Attempt, Ended
+from train.supervise.preflight import Network
 from train.supervise.supervisor import Options, Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -184,34 +185,79 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
 
 
-def test_a_node_with_a_slow_network_is_chosen_last(
-    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def between(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+    """All nodes are healthy, and this is found between them, one after another: (between whom it was tried)."""
     job.resilience.min_network_share = 0.5
     monkeypatch.setattr(
         "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
     )
-    monkeypatch.setattr("train.supervise.supervisor.slow_nodes", lambda *_: {"a": "0.1 GB/s"})
+
+    def find(*found: Network | Exception) -> list[list[str]]:
+        tried: list[list[str]] = []
+
+        def network(nodes: list[str], *_: Any) -> Network:
+            tried.append(nodes)
+            answer = found[min(len(tried), len(found)) - 1]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr("train.supervise.supervisor.network", network)
+        return tried
+
+    return find
+
+
+def events(job: JobSections, kind: str, key: str) -> list[Any]:
+    return [e[key] for e in read_lines(job.run / "events.jsonl") if e["kind"] == f"supervisor_{kind}"]
+
+
+def test_a_node_with_a_slow_network_is_chosen_last(
+    supervise: Callable, job: JobSections, between: Callable
+) -> None:
+    between(Network(slow={"a": "0.1 GB/s"}))
     assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
     assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), (
         "a slow node is better than none"
     )
-
-    def unmeasured(*_: Any) -> None:
-        raise ValueError("no result within 300 s")
-
-    monkeypatch.setattr("train.supervise.supervisor.slow_nodes", unmeasured)
+    between(ValueError("no result within 300 s"))
     assert supervise((DONE, 22, "end", 22), nodes="a,b", spares=0) == (DONE, 1)
-    events = read_lines(job.run / "events.jsonl")
-    assert [e["nodes"] for e in events if e["kind"] == "supervisor_start"] == [
-        ["b", "c"],
-        ["b", "a"],
-        ["a", "b"],
+    assert events(job, "start", "nodes") == [["b", "c"], ["b", "a"], ["a", "b"]]
+    assert events(job, "bad_node", "node") == ["a", "a"]
+    assert events(job, "network", "text") == ["not measured: no result within 300 s"]
+
+
+def test_a_node_that_others_do_not_reach_is_left_out(
+    supervise: Callable, job: JobSections, between: Callable
+) -> None:
+    """And the others are tried again, as nothing was measured; without a spare nothing starts."""
+    tried = between(Network(unreachable={"b": "refused"}), Network(slow={"a": "0.1 GB/s"}))
+    assert supervise((DONE, 20, "end", 20), nodes="a,b,c,d", spares=1) == (DONE, 1)
+    assert tried == [["a", "b", "c", "d"], ["a", "c", "d"]]
+    assert events(job, "start", "nodes") == [["c", "d", "a"]]
+    tried = between(Network(unreachable={"b": "refused"}))
+    assert supervise(nodes="a,b,c", spares=0) == (CRASHED, 0)
+    assert tried == 3 * [["a", "b", "c"]], "three times: a node may come back"
+    assert "last: 2 healthy nodes, 3 are needed" in events(job, "give_up", "text")[-1]
+
+
+def test_nodes_that_do_not_connect_are_not_started(
+    supervise: Callable, job: JobSections, between: Callable
+) -> None:
+    """A setting ends a run that never trained at once, with the sentence; one that did may see its network again."""
+    problem = "gloo does not connect these nodes (a does not reach b); export GLOO_SOCKET_IFNAME"
+    tried = between(Network(problem))
+    assert supervise(nodes="a,b", spares=0) == (CRASHED, 0)
+    assert len(tried) == 1
+    assert events(job, "give_up", "text") == [
+        f"the job cannot start: {problem}. Restarting would not change that"
     ]
-    assert [e["node"] for e in events if e["kind"] == "supervisor_bad_node"] == ["a", "a"]
-    assert [e["text"] for e in events if e["kind"] == "supervisor_network"] == [
-        "not measured: no result within 300 s"
-    ]
+    (job.checkpoints / "step-5").mkdir()
+    (job.checkpoints / "step-5/.metadata").touch()
+    tried = between(Network(problem), Network())
+    assert supervise((DONE, 20, "end", 20), nodes="a,b", spares=0) == (DONE, 1)
+    assert len(tried) == 2
 
 
 def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
