@@ -27,11 +27,9 @@ from rich.table import Table
 from data_mixtures import recipe_file, shards
 from data_mixtures.recipe import check_integer
 from data_mixtures.stages import pipeline, stage
-from data_mixtures.stages.run import AGAIN, Options, figures
+from data_mixtures.stages.run import Options, figures
+from data_mixtures.stages.stage import AGAIN
 from records.workers import usable_cpus
-
-SBATCH = ("partition", "time", "cpus-per-task", "mem-per-cpu", "account")
-SLURM_WORKERS = 64
 
 
 def prepare(
@@ -89,37 +87,22 @@ class Arguments:
     out: Path
     """The data folder that is written"""
     workers: int | None = None
-    """Processes at a time; default: the CPUs here. With --executor slurm: tasks of the array at a time; default: 64"""
+    """Units at a time; default: one for each CPU, of this machine or of Ray's cluster"""
     mirror: str | None = None
     """Read <repo>/<config>/*.parquet from this folder or fsspec URL, not the hub"""
     budget_bytes: int | None = None
     """Refuse to fetch if DIR/fetch would become larger"""
     replace: tyro.conf.FlagCreatePairsOff[bool] = False
     """Let other data replace sources that a lock pins"""
-    executor: Literal["local", "slurm"] = "local"
-    """Where units run"""
-    partition: str | None = None
-    """Passed to sbatch, as are the next four; needs --executor slurm"""
-    time: str | None = None
-    cpus_per_task: str | None = None
-    mem_per_cpu: str | None = None
-    account: str | None = None
-    sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Any other option of sbatch, KEY or KEY=VALUE; can be repeated"""
+    executor: Literal["local", "ray"] = "local"
+    """Where units run: processes here, or the Ray cluster of RAY_ADDRESS, else one of this machine alone"""
 
     def options(self) -> Options:
-        """The executor that these ask for. ValueError for options of another one."""
-        default = SLURM_WORKERS if self.executor == "slurm" else usable_cpus()
-        workers = default if self.workers is None else self.workers
-        check_integer("--workers", workers)
-        given = {name: getattr(self, name.replace("-", "_")) for name in SBATCH}
-        sbatch = {name: value for name, value in given.items() if value is not None}
-        sbatch |= {key.lstrip("-"): value for key, _, value in (each.partition("=") for each in self.sbatch)}
-        if sbatch and self.executor != "slurm":
-            raise ValueError(
-                f"--{next(iter(sbatch))} is for --executor slurm, this is --executor {self.executor}"
-            )
-        return Options(workers, self.executor, sbatch)
+        """The executor that these ask for. ValueError for a wrong number of workers."""
+        if self.workers is None:
+            return Options(0 if self.executor == "ray" else usable_cpus(), self.executor)
+        check_integer("--workers", self.workers)
+        return Options(self.workers, self.executor)
 
 
 def reported(run: Callable[[], None]) -> int:

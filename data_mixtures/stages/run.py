@@ -1,4 +1,4 @@
-"""Run the units of a stage that are not done: one after another, on processes of this machine, or on Slurm.
+"""Run the units of a stage that are not done: one after another, on processes of this machine, or on Ray.
 
 A worker that is killed is an error that names its unit; workers end with the main process, however that ends.
 What they print is in DIR/.logs/<stage>/workers.log, and what each is at in DIR/.logs/<stage>/workers/.
@@ -12,10 +12,10 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from rich.progress import (
 from rich.table import Table
 
 from data_mixtures.shards import Json
-from data_mixtures.stages import slurm
+from data_mixtures.stages import on_ray
 from data_mixtures.stages.stage import (
+    AGAIN,
     Stage,
     Unit,
     attempt,
@@ -45,19 +46,13 @@ from data_mixtures.stages.stage import (
 )
 from records.workers import end_with_parent, usable_cpus
 
-AGAIN = "run the same command again: it continues with the unfinished units"
-
 
 @dataclass(frozen=True)
 class Options:
-    """Where units run. workers: processes here, or tasks of a Slurm array, at a time.
-
-    sbatch: options of that program by name, such as {"partition": "cpu", "time": "4:00:00"}.
-    """
+    """Where units run. workers: processes here; tasks of Ray at a time, 0 for as many as its CPUs."""
 
     workers: int = 1
     kind: str = "local"
-    sbatch: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def threads(self) -> int:
@@ -65,32 +60,25 @@ class Options:
         return self.workers if self.kind == "local" else usable_cpus()
 
 
-def _run(stage: Stage, units: list[Unit], options: Options, tell: slurm.Tell) -> None:
+def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
     """Do all the units. ValueError for what a user can fix: wrong input, a killed worker, a full disk."""
-    watch = slurm.Watch(stage, tell)
-    if not units:
-        return
-    if options.kind == "slurm":
-        slurm.run(watch, units, options.workers, options.sbatch)
-        return
-    if watch.tasks:
-        raise ValueError(
-            f"{stage.name}: Slurm still has {len(watch.tasks)} tasks of it; wait for them with --executor slurm, "
-            f"or end them with scancel {watch.jobs()}"
-        )
     remove_partial(stage.out, stage.name)
+    if options.kind == "ray" and units:
+        outcomes = on_ray.outcomes(stage, units, options.workers)
+    elif options.workers == 1 or len(units) <= 1:
+        outcomes = (attempt(stage, unit) for unit in units)
+    else:
+        outcomes = _in_parallel(stage, units, min(options.workers, len(units)))
     try:
-        if options.workers == 1 or len(units) == 1:
-            for number, unit in enumerate(units):
-                tell(number)
-                raise_failure(attempt(stage, unit))
-        else:
-            _in_parallel(stage, units, min(options.workers, len(units)), tell)
+        for finished, failure in enumerate(outcomes, 1):
+            raise_failure(failure)
+            tell(finished)
     finally:
+        outcomes.close()  # what still runs ends first
         remove_partial(stage.out, stage.name)
 
 
-def _in_parallel(stage: Stage, units: list[Unit], workers: int, tell: slurm.Tell) -> None:
+def _in_parallel(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
     logs = stage.out / ".logs" / stage.name
     shutil.rmtree(logs, ignore_errors=True)
     (logs / "workers").mkdir(parents=True)
@@ -101,9 +89,8 @@ def _in_parallel(stage: Stage, units: list[Unit], workers: int, tell: slurm.Tell
         try:
             futures = [pool.submit(_work, stage, unit, logs) for unit in units]
             family = set(multiprocessing.active_children()) - others
-            for finished, future in enumerate(as_completed(futures), 1):
-                raise_failure(future.result())
-                tell(finished)
+            for future in as_completed(futures):
+                yield future.result()
         except BrokenProcessPool as broken:
             pool.shutdown()  # it ends the other workers, with SIGTERM
             killed = [each for each in family if each.exitcode not in (0, -signal.SIGTERM)]
@@ -114,7 +101,7 @@ def _in_parallel(stage: Stage, units: list[Unit], workers: int, tell: slurm.Tell
                 "kill -9, or the kernel when memory ran out: fewer --workers need less of it; what it said is in "
                 f"{logs}/workers.log); {AGAIN}"
             ) from broken
-        except BaseException:
+        except BaseException:  # GeneratorExit too: a unit failed, and the others are not waited for
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
             raise
@@ -148,13 +135,7 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(stage.name, total=len(units), completed=done)
 
-        def tell(finished: int | None = None, news: str = "") -> None:
-            if finished is not None:
-                bar.update(task, completed=done + finished)
-            if news:
-                console.print(f"{stage.name:9}{news}", markup=False, soft_wrap=True)
-
-        _run(stage, todo, options, tell)
+        _run(stage, todo, options, lambda finished: bar.update(task, completed=done + finished))
     for unit in todo:
         assert is_done(stage, unit), (
             f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"

@@ -39,6 +39,7 @@ PLAN, RECEIPT = "plan.json", "receipt.json"
 PLAN_FORMAT = 1
 RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
+AGAIN = "run the same command again: it continues with the unfinished units"
 # what a document's origin says of it besides its file and row, where the input has such columns or fields
 FOR_USERS = (
     ValueError,

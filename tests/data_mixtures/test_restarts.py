@@ -29,10 +29,13 @@ PUBLISHED = ("tokenizer.model", "phase1.lock.json", "numbers/*", "notes/*", "fet
 
 @pytest.fixture
 def recipe_path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return write_recipe(tmp_path, getattr(request, "param", 8))
+
+
+def write_recipe(tmp_path: Path, files: int = 8) -> Path:
     """Eight Parquet files of a mirror and two inputs of local text: 10 units from fetch to tokenize,
     2 and 25 after.
     """
-    files = getattr(request, "param", 8)
     for number in range(files):
         write_parquet(
             tmp_path / "mirror" / REPO / f"4plus/part_{number:06d}.parquet", 50 * number, 480 // files

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_900,
     "laneformer": 107_500,
-    "data_mixtures": 56_500,
+    "data_mixtures": 56_000,
     "train": 34_100,
     "evals": 33_800,
     "tools": 121_850,

@@ -63,15 +63,9 @@ def run(toy: Toy, options: Options) -> str:
     return console.export_text()
 
 
-SLURM = Options(workers=3, kind="slurm", sbatch={"partition": "p", "time": "10", "mem-per-cpu": "100M"})
-
 if __name__ == "__main__":
-    out, faults, workers, wait_s, *count = sys.argv[1:]
+    out, faults, workers, wait_s = sys.argv[1:]
     from data_mixtures import prepare
-    from tests.data_mixtures.stages import (
-        toy_stage,  # not __main__, which a task of Slurm would look for in vain
-    )
 
-    toy = toy_stage.Toy(Path(out), Path(faults), int(*count or (12,)), float(wait_s))
-    options = SLURM if workers == "slurm" else Options(workers=int(workers))
-    sys.exit(prepare.reported(lambda: run(toy, options)))
+    toy = Toy(Path(out), Path(faults), 12, float(wait_s))
+    sys.exit(prepare.reported(lambda: run(toy, Options(workers=int(workers)))))

@@ -1,0 +1,73 @@
+"""Units as tasks of a Ray cluster: that of RAY_ADDRESS, else one of this machine alone.
+
+Ray places units on nodes, and runs those of a lost node or a killed worker again. What a unit is, when it is done
+and which bytes it has is the matter of `stage`, as with every executor; a unit that runs twice writes the same
+bytes. Nodes need this checkout and its environment at the same paths, and what the recipe reads and writes on a
+disk that they share, or behind URLs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator
+from typing import Any
+
+from data_mixtures.shards import Json
+from data_mixtures.stages.stage import AGAIN, Stage, Unit, attempt, is_done
+
+RETRIES = 3  # of a unit whose node or worker was lost
+OBJECT_STORE_BYTES = 80 << 20  # of a cluster that is started here: tasks return a failure or nothing
+
+
+def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
+    """What `attempt` says of the units, as they finish; those that still run when it is closed are ended.
+
+    workers: units at a time; 0: what keeps all CPUs of the cluster busy, those of nodes that join later too.
+    ValueError names a unit that was lost RETRIES + 1 times.
+    """
+    ray = _connected()
+    work = ray.remote(num_cpus=1, max_retries=RETRIES)(_attempt)
+    waiting, running = list(reversed(units)), dict[Any, Unit]()
+    try:
+        while waiting or running:
+            limit = workers or 2 * int(ray.cluster_resources().get("CPU", 1))
+            while waiting and len(running) < limit:
+                unit = waiting.pop()
+                running[work.remote(stage, unit)] = unit
+            (done, *_), _ = ray.wait(list(running))
+            unit = running.pop(done)
+            try:
+                failure = ray.get(done)
+            except ray.exceptions.RayError as error:
+                said = str(error).strip().splitlines()[0]
+                raise ValueError(
+                    f"{stage.name} {unit}: its worker was lost {RETRIES + 1} times: {type(error).__name__}: {said} "
+                    f"(out of memory? Ray's logs are in /tmp/ray of its node); {AGAIN}"
+                ) from error
+            yield failure
+    finally:
+        for task in running:
+            ray.cancel(task, force=True)
+
+
+def _connected() -> Any:
+    """Ray, connected to its cluster."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            f"--executor ray needs a package that is missing ({error}): pip install 'laneformer[ray]'"
+        ) from error
+    if not ray.is_initialized():
+        here: dict[str, Any] = (
+            {} if os.environ.get("RAY_ADDRESS") else {"object_store_memory": OBJECT_STORE_BYTES}
+        )
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, **here)
+    return ray
+
+
+def _attempt(stage: Stage, unit: Unit) -> Json | None:
+    """On a node. A unit whose worker was lost behind its receipt is not done again."""
+    return None if is_done(stage, unit) else attempt(stage, unit)

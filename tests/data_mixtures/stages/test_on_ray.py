@@ -1,0 +1,76 @@
+"""Ray on a real cluster of two raylets on this machine: one is killed, a unit fails, a worker dies each time."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from data_mixtures import prepare
+from data_mixtures.stages.run import Options
+from tests.data_mixtures.stages.test_run import results, wait_for
+from tests.data_mixtures.stages.toy_stage import Toy, run
+from tests.data_mixtures.test_restarts import published, receipts, write_recipe
+
+RAY = Options(kind="ray", workers=0)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
+    """The nodes of a cluster, with one CPU each; the second can be killed."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="ray")  # pytest's own is too long for a socket's name
+    node = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args={**node, "temp_dir": folder})
+    node.pop("include_dashboard")
+    made.add_node(**node)
+    monkeypatch.setenv("RAY_ADDRESS", made.address)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def lose_a_node(cluster, when) -> threading.Thread:
+    def lose() -> None:
+        wait_for(when, "work")
+        cluster.remove_node(list(cluster.worker_nodes)[0], allow_graceful=False)  # noqa: RUF015
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_a_lost_node_changes_no_byte(cluster, tmp_path):
+    (tmp_path / "faults").mkdir()
+    toy, local = (Toy(tmp_path / name, tmp_path / "faults", 6, 0.5) for name in ("toy", "local"))
+    (toy.faults / "4").write_text("value")
+    with pytest.raises(ValueError, match=r"^toy b/unit-00004: the third row has no text$"):
+        run(toy, RAY)
+    (toy.faults / "4").write_text("kill")
+    with pytest.raises(
+        ValueError, match=r"toy b/unit-00004: its worker was lost 4 times: .*run the same command again"
+    ):
+        run(toy, RAY)
+    (toy.faults / "4").unlink()
+    run(toy, RAY)
+    run(Toy(local.out, local.faults), Options())
+    assert results(toy) == results(local)
+    assert not list(toy.out.rglob("*.partial"))
+
+    recipe, mirror, quiet = write_recipe(tmp_path), str(tmp_path / "mirror"), Console(quiet=True)
+    prepare.prepare(recipe, tmp_path / "one", Options(), quiet, mirror)
+    lost = lose_a_node(cluster, lambda: len(list((tmp_path / "many/filter").glob("*/unit-*"))) > 2)
+    prepare.prepare(recipe, tmp_path / "many", RAY, quiet, mirror)
+    lost.join()
+    assert not cluster.worker_nodes
+    assert receipts(tmp_path / "many") > 50
+    assert published(tmp_path / "many") == published(tmp_path / "one")
