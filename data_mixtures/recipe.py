@@ -19,8 +19,11 @@ RESERVED_FOLDERS = (
     "fetch",
     "filter",
     "signatures",
-    "links",
+    "bands",
     "dedup",
+    "held_out",
+    "scan",
+    "contained",
     "tokenize",
     "runs",
     "order",
@@ -192,10 +195,14 @@ class Dedup:
     """Drop documents of which a near copy stands in a source before, earlier in the same source,
     or is held out
     """
+    contained_share: float = 0.0
+    """Leave held-out documents out of validation when this share of their text, by runs of 13 words, stands in
+    training, such as 0.3; 0: none
+    """
     n_grams: int = 5
     """Words in a row that are compared"""
     buckets: int = 14
-    """Two documents are near copies when all hashes of one bucket are equal"""
+    """Two documents are near copies when all hashes of one bucket, or band, are equal"""
     hashes_per_bucket: int = 8
     """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, and 92% of
     those that share 80%

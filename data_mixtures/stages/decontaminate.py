@@ -7,10 +7,8 @@ least 13 words when it has half of the passage's distinct 13-grams, and a shorte
 it has all of its words in a row; fewer words say nothing. Grams of numbers and single letters are left
 out. Why these: docs/decisions/data-pipeline.md.
 
-The first 8 words of a gram are its head. A table of bits by the highest bits of a head's hash keeps almost
-all text away from the search in the sorted index. A word's hash is a polynomial mod 2**64 over its
-characters, mixed; a gram's is a polynomial over its words' hashes. The sum over a word is the difference of
-two running sums, so a character costs one multiplication and one addition.
+The first 8 words of a gram are its head. Two tables, by the highest bits of its hash and by those that follow, keep
+almost all text away from the search in the sorted index.
 """
 
 from __future__ import annotations
@@ -29,7 +27,14 @@ import pyarrow.parquet as pq
 from data_mixtures.readers.local import json_objects
 from data_mixtures.shards import Json
 from data_mixtures.stages import stage
-from data_mixtures.stages.word_hashes import gram_hashes, groups, say_something, word_hashes
+from data_mixtures.stages.word_hashes import (
+    all_gram_hashes,
+    gram_hashes,
+    groups,
+    longer,
+    say_something,
+    word_hashes,
+)
 from records.files import file_sha256, write_atomically
 
 INDEX = "benchmarks.npz"
@@ -38,7 +43,7 @@ SHORTEST_WORDS = 8
 _TELLING_WORDS = (
     3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers
 )
-_TABLE_BITS_PER_HEAD = 16
+_TABLE_ENTRIES = 4, 16  # a hash; the first table stays in the cache, the second sees a fifth of the words
 _ARRAYS = ("heads", "grams", "first", "passages", "needed", "items")
 
 
@@ -57,37 +62,50 @@ class Index:
 
     def __init__(self, benchmarks: tuple[Benchmark, ...], arrays: Mapping[str, np.ndarray]) -> None:
         self.benchmarks, self.arrays = benchmarks, arrays
-        heads = arrays["heads"]
-        self._bits = max(10, (len(heads) * _TABLE_BITS_PER_HEAD).bit_length())
-        table = np.zeros(1 << self._bits, bool)
-        table[heads >> np.uint64(64 - self._bits)] = True
-        self._table = np.packbits(table, bitorder="little")
+        self._heads, self._grams = Known(arrays["heads"]), Known(arrays["grams"])
 
     def find(self, texts: list[str]) -> list[list[tuple[str, int]]]:
         """(benchmark, number of the item) of everything that each text holds, sorted."""
         starts = np.cumsum([0, *(benchmark.items for benchmark in self.benchmarks)])
-        found: list[list[tuple[str, int]]] = []
-        for group in groups(texts):
-            held: list[list[tuple[str, int]]] = [[] for _ in group]
-            text, item = self._held(*self._hits(*word_hashes(group)))
-            owner = np.searchsorted(starts, item, side="right") - 1
-            for place, benchmark, number in zip(text, owner, item - starts[owner], strict=True):
-                held[place].append((self.benchmarks[benchmark].name, int(number)))
-            found += held
-        return found
+        held: list[list[tuple[str, int]]] = [[] for _ in texts]
+        text, item = self._held(*self._hits(texts))
+        owner = np.searchsorted(starts, item, side="right") - 1
+        for place, benchmark, number in zip(text, owner, item - starts[owner], strict=True):
+            held[place].append((self.benchmarks[benchmark].name, int(number)))
+        return held
 
-    def _hits(self, words: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(text, place in `grams`) of all that texts have, where text i is words[bounds[i]:bounds[i + 1]]."""
-        heads = gram_hashes(words, slice(max(len(words) - SHORTEST_WORDS + 1, 0)), SHORTEST_WORDS)
-        starts = self._heads_in(heads)
-        ends = bounds[np.searchsorted(bounds, starts, side="right")]  # of the text in which a gram starts
-        texts, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    def grams_in(self, texts: list[str]) -> np.ndarray:
+        """Places in `grams` of all that these texts hold, with repeats."""
+        return self._hits(texts)[1]
+
+    def _hits(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(text, place in `grams`) of all that texts have."""
+        found, first = [np.empty((2, 0), np.int64)], 0
+        for group in groups(texts):
+            text, place = self._hits_in(*word_hashes(group))
+            found.append(np.stack([text + first, place]))
+            first += len(group)
+        text, place = np.concatenate(found, axis=1)
+        return text, place
+
+    def _hits_in(self, words: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same of one group, where text i is words[bounds[i]:bounds[i + 1]]."""
+        heads = all_gram_hashes(words, SHORTEST_WORDS)
+        at = self._heads.find(heads)[0]
+        hashes, ends = (
+            heads[at],
+            bounds[np.searchsorted(bounds, at, side="right")],
+        )  # of the text with the gram
+        grams, starts = [], []
         for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
-            at = starts[starts + length <= ends]
-            at, place = _members(self.arrays["grams"], gram_hashes(words, at, length), at)
-            texts.append(np.searchsorted(bounds, at, side="right") - 1)
-            places.append(place)
-        return np.concatenate(texts), np.concatenate(places)
+            inside = at + length <= ends
+            at, ends, hashes = at[inside], ends[inside], hashes[inside]
+            if length > SHORTEST_WORDS:
+                hashes = longer(hashes, words, at, length - 1)
+            grams.append(hashes)
+            starts.append(at)
+        of, place = self._grams.find(np.concatenate(grams))
+        return np.searchsorted(bounds, np.concatenate(starts)[of], side="right") - 1, place
 
     def _held(self, text: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(text, number of the item) of the items with a passage of which a text has
@@ -103,12 +121,32 @@ class Index:
         enough = grams >= self.arrays["needed"][passage]
         return _distinct_pairs(text[enough], self.arrays["items"][passage[enough]].astype(np.int64))[:2]
 
-    def _heads_in(self, hashes: np.ndarray) -> np.ndarray:
-        """Positions of heads of the index; the table of bits first excludes almost everything else."""
-        bit = hashes >> np.uint64(64 - self._bits)
-        byte = self._table[(bit >> np.uint64(3)).view(np.int64)]
-        at = np.flatnonzero((byte >> (bit.astype(np.uint8) & np.uint8(7))) & np.uint8(1))
-        return _members(self.arrays["heads"], hashes[at], at)[0]
+
+class Known:
+    """Sorted hashes, and which of many others are among them."""
+
+    def __init__(self, hashes: np.ndarray) -> None:
+        self.hashes = hashes
+        self._tables, done = [], 0
+        for entries in _TABLE_ENTRIES:
+            bits = max(10, (len(hashes) * entries).bit_length())
+            shifts = np.uint64(done), np.uint64(64 - bits)
+            table = np.zeros(1 << bits, bool)
+            table[hashes << shifts[0] >> shifts[1]] = True
+            self._tables.append((table, shifts))
+            done += bits
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(places of those that are known, their places among the known); tables first exclude almost all others."""
+        at = np.arange(len(hashes))
+        for table, shifts in self._tables:
+            inside = np.flatnonzero(
+                table.take((hashes << shifts[0] >> shifts[1]).view(np.int64), mode="wrap")
+            )
+            at, hashes = at[inside], hashes[inside]
+        place = np.searchsorted(self.hashes, hashes)
+        inside = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == hashes)
+        return at[inside], place[inside]
 
 
 def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
@@ -190,13 +228,15 @@ def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
     1]] have grams[i]. needed, items: per passage, how many of its grams make a text hold it, and whose it is.
     """
     numbered = [(number, text) for number, texts in enumerate(items) for text in texts]
-    found = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))]
-    start = 0
-    for group in groups([text for _, text in numbered]):
-        heads, grams, passages = _passage_grams(group)
-        found.append((heads, grams, passages + start))
-        start += len(group)
-    heads, grams, passages = (np.concatenate(column) for column in zip(*found, strict=True))
+    found = passage_grams([text for _, text in numbered])
+    return {
+        **arranged(*found, len(numbered)),
+        "items": np.array([number for number, _ in numbered], np.int32),
+    }
+
+
+def arranged(heads: np.ndarray, grams: np.ndarray, passages: np.ndarray, count: int) -> dict[str, np.ndarray]:
+    """The arrays of an index but for `items`, from the grams of `count` passages."""
     order = np.lexsort((passages, grams))
     grams, passages = grams[order], passages[order]
     new = np.append(True, (np.diff(grams) != 0) | (np.diff(passages) != 0))[: len(grams)]
@@ -207,9 +247,19 @@ def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
         "grams": unique,
         "first": np.append(first, len(held)).astype(np.int64),
         "passages": held.astype(np.int32),
-        "needed": (np.bincount(held, minlength=len(numbered)) + 1).astype(np.int32) // 2,
-        "items": np.array([number for number, _ in numbered], np.int32),
+        "needed": (np.bincount(held, minlength=count) + 1).astype(np.int32) // 2,
     }
+
+
+def passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(head, gram, passage) of all texts: uint64, uint64, and the text's number."""
+    found, start = [(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))], 0
+    for group in groups(texts):
+        heads, grams, passages = _passage_grams(group)
+        found.append((heads, grams, passages + start))
+        start += len(group)
+    heads, grams, passages = (np.concatenate(column) for column in zip(*found, strict=True))
+    return heads, grams, passages
 
 
 def _passage_grams(texts: list[str]) -> tuple[np.ndarray, ...]:
@@ -232,13 +282,6 @@ def _passage_grams(texts: list[str]) -> tuple[np.ndarray, ...]:
             (gram_hashes(words, at, SHORTEST_WORDS), gram_hashes(words, at, length), passage[wanted])
         )
     return tuple(np.concatenate(column) for column in zip(*found, strict=True))
-
-
-def _members(known: np.ndarray, hashes: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(at, place in `known`) of the hashes that are in the sorted `known`."""
-    place = np.searchsorted(known, hashes)
-    inside = known[np.minimum(place, len(known) - 1)] == hashes
-    return at[inside], place[inside]
 
 
 def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -82,6 +82,8 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     said = {key: value for key, value in every.items() if key in _DECIDES}
     said["valid_per_10000"] = recipe.held_out_of(source)
     del said["filter"]["benchmarks"]  # paths, may move
+    if not said["dedup"]["contained_share"]:
+        del said["dedup"]["contained_share"]  # as before there was such a key
     if isinstance(recipe.tokenizer, TokenizerTraining):
         said["tokenizer"] = [asdict(recipe.tokenizer), [each.name for each in recipe.sources]]
     else:

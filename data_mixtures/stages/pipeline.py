@@ -24,7 +24,8 @@ from data_mixtures.stages import (
     tokenize,
     verify,
 )
-from data_mixtures.stages.dedup import Clusters, Links, Signatures
+from data_mixtures.stages.containment import Contained, HeldOut, Scan
+from data_mixtures.stages.dedup import Bands, Dedup, Signatures
 from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Options, figures, run_units, summary
@@ -133,9 +134,11 @@ def _filter(context: RunContext) -> None:
 
 def _dedup(context: RunContext) -> None:
     """Signatures of the sources that were asked for; near copies over all of the recipe's."""
-    if context.recipe.dedup.minhash:
-        for kind in (Signatures, Links, Clusters):
-            context.run(kind)
+    wanted = context.recipe.dedup
+    for kind in (Signatures, Bands, Dedup) * wanted.minhash + (HeldOut, Scan, Contained) * (
+        wanted.contained_share > 0
+    ):
+        context.run(kind)
 
 
 def _tokenize(context: RunContext) -> None:

@@ -36,7 +36,7 @@ MERGED = np.dtype([*DOCUMENT.descr, ("unit", "<u2")])
 def groups(out: Path, source: str) -> list[list[Unit]]:
     """The tokenized units that each run of a source is made of."""
     units = stage.planned_units(out, source)
-    size = max(min(-(-len(units) // RUNS), UNITS_PER_RUN), 1)
+    size = stage.group_size(len(units), RUNS, UNITS_PER_RUN)
     return [units[first : first + size] for first in range(0, len(units), size)]
 
 

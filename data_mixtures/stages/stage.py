@@ -49,8 +49,8 @@ T = TypeVar("T")
 # of what each stage makes, raised when other code gives other results: a test holds the hashes of these. Other code
 # that gives the same results makes nothing again
 FORMATS = {
-    "benchmarks": 1, "fetch": 1, "filter": 1, "signatures": 1, "links": 1, "dedup": 1, "tokenizer": 1, "tokenize": 1,
-    "runs": 1, "order": 1, "shuffle": 1,
+    "benchmarks": 2, "fetch": 1, "filter": 1, "signatures": 2, "bands": 1, "dedup": 2, "held_out": 1, "scan": 1,
+    "contained": 1, "tokenizer": 1, "tokenize": 1, "runs": 1, "order": 1, "shuffle": 1,
 }  # fmt: skip
 
 
@@ -139,6 +139,11 @@ def planned(out: Path, source: str) -> Json:
 def planned_units(out: Path, source: str) -> list[Unit]:
     """The units of a source, in their order; the same from fetch to tokenize."""
     return [Unit(source, entry["number"]) for entry in planned(out, source)["units"]]
+
+
+def group_size(units: int, most: int, largest: int) -> int:
+    """How many units that follow each other are a group, for at most `most` groups; never above `largest`."""
+    return max(min(-(-units // most), largest), 1)
 
 
 def planned_unit(out: Path, unit: Unit) -> Json:

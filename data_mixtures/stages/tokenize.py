@@ -22,7 +22,7 @@ import xxhash
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, dedup, repeats, stage
+from data_mixtures.stages import blocks, documents, repeats, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
@@ -44,11 +44,11 @@ class Tokenize(Stage):
     name = "tokenize"
 
     def key(self, unit: Unit) -> str:
-        documents = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
-        copies = dedup.dropped_rows(self.recipe, self.out, unit).tobytes()
-        left_out = xxhash.xxh3_64_hexdigest(copies) if copies else ""
+        filtered = stage.receipt_of(self.out, "filter", unit)["files"][DOCUMENTS]
+        rows = np.concatenate(list(documents.left_out(self.recipe, self.out, unit).values())).tobytes()
+        left_out = xxhash.xxh3_64_hexdigest(rows) if rows else ""
         decides = [self.recipe.filter.repeated_ngrams, self.recipe.seed, _hashes(self.out), left_out]
-        return stage.key_of(self.name, decides, documents)
+        return stage.key_of(self.name, decides, filtered)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         try:
@@ -62,7 +62,7 @@ class Tokenize(Stage):
         rows, looping = [], [np.empty(0, bool)]
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
-            for ids, texts, origins in dedup.documents(self.recipe, self.out, unit):
+            for ids, texts, origins in documents.kept(self.recipe, self.out, unit):
                 sample.check(ids, texts)
                 tokens, lengths = made.encode(texts, fast)
                 token_file.write(tokens.data)
@@ -70,19 +70,20 @@ class Tokenize(Stage):
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
                 wanted = self.recipe.filter.repeated_ngrams
                 looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
-        documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
-        order = by_key(documents)
-        ordered = documents[order := order[~np.concatenate(looping)[order]]]
+        found = np.concatenate([np.empty(0, DOCUMENT), *rows])
+        order = by_key(found)
+        ordered = found[order := order[~np.concatenate(looping)[order]]]
         for name, start, length, dtype in parts(made.dtype):
             ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
-            write_ordered(folder / name, unsorted[name], documents[length] * np.int64(dtype.itemsize), order)
+            write_ordered(folder / name, unsorted[name], found[length] * np.int64(dtype.itemsize), order)
             unsorted[name].unlink()
         shards.save_array(folder / INDEX, ordered)
         for name in SLICED:
             blocks.seal(folder / name)
-        copies = len(dedup.dropped_rows(self.recipe, self.out, unit))
-        dropped = {"near_duplicate": copies, "repeated_ngrams": len(documents) - len(ordered)}
-        slow = 0 if fast and made.fast else len(documents)
+        left_out = documents.left_out(self.recipe, self.out, unit)
+        dropped = {reason: len(rows) for reason, rows in left_out.items()}
+        dropped["repeated_ngrams"] = len(found) - len(ordered)
+        slow = 0 if fast and made.fast else len(found)
         return {**totals(ordered), "slow": slow, "dropped": dropped}
 
 
@@ -202,7 +203,11 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
         [receipt["files"][DOCUMENTS] for receipt in stage.receipts(out, "filter", source.name)]
         for source in recipe.sources
     ]
-    left_out = stage.receipt_of(out, dedup.DEDUP, dedup.ALL)["files"] if recipe.dedup.minhash else None
+    left_out = None
+    if recipe.dedup.minhash:
+        units = [unit for source in recipe.sources for unit in stage.planned_units(out, source.name)]
+        rows = [documents.near_copies(recipe, out, unit).tobytes() for unit in units]
+        left_out = [xxhash.xxh3_64_hexdigest(each) for each in rows]
     return stage.key_of("tokenizer", asdict(given), recipe.seed, _held_out(recipe), files, left_out)
 
 
@@ -220,9 +225,9 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
-        batches = (batch for unit in units for batch in dedup.documents(recipe, out, unit))
-        documents = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
-        sample += first_documents(documents, train_bytes * size // total, recipe)
+        batches = (batch for unit in units for batch in documents.kept(recipe, out, unit))
+        given = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
+        sample += first_documents(given, train_bytes * size // total, recipe)
     return sample
 
 

@@ -1,4 +1,8 @@
-"""Text as hashes of words: all characters of a window at once."""
+"""Text as hashes of words: all words of a window at once.
+
+A word is hashed as the UTF-8 of its lower case, eight bytes at a time; a gram is a polynomial mod 2**64 over the
+hashes of its words. So the work is a pass over the bytes that finds where words begin, and a few operations a word.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# arrays of one window stay in the cache; a word of more characters than this counts as several
-WINDOW_CHARS = 1 << 16
+# enough that what a window costs besides its characters is little; a word of more characters counts as several
+WINDOW_CHARS = 1 << 19
 _CODE_POINTS, _ASSIGNED = 0x110000, 0x40000  # no letter is above the fourth plane
-_CHARACTER, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
+_BYTES, _WORD = 0x5851F42D4C957F2D, 0xD6E8FEB86659FD93  # odd multipliers of the two polynomials
+_EIGHT = 8
+_LONGEST = 256  # bytes of a word that are hashed, besides its last eight and its length
+# what is kept of eight bytes, of which the first n belong to a word
+_FIRST = np.array([(1 << 8 * n) - 1 for n in range(_EIGHT + 1)], np.uint64)
 _SPACES = "\n "  # between which a text of more than one window is cut
 
 
@@ -32,11 +40,18 @@ def groups(texts: list[str]) -> Iterator[list[str]]:
 def word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Hashes of all words, uint64, and bounds int64 (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
     if len(texts) == 1:
-        hashes = np.concatenate([_window(piece)[0] for piece in cut(texts[0], WINDOW_CHARS, _SPACES)])
+        pieces = cut(texts[0], WINDOW_CHARS, _SPACES)
+        hashes = np.concatenate([_hashes(*_words(_folded(piece))) for piece in pieces])
         return hashes, np.array([0, len(hashes)])
-    hashes, starts = _window("\n".join(texts))
-    sizes = np.array([len(text) + 1 for text in texts])
-    return hashes, np.searchsorted(starts, np.concatenate([[0], np.cumsum(sizes)]))
+    joined = "\n".join(texts)
+    if joined.isascii():
+        data, sizes = _folded(joined), map(len, texts)
+    else:
+        parts = list(map(_folded, texts))  # the few texts that are not ASCII take longer
+        data, sizes = b"\0".join(parts), map(len, parts)
+    words, starts, ends = _words(data)
+    ends_of_texts = np.cumsum(np.fromiter(sizes, np.int64, len(texts)) + 1)
+    return _hashes(words, starts, ends), np.searchsorted(starts, np.append(0, ends_of_texts))
 
 
 def cut(text: str, max_chars: int, behind: str = "\n") -> Iterator[str]:
@@ -52,39 +67,68 @@ def cut(text: str, max_chars: int, behind: str = "\n") -> Iterator[str]:
     yield text[start:]
 
 
-def _window(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """(hash, start in characters) of every word."""
-    characters = _folded(text)
-    starts, ends = _runs(characters)
-    powers, inverses = _powers(1 << max(WINDOW_CHARS, len(text)).bit_length())
-    sums = np.zeros(len(characters) + 1, np.uint64)
-    np.cumsum(characters * powers[: len(characters)], out=sums[1:])
-    return _mixed((sums[ends] - sums[starts]) * inverses[starts]), starts
-
-
-def _folded(text: str) -> np.ndarray:
-    """The text's characters as numbers: the lower case of a word's characters, 0 for all
-    others; uint8 or uint32.
-    """
+def _folded(text: str) -> bytes:
+    """The UTF-8 of the lower case of a word's characters, a 0 for every other one."""
     if text.isascii():
-        return np.frombuffer(
-            text.encode("ascii").translate(_characters()[:256].astype(np.uint8).tobytes()), np.uint8
-        )
+        return text.encode("ascii").translate(_ascii())
+    return _lower(text).tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+
+
+def _lower(text: str) -> np.ndarray:
+    """uint32: the lower case of a word's characters, 0 for all others."""
     return _characters()[np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")]
+
+
+def _words(data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(bytes, starts, ends) of the words."""
+    values = np.frombuffer(data, np.uint8)
+    return values, *_runs(values)
+
+
+def _hashes(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """uint64, of the words data[starts[i] : ends[i]] of bytes, none of which is 0."""
+    padded = np.concatenate([data, np.zeros(_EIGHT, np.uint8)])
+    eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # from each byte on
+    left = ends - starts
+    hashes = eight[starts] & _FIRST[np.minimum(left, _EIGHT)]
+    at = np.flatnonzero(left > _EIGHT)
+    for done in range(_EIGHT, _LONGEST, _EIGHT):
+        if not len(at):
+            break
+        more = eight[starts[at] + done] & _FIRST[np.minimum(left[at] - done, _EIGHT)]
+        hashes[at] = hashes[at] * np.uint64(_BYTES) + more
+        at = at[left[at] > done + _EIGHT]
+    hashes[at] = hashes[at] * np.uint64(_BYTES) + (eight[ends[at] - _EIGHT] ^ left[at].astype(np.uint64))
+    return _mixed(hashes)
 
 
 def _runs(characters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(starts, ends) of the words."""
-    edges = np.flatnonzero(np.diff(characters != 0, prepend=False, append=False))
+    inside = np.zeros(len(characters) + 2, bool)
+    np.not_equal(characters, 0, out=inside[1:-1])
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
     return edges[::2], edges[1::2]
 
 
-def gram_hashes(words: np.ndarray, at: np.ndarray | slice, length: int) -> np.ndarray:
+def gram_hashes(words: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:
     """The hashes of the grams that start at some words: the sum of words[at + i] * multiplier**i."""
     hashes = words[at].copy()
     for i in range(1, length):
-        hashes += words[i:][at] * np.uint64(pow(_WORD, i, 1 << 64))
+        hashes = longer(hashes, words, at, i)
     return hashes
+
+
+def longer(hashes: np.ndarray, words: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:
+    """Hashes of grams of `length` words -> those of one word more."""
+    return hashes + words[at + length] * np.uint64(pow(_WORD, length, 1 << 64))
+
+
+def all_gram_hashes(words: np.ndarray, length: int) -> np.ndarray:
+    """`gram_hashes` from every word on; length: a power of two."""
+    span = 1
+    while span < length:
+        words, span = words[:-span] + words[span:] * np.uint64(pow(_WORD, span, 1 << 64)), 2 * span
+    return words
 
 
 def say_something(texts: list[str]) -> np.ndarray:
@@ -93,7 +137,7 @@ def say_something(texts: list[str]) -> np.ndarray:
     """
     flags = []
     for piece in cut(texts[0], WINDOW_CHARS, _SPACES) if len(texts) == 1 else ["\n".join(texts)]:
-        starts, ends = _runs(_folded(piece))
+        starts, ends = _runs(_lower(piece))
         letters = np.array([character.isalpha() for character in piece], dtype=np.int64)
         counts = np.concatenate([[0], np.cumsum(letters)])
         flags.append(counts[ends] - counts[starts] >= 2)
@@ -113,12 +157,8 @@ def _characters() -> np.ndarray:
 
 
 @functools.cache
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """uint64 (count,) each: the character multiplier to the power of 0, 1, ..., and the inverses."""
-    bases = np.array([_CHARACTER, pow(_CHARACTER, -1, 1 << 64)], np.uint64)
-    powers = np.cumprod(np.repeat(bases[:, None], count, axis=1), axis=1, dtype=np.uint64)
-    powers = np.concatenate([np.ones((2, 1), np.uint64), powers[:, :-1]], axis=1)
-    return powers[0], powers[1]
+def _ascii() -> bytes:
+    return _characters()[:128].astype(np.uint8).tobytes() + bytes(128)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

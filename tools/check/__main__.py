@@ -11,6 +11,7 @@ SPELLINGS = {"int8": ("--against", "int8"), "parity": ("--against", "published",
 
 MODULES = {
     "structure": "tools.check.structure",
+    "contained": "tools.check.contained",
     "train": "tools.acceptance",
     "smollm2": "tests.smollm2",
 }  # the latter makes a model for tests

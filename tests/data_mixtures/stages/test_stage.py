@@ -31,6 +31,7 @@ repeated_ngrams = true
 quiz = "quiz.jsonl"
 [dedup]
 minhash = true
+contained_share = 0.5
 [sources.web]
 inputs = [{ kind = "jsonl", paths = ["a/*.jsonl"] }]
 [sources.book]
@@ -53,13 +54,16 @@ NASTY = [
 GOLDEN = {
     ("fetch", 1): "e81ea2312baab482",
     ("filter", 1): "1b3d5c1869a52e2f",
-    ("signatures", 1): "7c33c4e5db52982c",
-    ("links", 1): "a05142c3f16d1d69",
-    ("dedup", 1): "e5092337546b3452",
-    ("tokenize", 1): "b46a663e0e78a543",
-    ("runs", 1): "9ebac2534c4eea43",
-    ("order", 1): "62dab4b5b9011ae8",
-    ("shuffle", 1): "4b5402a4b3978c87",
+    ("signatures", 2): "3a7c8bdd765582d7",
+    ("bands", 1): "1fda53e814ff0962",
+    ("dedup", 2): "dc4e2cbd308c34a9",
+    ("held_out", 1): "ab3c1019a592b83f",
+    ("scan", 1): "f06f887ae1b7a223",
+    ("contained", 1): "34e5adf8b52d7090",
+    ("tokenize", 1): "5557f63c460db98d",
+    ("runs", 1): "e51db90e7aa8ffb3",
+    ("order", 1): "64af80c8dd3be761",
+    ("shuffle", 1): "c1f0ff1244d8abb5",
 }
 
 

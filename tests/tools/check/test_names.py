@@ -18,6 +18,7 @@ from tools.check.__main__ import main
         ("int8", "tools.check.engine", ["--against", "int8"]),
         ("parity", "tools.check.engine", ["--against", "published", "--prompts", "4"]),
         ("structure", "tools.check.structure", []),
+        ("contained", "tools.check.contained", []),
         ("smollm2", "tests.smollm2", []),
         ("train", "tools.acceptance", []),
     ],

@@ -1,0 +1,156 @@
+"""Held-out documents whose text stands in training: DIR/contained/all/unit-00000/, the rows that tokenize leaves out.
+
+Near copies are whole documents; here a held-out document lies inside larger ones, or is made of pieces of many. It
+is left out of validation when `contained_share` of its runs of 13 words stand in documents of training. Training
+keeps its text: else a held-out file that is nothing but a licence would take every file with that licence out of it.
+Words, runs and the search for them are those of `decontaminate`, where a document is a passage; of one with many
+runs the MOST_GRAMS with the smallest hashes stand for all, which is a fair sample of them.
+
+Three stages, by group of filtered units but for the last: `held_out`, the runs of its held-out documents; `scan`, which
+of all those its documents of training have; `contained`, once: the documents. Near copies, which are in neither, are
+out before. The text is read twice, and each worker holds the runs of all held-out documents, 64 times 20 bytes each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from data_mixtures import shards
+from data_mixtures.shards import Json
+from data_mixtures.stages import decontaminate, documents, stage
+from data_mixtures.stages.documents import ALL, CONTAINED, Grouped, files_of_all, of_all
+from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
+
+HELD_OUT, SCAN = "held_out", "scan"
+GRAMS, FOUND = "grams.npy", "found.npy"
+MOST_GRAMS = 64
+_GRAM = np.dtype([("head", "<u8"), ("gram", "<u8"), ("document", "<u4")])
+
+
+class _Texts(Grouped):
+    def decides(self, unit: Unit) -> list[Any]:
+        """What keys say about the documents of a group, and which of them are held out."""
+        near = [documents.near_copies(self.recipe, self.out, each) for each, _ in self.members(unit)]
+        digests = [xxhash.xxh3_64_hexdigest(rows.tobytes()) for rows in near]
+        return [self.recipe.held_out_of(unit.source), self.files(unit), digests]
+
+    def texts(self, unit: Unit, held_out: bool) -> Iterator[tuple[np.ndarray, list[str]]]:
+        """Numbers in the group and texts of its held-out documents, or of all others."""
+        below, first = shards.held_out_below(self.recipe.held_out_of(unit.source)), 0
+        for member, receipt in self.members(unit):
+            near = documents.near_copies(self.recipe, self.out, member)
+            numbers = first + np.delete(np.arange(receipt["counts"]["kept"]), near)
+            path = stage.checked(self.out, "filter", member, DOCUMENTS)
+            for ids, texts, _ in documents.read_documents(path, near):
+                here = np.array([(int.from_bytes(each[8:], "big") < below) == held_out for each in ids], bool)
+                yield numbers[: len(ids)][here], [texts[place].decode() for place in np.flatnonzero(here)]
+                numbers = numbers[len(ids) :]
+            first += receipt["counts"]["kept"]
+
+
+class HeldOut(_Texts):
+    """grams.npy: _GRAM, of the group's held-out documents."""
+
+    name = HELD_OUT
+
+    def key(self, unit: Unit) -> str:
+        return stage.key_of(self.name, self.decides(unit))
+
+    def work(self, unit: Unit, folder: Path) -> Json:
+        found, count = [np.empty(0, _GRAM)], 0
+        for numbers, texts in self.texts(unit, held_out=True):
+            heads, grams, passages = decontaminate.passage_grams(texts)
+            chosen = _smallest(passages, grams)
+            rows = np.zeros(len(chosen), _GRAM)
+            rows["head"], rows["gram"] = heads[chosen], grams[chosen]
+            rows["document"] = numbers[passages[chosen]]
+            found.append(rows)
+            count += len(texts)
+        shards.save_array(folder / GRAMS, np.concatenate(found))
+        size = sum(receipt["counts"]["kept"] for _, receipt in self.members(unit))
+        return {"documents": size, "held_out": count}
+
+
+def _smallest(passages: np.ndarray, grams: np.ndarray) -> np.ndarray:
+    """Where the MOST_GRAMS smallest different grams of each passage are."""
+    order = np.lexsort((grams, passages))
+    same = (np.diff(passages[order]) == 0) & (np.diff(grams[order]) == 0)
+    order = order[np.append(True, ~same)[: len(order)]]
+    begins = np.searchsorted(passages[order], passages[order])
+    return order[np.arange(len(order)) - begins < MOST_GRAMS]
+
+
+def _index(work: Stage) -> tuple[decontaminate.Index, np.ndarray]:
+    """All held-out documents as passages, and their numbers among all documents."""
+    groups = tuple((group, first) for group, _, first in of_all(work, HELD_OUT))
+    return _built(work.out, groups, str(files_of_all(work, HELD_OUT)))
+
+
+@functools.lru_cache(maxsize=1)
+def _built(
+    out: Path, groups: tuple[tuple[Unit, int], ...], files: str
+) -> tuple[decontaminate.Index, np.ndarray]:
+    rows = [np.load(stage.checked(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
+    owners = [
+        first + each["document"].astype(np.int64) for (_, first), each in zip(groups, rows, strict=True)
+    ]
+    numbers, passages = np.unique(np.concatenate(owners), return_inverse=True)
+    heads, grams = (np.concatenate([each[name] for each in rows]) for name in ("head", "gram"))
+    arrays = decontaminate.arranged(heads, grams, passages, len(numbers))
+    return decontaminate.Index((), arrays), numbers
+
+
+class Scan(_Texts):
+    """found.npy: a bit for each run of the held-out documents, whether the group has it in training."""
+
+    name = SCAN
+
+    def key(self, unit: Unit) -> str:
+        return stage.key_of(self.name, self.decides(unit), files_of_all(self, HELD_OUT))
+
+    def work(self, unit: Unit, folder: Path) -> Json:
+        index, _ = _index(self)
+        found = np.zeros(len(index.arrays["grams"]), bool)
+        if len(found):
+            for _, texts in self.texts(unit, held_out=False):
+                found[index.grams_in(texts)] = True
+        shards.save_array(folder / FOUND, np.packbits(found))
+        return {"documents": stage.receipt_of(self.out, HELD_OUT, unit)["counts"]["documents"]}
+
+
+class Contained(Grouped):
+    """The rows of all units that are left out."""
+
+    name = CONTAINED
+
+    def units(self) -> list[Unit]:
+        return [ALL]
+
+    def key(self, unit: Unit) -> str:
+        filtered = [self.files(group) for group, _, _ in of_all(self, SCAN)]
+        share = self.recipe.dedup.contained_share
+        return stage.key_of(
+            self.name, share, filtered, files_of_all(self, HELD_OUT), files_of_all(self, SCAN)
+        )
+
+    def work(self, unit: Unit, folder: Path) -> Json:
+        index, numbers = _index(self)
+        first, passages = index.arrays["first"], index.arrays["passages"]
+        bits = np.zeros(-(-len(first[1:]) // 8), np.uint8)
+        groups = [group for group, _, _ in of_all(self, SCAN)]
+        for group in groups:
+            bits |= np.load(stage.checked(self.out, SCAN, group, FOUND))
+        found = np.unpackbits(bits, count=len(first) - 1).astype(bool)
+        runs, of_training = (
+            np.bincount(passages[chosen], minlength=len(numbers))
+            for chosen in (slice(None), np.repeat(found, np.diff(first)))
+        )
+        contained = numbers[of_training >= self.recipe.dedup.contained_share * runs]
+        documents.write_rows(folder, [each for group in groups for each in self.members(group)], contained)
+        return {"held_out": len(numbers), "contained": len(contained)}

@@ -1,0 +1,133 @@
+"""Documents as the filter kept them, and those that the stages between it and tokenize leave out.
+
+These stages work on groups of units, so that what one of them reads of all groups is few large pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_mixtures import shards
+from data_mixtures.recipe import Recipe
+from data_mixtures.shards import Json
+from data_mixtures.stages import stage
+from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
+
+DEDUP, CONTAINED = "dedup", "contained"
+NEAR_DUPLICATE = "near_duplicate"
+ALL = Unit("all", 0)
+ROWS, UNITS = "rows.npy", "units.json"
+GROUPS, UNITS_PER_GROUP = 64, 128  # of a source, at most; a group's signatures stay below half a gigabyte
+_BATCH_ROWS = 256
+COLUMNS = ("doc_id", "text", "origin")
+Documents = tuple[list[bytes], list[bytes], list[bytes]]  # ids, texts as UTF-8, origins
+
+
+def _units_per_group(out: Path, source: str) -> int:
+    return stage.group_size(len(stage.planned(out, source)["units"]), GROUPS, UNITS_PER_GROUP)
+
+
+def groups(out: Path, source: str) -> int:
+    """How many groups the units of a source are."""
+    return -(-len(stage.planned(out, source)["units"]) // _units_per_group(out, source))
+
+
+@dataclass(frozen=True)
+class Grouped(Stage):
+    """A stage of which one unit is a group of filtered units."""
+
+    def units(self) -> list[Unit]:
+        return [Unit(source, n) for source in self.sources for n in range(groups(self.out, source))]
+
+    def members(self, unit: Unit) -> list[tuple[Unit, Json]]:
+        """The filtered units of a group, with their receipts."""
+        size = _units_per_group(self.out, unit.source)
+        group = stage.planned_units(self.out, unit.source)[unit.number * size : (unit.number + 1) * size]
+        return [(each, stage.receipt_of(self.out, "filter", each)) for each in group]
+
+    def files(self, unit: Unit) -> list[Json]:
+        return [receipt["files"][DOCUMENTS] for _, receipt in self.members(unit)]
+
+
+def of_all(work: Stage, made_by: str) -> Iterator[tuple[Unit, Json, int]]:
+    """(group, receipt of that stage, number of its first document) of all sources, in the recipe's order."""
+    first = 0
+    for source in (each.name for each in work.recipe.sources):
+        made = stage.receipts(work.out, made_by, source, groups(work.out, source))
+        for number, receipt in enumerate(made):
+            yield Unit(source, number), receipt, first
+            first += receipt["counts"]["documents"]
+
+
+def files_of_all(work: Stage, made_by: str) -> list[Any]:
+    """What keys say about the results of a stage for all groups."""
+    return [[str(unit), receipt["files"]] for unit, receipt, _ in of_all(work, made_by)]
+
+
+def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.ndarray) -> None:
+    """What a stage leaves out of filtered units that follow each other; numbers: ascending, from the first's row 0.
+
+    rows.npy: int64, rows of documents.parquet, unit after unit. units.json: where a unit's are, [first, end).
+    """
+    ends = np.cumsum([0, *(receipt["counts"]["kept"] for _, receipt in members)])
+    places = np.searchsorted(numbers, ends).tolist()
+    rows = numbers - np.repeat(ends[:-1], np.diff(places))
+    shards.save_array(folder / ROWS, rows.astype(np.int64))
+    units = [str(unit) for unit, _ in members]
+    shards.write_json(folder / UNITS, dict(zip(units, pairwise(places), strict=True)))
+
+
+def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
+    folder, _ = stage.result(out, made_by, group)
+    rows, places = _loaded(folder / UNITS)
+    if str(unit) not in places:
+        raise ValueError(f"{folder} does not know {unit}, which was planned later; run {DEDUP!r} again")
+    return rows[slice(*places[str(unit)])]
+
+
+@stage.remembered
+def _loaded(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
+    out, made_by, source, number = path.parents[3], *path.parts[-4:-1]  # DIR/dedup/web/unit-00000/units.json
+    group = Unit(source, shards.shard_number(number))
+    rows, units = (stage.checked(out, made_by, group, name) for name in (ROWS, UNITS))
+    return np.load(rows), shards.read_json(units, "start again")
+
+
+def near_copies(recipe: Recipe, out: Path, unit: Unit) -> np.ndarray:
+    """Rows of a unit's documents.parquet that are near copies, ascending; none without [dedup] minhash."""
+    if not recipe.dedup.minhash:
+        return np.empty(0, np.int64)
+    group = Unit(unit.source, unit.number // _units_per_group(out, unit.source))
+    return _rows(out, DEDUP, group, unit)
+
+
+def left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
+    """By reason, the rows of a unit's documents.parquet that tokenize does not read."""
+    rows = {NEAR_DUPLICATE: near_copies(recipe, out, unit)}
+    return rows | ({CONTAINED: _rows(out, CONTAINED, ALL, unit)} if recipe.dedup.contained_share else {})
+
+
+def kept(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
+    """What the filter kept of a unit, but for what is left out."""
+    without = np.concatenate(list(left_out(recipe, out, unit).values()))
+    return read_documents(stage.checked(out, "filter", unit, DOCUMENTS), without)
+
+
+def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:
+    """documents.parquet in batches, but for the rows `without`."""
+    with pq.ParquetFile(path, memory_map=True) as parquet:
+        stays, first = np.ones(parquet.metadata.num_rows, bool), 0
+        stays[np.asarray(without, np.int64)] = False
+        for batch in parquet.iter_batches(_BATCH_ROWS):
+            here, first = stays[first : first + batch.num_rows], first + batch.num_rows
+            batch = batch if here.all() else batch.filter(pa.array(here))
+            ids, texts, origins = (batch.column(name).cast(pa.binary()).to_pylist() for name in COLUMNS)
+            yield ids, texts, origins
