@@ -26,8 +26,8 @@ def _opened(lock: str | Path) -> Mixture:
     mixture = Mixture.open(lock)
     if mixture.packed:
         raise ValueError(
-            f"{lock} holds packed conversations, whose windows need flags; only train/ reads those, or export "
-            "a mixture of documents"
+            f"{lock} holds packed windows, which need flags; only train/ reads those, or export a "
+            "mixture of documents in a row"
         )
     return mixture
 

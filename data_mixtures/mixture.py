@@ -24,9 +24,9 @@ from data_mixtures.shards import Json
 from data_mixtures.window_files import TokenFile, WindowFiles
 
 PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
-# Whole conversations in the first S tokens of each window. Beside each file of tokens lies one of the same
-# form, with the flags of the tokens; its entry is "flags" in theirs.
-CONVERSATIONS = "conversations"
+# Whole documents, or conversations, in the first S tokens of each window. Beside each file of tokens lies one of the
+# same form, with the flags of the tokens; its entry is "flags" in theirs.
+BEST_FIT, CONVERSATIONS = "best_fit", "conversations"
 CHANGED_RULE = f"{order.RULE}, changed"  # of a lock whose weights change, see `change`
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
@@ -44,7 +44,7 @@ def pin(
     """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
     first = shards.read_manifest(data_dir / next(iter(weights)))
     facts = {key: first[key] for key in shards.TOKENIZER_FACTS}
-    same = {**facts, "seq_len": seq_len}
+    same = {**facts, "seq_len": seq_len, "packing": packing}
     lock = {
         "format": shards.FORMAT,
         "phase": phase,
@@ -72,6 +72,10 @@ def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: J
         raise ValueError(
             f"{data_dir / name} was tokenized with another tokenizer or length than the sources beside it: "
             f"{', '.join(facts)} differ. Prepare all sources with one recipe"
+        )
+    if ("flags" in manifest["valid"]) == (lock["packing"] == PACKING):
+        raise ValueError(
+            f"{data_dir / name} was packed otherwise than {lock['packing']!r}, as the mixture is; prepare it again"
         )
     return {
         "name": name,
@@ -146,7 +150,7 @@ class Mixture:
         self._windows, self._caps = np.array(numbers, dtype=np.int64).T
         # all windows of all sources in a row: where each source and each file begins
         self._files = WindowFiles(files, self.seq_len)
-        self.packed: bool = lock["packing"] == CONVERSATIONS
+        self.packed: bool = lock["packing"] != PACKING
         flags = [_flags_of(file) for file in files] if self.packed else []
         self._flags = WindowFiles(flags, self.seq_len) if self.packed else None
         self._source_begins = np.cumsum(self._windows) - self._windows

@@ -63,7 +63,7 @@ def prepare(
 
 def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
     """What each source holds; then its documents' lengths in tokens, the pieces beyond the first of those that
-    max_document_chars cut, and tokens behind the last window.
+    max_document_chars cut, tokens behind the last window, and of padding (best_fit).
     """
     rows, lengths = [], []
     for name, how in made.items():
@@ -71,11 +71,14 @@ def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
         counts = [f"{m['documents']:,}", f"{sum(m['dropped'].values()):,}"]
         sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
         rows.append([name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how])
-        found = m["tokens"] // m["documents"], m["longest"], m["cut"], m["unused"]["train_tokens"]
+        lost = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
+        found = m["tokens"] // m["documents"], m["longest"], m["cut"], *lost
         lengths.append([name, *(f"{count:,}" for count in found)])
     head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
     yield figures(f"data in {out}", head, rows)
-    yield figures("tokens of a document", ("source", "mean", "longest", "cuts", "unused tokens"), lengths)
+    yield figures(
+        "tokens of a document", ("source", "mean", "longest", "cuts", "unused tokens", "padding"), lengths
+    )
 
 
 @dataclass(frozen=True)

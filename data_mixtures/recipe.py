@@ -29,6 +29,7 @@ RESERVED_FOLDERS = (
     "order",
     "shuffle",
 )
+PACKINGS = ("concat", "best_fit")
 T = TypeVar("T")
 LIMITS = {
     "seed": (0, 2**63 - 1),
@@ -232,6 +233,10 @@ class Recipe:
     """
     seq_len: int = 4096
     """Tokens of a training sequence"""
+    packing: str = "concat"
+    """concat: documents in a row, cut every seq_len tokens. best_fit: documents whole in a window where they fit,
+    with padding, which is reported and never trained on
+    """
     seed: int = 1
     """Decides the order of documents"""
     windows_per_shard: int = 32_768
@@ -262,6 +267,9 @@ class Recipe:
     -m MODULE --out DIR/corpus`
     """
     folder: Path = Path()  # no key: where the recipe lies
+
+    def __post_init__(self) -> None:
+        check_known("packing", [self.packing], PACKINGS)
 
     def source(self, name: str) -> Source:
         """A source by name; with the defaults for a name that the recipe lacks."""

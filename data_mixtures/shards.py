@@ -230,7 +230,7 @@ def check_format(path: Path, content: Json) -> None:
 
 def files_of(entry: Json) -> tuple[str, ...]:
     """Names of the files that an entry of the manifest describes."""
-    return (entry["name"], *(entry[part]["name"] for part in ("parity", "docs") if part in entry))
+    return (entry["name"], *(entry[part]["name"] for part in ("parity", "docs", "flags") if part in entry))
 
 
 def check_sizes(folder: Path, manifest: Json) -> None:

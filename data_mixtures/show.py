@@ -147,10 +147,9 @@ def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Itera
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
         if mixture.packed:
-            parts: list[Json] = [{"begins": 0}]
-            parts += [
-                {"begins": at + 1} for at in np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS).tolist()
-            ]
+            begins = [0, *(1 + np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS)).tolist()]
+            known = _whole(lock.parent / place["source"], place)
+            parts: list[Json] = [{"begins": at, **known(place["token_offset"] + at)} for at in begins]
         else:
             parts = _documents(lock.parent / place["source"], place, tokens)
         for part, after in zip_longest(parts, parts[1:]):
@@ -159,10 +158,24 @@ def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Itera
         yield {**place, "documents": parts, "tokens": tokens.tolist()}
 
 
+def _whole(folder: Path, place: Json) -> Callable[[int], Json]:
+    """What is known of the document that begins at a token of a packed shard; {} for a part of one, and padding."""
+    at = _names(folder).index(place["shard"])
+    if "docs" not in _manifest(folder)["shards"][at]:
+        return lambda _: {}
+    begins, facts = index(folder, at)
+    places = {int(begin): i for i, begin in enumerate(begins)}
+    return lambda token: facts(places[token]) if token in places else {}
+
+
+def _names(folder: Path) -> list[str]:
+    return [entry["name"] for entry in _manifest(folder)["shards"]]
+
+
 def _documents(folder: Path, place: Json, tokens: np.ndarray) -> list[Json]:
     """The documents of a window, in its order; ValueError where they do not begin where the index says."""
     manifest = _manifest(folder)
-    at = [entry["name"] for entry in manifest["shards"]].index(place["shard"])
+    at = _names(folder).index(place["shard"])
     begins, facts = index(folder, at)
     begins = begins - place["token_offset"]
     found = [
@@ -210,13 +223,18 @@ def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Json]]:
         (i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id))
         for i in range(0, len(tokens), CHUNK_TOKENS)
     )
-    first = next((i + int(found[0]) for i, found in chunks if len(found)), 0)
+    starts = (i + found for i, found in chunks if len(found))
+    if "flags" in entry:  # packed: in the order in which they begin
+        begins = np.concatenate([np.empty(0, np.int64), *starts])
+    else:
+        first = next((int(found[0]) for found in starts), 0)
+        begins = first + np.cumsum(lengths, dtype=np.int64) - lengths
 
     def facts(i: int) -> Json:
         origin = json.loads(origins[i].as_py() or "{}")
         return {"id": f"{ids[i]:016x}", "document_tokens": int(lengths[i]), "origin": origin}
 
-    return first + np.cumsum(lengths, dtype=np.int64) - lengths, facts
+    return begins[: len(ids)], facts
 
 
 def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Json]:

@@ -303,7 +303,7 @@ def build_mixture_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_c
         )
     if loader.mixture.packed and not job_config.model.mask_documents:
         raise ValueError(
-            f"{lock} holds windows of several conversations, which must not see each other; set "
+            f"{lock} holds windows of several conversations or documents, which must not see each other; set "
             "model.mask_documents = true"
         )
     return loader

@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from data_mixtures.mixture import CONVERSATIONS, TRAINED, read_lock, valid_windows
+from data_mixtures.mixture import PACKING, TRAINED, read_lock, valid_windows
 from laneformer.titan.mtp import Drafted
 
 from .data import inputs_and_labels
@@ -40,7 +40,7 @@ def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndar
     """
     lock, folder = read_lock(lock_path), lock_path.parent
     weights = {source["name"]: source["weight"] for source in lock["sources"]}
-    parts = (False, True) if lock["packing"] == CONVERSATIONS else (False,)
+    parts = (False, True) if lock["packing"] != PACKING else (False,)
     found = {
         name: [valid_windows(folder, name, windows_per_source, flags) for flags in parts] for name in weights
     }

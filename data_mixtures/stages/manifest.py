@@ -49,7 +49,9 @@ def write(
         if missing := [name for name in weights if not (out / name / shards.MANIFEST).is_file()]:
             console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
         else:
-            lock = mixture.pin(out, phase, weights, recipe.seed, recipe.seq_len, recipe.epoch_cap)
+            lock = mixture.pin(
+                out, phase, weights, recipe.seed, recipe.seq_len, recipe.epoch_cap, recipe.packing
+            )
             console.print(f"{lock}", soft_wrap=True)
     return made
 
@@ -185,6 +187,7 @@ def _link(path: Path, link: Path) -> None:
 
 def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ...]) -> Json:
     *train, valid = (receipt["counts"] for receipt in written)
+    train = [entry for entry in train if entry["windows"]]
     return {
         "source": source,
         "category": recipe.source(source).category,
@@ -194,7 +197,7 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
         **shuffle.layout(recipe, source),
         **_token_facts(out, source, (*train, valid)),
         **_counts(out, source),
-        "unused": _unused(recipe, out, source, written),
+        "unused": _unused(recipe, out, source, train, valid),
         "contamination": _contamination(out, source),
         "windows": sum(entry["windows"] for entry in train),
         "shards": train,
@@ -255,10 +258,14 @@ def _ordered(out: Path, source: str, part: str) -> list[Json]:
     return [each[part] for each in counts]
 
 
-def _unused(recipe: Recipe, out: Path, source: str, written: tuple[Json, ...]) -> Json:
-    """What lies behind the last window: tokens of training and of what is held out, documents of training."""
+def _unused(recipe: Recipe, out: Path, source: str, train: list[Json], valid: Json) -> Json:
+    """What lies behind the last window: tokens of training and of what is held out, documents of training.
+
+    Of packed windows, in which nothing is lost: the tokens of padding.
+    """
     unused: dict[str, int] = {}
-    *train, valid = (receipt["counts"] for receipt in written)
+    if recipe.packing != mixture.PACKING:
+        return {"train_tokens": 0, "padding": sum(entry["padding"] for entry in (*train, valid))}
     for part, files in (("train", train), ("valid", [valid])):
         windows = sum(entry["windows"] for entry in files)
         tokens = sum(each["tokens"] for each in _ordered(out, source, part))

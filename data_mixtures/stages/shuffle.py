@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_mixtures import shards
+from data_mixtures import mixture, packing, shards
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, sorted_runs, stage
@@ -67,10 +67,16 @@ class OrderDocuments(Stage):
         return counts
 
 
-def layout(recipe: Recipe, source: str) -> dict[str, int]:
-    """The numbers that decide how tokens become windows and shards."""
+def layout(recipe: Recipe, source: str) -> Json:
+    """What decides how tokens become windows and shards; the packing where it is not the usual one."""
     numbers = {name: getattr(recipe, name) for name in ("seed", "seq_len", "windows_per_shard")}
-    return {**numbers, "valid_per_10000": recipe.held_out_of(source)}
+    packed = {"packing": recipe.packing} if recipe.packing != mixture.PACKING else {}
+    return {**numbers, "valid_per_10000": recipe.held_out_of(source), **packed}
+
+
+def flags_name(name: str) -> str:
+    """Of the file with the flags of a file of packed tokens."""
+    return f"{Path(name).stem}.flags.bin"
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,16 @@ class WriteShards(Stage):
                 f"source {source!r} has too little text for one training window of {self.recipe.seq_len} tokens: "
                 "add text, or lower seq_len"
             )
-        return -(-self._windows(source, "train") // self.recipe.windows_per_shard)
+        windows = self._windows(source, "train")
+        if self.recipe.packing != mixture.PACKING:  # of the documents that begin in so many tokens
+            windows = -(-self._count(source, "train", "tokens") // self.recipe.seq_len)
+        return -(-windows // self.recipe.windows_per_shard)
+
+    def _count(self, source: str, part: str, what: str) -> int:
+        return sum(receipt["counts"][part][what] for receipt in self._orders(source))
 
     def _windows(self, source: str, part: str) -> int:
-        tokens = sum(receipt["counts"][part]["tokens"] for receipt in self._orders(source))
-        return shards.windows_in(tokens, self.recipe.seq_len)
+        return shards.windows_in(self._count(source, part, "tokens"), self.recipe.seq_len)
 
     def _orders(self, source: str) -> tuple[Json, ...]:
         return receipts(self.out, ORDER, source, len(ranges_of(self.out, source)))
@@ -111,36 +122,66 @@ class WriteShards(Stage):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         part = "train" if unit.number < self.shards(unit.source) else "valid"
-        windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
+        path = folder / (f"shard-{unit.number:05d}.bin" if part == "train" else shards.VALID)
+        write = self._concatenated if self.recipe.packing == mixture.PACKING else self._packed
+        entry, index, order = write(unit, part, path)
         if part == "valid":
-            documents = sum(receipt["counts"]["valid"]["documents"] for receipt in self._orders(unit.source))
-            pieces = self._tokens(unit.source, part, 0, windows * seq_len + 1 if windows else 0, [])
-            return {**shards.write_pieces(folder / shards.VALID, pieces, seq_len), "documents": documents}
-        before = unit.number * self.recipe.windows_per_shard
-        windows = min(windows - before, self.recipe.windows_per_shard)
-        first, last = (
-            before * seq_len,
-            (before + windows) * seq_len,
-        )  # the last token is the next shard's first as well
-        begins: list[np.ndarray] = []
-        pieces = self._tokens(unit.source, part, first, last + 1, begins)
-        name = f"shard-{unit.number:05d}"
-        entry = shards.write_pieces(folder / f"{name}.bin", pieces, seq_len)
-        index = np.concatenate(begins)
-        index = index[index["at"] < last]
+            return {**entry, "documents": self._count(unit.source, part, "documents")}
+        if not entry["windows"]:  # no document begins in this part of the stream
+            return entry
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
             origins = blocks.gather(
                 files, index["unit"], index["origin"], index["origin_bytes"], np.dtype("u1")
             )
+            if order is not None:
+                offsets = np.append(0, np.cumsum(index["origin_bytes"], dtype=np.int64))
+                whole = np.concatenate([np.empty(0, np.uint8), *origins])
+                index, origins = index[order], blocks.taken(offsets, whole, order)
             columns = [index[column] for column in ("low", "length", "origin_bytes")]
-            docs = shards.write_documents(folder / f"{name}.docs.zst", columns, origins)
+            docs = shards.write_documents(path.with_suffix(".docs.zst"), columns, origins)
         return {**entry, "docs": docs}
 
+    def _concatenated(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, None]:
+        """Write a file of windows of the source's stream; its entry, and the documents (_LOCATED) that begin there."""
+        windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
+        before = unit.number * self.recipe.windows_per_shard if part == "train" else 0
+        if part == "train":
+            windows = min(windows - before, self.recipe.windows_per_shard)
+        first, last = before * seq_len, (before + windows) * seq_len
+        begins: list[np.ndarray] = [np.empty(0, _LOCATED)]
+        # the last token is the next shard's first as well
+        pieces = self._tokens(unit.source, part, first, last + bool(windows), begins)
+        entry = shards.write_pieces(path, pieces, seq_len)
+        index = np.concatenate(begins)
+        return entry, index[index["at"] < last], None
+
+    def _packed(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, np.ndarray]:
+        """Write the documents that begin in one shard's part of the stream, whole, and their flags, in memory; also
+        their order in the file.
+        """
+        seq_len, first, last = self.recipe.seq_len, 0, self._count(unit.source, part, "tokens")
+        if part == "train":
+            size = self.recipe.windows_per_shard * seq_len
+            first, last = unit.number * size, min((unit.number + 1) * size, last)
+        begins: list[np.ndarray] = [np.empty(0, _LOCATED)]
+        pieces = list(self._tokens(unit.source, part, first, last, begins, whole=True))
+        index, dtype = (
+            np.concatenate(begins),
+            sorted_runs.token_dtype(sorted_runs.receipts(self.out, unit.source)),
+        )
+        stream = np.concatenate([np.empty(0, dtype), *pieces])
+        packed = packing.best_fit(stream, index["length"], index["low"], seq_len, self.recipe.seed)
+        if part == "train" and not len(index):
+            return {"windows": 0, "padding": 0}, index, packed.order
+        entry = shards.write_windows(path, packed.tokens, seq_len)
+        flags = shards.write_windows(path.with_name(flags_name(path.name)), packed.flags, seq_len)
+        return {**entry, "flags": flags, "padding": packed.padding}, index, packed.order
+
     def _tokens(
-        self, source: str, part: str, first: int, last: int, begins: list[np.ndarray]
+        self, source: str, part: str, first: int, last: int, begins: list[np.ndarray], whole: bool = False
     ) -> Iterator[np.ndarray]:
-        """Tokens first <= i < last of the source's stream in pieces; `begins` gets the
-        documents that begin there.
+        """Tokens first <= i < last of the source's stream in pieces, or those of the documents that begin there;
+        `begins` gets these documents.
         """
         at, dtype = 0, sorted_runs.token_dtype(sorted_runs.receipts(self.out, source))
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
@@ -152,8 +193,11 @@ class WriteShards(Stage):
                     rows = stage.checked(self.out, ORDER, Unit(source, number), f"{part}.npy")
                     documents = _placed(np.load(rows, mmap_mode="r"), at, first, last)
                     begins.append(documents[documents["at"] >= first])
+                    if whole:
+                        documents = begins[-1]
                     skip = np.maximum(first - documents["at"], 0)
-                    lengths = np.minimum(documents["length"], last - documents["at"]) - skip
+                    until = documents["length"] if whole else last - documents["at"]
+                    lengths = np.minimum(documents["length"], until) - skip
                     starts = documents["start"].astype(np.int64) + skip
                     yield from blocks.gather(files, documents["unit"], starts, lengths, dtype)
                 at += tokens

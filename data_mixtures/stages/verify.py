@@ -86,6 +86,8 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
 def _check_file(folder: Path, manifest: Json, entry: Json) -> tuple[list[Damage], list[Span]]:
     """The tokens of a file, its document index, and both against each other; its span where that is known."""
     damage, begins = _check_tokens(folder / entry["name"], entry, manifest["bos_id"])
+    if "flags" in entry:
+        damage += _check_tokens(folder / entry["flags"]["name"], entry["flags"], manifest["bos_id"])[0]
     if "docs" not in entry:
         return damage, []
     path = folder / entry["docs"]["name"]
@@ -99,6 +101,10 @@ def _check_file(folder: Path, manifest: Json, entry: Json) -> tuple[list[Damage]
     begins = begins[begins < entry["windows"] * manifest["seq_len"]]
     first = int(begins[0]) if len(begins) else 0
     ends = first + np.cumsum(lengths, dtype=np.int64)
+    if "flags" in entry:
+        if len(begins) != len(ids):
+            wrong.append(Damage(path, f"lists {len(ids)} documents, {len(begins)} begin in {entry['name']}"))
+        return damage + wrong, []
     if not np.array_equal(begins, ends - lengths):
         wrong.append(
             Damage(path, f"its documents do not begin at the token {manifest['bos_id']} in {entry['name']}")
@@ -199,7 +205,10 @@ def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
         if path.parent == out or path.name == shards.MANIFEST:
             continue
         number = int(found[1]) if (found := re.match(r"shard-(\d+)\.", path.name)) else None
-        if path.name == shards.VALID:  # its unit follows those of the shards
+        if path.name in (
+            shards.VALID,
+            shuffle.flags_name(shards.VALID),
+        ):  # its unit follows those of the shards
             number = len(shards.read_manifest(path.parent)["shards"])
         if number is not None:
             gone[stage.unit_folder(out, shuffle.SHUFFLE, Unit(path.parent.name, number))] = None

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from data_mixtures import shards
+from data_mixtures import packing, shards
 from records.files import file_sha256
 
-from . import packing
 from .conversations import Conversation, encode_all
 
 WINDOWS_PER_SHARD = 8192

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_mixtures.mixture import BEGINS, TRAINED
+from data_mixtures.packing import best_fit, pack, shuffled, streams
 from train.sft.conversations import Conversation
-from train.sft.packing import pack, shuffled, streams
 
 SIZE = 64
 LENGTHS = st.lists(st.integers(1, SIZE), max_size=80)
@@ -88,3 +88,31 @@ def test_the_order_of_windows_is_a_function_of_keys_and_seed() -> None:
     assert shuffled(windows, keys, 1) == shuffled(windows[::-1], keys, 1)
     assert sorted(shuffled(windows, keys, 1)) == windows
     assert len({str(shuffled(windows, keys, seed)) for seed in range(5)} | {str(windows)}) == 6
+
+
+@given(st.lists(st.integers(2, 5 * SIZE), max_size=40))
+def test_documents_are_whole_where_they_fit_and_each_token_is_a_label_once(lengths: list[int]) -> None:
+    documents = [1 + np.arange(size, dtype=np.uint16) + 1000 * n for n, size in enumerate(lengths)]
+    stream = np.concatenate([np.empty(0, np.uint16), *documents])
+    made = best_fit(stream, np.array(lengths, np.int64), np.arange(len(lengths)), SIZE, seed=3)
+    count = len(made.tokens) // SIZE
+    assert len(made.tokens) == len(made.flags) == (count * SIZE + 1 if lengths else 0)
+    rows = [slice(at * SIZE, (at + 1) * SIZE) for at in range(count)]
+    labels = [
+        made.tokens[here][1:][(made.flags[here][1:] & TRAINED) > 0] for here in rows
+    ]  # the window's last label is the next one's first token
+    assert sorted(np.concatenate([[], *labels])) == sorted(
+        np.concatenate([[], *(each[1:] for each in documents)])
+    )
+    assert not any(made.flags[here][0] & TRAINED for here in rows)
+    for n, document in enumerate(documents):
+        places = np.flatnonzero(made.tokens == document[0])
+        assert len(places) == 1
+        fits = made.tokens[places[0] : places[0] + len(document)]
+        whole = (
+            np.array_equal(fits, document) and places[0] // SIZE == (places[0] + len(document) - 1) // SIZE
+        )
+        assert whole == (lengths[n] <= SIZE)
+    assert [int(t) // 1000 for t in made.tokens[(made.tokens % 1000 == 1)]] == made.order.tolist()
+    used = sum(size + max(-(-(size - 1) // (SIZE - 1)) - 1, 0) for size in lengths)
+    assert made.padding == count * SIZE - used == int((made.tokens[: count * SIZE] == 0).sum())

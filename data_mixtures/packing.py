@@ -1,0 +1,114 @@
+"""Best-fit-decreasing packing: whole texts into windows, so that almost no token of a window is padding.
+
+The longest first, each into the open window with the least room that is enough (Ding et al., Fewer Truncations Improve
+Language Modeling, 2024). Conversations are packed so in train/sft, documents with packing = "best_fit". A window of
+S + 1 tokens holds texts in its first S, and each of their tokens is an input once; the token behind them is the
+first of the next window, which is never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from data_mixtures.mixture import BEGINS, TRAINED
+
+
+class Text(Protocol):
+    """ids: unsigned integers (n,); trained: bool (n,), which of them count as labels."""
+
+    @property
+    def ids(self) -> np.ndarray: ...
+    @property
+    def trained(self) -> np.ndarray: ...
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one that is longer than a window."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+
+
+class Packed(NamedTuple):
+    """tokens, flags: (windows * size + 1,), as on disk; order: int64, the documents as they begin there; padding: how
+    many tokens are none of a document's.
+    """
+
+    tokens: np.ndarray
+    flags: np.ndarray
+    order: np.ndarray
+    padding: int
+
+
+def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices of the items in each window of `size`; every length is from 1 to size."""
+    windows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(size + 1)]  # windows by the room that they have left
+    rooms = 0  # bit r: some window has room r
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[item]
+        assert 0 < length <= size, f"item {item} has length {length}, a window {size}"
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            window = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, window = size, len(windows)
+            windows.append([])
+        windows[window].append(item)
+        left = room - length
+        with_room[left].append(window)
+        rooms |= (left > 0) << left
+    return windows
+
+
+def shuffled(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
+    """The windows in an order that their first texts and the seed decide: epoch 0 reads
+    them as they lie.
+    """
+    return sorted(windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode()))
+
+
+def streams(
+    windows: Sequence[Sequence[int]], texts: Sequence[Text], size: int, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and flags of windows in a row, (windows * size + 1,) each; the rest of a window is padding."""
+    tokens, flags = np.zeros((2, len(windows) * size + 1), dtype)
+    for number, window in enumerate(windows):
+        at = number * size
+        for ids, trained in ((texts[item].ids, texts[item].trained) for item in window):
+            here = slice(at, at + len(ids))
+            tokens[here], flags[here] = ids, trained * TRAINED
+            flags[at] |= BEGINS
+            at = here.stop
+        flags[at] |= BEGINS  # of padding, or of the next window
+    flags[-1] |= BEGINS
+    return tokens, flags
+
+
+def best_fit(stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: int, seed: int) -> Packed:
+    """Documents that lie in `stream` one after the other, in windows. keys: their ids.
+
+    A longer document than a window is cut into whole windows and a rest, which share one token with the piece before:
+    so each of a document's tokens but its first is a label once.
+    """
+    later, ends = np.arange(size) > 0, np.cumsum(lengths, dtype=np.int64)
+    pieces, owners, first = list[Piece](), list[int](), list[bool]()
+    for document, (begin, end) in enumerate(zip((ends - lengths).tolist(), ends.tolist(), strict=True)):
+        for at in range(begin, max(end - 1, begin + 1), size - 1):
+            ids = stream[at : min(at + size, end)]
+            pieces.append(Piece(ids, later[: len(ids)]))
+            owners.append(document)
+            first.append(at == begin)
+    windows = pack([len(each.ids) for each in pieces], size)
+    windows = shuffled(windows, keys[owners].tolist() if owners else [], seed)
+    order = [owners[item] for window in windows for item in window if first[item]]
+    tokens, flags = streams(windows, pieces, size, stream.dtype) if windows else (stream[:0], stream[:0])
+    padding = len(windows) * size - sum(len(each.ids) for each in pieces)
+    return Packed(tokens, flags, np.array(order, np.int64), padding)

@@ -1,0 +1,141 @@
+"""Best-fit packing: shards are those of a plain reference, whatever units and runs; nothing is lost, all is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from data_mixtures import mixture, packing, recipe, shards, show
+from data_mixtures.mixture import BEGINS, TRAINED, Mixture
+from data_mixtures.stages import sorted_runs, stats, verify
+from tests.data_mixtures.stages.shuffle_assets import (
+    SEED,
+    TOKEN,
+    plan_of,
+    prepared,
+    select,
+    shuffled,
+    shuffled_files,
+    text_of,
+    texts_of,
+    tokens_of,
+)
+
+TEXTS = [*texts_of(300), *(f"{n} " + "long " * 40 * n for n in range(1, 5)), "a" * 700]
+PLAN = dataclasses.replace(plan_of(seq_len=48, windows_per_shard=20), packing="best_fit")
+
+
+def reference(name: str) -> dict[str, packing.Packed]:
+    """The files of windows, from all texts in memory."""
+    unique, train, valid = select(TEXTS, PLAN)
+    files, at, parts = {}, 0, dict[str, list[int]]()
+    for digest in train:
+        parts.setdefault(f"shard-{at // (48 * 20):05d}.bin", []).append(digest)
+        at += len(tokens_of(unique[digest]))
+    for file, digests in {**parts, shards.VALID: valid}.items():
+        documents = [np.array(tokens_of(unique[each]), TOKEN) for each in digests]
+        keys, lengths = (
+            np.array([each % 2**64 for each in digests], np.uint64),
+            np.array(list(map(len, documents))),
+        )
+        files[file] = packing.best_fit(np.concatenate(documents), lengths, keys, 48, SEED)
+    return files
+
+
+@pytest.mark.parametrize(("units", "runs"), [(1, 64), (6, 64), (6, 2)])
+def test_shards_are_those_of_the_reference(tmp_path, monkeypatch, units, runs):
+    monkeypatch.setattr(sorted_runs, "RUNS", runs)
+    monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 100)
+    shuffled(tmp_path, PLAN, {"notes": TEXTS}, units)
+    files, expected = shuffled_files(tmp_path, "notes"), reference("notes")
+    assert len(expected) > 4
+    for name, made in expected.items():
+        assert files.pop(name) == made.tokens.tobytes()
+        assert files.pop(name.replace(".bin", ".flags.bin")) == made.flags.tobytes()
+    assert {name.split(".", 1)[1] for name in files} == {"docs.zst"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return prepared(tmp_path_factory.mktemp("packed"), PLAN, {"notes": TEXTS})
+
+
+def test_every_document_is_indexed_where_it_begins_and_whole_if_it_fits(data):
+    manifest, seen = shards.read_manifest(data / "notes"), []
+    for entry in manifest["shards"]:
+        tokens = np.fromfile(data / "notes" / entry["name"], TOKEN)
+        begins, (_, lengths, _) = (
+            np.flatnonzero(tokens == 1),
+            shards.read_documents(data / "notes" / entry["docs"]["name"]),
+        )
+        assert len(begins) == len(lengths)
+        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+            text = text_of(tokens[begin : begin + min(length, 48)].tolist())
+            seen.append(text)
+            assert length > 48 or (begin // 48 == (begin + length - 1) // 48 and text in TEXTS)
+    unique, train, _ = select(TEXTS, PLAN)
+    assert sorted(seen) == sorted(
+        unique[each][: len(text_of(tokens_of(unique[each])[:48]))] for each in train
+    )
+    padding = sum(packed.padding for packed in reference("notes").values())
+    assert manifest["unused"] == {"train_tokens": 0, "padding": padding}
+    assert 0 < padding < 0.05 * manifest["tokens"]
+
+
+def test_the_lock_is_packed_and_padding_is_never_a_label(data):
+    opened = Mixture.open(data / "phase1.lock.json")
+    assert opened.packed
+    count = shards.read_manifest(data / "notes")["windows"]
+    tokens, flags = opened.sequences(0, count)[0], opened.flags(0, count)
+    padding = tokens[:, :-1] == 0
+    assert padding.any()
+    assert not (flags[:, :-1][padding] & TRAINED).any()
+    ends = np.diff(padding.astype(int), axis=1) == 1
+    assert (flags[:, 1:-1][ends] & BEGINS).all(), "what follows the last document is apart from it"
+    unique, train, _ = select(TEXTS, PLAN)
+    assert (flags[:, 1:-1] & TRAINED).sum() == sum(len(tokens_of(unique[each])) - 1 for each in train)
+
+
+def test_damage_of_flags_and_missing_documents_are_found(data, tmp_path):
+    console = Console(quiet=True)
+    assert not verify.verify(data, ("notes",), console)
+    path = data / "notes/shard-00001.flags.bin"
+    before = path.read_bytes()
+    path.write_bytes(before[:40] + bytes([before[40] ^ 2]) + before[41:])
+    try:
+        damage = verify.verify(data, ("notes",), console)
+        assert {each.path for each in damage} == {path}
+        assert "shuffle/notes/unit-00001" in verify.remedy(tmp_path / "r.toml", data, damage)[0]
+    finally:
+        path.write_bytes(before)
+
+
+def test_show_names_the_documents_of_a_window(data, monkeypatch):
+    class Decoder:
+        def decode(self, ids):
+            return text_of([int(i) for i in ids if i])
+
+    monkeypatch.setattr(show.tokenizer, "load", lambda path: Decoder())
+    found = next(show.sequences(data / "phase1.lock.json", {}, np.array([3])))
+    whole = [part for part in found["documents"] if part.get("document_tokens", 99) == part["tokens"]]
+    assert whole
+    assert all(part["text"] in TEXTS for part in whole)
+    wanted = lambda ids, _: ids == np.uint64(int(whole[0]["id"], 16))  # noqa: E731
+    (place,) = show.find(data / "phase1.lock.json", wanted, Console(quiet=True))
+    assert (place["shard"], place["token_offset"]) == (
+        found["shard"],
+        found["token_offset"] + whole[0]["begins"],
+    )
+    assert stats.write(data, ("notes",), Console(quiet=True))["sources"]["notes"]["lengths"]["longest"] > 700
+
+
+def test_what_is_packed_otherwise_is_not_mixed(data, tmp_path):
+    with pytest.raises(ValueError, match="was packed otherwise than 'concat'"):
+        mixture.pin(data, "phase9", {"notes": 1}, SEED, 48, 1)
+    with pytest.raises(ValueError, match="unknown packing 'best-fit'; did you mean 'best_fit'"):
+        dataclasses.replace(PLAN, packing="best-fit")
+    assert recipe.PACKINGS == (mixture.PACKING, mixture.BEST_FIT)
