@@ -15,6 +15,7 @@ BENCHMARKS = {
     "load": "time from packed weights to the first token",
     "loader": "training data loaders on the same windows",
     "text": "filtering and tokenizing text on one core",
+    "encode": "the fast encoder against tiktoken and tokenizers on a gigabyte of text",
     "train": "training speed, alternating with TorchTitan's Llama",
     "train-traffic": "bytes and FLOPs of a training step on an H100, from the compiler's schedule; needs no GPU",
     "quality": "what 8- and 4-bit weights lose, beside llama.cpp's types",

@@ -42,6 +42,8 @@ OTHER_WORLD_SIZE = {  # ours is tested (tests/train/test_data.py); the others ac
     "mosaicml-streaming": "if the batch divides",
     "olmo-core": "if the batch divides",
     "megatron-core": "if the batch divides",
+    "litdata": "by its elastic resume",
+    "grain": "by hand (one state per rank); TorchTitan's refuses",
 }
 FILE_START = """# Training data loaders
 

@@ -22,15 +22,16 @@ import torch
 
 from data_mixtures.mixture import Mixture
 from tools.bench.harness import Result, serve
-from tools.bench.loader_process import BATCH, Batches, Loader, skip
+from tools.bench.loader_mixes import Grain, LitData
+from tools.bench.loader_process import BATCH, EPOCH, FOLDER, Batches, Installed, Loader, skip
 from train.job_config import patch_torch_for_cpu
 
-EPOCH = 20_000  # samples, where a baseline asks for it
-FOLDER = Path(sys.prefix)
 PACKAGES = {
     "mosaicml-streaming": "mosaicml-streaming zstd python-snappy cramjam Brotli catalogue",
     "olmo-core": "ai2-olmo-core bettermap cached-path dataclass-extensions",
     "megatron-core": "megatron-core",
+    "litdata": "litdata lightning-utilities tifffile obstore",
+    "grain": "grain absl-py array-record etils cloudpickle more-itertools protobuf portpicker",
 }
 VOCAB_SIZE, EOS = 32_000, 2
 LARGEST_ORDER = 2_000_000  # samples; olmo-core and megatron-core build files of the whole order before step 1
@@ -141,21 +142,6 @@ class Interleave(Loader):
 def collate(rows: list[Result]) -> tuple[torch.Tensor, np.ndarray]:
     tokens = np.stack([row["tokens"] for row in rows]).astype(np.int64)
     return torch.from_numpy(tokens), np.array([int(row["source"]) for row in rows])
-
-
-class Installed(Loader):
-    """A loader in a folder beside the environment, without its dependencies, which reading tokens does not need."""
-
-    name = ""
-
-    def __init__(self, data: Path):
-        super().__init__(data)
-        sys.path.append(str(FOLDER / self.name))
-
-    def tokens_of(self, source: str) -> np.ndarray:
-        """All tokens of a source, uint16, as the shards have them."""
-        rows = pq.read_table(self.data / f"{source}.parquet")["tokens"].combine_chunks()
-        return rows.flatten().to_numpy().reshape(-1, self.seq_len + 1)
 
 
 class Mosaic(Installed):
@@ -316,7 +302,7 @@ LOADERS: dict[str, Callable[[Path], Loader]] = {
     "torchtitan": TorchTitan,
     "interleave_datasets": Interleave,
     "interleave_datasets, streaming": functools.partial(Interleave, streaming=True),
-    **{kind.name: kind for kind in (Mosaic, OlmoCore, Megatron)},
+    **{kind.name: kind for kind in (Mosaic, OlmoCore, Megatron, LitData, Grain)},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -11,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 import torch
 
 from data_mixtures.mixture import read_lock
 from tools.bench.harness import Result
 
 BATCH = 8
+EPOCH = 20_000  # samples, where a baseline asks for it
+FOLDER = Path(sys.prefix)
 Batches = Iterator[tuple[torch.Tensor, np.ndarray | None]]
 
 
@@ -110,6 +114,21 @@ class Loader:
             next(self.batches(state))
             taken[str(sequence)] = time.perf_counter() - started
         return {"resume_s": taken}
+
+
+class Installed(Loader):
+    """A loader in a folder beside the environment, without its dependencies, which reading tokens does not need."""
+
+    name = ""
+
+    def __init__(self, data: Path):
+        super().__init__(data)
+        sys.path.append(str(FOLDER / self.name))
+
+    def tokens_of(self, source: str) -> np.ndarray:
+        """All tokens of a source, uint16, as the shards have them."""
+        rows = pq.read_table(self.data / f"{source}.parquet")["tokens"].combine_chunks()
+        return rows.flatten().to_numpy().reshape(-1, self.seq_len + 1)
 
 
 def skip(batches: Batches, count: int) -> None:

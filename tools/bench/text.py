@@ -212,8 +212,9 @@ def our_stage(out: Path, timed: list[str], model: Path) -> Callable[[], Any]:
     filter.write(filtered / stage.DOCUMENTS, [kept.kept(filter.Rows([text.encode() for text in timed]))])
     of_documents = stage._entry(filtered / stage.DOCUMENTS)
     shards.write_json(filtered / stage.RECEIPT, {"files": {stage.DOCUMENTS: of_documents}})
-    shutil.copy(model, out / shards.TOKENIZER_MODEL)
-    wanted = plain_recipe(out / shards.TOKENIZER_MODEL)
+    copy = out / (shards.TOKENIZER_JSON if model.suffix == ".json" else shards.TOKENIZER_MODEL)
+    shutil.copy(model, copy)
+    wanted = plain_recipe(copy)
     return lambda: tokenize.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")
 
 
