@@ -1,9 +1,9 @@
 """Best-fit-decreasing packing: whole texts into windows, so that almost no token of a window is padding.
 
-The longest first, each into the open window with the least room that is enough (Ding et al., Fewer Truncations Improve
-Language Modeling, 2024). Conversations are packed so in train/sft, documents with packing = "best_fit". A window of
-S + 1 tokens holds texts in its first S, and each of their tokens is an input once; the token behind them is the
-first of the next window, which is never trained.
+The longest first, each into the open window with the least room that is enough (Ding et al., Fewer
+Truncations Improve Language Modeling, 2024). Conversations are packed so in train/sft, documents with
+packing = "best_fit". A window of S + 1 tokens holds texts in its first S, and each of their tokens is an
+input once; the token behind them is the first of the next window, which is never trained.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Piece(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """tokens, flags: (windows * size + 1,), as on disk; order: int64, the documents as they begin there; padding: how
-    many tokens are none of a document's.
+    """tokens, flags: (windows * size + 1,), as on disk; order: int64, the documents as they begin there;
+    padding: how many tokens are none of a document's.
     """
 
     tokens: np.ndarray
@@ -95,8 +95,8 @@ def streams(
 def best_fit(stream: np.ndarray, lengths: np.ndarray, keys: np.ndarray, size: int, seed: int) -> Packed:
     """Documents that lie in `stream` one after the other, in windows. keys: their ids.
 
-    A longer document than a window is cut into whole windows and a rest, which share one token with the piece before:
-    so each of a document's tokens but its first is a label once.
+    A longer document than a window is cut into whole windows and a rest, which share one token with the
+    piece before: so each of a document's tokens but its first is a label once.
     """
     later, ends = np.arange(size) > 0, np.cumsum(lengths, dtype=np.int64)
     pieces, owners, first = list[Piece](), list[int](), list[bool]()

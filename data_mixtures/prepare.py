@@ -62,8 +62,8 @@ def prepare(
 
 
 def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
-    """What each source holds; then its documents' lengths in tokens, the pieces beyond the first of those that
-    max_document_chars cut, tokens behind the last window, and of padding (best_fit).
+    """What each source holds; then its documents' lengths in tokens, the pieces beyond the first of those
+    that max_document_chars cut, tokens behind the last window, and of padding (best_fit).
     """
     rows, lengths = [], []
     for name, how in made.items():

@@ -159,7 +159,7 @@ def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Itera
 
 
 def _whole(folder: Path, place: Json) -> Callable[[int], Json]:
-    """What is known of the document that begins at a token of a packed shard; {} for a part of one, and padding."""
+    """What is known of the document that begins at a token of a packed shard; {} for parts and padding."""
     at = _names(folder).index(place["shard"])
     if "docs" not in _manifest(folder)["shards"][at]:
         return lambda _: {}

@@ -1,14 +1,17 @@
-"""Held-out documents whose text stands in training: DIR/contained/all/unit-00000/, the rows that tokenize leaves out.
+"""Held-out documents whose text stands in training: DIR/contained/all/unit-00000/, the rows that tokenize
+leaves out.
 
-Near copies are whole documents; here a held-out document lies inside larger ones, or is made of pieces of many. It
-is left out of validation when `contained_share` of its runs of 13 words stand in documents of training. Training
-keeps its text: else a held-out file that is nothing but a licence would take every file with that licence out of it.
-Words, runs and the search for them are those of `decontaminate`, where a document is a passage; of one with many
-runs the MOST_GRAMS with the smallest hashes stand for all, which is a fair sample of them.
+Near copies are whole documents; here a held-out document lies inside larger ones, or is made of pieces of
+many. It is left out of validation when `contained_share` of its runs of 13 words stand in documents of
+training. Training keeps its text: else a held-out file that is nothing but a licence would take every file
+with that licence out of it. Words, runs and the search for them are those of `decontaminate`, where a
+document is a passage; of one with many runs the MOST_GRAMS with the smallest hashes stand for all, which is
+a fair sample of them.
 
-Three stages, by group of filtered units but for the last: `held_out`, the runs of its held-out documents; `scan`, which
-of all those its documents of training have; `contained`, once: the documents. Near copies, which are in neither, are
-out before. The text is read twice, and each worker holds the runs of all held-out documents, 64 times 20 bytes each.
+Three stages, by group of filtered units but for the last: `held_out`, the runs of its held-out documents;
+`scan`, which of all those its documents of training have; `contained`, once: the documents. Near copies,
+which are in neither, are out before. The text is read twice, and each worker holds the runs of all held-out
+documents, 64 times 20 bytes each.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Decontamination: which benchmark items a document holds, by runs of words, from an index
-that holds hashes only.
+"""Decontamination: which benchmark items a document holds, by runs of words, from an index that holds
+hashes only.
 
-A word is a run of letters, digits and combining marks, in lower case; everything else separates. A
-string of an item (question, choice, solution, test) is a passage. A document holds a passage of at
-least 13 words when it has half of the passage's distinct 13-grams, and a shorter one of at least 8 when
-it has all of its words in a row; fewer words say nothing. Grams of numbers and single letters are left
-out. Why these: docs/decisions/data-pipeline.md.
+A word is a run of letters, digits and combining marks, in lower case; everything else separates. A string
+of an item (question, choice, solution, test) is a passage. A document holds a passage of at least 13 words
+when it has half of the passage's distinct 13-grams, and a shorter one of at least 8 when it has all of its
+words in a row; fewer words say nothing. Grams of numbers and single letters are left out. Why these:
+docs/decisions/data-pipeline.md.
 
-The first 8 words of a gram are its head. Two tables, by the highest bits of its hash and by those that follow, keep
-almost all text away from the search in the sorted index.
+The first 8 words of a gram are its head. Two tables, by the highest bits of its hash and by those that
+follow, keep almost all text away from the search in the sorted index.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ class Known:
             done += bits
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(places of those that are known, their places among the known); tables first exclude almost all others."""
+        """(places of those that are known, their places among the known); tables first exclude almost all
+        others.
+        """
         at = np.arange(len(hashes))
         for table, shifts in self._tables:
             inside = np.flatnonzero(

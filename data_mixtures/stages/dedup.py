@@ -1,15 +1,17 @@
-"""Near copies: documents.parquet of all sources -> DIR/dedup/<source>/unit-NNNNN/, the rows that tokenize leaves out.
+"""Near copies: documents.parquet of all sources -> DIR/dedup/<source>/unit-NNNNN/, the rows that tokenize
+leaves out.
 
-MinHash with datatrove's normalisation of text, shingles and hash functions, and its rule for two documents: they are
-near copies when all hashes of a bucket, a band, are equal. A document stays only if it comes first in every one of its
-bands: what is held out before the rest, so that a run trains on no near copy of what it is validated on, then in the
-order of the recipe's sources and of the documents in a source. So no two documents that stay share a band, and who
-is left out shares one with a document before it. No pairs and no clusters are made: the work is linear in documents,
-counted in docs/decisions/data-pipeline.md.
+MinHash with datatrove's normalisation of text, shingles and hash functions, and its rule for two documents:
+they are near copies when all hashes of a bucket, a band, are equal. A document stays only if it comes first
+in every one of its bands: what is held out before the rest, so that a run trains on no near copy of what it
+is validated on, then in the order of the recipe's sources and of the documents in a source. So no two
+documents that stay share a band, and who is left out shares one with a document before it. No pairs and no
+clusters are made: the work is linear in documents, counted in docs/decisions/data-pipeline.md.
 
-Three stages. `signatures`, by group of filtered units: a row for each band of each document, sorted by the band's hash.
-`bands`, by range of hashes: who is not first there, sorted by number, a document's place in all units of all sources in
-the recipe's order. `dedup`, by group: its rows of all ranges. So every row is written once and read once.
+Three stages. `signatures`, by group of filtered units: a row for each band of each document, sorted by the
+band's hash. `bands`, by range of hashes: who is not first there, sorted by number, a document's place in
+all units of all sources in the recipe's order. `dedup`, by group: its rows of all ranges. So every row is
+written once and read once.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ _TRAINED = np.uint64(1 << 63)
 
 @dataclass(frozen=True)
 class Signatures(Grouped):
-    """sorted.bin: _BAND rows of every band of every document, by (hash, row); bounds.npy: of SLICES equal ranges."""
+    """sorted.bin: _BAND rows of every band of every document, by (hash, row); bounds.npy: of SLICES equal
+    ranges.
+    """
 
     name = SIGNATURES
 
@@ -130,8 +134,8 @@ def read_sorted(work: Stage, made_by: str, unit: Unit, ranges: slice, dtype: np.
 
 @dataclass(frozen=True)
 class Bands(Stage):
-    """sorted.bin: numbers (int64) of the documents that are not first in a band, each once; bounds.npy: by group. A
-    unit: a range of hashes.
+    """sorted.bin: numbers (int64) of the documents that are not first in a band, each once; bounds.npy: by
+    group. A unit: a range of hashes.
     """
 
     name = BANDS

@@ -92,7 +92,9 @@ class WriteShards(Stage):
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
 
     def shards(self, source: str) -> int:
-        """How many shards a source fills. ValueError when it has too little text for one window of training."""
+        """How many shards a source fills. ValueError when it has too little text for one window of
+        training.
+        """
         if not self._windows(source, "train"):
             raise ValueError(
                 f"source {source!r} has too little text for one training window of {self.recipe.seq_len} tokens: "
@@ -142,7 +144,9 @@ class WriteShards(Stage):
         return {**entry, "docs": docs}
 
     def _concatenated(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, None]:
-        """Write a file of windows of the source's stream; its entry, and the documents (_LOCATED) that begin there."""
+        """Write a file of windows of the source's stream; its entry, and the documents (_LOCATED) that
+        begin there.
+        """
         windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         before = unit.number * self.recipe.windows_per_shard if part == "train" else 0
         if part == "train":
@@ -156,8 +160,8 @@ class WriteShards(Stage):
         return entry, index[index["at"] < last], None
 
     def _packed(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, np.ndarray]:
-        """Write the documents that begin in one shard's part of the stream, whole, and their flags, in memory; also
-        their order in the file.
+        """Write the documents that begin in one shard's part of the stream, whole, and their flags, in
+        memory; also their order in the file.
         """
         seq_len, first, last = self.recipe.seq_len, 0, self._count(unit.source, part, "tokens")
         if part == "train":
@@ -180,8 +184,8 @@ class WriteShards(Stage):
     def _tokens(
         self, source: str, part: str, first: int, last: int, begins: list[np.ndarray], whole: bool = False
     ) -> Iterator[np.ndarray]:
-        """Tokens first <= i < last of the source's stream in pieces, or those of the documents that begin there;
-        `begins` gets these documents.
+        """Tokens first <= i < last of the source's stream in pieces, or those of the documents that begin
+        there; `begins` gets these documents.
         """
         at, dtype = 0, sorted_runs.token_dtype(sorted_runs.receipts(self.out, source))
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:

@@ -1,7 +1,8 @@
 """Text as hashes of words: all words of a window at once.
 
-A word is hashed as the UTF-8 of its lower case, eight bytes at a time; a gram is a polynomial mod 2**64 over the
-hashes of its words. So the work is a pass over the bytes that finds where words begin, and a few operations a word.
+A word is hashed as the UTF-8 of its lower case, eight bytes at a time; a gram is a polynomial mod 2**64
+over the hashes of its words. So the work is a pass over the bytes that finds where words begin, and a few
+operations a word.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def groups(texts: list[str]) -> Iterator[list[str]]:
 
 
 def word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of all words, uint64, and bounds int64 (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
+    """Hashes of all words, uint64, and bounds int64 (texts + 1,): text i has hashes[bounds[i]:bounds[i +
+    1]].
+    """
     if len(texts) == 1:
         pieces = cut(texts[0], WINDOW_CHARS, _SPACES)
         hashes = np.concatenate([_hashes(*_words(_folded(piece))) for piece in pieces])
@@ -162,7 +165,9 @@ def _ascii() -> bytes:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """A bijection of 64 bits in which every bit of the input reaches every bit of the output (splitmix64's)."""
+    """A bijection of 64 bits in which every bit of the input reaches every bit of the output
+    (splitmix64's).
+    """
     values = values ^ (values >> np.uint64(30))
     values = values * np.uint64(0xBF58476D1CE4E5B9)
     values = values ^ (values >> np.uint64(27))

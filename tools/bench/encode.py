@@ -2,10 +2,10 @@
 
     python -m tools.bench encode tokenizer.json [--megabytes 1000] [--out FILE.md]
 
-The text is what the machine has: text files of Python, of its packages and of the system, each content once; where
-that is not enough, the same again with other lines first, other digits and other cases. Ids are compared document by
-document with tiktoken's, made of the same file; where they differ, and for one document in SAMPLE, with those of
-`tokenizers`, which decide. CPU seconds of one process on one core.
+The text is what the machine has: text files of Python, of its packages and of the system, each content
+once; where that is not enough, the same again with other lines first, other digits and other cases. Ids are
+compared document by document with tiktoken's, made of the same file; where they differ, and for one
+document in SAMPLE, with those of `tokenizers`, which decide. CPU seconds of one process on one core.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ FILE_START = """# A gigabyte of text by the fast encoder and by the libraries"""
 
 @dataclass(kw_only=True)
 class Options(harness.Options):
-    """Compare the fast encoder with tiktoken and `tokenizers` on much text; the last line of stdout is JSON."""
+    """Compare the fast encoder with tiktoken and `tokenizers` on much text; the last line of stdout is
+    JSON.
+    """
 
     model: Annotated[Path, tyro.conf.Positional]
     """A tokenizer.json of byte-level BPE with one regular expression."""
@@ -97,7 +99,9 @@ def varied(content: str, draw: random.Random) -> str:
 
 
 def tiktoken_of(path: Path) -> Any:
-    """The same vocabulary in tiktoken. ValueError where it is none of one regular expression and byte-level BPE."""
+    """The same vocabulary in tiktoken. ValueError where it is none of one regular expression and byte-level
+    BPE.
+    """
     import tiktoken
 
     spec = json.loads(path.read_text(encoding="utf-8"))

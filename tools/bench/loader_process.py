@@ -117,7 +117,9 @@ class Loader:
 
 
 class Installed(Loader):
-    """A loader in a folder beside the environment, without its dependencies, which reading tokens does not need."""
+    """A loader in a folder beside the environment, without its dependencies, which reading tokens does not
+    need.
+    """
 
     name = ""
 

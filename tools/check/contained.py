@@ -1,9 +1,11 @@
-"""How much of the held-out text stands in the text of training: `contained_share` of a recipe leaves such out.
+"""How much of the held-out text stands in the text of training: `contained_share` of a recipe leaves such
+out.
 
     python -m tools.check contained DATA
 
-Counted by another rule than that of data_mixtures/stages/containment.py, on what is published: a held-out document
-is contained when half of its runs of 24 tokens stand in shards of training, of any source. The last line is JSON.
+Counted by another rule than that of data_mixtures/stages/containment.py, on what is published: a held-out
+document is contained when half of its runs of 24 tokens stand in shards of training, of any source. The
+last line is JSON.
 """
 
 from __future__ import annotations
