@@ -122,6 +122,11 @@ class Decoder(Protocol):
     @property
     def weight_bytes(self) -> int: ...
     @property
+    def draft_weight_bytes(self) -> int:
+        """Read for each draft by the model's own head; 0 where it makes none."""
+        ...
+
+    @property
     def max_joined(self) -> int: ...
     @property
     def failure(self) -> str | None:

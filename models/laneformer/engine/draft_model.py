@@ -32,7 +32,7 @@ class DraftHead:
 
     @staticmethod
     def of(decoder: Decoder, config: LaneformerConfig) -> DraftHead | None:
-        if not config.num_nextn_predict_layers or not isinstance(decoder, CpuDecoder):
+        if not config.num_nextn_predict_layers or not decoder.draft_weight_bytes:
             return None
         return DraftHead(config.draft_vocab_size or config.vocab_size, decoder.draft_weight_bytes)
 

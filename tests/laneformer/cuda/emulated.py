@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from laneformer.config import LaneformerConfig
+from laneformer.engine.cuda.caches import Caches
 from laneformer.engine.cuda.compile import FOLDER, INCLUDES, source_of
 from laneformer.engine.cuda.geometry import Machine
+from laneformer.engine.cuda.head import HeadPasses, plan_block
 from laneformer.engine.cuda.memory import DeviceMemory, half_of, reset
 from laneformer.engine.cuda.passes import PassDecoder, launches
 from laneformer.engine.cuda.planning import plan
@@ -88,8 +90,15 @@ class EmulatedPasses(PassDecoder):
             self.model, tensors = as_stored_in(stored, dtype), tensors_of(stored, self.geometry.half)
         self.tensors, devices = tensors, range(self.geometry.devices)
         self._hold([DeviceMemory(self.geometry, tensors, i, "cpu", sequences or columns) for i in devices])
-        self.forget()
         self.folder = builds
+        blocks, rows = plan_block(self.builds if version == "passes" else [], tensors, machine)
+        if blocks:
+            self.head = HeadPasses(self, blocks, tensors, rows, sequences or columns)
+            self.caches = Caches(self.memories, self.head.block.memories)
+        self.forget()
+
+    def load(self) -> None:
+        """Libraries are built when they are launched."""
 
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
@@ -108,8 +117,9 @@ class EmulatedPasses(PassDecoder):
 
     def forget(self) -> None:
         """Words as new; keys and values that nobody has written are no numbers."""
-        reset(self.memories)
-        for memory in self.memories:
+        every = [*self.memories, *(self.head.block.memories if self.head else ())]
+        reset(every)
+        for memory in every:
             memory.kv.fill_(0x7FFF)
 
     def _launch(self, arguments: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from laneformer import Laneformer
-from laneformer.config import HEAD, LaneformerConfig
+from laneformer.config import DRAFT_IDS, HEAD, LaneformerConfig
 from laneformer.engine.cuda.geometry import Machine
 from laneformer.engine.cuda.memory import TORCH_TYPES, as_torch
 from laneformer.tensors import Tensor
@@ -50,6 +50,8 @@ def tensors_of(model: Laneformer, dtype: str) -> dict[str, Tensor]:
     for name, values in model.state_dict().items():
         if name.endswith("norm.weight"):
             tensors[name] = Tensor("fp32", values.float().numpy())
+        elif name == DRAFT_IDS:
+            tensors[name] = Tensor("int32", values.numpy())
         else:
             bits = values.to(TORCH_TYPES[dtype]).view(torch.int16).numpy().view(np.uint16)
             tensors[name] = Tensor(dtype, bits)
@@ -63,14 +65,19 @@ def as_stored_in(model: Laneformer, dtype: str) -> Laneformer:
     config = dataclasses.replace(model.config, tie_word_embeddings=False)
     head = model.tok_embeddings.weight.view(config.head_shape)
     stored = Laneformer(config).double().requires_grad_(False)
-    stored.load_state_dict(dequantised({HEAD: head, **model.state_dict()}))
+    weights = {HEAD: head, **model.state_dict()}
+    ids = {name: weights.pop(name) for name in [DRAFT_IDS] if name in weights}
+    stored.load_state_dict({**dequantised(weights), **ids})
     return stored
 
 
 def plain_model(config: LaneformerConfig, tensors: dict[str, Tensor], dtype: str) -> Laneformer:
     """The PyTorch model in 16 bits."""
     model = Laneformer(config).to(TORCH_TYPES[dtype])
-    model.load_state_dict({name: as_torch(tensors[name]) for name in model.state_dict()})
+    names = model.state_dict().keys() - {DRAFT_IDS}
+    model.load_state_dict(
+        {name: as_torch(tensors[name]) for name in names}, strict=len(names) == len(tensors)
+    )
     return model.eval().requires_grad_(False)
 
 

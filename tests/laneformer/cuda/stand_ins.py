@@ -79,7 +79,9 @@ class LoopPasses(PassDecoder):
         self.asked: list[Sequence[Column]] = []  # columns of each pass
 
     @torch.inference_mode()
-    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+    def read(
+        self, ids: Sequence[int], cache: int, position: int, first_row: int, next_ids: Sequence[int] = ()
+    ) -> Iterator[torch.Tensor]:
         known = self.caches.ids[cache] = [*self.caches.ids.get(cache, [])[:position], *ids]
         assert len(known) == position + len(ids), "keys and values are missing"
         if first_row < len(known):

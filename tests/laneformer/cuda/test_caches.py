@@ -57,6 +57,8 @@ def continued(ids: list[int], count: int) -> list[int]:
 class Numbers:
     """Passes in which a position's keys and values are a number of all ids up to it."""
 
+    head = None
+
     def __init__(self, sequences: int, caches: int, unread: int = 64, ahead: int = 0):
         self.config, self.columns, self.sequences = CONFIG, sequences, sequences
         self.unread, self.ahead, self.made_ahead = unread, ahead, 0
@@ -102,7 +104,9 @@ class Numbers:
             )
         return number % 3
 
-    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
+    def read(
+        self, ids: Sequence[int], cache: int, position: int, first_row: int, next_ids: Sequence[int] = ()
+    ) -> Iterator[torch.Tensor]:
         for i, token in enumerate(ids):
             self._run(cache, position + i, token)
         yield from ()

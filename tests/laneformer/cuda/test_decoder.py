@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import random
 import subprocess
@@ -91,15 +90,6 @@ def test_the_models_own_end_ids_are_stops(expected):
     with Engine(CONFIG, TENSORS, device="cuda", eos_ids=[expected[2]]) as engine:
         assert engine.generate(PROMPT, max_new_tokens=12) == expected[: expected.index(expected[2]) + 1]
         assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
-
-
-def test_the_models_own_head_is_left_out_with_a_warning(expected):
-    config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1, draft_vocab_size=64)
-    with pytest.warns(UserWarning, match="own head run on the CPU only"):
-        engine = Engine(config, TENSORS, device="cuda")
-    with engine:
-        assert engine.draft_head is None
-        assert engine.generate(PROMPT, max_new_tokens=12) == expected
 
 
 def test_tokens_stream_as_they_come(engine, expected):

@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from laneformer.config import DRAFT_IDS, LaneformerConfig
 from laneformer.engine.cuda import compile as compiling
 from laneformer.engine.cuda.compile import FOLDER, compile_cubin
 from laneformer.engine.cuda.geometry import Geometry, architecture_name
+from laneformer.engine.cuda.head import plan_block
 from laneformer.engine.cuda.nvrtc import compilers
 from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.cuda.structures import decode_structure
+from laneformer.tensors import Tensor
 from tests.laneformer.cuda import sass
 from tests.laneformer.cuda.cards import CARDS, MODELS, REGISTERS
 from tests.laneformer.cuda.harness import KERNELS
@@ -71,6 +75,13 @@ GATES = {  # every card once, and a shape of the Llama family on each generation
 EIGHT_GPUS = Limits(stack_bytes=456, local=22, instructions=10100)
 
 
+HEAD_GATES = {  # of the block of a head that drafts, for 2b
+    ("A100 40 GB, 80 GB", "bf16"): Limits(stack_bytes=0, local=0, instructions=0),
+    (H200, "bf16"): Limits(stack_bytes=0, local=0, instructions=0),
+    (H200, "int8"): Limits(stack_bytes=0, local=0, instructions=0),
+}
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One kernel of a cubin and what is known of it."""
@@ -79,14 +90,24 @@ class Compiled:
     resources: sass.Resources
     geometry: Geometry
 
+    @property
+    def argument(self) -> type[ctypes.Structure]:
+        return decode_structure(self.geometry.devices, drafts=self.geometry.model is not None)
+
     @functools.cached_property
     def pointers(self) -> sass.Pointers:
-        fields = pointer_fields(decode_structure(self.geometry.devices))
+        fields = pointer_fields(self.argument)
         return sass.Pointers(self.kernel, fields, self.resources.parameter_at, "inbox")
 
     @property
+    def loop_at(self) -> set[int]:
+        """Over layers; the block of a head is one layer, so over passes."""
+        kernel = self.kernel
+        return kernel.layer_loop if self.geometry.model is None else kernel.loops(kernel.reached)[0]
+
+    @property
     def loop(self) -> list[sass.Instruction]:
-        return [self.kernel.code[i] for i in sorted(self.kernel.layer_loop)]
+        return [self.kernel.code[i] for i in sorted(self.loop_at)]
 
 
 def pointer_fields(structure: type[ctypes.Structure], at: int = 0) -> dict[str, tuple[int, int]]:
@@ -167,7 +188,7 @@ def architecture_of(c: Compiled) -> int:
 
 
 def the_parameter_fits(c: Compiled) -> None:
-    size = ctypes.sizeof(decode_structure(c.geometry.devices))
+    size = ctypes.sizeof(c.argument)
     assert c.resources.parameter_bytes == size, (
         f"a parameter of {c.resources.parameter_bytes} bytes, the host's is {size}"
     )
@@ -191,7 +212,7 @@ def spills_are_few(c: Compiled, limits: Limits) -> None:
 
 def products_spill_nothing(c: Compiled) -> None:
     """Of a layer's matrix products, nothing in the loops over tiles but what a chunk's refill asks for on old cards."""
-    loops = c.kernel.innermost(c.kernel.layer_loop, "HMMA")
+    loops = c.kernel.innermost(c.loop_at, "HMMA")
     assert len(loops) >= 4, "a matrix each, and a number of tiles below each other"
     for loop in loops:
         local = [c.kernel.code[i] for i in sorted(loop) if c.kernel.code[i].name in ("LDL", "STL")]
@@ -227,6 +248,23 @@ def test_the_builds(place: tuple[str, str, str], tmp_path: Path) -> None:
         registers_suffice(c)
         products_spill_nothing(c)
         spills_are_few(c, GATES[place])
+
+
+@pytest.mark.parametrize("place", HEAD_GATES, ids=" on ".join)
+def test_the_builds_of_a_heads_block(place: tuple[str, str], tmp_path: Path) -> None:
+    """Of one layer, so the loop is that over passes; the model's kernels are those of models without a head."""
+    (name, dtype), machine = place, CARDS[place[0]].machine
+    config = LaneformerConfig.from_flavor("2b", num_nextn_predict_layers=1, draft_vocab_size=8192)
+    ids = {DRAFT_IDS: Tensor("int32", np.arange(8192, dtype=np.int32))}
+    builds = plan_builds(config, dtype, machine)
+    for geometry in plan_block(builds, ids, machine)[0]:
+        c = compiled("passes", geometry, architecture_name(CARDS[name].architecture), tmp_path)["pass"]
+        report(c, f"the block of 2b's head in {dtype} on {name}, {geometry.columns} columns")
+        every_gate(c, "pass")
+        words_are_whole(c)
+        registers_suffice(c)
+        products_spill_nothing(c)
+        spills_are_few(c, HEAD_GATES[place])
 
 
 def test_the_builds_on_several_gpus(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ MAX_CACHES = 64
 
 
 class Caches:
-    """As many as `memory.kv` is of."""
+    """As many as `memory.kv` is of. `beside`: memories of a head's block, which has as many."""
 
-    def __init__(self, memories: Sequence[DeviceMemory]):
-        self.memories = memories
-        one = memories[0].geometry.lanes_per_device * memories[0].geometry.kv_lane
-        self.kv = [list(kv) for kv in zip(*(memory.kv.split(one) for memory in memories), strict=True)]
+    def __init__(self, memories: Sequence[DeviceMemory], beside: Sequence[DeviceMemory] = ()):
+        self.memories, self._all = memories, [*memories, *beside]
+        one = [m.geometry.lanes_per_device * m.geometry.kv_lane for m in self._all]
+        each = (memory.kv.split(size) for memory, size in zip(self._all, one, strict=True))
+        self.kv = [list(kv) for kv in zip(*each, strict=True)]
 
     def shape(self) -> _core.KvShape:
         g = self.memories[0].geometry
@@ -35,13 +36,14 @@ class Caches:
         if op.kind == _core.KvKind.copy:
             self._copy(op.source, op.cache, op.end)
 
-    def of(self, cache: int) -> list[DeviceMemory]:
-        """The devices' memory, with this cache's keys and values in the place of all."""
-        return [memory.of(kv) for memory, kv in zip(self.memories, self.kv[cache], strict=True)]
+    def of(self, cache: int, beside: bool = False) -> list[DeviceMemory]:
+        """The devices' memory, with this cache's keys and values in the place of all; or that of the head's block."""
+        every = [memory.of(kv) for memory, kv in zip(self._all, self.kv[cache], strict=True)]
+        return every[len(self.memories) :] if beside else every[: len(self.memories)]
 
     def _copy(self, source: int, target: int, count: int) -> None:
         """The first `count` positions; of a ring that is shorter, all of it."""
-        for memory, here, there in zip(self.memories, self.kv[source], self.kv[target], strict=True):
+        for memory, here, there in zip(self._all, self.kv[source], self.kv[target], strict=True):
             g = memory.geometry
             used = -(-count // g.splits)
             for layer in range(g.config.num_hidden_layers):

@@ -53,9 +53,6 @@ class CudaDecoder:
         ValueError for a model that the kernels cannot hold, and for options of the CPU: threads, isa,
         math, pin, kv_dtype, processes.
         """
-        if config.num_nextn_predict_layers:
-            warnings.warn("drafts by the model's own head run on the CPU only; it is left out", stacklevel=2)
-            config = dataclasses.replace(config, num_nextn_predict_layers=0, draft_vocab_size=0)
         if dtype == "auto":
             dtype = half_of(tensors)
         unsupported = {"threads": threads, "isa": isa, "pin": pin or None}
@@ -80,6 +77,7 @@ class CudaDecoder:
         geometry: Geometry = memories[0].geometry
         self.threads = geometry.devices * geometry.blocks * geometry.warps * 32
         self.weight_bytes = sum(memory.weight_bytes for memory in memories)
+        self.draft_weight_bytes = 0 if passes.head is None else sum(passes.head.weight_bytes)
 
     def _passes(self) -> Passes:
         make = functools.partial(

@@ -113,6 +113,7 @@ class Geometry:
     columns: int = 1  # of one pass at most
     prefetch_chunks: int = 0  # of a warp's tape that are fetched to the L2 ahead of its ring
     half: str = "bf16"  # or "fp16": of the embedding, keys and values; with matrices of 16 bits, theirs
+    model: Geometry | None = None  # of the block of a head that drafts (head.py): the model's
 
     @property
     def number_bytes(self) -> int:
@@ -180,6 +181,11 @@ class Geometry:
     def kv_layer(self, layer: int) -> int:
         """Numbers of keys and values that one lane keeps of a layer."""
         return 2 * self.config.kv_heads_per_lane * self.splits * self.kv_slots(layer) * self.config.head_dim
+
+    @property
+    def epochs(self) -> int:
+        """Of a token: one a layer, and with a head one before the first (block.cuh: epoch_of)."""
+        return self.config.num_hidden_layers + (self.model is not None)
 
     @property
     def kv_lane(self) -> int:
@@ -253,6 +259,15 @@ class Geometry:
         mail = 2 * self.mail_slots * c.num_lanes * c.hidden_size
         return mail + 2 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
 
+    @property
+    def tails(self) -> list[int]:
+        """Where the mail begins of what the head's input is given of the last layers (exchange.cuh: mail_at)."""
+        c = self.config
+        layers = range(c.num_hidden_layers)
+        sent = [(m, i) for m, name in enumerate(MODULES) for i in layers if c.delivers(i, name)]
+        slots = [m * self.mail_slots + i % self.mail_slots for m, i in sorted(sent, key=lambda at: at[::-1])]
+        return [slot * c.num_lanes * c.hidden_size for slot in slots]
+
     def constants(self) -> str:
         """The C++ text in front of the kernels."""
         c, layers = self.config, range(self.config.num_hidden_layers)
@@ -279,16 +294,21 @@ class Geometry:
             "kKvSlots": [self.kv_slots(i) for i in layers],
             "kRotates": [int(i not in c.nope_layers) for i in layers],
         }
+        if self.model is not None:
+            tails = self.model.tails
+            numbers |= {"kModelInboxWords": self.model.inbox_words, "kTails": len(tails)}
+            tables["kTailAt"] = tails or [0]
         starts = [sum(self.kv_layer(j) for j in range(i)) for i in layers]
         per_module: dict[str, Sequence[Sequence[object]]] = {
             "kJoins": [[join_name(c.join(i, m)) for i in layers] for m in MODULES],
             "kAddsDelayed": [[int(c.adds_delayed(i, m)) for i in layers] for m in MODULES],
-            "kBroadcasts": [[int(c.broadcasts(i, m)) for i in layers] for m in MODULES],
+            "kBroadcasts": [[int(c.broadcasts(i, m) or c.delivers(i, m)) for i in layers] for m in MODULES],
         }
         lines = [
             f"#define DEVICES {self.devices}",
             f"#define WEIGHTS_BF16 {int(self.half == 'bf16')}",
             f"#define WEIGHTS_INT8 {int(self.dtype == 'int8')}",
+            f"#define DRAFTS {int(self.model is not None)}",
             f"#define WIDE_EXCHANGES {int(self.wide_exchanges)}",
             "#ifndef TABLE\n#define TABLE __constant__ constexpr  // read with an index of run time\n#endif",
             f"enum Join {braces(map(join_name, Join))};",

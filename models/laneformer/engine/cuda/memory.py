@@ -42,11 +42,11 @@ class DeviceMemory:
 
     def __init__(
         self, geometry: Geometry, tensors: Mapping[str, Tensor], index: int, device: torch.device | str,
-        sequences: int = 1,
+        sequences: int = 1, beside: DeviceMemory | None = None,
     ):  # fmt: skip
         """Pack the weights; ValueError names a tensor with a value that is not finite in 16 bits.
 
-        sequences: that have keys and values here.
+        sequences: that have keys and values here. beside: whose embedding and table of angles it shares.
         """
         config = geometry.config
         self.geometry = geometry
@@ -57,9 +57,12 @@ class DeviceMemory:
         self.tapes = pack(geometry, matrices, self.first_lane, device)
         self.scales = self._put(torch.cat([*matrices.scales, torch.empty(0)]))
         self.tape_at = self._put(torch.from_numpy(tape_starts(geometry).view(np.int64)))
-        self.embedding = self._put(finite(tensors, "tok_embeddings.weight", TORCH_TYPES[geometry.half]))
-        self.norms = self._put(norm_scales(config, tensors))
-        self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
+        if beside is None:
+            self.embedding = self._put(finite(tensors, EMBEDDING, TORCH_TYPES[geometry.half]))
+            self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
+        else:
+            self.embedding, self.rope = beside.embedding, beside.rope
+        self.norms = self._put(norm_scales(config, tensors, GATES if geometry.model else ()))
         self.biases = self._put(biases(config, tensors))
         self.head_norms = self._put(head_scales(config, tensors))
         numbers = sequences * geometry.lanes_per_device * geometry.kv_lane
@@ -100,7 +103,7 @@ class DeviceMemory:
 
     def arguments(self, inboxes: Sequence[torch.Tensor], limit_s: float = 10.0) -> Any:
         """The argument of launches, whose order is empty. inboxes: of all devices; limit_s: of a wait."""
-        p = decode_structure(self.geometry.devices)()
+        p = decode_structure(self.geometry.devices, drafts=self.geometry.model is not None)()
         p.weights = Weights(*(getattr(self, name).data_ptr() for name in WEIGHTS))
         for name in ("lane_words", "aborted", "report", "cancel", "picks", "graph"):
             setattr(p, name, getattr(self, name).data_ptr())
@@ -142,6 +145,10 @@ class DeviceMemory:
         return torch.zeros(count, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
 
+GATES = (
+    "hidden_norm.weight",
+    "embedding_norm.weight",
+)  # norms of a head that drafts (head.py), after its last one
 PARTS = {  # tensors of a layer that make one matrix of the kernels
     "qkv": ("attention.wq", "attention.wk", "attention.wv"), "output": ("attention.wo",),
     "gate_up": ("feed_forward.w1", "feed_forward.w3"), "down": ("feed_forward.w2",),
@@ -203,10 +210,12 @@ def half_of(tensors: Mapping[str, Tensor]) -> str:
     return tensors[FIRST_MATRIX].dtype.replace("fp32", "bf16")
 
 
-def norm_scales(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
-    """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use."""
+def norm_scales(
+    config: LaneformerConfig, tensors: Mapping[str, Tensor], more: Sequence[str] = ()
+) -> torch.Tensor:
+    """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use; then `more`."""
     names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS]
-    return torch.stack([finite(tensors, name) for name in (*names, "norm.weight")])
+    return torch.stack([finite(tensors, name) for name in (*names, "norm.weight", *more)])
 
 
 def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:

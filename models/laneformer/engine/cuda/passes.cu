@@ -78,7 +78,12 @@ struct Pass : Block {
   }
 
   DEVICE void run_pass() {
+#if DRAFTS
+    each([&] { publish_entry(); });
+    each([&] { keep_scale(take_entry(tokens[column])); });
+#else
     each([&] { keep_scale(take_embedding(tokens[column])); });
+#endif
 #pragma unroll 1
     for (int layer = 0; layer < kLayers; ++layer) run_layer(layer);
     project_best();

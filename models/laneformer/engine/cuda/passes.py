@@ -25,10 +25,11 @@ from ..decoder import RequestFailed, Unanswered
 from .caches import MAX_CACHES, Caches
 from .executor import Look
 from .geometry import Geometry
+from .head import HeadPasses, plan_block
 from .launch import Kernels, has_time_limit, share_of, start
 from .memory import DeviceMemory, end_hang, half_of, reset
 from .planning import plan_builds
-from .prefill import DeviceCache, read
+from .prefill import BlockReader, DeviceCache, read
 from .structures import MAX_COLUMNS, PASSES_PER_LAUNCH, Column, GraphState
 from .tape import tape_starts
 from .tape_model import TapeModel
@@ -43,15 +44,16 @@ LATE_S = 1.0  # a kernel that gives up a wait by itself says who waited for what
 LAUNCH_S = 0.1  # of a launch at most where a display limits it, to 2 s or more
 
 
-def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
+def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None, *beside: Geometry) -> int:
     """KV capacity in sequences, given `free` bytes of device memory before anything else of a pass is allocated.
 
-    One for each column, plus cached ones in a quarter of the remainder or in `cache_bytes`. ValueError if the
-    columns alone do not fit.
+    One for each column, plus cached ones in a quarter of the remainder or in `cache_bytes`. `beside`: the block of a
+    head that drafts. ValueError if the columns alone do not fit.
     """
-    config, columns, tiles = geometry.config, geometry.columns, int(tape_starts(geometry)[-1])
-    each = 2 * geometry.lanes_per_device * geometry.kv_lane
-    words = 8 * columns * (geometry.device_words + geometry.inbox_words)
+    config, columns, parts = geometry.config, geometry.columns, (geometry, *beside)
+    tiles = sum(int(tape_starts(part)[-1]) for part in parts)
+    each = sum(2 * part.lanes_per_device * part.kv_lane for part in parts)
+    words = sum(8 * columns * (part.device_words + part.inbox_words) for part in parts)
     needed = tiles + 2 * config.vocab_size * config.hidden_size + words + columns * each
     if needed > free:
         raise ValueError(
@@ -62,15 +64,19 @@ def sequences_in(free: int, geometry: Geometry, cache_bytes: int | None) -> int:
     return columns + min(MAX_CACHES - columns, spare // each)
 
 
-def that_fit(builds: list[Geometry], free: int, cache_bytes: int | None) -> tuple[list[Geometry], int]:
-    """The builds whose columns have memory, and for how many sequences; ValueError where none has."""
+def that_fit(
+    builds: list[Geometry], blocks: list[Geometry], free: int, cache_bytes: int | None
+) -> tuple[list[Geometry], list[Geometry], int]:
+    """The builds whose columns have memory, with those of a head's block if there is one, and for how many sequences;
+    ValueError where none has.
+    """
     while True:
         try:
-            return builds, sequences_in(free, builds[-1], cache_bytes)
+            return builds, blocks, sequences_in(free, builds[-1], cache_bytes, *blocks[-1:])
         except ValueError:
             if len(builds) == 1:
                 raise
-        builds = builds[:-1]
+        builds, blocks = builds[:-1], blocks[:-1]
 
 
 class PassDecoder:
@@ -79,6 +85,7 @@ class PassDecoder:
     """
 
     late_s = LATE_S
+    head: HeadPasses | None = None
 
     def __init__(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], dtype: str, devices: Sequence[str] = ("cuda:0",),
@@ -97,15 +104,12 @@ class PassDecoder:
         machine, sharing = share_of(self.devices)
         shape = {"devices": len(devices), "half": half_of(tensors), "graph": version == "graph", **shape}
         builds = plan_builds(config, dtype, machine, **shape)
+        blocks, rows = plan_block(builds if version == "passes" else builds[:0], tensors, machine)
         free = min(torch.cuda.mem_get_info(device)[0] for device in self.devices) // sharing
-        self.builds, sequences = that_fit(builds, free, cache_bytes)
-        self.geometry = self.builds[-1]
+        self.builds, blocks, sequences = that_fit(builds, blocks, free, cache_bytes)
+        self.geometry, self._sharing = self.builds[-1], sharing
         connect(self.devices)
-        self.kernels = [[Kernels(version, g, d, sharing > 1) for d in self.devices] for g in self.builds]
-        for kernels in itertools.chain(*self.kernels):
-            if version == "passes":
-                kernels.require_resident("pass", sharing)
-            kernels.load(*sorted({name for name, *_ in launches(version, self.geometry)}))
+        self.load()
         self._streams = [torch.cuda.Stream(device) for device in self.devices]
         self._hold(
             [DeviceMemory(self.geometry, tensors, i, d, sequences) for i, d in enumerate(self.devices)]
@@ -113,6 +117,17 @@ class PassDecoder:
         if version == "graph":
             self._capture()
         self.ahead = self._passes_that_follow()
+        if blocks:
+            self._draft_with(HeadPasses(self, blocks, tensors, rows, sequences))
+
+    def load(self) -> None:
+        """The kernels of the builds; NotResident where blocks would not all run at once."""
+        version, shared = self.version, self._sharing > 1
+        self.kernels = [[Kernels(version, g, d, shared) for d in self.devices] for g in self.builds]
+        for kernels in itertools.chain(*self.kernels):
+            if version == "passes":
+                kernels.require_resident("pass", self._sharing)
+            kernels.load(*sorted({name for name, *_ in launches(version, self.geometry)}))
 
     def _hold(self, memories: list[DeviceMemory]) -> None:
         self.memories, self.caches, self.passes = memories, Caches(memories), 0
@@ -151,8 +166,22 @@ class PassDecoder:
         """The PyTorch model on the tiles, for long prompts and scores; made when it is first needed."""
         return TapeModel(self.memories)
 
-    def read(self, ids: Sequence[int], cache: int, position: int, first_row: int) -> Iterator[torch.Tensor]:
-        return read(self.tape_model, ids, DeviceCache(self.caches.of(cache), position), first_row)
+    def _draft_with(self, head: HeadPasses) -> None:
+        """Unless it fails, with a warning. Its caches are copied with the model's."""
+        if said := head.fails():
+            warnings.warn(f"the model's own head drafts nothing, as its kernel fails: {said}", stacklevel=6)
+            return
+        self.head = head
+        self.caches = Caches(self.memories, head.block.memories)
+
+    def read(
+        self, ids: Sequence[int], cache: int, position: int, first_row: int, next_ids: Sequence[int] = ()
+    ) -> Iterator[torch.Tensor]:
+        start, block = DeviceCache(self.caches.of(cache), position), None
+        if self.head is not None and next_ids:
+            beside = DeviceCache(self.caches.of(cache, beside=True), position)
+            block = BlockReader(self.head.block.tape_model, beside, next_ids)
+        return read(self.tape_model, ids, start, first_row, block)
 
     def run(
         self, columns: Sequence[Column], ahead: int = 0, logits: torch.Tensor | None = None,
@@ -172,7 +201,7 @@ class PassDecoder:
                 "pass; use ahead = 0"
             )
         memory, more = self.memories[0], min(ahead, len(self.memories[0].picks) - 1)
-        if memory.epoch + more > LAST_EPOCH // self.config.num_hidden_layers:
+        if memory.epoch + more > LAST_EPOCH // self.geometry.epochs:
             reset(self.memories)
         first, arguments = memory.epoch, self._arguments(columns, more, logits)
         self._launch(arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from ..sampling import Sampling
 
@@ -84,9 +85,14 @@ class Report(ctypes.Structure):
 TRACED = (*EXCHANGES, "weights", "whole")  # cycles of a block of the traced build (tape.cuh: kTraced)
 
 
+OF_A_HEAD: list[tuple[str, Any]] = [  # its kernels' further fields (block.cuh: DRAFTS)
+    ("streams", ctypes.c_void_p), ("tail", ctypes.c_void_p), ("origins", ctypes.c_int * MAX_COLUMNS)
+]  # fmt: skip
+
+
 @functools.cache  # of all launches
-def decode_structure(devices: int, traced: bool = False) -> type[ctypes.Structure]:
-    """The argument of all kernels on so many devices."""
+def decode_structure(devices: int, traced: bool = False, drafts: bool = False) -> type[ctypes.Structure]:
+    """The argument of all kernels on so many devices; `drafts`: of those of the head that drafts."""
     pointers = ("aborted", "report", "cancel", "picks", "graph")
 
     class Decode(ctypes.Structure):
@@ -95,6 +101,7 @@ def decode_structure(devices: int, traced: bool = False) -> type[ctypes.Structur
             *((name, ctypes.c_void_p) for name in pointers), ("limit_ns", ctypes.c_uint64),
             *((name, ctypes.c_int) for name in ("device", "first_lane", "layer", "module")), ("order", Order),
             *[("trace", ctypes.c_void_p)] * traced,
+            *OF_A_HEAD * drafts,
         ]  # fmt: skip
 
     return Decode

@@ -38,7 +38,10 @@ class TapeModel:
         self.masks, self.norm = self._plain.masks, self._plain.norm
         self.embedding = memories[0].embedding
         self._norms = memories[0].norms.to(self.dtype)
-        self.norm.load_state_dict({"weight": self._norms[-1]}, assign=True)
+        self.norm.load_state_dict(
+            {"weight": self._norms[len(NORMS) * self.config.num_hidden_layers]}, assign=True
+        )
+        self.gates = self._norms[1 + len(NORMS) * self.config.num_hidden_layers :]  # of a head's block
         shapes = self.config.tensor_shapes()
         self._layer = {name: torch.empty(shapes[f"layers.0.{name}.weight"], dtype=self.dtype, device=device)
                        for op in OPS[:-1] for name in PARTS[op]}  # fmt: skip

@@ -110,6 +110,17 @@ inline nb::list collect(Schedule& schedule, double timeout_s) {
   return found;
 }
 
+// For tests: of each draft since the last call the ids before it, how many of them are drafts, and its logits
+// by id.
+inline nb::list recorded_drafts(Schedule& schedule) {
+  nb::list found;
+  if (schedule.running() || !schedule.model_drafts()) return found;
+  for (auto& drawn : schedule.model_drafts()->recorded())
+    found.append(nb::make_tuple(drawn.ids, drawn.drafts, to_numpy(std::move(drawn.logits))));
+  schedule.model_drafts()->record();
+  return found;
+}
+
 using Mask = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig>;
 
 // Of an owner: `schedule`, and `leave`, `leave_all` and `expect_loaded` of its own.
@@ -131,6 +142,7 @@ void bind_requests(nb::class_<Owner>& owner) {
       .def("allow", allow, "ticket"_a, "index"_a, "mask"_a)
       .def("fix_cost", [](Owner& o, double each, double draft) { o.schedule().fix_cost(each, draft); },
            "each_column"_a, "draft"_a = 0.1)
+      .def("recorded_drafts", [](Owner& o) { return recorded_drafts(o.schedule()); })
       .def("statistics", [](Owner& o) { return as_dict(o.schedule().statistics()); });
 }
 

@@ -90,6 +90,7 @@ void ModelDrafts::finish(const std::vector<Sequence*>& running, const Pass& pass
       s.model.off = true;
     }
     if (last.refused >= 0 || s.model.off) s.model.wanted = 0;
+    if (!last.logits) s.model.wanted = 0;  // its pass could not be run
     if (pass.columns && s.model.row >= 0 && drafts(&s)) draw(s, last.logits + s.model.row * last.stride);
   }
 }

@@ -111,6 +111,7 @@ int Schedule::ahead() const {
   int most = some_wait ? 0 : limits_.ahead;
   for (const Sequence* s : running_) {  // the end of a prompt comes first, which may be set aside
     if (!s->picks || !s->odds.empty() || s->columns != 1 || !s->new_tokens()) return 0;
+    if (model_ && s->drafter && !s->model.off) return 0;  // it goes on from each pass's streams
     most = std::min({most, s->drafter ? kAheadOfDrafts : most, s->end - s->known() - 1});
   }
   return most;
@@ -152,7 +153,8 @@ Schedule::Piece Schedule::piece(const Pass& pass) const {
   const auto begin = s.ids.begin() + s.position;
   const int count = std::min(pass.piece + 1, s.prompt_length - s.position);
   const int first = !request.scores() ? s.end : request.keep_logits ? 0 : request.score_from - 1;
-  return {{begin, begin + count}, std::max(first, s.position), std::max(0, request.top_logprobs), request.keep_logits};
+  return {{begin, begin + count}, std::max(first, s.position), std::max(0, request.top_logprobs), request.keep_logits,
+          model_ && s.drafter};
 }
 
 void Schedule::score(const Pass& pass, int position, size_t count, const float* logprobs, const int* ids,

@@ -292,7 +292,7 @@ void Schedule::finish_pass(const PassResult& last) {
       s.finished = s.position >= s.end;
     else if (s.head_columns)
       take_tokens(s, last);
-    if (model_ && s.drafter && !s.finished) model_->ran(s, before);
+    if (model_ && s.drafter && !s.finished && !pass_.piece) model_->ran(s, before);
     prefixes_.ran(s.cache, s.ids, s.position, written);
     if (before < s.prompt_length && s.position >= s.prompt_length && !s.finished) prefixes_.keep(s.cache, s.end - 1);
   }

@@ -68,8 +68,8 @@ class ExecutedPasses(EmulatedPasses):
     declaration = "__device__ int planted;\n"
 
     def __init__(self, builds: Path, columns: int, architecture: str, **options: Any):
+        self.architecture = architecture  # of what __init__ copies, too
         super().__init__(builds, columns, **options)
-        self.architecture = architecture
 
     def build(self, source: str, builds: Path, folder: Path = FOLDER) -> ctypes.CDLL:
         return build(ptx_of(source, self.architecture, [folder, *INCLUDES]), builds)

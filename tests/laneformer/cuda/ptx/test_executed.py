@@ -18,7 +18,7 @@ from laneformer.engine.cuda.geometry import Machine
 from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.structures import Order
-from tests.laneformer.cuda import emulator
+from tests.laneformer.cuda import emulator, test_head
 from tests.laneformer.cuda.emulator import EmulationError
 from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
 from tests.laneformer.cuda.ptx.executed import (
@@ -77,6 +77,12 @@ def test_tiny_decodes(cuda_builds: Path) -> None:
 def test_every_logit(architecture: str, columns: int, dtype: str, cuda_builds: Path) -> None:
     passes = executed(cuda_builds, columns, architecture, dtype=dtype)
     check(passes, 9, range(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "dtype"), [("sm_80", "int8"), ("sm_90a", "bf16")])
+def test_the_block_of_a_head(architecture: str, dtype: str, cuda_builds: Path) -> None:
+    test_head.check(executed(cuda_builds, 4, architecture, changes=test_head.HEAD, sequences=3, dtype=dtype))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -187,17 +187,6 @@ void set_latency(Decoder& decoder, double link_s, double jitter, uint64_t seed) 
   decoder.executor.set_latency({link_s, jitter, seed});
 }
 
-// For tests: of each draft since the last call the ids before it, how many of them are drafts, and its logits
-// by id.
-nb::list recorded_drafts(Decoder& decoder) {
-  nb::list found;
-  if (decoder.schedule().running() || !decoder.schedule().model_drafts()) return found;
-  for (auto& drawn : decoder.schedule().model_drafts()->recorded())
-    found.append(nb::make_tuple(drawn.ids, drawn.drafts, to_numpy(std::move(drawn.logits))));
-  decoder.schedule().model_drafts()->record();
-  return found;
-}
-
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
 int sample(Floats logits, nb::handle request, std::vector<int> prompt, std::vector<int> output, int position) {
   const int vocab = static_cast<int>(logits.size());
@@ -352,7 +341,6 @@ NB_MODULE(_core, m) {
       .def("set_latency", &set_latency, "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
       .def("draft_with", [](Decoder& d, Decoder& small) { d.executor.draft_with(small.executor); }, "small"_a,
            nb::keep_alive<1, 2>())
-      .def("recorded_drafts", &recorded_drafts)
       .def("set_ladder", [](Decoder& d) { d.executor.set_ladder(); })
       .def("set_cache_limit", [](Decoder& d, size_t bytes) { d.schedule().set_cache_limit(bytes); }, "bytes"_a)
       .def_prop_ro("kv_bytes", [](Decoder& d) { return d.schedule().kv_bytes(); })
