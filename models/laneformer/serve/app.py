@@ -150,8 +150,8 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
         read = now["probe_bytes_per_s"]
         if drafts := now["draft_model"]:
             now["draft_model"] = drafts | {"kv_bytes": scheduler.engine.draft_kv_bytes}
-        limit = read and read / now["weight_bytes"]
-        return now | {"limit_tokens_per_s": limit, **scheduler.engine.kv_cache}
+        now |= {"limit_tokens_per_s": read and read / now["weight_bytes"], **scheduler.engine.kv_cache}
+        return now | {"processor_share": scheduler.totals.processor_share}
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
@@ -201,9 +201,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, options: ServerOptions, on_start: Callable[[str], None] | None):
         config = uvicorn.Config(app, log_level="warning", server_header=False, proxy_headers=False)
-        config.timeout_graceful_shutdown = (
-            round(options.grace_s) + 5
-        )  # the scheduler has cancelled the answers by then
+        # the scheduler has cancelled the answers by then
+        config.timeout_graceful_shutdown = round(options.grace_s) + 5
         super().__init__(config)
         self.options, self.scheduler, self.on_start = options, app.state.scheduler, on_start
         self._last_s: float | None = None
@@ -250,16 +249,13 @@ def run(
     """
     with listening or options.listen() as listening:
         if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
-            print(
-                f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it",
-                file=sys.stderr,
-            )
+            warning = f"laneformer: WARNING: {options.host} without an API key: all who reach it may use it"
+            print(warning, file=sys.stderr)
         app = create_app(engine, options)
         if engine.isa == CUDA:
             most = app.state.scheduler.max_joined
-            decode = (
-                f"up to {most} requests decode side by side" if most > 1 else "one request decodes at a time"
-            )
+            several = f"up to {most} requests decode side by side"
+            decode = several if most > 1 else "one request decodes at a time"
             print(f"laneformer: {decode}, others wait", file=sys.stderr)
         Server(app, options, on_start).run(sockets=[listening])
         if app.state.scheduler.unanswered:  # the driver would wait for it at the end of the process

@@ -1,6 +1,4 @@
-"""Prometheus metrics: what the scheduler counts, read when somebody asks, and the answers
-by endpoint and status.
-"""
+"""Prometheus metrics: what the scheduler counts, read when asked for, and answers by endpoint and status."""
 
 from __future__ import annotations
 
@@ -70,6 +68,9 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "laneformer_tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s
         )
+        if totals.processor_share is not None:
+            told = f"Of the engine's threads' time, while they had a processor, {last}"
+            yield GaugeMetricFamily("laneformer_processor_share", told, totals.processor_share)
         if (probe := self._facts["probe_bytes_per_s"]) is not None:
             yield GaugeMetricFamily(
                 "laneformer_probe_bytes_per_second",

@@ -56,9 +56,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.api_key is None:
             object.__setattr__(self, "api_key", os.environ.get("LANEFORMER_API_KEY"))
-        if self.api_key is not None and not (
-            self.api_key.isascii() and self.api_key.strip() == self.api_key != ""
-        ):
+        key = self.api_key
+        if key is not None and not (key.isascii() and key.strip() == key != ""):
             raise ValueError(
                 "the API key must be ASCII text without spaces around it, at least one character"
             )

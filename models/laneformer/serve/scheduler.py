@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..engine import GeneratedToken, GenerationOptions, PromptLogprobs, Statistics, Update
+from ..engine.decoder import CUDA
 from .totals import Totals
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ COLLECT_S = 0.005  # longest delay of a join while others decode and none of the
 RATE_WEIGHT = 0.2  # of the last request in the mean time that one takes
 PACE_S = 0.002  # between hand-overs: faster tokens go in runs, so that Python leaves the cores to the engine
 LONGEST_RETRY_S = 60
+SHARE_TOKENS = 16  # of an answer that tells whether the machine is busy
 
 log = logging.getLogger("laneformer.serve")
 
@@ -105,7 +107,7 @@ class Running:
         self.wanted = wanted
         self.submitted_s = time.monotonic()
         self.started_s = self.first_token_s = self.last_token_s = self.ended_s = None  # type: float | None
-        self.generated_tokens = 0
+        self.generated_tokens, self.processor_s = 0, 0.0  # the latter: of this process at the first token
         self.finish_reason: str | None = None
         self.statistics: Statistics | None = None
         self.scores: PromptLogprobs | None = None
@@ -345,7 +347,7 @@ class Scheduler:
 
     def _count(self, running: Running, tokens: int, now_s: float) -> None:
         if running.last_token_s is None:
-            running.first_token_s = now_s
+            running.first_token_s, running.processor_s = now_s, time.process_time()
             self.totals.first_token.add(now_s - running.submitted_s)
         else:
             self.totals.gap.add(now_s - running.last_token_s)
@@ -364,6 +366,10 @@ class Scheduler:
         if decode_s > 0:
             totals.tokens_per_s = (running.generated_tokens - 1) / decode_s
             totals.passes_per_s = totals.tokens_per_s - statistics.accepted_tokens / decode_s
+            masked = isinstance(wanted, Wanted) and wanted.grammar is not None  # threads wait for masks
+            if running.generated_tokens >= SHARE_TOKENS and not masked and self.engine.isa != CUDA:
+                most_s = (now_s - (running.first_token_s or now_s)) * self.engine.threads
+                totals.processor_share = min(1.0, (time.process_time() - running.processor_s) / most_s)
 
     def _hand_over(self, news: list[tuple[Running, Update]]) -> None:
         """Give news to the event loop, with one wake-up for all that it has not read yet."""

@@ -36,3 +36,4 @@ class Totals:
     ended: Counter[str] = field(default_factory=Counter)  # by finish reason; of the event loop's thread
     tokens_per_s: float = 0.0
     passes_per_s: float = 0.0
+    processor_share: float | None = None  # of the engine's threads' time meanwhile: they had a processor

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
 from laneformer.engine import Engine, GenerationOptions, PromptLogprobs
 from laneformer.serve.scheduler import (
+    SHARE_TOKENS,
     Busy,
     DeadlineExceeded,
     EngineError,
@@ -73,6 +75,24 @@ def test_a_request_reports_its_end_and_times(scheduler: Scheduler) -> None:
     assert scheduler.totals.generated_tokens == 7
     assert scheduler.totals.prompt_tokens == 3
     assert scheduler.totals.ended == {"length": 1}
+
+
+@pytest.mark.parametrize(("processor_s", "share"), [(0.0, 0.0), (1e6, 1.0)])
+def test_a_busy_machine_is_seen(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, processor_s: float, share: float
+) -> None:
+    """The engine's threads get no processor, or all that they want."""
+    times_s = itertools.count(0.0, processor_s)
+    monkeypatch.setattr("laneformer.serve.scheduler.time.process_time", lambda: next(times_s))
+    asyncio.run(told(scheduler, SHARE_TOKENS - 1))
+    assert scheduler.totals.processor_share is None, "too few tokens to tell"
+    while scheduler.totals.processor_share is None:  # tokens that came together have no time between them
+        asyncio.run(told(scheduler, 4 * SHARE_TOKENS))
+    assert scheduler.totals.processor_share == share
+
+
+async def told(scheduler: Scheduler, tokens: int) -> None:
+    await ids_of(scheduler.submit(wanted(tokens=tokens)))
 
 
 def test_scores(engine: Engine) -> None:

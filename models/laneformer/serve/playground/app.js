@@ -8,6 +8,7 @@ const on = (id, event, act) => $(id).addEventListener(event, act);
 const kept = (name, otherwise) => JSON.parse(localStorage.getItem(`laneformer.${name}`)) ?? otherwise;
 const keep = (name, value) => localStorage.setItem(`laneformer.${name}`, JSON.stringify(value));
 const MOST_CHATS = 100;
+const BUSY = 0.8;  // share of the processors' time, below which the page says why it is slow
 const SPEED_EVERY_MS = 100;  // figures that change faster cannot be read
 const SETTINGS = [  // name in the request, label, what it does, least, most, step, default where the model has no say
   ["temperature", "Temperature", "0 always takes the likeliest token", 0, 10, "any", 0],
@@ -86,6 +87,7 @@ async function rewrite(index, seed = null) {
   if (!turn.isConnected) return;  // the conversation was left
   if (message.content || message.reasoning) finishTurn(turn, message);
   else turn.remove();
+  if (!failure) await ask("props").then((answer) => answer.json()).then(({ processor_share }) => (machine.processor_share = processor_share), () => {});
   drawSpeed(message.figures);
   if (failure) notice(failure, retry);
   $("said").textContent = failure ? "" : `Answer of ${message.figures.tokens} tokens ended.`;
@@ -225,7 +227,9 @@ function drawSpeed({ tokens, tokens_per_s, ttft_ms, gap_p50_ms, gap_p99_ms, cach
   const texts = { rate: shown.rate(tokens_per_s), ttft: shown.ms(ttft_ms), p50: shown.ms(gap_p50_ms), p99: shown.ms(gap_p99_ms), cached: cached_tokens === null ? "–" : `${cached_tokens} of ${prompt_tokens}` };
   for (const [id, text] of Object.entries(texts)) $(id).textContent = text;
   $("gauge").hidden = $("limit").hidden = !limit;
-  $("limit").textContent = percent > 100 ? `${percent}% of ${of}: drafts give several tokens a read` : `${percent}% of ${of}`;
+  const share = machine.processor_share;
+  if (share < BUSY) $("limit").textContent = `${percent}% of ${of}. Other programs keep this machine busy: the engine had ${Math.round(100 * share)}% of its processors’ time.`;
+  else $("limit").textContent = percent > 100 ? `${percent}% of ${of}: drafts give several tokens a read` : `${percent}% of ${of}`;
   $("gauge").setAttribute("aria-valuenow", Math.min(100, percent));
   $("gauge").firstChild.style.transform = `scaleX(${Math.min(100, percent) / 100})`;
 }
