@@ -82,8 +82,9 @@ FAULTS = {
         "deadlock: nothing can go on(.|\n)*for inbox 0.*which holds epoch 0",
     ),
     "a word of the stream is not published": Fault(
-        "block.cuh", "store_word(words + kStreamAt",
-        "if (!(HERE && lane == 1 && layer == 2 && module == 0 && first + r == 5)) store_word(words + kStreamAt",
+        "block.cuh", "store_word(words + kStreamAt + module",
+        "if (!(HERE && lane == 1 && layer == 2 && module == 0 && first + r == 5)) "
+        "store_word(words + kStreamAt + module",
         "deadlock: (.|\n)* poll",
     ),
     "a matrix does not wait for its inputs": Fault(
