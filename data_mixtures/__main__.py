@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from data_mixtures import change, prepare, recipe, recipe_file, show
+from data_mixtures import change, prepare, recipe, recipe_file, show, store
 from data_mixtures.prepare import Arguments
 from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages import stats as statistics
@@ -58,8 +58,8 @@ def begun(given: Arguments, names: str) -> Iterator[pipeline.RunContext]:
     known = tuple(source.name for source in loaded.sources)
     sources = tuple(names.split(",")) if names else known
     recipe.check_known("source", sources, known)
-    with stage.exclusive(given.out):
-        yield pipeline.RunContext(loaded, given.out, sources, given.options(), Console(highlight=False))
+    with stage.exclusive(given.out) as out:
+        yield pipeline.RunContext(loaded, out, sources, given.options(), Console(highlight=False))
 
 
 def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:
@@ -88,6 +88,7 @@ def stats(given: Given, sources: Sources = "", sequences: str = "") -> None:
         sequences: length of each phase, such as phase1=1000000,phase2=500000
     """
     with begun(given, sources) as context:
+        store.check_on_disk(context.out, "stats")
         lengths, threads = _sequences(sequences), context.options.threads
         statistics.write(context.out, context.sources, context.console, lengths, threads)
 

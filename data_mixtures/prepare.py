@@ -24,7 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures import recipe_file, shards
+from data_mixtures import recipe_file, shards, store
 from data_mixtures.recipe import check_integer
 from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages.run import Options, figures
@@ -45,8 +45,8 @@ def prepare(
     started = time.monotonic()
     loaded = recipe_file.load(recipe_path)
     sources = tuple(source.name for source in loaded.sources)
-    console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
-    with stage.exclusive(out):
+    console.print(f"preparing {recipe_path} -> {store.url_of(out) or out}", soft_wrap=True)
+    with stage.exclusive(out) as out:
         context = pipeline.RunContext(loaded, out, sources, options, console, tables=False)
         pipeline.check(loaded, out)
         for step in pipeline.stages_to_shards(mirror, budget_bytes).values():
@@ -88,7 +88,7 @@ class Arguments:
     recipe: tyro.conf.Positional[Path]
     """A recipe TOML, e.g. data_mixtures/demo.toml"""
     out: Path
-    """The data folder that is written"""
+    """The data folder that is written, or its URL, such as s3://bucket/data"""
     workers: int | None = None
     """Units at a time; default: one for each CPU, of this machine or of Ray's cluster"""
     mirror: str | None = None

@@ -21,12 +21,14 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import fsspec
 import pyarrow
 import xxhash
 
+from data_mixtures import store
 from data_mixtures.recipe import Input
 from data_mixtures.shards import Json
 from records.files import json_lines
@@ -54,7 +56,6 @@ NOT_LINES = (
     "jq -c '.[]' for an array"
 )
 LARGEST_BYTES = 1 << 30  # of a text file: it is one document, and Arrow takes no text of 2 GiB
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 _PLACE = re.compile(r"/|\{|\w+://")  # how a path begins that is not relative to the recipe's folder
 Listed = list[
     Any
@@ -66,7 +67,8 @@ def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[s
     the recipe's are given.
     """
     python = sysconfig.get_paths()
-    here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
+    there = store.of(Path(out))  # where all workers see what the corpus program writes
+    here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(there.url if there else out, "corpus")}
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
 
 
@@ -123,7 +125,7 @@ def _glob(pattern: str) -> Iterator[Listed]:
             if os.path.isfile(path):
                 yield _listed(path)
         return
-    with _named(pattern):
+    with store.named(pattern):
         system, name = fsspec.url_to_fs(pattern)
         for path, info in system.glob(name, detail=True).items():
             if info["type"] == "file":
@@ -131,19 +133,6 @@ def _glob(pattern: str) -> Iterator[Listed]:
                     info if info["size"] is not None else system.info(path)
                 )  # listings of web servers lack it
                 yield _described(system.unstrip_protocol(path), found)
-
-
-@contextmanager
-def _named(url: str) -> Iterator[None]:
-    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
-    try:
-        yield
-    except ImportError as error:
-        extra = _EXTRAS.get(url.split("://")[0])
-        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
-        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
-    except Exception as error:
-        raise ValueError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _listed(name: str) -> Listed:
@@ -246,7 +235,7 @@ Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields 
 
 def can_seek(name: str) -> bool:
     """Whether a file can be read from its middle on: it is not compressed, and on a disk or in a store."""
-    return _unpacked_name(name)[1] is None and ("://" not in name or name.split("://")[0] in _EXTRAS)
+    return _unpacked_name(name)[1] is None and ("://" not in name or name.split("://")[0] in store.EXTRAS)
 
 
 def documents(

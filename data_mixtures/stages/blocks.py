@@ -8,16 +8,17 @@ documents from where they lie in many such files into one order, in constant mem
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow
 import xxhash
 
+from data_mixtures import store
 from data_mixtures.stages import stage
 from data_mixtures.stages.stage import Unit
 
@@ -48,7 +49,8 @@ class CheckedFile:
 
     place: tuple[Path, str, Unit]  # folder of the data, stage, unit
     name: str
-    descriptors: tuple[int, int]
+    data: BinaryIO
+    hashes: BinaryIO
 
     def __str__(self) -> str:
         return f"{stage.unit_folder(*self.place) / self.name}"
@@ -66,20 +68,26 @@ class CheckedFile:
 
         ValueError when they are not what was written: then the unit counts as not done, and is made again.
         """
-        size = 0
-        while size < len(into) and (
-            count := os.preadv(self.descriptors[0], [into[size:]], first * BLOCK_BYTES + size)
-        ):
-            size += count
-        expected = np.frombuffer(os.pread(self.descriptors[1], 8 * (last - first), 8 * first), "<u8")
+        size = read_at(self.data, first * BLOCK_BYTES, into)
+        expected = np.zeros(last - first, "<u8")
+        read_at(self.hashes, 8 * first, expected.view(np.uint8).data)
         found = _hashes(into[:size])
-        if not len(found) == len(expected) == last - first or (found != expected).any():
+        if len(found) != last - first or (found != expected).any():
             stage.forget(*self.place)
             raise ValueError(
                 f"{self} is not what {self.place[1]!r} wrote: bytes {first * BLOCK_BYTES} to {last * BLOCK_BYTES} do "
                 "not have their hashes. Was it changed, or does a disk or memory fail? Start again from "
                 f"{self.place[1]!r} on: the unit is then made again, with the same bytes"
             )
+
+
+def read_at(file: Any, place: int, into: memoryview) -> int:
+    """Fill a buffer from this place of a file on; returns how much there was."""
+    size = 0
+    file.seek(place)
+    while size < len(into) and (count := file.readinto(into[size:])):
+        size += count
+    return size
 
 
 @contextmanager
@@ -91,12 +99,12 @@ def opened(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterato
             folder = stage.unit_folder(out, made_by, unit)
             try:
                 data, hashes = (
-                    stack.enter_context((folder / each).open("rb")) for each in (name, name + HASHES)
+                    stack.enter_context(store.opened(out, folder / each)) for each in (name, name + HASHES)
                 )
             except FileNotFoundError:
                 stage.result(out, made_by, unit)  # says so if it was not made yet, or was freed
                 raise
-            files.append(CheckedFile((out, made_by, unit), name, (data.fileno(), hashes.fileno())))
+            files.append(CheckedFile((out, made_by, unit), name, data, hashes))
         yield files
 
 

@@ -22,6 +22,7 @@ import pyarrow
 import pyarrow.parquet
 from huggingface_hub import errors as hub_errors
 
+from data_mixtures import store
 from data_mixtures.readers import content, hub, local
 from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
 from data_mixtures.readers.origins import origin as origin_of
@@ -76,10 +77,7 @@ class Fetch(Stage):
             ((path, name),) = self._portable(entry).items()
             return content.fetch(path, name, entry["row_groups"], Input(**entry["input"]), target, parts)
         if "row_groups" in entry:
-            local.check_unchanged([entry["file"]])
-            counts = _copy_groups(entry, target)
-            local.check_unchanged([entry["file"]])
-            return counts
+            return _tried(lambda: _copy_groups(entry, target), target, "://" in entry["file"][0])
         if "file" in entry:
             return _tried(lambda: _copy(entry, target), target, "://" in entry["file"][0])
         described = stage.planned(self.out, unit.source)
@@ -124,7 +122,7 @@ class Fetch(Stage):
                 f"{budget_bytes:,}; fetch fewer --sources at a time, and `free` what the next stage has read"
             )
         free = shutil.disk_usage(self.out).free
-        if need - links > free:
+        if store.of(self.out) is None and need - links > free:
             raise ValueError(
                 f"{need:,} bytes are to be fetched ({listed}), but {self.out} has {free:,} bytes of free disk"
             )
@@ -154,8 +152,9 @@ def _copy(entry: Json, target: Path) -> Json:
 def _copy_groups(entry: Json, target: Path) -> Json:
     """Row groups of a Parquet file of one's own: the text, and what is known of its origin."""
     name, rows = entry["file"][0], 0
+    local.check_unchanged([entry["file"]])
     try:
-        with pyarrow.parquet.ParquetFile(name) as parquet:
+        with local.opened(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
             schema = parquet.schema_arrow
             plan.text_column(schema, (entry["text_column"],), name)
             chosen = [each for each in schema.names if each in (entry["text_column"], *ORIGIN_FIELDS)]
@@ -169,6 +168,7 @@ def _copy_groups(entry: Json, target: Path) -> Json:
         raise Damaged(
             f"{name} is not a complete Parquet file ({error}): truncated, or another file"
         ) from error
+    local.check_unchanged([entry["file"]])
     return {"documents": rows, "bytes": target.stat().st_size}
 
 

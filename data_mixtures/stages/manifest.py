@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from data_mixtures import mixture, shards, tokenizer
+from data_mixtures import mixture, shards, store, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerTraining
 from data_mixtures.shards import Json
 from data_mixtures.stages import shuffle, stage
@@ -128,6 +128,8 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
         for number, receipt in enumerate(written)
         for name in receipt["files"]
     }
+    if there := store.of(out):
+        return _publish_there(there, out, source, description, replace)
     final = out / source
     if (published := _published(final, description, files)) is not None:
         made_by = {"code_version": published["code_version"]}  # which made the shards
@@ -148,6 +150,39 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return "built"
+
+
+def _publish_there(there: store.Store, out: Path, source: str, description: Json, replace: bool) -> str:
+    """Where nothing can be linked: files move from their units, and source.json is written last."""
+    final, sizes, known = out / source, there.sizes(out / source), {shards.MANIFEST}
+    units = [Unit(source, number) for number in range(len(description["shards"]) + 1)]
+    freed = set[Unit]()
+    for unit in units:
+        receipt = stage.receipt_of(out, shuffle.SHUFFLE, unit)
+        known |= receipt["files"].keys()
+        if receipt.get("freed"):
+            freed.add(unit)
+            if any(sizes.get(name) != entry["bytes"] for name, entry in receipt["files"].items()):
+                stage.forget(out, shuffle.SHUFFLE, unit)
+                raise ValueError(f"{there.url}/{source} lacks files of {unit}; start again: it makes them")
+    published = _manifest(final)
+    same = published.get("content_sha256") == shards.content_sha256(description) and len(freed) == len(units)
+    if not same and not replace:
+        _refuse_other_data(out, source, description)
+    made_by = {"code_version": published["code_version"]} if same else {}
+    if not same:
+        there.remove([final / shards.MANIFEST])
+    for unit in units:
+        if unit not in freed:
+            folder = stage.unit_folder(out, shuffle.SHUFFLE, unit)
+            for name in stage.receipt_of(out, shuffle.SHUFFLE, unit)["files"]:
+                there.copy(folder / name, final / name)
+            stage.free(out, shuffle.SHUFFLE, unit)
+    there.remove(final / name for name in sizes.keys() - known)
+    final.mkdir(exist_ok=True)
+    shards.write_manifest(final, {**description, **made_by})
+    there.put(final / shards.MANIFEST)
+    return "reused" if same else "built"
 
 
 _code_version = functools.cache(functools.partial(code_version, Path(__file__).parents[1]))
@@ -219,7 +254,7 @@ def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
 
 def _counts(out: Path, source: str) -> Json:
     """Documents, tokens and bytes that are kept, and all that was read, with what was dropped by reason."""
-    fetched = stage.counts(out, "fetch", source) if (out / "fetch" / source).is_dir() else []
+    fetched = stage.counts(out, "fetch", source) if stage.read_receipt(out, "fetch", Unit(source, 0)) else []
     filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
     ordered = stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
     parts = _ordered(out, source, "train") + _ordered(out, source, "valid")

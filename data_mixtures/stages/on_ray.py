@@ -13,8 +13,9 @@ import os
 from collections.abc import Generator
 from typing import Any
 
+from data_mixtures import store
 from data_mixtures.shards import Json
-from data_mixtures.stages.stage import AGAIN, Stage, Unit, attempt, is_done
+from data_mixtures.stages.stage import AGAIN, Stage, Unit, attempt
 
 RETRIES = 3  # of a unit whose node or worker was lost
 OBJECT_STORE_BYTES = 80 << 20  # of a cluster that is started here: tasks return a failure or nothing
@@ -27,14 +28,15 @@ def outcomes(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | 
     ValueError names a unit that was lost RETRIES + 1 times.
     """
     ray = _connected()
-    work = ray.remote(num_cpus=1, max_retries=RETRIES)(_attempt)
+    work = ray.remote(num_cpus=1, max_retries=RETRIES)(attempt)
+    place = store.place(stage.out)
     waiting, running = list(reversed(units)), dict[Any, Unit]()
     try:
         while waiting or running:
             limit = workers or 2 * int(ray.cluster_resources().get("CPU", 1))
             while waiting and len(running) < limit:
                 unit = waiting.pop()
-                running[work.remote(stage, unit)] = unit
+                running[work.remote(stage, unit, place)] = unit
             (done, *_), _ = ray.wait(list(running))
             unit = running.pop(done)
             try:
@@ -66,8 +68,3 @@ def _connected() -> Any:
         )
         ray.init(log_to_driver=False, logging_level=logging.WARNING, **here)
     return ray
-
-
-def _attempt(stage: Stage, unit: Unit) -> Json | None:
-    """On a node. A unit whose worker was lost behind its receipt is not done again."""
-    return None if is_done(stage, unit) else attempt(stage, unit)

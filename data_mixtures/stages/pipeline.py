@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from data_mixtures import tokenizer
+from data_mixtures import store, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile
 from data_mixtures.stages import (
     decontaminate,
@@ -158,6 +158,7 @@ def _shuffle(context: RunContext) -> None:
 
 def check_data(context: RunContext, recipe_path: Path) -> None:
     """The stage `verify`. ValueError for damage, with the commands that restore what is damaged."""
+    store.check_on_disk(context.out, "verify")
     damage = verify.verify(context.out, context.sources, context.console, context.options.threads)
     if damage:
         commands = "\n  ".join(verify.remedy(recipe_path, context.out, damage))

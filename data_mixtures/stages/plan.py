@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.parquet
 import xxhash
 
-from data_mixtures import shards
+from data_mixtures import shards, store
 from data_mixtures.readers import content, hub, local, origins
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.shards import Json
@@ -42,7 +42,9 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     check_known("source", names, [each.name for each in recipe.sources])
     on_disk = [each for each in chosen if isinstance(each, LocalSource)]
     if recipe.corpus is not None and on_disk:
-        _write_corpus(recipe.corpus, Path(local.roots(out, recipe.folder)["corpus"]))
+        _write_corpus(recipe.corpus, out / "corpus")
+        if there := store.of(out):
+            there.put_tree(out / "corpus")
     remote = [each for each in chosen if isinstance(each, HubSource)]
     new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
     planned = _ask(hub.origin(mirror), new) if new else {}
@@ -116,7 +118,7 @@ def _groups(
         whole: list[Json] = [{}]
         yield from (([file], rows, whole) for file in files for rows in content.units(file[0]))
     elif source_input.kind == "parquet":
-        yield from (([file], [], _row_groups(file[0])) for file in files)
+        yield from (([file], [], _row_groups(*file[:2])) for file in files)
     elif source_input.max_bytes is not None:
         yield files, [], [{}]
     else:
@@ -141,15 +143,16 @@ def _ranges(group: list[local.Listed]) -> list[Json]:
     return [{"files": small}, *ranges] if small else ranges
 
 
-def _row_groups(name: str) -> list[Json]:
-    """Row groups of a Parquet file on a disk, about UNIT_BYTES of them, and the rows before them; one from elsewhere
-    is fetched as a whole.
+def _row_groups(name: str, size: int) -> list[Json]:
+    """Row groups of a Parquet file on a disk or in a store, about UNIT_BYTES of them, and the rows before them; one of
+    a web server, or a small one in a store, is fetched as a whole.
     """
-    if "://" in name:
+    if not local.can_seek(name) or ("://" in name and size <= UNIT_BYTES):
         return [{}]
     try:
-        metadata = pyarrow.parquet.read_metadata(name)
-    except (pyarrow.ArrowInvalid, OSError):  # `fetch` says what is wrong with it
+        with local.opened(name) as file:
+            metadata = pyarrow.parquet.read_metadata(file)
+    except (pyarrow.ArrowInvalid, FileNotFoundError, PermissionError):  # `fetch` says what is wrong with it
         return [{}]
     sizes = [(n, metadata.row_group(n).total_byte_size) for n in range(metadata.num_row_groups)]
     parts, first = list[Json](), 0

@@ -31,6 +31,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from data_mixtures import store
 from data_mixtures.shards import Json
 from data_mixtures.stages import on_ray
 from data_mixtures.stages.stage import (
@@ -63,12 +64,13 @@ class Options:
 def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
     """Do all the units. ValueError for what a user can fix: wrong input, a killed worker, a full disk."""
     remove_partial(stage.out, stage.name)
+    place = store.place(stage.out)
     if options.kind == "ray" and units:
         outcomes = on_ray.outcomes(stage, units, options.workers)
     elif options.workers == 1 or len(units) <= 1:
-        outcomes = (attempt(stage, unit) for unit in units)
+        outcomes = (attempt(stage, unit, place) for unit in units)
     else:
-        outcomes = _in_parallel(stage, units, min(options.workers, len(units)))
+        outcomes = _in_parallel(stage, units, place, min(options.workers, len(units)))
     try:
         for finished, failure in enumerate(outcomes, 1):
             raise_failure(failure)
@@ -78,7 +80,9 @@ def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int]
         remove_partial(stage.out, stage.name)
 
 
-def _in_parallel(stage: Stage, units: list[Unit], workers: int) -> Generator[Json | None]:
+def _in_parallel(
+    stage: Stage, units: list[Unit], place: store.Place | None, workers: int
+) -> Generator[Json | None]:
     logs = stage.out / ".logs" / stage.name
     shutil.rmtree(logs, ignore_errors=True)
     (logs / "workers").mkdir(parents=True)
@@ -87,7 +91,7 @@ def _in_parallel(stage: Stage, units: list[Unit], workers: int) -> Generator[Jso
     others, family = set(multiprocessing.active_children()), set[Any]()
     with ProcessPoolExecutor(workers, context, _begin, (logs,)) as pool:
         try:
-            futures = [pool.submit(_work, stage, unit, logs) for unit in units]
+            futures = [pool.submit(_work, stage, unit, place, logs) for unit in units]
             family = set(multiprocessing.active_children()) - others
             for future in as_completed(futures):
                 yield future.result()
@@ -117,10 +121,10 @@ def _begin(logs: Path) -> None:
     end_with_parent()
 
 
-def _work(stage: Stage, unit: Unit, logs: Path) -> Json | None:
+def _work(stage: Stage, unit: Unit, place: store.Place | None, logs: Path) -> Json | None:
     claim = logs / "workers" / str(os.getpid())  # which unit this worker is at
     claim.write_text(str(unit), encoding="utf-8")
-    failure = attempt(stage, unit)
+    failure = attempt(stage, unit, place)
     claim.write_text("", encoding="utf-8")
     return failure
 
@@ -129,6 +133,7 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     """Do what is not done; returns the receipts of all units, in their order. Only in `stage.exclusive`."""
     started = time.monotonic()
     units = stage.units()
+    _read_receipts(stage, units)
     todo = [unit for unit in units if not is_done(stage, unit)]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     hidden, done = not console.is_terminal, len(units) - len(todo)
@@ -136,6 +141,7 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
         task = bar.add_task(stage.name, total=len(units), completed=done)
 
         _run(stage, todo, options, lambda finished: bar.update(task, completed=done + finished))
+    _read_receipts(stage, units)
     for unit in todo:
         assert is_done(stage, unit), (
             f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"
@@ -146,12 +152,22 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     return {unit: receipt_of(stage.out, stage.name, unit) for unit in units}
 
 
+def _read_receipts(stage: Stage, units: list[Unit]) -> None:
+    """Exchange with the store, where there is one: the plan and what else workers need, and receipts of units."""
+    if there := store.of(stage.out):
+        there.save()
+        for source in {unit.source for unit in units}:
+            there.read_receipts(stage.out / stage.name / source, again=True)
+
+
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
     """Delete units with numbers that these sources no longer have, of an older plan or of more text."""
     for source in {unit.source for unit in units}:
         known = {unit_folder(stage.out, stage.name, unit) for unit in units if unit.source == source}
         for folder in set((stage.out / stage.name / source).glob("unit-*")) - known:
             shutil.rmtree(folder)
+            if there := store.of(stage.out):
+                there.remove([folder], recursive=True)
 
 
 def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:

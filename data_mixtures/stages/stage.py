@@ -18,19 +18,19 @@ import functools
 import hashlib
 import json
 import os
-import re
 import resource
 import shutil
 import traceback
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TextIO, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import xxhash
 
-from data_mixtures import shards
+from data_mixtures import shards, store
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
 from records.files import file_sha256, hold_lock
@@ -174,8 +174,11 @@ def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
     """{"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a finished unit, None
     when there is none.
     """
+    path = unit_folder(out, stage, unit) / RECEIPT
+    if there := store.of(out):
+        there.pull(path)
     try:
-        return json.loads((unit_folder(out, stage, unit) / RECEIPT).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return None
 
@@ -192,6 +195,8 @@ def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tu
     when one is missing.
     """
     folder = out / stage / source
+    if there := store.of(out):
+        there.read_receipts(folder)
     # a unit appears by a rename in this folder, so its time tells when receipts must be read again
     changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
     return _receipts(
@@ -219,6 +224,10 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
             f"{folder} was freed, and is needed again; remove it (or all of {folder.parent}, to read many) and run "
             f"{stage!r} again"
         )
+    if there := store.of(out):
+        for name in receipt["files"]:
+            if name.endswith(".json"):
+                there.pull(folder / name)
     return folder, receipt
 
 
@@ -230,6 +239,8 @@ def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
     """
     folder, receipt = result(out, stage, unit)
     path, expected = folder / name, receipt["files"][name]
+    if there := store.of(out):
+        there.pull(path)
     found = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
     if found == expected:
         return path
@@ -250,6 +261,8 @@ def forget(out: Path, stage: str, unit: Unit) -> None:
     if folder.is_dir():
         (folder / RECEIPT).unlink(missing_ok=True)
         os.utime(folder.parent)  # its time tells readers that receipts changed
+    if there := store.of(out):
+        there.remove([folder / RECEIPT])
 
 
 def is_done(stage: Stage, unit: Unit) -> bool:
@@ -257,7 +270,7 @@ def is_done(stage: Stage, unit: Unit) -> bool:
     receipt = read_receipt(stage.out, stage.name, unit)
     if receipt is None or receipt["key"] != stage.key(unit):
         return False
-    if receipt.get("freed"):
+    if receipt.get("freed") or store.of(stage.out):  # a store loses no file
         return True
     folder = unit_folder(stage.out, stage.name, unit)
     for name, entry in receipt["files"].items():
@@ -274,29 +287,34 @@ def free(out: Path, stage: str, unit: Unit) -> int:
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
-    there = [
-        folder / name for name in receipt["files"] if (folder / name).is_file() and not name.endswith(".json")
-    ]
-    freed = sum(path.stat().st_size for path in there)
-    for path in there:
+    large = {folder / name: entry for name, entry in receipt["files"].items() if not name.endswith(".json")}
+    if there := store.of(out):
+        there.put(folder / RECEIPT)
+        there.remove(large)
+        return 0 if receipt.get("freed") else sum(entry["bytes"] for entry in large.values())
+    here = [path for path in large if path.is_file()]
+    freed = sum(path.stat().st_size for path in here)
+    for path in here:
         path.unlink()
     return freed
 
 
-def exclusive(out: Path) -> TextIO:
-    """One preparation per folder in this context. ValueError for a URL, and when there is another, with
-    its process and host.
+@contextmanager
+def exclusive(out: Path) -> Iterator[Path]:
+    """One preparation per folder, or URL, in this context; the folder in which stages work. ValueError when there is
+    another, with its process and host.
     """
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(out)):  # a Path has lost one slash
-        raise ValueError(
-            f"--out {out} is a URL; it must be a folder, as units appear by renames and links: prepare on a disk, "
-            "and copy the finished <source> folders, tokenizer and *.lock.json to the store"
-        )
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[
         1
     ]  # workers inherit it: all runs of a source are open at a time
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return hold_lock(out / ".lock", f"another process is preparing {out}; wait for it, or use another --out")
+    problem = f"another process is preparing {out}; wait for it, or use another --out"
+    if url := store.url_of(out):
+        with store.copied(url) as copy:
+            yield copy
+    else:
+        with hold_lock(out / ".lock", problem):
+            yield out
 
 
 def remove_partial(out: Path, stage: str) -> None:
@@ -316,16 +334,23 @@ def do(stage: Stage, unit: Unit) -> None:
         receipt = {"key": stage.key(unit), "code": code_sha256(), "files": files, "counts": counts}
         shards.write_json(partial / RECEIPT, receipt)
         shards.publish(partial, final)
+        if there := store.of(stage.out):
+            there.push(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def attempt(stage: Stage, unit: Unit) -> Json | None:
+def attempt(stage: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
     """Do one unit; what went wrong, as plain data, since not every exception can be pickled.
     None when nothing did.
+
+    place: the store that holds the data, if this is not the process that has a folder of it.
     """
     try:
-        do(stage, unit)
+        if place is not None:
+            stage = replace(stage, out=store.workers_copy(place))
+        if not is_done(stage, unit):  # a worker that was lost may have left its receipt
+            do(stage, unit)
     except FOR_USERS as error:
         return {"user": True, "message": f"{stage.name} {unit}: {error}"}
     except Exception:

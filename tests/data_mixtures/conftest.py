@@ -4,8 +4,11 @@ every window is known.
 
 import json
 import random
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -98,6 +101,26 @@ def recipe_path(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(RECIPE.format(folder=tmp_path), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[fsspec.AbstractFileSystem]:
+    """A server that speaks S3, empty but for s3://bucket; where it is, the environment says."""
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    names = {"ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s", "DEFAULT_REGION": "us-east-1"}
+    for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    system = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+    if system.exists("bucket"):  # moto keeps it
+        system.rm("bucket", recursive=True)
+    system.makedirs("bucket")
+    forkserver._forkserver._stop()  # workers have the environment in which it was started
+    yield system
+    forkserver._forkserver._stop()
+    server.stop()
 
 
 @pytest.fixture

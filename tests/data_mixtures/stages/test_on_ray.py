@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from tests.data_mixtures.stages.test_run import results, wait_for
 from tests.data_mixtures.stages.toy_stage import Toy, run
 from tests.data_mixtures.test_restarts import published, receipts, write_recipe
 
+FILES = ("notes/shard-00001.bin", "sums/source.json", "notes/source.json", "phase1.lock.json")
 RAY = Options(kind="ray", workers=0)
 
 
@@ -49,7 +51,7 @@ def lose_a_node(cluster, when) -> threading.Thread:
 
 
 @pytest.mark.slow
-def test_a_lost_node_changes_no_byte(cluster, tmp_path):
+def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeypatch):
     (tmp_path / "faults").mkdir()
     toy, local = (Toy(tmp_path / name, tmp_path / "faults", 6, 0.5) for name in ("toy", "local"))
     (toy.faults / "4").write_text("value")
@@ -66,7 +68,12 @@ def test_a_lost_node_changes_no_byte(cluster, tmp_path):
     assert results(toy) == results(local)
     assert not list(toy.out.rglob("*.partial"))
 
-    recipe, mirror, quiet = write_recipe(tmp_path), str(tmp_path / "mirror"), Console(quiet=True)
+    (tmp_path / "more").mkdir()
+    recipe, mirror, quiet = (
+        write_recipe(tmp_path / "more"),
+        str(tmp_path / "more/mirror"),
+        Console(quiet=True),
+    )
     prepare.prepare(recipe, tmp_path / "one", Options(), quiet, mirror)
     lost = lose_a_node(cluster, lambda: len(list((tmp_path / "many/filter").glob("*/unit-*"))) > 2)
     prepare.prepare(recipe, tmp_path / "many", RAY, quiet, mirror)
@@ -74,3 +81,12 @@ def test_a_lost_node_changes_no_byte(cluster, tmp_path):
     assert not cluster.worker_nodes
     assert receipts(tmp_path / "many") > 50
     assert published(tmp_path / "many") == published(tmp_path / "one")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this process's copy
+    recipe_path.write_text(
+        recipe_path.read_text().replace("windows_per_shard = 40", "windows_per_shard = 400")
+    )
+    prepare.prepare(recipe_path, tmp_path / "disk", Options(), quiet)
+    prepare.prepare(recipe_path, Path("s3://bucket/data"), RAY, quiet)
+    on_disk = {name: (tmp_path / "disk" / name).read_bytes() for name in FILES}
+    assert {name: s3.cat_file(f"bucket/data/{name}") for name in FILES} == on_disk

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,8 +58,8 @@ class Toy:
 def run(toy: Toy, options: Options) -> str:
     """Run it as a command does; returns what was printed."""
     console = Console(record=True, width=200, force_terminal=False)
-    with stage.exclusive(toy.out):
-        run_units(toy, options, console)
+    with stage.exclusive(toy.out) as out:
+        run_units(replace(toy, out=out), options, console)
     return console.export_text()
 
 

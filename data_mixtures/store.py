@@ -1,0 +1,272 @@
+"""A data folder behind a URL (`--out s3://bucket/data`): stages work in a copy of it on this machine's disk.
+
+The copy holds plans, receipts and manifests; data come when they are read, up to KEPT_BYTES of them at a time, and what
+a unit makes goes to the store and leaves the disk, its receipt last. An object is there whole or not at all, so a
+receipt is as atomic as a rename. `.url` in a folder says what it is a copy of. The main process has one copy, each
+worker its own, in TMPDIR.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import tempfile
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+
+from records.files import hold_lock, host_name
+
+MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
+KEPT_BYTES = 4 << 30
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
+Place = tuple[str, str]  # a URL, and a name of the moment: what a worker has of an earlier one is not used
+
+
+class Store:
+    """What is behind the URL of a copy. Paths are of files in the copy, which are there under the same names."""
+
+    def __init__(self, here: Path, url: str) -> None:
+        self.here, self.url = here, url
+        with named(url, "written"):
+            self.system, self.root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        self._kept: dict[Path, int] = {}  # data here, oldest first
+        self._listed: set[Path] = set()  # folders all of whose receipts are here
+        self._saved: dict[str, tuple[int, int]] = {}  # small files of the folder itself, as they are there
+
+    def name(self, path: Path) -> str:
+        return f"{self.root}/{path.relative_to(self.here)}"
+
+    def read_small(self, manifests: bool = False) -> None:
+        """Copy the files of the folder itself, and what is published."""
+        names = []
+        with suppress(FileNotFoundError):  # there is nothing yet
+            names = [
+                each["name"] for each in self.system.ls(self.root, detail=True) if each["type"] == "file"
+            ]
+        if manifests:
+            names += self.system.glob(f"{self.root}/*/{MANIFEST}")
+        self._write(each for each in names if Path(each).name != LOCK)
+        self._saved = self._found()
+
+    def save(self) -> None:
+        """Put back the files of the folder itself that are new, and delete those that are gone."""
+        found = self._found()
+        for name in found.items() - self._saved.items():
+            self.put(self.here / name[0])
+        self.remove(self.here / name for name in self._saved.keys() - found.keys())
+        self._saved = found
+
+    def _found(self) -> dict[str, tuple[int, int]]:
+        files = (each for each in self.here.iterdir() if each.is_file() and each.name[0] != ".")
+        return {each.name: (each.stat().st_size, each.stat().st_mtime_ns) for each in files}
+
+    def _write(self, names: Iterable[str]) -> None:
+        contents: Mapping[str, bytes] = self.system.cat(listed) if (listed := list(names)) else {}
+        for name, content in contents.items():
+            path = self.here / name.removeprefix(f"{self.root}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def read_receipts(self, folder: Path, again: bool = False) -> None:
+        """Copy the receipts of all units of a source, in one go."""
+        if again or folder not in self._listed:
+            for unit in folder.glob("unit-*"):  # those that are gone there
+                (unit / RECEIPT).unlink(missing_ok=True)
+            self._write(each for each in self.system.find(self.name(folder)) if each.endswith(f"/{RECEIPT}"))
+            self._listed.add(folder)
+            if folder.is_dir():
+                os.utime(folder)  # its time tells readers that receipts changed
+
+    def pull(self, path: Path) -> None:
+        """Copy a file, unless it is here or nowhere; files of data go again, the oldest first, when there are many."""
+        if path.exists() or (path.name == RECEIPT and path.parents[1] in self._listed):
+            return
+        part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.system.get_file(self.name(path), str(part))
+            part.replace(path)
+        except FileNotFoundError:
+            return
+        finally:
+            part.unlink(missing_ok=True)
+        if path.suffix != ".json":
+            self.drop(KEPT_BYTES)
+            self._kept[path] = path.stat().st_size
+
+    def drop(self, keep_bytes: int) -> None:
+        """Delete copies of data, the oldest first, until so much is left; whoever has one open or mapped keeps it."""
+        while sum(self._kept.values()) > keep_bytes:
+            oldest = next(iter(self._kept))
+            oldest.unlink(missing_ok=True)
+            del self._kept[oldest]
+
+    def push(self, folder: Path) -> None:
+        """Put the files of a finished unit, the receipt last; the others leave this disk."""
+        *files, receipt = sorted(folder.iterdir(), key=lambda path: path.name == RECEIPT)
+        self.remove([receipt])
+        for path in files:
+            self.put(path)
+        self.put(receipt)
+        for path in files:
+            path.unlink()
+
+    def put(self, path: Path) -> None:
+        self.system.put_file(str(path), self.name(path))
+
+    def put_tree(self, folder: Path) -> None:
+        """Put all files below a folder, which then leave this disk."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(path)
+        shutil.rmtree(folder)
+
+    def copy(self, path: Path, target: Path) -> None:
+        """Copy a file there to another name; the store does that itself."""
+        self.system.cp_file(self.name(path), self.name(target))
+
+    def remove(self, paths: Iterable[Path], recursive: bool = False) -> None:
+        for path in paths:
+            with suppress(FileNotFoundError):
+                self.system.rm(self.name(path), recursive=recursive)
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        """Bytes of the files that are in a folder there, by name."""
+        found = self.system.find(self.name(folder), detail=True)
+        return {Path(name).name: info["size"] for name, info in found.items()}
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One preparation at a time, as long as all say so: bytes do not depend on it.
+
+        A lock that this machine left is not held any more: no other process here has the copy.
+        """
+        lock, said = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
+        try:
+            with named(self.url, "written"):
+                self.system.pipe_file(lock, said.encode(), mode="create")
+        except FileExistsError:
+            holder = self.system.cat_file(lock).decode()
+            if not holder.endswith(f" on {host_name()}"):
+                raise ValueError(
+                    f"another process is preparing {self.url} (held by {holder}); wait for it, or delete "
+                    f"{self.url}/{LOCK} if it is gone"
+                ) from None
+            self.system.pipe_file(lock, said.encode())
+        try:
+            yield
+        finally:
+            self.system.rm(lock)
+
+
+@contextmanager
+def named(url: str, done: str = "read") -> Iterator[None]:
+    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except ImportError as error:
+        extra = EXTRAS.get(url.split("://")[0])
+        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
+        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
+    except Exception as error:
+        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error
+
+
+def url_of(out: Path) -> str | None:
+    """The URL that was given as a path, which has lost one slash; None for a folder."""
+    found = re.match(r"([a-z][a-z0-9+.-]+):/+(.+)", str(out))
+    return f"{found[1]}://{found[2]}" if found else None
+
+
+_stores: dict[Path, Store | None] = {}
+
+
+def of(out: Path) -> Store | None:
+    """What a folder is a copy of; None for a folder of its own."""
+    if out not in _stores:
+        mark = out / MARK
+        _stores[out] = Store(out, mark.read_text(encoding="utf-8")) if mark.is_file() else None
+    return _stores[out]
+
+
+@contextmanager
+def copied(url: str) -> Iterator[Path]:
+    """The main process's copy, alone on this machine and, as far as one can tell, elsewhere."""
+    here = _scratch() / f"{zlib.crc32(url.encode()):08x}"
+    problem = f"another process is preparing {url}; wait for it, or use another --out"
+    with hold_lock(here.with_suffix(LOCK), problem):
+        store = _new(here, url)
+        with store.locked():
+            store.read_small(manifests=True)
+            try:
+                yield here
+            finally:
+                store.save()
+                store.drop(0)
+                shutil.rmtree(_workers_folder(), ignore_errors=True)  # of units that ran in this process
+                _remove_left()
+
+
+def place(out: Path) -> Place | None:
+    """What a worker needs to have a copy of its own, as things are now; None for a folder that all see."""
+    return (store.url, uuid.uuid4().hex) if (store := of(out)) else None
+
+
+@functools.lru_cache(maxsize=1)
+def workers_copy(place: Place) -> Path:
+    """A copy for this process; one that it had before goes."""
+    here = _workers_folder()
+    _new(here, place[0]).read_small()
+    return here
+
+
+def _workers_folder() -> Path:
+    return _scratch() / f"worker-{os.getpid()}"
+
+
+def _new(here: Path, url: str) -> Store:
+    _remove_left()
+    shutil.rmtree(here, ignore_errors=True)
+    here.mkdir(parents=True)
+    (here / MARK).write_text(url, encoding="utf-8")
+    _stores[here] = made = Store(here, url)
+    return made
+
+
+def _remove_left() -> None:
+    """Delete the copies of workers that are gone."""
+    for old in _scratch().glob("worker-*"):
+        if not Path(f"/proc/{old.name.removeprefix('worker-')}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _scratch() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"data_mixtures-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def opened(out: Path, path: Path) -> BinaryIO:
+    """A file to read parts of, here or there. FileNotFoundError."""
+    store = of(out)
+    found: Any = store.system.open(store.name(path), "rb", cache_type="none") if store else path.open("rb", 0)
+    return found
+
+
+def check_on_disk(out: Path, what: str) -> None:
+    """ValueError for what reads all data, where they are behind a URL."""
+    if store := of(out):
+        raise ValueError(
+            f"{what} reads all data, and they are not on this disk: copy the <source> folders, tokenizer.* and "
+            f"*.lock.json of {store.url} to a folder, and give that as --out"
+        )
