@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 10_900,
     "laneformer": 110_200,
-    "data_mixtures": 59_500,
+    "data_mixtures": 62_200,
     "train": 35_000,
     "evals": 33_800,
     "tools": 127_900,
