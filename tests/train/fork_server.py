@@ -9,8 +9,8 @@ real thing: the supervisor is a process, torchrun's own agent its child and the 
 tests/train/test_fork_server.py compares the two.
 
 Each line of stdin is a job, {"command", "environment", "log"}, and its answer the exit status. `command` is
-the command line of one process; or, with "ranks" and "port", the arguments of `python -m train` for that
-many processes without torchrun: the answer is then the list of their exit statuses, and the first failure
+the command line of one process; or, with "ranks", "port" and "limit_s", the arguments of `python -m train`
+for that many processes without torchrun: the answer is then the list of their exit statuses, and the first failure
 ends the others.
 """
 
@@ -158,7 +158,7 @@ def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
         numbers = {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
         environment = {**ENVIRONMENT, **job["environment"], **numbers}
         running.append(Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-    last_s, failed = time.monotonic() + TIMEOUT_S, False
+    last_s, failed = time.monotonic() + job["limit_s"], False
     while None in [process.poll() for process in running]:  # all are asked, each time
         if not failed and (failed := any(process.returncode for process in running)):
             last_s = min(last_s, time.monotonic() + GRACE_S)

@@ -75,11 +75,15 @@ def launch(
     return run_job(run, arguments, ranks)
 
 
-def run_job(run: Path, arguments: list[str], ranks: int, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python -m train` with these arguments on `ranks` processes; stdout holds the output of all."""
+def run_job(
+    run: Path, arguments: list[str], ranks: int, limit_s: float = 500.0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m train` with these arguments on `ranks` processes; stdout holds the output of all, and after `limit_s`
+    seconds where each of them was.
+    """
     log = run.with_name(f"{run.name}.{time.monotonic_ns()}.log")
     job = {"command": arguments, "ranks": ranks, "port": free_port(), "log": str(log),
-           "environment": {"WANDB_MODE": "offline", **env}}  # fmt: skip
+           "limit_s": limit_s, "environment": {"WANDB_MODE": "offline", **env}}  # fmt: skip
     statuses = ask(job)
     return subprocess.CompletedProcess(arguments, next(filter(None, statuses), 0), log.read_text(), "")
 
