@@ -27,7 +27,7 @@ export MYPY_CACHE_DIR ?= $(or $(LANEFORMER_CACHE),$(HOME)/.cache/laneformer)/myp
 # a start of a worker imports thousands of modules; compiled once, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup extras packages chat demo test test-all lint structure browser nightly wheel clean
+.PHONY: setup extras packages chat demo test test-all lint structure browser newest-torch nightly wheel clean
 
 setup: $(VENV)/.ready
 
@@ -129,11 +129,27 @@ test-all: lint structure extras
 	$(PYTEST) $(SELECT)
 	test ! -d /proc/driver/nvidia/gpus || $(BIN)/python -m pytest -rsfE -m gpu
 
+# the newest torch of pyproject's range, a build for CUDA of 5.4 GB, before the packages of the set-up
+NEWEST := $(VENV)/newest-torch
+PLACE := import site; print(site.getsitepackages()[0])
+$(NEWEST): | setup
+	$(PYTHON) -m venv $@.part
+	$@.part/bin/pip install -q "$$(grep -om1 'torch>=[^"]*' pyproject.toml)"
+	echo "import site; site.addsitedir('$$($(CURDIR)/$(BIN)/python -c '$(PLACE)')')" \
+	  > "$$($@.part/bin/python -c '$(PLACE)')/set-up.pth"
+	mv $@.part $@
+
+# what names torch's own parts, and TorchTitan, on that torch
+newest-torch: $(NEWEST)
+	CUDA_VISIBLE_DEVICES= $(subst $(BIN)/,$(NEWEST)/bin/,$(PYTEST)) tests/train tests/laneformer/titan tests/laneformer/hf \
+	  tests/tools/test_acceptance.py tests/tools/bench/test_train_traffic.py
+
 # everything from nothing: no proof is taken from the cache, chaos is 200 steps with a random fault every 20; then the
-# README's figures, and the quick half ten times beside two busy processes
+# newest torch, the README's figures, and the quick half ten times beside two busy processes
 nightly: COMMANDS += debootstrap=debootstrap
-nightly: lint structure extras $(VENV)/agents
+nightly: lint structure extras $(VENV)/agents $(NEWEST)
 	LANEFORMER_CACHE=$$(mktemp -d) CHAOS_STEPS=200 CONTAINER=1 $(PYTEST)
+	$(MAKE) newest-torch
 	$(BIN)/python -m tools.check.readme --check
 	$(BIN)/python -m tests.quiet --times 10 --beside 2
 

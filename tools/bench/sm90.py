@@ -196,7 +196,8 @@ def _kernel(node: Any) -> Kernel | None:
     results = [] if isinstance(call.layout, ir.NoneLayout | ir.MultiOutputLayout) else [call]
     kind = _kind(call)
     if kind == "float8":
-        results = call.outputs  # each belongs to the call: its bytes may hide behind the FLOPs
+        # those that Inductor names apart belong to the call, too: their bytes may hide behind the FLOPs
+        results = call.outputs or results
     size = sum(map(_bytes, [*operands, *results]))
     flops = 0
     if kind == "product":
