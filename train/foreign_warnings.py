@@ -14,7 +14,7 @@ WARNINGS = (
     # of torch 2.13, which renames it; older versions that we support lack the new name
     "`torch.distributed.all_gather_into_tensor` is deprecated",
     # of torch 2.14, which renames what TorchTitan 0.2.2 calls
-    "`torch.distributed.distributed_c10d._set_pg_timeout` is deprecated",
+    r"`torch\.distributed\.distributed_c10d\._set_pg_timeout` is deprecated",
     # TorchTitan makes groups of mesh dimensions of size 1 fake: nothing there can time out
     "Set timeout is now only supported for either nccl or gloo",
 )
