@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,10 +155,9 @@ def settled(server: Server, files: int) -> dict[str, int]:
 def misbehave(port: float, seconds: float, clients: float) -> None:
     """Prints how often each status came."""
     os.nice(19)
-    statuses, until = Counter[str](), time.monotonic() + seconds
-    threads = [
-        threading.Thread(target=client, args=(int(port), i, until, statuses)) for i in range(int(clients))
-    ]
+    statuses, bodies = Counter[str](), [*hostile()]
+    shared = int(port), bodies, time.monotonic() + seconds, statuses
+    threads = [threading.Thread(target=client, args=(i, *shared)) for i in range(int(clients))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -165,12 +165,19 @@ def misbehave(port: float, seconds: float, clients: float) -> None:
     print(json.dumps(statuses))
 
 
-def client(port: int, number: int, until: float, statuses: Counter[str]) -> None:
-    rng, bodies = random.Random(number), [*hostile()]
-    while time.monotonic() < until:
-        act: Callable[[], str] = rng.choice([
-            lambda: send(port, "POST", *rng.choice(bodies)), lambda: cut(port, rng), lambda: drip(port, rng),
-        ])  # fmt: skip
+def client(
+    number: int, port: int, bodies: Sequence[tuple[str, bytes]], until: float, statuses: Counter[str]
+) -> None:
+    """Each act once, then any until the time is over."""
+    rng, left = random.Random(number), [bodies[number % len(bodies)]]
+    acts: list[Callable[[], str]] = [
+        lambda: send(port, "POST", *(left.pop() if left else rng.choice(bodies))), lambda: cut(port, rng),
+        lambda: drip(port, rng),
+    ]  # fmt: skip
+    for turn in itertools.count():
+        if turn >= len(acts) and time.monotonic() >= until:
+            break
+        act = acts[turn] if turn < len(acts) else rng.choice(acts)
         try:
             statuses[act()] += 1
         except (OSError, http.client.HTTPException):

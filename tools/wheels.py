@@ -141,7 +141,7 @@ def call(command: list[str], environment: dict[str, str] | None = None) -> str:
 
 
 def main() -> None:
-    tyro.cli(Wheels, description=__doc__).run()
+    tyro.cli(Wheels, prog="python -m tools.wheels", description=__doc__).run()
 
 
 if __name__ == "__main__":

@@ -78,4 +78,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog="python -m tools.check contained")

@@ -284,7 +284,7 @@ function compare(before, after) {
   const [on, off] = (drafts() ? [after, before] : [before, after]).map(({ figures }) => figures.tokens_per_s), ratio = on / off;
   const found = Math.abs(ratio - 1) < 0.02 ? "as fast" : `${Math.max(ratio, 1 / ratio).toFixed(2)}× as ${ratio > 1 ? "fast" : "slow"}`;
   const same = before.content === after.content ? "the same answer" : "another answer";
-  $("compared").textContent = on && off ? `${shown.rate(on)} tokens/s with, ${shown.rate(off)} without: ${found}, ${same}.` : "";
+  $("compared").textContent = on && off ? `${shown.rate(on)} tokens/s with, ${shown.rate(off)} without: ${found}, ${same}.` : "The answer is too short to compare.";
 }
 
 function showSettings(open) {
