@@ -25,7 +25,7 @@ import tyro
 
 from evals.code.answers import Model, Sampling, collect, prompt_of, settings_of
 from evals.code.sandbox import find_sandbox
-from evals.code.score import EVALPLUS, Dataset, Scorer, open_dataset
+from evals.code.score import EVALPLUS, Dataset, Judge, open_dataset
 from evals.code.selection import longest_beginning, target_function, without_demonstration
 from evals.intervals import wilson
 from evals.items import FOLDER as ITEMS
@@ -72,20 +72,20 @@ Scored = dict[
 ]  # by problem, of each sample: whether (base, base and plus) tests pass
 
 
-def evaluate(model: Model, scorer: Scorer) -> tuple[JsonObject, Scored]:
+def evaluate(model: Model, judge: Judge) -> tuple[JsonObject, Scored]:
     """Score the reference solutions, collect the model's answers and score them: the
     figures, and each answer's.
     """
-    dataset = scorer.dataset
-    control = scorer.control()
+    dataset = judge.dataset
+    control = judge.control()
     console.print(f"reference solutions: {control['passed']} of {control['total']} pass")
     if control["unexpected_failures"]:
         console.print(
             f"[red]unexpected failures: {control['unexpected_failures']}; is the machine overloaded?"
         )
-    answers = collect(dataset, model, scorer.folder)
+    answers = collect(dataset, model, judge.folder)
     rows = solutions(answers, model.chat, dataset)
-    rules, scored = [row["rule"] for row in rows], scorer.evaluate(rows, "samples")
+    rules, scored = [row["rule"] for row in rows], judge.evaluate(rows, "samples")
     figures = {
         "dataset": f"{dataset.name}+",
         "version": dataset.version,
@@ -99,7 +99,7 @@ def evaluate(model: Model, scorer: Scorer) -> tuple[JsonObject, Scored]:
         "answers_empty": sum(not row["answer"].strip() for row in answers),
         "answers_cut": sum(row["finish_reason"] == "length" for row in answers),
         "selection": {rule: rules.count(rule) for rule in sorted(set(rules))},
-        "sandbox": scorer.sandbox,
+        "sandbox": judge.sandbox,
     }
     return figures, scored
 
@@ -182,8 +182,8 @@ def main(
     model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
     folder = results or results_of(about, settings_of(data, model))
     folder.mkdir(parents=True, exist_ok=True)
-    scorer = Scorer(data, sandbox, folder.resolve(), scoring.cache, scoring.parallel)
-    figures, scored = evaluate(model, scorer)
+    judge = Judge(data, sandbox, folder.resolve(), scoring.cache, scoring.parallel)
+    figures, scored = evaluate(model, judge)
     model.scorer.close()
     who = model.origin | {"data_sha256": file_sha256(dataset)}
     protocol = {

@@ -10,16 +10,16 @@ alone, so what a solution returns can exhaust no memory and no time but that of 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import resource
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from evals.code.inputs import arguments_of
 from evals.code.oracle import NOT_NONE, Oracle
@@ -56,15 +56,20 @@ def inputs_of(problem: Problem, tests: str) -> list[Any]:
 
 
 def outputs(request: Request, problem: Problem, inputs: list[Any]) -> tuple[list[bytes], list[float]]:
-    """The lines that the reference solution sends, and the seconds for each input."""
+    """The lines that the reference solution sends, and the seconds for each input. SandboxError where it fails."""
     code = problem["prompt"] + problem["canonical_solution"]
     solution, found, seconds = Solution(request, code, problem["entry_point"], inputs), [], []
-    solution.receive(REFERENCE_S)
-    for _ in inputs:
-        took_s, line = waited(solution, REFERENCE_S)
-        found.append(line)
-        seconds.append(took_s)
-    solution.end()
+    try:
+        solution.receive(REFERENCE_S)
+        for _ in inputs:
+            took_s, line = waited(solution, REFERENCE_S)
+            found.append(line)
+            seconds.append(took_s)
+    except (EOFError, TimeoutError, ValueError) as error:
+        where = f"{problem['task_id']}, input {len(found)} of {len(inputs)}"
+        raise SandboxError(f"the reference solution of {where} gives no output: {error}") from None
+    finally:
+        solution.end()
     return found, seconds
 
 
@@ -78,9 +83,12 @@ class Expected:
         self.path = Path(request["expected"])
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as part:
+            part = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            try:
                 self._make(request, problems, part)
-            os.replace(part.name, self.path)
+                part.rename(self.path)
+            finally:
+                part.unlink(missing_ok=True)
         self.places: dict[tuple[str, str], tuple[int, list[float]]] = {}
         with open(self.path, "rb") as file:
             while line := file.readline():
@@ -90,16 +98,12 @@ class Expected:
                     file.readline()
 
     @staticmethod
-    def _make(request: Request, problems: list[Problem], file: IO[bytes]) -> None:
-        try:
-            for problem in problems:
-                for tests in TESTS:
-                    lines, seconds = outputs(request, problem, inputs_of(problem, tests))
-                    head = json.dumps([problem["task_id"], tests, seconds]).encode()
-                    file.writelines(line + b"\n" for line in (head, *lines))
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    def _make(request: Request, problems: list[Problem], path: Path) -> None:
+        with open(path, "wb") as file:
+            for problem, tests in itertools.product(problems, TESTS):
+                lines, seconds = outputs(request, problem, inputs_of(problem, tests))
+                head = json.dumps([problem["task_id"], tests, seconds]).encode()
+                file.writelines(line + b"\n" for line in (head, *lines))
 
     def tests(self, problem: Problem, tests: str) -> Tests:
         place, seconds = self.places[problem["task_id"], tests]
@@ -115,9 +119,8 @@ def check(request: Request, problem: Problem, expected: Expected, which: str, co
     """One of STATUSES. SandboxError if its sandbox does not start. which: one of TESTS."""
     tests = expected.tests(problem, which)
     limits_s = [max(request["min_time_limit_s"], SLOWER * seconds) for seconds in tests.seconds]
-    left_s = (
-        min(MAX_CHECK_S, sum(limits_s)) + 1
-    )  # of waiting for the solution; reading and comparing take none
+    # of waiting for the solution; reading what it sends and comparing take none
+    left_s = min(MAX_CHECK_S, sum(limits_s)) + 1
     oracle = Oracle(request["dataset"], problem["entry_point"], problem["atol"])
     solution = Solution(request, code, problem["entry_point"], tests.inputs)
     try:
@@ -187,13 +190,15 @@ def main(path: Path) -> None:
     lines = Path(request["problems"]).read_bytes().splitlines()
     problems = {p["task_id"]: p for p in map(json.loads, filter(None, lines))}
     expected = Expected(request, list(problems.values()))
-    keys = [(row, tests) for row in range(len(request["samples"])) for tests in TESTS]
-    checks = []
-    for row, tests in keys:
-        task, code = request["samples"][row]
-        checks.append(functools.partial(check, request, problems[task], expected, tests, code))
+    keys = [*itertools.product(range(len(request["samples"])), TESTS)]
+    samples = [(*request["samples"][row], tests) for row, tests in keys]
+    checks = [
+        functools.partial(check, request, problems[task], expected, tests, code)
+        for task, code, tests in samples
+    ]
     for place, status in run(checks, request["limits"], request["parallel"]):
-        print(json.dumps({"row": keys[place][0], "tests": keys[place][1], "status": status}), flush=True)
+        row, tests = keys[place]
+        print(json.dumps({"row": row, "tests": tests, "status": status}), flush=True)
 
 
 def probe(request: Request) -> Any:

@@ -29,8 +29,7 @@ from records.files import JsonObject, json_lines, write_atomically
 
 EVALPLUS = "0.3.1"  # whose rules decide
 ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8",
 }  # fmt: skip
 RUNNER, ROOT = Path(__file__).with_name("runner.py"), Path(__file__).resolve().parents[2]
 # md5 of the uncompressed file, as in EvalPlus itself: name, version
@@ -97,12 +96,12 @@ def open_dataset(path: Path) -> Dataset:
 
 
 def numpy_folder() -> Path:
-    """Where the one package lies that solutions may import beside the standard library."""
+    """Where NumPy lies, the one package that solutions may import beside the standard library."""
     return Path(numpy.__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class Scorer:
+class Judge:
     """Scores solutions of one data set. folder: for logs and work files. cache: keeps expected outputs between runs."""
 
     dataset: Dataset
@@ -111,7 +110,7 @@ class Scorer:
     cache: Path
     parallel: int = 1
     min_time_limit_s: float = (
-        10.0  # of one test; EvalPlus's default of 1 s fails right solutions on a slow machine
+        10.0  # of a test; EvalPlus's default of 1 s fails right solutions on slow machines
     )
 
     def control(self) -> JsonObject:

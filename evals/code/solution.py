@@ -72,7 +72,7 @@ def read(line: bytes, reading: Callable[[str, Any], Any] = like) -> Any:
 class Solution:
     """A process that ends with the one that made it.
 
-    command: `sandbox` around `runner`, and the file of the `filter` of system calls (score.py's request).
+    request: of score.py; its `sandbox` around its `runner`, the file of the `filter` of system calls, `limits`.
     """
 
     def __init__(self, request: dict[str, Any], code: str, entry_point: str, inputs: list[Any]):

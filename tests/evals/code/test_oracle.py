@@ -17,7 +17,7 @@ from evals.code.inputs import CHANGE_OF, arguments_of
 from evals.code.judge import Expected
 from evals.code.oracle import AS_SETS, NOT_NONE, Oracle
 from evals.code.sandbox import find_sandbox
-from evals.code.score import Scorer, open_dataset
+from evals.code.score import Judge, open_dataset
 from tests.evals.code.code_assets import needs_sandbox
 
 EVALPLUS = Path(sys.prefix) / "evalplus"
@@ -142,9 +142,9 @@ def test_inputs_of_mbpp() -> None:
 def test_verdicts_on_the_data_sets(file: str, tmp_path: Path) -> None:
     """Of every problem the outputs of its reference solution, and two that are near them."""
     dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
-    scorer = Scorer(dataset, find_sandbox(), tmp_path, Path(os.environ.get("CACHE", tmp_path)), 2)
-    scorer.control()
-    request = {"expected": str(scorer.cache / "expected" / f"{dataset.md5}.jsonl")}
+    judge = Judge(dataset, find_sandbox(), tmp_path, Path(os.environ.get("CACHE", tmp_path)), 2)
+    judge.control()
+    request = {"expected": str(judge.cache / "expected" / f"{dataset.md5}.jsonl")}
     expected = Expected(request, dataset.problems)
     rng, cases = random.Random(7), []
     for problem in dataset.problems:

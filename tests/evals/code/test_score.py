@@ -15,7 +15,7 @@ import pytest
 from evals.code import score
 from evals.code.__main__ import figures_of
 from evals.code.sandbox import find_sandbox
-from evals.code.score import LIMITS, Scorer, numpy_folder, open_dataset, reference
+from evals.code.score import LIMITS, Judge, numpy_folder, open_dataset, reference
 from tests.evals.code.code_assets import (
     ANSWER,
     EQUAL,
@@ -60,9 +60,9 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path, content: str | None, mes
         open_dataset(tmp_path / "d.jsonl")
 
 
-def scorer(folder: Path, kind: str, problems: Sequence[dict[str, Any]] = PROBLEMS) -> Scorer:
+def judge_of(folder: Path, kind: str, problems: Sequence[dict[str, Any]] = PROBLEMS) -> Judge:
     dataset = open_dataset(write_dataset(folder / "d.jsonl", problems))
-    return Scorer(dataset, kind, folder, folder / "cache", 2, min_time_limit_s=1.0)
+    return Judge(dataset, kind, folder, folder / "cache", 2, min_time_limit_s=1.0)
 
 
 @needs_sandbox
@@ -71,20 +71,31 @@ def test_a_sandbox_that_does_not_start_ends_the_evaluation(
 ) -> None:
     monkeypatch.setattr(score, "sandbox_options", lambda readable: ["/bin/false"])
     with pytest.raises(ValueError, match=r"a sandbox did not start: /bin/false"):
-        scorer(tmp_path, "bubblewrap").control()
+        judge_of(tmp_path, "bubblewrap").control()
     monkeypatch.setattr(
         score, "sandbox_options", lambda readable: ["sh", "-c", 'shift; shift; exec "$@"', "0"]
     )
     monkeypatch.setattr(score, "as_nobody", list)
     with pytest.raises(ValueError, match="the sandbox of a solution does not hold"):
-        scorer(tmp_path, "bubblewrap").control()
+        judge_of(tmp_path, "bubblewrap").control()
+
+
+@needs_sandbox
+def test_a_reference_solution_that_fails_is_named_and_nothing_is_kept(tmp_path: Path) -> None:
+    broken = problem(906, "broken", "return x[0]", [[[1]], [[]]], [[[2]]])
+    judge = judge_of(tmp_path, find_sandbox(), [PROBLEMS[0], broken])
+    with pytest.raises(
+        ValueError, match=r"the reference solution of HumanEval/906, input 1 of 2 gives no output"
+    ):
+        judge.control()
+    assert not list((tmp_path / "cache/expected").iterdir())
 
 
 @pytest.mark.slow
 @needs_sandbox
 def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
     """All in one evaluation with right solutions, which must still be found right."""
-    judge = scorer(tmp_path, find_sandbox())
+    judge = judge_of(tmp_path, find_sandbox())
     assert judge.control()["passed"] == 3  # also makes the expected outputs
     victim = tmp_path / "victim"
     victim.write_text("whole")
@@ -121,7 +132,7 @@ def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
     """All in one evaluation; what is equal to the expected value is right all the same, whatever its type."""
     third = problem(904, "third", "return x / 3", [[1]], [[2]])
     counts = problem(905, "counts", "return {c: x.count(c) for c in x}", [["aab"]], [["b"], [""]])
-    judge = scorer(tmp_path, find_sandbox(), [PROBLEMS[0], third, counts])
+    judge = judge_of(tmp_path, find_sandbox(), [PROBLEMS[0], third, counts])
     near = "def third(x):\n    return x / 3 + 1e-9\n"
     texts = {
         "HumanEval/900": [*LIES.values(), reference(PROBLEMS[0])],
@@ -142,7 +153,7 @@ def test_solutions_that_lie_about_their_tests_are_wrong(tmp_path: Path) -> None:
 
 @needs_sandbox
 def test_solutions_that_pass_the_base_tests_only(tmp_path: Path) -> None:
-    judge = scorer(tmp_path, find_sandbox())
+    judge = judge_of(tmp_path, find_sandbox())
     judge.control()
     solutions = ["def absolute(x):\n    return x", reference(PROBLEMS[1])]
     rows = [{"task_id": "HumanEval/901", "solution": text} for text in solutions]
@@ -166,7 +177,7 @@ def test_the_limit_on_memory_is_for_what_a_solution_adds(
     monkeypatch.setattr("evals.code.score.LIMITS", {**LIMITS, "memory_bytes": limit})
     (tmp_path / "d.jsonl").write_text(json.dumps(problem(903, "zeros", "return bytes(x)", [[size]], [[1]])))
     dataset = open_dataset(tmp_path / "d.jsonl")
-    judge = Scorer(dataset, find_sandbox(), tmp_path, tmp_path / "cache")
+    judge = Judge(dataset, find_sandbox(), tmp_path, tmp_path / "cache")
     once, twice = (
         "def zeros(x):\n    return bytes(x)",
         "def zeros(x):\n    held = bytes(8 * x)\n    return bytes(x)",
@@ -192,6 +203,6 @@ def test_the_reference_solutions(
 ) -> None:
     dataset = open_dataset(Path(os.environ["LANEFORMER_EVAL_DATA"]) / "code" / file)
     assert (dataset.name, dataset.version) == known
-    control = Scorer(dataset, find_sandbox(), tmp_path, tmp_path / "cache", 2).control()
+    control = Judge(dataset, find_sandbox(), tmp_path, tmp_path / "cache", 2).control()
     assert (control["passed"], control["total"]) == (total - len(failing), total)
     assert list(control["known_failures"]) == failing

@@ -1,0 +1,69 @@
+"""What the judge makes of the lines that come out of a sandbox, here written by programs that are no solutions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evals.code import runner, solution
+from evals.code.solution import SandboxError, Solution, plain, read
+
+BEGIN = "import sys, time\nsys.stdin.buffer.read()\nprint('null', flush=True)\n"
+
+
+def writing(program: str) -> Solution:
+    request = {"sandbox": [], "filter": "/dev/null", "limits": {}, "runner": [sys.executable, "-c", program]}
+    return Solution(request, "", "f", [])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 7, -(2**64), 10**5000, 0.1, float("inf"), 1 + 2j, "\u2028", b"\0", [1, [2.0]], (1, ("a",)), {1, 2},
+        frozenset("a"), {"a": (1, None), 2: [set()]}, Fraction(-1, 3), [True, 1, 1.0], (True, 1, 1.0), ["a", 2**64], [],
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_value_arrives_as_it_left(value: Any) -> None:
+    """Of its own type, at every depth."""
+    arrived = read(json.dumps(runner.plain(value)).encode(), plain)
+    if isinstance(value, int) and abs(value) > 2**63:
+        assert arrived == value
+    else:
+        assert repr(arrived) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{}", b'{"object": []}', b'{"int": "x"}', b'{"a": 1, "b": 2}', b'{"like": 1}', b"[" * 10**5],
+)
+def test_what_is_no_value_is_an_error(line: bytes) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError, RecursionError)):
+        read(line)
+
+
+def test_lines_have_limits_of_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = writing(BEGIN + "print(1, flush=True)\ntime.sleep(60)")
+    assert read(slow.receive(60)) == 1
+    with pytest.raises(TimeoutError, match=r"nothing within 0\.1 s"):
+        slow.receive(0.1)
+    slow.end()
+    two = writing(BEGIN + "sys.stdout.write('1\\n2\\n')")
+    assert [two.receive(60), two.receive(60)] == [b"1", b"2"]
+    with pytest.raises(EOFError):
+        two.receive(60)
+    long = writing(BEGIN + "while True: sys.stdout.write('1' * 1000)")
+    monkeypatch.setattr(solution, "MAX_LINE_BYTES", 10_000)
+    with pytest.raises(ValueError, match="a value of more than 10000 bytes"):
+        long.receive(60)
+    long.end()
+
+
+def test_a_process_that_does_not_begin_is_no_sandbox(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="a sandbox did not start"):
+        writing("raise SystemExit")
