@@ -26,7 +26,7 @@ INSTRUCTIONS = [
 ]
 RUNTIME = next((name for name in ("docker", "podman") if subprocess.run(
     ["sh", "-c", f"{name} info"], capture_output=True).returncode == 0), None)  # fmt: skip
-MINUTES = 600  # seconds, of one test
+LIMIT_S = 600  # of one command
 
 
 def test_its_instructions_name_what_is_there() -> None:
@@ -88,7 +88,7 @@ class Built:
 
 def run(command: list[str], **environment: str) -> None:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=MINUTES, env={**os.environ, **environment}
+        command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **environment}
     )
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
