@@ -18,6 +18,7 @@ def test_flaky():
     marker.touch()
     assert tried
 """
+FAULTS = "".join(f"def test_{i}(): assert False\n" for i in range(4))
 
 
 def run(folder: Path, module: str) -> subprocess.CompletedProcess[str]:
@@ -29,11 +30,11 @@ def run(folder: Path, module: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "test, status, last",
+    ("test", "status", "last"),
     [
         (FLAKY, 0, "FLAKY, passed alone: test_it.py::test_flaky"),
         (FLAKY + "def test_fault(): assert False\n", 1, "FAILED twice: test_it.py::test_fault, test_it.py::test_flaky"),
-        ("".join(f"def test_{i}(): assert False\n" for i in range(4)), 1, "4 tests failed; 1 to 3 would be tried again alone"),
+        (FAULTS, 1, "4 tests failed; 1 to 3 would be tried again alone"),
         ("def test_right(): pass\n", 1, "0 tests failed; 1 to 3 would be tried again alone"),
     ],
 )  # fmt: skip
