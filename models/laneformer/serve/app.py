@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import socket
@@ -48,6 +49,9 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from ..engine import Engine
 
+SWITCH_S = (
+    0.0005  # that one thread keeps others waiting; Python's own 5 ms add up in an event of several turns
+)
 UNANSWERED = 70  # status of the process where the device does not answer (EX_SOFTWARE)
 UNANSWERED_S = 5.0  # until then /health says so
 PLAYGROUND = Path(__file__).with_name("playground")
@@ -76,11 +80,8 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     facts["draft_model"] = engine.draft_model and dataclasses.asdict(engine.draft_model)
     facts["draft_head"] = engine.draft_head and dataclasses.asdict(engine.draft_head)
     facts["max_joined"] = scheduler.max_joined
-    facts |= {
-        "context_tokens": context.context_tokens,
-        "vocab_size": context.vocab_size,
-        "version": __version__,
-    }
+    facts |= {name: getattr(context, name) for name in ("context_tokens", "vocab_size")}
+    facts["version"] = __version__
     facts["chat"] = bool(engine.tokenizer_config.get("chat_template"))
 
     @contextlib.asynccontextmanager
@@ -257,6 +258,9 @@ def run(
             several = f"up to {most} requests decode side by side"
             decode = several if most > 1 else "one request decodes at a time"
             print(f"laneformer: {decode}, others wait", file=sys.stderr)
+        sys.setswitchinterval(SWITCH_S)
+        gc.collect()
+        gc.freeze()  # what lives as long as the server is not looked through again
         Server(app, options, on_start).run(sockets=[listening])
         if app.state.scheduler.unanswered:  # the driver would wait for it at the end of the process
             print(

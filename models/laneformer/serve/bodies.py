@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_UNUSED = 64  # names of one request
 AT_ONCE = 50_000  # values of JSON that C reads in one go: meanwhile no other thread runs
-MAX_VALUES = 2**20  # of JSON, about: as many as the longest prompt has ids
+MAX_VALUES = 2**20  # of JSON, about, whatever the context
 TYPO = 0.85  # likeness of an unknown name to a known one that was meant
 SHOWN_CHARS = 80  # of a value or a name
 
@@ -36,9 +36,10 @@ class RequestError(ValueError):
 
 @dataclass
 class Reading:
-    """How a body is read. strict: unknown fields are refused. unused: names of fields without effect so far."""
+    """How a body is read. strict: refuses unknown fields. unused: names of fields without effect so far."""
 
     strict: bool = True
+    max_values: int = MAX_VALUES  # of JSON, about: while they are checked no other thread runs
     unused: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -117,7 +118,7 @@ class Body(BaseModel):
     def read(cls, raw: bytes, reading: Reading) -> Self:
         """The object that these bytes hold; RequestError says what is wrong with them."""
         try:
-            value = parsed(raw)
+            value = parsed(raw, reading.max_values)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the body is not a JSON object: {error}", None, "invalid_json") from None
         return cls.made(value, reading)
@@ -140,11 +141,11 @@ class _Yielding(json.JSONDecoder):
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
-def parsed(raw: bytes) -> Any:
+def parsed(raw: bytes, max_values: int = MAX_VALUES) -> Any:
     text = raw.decode()
     values = sum(map(text.count, ",[{"))
-    if values > MAX_VALUES:
-        raise ValueError(f"it has more than {MAX_VALUES:,} values")
+    if values > max_values:
+        raise ValueError(f"it has about {values:,} values; at most {max_values:,} fit this model's context")
     return json.loads(text, cls=_Yielding if values > AT_ONCE else None)
 
 

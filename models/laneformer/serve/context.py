@@ -13,7 +13,7 @@ from .. import __version__
 from ..engine import GenerationOptions
 from ..engine.options import checked_ids, conversation_defaults
 from ..prompts import SECRET_DIGITS, PromptEncoder
-from .bodies import RequestError
+from .bodies import MAX_VALUES, RequestError
 from .grammar import Grammars
 from .reasoning import BEGIN
 from .schema import Sampled
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
 
 CACHED_TOKENS = 2**16
+VALUES_A_TOKEN, SPARE_VALUES = 8, 2**16  # of JSON; commas of a text count, and some tokens are many commas
 SAMPLED_CHARS = 8  # for each token of the context: what is encoded first of a long text
-_SHOWN = [
-    *range(33, 127),
-    *range(161, 173),
-    *range(174, 256),
-]  # bytes that a byte-level BPE writes as themselves
+# bytes that a byte-level BPE writes as themselves
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _SHOWN]
 BYTE_OF = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
@@ -63,6 +61,7 @@ class ServingContext:
         longest = max(len(self._token_bytes(i)) for i in range(engine.tokenizer.get_vocab_size()))
         # a rendered conversation spells control tokens by their secret names
         self.max_text_bytes = self.context_tokens * max(longest, SECRET_DIGITS + 1)
+        self.max_values = min(MAX_VALUES, SPARE_VALUES + VALUES_A_TOKEN * self.context_tokens)
 
     def check_length(self, text: str, param: str) -> str:
         """The text; RequestError where it is too long for the context, which is told without encoding all of it:

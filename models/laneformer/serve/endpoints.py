@@ -49,7 +49,7 @@ class Endpoints:
         """
 
         async def endpoint(request: Request) -> Response:
-            raw, reading = await request.body(), Reading(self.options.strict)
+            raw, reading = await request.body(), Reading(self.options.strict, self.context.max_values)
             if not any_type:
                 check_type(request.headers.get("content-type", "application/json"))
             found = await self._apart(lambda: make(body.read(raw, reading), self.context))

@@ -316,6 +316,16 @@ def test_other_servers_names_are_known():
     assert leniently(ConversationRequest, messages=said)[0].messages[0].reasoning_content == "2 and 2"
 
 
+def test_a_body_has_no_more_values_than_the_context_can_need():
+    """They are checked in one go, meanwhile /health waits."""
+    ids = json.dumps({"prompt": [7] * 2000}).encode()
+    with pytest.raises(
+        RequestError, match=r"it has about 2,001 values; at most 1,000 fit this model's context"
+    ):
+        CompletionRequest.read(ids, Reading(max_values=1000))
+    CompletionRequest.read(ids, Reading(max_values=3000))
+
+
 def test_json_of_many_parts_is_read_alike():
     """In Python, where other threads run meanwhile."""
     value = {"a": [[i, str(i), {"b": i / 3}] for i in range(20_000)], "c": None, "d": [True, "\u00e9\\"]}

@@ -126,6 +126,12 @@ def test_a_body_may_be_so_long(tiny: Server, length: str) -> None:
     assert "more than 4194304 bytes" in error_of(response)["message"]
 
 
+def test_a_body_may_have_so_many_values(tiny: Server) -> None:
+    response = httpx.post(f"{tiny.url}/v1/completions", json={"prompt": [7] * 200_000})
+    assert response.status_code == 400
+    assert "fit this model's context" in error_of(response)["message"]
+
+
 @pytest.fixture(scope="module")
 def named(model_folder: Path) -> Iterator[Server]:
     server = start(model_folder, host_names=["Playground.example"], api_key="sesame")
