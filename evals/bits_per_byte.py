@@ -21,7 +21,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,18 +29,20 @@ from rich.progress import track
 
 from data_mixtures.mixture import valid_windows
 from data_mixtures.shards import read_manifests, tokenizer_path
+from evals.items import Partial
 from evals.scorer import LOCAL, Prompt, Scorer, SourceFlags, open_scorer, origin
 from evals.tables import console, show_table
-from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder
+from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, code_at_start
 from records.files import JsonObject, file_sha256
 
 SPACE = "\u2581"  # ▁, SentencePiece's visible space
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray) -> JsonObject:
-    """Score windows (S+1,) of one source: bits_per_byte, loss (nats per token), tokens, bytes."""
-    nats_all, nats_of_bytes, tokens, byte_count = 0.0, 0.0, 0, 0
+def sums_of_windows(
+    scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np.ndarray
+) -> Iterator[tuple[float, float, int, int]]:
+    """Of each window (S+1,): nats of all tokens and of those that stand for bytes, tokens, bytes."""
     asked, told = itertools.tee(windows)
     found = scorer.score([Prompt(window.tolist(), 1)] for window in asked)
     for index, (window, (scores,)) in enumerate(zip(told, found, strict=True)):
@@ -51,10 +53,21 @@ def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np
                 f"them not finite; {targets.size} finite ones are required"
             )
         bytes_of_target = token_bytes[targets]
-        nats_all += float(nats.sum())
-        nats_of_bytes += float(nats[bytes_of_target > 0].sum())
-        tokens += len(targets)
-        byte_count += int(bytes_of_target.sum())
+        of_bytes = float(nats[bytes_of_target > 0].sum())
+        yield float(nats.sum()), of_bytes, len(targets), int(bytes_of_target.sum())
+
+
+def score_windows(
+    scorer: Scorer,
+    windows: Iterable[np.ndarray],
+    token_bytes: np.ndarray,
+    partial: Partial | None = None,
+    source: str = "",
+) -> JsonObject:
+    """Score windows (S+1,) of one source: bits_per_byte, loss (nats per token), tokens, bytes."""
+    partial = partial or Partial()
+    sums = partial.complete(source, windows, lambda left: sums_of_windows(scorer, left, token_bytes))
+    nats_all, nats_of_bytes, tokens, byte_count = map(sum, zip(*sums, strict=True)) if sums else [0] * 4
     if byte_count == 0:
         raise ValueError(f"no text to score: {tokens} tokens, none of which stands for bytes")
     value = nats_of_bytes / math.log(2) / byte_count
@@ -62,14 +75,20 @@ def score_windows(scorer: Scorer, windows: Iterable[np.ndarray], token_bytes: np
 
 
 def bits_per_byte(
-    scorer: Scorer, windows: dict[str, np.ndarray], categories: dict[str, str], token_bytes: np.ndarray
+    scorer: Scorer,
+    windows: dict[str, np.ndarray],
+    categories: dict[str, str],
+    token_bytes: np.ndarray,
+    partial: Partial | None = None,
 ) -> JsonObject:
     """Score the windows (n, S+1) of every source; the totals weight a source by its bytes, the
     loss by its tokens.
     """
     sources: dict[str, JsonObject] = {
         name: {"category": categories[name]}
-        | score_windows(scorer, track(rows, description=f"{name:>16}", console=console), token_bytes)
+        | score_windows(
+            scorer, track(rows, description=f"{name:>16}", console=console), token_bytes, partial, name
+        )
         for name, rows in windows.items()
     }
 
@@ -188,18 +207,17 @@ def main(
     token_bytes = matching_token_bytes(hf_dir, data)
     scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"tokenizer_sha256": file_sha256(tokenizer_path(data))}
-    figures = bits_per_byte(scorer, rows, categories, token_bytes)
-    scorer.close()
-    show(figures)
     digest = hashlib.sha256()
     for name in rows:
         digest.update(name.encode() + b"\0" + rows[name].tobytes())
-    return about.append(
-        "bits_per_byte",
-        figures | {"limit": limit},
-        data_sha256=digest.hexdigest(),
-        **who,
-    )
+    who |= {"data_sha256": digest.hexdigest()}
+    partial = Partial(about.out, "bits_per_byte", who, code_at_start())
+    figures = bits_per_byte(scorer, rows, categories, token_bytes, partial)
+    scorer.close()
+    show(figures)
+    record = about.append("bits_per_byte", figures | {"limit": limit}, **who)
+    partial.remove()
+    return record
 
 
 COMMAND = EvalCommand("bits_per_byte", main, reads=("--data",))

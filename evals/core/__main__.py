@@ -4,7 +4,7 @@ engine or in Transformers.
     python -m evals.core runs/demo/hf --bundle eval_bundle --limit 500 --out runs/demo/evals.jsonl --step 200
     python -m evals.core runs/demo/hf --bundle eval_bundle --limit 500 --plan --tokens-per-s 50000
 
-Finished tasks are kept next to --out until the record is written, so that an interrupted evaluation resumes.
+Answers are kept next to --out until the record is written, so that an interrupted evaluation resumes.
 The answer to every item stays in items/ there; `python -m evals.compare` compares two such files.
 """
 
@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from evals.core.evaluate import Partial, Settings, evaluate, plan, show, show_plan
+from evals.core.evaluate import Settings, evaluate, plan, show, show_plan
 from evals.core.tasks import Bundle
-from evals.items import write_items
+from evals.items import Partial, write_items
 from evals.scorer import LOCAL, Encoder, SourceFlags, open_scorer, origin, read_config
 from records.evals import NOWHERE, AboutFlags, EvalCommand, ModelFolder, code_at_start, optional
 
@@ -56,7 +56,7 @@ def main(
     scorer = open_scorer(hf_dir, source)
     who = origin(hf_dir, scorer) | {"data_sha256": data_sha256}
     inputs = (who, settings.protocol, settings.limit, scorer.max_length, code_at_start())
-    partial = Partial(about.out, hashlib.sha256(repr(inputs).encode()).hexdigest())
+    partial = Partial(about.out, "core", *inputs)
     figures = evaluate(scorer, tasks, settings, partial)
     scorer.close()
     show(figures, tasks)
@@ -64,7 +64,7 @@ def main(
     lines = (
         {"task": label, "item": i, **each}
         for label in figures["tasks"]
-        for i, each in enumerate(partial.tasks[label])
+        for i, each in enumerate(partial.answers[label])
     )
     figures["items"] = write_items(about.out, head, lines)
     record = about.append("core", figures, **who)

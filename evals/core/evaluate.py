@@ -11,11 +11,9 @@ all 22 tasks, else null.
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from rich.progress import track
@@ -23,11 +21,12 @@ from rich.progress import track
 from evals.core.prompts import FEWSHOT_SEED, Item, Protocol, Unscorable, items
 from evals.core.tasks import CATEGORIES, NOT_CHOSEN, TASKS, WHERE_FROM, Bundle, Task
 from evals.intervals import Z95, wilson
+from evals.items import WINDOW, Partial
 from evals.scorer import Encoder, Prompt, Scorer, Scores, common_prefix
-from evals.scorer.hf import WINDOW, packed
+from evals.scorer.hf import packed
 from evals.tables import console, show_table
 from records.evals import Limit, optional
-from records.files import JsonObject, read_json, write_atomically
+from records.files import JsonObject
 
 VERSIONS = ("v1", "v2")
 PLANNED = {
@@ -89,17 +88,22 @@ def answered(encoder: Encoder, item: Item, scores: Sequence[Scores]) -> Answered
 
 
 def score_task(
-    task: Task, bundle: Bundle, protocol: Protocol, scorer: Scorer, most: int | None
+    task: Task, bundle: Bundle, protocol: Protocol, scorer: Scorer, most: int | None, partial: Partial
 ) -> list[Answered]:
-    """The answers to the items of one task. Raises Unscorable if one does not fit into the model's context."""
+    """The answers to the items of one task, those in `partial` from there. Raises Unscorable if one does not
+    fit into the model's context.
+    """
     rows = bundle.rows(task)
     total = len(rows) if most is None else min(most, len(rows))
-    asked, told = itertools.tee(
-        items(task, rows, protocol, scorer, min(scorer.max_length, scorer.scoring_room), most)
-    )
-    scored = zip(told, scorer.score(item.prompts for item in asked), strict=True)
-    shown = track(scored, f"{task.label:>32}", total, console=console, transient=True)
-    return [answered(scorer, item, scores) for item, scores in shown]
+    room = min(scorer.max_length, scorer.scoring_room)
+
+    def answer(left: Iterator[Item]) -> Iterator[Answered]:
+        asked, told = itertools.tee(left)
+        scored = zip(told, scorer.score(item.prompts for item in asked), strict=True)
+        shown = track(scored, f"{task.label:>32}", total, console=console, transient=True)
+        return (answered(scorer, item, scores) for item, scores in shown)
+
+    return partial.complete(task.label, items(task, rows, protocol, scorer, room, most), answer)
 
 
 def baseline(task: Task, version: str) -> float:
@@ -167,27 +171,6 @@ def means(
     return found
 
 
-class Partial:
-    """Finished tasks of an interrupted evaluation: a JSON file next to `out`, or nothing if `out` is None.
-
-    `key` identifies everything that determines the figures; a file with another key is ignored.
-    """
-
-    def __init__(self, out: Path | None, key: str):
-        self.path = out and out.with_name(f".{out.name}.core-{key[:16]}.json")
-        self.tasks: dict[str, list[Answered]] = read_json(self.path, {}) if self.path else {}
-
-    def add(self, label: str, answers: list[Answered]) -> None:
-        self.tasks[label] = answers
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps(self.tasks))
-
-    def remove(self) -> None:
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-
 def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partial) -> JsonObject:
     """Score the tasks; returns the figures of a `core` record. Afterwards `partial` holds every answer."""
     chosen, missing = bundle.chosen(settings.labels())
@@ -195,9 +178,8 @@ def evaluate(scorer: Scorer, bundle: Bundle, settings: Settings, partial: Partia
     tasks: Tasks = {}
     for task in chosen:
         try:
-            if task.label not in partial.tasks:
-                partial.add(task.label, score_task(task, bundle, protocol, scorer, most))
-            tasks[task.label] = task_figures(task, partial.tasks[task.label], len(bundle.rows(task)))
+            answers = score_task(task, bundle, protocol, scorer, most, partial)
+            tasks[task.label] = task_figures(task, answers, len(bundle.rows(task)))
         except Unscorable as error:
             missing[task.label] = str(error)
     bits = [task["gold_bits_per_byte"] for task in tasks.values() if task["gold_bits_per_byte"] is not None]

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from evals.items import write_items
+from evals.items import Partial, write_items
 from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
 from evals.scorer import LOCAL, SourceFlags, origin
 from evals.tables import console, show_table
-from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, optional
+from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, code_at_start, optional
 from records.files import JsonObject
 
 if TYPE_CHECKING:
@@ -237,6 +237,8 @@ def main(
         from evals.lm_eval.models import ScorerLM
 
         model = ScorerLM(hf_dir, source, asked.add_bos)
+        origin_of = origin(hf_dir, model.scorer)
+        model.partial = Partial(about.out, "lm_eval", origin_of, model.max_length, code_at_start())
         result = evaluate(
             model, names, hf_dir, lengths=lengths, limit=asked.limit,
             num_fewshot=asked.num_fewshot, apply_chat_template=asked.chat_template,
@@ -245,10 +247,12 @@ def main(
     figures = settings | figures_of(result, model, lengths)
     show(figures)
     model.scorer.close()
-    who = origin(hf_dir, model.scorer) | {"data_sha256": documents_sha256(result["samples"])}
+    who = origin_of | {"data_sha256": documents_sha256(result["samples"])}
     head = {"kind": "lm_eval", "step": about.step, **settings, **who}
     figures["items"] = write_items(about.out, head, answers_of(result["samples"]))
-    return about.append("lm_eval", figures, **who)
+    record = about.append("lm_eval", figures, **who)
+    model.partial.remove()
+    return record
 
 
 COMMAND = EvalCommand("lm_eval", main, reads=("--data",))

@@ -10,10 +10,11 @@ Importing this file registers `laneformer`:
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
+from evals.items import Partial
 from evals.scorer import LOCAL, Prompt, Source, fast_tokenizer, open_scorer
 from records.files import JsonObject
 
@@ -47,6 +49,7 @@ class ScorerLM(TemplateLM):
         self.add_bos = add_bos and self.tokenizer.bos_token_id is not None
         self.max_length, self.scoring_room = self.scorer.max_length, self.scorer.scoring_room
         self.cut_prompts = 0
+        self.partial = Partial()  # answers of an evaluation that was interrupted
 
     @property
     def eot_token_id(self) -> int:
@@ -93,10 +96,17 @@ class ScorerLM(TemplateLM):
         order = in_prefix_order([c + n for _, c, n in requests])
         # requests of one context, the choices of a question, are one item
         items = [list(same) for _, same in itertools.groupby(order, lambda i: requests[i][1])]
-        found = self.scorer.score([self._prompt(*requests[i][1:]) for i in item] for item in items)
-        for item, scores in zip(items, tqdm(found, "scoring", len(items), disable=disable_tqdm), strict=True):
-            for i, each in zip(item, scores, strict=True):
-                answers[i] = math.fsum(each.logprobs.tolist()), bool(each.greedy.all())
+        prompts = [[self._prompt(*requests[i][1:]) for i in item] for item in items]
+
+        def answer(left: Iterator[list[Prompt]]) -> Iterator[list[tuple[float, bool]]]:
+            for scores in tqdm(self.scorer.score(left), "scoring", len(items), disable=disable_tqdm):
+                yield [(math.fsum(s.logprobs.tolist()), bool(s.greedy.all())) for s in scores]
+
+        found: list[list[tuple[float, bool]]]
+        found = self.partial.complete(name_of("scoring", prompts), prompts, answer)
+        for item, scores in zip(items, found, strict=True):
+            for i, (nats, greedy) in zip(item, scores, strict=True):
+                answers[i] = nats, greedy
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
         self._report_cuts()
         return answers
@@ -111,11 +121,13 @@ class ScorerLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """log p of whole texts in nats: every token once, after BOS, in windows of the context's length."""
-        sums = []
-        for request in tqdm(requests, desc="rolling", disable=disable_tqdm):
-            (text,) = request.args
-            sums.append(self.scorer.rolling(self.tok_encode(text, add_special_tokens=False)))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), sums[-1])
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        sums = self.partial.complete(
+            name_of("rolling", texts), tqdm(texts, "rolling", disable=disable_tqdm),
+            lambda left: map(self.scorer.rolling, left), together=1,
+        )  # fmt: skip
+        for request, nats in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -124,8 +136,14 @@ class ScorerLM(TemplateLM):
         """
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         answers = [""] * len(requests)
-        for i in tqdm(in_prefix_order(prompts), "generating", disable=disable_tqdm):
-            answers[i] = self._generate(prompts[i], requests[i].args[1])
+        order = in_prefix_order(prompts)
+        asked = [(prompts[i], requests[i].args[1]) for i in order]
+        found = self.partial.complete(
+            name_of("generating", asked), tqdm(asked, "generating", disable=disable_tqdm),
+            lambda left: itertools.starmap(self._generate, left), together=1,
+        )  # fmt: skip
+        for i, text in zip(order, found, strict=True):
+            answers[i] = text
             self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
         self._report_cuts()
         return answers
@@ -152,6 +170,11 @@ class ScorerLM(TemplateLM):
             log.warning(
                 "%d prompts so far lost their head: the context is %d", self.cut_prompts, self.max_length
             )
+
+
+def name_of(what: str, asked: object) -> str:
+    """The name under which answers are kept, from all that was asked."""
+    return f"{what}-{hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
 
 
 def in_prefix_order(prompts: Sequence[list[int]]) -> list[int]:

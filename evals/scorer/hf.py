@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from evals.items import WINDOW
 from evals.scorer.base import (
     NOTHING,
     Answer,
@@ -27,7 +28,6 @@ from evals.scorer.base import (
     read_config,
 )  # fmt: skip
 
-WINDOW = 256  # items that are packed together
 PASS_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a pass, padding included, unless one prompt alone has more
 WORTH_A_PASS = {"cuda": 1536, "cpu": 512}  # tokens; reading fewer of them again costs less than one more pass
 
@@ -106,10 +106,23 @@ class TransformersScorer(Scorer):
         while window := [[self.checked(Prompt(*p)) for p in item] for item in itertools.islice(left, WINDOW)]:
             found = {(i, k): NOTHING for i, item in enumerate(window) for k in range(len(item))}
             for group in packed(window, self._device.type, self._keeps_prefix):
-                scores = self._score([window[i][k] for i, k in group.places], group.offset)
+                scores = self._within_memory([window[i][k] for i, k in group.places], group.offset)
                 found |= dict(zip(group.places, scores, strict=True))
             for i, item in enumerate(window):
                 yield [found[i, k] for k in range(len(item))]
+
+    def _within_memory(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
+        """`_score`, in smaller passes where the device's memory does not suffice, which other jobs may share."""
+        import torch
+
+        try:
+            return self._score(prompts, offset)
+        except torch.OutOfMemoryError:
+            if len(prompts) == 1:
+                raise
+        torch.cuda.empty_cache()  # does nothing without a GPU
+        half = len(prompts) // 2
+        return self._within_memory(prompts[:half], offset) + self._within_memory(prompts[half:], offset)
 
     def _score(self, prompts: Sequence[Prompt], offset: int) -> list[Scores]:
         """The scores of prompts that share their first `offset` ids."""

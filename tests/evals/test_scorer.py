@@ -151,6 +151,25 @@ def test_short_items_share_passes_of_similar_lengths(tmp_path: Path, monkeypatch
     assert read == [(4, 8), (1, 29)]
 
 
+def test_passes_become_smaller_where_memory_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_llama(tmp_path)
+    scorer = TransformersScorer(tmp_path, "cpu")
+    fits, passes, score = 2, list[int](), scorer._score
+
+    def small(prompts: Any, offset: int) -> Any:
+        passes.append(len(prompts))
+        if len(prompts) > fits:
+            raise torch.OutOfMemoryError
+        return score(prompts, offset)
+
+    monkeypatch.setattr(scorer, "_score", small)
+    check(scorer, model)
+    assert max(passes) > fits
+    fits = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        score_one(scorer, [1, 5, 6], 1)
+
+
 def test_a_model_whose_state_cannot_be_copied_reads_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

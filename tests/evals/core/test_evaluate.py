@@ -19,10 +19,10 @@ from rich.console import Console
 
 from evals.core import evaluate as core
 from evals.core.__main__ import main
-from evals.core.evaluate import Answered, Settings, answered, remarks, score_task, task_figures
+from evals.core.evaluate import Settings, answered, remarks, score_task, task_figures
 from evals.core.prompts import Item, Protocol, items
 from evals.core.tasks import TASKS, Bundle, Task
-from evals.items import read_items
+from evals.items import Partial, read_items
 from evals.scorer import Prompt, Scorer, Scores, Source, open_scorer
 from evals.scorer.engine import EngineScorer
 from evals.scorer.hf import PASS_TOKENS, WORTH_A_PASS, TransformersScorer
@@ -77,7 +77,9 @@ def test_answers_of_each_type_against_plain_sums(tmp_path: Path, write: Any) -> 
                     assert margin > 1e-3
                     assert is_right(scorer, item) == expected
                     right.append(expected)
-                figures = task_figures(chosen, score_task(chosen, bundle, protocol, scorer, None), len(right))
+                figures = task_figures(
+                    chosen, score_task(chosen, bundle, protocol, scorer, None, Partial()), len(right)
+                )
                 assert figures["accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-15)
                 assert figures["n"] == figures["n_total"] == len(right)
                 outcomes += right if chosen.type != "language_modeling" else []
@@ -203,27 +205,27 @@ def test_an_interrupted_evaluation_goes_on(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_bundle(tmp_path / "data", LABELS)
-    out = tmp_path / "evals.jsonl"
-    whole = run(model_dir, tmp_path / "data")
-    scored: list[str] = []
+    out, whole = tmp_path / "evals.jsonl", run(model_dir, tmp_path / "data")
+    asked, score, most = list[int](), EngineScorer.score, 8  # the five of copa and three of winograd
 
-    def interrupted(chosen: Task, *arguments: Any) -> list[Answered]:
-        if chosen.label == stop_at:
-            raise KeyboardInterrupt
-        scored.append(chosen.label)
-        return score_task(chosen, *arguments)
+    def interrupted(self: EngineScorer, left: Any) -> Any:
+        for found in score(self, left):
+            if len(asked) == most:
+                raise KeyboardInterrupt
+            asked.append(len(found))
+            yield found
 
-    monkeypatch.setattr(core, "score_task", interrupted)
-    stop_at = "winograd"
+    monkeypatch.setattr(EngineScorer, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(model_dir, tmp_path / "data", about=About(out))
     assert not out.exists()
-    assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 1
-    stop_at = ""
+    assert len(list(tmp_path.glob(".evals.jsonl.core-*.jsonl"))) == 1
+    most = 99
     # another protocol has other figures, and does not take them
     run(model_dir, tmp_path / "data", protocol="dclm", tasks="copa")
+    assert len(asked) == 8 + 5
     record = run(model_dir, tmp_path / "data", about=About(out))
-    assert sorted(scored) == ["copa", "copa", "coqa", "winograd"], "copa again only for the other protocol"
+    assert len(asked) == 8 + 5 + 4 + 6, "winograd and coqa, of copa nothing"
     assert record["tasks"] == whole["tasks"]
     assert not list(tmp_path.glob(".evals.jsonl.core-*"))
 
@@ -235,12 +237,12 @@ def test_kept_tasks_of_another_model_or_data_are_not_taken(
     write_laneformer(tmp_path / "model")
     bundle = write_bundle(tmp_path / "data", ["copa"])
     out = tmp_path / "evals.jsonl"
-    monkeypatch.setattr(core.Partial, "remove", lambda self: None)
+    monkeypatch.setattr(Partial, "remove", lambda self: None)
     run(tmp_path / "model", tmp_path / "data", about=About(out))
     changed = tmp_path / "model" / "config.json" if change == "model" else bundle.file(task("copa"))
     changed.write_text(changed.read_text() + "\n")
     run(tmp_path / "model", tmp_path / "data", about=About(out))
-    assert len(list(tmp_path.glob(".evals.jsonl.core-*.json"))) == 2
+    assert len(list(tmp_path.glob(".evals.jsonl.core-*.jsonl"))) == 2
 
 
 @pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
@@ -280,7 +282,7 @@ def test_the_plan_counts_the_passes_that_transformers_makes(
         read.append(input_ids.numel()) or forward(input_ids, **given)
     )
     for label in got["tasks"]:
-        score_task(task(label), bundle, "nanochat", scorer, None)
+        score_task(task(label), bundle, "nanochat", scorer, None, Partial())
     assert (got["passes"], got["tokens_packed"]) == (len(read), sum(read))
 
 

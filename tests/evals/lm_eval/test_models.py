@@ -25,6 +25,7 @@ from evals.lm_eval.__main__ import Questions, evaluate, figures_of, main, prompt
 from evals.lm_eval.models import ScorerLM
 from evals.lm_eval.tasks import ARC_TASKS, data_folder, expand_tasks
 from evals.scorer import Source
+from evals.scorer.engine import EngineScorer
 from records.evals import About
 from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
 from tests.records.test_fields import check as check_fields
@@ -433,6 +434,50 @@ def test_generated_answers_are_scored_by_every_filter(
     lines = gzip.decompress((tmp_path / record["items"]).read_bytes()).splitlines()
     assert len(lines) == 1 + len(QUESTIONS)
     assert "strict" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_ends_in_the_middle_goes_on(
+    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scored requests are kept in one piece, generated texts one by one; the answers are the same to the byte."""
+    rows, asked = tmp_path / "rows.jsonl", list[str]()
+    rows.write_text(
+        "".join(json.dumps({"question": q, "choices": c, "gold": g}) + "\n" for q, c, g in QUESTIONS)
+    )
+    (tmp_path / "a.yaml").write_text(TASK.format(rows=rows, rest=CHOICE))
+    (tmp_path / "b.yaml").write_text(TASK.format(rows=rows, rest=ROLLING).replace("mine", "rolled"))
+    (tmp_path / "c.yaml").write_text(TASK.format(rows=rows, rest=GENERATED).replace("mine", "written"))
+    questions = Questions(",".join(str(tmp_path / f"{name}.yaml") for name in "abc"))
+    whole = main(hf_dir, questions, about=About(tmp_path / "whole/evals.jsonl", 3))
+    most = 2  # of the generated texts
+
+    score, generate = EngineScorer.score, EngineScorer.generate
+
+    def scored(self: EngineScorer, left: Any) -> Any:
+        asked.append("score")
+        return score(self, left)
+
+    def generated(self: EngineScorer, *args: Any, **sampling: Any) -> Any:
+        if asked.count("generate") == most:
+            raise KeyboardInterrupt
+        asked.append("generate")
+        return generate(self, *args, **sampling)
+
+    monkeypatch.setattr(EngineScorer, "score", scored)
+    monkeypatch.setattr(EngineScorer, "generate", generated)
+    out = tmp_path / "again/evals.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        main(hf_dir, questions, about=About(out, 3))
+    assert asked.count("score") == 1 + len(QUESTIONS), "choices in one stream, then the rolling texts"
+    asked.clear()
+    most = 99
+    record = main(hf_dir, questions, about=About(out, 3))
+    assert asked == ["score"] + ["generate"] * (len(QUESTIONS) - 2), (
+        "a stream without items, and what is left"
+    )
+    assert (out.parent / record["items"]).read_bytes() == (tmp_path / "whole" / whole["items"]).read_bytes()
+    assert record["tasks"] == whole["tasks"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["evals.jsonl", "items"]
 
 
 def test_what_cannot_run_is_one_line(hf_dir: Path) -> None:
