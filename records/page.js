@@ -110,10 +110,10 @@ function controls({data, layout}) {
   return [span('chips', ...legend), span('controls', ...choices)];
 }
 const firsts = meta => Object.fromEntries(Object.entries(meta ?? {}).map(([choice, options]) => [choice, Object.keys(options)[0]]));
-async function draw(root) {
-  for (const text of root.querySelectorAll('.chart > script')) {
-    const place = document.getElementById(text.previousElementSibling.id), first = !place.state;
-    place.figure = JSON.parse(text.textContent);
+async function draw(root, figures) {
+  for (const chart of root.querySelectorAll('.chart')) {
+    const place = chart.firstElementChild, first = !place.state;
+    place.figure = figures?.[place.id] ?? JSON.parse(chart.lastElementChild.textContent);
     place.state ??= {chosen: firsts(place.figure.layout.meta), off: new Set(), x: null, y: {}, whole: false};
     place.closest('.figure').querySelector('.tools').replaceChildren(...controls(place.figure));
     await render(place);
@@ -143,23 +143,35 @@ document.addEventListener('click', event => {
   const button = event.target.closest('.figure button');
   if (button) press(button, event.detail === 2 && button.dataset.group !== undefined);
 });
-async function update(text) {
+async function update({main, figures}) {
   const fresh = document.createElement('main'), old = document.querySelector('main');
-  fresh.innerHTML = text;
+  fresh.innerHTML = main.join('');
   for (const place of fresh.querySelectorAll('.chart > div')) {
     const drawn = document.getElementById(place.id);
     if (drawn) place.replaceWith(drawn);
   }
   old.replaceWith(fresh);
-  await draw(fresh);
+  await draw(fresh, figures);
+}
+// `old` with a difference as tools.dashboard makes it; what has not changed keeps its identity, by which Plotly knows it
+function patch(old, change) {
+  if (!change) return old;
+  if ('to' in change) return change.to;
+  const fresh = Array.isArray(old) ? old.slice(0, change.size) : {...old};
+  for (const [key, inner] of Object.entries(change.at)) fresh[key] = patch(old[key], inner);
+  return fresh;
 }
 async function poll(every_ms) {
-  let version = document.body.dataset.version;
+  let version = document.body.dataset.version, held = '', content;
   for (;;) {
     await new Promise(done => setTimeout(done, every_ms));
     try {
-      const answer = await fetch('data.json?version=' + version);
-      if (answer.status === 200) { const news = await answer.json(); version = news.version; await update(news.main); }
+      const answer = await fetch(`data.json?version=${version}&held=${held}`);
+      if (answer.status === 200) {
+        const news = await answer.json();
+        held = version = news.version;
+        await update(content = patch(content, news.change));
+      }
       document.body.classList.remove('stale');
     } catch (lost) { document.body.classList.add('stale'); }
   }

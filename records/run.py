@@ -5,10 +5,6 @@ A run folder holds metrics.jsonl, evals.jsonl, config.toml and model.json itself
 phase (phase1/, phase2/), or both. The files of a running job are read as they are: a half-written last
 line is skipped, missing values are None. Of a step that was logged again after a rollback or a resume,
 the last row counts.
-
-An attempt starts after the checkpoint it loaded, so it discards every earlier row beyond that step, even
-before it has logged the step again. If its start is not on record, each of its rows discards earlier rows at
-the same or later steps.
 """
 
 from __future__ import annotations
@@ -18,13 +14,13 @@ import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from records.files import JsonObject, read_json, read_lines
+from records.attempts import Row, Segment, merge_attempts, place_on_one_axis, place_row
+from records.files import JsonObject, Tail, read_json
 from records.job import read_sections
 
 FIGURES = (
@@ -36,7 +32,6 @@ BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {s
 LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
 OBJECTS = ("config.toml", "model.json", "lineage.json")
 NOTE = "note.txt"
-Row = dict[str, Any]  # a logged step
 
 
 class Record(dict[str, Any]):
@@ -49,16 +44,6 @@ class Record(dict[str, Any]):
 def as_record(line: dict[str, Any]) -> Record:
     """JSON values whose objects are Records."""
     return json.loads(json.dumps(line), object_hook=Record)
-
-
-@dataclass
-class Segment:
-    """Consecutive rows of one attempt in one phase; `kept` is False if a later attempt discarded them."""
-
-    phase: str
-    attempt: int
-    kept: bool
-    rows: list[Row]
 
 
 @dataclass
@@ -75,7 +60,17 @@ class Run:
     model: JsonObject = field(default_factory=dict)
     lineages: dict[str, JsonObject] = field(default_factory=dict)  # by phase
     origins: dict[str, tuple[float, float]] = field(default_factory=dict)  # (steps, tokens) before each phase
-    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # of its files
+    without_loss: list[str] = field(default_factory=list)  # rows that count
+    half_life: int = 0  # rows; of the means that a reader of the run sets, 0: none yet
+    means: dict[str, dict[Any, Any]] = field(default_factory=dict)  # by phase; where that reader goes on
+
+    @property
+    def warnings(self) -> list[str]:
+        steps = self.without_loss
+        more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
+        told = f"the loss is not a finite number at {', '.join(steps[:5])}{more}"
+        return [*self.problems, *([told] if steps else [])]
 
     @property
     def phases(self) -> list[str]:
@@ -150,73 +145,149 @@ def places_of(folder: Path) -> list[Path]:
     return [folder, *(place for place in phases if place.is_dir())]
 
 
-def stamp(folders: Iterable[Path]) -> tuple[Any, ...]:
-    """Names, sizes and modification times of everything that `read_run` reads: equal if nothing has changed."""
-    files = [
-        place / name for folder in folders for place in places_of(folder) for name in (*LINES, *OBJECTS, NOTE)
-    ]
+def stamp(folders: Iterable[Path], names: Sequence[str] = (*LINES, *OBJECTS, NOTE)) -> tuple[Any, ...]:
+    """Names, sizes and modification times of what `read_run` reads: equal if nothing has changed."""
+    files = [place / name for folder in folders for place in places_of(folder) for name in names]
     return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
 
 
 def read_run(folder: Path) -> Run:
     """Read a run folder and its phase subfolders. Raises ValueError for a folder without any file of a run."""
-    places = places_of(folder)
-    if not any(
-        (place / name).is_file()
-        for place in places
-        for name in ("metrics.jsonl", "config.toml", "model.json")
-    ):
-        raise ValueError(
-            f"{folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json"
-        )
-    note = folder / NOTE
-    run = Run(folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else "")
-    rows: list[Row] = []
-    for place in places:
-        rows += _read_place(
-            run, place, "training" if place == folder else place.name, {_key(row) for row in rows}
-        )
-    starts = {(a["phase"], int(n)): int(s) for a in run.attempts if (n := number(a["attempt"])) is not None
-              and (s := number(a["step"])) is not None}  # fmt: skip
-    run.segments = merge_attempts(rows, starts)
-    run.origins = place_on_one_axis(run.segments, run.lineages)
-    by_step = {p: sorted((r for r in rows if r["phase"] == p), key=lambda r: r["step"]) for p in run.phases}
-    for event in run.events:
-        _place_event(event, by_step.get(event["phase"], []))
-    if steps := [f"{row['phase']} step {row['step']:,}" for row in run.kept_rows
-                 if row["loss"] is None and "averaged" not in row]:  # fmt: skip
-        more = f" and {len(steps) - 5} more" if len(steps) > 5 else ""
-        run.warnings.append(f"the loss is not a finite number at {', '.join(steps[:5])}{more}")
-    return run
+    return Following(folder).read()
 
 
-def _read_place(run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[Row]:
-    """Add the contents of one folder to the run; returns its rows except those already read elsewhere.
+class Following:
+    """A run folder that is read again and again: at each time what was appended is read, and the same Run grows.
 
-    A run may hold the rows of its phases twice: in subfolders, and merged.
+    What is more than the next rows of the last attempt, evaluations and events (a restart, another config, a
+    file that was replaced) makes a new Run of all files.
     """
-    config, model, lineage = (_read_object(place / file, run.warnings) for file in OBJECTS)
-    phase = str(config.get("phase", {}).get("name") or name)
-    lines = {}
-    for file in LINES:
-        bad: list[int] = []
-        lines[file] = read_lines(place / file, bad)
-        if bad:
-            run.warnings.append(
-                f"{place.name}/{file}: {len(bad)} unreadable line(s) skipped, the first is line {bad[0]}"
+
+    def __init__(self, folder: Path):
+        self.folder, self.run = folder, Run("")
+        self.tails: dict[Path, Tail] = {}
+        self.stamp: tuple[Any, ...] = ()
+        self.place, self.phases = folder, dict[Path, str]()  # of the last row; the name of each place's phase
+
+    def read(self, whole: bool = False) -> Run:
+        """The run as it is now; whole: a new Run. Raises ValueError for a folder without any file of a run."""
+        started = stamp([self.folder], (*OBJECTS, NOTE, "attempts.jsonl"))
+        if whole or not self.tails or started != self.stamp or not self._read_on():
+            self.stamp, self.tails = started, {}
+            self.run = self._read_all()
+        return self.run
+
+    def _read_all(self) -> Run:
+        places = places_of(self.folder)
+        files = ("metrics.jsonl", "config.toml", "model.json")
+        if not any((place / name).is_file() for place in places for name in files):
+            raise ValueError(
+                f"{self.folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json"
             )
-    metrics, evals, events, attempts = lines.values()
-    clean = [row for row in (_clean(row, name) for row in metrics) if row]
-    if len(clean) < len(metrics):
-        run.warnings.append(f"metrics.jsonl: {len(metrics) - len(clean)} row(s) without a step skipped")
-    run.evals += [as_record(record) for record in evals if record not in run.evals]
-    run.attempts += [as_record({"phase": phase, **start}) for start in attempts]
-    run.events += [as_record({"phase": phase, **event}) for event in events]
-    run.model = run.model or model
-    for of_phases, found in ((run.lineages, lineage), (run.configs, config)):
-        if found:
-            of_phases.setdefault(phase, found)
-    return [row for row in clean if _key(row) not in elsewhere]
+        note = self.folder / NOTE
+        run = Run(
+            self.folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+        )
+        rows: list[Row] = []
+        for place in places:
+            name = "training" if place == self.folder else place.name
+            new = self._read_place(run, place, name, {_key(row) for row in rows})
+            self.place = place if new else self.place
+            rows += new
+        starts = {(a["phase"], int(n)): int(s) for a in run.attempts if (n := number(a["attempt"])) is not None
+                  and (s := number(a["step"])) is not None}  # fmt: skip
+        run.segments = merge_attempts(rows, starts)
+        run.origins = place_on_one_axis(run.segments, run.lineages)
+        by_step = {
+            p: sorted((r for r in rows if r["phase"] == p), key=lambda r: r["step"]) for p in run.phases
+        }
+        for event in run.events:
+            _place_event(event, by_step.get(event["phase"], []))
+        run.without_loss = [name_of(row) for row in run.kept_rows if lacks_loss(row)]
+        return run
+
+    def _read_place(self, run: Run, place: Path, name: str, elsewhere: set[tuple[Any, ...]]) -> list[Row]:
+        """Add the contents of one folder to the run; returns its rows except those already read elsewhere.
+
+        A run may hold the rows of its phases twice: in subfolders, and merged.
+        """
+        config, model, lineage = (_read_object(place / file, run.problems) for file in OBJECTS)
+        phase = self.phases[place] = str(config.get("phase", {}).get("name") or name)
+        lines = []
+        for file in LINES:
+            tail = self.tails[place / file] = Tail(place / file)
+            lines.append(tail.read()[-1])
+            if bad := tail.unreadable:
+                run.problems.append(
+                    f"{place.name}/{file}: {len(bad)} unreadable line(s) skipped, the first is line {bad[0]}"
+                )
+        metrics, evals, events, attempts = lines
+        clean = [row for row in (_clean(row, name) for row in metrics) if row]
+        if len(clean) < len(metrics):
+            run.problems.append(f"metrics.jsonl: {len(metrics) - len(clean)} row(s) without a step skipped")
+        run.evals += [as_record(record) for record in evals if record not in run.evals]
+        run.attempts += [as_record({"phase": phase, **start}) for start in attempts]
+        run.events += [as_record({"phase": phase, **event}) for event in events]
+        run.model = run.model or model
+        for of_phases, found in ((run.lineages, lineage), (run.configs, config)):
+            if found:
+                of_phases.setdefault(phase, found)
+        return [row for row in clean if _key(row) not in elsewhere]
+
+    def _read_on(self) -> bool:
+        """Read what was appended; False if it is not just more of the same."""
+        if {tail.path for tail in self.tails.values()} != {
+            p / f for p in places_of(self.folder) for f in LINES
+        }:
+            return False
+        bad = [len(tail.unreadable) for tail in self.tails.values()]
+        found = {path: tail.read() for path, tail in self.tails.items()}
+        if bad != [len(tail.unreadable) for tail in self.tails.values()]:
+            return False
+        for path, (void, withdrawn, lines) in found.items():
+            rows = path.name == "metrics.jsonl"
+            if void or (withdrawn and not rows) or (lines and rows and path.parent != self.place):
+                return False
+            if rows and not self._extend(lines, withdrawn):
+                return False
+        last = self.run.kept_rows[-1:]
+        for path, (_, _, lines) in found.items():
+            if path.name == "evals.jsonl":
+                self.run.evals += [as_record(record) for record in lines if record not in self.run.evals]
+            elif path.name == "events.jsonl" and lines:
+                if not last or last[0]["phase"] != self.phases[path.parent]:
+                    return False
+                for event in lines:
+                    self.run.events.append(as_record({"phase": last[0]["phase"], **event}))
+                    _place_event(self.run.events[-1], last)
+        return True
+
+    def _extend(self, lines: list[JsonObject], withdrawn: bool) -> bool:
+        """Add the rows that follow the last one, or stand in its place; False if another attempt wrote them."""
+        segment = self.run.segments[-1] if self.run.segments else Segment("", 0, False, [])
+        if withdrawn and segment.rows:
+            gone = segment.rows.pop()
+            segment.logged -= 1
+            self.run.without_loss = [name for name in self.run.without_loss if name != name_of(gone)]
+        for line in lines:
+            row, last = _clean(line, segment.phase), segment.rows[-1] if segment.rows else None
+            if not (row and last and segment.kept) or row["step"] <= last["step"]:
+                return False
+            if (row["phase"], row["attempt"]) != (segment.phase, segment.attempt):
+                return False
+            row["kept"] = True
+            place_row(row, self.run.origins[segment.phase])
+            segment.append(row)
+            self.run.without_loss += [name_of(row)] if lacks_loss(row) else []
+        return bool(segment.rows) or not withdrawn
+
+
+def name_of(row: Row) -> str:
+    return f"{row['phase']} step {row['step']:,}"
+
+
+def lacks_loss(row: Row) -> bool:
+    return row["loss"] is None and "averaged" not in row
 
 
 def _place_event(event: Record, rows: list[Row]) -> None:
@@ -253,81 +324,3 @@ def _read_object(path: Path, warnings: list[str]) -> JsonObject:
         warnings.append(f"{path.name} is unreadable: {error}")
         return {}
     return content if isinstance(content, dict) else {}
-
-
-# --- attempts of one job
-# -----------------------------------------------------------------------------------------
-
-
-def merge_attempts(rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | None = None) -> list[Segment]:
-    """Segments of rows by phase, then attempt, then as written; no step is kept twice.
-
-    rows: with `phase`, `attempt`, `step`; `kept` is added. starts: {(phase, attempt): the step it started
-    after}. A row is kept unless a later attempt of its phase started before its step, or a later row is at
-    its step or before.
-    """
-    by_phase: dict[str, list[Row]] = {}
-    for row in rows:
-        by_phase.setdefault(row["phase"], []).append(row)
-    segments: list[Segment] = []
-    for phase, of_phase in by_phase.items():
-        of_phase.sort(key=lambda row: row["attempt"])  # stable
-        _mark_kept(of_phase, {attempt: step for (of, attempt), step in (starts or {}).items() if of == phase})
-        for before, row in zip((None, *of_phase), of_phase, strict=False):
-            same = before is not None and (before["attempt"], before["kept"]) == (row["attempt"], row["kept"])
-            if before is None or not same or row["step"] <= before["step"]:
-                segments.append(Segment(phase, row["attempt"], row["kept"], []))
-            segments[-1].rows.append(row)
-    return segments
-
-
-def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
-    """Set `kept` of the rows of one phase, sorted by attempt. starts: {attempt: step it started after}."""
-    end = math.inf  # earlier rows count up to this step
-    attempts = sorted(starts)  # those whose start has not been applied; going backwards
-    for row in reversed(rows):
-        while attempts and attempts[-1] > row["attempt"]:
-            end = min(end, starts[attempts.pop()] + 1)
-        row["kept"] = row["step"] < end
-        end = min(end, row["step"])
-
-
-def steps_before(lineage: JsonObject) -> int:
-    """Steps before the start of a run: its parent checkpoint's, plus those before the parent as
-    far as on disk.
-    """
-    parent = Path(str(lineage.get("parent") or ""))
-    named = re.fullmatch(r"step-(\d+)", parent.name)
-    if not named:
-        return 0
-    try:
-        above = read_json(parent.parent.parent / "lineage.json", {})
-    except (OSError, ValueError):
-        above = {}
-    further = isinstance(above, dict) and above.get("parent") != lineage.get("parent")  # not the run itself
-    return int(named[1]) + (steps_before(above) if further else 0)
-
-
-def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject]) -> dict[str, tuple]:
-    """Set `x_step` and `x_tokens` (None if unknown) of every row, counted from the start of the first phase.
-
-    A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns {phase:
-    (steps, tokens) before it}.
-    """
-    origins: dict[str, tuple[float, float]] = {}
-    steps, tokens = 0.0, 0.0
-    for phase in dict.fromkeys(s.phase for s in segments):
-        rows = [row for s in segments if s.phase == phase for row in s.rows]
-        lineage = lineages.get(phase, {})
-        if lineage.get("parent"):
-            steps = steps_before(lineage)
-            tokens = float(lineage.get("tokens_before") or tokens)
-        origins[phase] = steps, tokens
-        for row in rows:
-            row["x_step"] = steps + row["step"]
-            counted = None if row["tokens"] is None else tokens + row["tokens"]
-            row["x_tokens"] = counted if row["tokens_total"] is None else row["tokens_total"]
-        last = [row for row in rows if row["kept"]][-1:]
-        if last:
-            steps, tokens = last[0]["x_step"], last[0]["x_tokens"] or tokens
-    return origins

@@ -18,8 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from laneformer.hf.export import load_weights
+from records.attempts import steps_before
 from records.checkpoints import check_complete, check_contents, write_checksums
-from records.run import read_run, steps_before
+from records.run import read_run
 from tests.laneformer.hf.hf_assets import random_model, small_config, write_run
 from tools.average import average
 

@@ -12,6 +12,7 @@ forward its port through ssh.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,20 +21,21 @@ from dataclasses import dataclass, field
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
 import tyro
 from plotly.offline import get_plotlyjs
 
-from records.files import write_atomically
+from records.files import JsonObject, write_atomically
 from records.page import card, chart, html_page, utc
-from records.run import Run, read_run, stamp
+from records.run import Following, Run, stamp
 from tools.dashboard import cards
 from tools.dashboard.core import core_card, core_of_all
-from tools.dashboard.figures import comparison_figure, prepare
+from tools.dashboard.figures import comparison_figure
 from tools.dashboard.health import drafts_card, incidents_card, layers_card, usage_card
 from tools.dashboard.listings import contamination_card, evaluations_card, samples_card
+from tools.dashboard.rows import prepare
 from tools.dashboard.scores import scores_card
 from tools.dashboard.tasks import tasks_card
 
@@ -45,13 +47,13 @@ PARTS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their
     "Incidents": incidents_card,
     "Contamination": contamination_card, "Evaluations": evaluations_card, "Provenance": cards.provenance_card,
 }  # fmt: skip
+FIGURE = re.compile('<div id="([^"]+)"></div><script type="application/json">(.*?)</script>', re.DOTALL)
+VERSIONS = 4  # of the page, that a reader may have
 REST = 4.0  # idle time after making a page, as a multiple of the time it took: at most a fifth of a login node's core
 
 
 def page_body(runs: Sequence[Run], now: float) -> str:
-    """The inner HTML of <main>: a comparison when there are several runs, a section for each run."""
-    for run in runs:
-        prepare(run)
+    """The inner HTML of <main>: a comparison when there are several runs, a section for each (prepared) run."""
     sections = [
         comparison(runs) if len(runs) > 1 else "",
         *(run_section(run, i, now) for i, run in enumerate(runs)),
@@ -79,7 +81,9 @@ def run_section(run: Run, index: int, now: float) -> str:
 
 
 def page(runs: Sequence[Run], now: float) -> str:
-    """The whole page as text."""
+    """The whole page of runs that were read once, as text."""
+    for run in runs:
+        prepare(run)
     return html_page(title_of(runs), page_body(runs, now), get_plotlyjs())
 
 
@@ -87,13 +91,14 @@ def title_of(runs: Sequence[Run]) -> str:
     return " · ".join(run.name for run in runs)
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(followed: Sequence[Following], whole: bool = False) -> list[Run]:
     """All runs, with names that tell them apart: charts are named after their run."""
-    runs = [read_run(folder) for folder in folders]
-    names = [run.name for run in runs]
+    runs = [each.read(whole) for each in followed]
+    folders = [each.folder.resolve() for each in followed]
     for index, (run, folder) in enumerate(zip(runs, folders, strict=True)):
-        if names.count(run.name) > 1:
-            run.name = "/".join(folder.resolve().parts[-2:])
+        run.name = folder.name
+        if [each.name for each in folders].count(run.name) > 1:
+            run.name = "/".join(folder.parts[-2:])
         if run.name in (other.name for other in runs[:index]):
             run.name += f" ({index + 1})"
     return runs
@@ -101,7 +106,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def write_page(folders: Sequence[Path], out: Path, now: float | None = None) -> list[Run]:
     """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
-    runs = read_runs(folders)
+    runs = read_runs(list(map(Following, folders)))
     text = page(runs, time.time() if now is None else now)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text)
@@ -127,23 +132,62 @@ class Live:
     rest: float = REST
     version: str = ""
     main: str = ""  # the inner HTML of <main>
+    contents: dict[str, JsonObject] = field(default_factory=dict)  # of the latest versions, see `content_of`
     not_before: float = 0.0  # on the monotonic clock
+    followed: list[Following] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        self.followed = list(map(Following, self.folders))
+
     def body(self) -> str:
-        return page_body(read_runs(self.folders), time.time())
+        runs = read_runs(self.followed)
+        if not all(prepare(run) for run in runs):
+            runs = read_runs(self.followed, whole=True)
+            for run in runs:
+                prepare(run)
+        return page_body(runs, time.time())
 
     def page(self, version: str, main: str) -> str:
         return html_page(self.title, main, get_plotlyjs(), self.script, version, connect="'self'")
 
     def newest(self) -> tuple[str, str]:
-        """(version, inner HTML of <main>)."""
+        """(version, inner HTML of <main>); a new version costs what was appended and the drawing of a page."""
         with self.lock:
             version, now = version_of(self.folders), time.monotonic()
             if version != self.version and now >= self.not_before:
                 self.main, self.version = self.body(), version
+                self.contents = dict([*self.contents.items(), (version, content_of(self.main))][-VERSIONS:])
                 self.not_before = time.monotonic() + self.rest * (time.monotonic() - now)
             return self.version, self.main
+
+    def changes(self, held: str | None) -> JsonObject:
+        """What a reader who has the content of version `held` needs for the newest; all of it if that is too old."""
+        old = self.contents.get(held or "", None)
+        return {"version": self.version, "change": difference(old, self.contents[self.version])}
+
+
+def content_of(main: str) -> JsonObject:
+    """The page as its script keeps it: `main` in pieces, one a card, and the figures by name, each only once."""
+    figures = {name: json.loads(text) for name, text in FIGURE.findall(main)}
+    return {
+        "main": re.split('(?=<div class="part")', FIGURE.sub(r'<div id="\1"></div>', main)),
+        "figures": figures,
+    }
+
+
+def difference(old: Any, new: Any) -> JsonObject | None:
+    """What makes `new` of `old`, both JSON: {"to": new}, or {"at": {key or index: difference}} with the "size" of
+    a list; None if they are equal. `patch` in records/page.js applies it.
+    """
+    if old == new:
+        return None
+    if isinstance(old, list) and isinstance(new, list):
+        at = {i: {"to": v} if i >= len(old) else difference(old[i], v) for i, v in enumerate(new)}
+        return {"at": {i: change for i, change in at.items() if change}, "size": len(new)}
+    if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
+        return {"at": {key: change for key in new if (change := difference(old[key], new[key]))}}
+    return {"to": new}
 
 
 def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
@@ -162,11 +206,12 @@ def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
             version, main = live.newest()
             if address.path == "/":
                 self.answer(live.page(version, main), "text/html; charset=utf-8")
-            elif parse_qs(address.query).get("version") == [version]:
+                return None
+            asked = parse_qs(address.query)
+            if asked.get("version") == [version]:
                 self.send_response(204)
-                self.end_headers()
-            else:
-                self.answer(json.dumps({"version": version, "main": main}), "application/json")
+                return self.end_headers()
+            self.answer(json.dumps(live.changes(asked.get("held", [None])[-1])), "application/json")
 
         def answer(self, text: str, kind: str) -> None:
             self.send_response(200)
@@ -216,7 +261,9 @@ def main(
         )
     if serve_runs:
         with suppress(KeyboardInterrupt):
-            live = Live(run_dirs, title_of(read_runs(run_dirs)), f"poll({1000 * every_s:.0f});")
+            live = Live(
+                run_dirs, title_of(read_runs(list(map(Following, run_dirs)))), f"poll({1000 * every_s:.0f});"
+            )
             serve(live, port, lambda address: print(f"{address}  (Ctrl-C to stop)", flush=True))
         return
     for run in write_page(run_dirs, out):

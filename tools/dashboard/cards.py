@@ -29,6 +29,7 @@ from records.usage import RECENT
 from tools.dashboard import figures, panels
 from tools.dashboard.core import core_tile, points_of, where_evaluated
 from tools.dashboard.health import usage_tiles
+from tools.dashboard.rows import width_of
 
 
 def planned_steps(run: Run) -> dict[str, int | None]:
@@ -90,7 +91,8 @@ def model_facts(run: Run) -> list[str]:
     try:
         model = LaneformerConfig.from_dict(run.model)
     except (TypeError, ValueError) as error:
-        run.warnings.append(f"model.json does not describe a Laneformer: {error}")
+        told = f"model.json does not describe a Laneformer: {error}"
+        run.problems += [told] if told not in run.problems else []
         return [name]
     total, lanes = model.parameter_count()["total"], f"{model.num_lanes} lanes, delay {model.broadcast_delay}"
     return [
@@ -144,11 +146,13 @@ def machine_card(run: Run) -> str:
 
 
 def training_caption(run: Run) -> str:
-    logged, absent = sum(len(s.rows) for s in run.segments), panels.not_measured(run, panels.TRAINING)
-    half_life, again = figures.half_life_rows(run), logged - len(run.kept_rows)
+    logged, again = (
+        sum(s.logged for s in run.segments if s.kept in which) for which in ((True, False), (False,))
+    )
+    absent = panels.not_measured(run, panels.TRAINING)
     text = (
-        f"{logged:,} logged steps, drawn from {figures.BUCKETS} groups of neighbouring steps with the extremes of "
-        f"each. Bold: the exponential mean (half-life {half_life:.3g} logged steps); faint: the logged value; dotted: "
+        f"{logged:,} logged steps, drawn from groups of {width_of(run)} neighbouring logged steps with the extremes of "
+        f"each. Bold: the exponential mean (half-life {run.half_life} logged steps); faint: the logged value; dotted: "
         f"{again:,} steps that a restart or roll-back repeated and that no longer count. ↻ marks where an attempt took "
         "over, ▾ an event of the job. The loss axis leaves out the steepest start and the tips of spikes. Drag to zoom "
         "either axis, double-click to reset; a click in a legend hides, a double click isolates."

@@ -31,11 +31,11 @@ from records.run import Record, Run, number
 from tools.dashboard.figures import (
     MARKS,
     curve,
-    flops_of,
     lines_figure,
 )
 from tools.dashboard.panels import SETTLED, Panel, draw_panels, draw_validation, mark_x
 from tools.dashboard.references import CORE_REFERENCES
+from tools.dashboard.rows import flops_of
 
 VERSIONS = ("v1", "v2")  # of the baselines; v2, DCLM's corrected ones, is the one that is drawn
 TINT = "#8667f7"  # of CORE, apart from the colours of phases and sources

@@ -1,8 +1,7 @@
 """Curves with a choice of the axis of x, and the figures made of them: losses of several
 runs and sources, checkpoints.
 
-A long run has more rows than a screen has pixels: `sample` keeps, of each bucket of neighbouring rows, those
-with the extremes, so that no spike is lost. Smoothing comes first, on all rows.
+What rows are drawn, and what is smoothed, says rows.py.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from laneformer.config import LaneformerConfig, flops_per_token
 from records.page import PLOT, colour, dash
 from records.run import Run, number
+from tools.dashboard.rows import sample, width_of
 
 Rows = Sequence[dict[str, Any]]
 Losses = Sequence[float | None]
 Points = Sequence[tuple[dict[str, Any], float | None]]  # (row or record, figure)
 MARKS = 100  # more points than this are a line without marks
-BUCKETS = 400  # about one for every three pixels of a wide screen
 AXES = {  # name -> key of a row or record, title
     "tokens": ("x_tokens", "tokens seen, all phases"),
     "steps": ("x_step", "step, all phases"),
@@ -127,79 +125,20 @@ def switch_x(figure: go.Figure, marks: Callable[[str], dict[str, Any]] = lambda 
     figure.update_xaxes(title_font_size=12, exponentformat="SI", nticks=8, zeroline=False)
 
 
-def sample(rows: Rows, buckets: int, extremes: Sequence[tuple[str, Callable[..., int]]]) -> list[int]:
-    """Indices of the rows to draw: all when few, else of each bucket its first row and those of the extremes.
-
-    extremes: (key, min or max).
-    """
-    if len(rows) <= 4 * buckets:
-        return list(range(len(rows)))
-    chosen = {len(rows) - 1}
-    for bucket in range(buckets):
-        inside = range(bucket * len(rows) // buckets, (bucket + 1) * len(rows) // buckets)
-        chosen.add(inside[0])
-        for key, extreme in extremes:
-            if known := [i for i in inside if rows[i][key] is not None]:
-                chosen.add(extreme(known, key=lambda i, key=key: rows[i][key]))
-    return sorted(chosen)
-
-
-def smooth(values: Sequence[float | None], half_life: float) -> list[float | None]:
-    """The exponential mean of the values so far, None where there is no value.
-
-    The half-life, in values, grows to its full length: a loss falls like a power of the steps, so that a mean
-    over a fixed span would lie far above its steep beginning.
-    """
-    total = weight = 0.0
-    means: list[float | None] = []
-    for index, value in enumerate(values):
-        keep = 0.5 ** (1 / max(1.0, min(half_life, index / 25)))
-        if value is not None:
-            total, weight = keep * total + value, keep * weight + 1
-        means.append(None if value is None else total / weight)
-    return means
-
-
-def half_life_rows(run: Run) -> float:
-    return max(2.0, len(run.kept_rows) / 200)
-
-
-def prepare(run: Run) -> None:
-    """Set `smooth_loss`, phase by phase, and `x_flops` of all rows and events."""
-    flops = flops_of(run)
-    for row in (*run.events, *(row for segment in run.segments for row in segment.rows)):
-        known = flops is not None and row["x_tokens"] is not None
-        row["x_flops"] = float(f"{row['x_tokens'] * flops:.7g}") if known else None
-    for phase in run.phases:
-        rows = run.rows_of(phase)
-        for row, mean in zip(rows, smooth([row["loss"] for row in rows], half_life_rows(run)), strict=True):
-            row["smooth_loss"] = mean
-
-
-def flops_of(run: Run) -> int | None:
-    """Training FLOPs of a token, at the sequence length of the run's first phase."""
-    try:
-        model = LaneformerConfig.from_dict(run.model)
-    except (TypeError, ValueError):
-        return None
-    lengths = [config.get("training", {}).get("seq_len") for config in run.configs.values()]
-    return flops_per_token(model, next((n for n in lengths if n), model.max_position_embeddings))
-
-
 # several runs, and sources
 
 
 def loss_curves(
-    rows: Rows, name: str, place: int, smoothed: Losses, logged: Losses, valid: Losses
+    rows: Rows, width: int, name: str, place: int, smoothed: Losses, logged: Losses, valid: Losses
 ) -> list[go.Scatter]:
     """A smoothed loss that can be switched to the logged one, and its validation loss as diamonds.
 
-    The losses are one a row, None where there is none. All validation losses are drawn, and of many rows
-    those with the extremes.
+    The losses are one a row, None where there is none. All validation losses are drawn; width: see `sample`.
     """
-    known = [i for i, loss in enumerate(smoothed) if loss is not None]
-    chosen = sample([{"loss": smoothed[i]} for i in known], BUCKETS, [("loss", min), ("loss", max)])
-    line, raw = ([(rows[known[i]], rounded(of[known[i]])) for i in chosen] for of in (smoothed, logged))
+    known = [{"n": row["n"], "i": i, "loss": loss} for i, (row, loss) in enumerate(zip(rows, smoothed, strict=True))
+             if loss is not None]  # fmt: skip
+    chosen = [each["i"] for each in sample(known, width, [("loss", min), ("loss", max)])]
+    line, raw = ([(rows[i], rounded(of[i])) for i in chosen] for of in (smoothed, logged))
     validated = [(row, rounded(loss)) for row, loss in zip(rows, valid, strict=True) if loss is not None]
     look: dict[str, Any] = {"legendgroup": name, "line_dash": dash(place)}
     return [
@@ -214,7 +153,7 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
     for index, run in enumerate(runs):
         rows = [row for row in run.kept_rows if row["x_tokens"] is not None]
         losses = [[row[key] for row in rows] for key in ("smooth_loss", "loss", "valid_loss")]
-        curves += loss_curves(rows, run.name, index, *losses)
+        curves += loss_curves(rows, width_of(run), run.name, index, *losses)
         parent = next((lineage.get("parent") for lineage in run.lineages.values()), None)
         first = next((point for point in points(rows, "smooth_loss") if point[1] is not None), None)
         if first and parent:
@@ -247,6 +186,6 @@ def sources_figure(run: Run) -> go.Figure:
         logged, valid = (
             [number(row[key].get(name)) for row in rows] for key in ("loss_by_source", "valid_loss_by_source")
         )
-        smoothed = smooth(logged, half_life_rows(run))
-        curves += loss_curves(rows, name, places[name], smoothed, logged, valid)
+        smoothed = [row["smooth_by_source"].get(name) for row in rows]
+        curves += loss_curves(rows, width_of(run), name, places[name], smoothed, logged, valid)
     return add_smoothing(lines_figure(curves))

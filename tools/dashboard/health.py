@@ -12,16 +12,14 @@ from typing import Any
 import plotly.graph_objects as go
 
 from records.page import PLOT, card, chart, fold, measured, missing, none, short, table, utc
-from records.run import Run, number
+from records.run import Run
 from records.usage import Usage, duration, money, usage_of, whole
 from tools.dashboard.core import where_evaluated
-from tools.dashboard.figures import sample
 from tools.dashboard.panels import Panel, domains, event_groups, is_trouble, lay_out, said_by
+from tools.dashboard.rows import known_in, sample, width_of
 
 LISTED = 12  # more incidents than this are folded
-COLUMNS = (
-    120  # buckets of a heat map; of more rows than four times as many, each keeps its first and its highest
-)
+COARSER = 2  # buckets of a heat map are so many times wider than those of curves
 LAYERS = {  # key of a row
     "layer_grad_norm": Panel("Gradient norm", "by layer", (), 150),
     "layer_stream_rms": Panel("RMS of the stream", "behind each layer", (), 150),
@@ -103,9 +101,7 @@ def layers_card(run: Run) -> str:
         "Logarithmic colours, the first layer at the bottom. A layer that leaves its neighbours is at fault "
     )
     caption += "itself; all of them together, of the data or the learning rate."
-    for row in rows:
-        row["layer_peak"] = max(known_in(row, "layer_grad_norm"), default=None)
-    figure = layers_figure([rows[i] for i in sample(rows, COLUMNS, [("layer_peak", max)])])
+    figure = layers_figure(sample(rows, COARSER * width_of(run), [("layer_peak", max)]))
     return card("Layers", chart(figure, f"layers-{run.name}"), caption)
 
 
@@ -147,12 +143,6 @@ def layers_figure(rows: Sequence[dict[str, Any]]) -> go.Figure:
         title={"text": "step, all phases", "font": {"size": 12}}, showgrid=False, zeroline=False
     )
     return figure
-
-
-def known_in(row: dict[str, Any], key: str) -> list[float]:
-    """The figures of the layers with four digits, none where any is not finite."""
-    found = [number(value) for value in row.get(key) or []] if isinstance(row.get(key), list) else []
-    return [] if None in found else [float(f"{value:.4g}") for value in found if value is not None]
 
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:

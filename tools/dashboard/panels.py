@@ -22,13 +22,12 @@ from records.events import DONE, STOPPED
 from records.page import BAD, NEUTRAL, PLOT, colour
 from records.run import Record, Run
 from tools.dashboard.figures import (
-    BUCKETS,
     add_smoothing,
     curve,
     key_curve,
-    sample,
     switch_x,
 )
+from tools.dashboard.rows import sample, width_of
 
 VALID = "#a03fb8"  # validation loss
 TITLE_PX = 48  # above each panel
@@ -142,11 +141,10 @@ def _sampled(
     run: Run, panels: Sequence[Panel], kept: bool
 ) -> Iterator[tuple[tuple[str, int], list[dict[str, Any]]]]:
     """((phase, attempt), rows to draw) of every segment that counts, or of those that do not."""
-    total, extremes = sum(len(s.rows) for s in run.segments), extremes_of(panels)
-    buckets = BUCKETS * 5 / max(5, 1 + len(extremes))  # about as many rows whatever the number of panels
+    extremes, width = extremes_of(panels), width_of(run)
+    wider = 1 << math.ceil(math.log2(max(5, 1 + len(extremes)) / 5))  # about as many rows whatever the panels
     for s in (s for s in run.segments if s.kept == kept):
-        chosen = sample(s.rows, math.ceil(buckets * len(s.rows) / total), extremes)
-        yield (s.phase, s.attempt), [s.rows[i] for i in chosen]
+        yield (s.phase, s.attempt), sample(s.rows, wider * width if width > 1 else 1, extremes)
 
 
 def draw_panels(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> list[Panel]:

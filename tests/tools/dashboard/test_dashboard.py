@@ -160,4 +160,4 @@ def test_the_page_of_ten_thousand_rows_stays_small(tmp_path: Path) -> None:
     assert len(core_curves([run])[0].points) == 200
     text = page([run], NOW)
     assert len(text) < 12e6, "plotly.js is 4.8 MB of it"
-    assert "groups of neighbouring steps" in text
+    assert "groups of 32 neighbouring logged steps" in text

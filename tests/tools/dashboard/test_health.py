@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from records.attempts import Segment
 from records.page import short
 from records.run import Record, read_run
 from records.usage import RECENT, money, usage_of, whole
@@ -20,6 +21,7 @@ from tests.tools.dashboard import made_up_run
 from tools.dashboard.cards import tiles_of
 from tools.dashboard.health import drafts_card, incidents_card, layers_card, layers_figure, usage_card
 from tools.dashboard.listings import samples_card
+from tools.dashboard.rows import prepare
 
 PRICE = {"gpu_hour_price": 2.5, "currency": "EUR"}
 
@@ -114,8 +116,13 @@ def test_layers_are_heat_maps_that_keep_a_spike(folder: Path) -> None:
             assert list(trace.z[layer]) == pytest.approx(
                 [math.log10(row[key][layer]) for row in rows], abs=1e-3
             )
-    many = [{**rows[0], "x_step": i, "layer_grad_norm": [0.1] * 5 + [7.0 * (i == 777)]} for i in range(5000)]
-    run.segments = [type(run.segments[0])("phase1", 1, True, many)]
+    many = [
+        {**rows[0], "n": i, "x_step": i, "layer_grad_norm": [0.1] * 5 + [7.0 * (i == 777)]}
+        for i in range(5000)
+    ]
+    run.segments, run.half_life = [Segment("phase1", 1, True, list(many), len(many))], 0
+    assert prepare(run)
+    assert len(run.kept_rows) < 0.2 * len(many)
     text = layers_card(run)
     assert len(text) < 400_000
     assert "7.0" in text, "the spike is in none of the first rows"

@@ -18,7 +18,8 @@ from records.run import read_run
 from tests.browser import Page, needs_browser
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import write_page
-from tools.dashboard.figures import comparison_figure, prepare, source_places
+from tools.dashboard.figures import comparison_figure, source_places
+from tools.dashboard.rows import prepare
 
 NOW = 1.79e9 + 3600
 DRAWN = "document.body?.dataset.drawn === ''"

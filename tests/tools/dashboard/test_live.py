@@ -13,12 +13,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from records.run import read_run
 from tests.browser import browse, needs_browser
 from tests.tools.dashboard import made_up_run
-from tools.dashboard.__main__ import Live, serve
+from tools.dashboard.__main__ import Live, content_of, serve
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -99,6 +101,55 @@ def test_a_taken_port_is_told(served: tuple[Path, str]) -> None:
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"port {port} of 127.0.0.1 cannot be used" in said
+
+
+def test_a_page_of_a_run_that_grows_is_that_of_the_whole_run(tmp_path: Path) -> None:
+    """Rows are thinned and means go on, whatever the pieces; at the doubling of a bucket all is read again."""
+    folder = made_up_run.write_run(tmp_path / "made-up", steps=2200, every=1)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:-700]))
+    live = Live([folder], "x", "", rest=0.0)
+    first = live.newest() and live.followed[0].run
+    for end in (-699, -640, -300, -299, -1, len(lines)):
+        metrics.write_text("".join(lines[:end])[: -20 if end == -300 else None])
+        main = live.newest()[1]
+    assert live.followed[0].run is not first, "3,201 rows count"
+    assert live.followed[0].run.half_life == 2 * first.half_life == 32
+    assert len(live.followed[0].run.kept_rows) < 0.9 * len(read_run(folder).kept_rows)
+    again = Live([folder], "x", "", rest=0.0).newest()[1]
+    assert without_time(main) == without_time(again)
+
+
+def without_time(main: str) -> str:
+    return re.sub(r"<footer>.*|quiet since.*? UTC", "", main)
+
+
+def test_a_change_of_the_page_is_as_small_as_what_was_appended(run_folder: Path) -> None:
+    live = Live([run_folder], "x", "", rest=0.0)
+    held, main = live.newest()
+    log_step(run_folder, 31, 1.234567)
+    live.newest()
+    change, whole = json.dumps(live.changes(held)), json.dumps(live.changes("unknown"))
+    assert "1.23457" in change
+    assert len(change) < 0.2 * len(whole)
+    assert live.changes(live.version)["change"] is None
+    content = content_of(main)
+    assert patched(content, live.changes(held)["change"]) == live.changes("")["change"]["to"]
+    assert json.loads(json.dumps(content)) == content, "names of figures are unique"
+
+
+def patched(old: Any, change: Any) -> Any:
+    """As `patch` in records/page.js does it."""
+    if change is None or "to" in change:
+        return change["to"] if change else old
+    fresh = old[: change["size"]] if isinstance(old, list) else dict(old)
+    for key, inner in change["at"].items():
+        if isinstance(fresh, list) and key >= len(fresh):
+            fresh.append(inner["to"])
+        else:
+            fresh[key] = patched(fresh[key], inner)
+    return fresh
 
 
 # zooms and chooses steps as a reader would, waits for the last of three changes, and tells what

@@ -10,8 +10,8 @@ import pytest
 from records.run import read_run
 from tests.tools.dashboard import made_up_run
 from tools.dashboard import panels as module
-from tools.dashboard.figures import prepare
 from tools.dashboard.panels import MACHINE, TITLE_PX, TRAINING, Panel, machine_figure
+from tools.dashboard.rows import prepare
 
 
 @pytest.mark.parametrize(

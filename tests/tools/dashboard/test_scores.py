@@ -30,9 +30,10 @@ from tools.dashboard.core import (
     points_of,
     reference_table,
 )
-from tools.dashboard.figures import curve, prepare
+from tools.dashboard.figures import curve
 from tools.dashboard.listings import evaluations_card
 from tools.dashboard.references import CORE_REFERENCES, RULER
+from tools.dashboard.rows import prepare
 from tools.dashboard.scores import (
     code_series,
     lm_eval_series,

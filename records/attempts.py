@@ -1,0 +1,117 @@
+"""The attempts of one job: which logged rows count, and where they stand on one axis of steps and tokens.
+
+An attempt starts after the checkpoint it loaded, so it discards every earlier row beyond that step, even
+before it has logged the step again. If its start is not on record, each of its rows discards earlier rows at
+the same or later steps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from records.files import JsonObject, read_json
+
+Row = dict[str, Any]  # a logged step
+
+
+@dataclass
+class Segment:
+    """Consecutive rows of one attempt in one phase; `kept` is False if a later attempt discarded them."""
+
+    phase: str
+    attempt: int
+    kept: bool
+    rows: list[Row]  # all that were logged, until a reader of the run leaves some out
+    logged: int = 0
+    prepared: int = 0  # of the logged ones, how many a reader of the run is done with
+    thinned: int = 0  # of `rows`, how many are what that reader left
+
+    def append(self, row: Row) -> None:
+        """Add a row, whose `n` is its place in the segment."""
+        row["n"], self.logged = self.logged, self.logged + 1
+        self.rows.append(row)
+
+
+def merge_attempts(rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | None = None) -> list[Segment]:
+    """Segments of rows by phase, then attempt, then as written; no step is kept twice.
+
+    rows: with `phase`, `attempt`, `step`; `kept` is added. starts: {(phase, attempt): the step it started
+    after}. A row is kept unless a later attempt of its phase started before its step, or a later row is at
+    its step or before.
+    """
+    by_phase: dict[str, list[Row]] = {}
+    for row in rows:
+        by_phase.setdefault(row["phase"], []).append(row)
+    segments: list[Segment] = []
+    for phase, of_phase in by_phase.items():
+        of_phase.sort(key=lambda row: row["attempt"])  # stable
+        _mark_kept(of_phase, {attempt: step for (of, attempt), step in (starts or {}).items() if of == phase})
+        for before, row in zip((None, *of_phase), of_phase, strict=False):
+            same = before is not None and (before["attempt"], before["kept"]) == (row["attempt"], row["kept"])
+            if before is None or not same or row["step"] <= before["step"]:
+                segments.append(Segment(phase, row["attempt"], row["kept"], []))
+            segments[-1].append(row)
+    return segments
+
+
+def _mark_kept(rows: list[Row], starts: Mapping[int, int]) -> None:
+    """Set `kept` of the rows of one phase, sorted by attempt. starts: {attempt: step it started after}."""
+    end = math.inf  # earlier rows count up to this step
+    attempts = sorted(starts)  # those whose start has not been applied; going backwards
+    for row in reversed(rows):
+        while attempts and attempts[-1] > row["attempt"]:
+            end = min(end, starts[attempts.pop()] + 1)
+        row["kept"] = row["step"] < end
+        end = min(end, row["step"])
+
+
+def steps_before(lineage: JsonObject) -> int:
+    """Steps before the start of a run: its parent checkpoint's, plus those before the parent as
+    far as on disk.
+    """
+    parent = Path(str(lineage.get("parent") or ""))
+    named = re.fullmatch(r"step-(\d+)", parent.name)
+    if not named:
+        return 0
+    try:
+        above = read_json(parent.parent.parent / "lineage.json", {})
+    except (OSError, ValueError):
+        above = {}
+    further = isinstance(above, dict) and above.get("parent") != lineage.get("parent")  # not the run itself
+    return int(named[1]) + (steps_before(above) if further else 0)
+
+
+def place_row(row: Row, origin: tuple[float, float]) -> None:
+    """Set `x_step` and `x_tokens` (None if unknown) of a row; origin: (steps, tokens) before its phase."""
+    steps, tokens = origin
+    row["x_step"] = steps + row["step"]
+    counted = None if row["tokens"] is None else tokens + row["tokens"]
+    row["x_tokens"] = counted if row["tokens_total"] is None else row["tokens_total"]
+
+
+def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject]) -> dict[str, tuple]:
+    """Set `x_step` and `x_tokens` (None if unknown) of every row, counted from the start of the first phase.
+
+    A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns {phase:
+    (steps, tokens) before it}.
+    """
+    origins: dict[str, tuple[float, float]] = {}
+    steps, tokens = 0.0, 0.0
+    for phase in dict.fromkeys(s.phase for s in segments):
+        rows = [row for s in segments if s.phase == phase for row in s.rows]
+        lineage = lineages.get(phase, {})
+        if lineage.get("parent"):
+            steps = steps_before(lineage)
+            tokens = float(lineage.get("tokens_before") or tokens)
+        origins[phase] = steps, tokens
+        for row in rows:
+            place_row(row, origins[phase])
+        last = [row for row in rows if row["kept"]][-1:]
+        if last:
+            steps, tokens = last[0]["x_step"], last[0]["x_tokens"] or tokens
+    return origins
