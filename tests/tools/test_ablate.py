@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import t as student_t
+from scipy.stats import ttest_ind
 
 from data_mixtures import recipe_file
 from data_mixtures.mixture import Mixture
@@ -36,6 +37,7 @@ from tools.ablate.page import ablation_section, put_section
 from tools.ablate.plan import Options, Plan, price_section
 from tools.ablate.report import detectable, interval, noise_floor, paired, read_results, together
 from tools.ablate.training import Job, Training, job_file
+from tools.ablate.variants import keep_last_partials
 
 SHIPPED = Path("configs/ablation.toml")
 SMALL = {
@@ -96,6 +98,8 @@ def test_a_seed_gives_all_variants_the_same_weights():
 def test_what_is_unknown_is_refused():
     with pytest.raises(ValueError, match="joins = 'lader' is unknown; choose from ladder"):
         build(CONFIG, "lader", 0)
+    with pytest.raises(ValueError, match="give it a broadcast_delay"):
+        keep_last_partials(build(CONFIG, None, 0).layers, CONFIG)
     with pytest.raises(ValueError, match="leave broadcast_delay at 0"):
         build(LaneformerConfig(**SMALL | {"broadcast_delay": 2}), "ladder", 0)
 
@@ -149,6 +153,11 @@ def test_all_variants_in_one_analysis_of_variance():
     assert two["half_width_95"] == pytest.approx(interval([0.1, 0.2, 0.3])[1])
     assert two["half_width_95_of_all"] == two["half_width_95"]
     assert two["differences"] == {"late": pytest.approx(0.2)}
+    assert two["dunnett"] == {
+        "late": pytest.approx(ttest_ind([4.1, 5.2, 6.3], [4.0, 5.0, 6.0]).pvalue, abs=1e-3)
+    }
+    more = [*results[:6], *(result("base", seed, 5.0) for seed in range(3, 9))]
+    assert together(more, "base")["seeds"] == 3, "a baseline with more seeds is compared all the same"
     three = together([*results, result("short", 0, 9.0)], "base")
     assert (three["degrees"], three["deviation"] ** 2) == (4, pytest.approx(1 / 30 / 4))
     assert student_t.sf(three["half_width_95_of_all"] / (2 / 30 / 4 / 3) ** 0.5, 4) == pytest.approx(
@@ -183,7 +192,7 @@ def test_a_variant_and_the_baseline_are_compared_at_their_best_of_the_rates_that
 def test_controls_and_edges_are_marked():
     results = [
         result(v, 0, 4.0 + i / 10 + r, r)
-        for i, v in enumerate(("base", "again", "lost", "late"))
+        for i, v in enumerate(("base", "again", "lost", "handicap", "late"))
         for r in (1, 2, 3)
     ]
     for one in results:
@@ -191,6 +200,7 @@ def test_controls_and_edges_are_marked():
         one |= {"joins": "lost_1" if one["variant"] == "lost" else None}
     rows = {row["variant"]: row for row in paired(results, "base")}
     roles = {"base": "baseline", "again": "noise floor", "lost": "planted fault", "late": None}
+    roles["handicap"] = "planted fault"
     assert {name: row["role"] for name, row in rows.items()} == roles
     assert all(row["edge_of_sweep"] for row in rows.values())
     assert noise_floor(list(rows.values())) == pytest.approx(0.1)
@@ -277,12 +287,13 @@ def test_the_shipped_trainer_trains_neighbours_and_delay_0_to_the_last_bit(
     )  # fmt: skip
     tokens = torch.from_numpy(Mixture.open(lock).sequences(0, GLOBAL_BATCH)[0])
     config = replace(TRAINED, broadcast_delay=0)
-    for joins in ("", "ladder", "parallel", "desync_2", "lost_1"):
-        own = ("--variant.joins", joins)
+    for joins in ("", "ladder", "parallel", "desync_2", "lost_1", "flushed"):
+        delay = int(joins == "flushed")
+        own = ("--variant.joins", joins, "--architecture.broadcast_delay", str(delay))
         found = [
             row["loss"] for row in succeed(tmp_path / f"as-{joins}", lock, *shape, *neighbours, *own, ranks=1)
         ]
-        expected = loss_of(build(config, joins or None, 1), tokens)
+        expected = loss_of(build(replace(config, broadcast_delay=delay), joins or None, 1), tokens)
         assert found[0] == pytest.approx(expected, abs=1e-5)
         assert (found == shipped) == (not joins)
 

@@ -21,6 +21,10 @@ NAMES = {
     "parallel": "parallel attention and MLP",
     "desync_2": "Desync, every 2nd module",
     "desync_4": "Desync, every 4th module",
+    "delay_1_flushed": "delay 1, summed before the head",
+    "delay_2_flushed": "delay 2, summed before the head",
+    "delay_2_replicate": "delay 2, replicated head",
+    "handicap": "handicap: an eighth of the MLP less",
     "lost_lane": "planted fault: 1 of 8 lanes lost",
     "lost_lanes": "planted fault: 7 of 8 lanes lost",
 }
@@ -37,7 +41,7 @@ def words(variant: str) -> str:
 
 def is_plain(row: Row) -> bool:
     """A config's own joins, everything else as in the baseline: of the curves over delay and lanes."""
-    switched = {"use_early_comm", "use_attention_comm", "use_mlp_comm"} & row["model"].keys()
+    switched = {"use_early_comm", "use_attention_comm", "use_mlp_comm", "lm_head_type"} & row["model"].keys()
     return row["joins"] is None and row["role"] in (None, "baseline") and not switched
 
 

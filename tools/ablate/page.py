@@ -134,12 +134,13 @@ def in_one_analysis(results: Sequence[Result], baseline: str) -> list[str]:
         or "none"
         for half in halves
     ]
+    dunnett = ", ".join(f"{words(name)} p = {p:.3f}" for name, p in joint["dunnett"].items())
     return [
         f"- All variants but the faults in one analysis of variance (rate {joint['learning_rate']:g}, {joint['seeds']} "
         f"seeds), which takes runs to scatter alike whatever their joins ({joint['deviation']:.4f} a run, "
         f"{joint['degrees']} degrees of freedom): one difference has an interval of ± {halves[0]:.4f}; beyond it: "
         f"{apart[0]}. All {len(joint['differences'])} at once have ± {halves[1]:.4f} (Bonferroni); beyond it: "
-        f"{apart[1]}."
+        f"{apart[1]}. Dunnett's test, not paired: {dunnett}."
     ]
 
 

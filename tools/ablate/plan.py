@@ -92,7 +92,9 @@ class Plan:
     def job(self, size: str, variant: str, seed: int, rate: float) -> Job:
         own = dict(self.variants[variant])
         joins, offset = own.pop("joins", None), own.pop("seed_offset", 0)
-        return Job(size, variant, seed, rate, {**self.sizes[size], **own}, joins, offset)
+        model = {**self.sizes[size], **own}
+        model["intermediate_size"] = round(model["intermediate_size"] * model.pop("intermediate_share", 1.0))
+        return Job(size, variant, seed, rate, model, joins, offset)
 
     def jobs(self) -> Iterator[Job]:
         """Every learning rate on every seed; a rate chosen on one seed would be chosen by that seed's luck."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.stats import nct
+from scipy.stats import dunnett, nct
 from scipy.stats import t as student_t
 
 from records.files import read_lines
@@ -71,7 +71,7 @@ def mean_loss(by_seed: dict[int, Result]) -> float:
 
 def role(result: Result, baseline: str) -> str | None:
     """What a variant is there for, beside being compared."""
-    if (result["joins"] or "").startswith("lost_"):
+    if (result["joins"] or "").startswith("lost_") or result["variant"] == "handicap":
         return "planted fault"
     if result["seed_offset"]:
         return "noise floor"
@@ -114,7 +114,8 @@ def together(results: Sequence[Result], baseline: str) -> Row | None:
 
     A two-way analysis of variance, which takes runs to scatter alike whatever their joins, and so
     knows their deviation from all of them. `half_width_95`: of one of the `differences` to the
-    baseline; `half_width_95_of_all`: so wide that all hold at once in 95% of experiments (Bonferroni).
+    baseline; `half_width_95_of_all`: so wide that all hold at once in 95% of experiments (Bonferroni); `dunnett`:
+    p of each difference by Dunnett's test of all against the baseline, not paired.
     None without repeated seeds.
     """
     kept = [r for r in results if role(r, baseline) != "planted fault" and math.isfinite(r["valid_loss"])]
@@ -125,8 +126,9 @@ def together(results: Sequence[Result], baseline: str) -> Row | None:
     for r in kept:
         if r["learning_rate"] == rate:
             by_seed[r["variant"]][r["seed"]] = r["valid_loss"]
-    seeds = max(by_seed.values(), key=len).keys()
-    whole = {name: [own[s] for s in seeds] for name, own in by_seed.items() if own.keys() == seeds}
+    ran = Counter(frozenset(own) for name, own in by_seed.items() if name != baseline)
+    seeds = sorted(ran.most_common(1)[0][0]) if ran else []
+    whole = {name: [own[s] for s in seeds] for name, own in by_seed.items() if own.keys() >= {*seeds}}
     n, compared = len(seeds), len(whole) - 1
     if n < 2 or compared < 1 or baseline not in whole:
         return None
@@ -135,10 +137,16 @@ def together(results: Sequence[Result], baseline: str) -> Row | None:
     residuals = losses - means[:, None] - losses.mean(0) + losses.mean()
     deviation = math.sqrt((residuals**2).sum() / degrees)
     mean = dict(zip(whole, means.tolist(), strict=True))
+    others = [name for name in whole if name != baseline]
+    runs = [
+        list(by_seed[name].values()) for name in (*others, baseline)
+    ]  # the baseline may have run on more seeds
+    tested = dunnett(*runs[:-1], control=runs[-1], rng=np.random.default_rng(0)).pvalue
     half = student_t.ppf([0.975, 1 - 0.025 / compared], degrees) * deviation * math.sqrt(2 / n)
     return {
         "learning_rate": rate, "seeds": n, "degrees": degrees, "deviation": deviation,
         "differences": {name: m - mean[baseline] for name, m in mean.items() if name != baseline},
+        "dunnett": dict(zip(others, tested.tolist(), strict=True)),
         "half_width_95": float(half[0]), "half_width_95_of_all": float(half[1]),
     }  # fmt: skip
 
