@@ -1,4 +1,4 @@
-"""laneformer bench: decode speed beside the read bandwidth of the same machine."""
+"""laneformer bench: decode speed beside the read bandwidth of the same machine, prompts beside its matrix products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from .options import ModelFlags, ModelOptions
 
 @dataclass
 class Bench:
-    """Measure decode speed and, in between, read bandwidth; the last line of stdout is JSON."""
+    """Measure decode speed and, in between, read bandwidth; prompts and, in between, matrix products with weights
+    from the caches. The last line of stdout is JSON.
+    """
 
     hf_dir: tyro.conf.Positional[Path | None] = None
     """Model folder, GGUF file or name; or use --random-weights."""
@@ -55,12 +57,19 @@ class Bench:
         figures |= {"synthetic_drafts": drafts} if drafts else {}
         figures["model"] = self.random_weights or str(self.hf_dir)
         if not self.json:
+            percent = figures.get("percent_of_product_probe")
+            share = (
+                ""
+                if percent is None
+                else f" = [bold]{percent:.0f}%[/] of their matrix products from the caches"
+            )
             reader = f"{figures['threads']} threads" if "threads" in figures else figures["device"]
             console.print(
                 f"{figures['dtype']}: [bold]{figures['tokens_per_s']:.1f}[/] tokens/s = "
                 f"[bold]{figures['percent_of_probe']:.0f}%[/] of the {figures['probe_bytes_per_s'] / 1e9:.1f} GB/s "
                 f"that {reader} read just then; "
-                f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s, first token after {figures['ttft_s']:.3f} s"
+                f"prefill {figures['prefill_tokens_per_s']:.0f} tokens/s{share}, first token after "
+                f"{figures['ttft_s']:.3f} s"
             )
             if drafts:
                 cost = "are made by the model's head" if "draft_head" in figures else "cost nothing"

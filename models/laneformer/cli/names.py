@@ -9,7 +9,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from huggingface_hub import constants
 from rich.console import Console
 from rich.table import Table
 
+from ..engine.cpu.kept import BUDGET, kept, packed_bytes
 from ..engine.folder import is_gguf
 
 FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "*.model", "*.jinja"]
@@ -32,6 +34,7 @@ PREFERRED = (
 )  # of a repository of GGUF files, where none is asked for
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+FIRST = re.compile(r"-00001-of-(?=\d{5}\.gguf$)")
 QUANTISED = re.compile(r"[.-](I?Q\d\w*|MXFP4|BF16|F16|F32)$", re.IGNORECASE)
 
 
@@ -45,8 +48,8 @@ class Found:
 
     @property
     def bytes(self) -> int:
-        files = self.path.glob("*") if self.path.is_dir() else [self.path]
-        return sum(file.stat().st_size for file in files)
+        parts = self.path.parent.glob(FIRST.sub("-*-of-", self.path.name))
+        return sum(file.stat().st_size for file in (self.path.glob("*") if self.path.is_dir() else parts))
 
 
 def located(name: str | Path) -> Path:
@@ -76,7 +79,9 @@ def downloaded(repository: str, quantisation: str) -> Path:
     file = gguf_file(repository, names, quantisation)
     with told(repository):
         if file is not None:
-            return Path(huggingface_hub.hf_hub_download(repository, file))
+            parts = sorted(name for name in names if PART.sub("", name) == PART.sub("", file))
+            first, *_ = [huggingface_hub.hf_hub_download(repository, part) for part in parts]
+            return Path(first)
         return Path(
             huggingface_hub.snapshot_download(repository, allow_patterns=FILES, ignore_patterns=FOREIGN)
         )
@@ -98,23 +103,20 @@ def told(repository: str) -> Iterator[None]:
 
 
 def gguf_file(repository: str, names: list[str], quantisation: str) -> str | None:
-    """The file of a repository of GGUF files; None where it holds safetensors and nothing else was asked for."""
+    """The file of a repository of GGUF files, or the first of its parts; None where it holds safetensors and nothing
+    else was asked for.
+    """
     files = {name: PART.sub("", name) for name in names if name.endswith(".gguf")}
     if not quantisation and (not files or any(name.endswith(".safetensors") for name in names)):
         return None
     kinds = {
         found[1].upper(): name
-        for name, whole in files.items()
+        for name, whole in sorted(files.items(), reverse=True)
         if (found := QUANTISED.search(whole.removesuffix(".gguf")))
     }
     for kind in (quantisation,) if quantisation else (*PREFERRED, *kinds):
         if kind.upper() in kinds:
-            file = kinds[kind.upper()]
-            if files[file] != file:
-                raise ValueError(
-                    f"{file} of {repository} is split; join it with llama-gguf-split --merge, and give the file"
-                )
-            return file
+            return kinds[kind.upper()]
     raise ValueError(
         f"{repository} has no {quantisation or 'GGUF file'}; it has {', '.join(sorted(kinds)) or names}"
     )
@@ -122,7 +124,7 @@ def gguf_file(repository: str, names: list[str], quantisation: str) -> str | Non
 
 def display_name(path: Path) -> str:
     """What clients call a model: the name of its folder or file, without suffix and type of weights."""
-    name = path.name.partition(":")[0].removesuffix(".gguf")
+    name = PART.sub("", path.name.partition(":")[0]).removesuffix(".gguf")
     return QUANTISED.sub("", name) or name
 
 
@@ -140,9 +142,15 @@ def of_hugging_face() -> Iterator[Found]:
         revision = folder / "snapshots" / (head.read_text().strip() if head.is_file() else "")
         if (revision / "config.json").is_file() and any(revision.glob("*.safetensors")):
             yield Found(name, revision, "Hugging Face")
-        for file in sorted(revision.glob("*.gguf")):
-            kind = QUANTISED.search(file.stem)
-            yield Found(f"{name}:{kind[1] if kind else file.stem}", file, "Hugging Face")
+        for file in whole_or_first(revision.glob("*.gguf")):
+            stem = PART.sub("", file.name).removesuffix(".gguf")
+            kind = QUANTISED.search(stem)
+            yield Found(f"{name}:{kind[1] if kind else stem}", file, "Hugging Face")
+
+
+def whole_or_first(files: Iterable[Path]) -> list[Path]:
+    """Without the parts after the first of files that are split."""
+    return sorted(file for file in files if FIRST.search(file.name) or not PART.search(file.name))
 
 
 def of_ollama() -> Iterator[Found]:
@@ -165,29 +173,43 @@ def layers_of(manifest: Path) -> list[dict[str, str]]:
 
 def of_lm_studio() -> Iterator[Found]:
     for root in (".lmstudio/models", ".cache/lm-studio/models"):
-        for file in (Path.home() / root).glob("*/*/*.gguf"):
-            yield Found(f"{file.parent.parent.name}/{file.stem}", file, "LM Studio")
+        for file in whole_or_first((Path.home() / root).glob("*/*/*.gguf")):
+            stem = PART.sub("", file.name).removesuffix(".gguf")
+            yield Found(f"{file.parent.parent.name}/{stem}", file, "LM Studio")
 
 
 @dataclass
 class Models:
-    """List models that lie in the caches of Hugging Face, Ollama and LM Studio, by the names that commands take."""
+    """List models that lie in the caches of Hugging Face, Ollama and LM Studio, by the names that commands take.
+
+    Beside them, the copies of packed weights that are kept of each, for the next start. All together they take at most
+    LANEFORMER_PACKED_BYTES (of the environment; 32 GB without it): those used longest ago go first.
+    """
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """One line of JSON a model, with its path."""
 
     def run(self) -> None:
-        models = kept_models()
+        models, copies = kept_models(), kept()
+        packed: dict[Path, int] = Counter()
+        for copy in copies:
+            packed[copy.source] += copy.bytes
         if self.json:
             for model in models:
-                print(json.dumps({"name": model.name, "path": str(model.path), "keeper": model.keeper}))
+                values = {"name": model.name, "path": str(model.path), "keeper": model.keeper}
+                print(json.dumps({**values, "packed_bytes": packed[model.path.resolve()]}))
             return
+        total = sum(copy.bytes for copy in copies)
+        said = f"packed copies: {total / 1e9:.2f} of {packed_bytes() / 1e9:.2f} GB ({BUDGET}), {len(copies)} files"
         if not models:
             print(
                 "no model in the caches of Hugging Face, Ollama or LM Studio; laneformer chat OWNER/NAME fetches one"
             )
+            print(said)
             return
-        table = Table("model", "GB", "cache of", box=None)
+        table = Table("model", "GB", "packed GB", "cache of", box=None)
         for model in models:
-            table.add_row(model.name, f"{model.bytes / 1e9:.2f}", model.keeper)
+            copied = packed[model.path.resolve()]
+            table.add_row(model.name, *(f"{size / 1e9:.2f}" for size in (model.bytes, copied)), model.keeper)
         Console().print(table)
+        print(said)

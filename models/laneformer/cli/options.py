@@ -28,9 +28,10 @@ class ModelOptions:
     16 bits, int4 not much more than a quarter, on the CPU alone; the output may change. gguf: a GGUF file's
     blocks as they are, which auto means on the CPU.
     """
-    math: Literal["auto", "exact", "bf16", "int8"] = "auto"
-    """bf16 and int8 round activations before every matrix product, which reads prompts faster; auto: exact,
-    and int8 for int4 and gguf weights. CPU only.
+    math: Literal["fast", "exact", "auto", "bf16", "int8"] = "fast"
+    """bf16 and int8 round activations before every matrix product, which reads prompts faster. fast: int8 for int8,
+    int4 and gguf weights, bf16 for bf16 ones where the CPU multiplies bf16, else exact. exact: keeps fp32
+    activations; not for int4 and gguf. auto: exact where the weights permit it. CPU only.
     """
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""

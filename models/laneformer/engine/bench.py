@@ -2,12 +2,14 @@
 
 A tokens/s figure of a shared machine says little by itself: its read bandwidth can change by a factor of
 three within minutes. So decoding stops every few tokens and lets the same threads read a large buffer
-from end to end; each segment of tokens is compared with the probes before and after it.
+from end to end; each segment of tokens is compared with the probes before and after it. So are prompts, with
+the products of a layer's own shapes whose weights the caches hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..config import MATRICES
 from .decoder import CUDA
 from .options import MAX_DRAFT_TOKENS, in_range
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 SEGMENTS = 12
 MIN_SEGMENT_S = 0.25  # long enough that one tick of another process does not decide it
+PROMPTS = 5
 MIN_TOKENS = 64  # of the context, left to decode
 DRAFTED_TOKENS, DRAFTED_ROUNDS = 192, 5  # a few acceptances more or less do not decide a round
 
@@ -42,8 +46,7 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
     in_range("depth", depth, int, 0, context - MIN_TOKENS)
     length = max(depth, min(128, context // 2))
     progress(f"prefill of {length} positions")
-    ttft_s = after(engine, random_prompt(engine, length), 1, reuse_prefix=False).whole.first_token_s
-
+    prompts = prompt_speed(engine, length)
     prompt = random_prompt(engine, max(depth, 1))
     engine.generate(prompt[:1], max_new_tokens=8, ignore_eos=True)  # warm: pages, clocks
     segment = max(1, round(MIN_SEGMENT_S / float(np.median(after(engine, prompt, 9).whole.token_s))))
@@ -66,8 +69,7 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
         **spread("percent_of_probe", 100 * read * tokens_per_s / probe),
         "token_s_p50": float(np.median(token_s)),
         "token_s_p99": float(np.percentile(token_s, 99)),
-        "prefill_tokens_per_s": length / ttft_s,
-        "ttft_s": ttft_s,
+        **prompts,
         "stretches": SEGMENTS,
         "tokens_per_stretch": segment,
         "depth": depth,
@@ -78,6 +80,32 @@ def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = 
         "isa": engine.isa,
         "cpu": cpu_name(),
     }
+
+
+def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
+    """Prompts of this many tokens, a probe of the threads' matrix products before and after each."""
+    decoder: Any = engine._open()
+    first_s, probes = [], [decoder.probe_products()]
+    for _ in range(PROMPTS):
+        collected = after(engine, random_prompt(engine, length), 1, reuse_prefix=False)
+        first_s.append(collected.whole.first_token_s)
+        probes.append(decoder.probe_products())
+    probe = (np.array(probes[:-1]) + np.array(probes[1:])) / 2
+    shapes = engine.config.tensor_shapes().items()
+    products = sum(
+        math.prod(shape) for name, shape in shapes if name.startswith("layers.") and is_matrix(name)
+    )
+    tokens_per_s = length / np.array(first_s)
+    return {
+        "prefill_tokens_per_s": float(np.median(tokens_per_s)),
+        "ttft_s": float(np.median(first_s)),
+        "probe_products_per_s": float(np.median(probe)),
+        **spread("percent_of_product_probe", 100 * products * tokens_per_s / probe),
+    }
+
+
+def is_matrix(name: str) -> bool:
+    return any(f".{matrix}.weight" in name for matrix in MATRICES)
 
 
 def after(

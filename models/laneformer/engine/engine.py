@@ -66,8 +66,10 @@ class Engine:
             nodes; meant for an engine that has the machine to itself.
         math: "exact" widens weights to fp32 and keeps fp32 activations; with kv_dtype="fp32", greedy output equals
             the float32 model's. "bf16" rounds matrix inputs to bf16 (vdpbf16ps where the CPU has it) and needs bf16
-            weights. "int8" rounds every 32 matrix inputs to int8 and needs int8, int4 or gguf weights. "auto": "int8"
-            for int4 and gguf, else "exact".
+            weights. "int8" rounds every 32 matrix inputs to int8 and needs int8, int4 or gguf weights. "auto", the
+            default, is "exact" wherever the weights permit it, and "int8" for int4 and gguf. "fast", which the
+            `laneformer` commands take, is "int8" for int8 weights, too, and "bf16" for bf16 ones where the CPU
+            multiplies those.
         kv_dtype: of cached keys and values. "auto": "fp32" for fp32 weights, else "fp16", which raises ValueError
             for values beyond 65,504; "bf16" holds them.
         processes: share the lanes over that many processes, `threads` threads each (default: an equal part of the
@@ -121,7 +123,8 @@ class Engine:
             if devices := cuda_devices(device):
                 from .cuda.decoder import CudaDecoder  # imports torch
 
-                decoder = CudaDecoder(config, tensors, dtype, devices, **options)
+                only = {"math": "exact"} if options.get("math") == "fast" else {}
+                decoder = CudaDecoder(config, tensors, dtype, devices, **options | only)
             else:
                 decoder = cpu_decoder(config, tensors, dtype, **options)
         self._decoder, self._requests = decoder, Requests(config, self.eos_ids, decoder)

@@ -100,11 +100,7 @@ def with_context(config: LaneformerConfig, tokens: int) -> LaneformerConfig:
 
 
 def default_lanes(values: Mapping[str, Any], threads: int | None, gpus: int) -> int:
-    return (
-        lanes_for_gpus(values, gpus)
-        if gpus
-        else lanes_for(values, threads or this_machine().default_threads(1))
-    )
+    return lanes_for_gpus(values, gpus) if gpus else lanes_for(values, threads or this_machine().threads)
 
 
 def read_gguf(path: Path, lanes: int | None, threads: int | None, dtype: str, gpus: int) -> Checkpoint:

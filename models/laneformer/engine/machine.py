@@ -37,10 +37,10 @@ class Machine:
         """How many threads can run at once: beyond that, none should spin."""
         return min(len(self.one_cpu_a_core_first()), self.quota_cpus or float("inf"))
 
-    def default_threads(self, lanes: int) -> int:
-        """One a core and within the quota, in equal groups where they outnumber the lanes."""
-        threads = max(1, min(len(self.cores), int(self.quota_cpus or len(self.cores))))
-        return threads if threads <= lanes else threads // lanes * lanes
+    @property
+    def threads(self) -> int:
+        """One a core, and within the quota."""
+        return max(1, min(len(self.cores), int(self.quota_cpus or len(self.cores))))
 
     def one_cpu_a_core_first(self) -> list[int]:
         """All CPUs: the first of each core, then their siblings, then the slow ones."""
@@ -140,6 +140,11 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
     name = f"{os.major(device)}:{os.minor(device)}"
     mounts = [line.split() for line in text(root / "proc/self/mountinfo").splitlines()]
     return next((mount[mount.index("-") + 1] for mount in mounts if mount[2] == name), "")
+
+
+def boot() -> str:
+    """Another one after every start of the system; empty where it does not tell."""
+    return text(Path("/proc/sys/kernel/random/boot_id"))
 
 
 def cpu_list(listed: str) -> set[int]:

@@ -8,9 +8,11 @@ Transformers.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ LAYER_NAMES = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+WIDENED_BYTES = 1 << 18  # of blocks at a time: with what comes of them they stay in a core's cache
 ROPE_FACTORS = "rope_freqs.weight"
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # of turns and texts
 
@@ -57,7 +60,10 @@ class GgufFile(Mapping[str, Tensor]):
         self._stored: dict[str, ReaderTensor] = {hf_name(t.name): t for t in tensors}
         for tensor in tensors:
             if (kind := tensor.tensor_type.name) not in (*STORED, *QUANTIZED):
-                raise ValueError(f"{path}: {tensor.name} is {kind}; the engine reads {[*STORED, *QUANTIZED]}")
+                raise ValueError(
+                    f"{path}: {tensor.name} is {kind}; the engine reads {[*STORED, *QUANTIZED]}. Of the smallest files "
+                    "of a model take Q4_K_M or IQ4_XS"
+                )
         self.dtype = self._best_dtype(blocks) if dtype == "auto" else dtype
         self.config = self._config_values()
 
@@ -73,10 +79,7 @@ class GgufFile(Mapping[str, Tensor]):
             return Tensor(kind, data if kind == "fp32" else data.view(np.uint16))
         if self._is_held(name):
             return Tensor(kind, data)
-        from gguf.quants import dequantize
-
-        wide = dequantize(data, stored.tensor_type)
-        return Tensor(kind, wide if kind == "fp32" else wide.astype(np.float16).view(np.uint16))
+        return Tensor(kind, widened(data, stored.tensor_type, kind))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._stored if name != ROPE_FACTORS)
@@ -207,6 +210,21 @@ class GgufFile(Mapping[str, Tensor]):
         raise ValueError(
             f"{ROPE_FACTORS} is no scaling of Llama 3 (from 8,192 positions, factors 1 and 4): not supported"
         )
+
+
+def widened(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:
+    """Rows of blocks as fp32, or as the bits of fp16: a few at a time, on all cores."""
+    from gguf.quants import dequantize
+
+    def widen(rows: np.ndarray) -> np.ndarray:
+        wide = dequantize(rows, kind)
+        return wide if dtype == "fp32" else wide.astype(np.float16).view(np.uint16)
+
+    whole = data.reshape(-1, data.shape[-1])
+    cuts = range(WIDENED_BYTES // whole.shape[1] + 1, len(whole), WIDENED_BYTES // whole.shape[1] + 1)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        rows = np.concatenate(list(pool.map(widen, np.split(whole, cuts))))
+    return rows.reshape(*data.shape[:-1], rows.shape[1])
 
 
 def parts_of(path: Path, count: int) -> list[Path]:

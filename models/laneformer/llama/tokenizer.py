@@ -22,14 +22,22 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)|"  #
 _LLAMA3 = _WORDS + _REST.format(digits="{1,3}", slash="")
 _QWEN2 = _WORDS + _REST.format(digits="", slash="")
 PRE_TOKENIZERS = {  # by the name in the file: the pattern of a piece; None: GPT-2's own
-    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
-    "tekken": _CASED + _REST.format(digits="", slash="/"), "smollm": None, "gpt-2": None,
+    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "falcon3": _LLAMA3,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "tekken": _CASED + _REST.format(digits="", slash="/"),
+    "smollm": None, "gpt-2": None,
 }  # fmt: skip
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a piece is taken without merging
+WHOLE_WORDS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "tekken",
+)  # a word that is a piece is taken without merging
 BEGINS_WITH_BOS = (
     "llama-bpe",
     "llama3",
     "llama-v3",
+    "falcon3",
 )  # unless the file says otherwise; so do SentencePiece models
 
 

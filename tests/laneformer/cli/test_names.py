@@ -136,8 +136,25 @@ def test_which_file_of_a_repository() -> None:
     assert gguf_file("o/m", ["model.safetensors", "config.json"], "") is None
     with pytest.raises(ValueError, match="has no Q2_K; it has BF16, Q4_K_M, Q8_0"):
         gguf_file("o/m", files, "Q2_K")
-    with pytest.raises(ValueError, match="is split; join it"):
-        gguf_file("o/m", files, "BF16")
+    assert gguf_file("o/m", files, "BF16") == "m-BF16-00001-of-00002.gguf"
+
+
+def test_a_file_in_parts_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = []
+    monkeypatch.setattr(names.huggingface_hub.HfApi, "list_repo_files", lambda *_: files)
+    monkeypatch.setattr(
+        names.huggingface_hub, "hf_hub_download", lambda _, name: fetched.append(name) or tmp_path / name
+    )
+    files = ["m-BF16-00002-of-00002.gguf", "m-Q8_0.gguf", "m-BF16-00001-of-00002.gguf"]
+    assert names.downloaded("o/m", "bf16") == tmp_path / files[2]
+    assert fetched == [files[2], files[0]]
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    folder = tmp_path / ".lmstudio/models/o/m"
+    folder.mkdir(parents=True)
+    for file in files:
+        (folder / file).write_bytes(b"GGUF")
+    found = {model.name: (model.path.name, model.bytes) for model in names.of_lm_studio()}
+    assert found == {"o/m-BF16": (files[2], 8), "o/m-Q8_0": (files[1], 4)}
 
 
 @pytest.mark.parametrize(
@@ -148,6 +165,7 @@ def test_which_file_of_a_repository() -> None:
         ("o/Qwen3-0.6B", "Qwen3-0.6B"),
         ("smollm2:135m", "smollm2"),
         ("Q8_0.gguf", "Q8_0"),
+        ("m-Q8_0-00001-of-00002.gguf", "m"),
     ],
 )
 def test_what_clients_call_it(path: str, name: str) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from laneformer.cli import main
 from laneformer.engine import Engine, TextStream
-from laneformer.engine.cpu.packed import FOLDER
+from laneformer.engine.cpu.kept import FOLDER
 from laneformer.engine.cpu.processes import ProcessesDecoder
 from tests.laneformer.engine.assets import byte_tokenizer, fix_costs, random_model, small_config, write_folder
 
 KEYS = {
     "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
-    "threads", "isa", "dtype", "depth", "cpu",
+    "threads", "isa", "dtype", "math", "depth", "cpu", "probe_products_per_s", "percent_of_product_probe",
 }  # fmt: skip
 
 
@@ -137,9 +137,11 @@ def test_int8_is_named_wherever_it_is_measured(folder, capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out.strip().splitlines()[-1])["dtype"] == "int8"
     assert "int8: " in printed.err
-    main(["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "10", "--dtype", "int8"])
-    with Engine.from_pretrained(folder, dtype="int8") as engine:
-        assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=10) + "\n"
+    command = ["generate", str(folder), "--prompt", "a b", "--max-new-tokens", "10", "--dtype", "int8"]
+    for flags, math in ([], "int8"), (["--math", "exact"], "exact"):
+        main([*command, *flags])
+        with Engine.from_pretrained(folder, dtype="int8", math=math) as engine:
+            assert capsys.readouterr().out == engine.generate_text("a b", max_new_tokens=10) + "\n"
 
 
 def test_bench_of_a_folder_at_depths(folder, capsys):

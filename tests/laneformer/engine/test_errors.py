@@ -124,7 +124,7 @@ def test_scoring_takes_one_id_more_than_the_context(engine):
         ({"dtype": "int3"}, "dtype = 'int3'"),
         ({"threads": 0}, "threads"),
         ({"isa": "sse9"}, "isa = 'sse9' cannot run here"),
-        ({"math": "fast"}, "math = 'fast'"),
+        ({"math": "quick"}, "math = 'quick' is unknown"),
         ({"math": "bf16"}, "needs bf16 weights"),
         ({"kv_dtype": "int8"}, "kv_dtype = 'int8' is unknown"),
     ],

@@ -15,7 +15,8 @@ from laneformer import Laneformer
 from laneformer.config import MATRICES
 from laneformer.engine import Engine
 from laneformer.engine.cpu.decoder import RandomTensors
-from laneformer.engine.cpu.packed import FOLDER, PackedWeights
+from laneformer.engine.cpu.kept import FOLDER
+from laneformer.engine.cpu.packed import PackedWeights
 from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,

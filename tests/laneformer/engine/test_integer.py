@@ -12,7 +12,7 @@ import pytest
 from laneformer import Laneformer
 from laneformer.engine import Engine
 from laneformer.engine.cpu import _core
-from laneformer.engine.cpu.decoder import RandomTensors
+from laneformer.engine.cpu.decoder import RandomTensors, chosen_math
 from laneformer.engine.cpu.packed import PackedWeights
 from tests.laneformer.engine.assets import (
     engine_of,
@@ -235,9 +235,23 @@ def test_int4_implies_integer_products_and_other_maths_are_refused():
     with pytest.raises(ValueError, match="math = 'int8' needs int8 or int4 or gguf weights, these are bf16"):
         engine_of(model, math="int8")
     with pytest.raises(
-        ValueError, match=r"math = 'int3' is unknown; choose from \('auto', 'exact', 'bf16', 'int8'\)"
+        ValueError, match=r"math = 'int3' is unknown; choose from \('auto', 'fast', 'exact', 'bf16', 'int8'\)"
     ):
         engine_of(model, math="int3")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "isa", "auto", "fast"),
+    [
+        ("int8", "avx2", "exact", "int8"), ("int4", "avx2", "int8", "int8"), ("gguf", "avx2", "int8", "int8"),
+        ("fp32", "avx512_bf16", "exact", "exact"), ("fp16", "avx512_bf16", "exact", "exact"),
+        ("bf16", "avx512_vnni", "exact", "exact"), ("bf16", "avx512_bf16", "exact", "bf16"),
+        ("bf16", "amx", "exact", "bf16"),
+    ],
+)  # fmt: skip
+def test_what_is_fast_depends_on_the_weights_and_the_cpu(monkeypatch, dtype, isa, auto, fast):
+    monkeypatch.setattr(_core, "isa_of", lambda asked: isa)
+    assert (chosen_math("auto", dtype, "auto"), chosen_math("fast", dtype, "auto")) == (auto, fast)
 
 
 def test_values_that_are_no_numbers_are_refused():

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from laneformer.engine import machine
+from laneformer.engine.cpu import _core
+from laneformer.engine.cpu.decoder import planned_threads
 from laneformer.engine.machine import Machine, this_machine
 
 CPU = "sys/devices/system/cpu"
@@ -28,7 +30,7 @@ def siblings(*cores: str) -> dict[str, str]:
 def test_a_core_with_two_threads_counts_once(tmp_path):
     found = this_machine(tree(tmp_path, siblings("0,4", "1,5", "2,6", "3,7")), set(range(8)))
     assert found == Machine(((0, 4), (1, 5), (2, 6), (3, 7)))
-    assert found.default_threads(8) == 4
+    assert planned_threads(found, 8) == 4
     assert found.processors == 8
     assert found.one_cpu_a_core_first() == [0, 1, 2, 3, 4, 5, 6, 7]
     part = this_machine(tmp_path, {1, 5, 6})  # affinity
@@ -41,10 +43,29 @@ def test_nothing_known_is_one_core_a_cpu(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cores", "lanes", "expected"), [(2, 8, 2), (6, 8, 6), (8, 8, 8), (12, 8, 8), (70, 8, 64)]
-)
-def test_threads_come_in_equal_groups(cores, lanes, expected):
-    assert Machine(tuple((cpu,) for cpu in range(cores))).default_threads(lanes) == expected
+    ("cores", "lanes", "threads", "share"),
+    [
+        (2, 8, 2, 4), (3, 8, 3, 3), (5, 8, 4, 2), (6, 8, 6, 8 / 6), (7, 8, 6, 8 / 6), (8, 8, 8, 1),
+        (12, 8, 12, 8 / 12), (70, 8, 64, 1 / 8), (3, 4, 3, 4 / 3), (6, 1, 6, 1 / 6),
+    ],
+)  # fmt: skip
+def test_threads_are_those_that_leave_the_slowest_one_least(cores, lanes, threads, share):
+    assert planned_threads(Machine(tuple((cpu,) for cpu in range(cores))), lanes) == threads
+    assert _core.largest_share(lanes, threads, threads) == pytest.approx(share)
+
+
+def test_groups_of_threads_are_in_one_process():
+    assert _core.largest_share(8, 6, 3) == pytest.approx(8 / 6)
+    assert _core.largest_share(8, 6, 2) == 2, "a group of three is not cut"
+
+
+def test_six_fast_cores_beside_eight_slow_ones(tmp_path):
+    """A desktop of 2022 on: six performance cores of two threads, eight efficiency cores, eight lanes."""
+    fast = siblings(*(f"{cpu},{cpu + 1}" for cpu in range(0, 12, 2)))
+    found = this_machine(tree(tmp_path, {**fast, "sys/devices/cpu_atom/cpus": "12-19"}), set(range(20)))
+    assert planned_threads(found, 8) == 6
+    assert found.one_cpu_a_core_first()[:6] == [0, 2, 4, 6, 8, 10]
+    assert planned_threads(found, 1) == 6, "a model whose lanes are free: cut into as many as suit six"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +83,7 @@ def test_efficiency_cores_are_left_to_others(tmp_path, files):
     found = this_machine(tree(tmp_path, {**files, **siblings("0,1", "2,3")}), set(range(8)))
     assert found.cores == ((0, 1), (2, 3))
     assert found.slow == (4, 5, 6, 7)
-    assert found.default_threads(8) == 2
+    assert planned_threads(found, 8) == 2
     assert found.processors == 8, "whoever asks for more threads gets them, and they may spin"
     only_slow = this_machine(tmp_path, {5, 6})
     assert (only_slow.cores, only_slow.slow) == (((5,), (6,)), ())
@@ -103,7 +124,7 @@ def test_efficiency_cores_are_left_to_others(tmp_path, files):
 def test_quotas_of_control_groups(tmp_path, files, quota):
     found = this_machine(tree(tmp_path, files), {0, 1, 2})
     assert found.quota_cpus == quota
-    assert found.default_threads(8) == max(1, min(3, int(quota or 3)))
+    assert planned_threads(found, 8) == max(1, min(3, int(quota or 3)))
     assert found.processors == min(3, quota or 3), "two threads on 1.5 CPUs must not spin"
 
 
@@ -124,4 +145,4 @@ def test_macos_counts_its_performance_cores(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine.sys, "platform", "darwin")
     monkeypatch.delattr(machine.os, "sched_getaffinity")
-    assert this_machine().default_threads(8) == 6
+    assert planned_threads(this_machine(), 8) == 6

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from laneformer.engine import Engine, machine
 from laneformer.engine.cpu import _core, packed
 from laneformer.engine.cpu import decoder as cpu_decoder
-from laneformer.engine.cpu.packed import ALIGNMENT, FOLDER, PackedWeights
+from laneformer.engine.cpu.kept import FOLDER
+from laneformer.engine.cpu.packed import ALIGNMENT, PackedWeights
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
@@ -51,6 +52,10 @@ def only_file(folder):
     return files[0]
 
 
+def only_parts(folder) -> int:
+    return len(packed.read_header(only_file(folder))[1]["parts"])
+
+
 def test_a_second_start_maps_what_the_first_packed(folder, loads):
     expected = engine_of(random_model(small_config(), dtype="bf16")).logits(IDS)
     for _ in range(3):
@@ -75,6 +80,18 @@ def test_a_checked_file_is_not_read_twice_until_it_is_touched(folder, loads, mon
     logits_of(folder)
     assert loads == [False, True, True, True, True]
     assert len(hashed) == 2 * parts
+
+
+def test_a_file_that_may_not_have_reached_the_disk_is_compared_after_a_reboot(folder, loads, monkeypatch):
+    logits_of(folder)
+    hashed = []
+    content_hash = _core.content_hash
+    monkeypatch.setattr(_core, "content_hash", lambda data: hashed.append(len(data)) or content_hash(data))
+    for boot in "another one", "and one more":
+        monkeypatch.setattr(packed, "boot", lambda boot=boot: boot)
+        logits_of(folder)
+        assert len(hashed) == only_parts(folder), "then it is on the disk"
+    assert loads == [False, True, True]
 
 
 def test_every_plan_has_a_file_of_its_own(folder, loads):

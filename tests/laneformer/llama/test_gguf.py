@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
@@ -245,7 +245,7 @@ def test_types_and_tensors_that_are_not_read_are_named(
     model = random_llama("llama")
     monkeypatch.setattr(gguf_module, "QUANTIZED", tuple(kind for kind in QUANTIZED if kind != "Q4_1"))
     path = write_gguf(tmp_path / "model.gguf", "llama", model, "Q4_1")
-    with pytest.raises(ValueError, match=r"is Q4_1; the engine reads \['F32', 'F16', 'BF16', 'Q8_0'"):
+    with pytest.raises(ValueError, match=r"is Q4_1; the engine reads \['F32', .* take Q4_K_M or IQ4_XS"):
         GgufFile(path)
     extra = {"blk.0.ffn_gate_inp.weight": np.zeros((8, 64), np.float32)}
     path = write_gguf(tmp_path / "model.gguf", "llama", model, "F16", extra=extra)
@@ -253,6 +253,18 @@ def test_types_and_tensors_that_are_not_read_are_named(
         ValueError, match=r"the tensor blk.0.ffn_gate_inp.weight, which no supported architecture has"
     ):
         GgufFile(path)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ3_S"])
+def test_smaller_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    def add_tensor(writer: GGUFWriter) -> None:
+        _, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        blocks = np.zeros((8, size), np.uint8)
+        writer.add_tensor("blk.9.ffn_up.weight", blocks, raw_dtype=GGMLQuantizationType[kind])
+
+    path = write_gguf(tmp_path / "model.gguf", "llama", random_llama("llama"), "F16", add_tensor)
+    with pytest.raises(ValueError, match=f"blk.9.ffn_up.weight is {kind}; the engine reads"):
+        read_checkpoint(path)
 
 
 def test_files_that_are_no_gguf(tmp_path: Path, metadata: Any, monkeypatch: pytest.MonkeyPatch) -> None:

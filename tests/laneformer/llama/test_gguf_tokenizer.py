@@ -56,6 +56,15 @@ def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
     assert tokenizer.decode([1, 2]) == "<|text|>", "a control token is no text, an added word is"
 
 
+def test_falcon3_s_pieces_are_llama_3_s(tmp_path: Path) -> None:
+    metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "llama-bpe"))
+    ids = [
+        [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}).encode(text).ids for text in TEXTS]
+        for pre in ("llama-bpe", "falcon3")
+    ]
+    assert ids[0] == ids[1]
+
+
 def test_kinds_differ(tmp_path: Path) -> None:
     """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids."""
     metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "gpt-2"))

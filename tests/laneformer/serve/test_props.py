@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
+from laneformer.cli.options import ModelOptions
 from laneformer.engine import Engine
 from laneformer.serve.app import create_app
 from laneformer.serve.options import ServerOptions
@@ -55,3 +56,10 @@ def test_the_models_own_head(model_folder: Path) -> None:
     assert said["draft_model"] is None
     assert said["draft_head"]["ids"] == 64
     assert 0 < said["draft_head"]["weight_bytes"] < said["weight_bytes"]
+
+
+def test_the_command_s_arithmetic_is_the_fast_one_and_said(model_folder: Path) -> None:
+    for options, math in ({}, "int8"), ({"math": "exact"}, "exact"):
+        flags: Any = {"dtype": "int8", "threads": 1, "cache": False, "cache_bytes": LIMIT, **options}
+        with ModelOptions(**flags).load(model_folder) as engine:
+            assert said_after_a_completion(engine)["math"] == math

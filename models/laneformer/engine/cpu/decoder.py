@@ -29,7 +29,7 @@ from ...config import (
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
 from ..decoder import Collected, Ended, Request
 from ..folder import rope_tables
-from ..machine import free_memory_bytes, this_machine
+from ..machine import Machine, free_memory_bytes, this_machine
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
 
@@ -42,6 +42,8 @@ MATHS = {  # how activations enter matrix products, and the weights that they me
     "bf16": ("bf16",),
     "int8": ("int8", "int4", AS_IN_FILE),
 }
+CHOSEN_MATHS = ("auto", "fast")  # for the weights, and for the CPU too
+MULTIPLIES_BF16 = ("avx512_bf16", "amx")  # others would round inputs and gain no speed
 
 
 class Place(NamedTuple):
@@ -85,16 +87,16 @@ class CpuDecoder(_core.Decoder):
         packed: PackedWeights | None = None,
         place: Place = ALONE,
     ):
-        if math not in ("auto", *MATHS):
-            raise ValueError(f"math = {math!r} is unknown; choose from {('auto', *MATHS)}")
+        if math not in (*CHOSEN_MATHS, *MATHS):
+            raise ValueError(f"math = {math!r} is unknown; choose from {(*CHOSEN_MATHS, *MATHS)}")
         if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
             raise ValueError(
                 f"threads = {threads!r} must be an integer from 1 to {MAX_THREADS}, or None for all cores"
             )
         self.chosen = dtype != "auto"
         self.dtype = dtype if self.chosen else tensors[FIRST_MATRIX].dtype
-        rounds = self.dtype in ("int4", AS_IN_FILE)
-        self.math = ("int8" if rounds else "exact") if math == "auto" else math
+        isa = isa or os.environ.get("LANEFORMER_ISA") or "auto"
+        self.math = chosen_math(math, self.dtype, isa) if math in CHOSEN_MATHS else math
         if self.dtype not in MATHS[self.math]:
             fitting = " or ".join(repr(name) for name, dtypes in MATHS.items() if self.dtype in dtypes)
             needed = " or ".join(MATHS[math])
@@ -116,8 +118,8 @@ class CpuDecoder(_core.Decoder):
         super().__init__(
             {**core_spec(config, tensors), "kv_dtype": self.kv_dtype, "held": held},
             "int8" if held else self.dtype, embedding,
-            threads or machine.default_threads(config.num_lanes), isa or os.environ.get("LANEFORMER_ISA") or "auto",
-            self.math, machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
+            threads or planned_threads(machine, config.num_lanes), isa, self.math,
+            machine.one_cpu_a_core_first() if pinned else [], machine.processors, *place,
         )  # fmt: skip
         self.alone = place.processes == 1
         self._load(config, tensors, packed)
@@ -203,6 +205,23 @@ class CpuDecoder(_core.Decoder):
                 f"{name} is {dtype} and becomes {self.dtype}, the layers' dtype; or choose 'fp32'",
                 stacklevel=2,
             )
+
+
+def planned_threads(machine: Machine, lanes: int) -> int:
+    """As many threads as leave the slowest one least to do (csrc/tapes.cpp, share_lanes): cores that are
+    left over, or slow, would make no pass faster.
+    """
+    return min(range(1, machine.threads + 1), key=lambda n: (_core.largest_share(lanes, n, n), n))
+
+
+def chosen_math(math: str, dtype: str, isa: str) -> str:
+    """What "auto" or "fast" means for weights of this dtype: "auto" is exact where such weights permit it, "fast" what
+    this CPU reads prompts with fastest.
+    """
+    if "exact" not in (fitting := [name for name, dtypes in MATHS.items() if dtype in dtypes]):
+        return fitting[0]
+    rounds = dtype == "int8" or (dtype == "bf16" and _core.isa_of(isa) in MULTIPLIES_BF16)
+    return fitting[-1] if math == "fast" and rounds else "exact"
 
 
 def held_types(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> list[list[str]]:

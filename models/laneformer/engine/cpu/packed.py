@@ -4,8 +4,9 @@ A file holds one thread plan's tapes and the embedding, each at a multiple of 2 
 it with huge pages; where the file system has none, they are copied. Its name is a hash of the layout, dtype
 and thread plan; its header holds hashes of the safetensors that it was made from and of every part. A file is
 read through and compared with them once, and again whenever its inode says that it was touched since
-(`.checked` beside it); so a start need not read the weights twice. Anything that does not fit is packed
-again. A folder keeps the plans that were used last; the rest, and files of other layouts, are removed.
+(`.checked` beside it); so a start need not read the weights twice. Nobody waits until a new file is on the
+disk: a crash before that is a reboot, after which it is compared. Anything that does not fit is packed again.
+What is kept, and for how long: kept.py.
 """
 
 from __future__ import annotations
@@ -17,21 +18,18 @@ import logging
 import mmap
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..machine import file_system, this_machine
+from ..machine import boot, file_system, this_machine
 from . import _core
+from .kept import BUDGET, FOLDER, hold, own_directory, packed_bytes, register, remove_others
 
-LAYOUT_VERSION = 2  # of tiles, tapes and this file; raise it when any of them changes
-FOLDER = ".packed"
+LAYOUT_VERSION = 3  # of tiles, tapes and this file; raise it when any of them changes
 SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
 ALIGNMENT = 2 << 20
-MAX_PLANS = 4  # that a folder keeps
-ABANDONED_S = 3600  # age of an unfinished file whose writer must have died
 log = logging.getLogger(__name__)
 
 
@@ -57,19 +55,16 @@ class PackedWeights:
         for directory in self.directories():
             try:
                 directory.mkdir(parents=True, exist_ok=True)
+                register(self.folder)
                 self._save(decoder, plan, directory / file_name(plan))
-                prune(directory)
+                remove_others(directory / file_name(plan), LAYOUT_VERSION)
                 return
             except OSError as error:
                 log.info("packed weights cannot be kept in %s: %s", directory, error)
 
     def directories(self) -> list[Path]:
         """Where files are looked for and written, the first choice first."""
-        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return [
-            self.folder / FOLDER,
-            user / "laneformer" / hashlib.sha256(str(self.folder).encode()).hexdigest()[:16],
-        ]
+        return [self.folder / FOLDER, own_directory(self.folder)]
 
     def _load(self, decoder: _core.Decoder, plan: dict[str, Any], path: Path) -> bool:
         try:
@@ -97,6 +92,7 @@ class PackedWeights:
         before = stamps([path])
         intact = [_core.content_hash(part) for part in parts] == [digest for _, _, digest in header["parts"]]
         if intact:
+            sync(path)
             remember_checked(path, before)
         return intact
 
@@ -124,6 +120,8 @@ class PackedWeights:
             end += -(-len(part) // ALIGNMENT) * ALIGNMENT
         if shutil.disk_usage(path.parent).free < 2 * end:
             raise OSError(f"{end / 1e9:.1f} GB would fill more than half of the free space")
+        if end > (most := packed_bytes()):
+            raise OSError(f"{end / 1e9:.1f} GB are more than {BUDGET} = {most}")
         text = json.dumps(header).encode()
         assert len(text) + 8 <= ALIGNMENT, "the header outgrew its place"
         unfinished = path.with_suffix(f".{os.getpid()}.part")
@@ -134,10 +132,10 @@ class PackedWeights:
                     file.seek(at)
                     file.write(part.data)
                 file.truncate(end)
-                file.flush()
-                os.fsync(file.fileno())
+            if not boot():
+                sync(unfinished)
             os.replace(unfinished, path)
-            remember_checked(path, stamps([path]))
+            remember_checked(path, stamps([path]), boot())
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -153,18 +151,26 @@ def stamps(files: list[Path]) -> list[list[int]]:
 
 
 def is_checked(path: Path) -> bool:
-    """Whether the file has not been touched since its hashes were last compared."""
+    """Whether the file has not been touched since its hashes were last compared, nor lost what was not on the disk."""
     try:
-        return bool(json.loads(path.with_suffix(".checked").read_text()) == stamps([path]))
-    except (OSError, ValueError):
+        seen, until = json.loads(path.with_suffix(".checked").read_text())
+        return bool(seen == stamps([path]) and until in ("", boot()))
+    except (OSError, ValueError, TypeError):
         return False
 
 
-def remember_checked(path: Path, seen: list[list[int]]) -> None:
+def remember_checked(path: Path, seen: list[list[int]], until: str = "") -> None:
+    """until: the boot after which it is to be compared again; empty: it is on the disk."""
     try:
-        path.with_suffix(".checked").write_text(json.dumps(seen))
+        path.with_suffix(".checked").write_text(json.dumps([seen, until]))
     except OSError as error:  # a read-only folder: the next start compares again
         log.info("%s cannot be marked as checked: %s", path, error)
+
+
+def sync(path: Path) -> None:
+    """Wait until the file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def mark_used(path: Path) -> None:
@@ -172,35 +178,11 @@ def mark_used(path: Path) -> None:
         os.utime(path.with_suffix(".checked"))
 
 
-def prune(directory: Path) -> None:
-    """Remove files of other layouts, the plans used longest ago, and what a writer that died has left."""
-    used = {
-        path: (mark if (mark := path.with_suffix(".checked")).exists() else path)
-        for path in directory.glob("*.bin")
-    }
-    latest = sorted(used, key=lambda path: used[path].stat().st_mtime_ns, reverse=True)
-    kept = [path for path in latest if layout_of(path) == LAYOUT_VERSION][:MAX_PLANS]
-    old = [path for path in directory.glob("*.part") if time.time() - path.stat().st_mtime > ABANDONED_S]
-    for path in [*(set(latest) - set(kept)), *old]:
-        log.info("%s is removed", path)
-        path.unlink(missing_ok=True)
-        path.with_suffix(".checked").unlink(missing_ok=True)
-
-
-def layout_of(path: Path) -> Any:
-    try:
-        with open(path, "rb") as file:
-            return json.loads(file.read(min(int.from_bytes(file.read(8), "little"), ALIGNMENT)))["plan"][
-                "layout"
-            ]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
 def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
     """The file as mapped bytes, and its header; ValueError where it is no such file."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
     with open(path, "rb") as file:
+        hold(file)  # the mapping has it too
         data = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8)
     size = int.from_bytes(data[:8].tobytes(), "little")
     return data, json.loads(data[8 : 8 + min(size, ALIGNMENT)].tobytes())

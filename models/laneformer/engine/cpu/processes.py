@@ -26,7 +26,7 @@ from ...config import LaneformerConfig
 from ...tensors import Tensor
 from ..decoder import Collected, EngineLost, Request
 from ..machine import this_machine
-from .decoder import MAX_THREADS, CpuDecoder, Place
+from .decoder import MAX_THREADS, CpuDecoder, Place, planned_threads
 from .worker import BEAT, BEAT_S, LOADED
 
 Source = Callable[[], Mapping[str, Tensor]]  # the tensors, made once more in a worker; it can be pickled
@@ -95,6 +95,11 @@ class ProcessesDecoder(CpuDecoder):
         if not self.running:  # else it raises
             self._workers.send("probe")
         return super().probe()
+
+    def probe_products(self) -> float:
+        if not self.running:
+            self._workers.send("probe_products")
+        return super().probe_products()
 
     def set_latency(self, link_s: float, jitter: float = 0.0, seed: int = 0) -> None:
         super().set_latency(link_s, jitter, seed)
@@ -245,7 +250,7 @@ def threads_of_each(lanes: int, processes: int, threads: int | None) -> int:
     if type(processes) is not int or not 1 <= processes <= lanes:
         raise ValueError(f"processes = {processes!r} must be an integer from 1 to {lanes}, the model's lanes")
     if threads is None:
-        most = max(1, this_machine().default_threads(lanes) // processes)
+        most = max(1, planned_threads(this_machine(), lanes) // processes)
         return next(n for n in range(most, 0, -1) if whole_lanes(lanes, processes, n))
     if type(threads) is not int or not 1 <= threads <= MAX_THREADS // processes:
         raise ValueError(
@@ -261,7 +266,7 @@ def threads_of_each(lanes: int, processes: int, threads: int | None) -> int:
 
 
 def whole_lanes(lanes: int, processes: int, threads: int) -> bool:
-    """Whether every process has all threads of its lanes (csrc/model.cpp, share_lanes)."""
+    """Whether every process has all threads of its lanes (csrc/tapes.cpp, share_lanes)."""
     total = processes * threads
     starts = {-(-lane * total // lanes) for lane in range(lanes)}
     return total <= lanes or all(rank * threads in starts for rank in range(processes))

@@ -338,6 +338,7 @@ NB_MODULE(_core, m) {
       .def("tune", [](Decoder& d, int64_t bytes) { return d.executor.tune(bytes); }, "bytes"_a, unlocked)
       .def("work", [](Decoder& d) { d.executor.work(); }, unlocked)
       .def("probe", [](Decoder& d) { return d.executor.probe(); }, unlocked)
+      .def("probe_products", [](Decoder& d) { return d.executor.probe_products(); }, unlocked)
       .def("set_latency", &set_latency, "link_s"_a, "jitter"_a = 0.0, "seed"_a = 0)
       .def("draft_with", [](Decoder& d, Decoder& small) { d.executor.draft_with(small.executor); }, "small"_a,
            nb::keep_alive<1, 2>())
@@ -362,6 +363,8 @@ NB_MODULE(_core, m) {
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
   m.def("time_exchange", &time_exchange, "file"_a, "rank"_a, "floats"_a, "rounds"_a, "to_and_fro"_a,
         nb::call_guard<nb::gil_scoped_release>());
+  m.def("largest_share", &largest_share, "lanes"_a, "threads"_a, "together"_a);
+  m.def("isa_of", [](const std::string& isa) { return choose_kernels(isa.c_str())->isa; }, "isa"_a);
   m.attr("BLOCKS") = held_types();
   m.def("content_hash", &hash_of, "data"_a);
   m.def("random_values", &random_values, "out"_a, "dtype"_a, "key"_a, "deviation"_a);

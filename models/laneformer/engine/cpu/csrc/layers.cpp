@@ -32,7 +32,7 @@ void Layers::reserve(int t) {
   w.total = floats(hidden), w.added = floats(hidden);
   if (plan.leader != t) return;  // what a lane's group shares lies with its leader
   w.attended = floats(kMaxColumns * mixed);
-  w.gated = floats(kMaxColumns * gated);
+  w.gated = floats(own * kMaxColumns * gated);
 }
 
 void Layers::run(int t, const Pass& pass) {
@@ -147,13 +147,14 @@ void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
   const LaneLayer& matrices = plan.layers[layer][own];
   const int hidden = spec_.padded_hidden(), wide = spec_.gate_up_rows();
   const int ff_stride = static_cast<int>(round_up(spec_.ff_rows(), 32)), first = matrices.gate_up.first_row;
+  float* gated = group.gated.floats() + size_t(own) * kMaxColumns * ff_stride;
   norm_streams(t, own, 2 * layer + 1, pass);
   multiply(t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
   for (int c = 0; c < pass.columns; ++c)
     shared_.kernels.silu_gate(w.y.floats() + size_t(c) * wide + first, matrices.gate_up.tiles(),
-                              group.gated.floats() + size_t(c) * ff_stride + first / 2);
+                              gated + size_t(c) * ff_stride + first / 2);
   exchange_.meet_group(t, plan);
-  multiply(t, matrices.w2, group.gated.floats(), ff_stride, partial, hidden, pass.columns);
+  multiply(t, matrices.w2, gated, ff_stride, partial, hidden, pass.columns);
 }
 
 // --- joins ------------------------------------------------------------------------------------------------------
@@ -238,6 +239,28 @@ void Layers::read_tape(int t, size_t most) {
         multiply(t, matrix, w.x.floats(), 0, w.y.floats() - matrix.first_row, 0, 1);
       }
     }
+}
+
+double Layers::multiply_cached(int t) {
+  constexpr size_t kCached = size_t{128} << 10;  // of weights: half of a small second-level cache
+  Scratch& w = scratch_[t];
+  double products = 0.0;
+  for (const LaneLayer& lane : shared_.model.plan(t).layers[spec_.layers / 2]) {
+    std::vector<Matrix> matrices = lane.qkv;
+    matrices.insert(matrices.end(), {lane.wo, lane.gate_up, lane.w2});
+    for (const Matrix& matrix : matrices) {
+      const int most = static_cast<int>(std::max(size_t{1}, kCached / tile_bytes(matrix.k_pairs(), matrix.dtype)));
+      const int stride = static_cast<int>(round_up(matrix.inputs, 32));
+      const Inputs x = shared_.products.prepare(matrix, w.x.floats(), stride, kMaxColumns, w.prepared);
+      for (int tile = 0; tile < matrix.tiles(); tile += most) {
+        Matrix few = matrix.tiles_from(0, std::min(most, matrix.tiles() - tile));
+        few.first_row = 0;
+        shared_.products.multiply(t, few, x, w.y.floats(), few.tiles() * kTileRows, kMaxColumns);
+        products += double(few.rows) * few.inputs * kMaxColumns;
+      }
+    }
+  }
+  return products;
 }
 
 void Layers::set_ladder() {

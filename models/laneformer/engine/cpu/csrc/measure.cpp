@@ -65,6 +65,26 @@ double CpuExecutor::probe(int t, Pages& buffer) {
   return best;
 }
 
+// The best of a few turns of one layer.
+double CpuExecutor::probe_products() {
+  constexpr int kTurns = 6;
+  std::vector<double> products(shared_.model.threads());
+  double best = 0.0;
+  on_all_threads([&](int t) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      meet(t);
+      const double began = now_s();
+      products[t] = layers_.multiply_cached(t);
+      meet(t);
+      if (t != team_.first()) continue;
+      double all = 0.0;
+      for (const double of_thread : products) all += of_thread;
+      best = std::max(best, all / (now_s() - began));
+    }
+  });
+  return best;
+}
+
 void CpuExecutor::set_latency(const Latency& latency) {
   const auto in_range = [](double value, double most) { return value >= 0.0 && value <= most; };
   if (!in_range(latency.link_s, 1.0) || !in_range(latency.jitter, 2.0))

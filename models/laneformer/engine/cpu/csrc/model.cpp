@@ -1,4 +1,4 @@
-// Packing: the layout of the tapes, conversions between weight types, quantisation, random weights for benchmarks.
+// Packing: rows to tiles, conversions between weight types, quantisation, random weights for benchmarks.
 #include "model.h"
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <bit>
 #include <cfloat>
 #include <cmath>
+#include <cstring>
 #include <utility>
 
 namespace laneformer {
@@ -115,15 +116,35 @@ int first_in_tile(int row, DType dtype) {
 
 int odd_after_even(DType dtype) { return dtype == DType::bf16 || dtype == DType::int8 ? 1 : 16; }
 
-// One row of blocks into its tile, group by group.
-bool pack_blocks(const PackJob& job, const char* in, int row, DType to, char* tile) {
-  bool finite = true;
-  for (int k = 0; k < job.inputs; k += kGroupInputs, tile += group_bytes(to)) {
-    BlockGroup group;
-    read_group(*job.blocks, in, (job.first_input + k) / kGroupInputs, group);
-    finite &= is_finite(group, to);
-    place_group(group, to, row, tile);
+// Some inputs of a row to their places, an even one at a time with the odd one that follows; false where one is not finite.
+template <int kCount, int kOdd, class Value>
+bool copy_inputs(const char* from, Value exponent, Value* even) {
+  Value in[kCount], unusual = 0;
+  std::memcpy(in, from, sizeof in);
+  for (int i = 0; i < kCount; ++i) unusual |= (in[i] & exponent) == exponent;
+  for (int i = 0; i < kCount; i += 2) {
+    even[i / 2 * 64] = in[i];
+    if (i + 1 < kCount) even[i / 2 * 64 + kOdd] = in[i + 1];
   }
+  return !unusual;
+}
+
+// Rows of the tile's own type, a few inputs of all of them at a time: lines of the tile stay in the first cache.
+template <class Value, int kOdd>
+bool copy_rows(const PackJob& job, int first, int count, int row, DType to, Value exponent, char* tile) {
+  constexpr int kInputs = 32;
+  bool finite = true;
+  for (int k = 0; k < job.inputs; k += kInputs)
+    for (int r = 0; r < count; ++r) {
+      const char* in = static_cast<const char*>(job.source) + (size_t(first + r) * job.inputs + k) * sizeof(Value);
+      Value* even = reinterpret_cast<Value*>(tile) + k / 2 * 64 + first_in_tile(row + r, to);
+      if (k + kInputs <= job.inputs) {
+        finite &= copy_inputs<kInputs, kOdd>(in, exponent, even);
+        continue;
+      }
+      for (int i = k; i < job.inputs; i += 2, in += 2 * sizeof(Value), even += 64)
+        finite &= i + 1 < job.inputs ? copy_inputs<2, kOdd>(in, exponent, even) : copy_inputs<1, kOdd>(in, exponent, even);
+    }
   return finite;
 }
 
@@ -166,34 +187,29 @@ bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* 
   return finite;
 }
 
-// By the spec where it says so; int4's first and last layer and its head are int8 (docs/decisions/small-weights.md).
-DType matrix_dtype(const ModelSpec& spec, DType dtype, int layer, Part part) {
-  if (!spec.held.empty()) return spec.held[layer][part];
-  const bool outer = layer == 0 || layer >= spec.layers - 1;
-  return dtype == DType::int4 && outer ? DType::int8 : dtype;
-}
-
-// Whole lanes while there are enough of them, as evenly as their number allows; else each lane gets a group of threads.
-void share_lanes(int lanes, int threads, int t, ThreadPlan& plan) {
-  plan.first_lane = lanes * t / threads;
-  plan.leader = t;
-  if (threads <= lanes) {
-    plan.last_lane = lanes * (t + 1) / threads;
-    return;
+// Rows of the job from `first` on to those from `row` on of a tile.
+bool pack_run(const PackJob& job, int first, int count, int row, const Matrix& matrix, char* tile) {
+  const DType to = matrix.dtype;
+  if (job.blocks && job.blocks->held == to) {
+    const int groups = (job.inputs + kGroupInputs - 1) / kGroupInputs;
+    return pack_blocks(*job.blocks, {job.row(first), job.row_bytes, count}, job.first_input / kGroupInputs, groups, row,
+                       tile);
   }
-  const auto first_of = [&](int lane) { return (lane * threads + lanes - 1) / lanes; };
-  plan.last_lane = plan.first_lane + 1;
-  plan.leader = first_of(plan.first_lane);
-  plan.members = first_of(plan.last_lane) - plan.leader;
+  if (!job.blocks && job.from == to) {
+    if (to == DType::fp32) return copy_rows<uint32_t, 16>(job, first, count, row, to, 0x7f800000, tile);
+    if (to == DType::fp16) return copy_rows<uint16_t, 16>(job, first, count, row, to, 0x7c00, tile);
+    return copy_rows<uint16_t, 1>(job, first, count, row, to, 0x7f80, tile);
+  }
+  std::vector<float> in(job.inputs);
+  bool finite = true;
+  for (int r = 0; r < count; ++r) {
+    read_row(job, first + r, in);
+    finite &= pack_row(in, row + r, matrix.k_pairs(), to, tile);
+  }
+  return finite;
 }
 
 }  // namespace
-
-int ModelSpec::first_draft(int lane) const {
-  if (head != Head::vocab_parallel) return lane ? static_cast<int>(draft_ids.size()) : 0;
-  const auto found = std::lower_bound(draft_ids.begin(), draft_ids.end(), lane * head_rows());
-  return static_cast<int>(found - draft_ids.begin());
-}
 
 float quantise_row(const std::vector<float>& row, int8_t* out) {
   const float scale = row_scale(row);
@@ -202,20 +218,15 @@ float quantise_row(const std::vector<float>& row, int8_t* out) {
 }
 
 bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape) {
-  const int half = job.interleave_half;
-  std::vector<float> in(job.inputs);
+  const int half = job.interleave_half, together = half < 0 ? kTileRows : 16;
   bool finite = true;
-  for (int r = 0; r < job.rows; ++r) {
+  for (int r = 0, count; r < job.rows; r += count) {  // rows that follow each other in a tile
     const int whole = half < 0 ? job.first_row + r : r / 16 * kTileRows + 16 * half + r % 16;
     const int row = whole - matrix.first_row;
+    count = std::min(together - (row % together + together) % together, job.rows - r);
     if (row < 0 || row >= matrix.rows) continue;
     char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(matrix.k_pairs(), matrix.dtype);
-    if (job.blocks && job.blocks->held == matrix.dtype) {
-      finite &= pack_blocks(job, job.row(r), row % kTileRows, matrix.dtype, tile);
-      continue;
-    }
-    read_row(job, r, in);
-    finite &= pack_row(in, row % kTileRows, matrix.k_pairs(), matrix.dtype, tile);
+    finite &= pack_run(job, r, std::min(count, matrix.rows - row), row % kTileRows, matrix, tile);
   }
   return finite;
 }
@@ -245,6 +256,11 @@ void unpack_row(const Matrix& matrix, int row, const char* tape, float* out) {
 
 bool convert(const void* source, DType from, size_t count, void* out, DType to) {
   bool finite = true;
+  if (from == to && to != DType::fp32) {
+    std::memcpy(out, source, count * sizeof(uint16_t));
+    for (size_t i = 0; i < count; ++i) finite &= is_finite(static_cast<const uint16_t*>(out)[i], to);
+    return finite;
+  }
   for (size_t i = 0; i < count; ++i) {
     const float value = widened(source, from, i);
     if (to == DType::fp32)
@@ -268,90 +284,6 @@ void fill_random(void* out, DType dtype, size_t count, uint64_t key, float devia
         static_cast<uint16_t*>(out)[i + j] = narrowed(value, dtype);
     }
   }
-}
-
-namespace {
-
-// Lays out one thread's tape, matrix after matrix in reading order.
-class TapePlanner {
- public:
-  TapePlanner(const ModelSpec& spec, DType dtype, int thread, int threads)
-      : spec_(spec), dtype_(dtype), thread_(thread), threads_(threads) {
-    share_lanes(spec.lanes, threads, thread, plan_);
-  }
-
-  ThreadPlan plan() {
-    plan_.layers.assign(spec_.all_layers(), std::vector<LaneLayer>(plan_.last_lane - plan_.first_lane));
-    for (; layer_ < spec_.layers; ++layer_) add_layer();
-    add_head(plan_.head, [&](int) { return spec_.head_rows(); });
-    plan_.model_bytes = plan_.tape_bytes;
-    if (spec_.draft_layers) add_layer();
-    plan_.draft_head = plan_.head;
-    if (!spec_.draft_ids.empty()) add_head(plan_.draft_head, [&](int lane) { return spec_.draft_rows(lane); });
-    return std::move(plan_);
-  }
-
- private:
-  DType type(Part part) const { return matrix_dtype(spec_, dtype_, layer_, part); }
-
-  // One of `parts` parts of a matrix, whose rows begin at `base`.
-  void add(Matrix& matrix, Part kind, int rows, int inputs, int part, int parts, int base) {
-    const int tiles = (rows + kTileRows - 1) / kTileRows;
-    const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
-    matrix = {std::min(end, rows) - std::min(first, rows), inputs, type(kind), plan_.tape_bytes, base + first};
-    plan_.tape_bytes += matrix.bytes();
-  }
-
-  void add_own(Matrix& matrix, Part kind, int rows, int inputs, int base = 0) {
-    add(matrix, kind, rows, inputs, thread_ - plan_.leader, plan_.members, base);
-  }
-
-  void add_layer() {
-    for (LaneLayer& lane : plan_.layers[layer_]) {
-      add_qkv(lane.qkv);
-      add_own(lane.wo, kWo, spec_.hidden, spec_.q_rows());
-    }
-    for (LaneLayer& lane : plan_.layers[layer_]) {
-      add_own(lane.gate_up, kW1, spec_.gate_up_rows(), spec_.hidden);
-      add_own(lane.w2, kW2, spec_.hidden, spec_.ff_rows());
-    }
-  }
-
-  void add_qkv(std::vector<Matrix>& qkv) {
-    constexpr Part kinds[] = {kWq, kWk, kWv};
-    const int sizes[] = {spec_.q_rows(), spec_.kv_rows(), spec_.kv_rows()};
-    for (int first = 0, end, base = 0; first < 3; first = end) {
-      int rows = 0;
-      for (end = first; end < 3 && type(kinds[end]) == type(kinds[first]); ++end) rows += sizes[end];
-      add_own(qkv.emplace_back(), kinds[first], rows, spec_.hidden, base);
-      base += rows;
-    }
-  }
-
-  template <class Rows>
-  void add_head(std::vector<Matrix>& heads, const Rows& rows_of_lane) {
-    const bool whole = spec_.head == Head::replicate;
-    heads.resize(whole ? 1 : plan_.last_lane - plan_.first_lane);
-    for (int lane = plan_.first_lane; Matrix& head : heads)
-      if (whole)
-        add(head, kHead, rows_of_lane(0), spec_.hidden, thread_, threads_, 0);
-      else
-        add_own(head, kHead, rows_of_lane(lane++), spec_.head_inputs());
-  }
-
-  const ModelSpec& spec_;
-  const DType dtype_;
-  const int thread_, threads_;
-  int layer_ = 0;
-  ThreadPlan plan_;
-};
-
-}  // namespace
-
-std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype) {
-  std::vector<ThreadPlan> plans;
-  for (int t = 0; t < threads; ++t) plans.push_back(TapePlanner(spec, dtype, t, threads).plan());
-  return plans;
 }
 
 }  // namespace laneformer

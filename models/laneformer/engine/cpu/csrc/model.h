@@ -85,8 +85,9 @@ struct LaneLayer {
 
 // The lanes [first, last) of one thread, its share of a replicated head, and its tape in reading order: layer
 // by layer, attention of every own lane (qkv, wo), then the MLP of every own lane (w1 with w3, w2); the head;
-// then what drafts: the block, and the head's rows of the ids that it scores. More threads than lanes share a
-// lane: `members` consecutive threads from `leader` own some tiles of each matrix.
+// then what drafts: the block, and the head's rows of the ids that it scores. Where lanes cannot be shared out
+// evenly, or threads outnumber them, `members` consecutive threads from `leader` own some tiles of each matrix of
+// the same lanes.
 struct ThreadPlan {
   int first_lane = 0, last_lane = 0;
   int leader = 0, members = 1;
@@ -96,7 +97,9 @@ struct ThreadPlan {
   size_t tape_bytes = 0, model_bytes = 0;      // the latter without what drafts
 };
 
-std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, DType dtype);
+// `together`: threads of one process, which have all of a lane.
+std::vector<ThreadPlan> plan_tapes(const ModelSpec& spec, int threads, int together, DType dtype);
+double largest_share(int lanes, int threads, int together);  // of a thread, in lanes
 
 // A source tensor's rows (row-major, `inputs` wide) -> packed rows of one matrix. Row r goes to first_row +
 // r; with `interleave_half` 0 or 1 to that half of each tile (w1 and w3 share tiles: 16 gates, 16 ups). Rows

@@ -12,7 +12,7 @@ Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int thre
     : spec_(spec),
       dtype_(dtype),
       embedding_dtype_(embedding_dtype),
-      plans_(plan_tapes(spec, threads, dtype)),
+      plans_(plan_tapes(spec, threads, team.size(), dtype)),
       team_(team) {
   const ThreadPlan &first = plans_[team.first()], &last = plans_[team.first() + team.size() - 1];
   if (first.leader != team.first() || last.leader + last.members > team.first() + team.size())

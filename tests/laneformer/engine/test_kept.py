@@ -1,0 +1,86 @@
+"""Which packed weights stay: within one budget over all models, those used last, and never without their model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from laneformer.engine import Engine
+from laneformer.engine.cpu import kept
+from laneformer.engine.cpu.kept import BUDGET, FOLDER, SOURCE
+from tests.laneformer.engine.assets import random_model, small_config, write_folder
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Three folders, of which the last takes no files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.delenv(BUDGET, raising=False)
+    folders = [write_folder(tmp_path / name, random_model(small_config())) for name in "abc"]
+    (folders[2] / FOLDER).write_text("a file where the directory would be")
+    return folders
+
+
+def start(folder: Path, age_s: float = 0.0) -> Path:
+    """The file that a start leaves, used so long ago."""
+    with Engine.from_pretrained(folder, threads=1):
+        pass
+    path = next(one.path for one in kept.kept() if one.source == folder)
+    used_s = path.with_suffix(".checked").stat().st_mtime - age_s
+    os.utime(path.with_suffix(".checked"), (used_s, used_s))
+    return path
+
+
+def test_the_files_used_longest_ago_leave_first(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = start(models[0], 100.0), start(models[1], 200.0)
+    size = first.stat().st_size
+    assert [one.path for one in kept.kept()] == [second, first]
+    monkeypatch.setenv(BUDGET, str(2 * size + 1))
+    third = start(models[2])
+    assert [one.path for one in kept.kept()] == [first, third]
+    assert not second.with_suffix(".checked").exists()
+    assert sum(one.bytes for one in kept.kept()) == 2 * size
+
+
+def test_a_file_that_an_engine_has_mapped_stays(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = start(models[0], 200.0), start(models[1], 100.0)
+    monkeypatch.setenv(BUDGET, str(2 * first.stat().st_size + 1))
+    with Engine.from_pretrained(models[0], threads=1) as engine:
+        os.utime(first.with_suffix(".checked"), (0, 0))  # whatever it says of its use
+        expected = engine.logits([1, 2, 3])
+        third = start(models[2])
+        assert {one.path for one in kept.kept()} == {first, third}
+        assert (engine.logits([1, 2, 3]) == expected).all()
+    assert not second.exists()
+    del engine
+    assert kept.remove(first), "the lock ended with the mapping"
+
+
+def test_what_has_lost_its_model_is_removed(models: list[Path]) -> None:
+    path = start(models[2])
+    assert (path.parent / SOURCE).read_text() == str(models[2])
+    shutil.rmtree(models[2])
+    foreign = path.parent.parent / "0123456789abcdef" / "0.bin"  # of a version that did not say whose it is
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"12345678901")
+    start(models[0])
+    assert not path.parent.exists()
+    assert not foreign.exists()
+
+
+def test_a_file_larger_than_the_budget_is_not_kept(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BUDGET, "1000")
+    with Engine.from_pretrained(models[0], threads=1) as engine:
+        engine.logits([1])
+    assert kept.kept() == []
+    assert not list((models[0] / FOLDER).iterdir())
+    monkeypatch.setenv(BUDGET, "32 GB")
+    with pytest.raises(
+        ValueError, match="LANEFORMER_PACKED_BYTES = '32 GB' must be a number of bytes, such as"
+    ):
+        Engine.from_pretrained(models[1], threads=1)
