@@ -1,38 +1,44 @@
-"""Two evaluations of the same items, with paired errors: what changed from one checkpoint to the next.
+"""Two evaluations of the same items, with paired errors: what changed between checkpoints, runs or phases.
 
-    python -m evals.compare runs/x/items/core-1000-0123456789ab.jsonl.gz
-    runs/x/items/core-2000-ba9876543210.jsonl.gz
+    python -m evals.compare runs/x@1000 runs/x@2000
+    python -m evals.compare runs/a runs/b --kind lm_eval
+    python -m evals.compare runs/x@phase1 runs/x@phase2
+    python -m evals.compare runs/x/items/core-1000-0123456789ab.jsonl.gz runs/y/items/core-9-ba9876543210.jsonl.gz
 
-The files are those that records of `core` and `lm_eval` name in their field `items`. The error of a
-difference of the same items is smaller than that of two scores, since what is hard for both models cancels.
+The error of a difference of the same items is smaller than that of two scores, since what is hard for both
+models cancels. Of CORE it covers the items; not the choice of examples, nor that two tasks share HellaSwag's rows.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from evals.core.evaluate import VERSIONS, aggregate, baseline
+from evals.core.tasks import CATEGORIES, TASKS
 from evals.intervals import paired
 from evals.items import read_items
 from evals.tables import show_table
-from records.files import JsonObject
+from records.files import JsonObject, read_lines
 
+# two files that differ in one of these asked other things, or in another way
 SHARED = (
-    "kind",
-    "protocol",
-    "data_sha256",
-    "limit",
-)  # two files that differ in one of these asked other things
+    "kind", "protocol", "limit", "num_fewshot", "chat_template", "haystack", "data_sha256",
+)  # fmt: skip
+Pair = tuple[JsonObject, JsonObject]
 
 
 def compare(a: Path, b: Path) -> JsonObject:
     """By task: accuracies of both, b - a and its standard error, items that only one got right,
-    gold bits per byte.
+    gold bits per byte. Of core also the differences of CORE (null unless all tasks are there), of its categories
+    and of the mean gold bits per byte.
 
     Raises ValueError if the files are not about the same items.
     """
@@ -47,25 +53,28 @@ def compare(a: Path, b: Path) -> JsonObject:
         raise ValueError(
             f"{a} holds {len(lines_a)} items and {b} {len(lines_b)}, which are not the same ones"
         )
-    tasks: JsonObject = {}
-    for task in dict.fromkeys(task for task, _ in lines_a):
-        pairs = [
-            (line, lines_b[key])
-            for key, line in lines_a.items()
-            if key[0] == task and line["right"] is not None
-        ]
-        if pairs:
-            tasks[task] = differences(pairs)
-    return {"a": str(a), "b": str(b), "tasks": tasks}
+    pairs: dict[str, list[Pair]] = {}
+    for key, line in lines_a.items():
+        if line["right"] is not None:
+            pairs.setdefault(key[0], []).append((line, lines_b[key]))
+    tasks = {task: differences(of_task) for task, of_task in pairs.items()}
+    found = {"a": str(a), "b": str(b), "kind": head_a.get("kind"), "tasks": tasks}
+    return found | (core_differences(tasks) if head_a.get("kind") == "core" else {})
 
 
-def differences(pairs: list[tuple[JsonObject, JsonObject]]) -> JsonObject:
-    """The figures of one task."""
+def differences(pairs: list[Pair]) -> JsonObject:
+    """The figures of one task; groups of its items have equal weight, as in its accuracy."""
+    groups: dict[str, list[list[float]]] = {}
+    for pair in pairs:
+        groups.setdefault(pair[0].get("group", ""), []).append([float(line["right"]) for line in pair])
+    sides = [tuple(zip(*group, strict=True)) for group in groups.values()]
+    changes = [paired(before, after, added=1) for before, after in sides]
+    means = [math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)]
     a, b = ([float(pair[side]["right"]) for pair in pairs] for side in (0, 1))
-    difference, error = paired(a, b, added=1)
     found = {
-        "n": len(pairs), "a": math.fsum(a) / len(a), "b": math.fsum(b) / len(b),
-        "difference": difference, "standard_error": error,
+        "n": len(pairs), "a": means[0] / len(sides), "b": means[1] / len(sides),
+        "difference": math.fsum(change for change, _ in changes) / len(sides),
+        "standard_error": error_of_mean(error for _, error in changes),
         "only_a": sum(map(operator.gt, a, b)), "only_b": sum(map(operator.lt, a, b)),
     }  # fmt: skip
     if size := sum(line.get("bytes", 0) for line, _ in pairs):
@@ -74,30 +83,113 @@ def differences(pairs: list[tuple[JsonObject, JsonObject]]) -> JsonObject:
     return found
 
 
+def error_of_mean(errors: Iterable[float]) -> float:
+    """The standard error of the mean of independent values with these."""
+    listed = list(errors)
+    return math.hypot(*listed) / len(listed)
+
+
+def core_differences(tasks: dict[str, JsonObject]) -> JsonObject:
+    """core_v1, core_v2, categories as in a core record, all of them differences, with those of gold bits per byte."""
+    centered = {
+        task.label: {
+            "standard_error": tasks[task.label]["standard_error"],
+            **{
+                f"centered_{version}": tasks[task.label]["difference"] / (1 - baseline(task, version))
+                for version in VERSIONS
+            },
+        }
+        for task in TASKS
+        if task.label in tasks
+    }
+    found = aggregate(centered)
+    for category in CATEGORIES:
+        members = [tasks[task.label] for task in TASKS if task.category == category and task.label in tasks]
+        found["categories"][category] |= mean_of_bits(members)
+    return found | mean_of_bits(tasks.values())
+
+
+def mean_of_bits(tasks: Iterable[JsonObject]) -> JsonObject:
+    """The mean difference of gold bits per byte over tasks that have one."""
+    rows = [task for task in tasks if "bits_difference" in task]
+    if not rows:
+        return {}
+    return {
+        "bits_difference": math.fsum(row["bits_difference"] for row in rows) / len(rows),
+        "bits_standard_error": error_of_mean(row["bits_standard_error"] for row in rows),
+    }
+
+
+def files_of(where: str, kind: str) -> list[Path]:
+    """The files of items that a name stands for: one itself, or those of a run's newest checkpoint, RUN,
+    RUN@STEP or RUN@PHASE; the latest record first.
+    """
+    if Path(where).is_file():
+        return [Path(where)]
+    run, _, at = where.partition("@")
+    records = [
+        record
+        for record in read_lines(Path(run) / "evals.jsonl")
+        if record.get("kind") == kind and record.get("items")
+    ]
+    chosen = [r for r in records if at in ("", str(r.get("step")), r.get("phase"))]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(f"{r.get('step')} ({r.get('phase')})" for r in records)) or "none"
+        raise ValueError(f"{where}: no record of {kind} with items; steps of {run}/evals.jsonl: {known}")
+    newest = max(record["step"] or 0 for record in chosen)
+    return [Path(run) / r["items"] for r in reversed(chosen) if (r["step"] or 0) == newest]
+
+
+def compare_named(a: str, b: str, kind: str) -> JsonObject:
+    """`compare` of the first evaluations of both that asked the same; ValueError says how those of none did."""
+    problems = []
+    for pair in itertools.product(files_of(a, kind), files_of(b, kind)):
+        try:
+            return compare(*pair)
+        except ValueError as problem:
+            problems.append(problem)
+    raise problems[0]
+
+
+def plus_minus(row: JsonObject, value: str, error: str) -> str:
+    return f"{row[value]:+.4f} ± {row[error]:.4f}" if row.get(value) is not None else ""
+
+
+def show(found: JsonObject) -> None:
+    """Print the differences as a table on stderr."""
+    columns = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte")
+    bits = ("bits_difference", "bits_standard_error")
+    rows = []
+    for task, row in found["tasks"].items():
+        counts = (plus_minus(row, "difference", "standard_error"), str(row["only_a"]), str(row["only_b"]))
+        shares = (f"{row['a']:.4f}", f"{row['b']:.4f}")
+        rows.append([task, str(row["n"]), *shares, *counts, plus_minus(row, *bits)])
+    for name, row in found.get("categories", {}).items():
+        change = plus_minus(row, "centered_v2", "centered_v2_se")
+        if change or "bits_difference" in row:
+            rows.append([f"{name}, centered", *[""] * 3, change, "", "", plus_minus(row, *bits)])
+    if "core_v2" in found:
+        change = plus_minus(found, "core_v2", "core_v2_se") or "tasks missing"
+        rows.append(["CORE v2", *[""] * 3, change, "", "", plus_minus(found, *bits)])
+    names = f"{Path(found['b']).name} minus {Path(found['a']).name}"
+    show_table(f"{names}; ± is a paired standard error", columns, rows)
+
+
 def main(
-    a: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="EARLIER")],
-    b: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LATER")],
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EARLIER")],
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LATER")],
+    kind: str = "core",
 ) -> None:
     """Compare two evaluations of the same items, with paired errors. The last line on stdout
     is the result, JSON.
 
     Args:
-        a: file of items (items/*.jsonl.gz) that the record of the earlier evaluation names
+        a: RUN, RUN@STEP, RUN@PHASE, or a file of items (items/*.jsonl.gz) of the earlier evaluation
         b: that of the later evaluation
+        kind: of a run's records: core, lm_eval or code
     """
-    found = compare(a, b)
-    columns = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte")
-    rows = []
-    for task, row in found["tasks"].items():
-        bits = (
-            f"{row['bits_difference']:+.4f} ± {row['bits_standard_error']:.4f}"
-            if "bits_difference" in row
-            else ""
-        )
-        change = f"{row['difference']:+.4f} ± {row['standard_error']:.4f}"
-        counts = (str(row["only_a"]), str(row["only_b"]))
-        rows.append([task, str(row["n"]), f"{row['a']:.4f}", f"{row['b']:.4f}", change, *counts, bits])
-    show_table(f"{b.name} minus {a.name}; ± is a paired standard error", columns, rows)
+    found = compare_named(a, b, kind)
+    show(found)
     print(json.dumps(found))
 
 

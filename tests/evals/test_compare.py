@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from evals.compare import compare, main
+from evals.compare import compare, compare_named, main
+from evals.core.evaluate import aggregate, task_figures
+from evals.core.tasks import TASKS
 from evals.intervals import paired
 from evals.items import read_items, write_items
 
@@ -36,7 +38,7 @@ def test_a_paired_difference_by_hand(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert row["bits_difference"] == pytest.approx(-2 / math.log(2) / 16, rel=1e-12)
     # differences of 0, -1, -1, 0 nats: their standard deviation is 1/2, of 4 items
     assert row["bits_standard_error"] == pytest.approx(0.5 / 2 / math.log(2) / 4, rel=1e-12)
-    main(a, b)
+    main(str(a), str(b))
     assert json.loads(capsys.readouterr().out) == compare(a, b)
     assert read_items(a)[1]["copa", 2]["losses"] == [3.0, None]
 
@@ -63,7 +65,7 @@ def test_what_both_find_hard_cancels() -> None:
 
 def test_other_items_are_refused(tmp_path: Path) -> None:
     a = write(tmp_path, [True], [1.0])
-    for head in ({"data_sha256": "cd"}, {"protocol": "dclm"}):
+    for head in ({"data_sha256": "cd"}, {"protocol": "dclm"}, {"limit": 5}, {"chat_template": True}):
         with pytest.raises(ValueError, match=f"were not asked the same: {next(iter(head))} "):
             compare(a, write(tmp_path, [True], [1.0], **head))
     with pytest.raises(ValueError, match="which are not the same ones"):
@@ -71,3 +73,80 @@ def test_other_items_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("no")
     with pytest.raises(ValueError, match="is no file of items"):
         compare(a, tmp_path / "x")
+
+
+def asked(seed: int, better: float = 0.0) -> list[dict[str, Any]]:
+    """Answers to six items of every task of CORE, of jeopardy in two categories."""
+    draw = random.Random(seed)
+    return [
+        {
+            "task": task.label, "item": i, "group": str(i // 4) if task.by_category else "",
+            "right": draw.random() < 0.5 + better, "losses": [], "nats": 5 - better + draw.random(), "bytes": 4,
+        }
+        for task in TASKS
+        for i in range(6)
+    ]  # fmt: skip
+
+
+def test_core_categories_and_gold_bits_are_the_differences_of_the_records(tmp_path: Path) -> None:
+    sides = [asked(1), asked(2, better=0.3)]
+    a, b = (
+        tmp_path / str(write_items(tmp_path / "evals.jsonl", HEAD | {"step": step}, side))
+        for step, side in enumerate(sides)
+    )
+    found = compare(a, b)
+    figures = [
+        {task.label: task_figures(task, [x for x in side if x["task"] == task.label], 6) for task in TASKS}
+        for side in sides
+    ]
+    before, after = map(aggregate, figures)
+    for label, row in found["tasks"].items():
+        assert (row["a"], row["b"]) == tuple(pytest.approx(each[label]["accuracy"]) for each in figures)
+        assert row["difference"] == pytest.approx(row["b"] - row["a"])
+    for version in ("v1", "v2"):
+        change = after[f"core_{version}"] - before[f"core_{version}"]
+        assert found[f"core_{version}"] == pytest.approx(change, abs=1e-12)
+        baselines = {task.label: getattr(task, f"baseline_{version}") / 100 for task in TASKS}
+        errors = [row["standard_error"] / (1 - baselines[label]) for label, row in found["tasks"].items()]
+        assert found[f"core_{version}_se"] == pytest.approx(math.hypot(*errors) / 22)
+        for name, category in found["categories"].items():
+            change = after["categories"][name][f"centered_{version}"]
+            change -= before["categories"][name][f"centered_{version}"]
+            assert category[f"centered_{version}"] == pytest.approx(change, abs=1e-12)
+    bits = [sum(task["gold_bits_per_byte"] for task in each.values()) / 22 for each in figures]
+    assert found["bits_difference"] == pytest.approx(bits[1] - bits[0])
+    assert found["bits_difference"] < -4 * found["bits_standard_error"] < 0
+    some = [line for line in sides[0] if line["task"] != "copa"]
+    c = tmp_path / str(write_items(tmp_path / "evals.jsonl", HEAD, some))
+    assert compare(c, c)["core_v2"] is None
+    assert compare(c, c)["bits_difference"] == 0
+
+
+def test_runs_checkpoints_and_phases_are_compared_by_name(tmp_path: Path) -> None:
+    def record(run: str, step: int, phase: str, right: list[bool], **head: Any) -> str:
+        folder = tmp_path / run
+        folder.mkdir(exist_ok=True)
+        items = write(folder, right, [1.0] * len(right), step=step, **head).relative_to(folder)
+        line = {"kind": "core", "step": step, "phase": phase, "items": str(items)}
+        with open(folder / "evals.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        return str(folder)
+
+    run = record("x", 10, "phase1", [True, False])
+    record("x", 20, "phase1", [True, True])
+    record("x", 20, "phase1", [False, True, True], limit=9)  # the same checkpoint, asked otherwise
+    record("x", 30, "phase2", [False, False])
+    other = record("y", 7, "phase1", [True, True])
+
+    def change(a: str, b: str) -> float:
+        return compare_named(a, b, "core")["tasks"]["copa"]["difference"]
+
+    assert change(f"{run}@10", f"{run}@20") == 0.5
+    assert change(f"{run}@phase1", f"{run}@phase2") == -1, "the last checkpoint of each"
+    assert change(run, other) == 1
+    record("z", 7, "phase1", [True, True, True], limit=9)
+    assert change(f"{run}@20", str(tmp_path / "z")) == pytest.approx(1 / 3), "the record that asked the same"
+    with pytest.raises(ValueError, match=r"were not asked the same: limit 4 and 9"):
+        change(run, str(tmp_path / "z"))
+    with pytest.raises(ValueError, match=r"no record of core with items; steps of .*: 7 \(phase1\)"):
+        change(run, f"{other}@8")
