@@ -40,7 +40,7 @@ from evals.commands import check, read_command
 from evals.items import FOLDER as ITEMS
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
-from records.evals import About
+from records.evals import About, wanted
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, hold_lock, read_lines
 from records.job import JobSections, read_job
@@ -144,7 +144,7 @@ class Watcher:
         return self.run / SCRATCH / f"step-{step}-{self.job.evals.commands.index(command)}"
 
     def selected(self, step: int) -> bool:
-        return step > 0 and (step % self.job.evals.every_steps == 0 or step == self.job.training.steps)
+        return wanted(step, self.job.evals.every_steps, self.job.training.steps)
 
     def recorded(self) -> dict[tuple[int, str], float]:
         """(step, command) -> when the checkpoint of its newest record was saved, seconds since the epoch."""

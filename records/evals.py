@@ -183,6 +183,13 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def wanted(step: int, every_steps: int, last_step: int) -> bool:
+    """Whether a checkpoint is evaluated: every so many steps, the last one, and that of step 1, where curves begin
+    (checkpoint.enable_first_step_checkpoint).
+    """
+    return step in (1, last_step) or (step > 0 and step % every_steps == 0)
+
+
 @functools.cache
 def code_at_start() -> str:
     """The code version of this process, the same however long it runs: the checkout may change meanwhile."""

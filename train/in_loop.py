@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torchtitan.tools.logging import logger
 
+from records.evals import wanted
 from records.events import record_event
 
 from .supervise import signals
@@ -61,7 +62,7 @@ class InLoop:
         )
 
     def wanted(self, step: int) -> bool:
-        return step % self.every_steps == 0 or step == self.last_step
+        return wanted(step, self.every_steps, self.last_step)
 
     def evaluate(self, step: int) -> float:
         """Evaluate all checkpoints without a record, that of `step` included; called on

@@ -32,8 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps on two ranks, with complete checkpoints at 2 and 4, of which
-    it evaluated the second.
+    """A run of four steps on two ranks, with complete checkpoints at 1, 2 and 4, of which
+    it evaluated the first and the last.
     """
     run = tmp_path_factory.mktemp("watched") / "run"
     job = arguments(run, prepared_data / "phase1.lock.json", STEPS, 2)
@@ -46,7 +46,8 @@ def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         "-m",
         "train",
     ]
-    evals = ["--evals.every_steps", "4", "--evals.dtype", "float32", "--evals.in_loop", "--evals.commands"]
+    evals = ["--evals.every_steps", "4", "--evals.dtype", "float32", "--evals.in_loop"]
+    evals += ["--checkpoint.enable_first_step_checkpoint", "--evals.commands"]
     commands = f"{command(prepared_data)},decode_speed --device nowhere"  # TorchTitan's way of a list
     done = subprocess.run(
         [*launch, *job, "--validation.no-enable", "--resilience.hang_timeout_s", "300", *evals, commands],
@@ -81,10 +82,12 @@ def records(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_job_evaluates_its_own_checkpoints(trained: Path, prepared_data: Path) -> None:
     """Once, not on each rank; and a command that fails is said and ends nothing."""
-    assert [(r["command"], r["step"]) for r in records(trained)] == [(command(prepared_data), 4)]
+    assert [(r["command"], r["step"]) for r in records(trained)] == [
+        (command(prepared_data), step) for step in (1, 4)
+    ]
     events = [json.loads(line) for line in (trained / "events.jsonl").read_text().splitlines()]
     failed = [(e["step"], e["reason"]) for e in events if e["kind"] == "evaluation_failed"]
-    assert [step for step, _ in failed] == [4, 4]
+    assert [step for step, _ in failed] == [1, 1, 1, 4, 4], "that of step 1 again beside that of step 4"
     assert failed[0][1].startswith("decode_speed --device nowhere: exit status")
     assert failed[1][1].startswith("exit status 1, see"), "what the job says of its watcher"
 
@@ -98,16 +101,16 @@ def test_a_killed_watcher_goes_on_and_repeats_nothing(trained: Path, prepared_da
         time.sleep(0.02)
     first.kill()  # in the middle of the export of the second checkpoint
     said = first.communicate()[1]
-    assert [r["step"] for r in records(trained)] == [2], said
+    assert [r["step"] for r in records(trained)] == [1], said
     second = watcher(trained, "--cpus", "0", *wanted)
     assert second.wait() == 0, second.communicate()[1]  # the run is done: it ends by itself
     found = records(trained)
     assert [(r["kind"], r["step"], r["phase"]) for r in found] == [
-        ("bits_per_byte", s, "phase1") for s in (2, 4)
+        ("bits_per_byte", s, "phase1") for s in (1, 2, 4)
     ]
     rows = {r["step"]: r for r in map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())}
-    assert [r["tokens_total"] for r in found] == [rows[s]["tokens_total"] for s in (2, 4)]
-    assert found[0]["bits_per_byte"] != found[1]["bits_per_byte"], "two checkpoints, two models"
+    assert [r["tokens_total"] for r in found] == [rows[s]["tokens_total"] for s in (1, 2, 4)]
+    assert len({record["bits_per_byte"] for record in found}) == 3, "three checkpoints, three models"
     third = watcher(trained, "--once", *wanted)
     assert third.wait() == 0
     assert records(trained) == found
@@ -193,16 +196,16 @@ def evaluated(run: Path) -> list[tuple[str, int]]:
 
 
 def test_wanted_steps_in_order_the_last_one_too(tmp_path: Path) -> None:
-    for step in (5, 10, 20, 35):
+    for step in (1, 5, 10, 20, 35):
         save(tmp_path, step)
     damaged = save(tmp_path, 30)
     next(damaged.glob("*.distcp")).unlink()
     assert Played(job_of(tmp_path, commands=COMMANDS[:1])).watch(once=True, every_s=0) == 0
-    assert evaluated(tmp_path) == [("decode_speed", step) for step in (10, 20, 35)]
+    assert evaluated(tmp_path) == [("decode_speed", step) for step in (1, 10, 20, 35)]
     late = tmp_path / "late"
     shutil.copytree(tmp_path / "checkpoint", late / "checkpoint")
     Played(job_of(late, commands=COMMANDS[:1], newest_first=True)).watch(once=True, every_s=0)
-    assert evaluated(late) == [("decode_speed", step) for step in (35, 20, 10)]
+    assert evaluated(late) == [("decode_speed", step) for step in (35, 20, 10, 1)]
 
 
 def test_a_failure_is_said_and_left_for_the_next_start(tmp_path: Path) -> None:
