@@ -3,6 +3,7 @@
 A local folder replaces the hub, so that tasks run without a network:
 
     DIR/allenai/ai2_arc/                        README.md whose `configs:` name the files of ARC-Easy and ARC-Challenge
+    DIR/openai/gsm8k/                           README.md whose `configs:` name the files of main
     DIR/baber/paul_graham_essays/train.jsonl    {"text": ...}: the haystack of five RULER tasks
     DIR/nltk_data/tokenizers/punkt_tab/english/ RULER's sentence splitter; trained on the essays if it is missing
 
@@ -41,6 +42,8 @@ RULER_TASKS = (
     "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe",
 )  # fmt: skip
 ARC_TASKS = ("arc_easy", "arc_challenge")
+# by lm-eval's folder; indexing all of its tasks takes half a minute
+FOLDERS = {"arc": ARC_TASKS, "ruler": RULER_TASKS, "gsm8k": ("gsm8k",)}
 TABLES = Path("tokenizers") / "punkt_tab" / "english"
 # lm-eval's defaults; the first two determine RULER's texts
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
@@ -78,10 +81,8 @@ def load_tasks(
     np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
     metadata: Any = {"max_seq_lengths": list(lengths), "tokenizer": str(tokenizer)}
     own = {name for name in names if Path(name).is_file()}
-    if set(names) - own <= {*ARC_TASKS, *RULER_TASKS}:  # indexing all of lm-eval's tasks takes half a minute
-        paths: list[str | Path] = [
-            Path(lm_eval.tasks.__file__).parent / folder for folder in ("arc", "ruler")
-        ]
+    if set(names) - own <= {name for tasks in FOLDERS.values() for name in tasks}:
+        paths: list[str | Path] = [Path(lm_eval.tasks.__file__).parent / folder for folder in FOLDERS]
         manager = lm_eval.tasks.TaskManager(include_path=paths, include_defaults=False, metadata=metadata)
     else:
         manager = lm_eval.tasks.TaskManager(metadata=metadata)
@@ -133,6 +134,8 @@ def check_present(data: Path, tasks: Sequence[str]) -> None:
     needed = {}
     if set(tasks) & set(ARC_TASKS):
         needed["allenai/ai2_arc/README.md"] = "a README.md that names the files of ARC-Easy and ARC-Challenge"
+    if "gsm8k" in tasks:
+        needed["openai/gsm8k/README.md"] = "a README.md that names the files of main"
     if set(tasks) & set(RULER_TASKS):
         needed[f"{ESSAYS}/train.jsonl"] = 'lines of {"text": ...}'
     for name, what in needed.items():

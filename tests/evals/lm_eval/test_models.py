@@ -20,13 +20,15 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
+from evals.commands import read_command
 from evals.items import read_items
 from evals.lm_eval.__main__ import Questions, evaluate, figures_of, main, prompt_figures
 from evals.lm_eval.models import ScorerLM
 from evals.lm_eval.tasks import ARC_TASKS, data_folder, expand_tasks
-from evals.scorer import Source
+from evals.scorer import Answer, Source, fast_tokenizer
 from evals.scorer.engine import EngineScorer
 from records.evals import About
+from records.job import read_job
 from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
 from tests.records.test_fields import check as check_fields
 
@@ -434,6 +436,60 @@ def test_generated_answers_are_scored_by_every_filter(
     lines = gzip.decompress((tmp_path / record["items"]).read_bytes()).splitlines()
     assert len(lines) == 1 + len(QUESTIONS)
     assert "strict" in capsys.readouterr().err
+
+
+def test_gsm8k_as_the_job_of_sft_asks_it(
+    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the chat template, from local files: examples are earlier turns, and the number is scored."""
+    (command,) = [
+        read_command(line)
+        for line in read_job(["--job.config_file", "configs/sft.toml"]).evals.commands
+        if "gsm8k" in line
+    ]
+    assert command[2] == [
+        "--tasks",
+        "gsm8k",
+        "--chat-template",
+        "--limit",
+        "200",
+        "--data",
+        "benchmarks/lm_eval",
+    ]
+    folder = tmp_path / "openai/gsm8k"
+    folder.mkdir(parents=True)
+    for split, first in (("train", 10), ("test", 20)):
+        rows = [{"question": f"{n} + 1?", "answer": f"It is.\n#### {n + 1}"} for n in range(first, first + 6)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
+    readme = folder / "README.md"
+    readme.write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+    asked: list[str] = []
+
+    def generate(self: EngineScorer, ids: list[int], *args: Any, **sampling: Any) -> Answer:
+        asked.append(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return Answer("So it is.\n#### 21", "stop")
+
+    monkeypatch.setattr(EngineScorer, "generate", generate)
+    questions = Questions("gsm8k", limit=2, chat_template=True, data=tmp_path)
+    out = tmp_path / "out/evals.jsonl"
+    record = main(hf_dir, questions, Source(device="cpu", max_length=2048), About(out, 3))
+    check_fields(record, None)
+    assert (record["chat_template"], record["cut_prompts"]) == (True, 0)
+    assert record["tasks"]["gsm8k"]["exact_match,strict-match"] == 0.5, "20 + 1 is 21, 21 + 1 is not"
+    _, lines = read_items(out.parent / record["items"])
+    assert [line["right"] for line in lines.values()] == [True, False]
+    assert len(asked) == 2
+    for text, n in zip(sorted(asked), (20, 21), strict=True):
+        assert (text.count("#### 1"), text.count(">user<")) == (5, 6), "five examples"
+        end = fast_tokenizer(hf_dir).apply_chat_template(
+            [{"role": "user", "content": f"Question: {n} + 1?\nAnswer:"}],
+            tokenize=False, add_generation_prompt=True,
+        ).partition("Question:")[2]  # fmt: skip
+        assert text.replace("</s> ", "</s>").endswith(end), "but for the space of decoding"
+    readme.unlink()
+    with pytest.raises(ValueError, match=r"openai/gsm8k/README\.md is missing"):
+        main(hf_dir, questions)
 
 
 def test_an_evaluation_that_ends_in_the_middle_goes_on(
