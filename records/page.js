@@ -61,6 +61,7 @@ async function render(place) {
   if (state.x) set(layout, {'xaxis.range': [...state.x]});
   for (const [name, range] of Object.entries(state.y)) layout[name].range = [...range];
   await Plotly.react(place, data, layout, CONFIG);
+  place.listens ??= listen(place);
   for (const button of place.closest('.figure').querySelectorAll('button[aria-pressed]')) {
     const {choice, option, group} = button.dataset;
     button.setAttribute('aria-pressed', choice ? state.chosen[choice] === option : !state.off.has(group));
@@ -112,16 +113,30 @@ function controls({data, layout}) {
 const firsts = meta => Object.fromEntries(Object.entries(meta ?? {}).map(([choice, options]) => [choice, Object.keys(options)[0]]));
 async function draw(root, figures) {
   for (const chart of root.querySelectorAll('.chart')) {
-    const place = chart.firstElementChild, first = !place.state;
+    const place = chart.firstElementChild;
     place.figure = figures?.[place.id] ?? JSON.parse(chart.lastElementChild.textContent);
     place.state ??= {chosen: firsts(place.figure.layout.meta), off: new Set(), x: null, y: {}, whole: false};
     place.closest('.figure').querySelector('.tools').replaceChildren(...controls(place.figure));
-    await render(place);
-    if (!first) continue;
-    place.on('plotly_relayout', change => zoom(place, change));
-    place.on('plotly_doubleclick', () => reset(place));
+    if (!place.closest('details:not([open])')) await render(place);  // else once it is unfolded
   }
 }
+// a hover shows in every chart of the run on the same axis that is in sight
+function hover(place, show) {
+  for (const other of place.closest('article, main').querySelectorAll('.chart > div')) {
+    const {top, bottom} = other.getBoundingClientRect(), seen = bottom > 0 && top < innerHeight;
+    if (other !== place && seen && other.on && place.state.chosen.x && other.state.chosen.x === place.state.chosen.x) show(other);
+  }
+}
+function listen(place) {
+  place.on('plotly_relayout', change => zoom(place, change));
+  place.on('plotly_doubleclick', () => reset(place));
+  place.on('plotly_hover', ({event, xvals}) => event?.isTrusted && hover(place, other => Plotly.Fx.hover(other, {xval: xvals[0]}, 'xy')));
+  place.on('plotly_unhover', ({event}) => event?.isTrusted && hover(place, other => Plotly.Fx.unhover(other)));
+  return true;
+}
+document.addEventListener('toggle', ({target}) => {
+  for (const place of target.open ? target.querySelectorAll('.chart > div') : []) if (place.state) render(place);
+}, true);
 function press(button, twice) {
   const figure = button.closest('.figure'), place = figure.querySelector('.chart > div'), state = place.state;
   const {choice, option, group, act} = button.dataset;
@@ -150,6 +165,10 @@ async function update({main, figures}) {
     const drawn = document.getElementById(place.id);
     if (drawn) place.replaceWith(drawn);
   }
+  const folds = root => new Map([...root.querySelectorAll('details')].map(
+    each => [each.closest('.part')?.id + each.firstElementChild.textContent, each]));
+  const before = folds(old);
+  for (const [name, each] of folds(fresh)) each.open = before.get(name)?.open ?? each.open;
   old.replaceWith(fresh);
   await draw(fresh, figures);
 }

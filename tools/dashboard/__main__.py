@@ -28,11 +28,11 @@ import tyro
 from plotly.offline import get_plotlyjs
 
 from records.files import JsonObject, write_atomically
-from records.page import card, chart, html_page, utc
+from records.page import html_page, utc
 from records.run import Following, Run, stamp
 from tools.dashboard import cards
-from tools.dashboard.core import core_card, core_of_all
-from tools.dashboard.figures import comparison_figure
+from tools.dashboard.comparison import comparison
+from tools.dashboard.core import core_card
 from tools.dashboard.health import drafts_card, incidents_card, layers_card, usage_card
 from tools.dashboard.listings import contamination_card, evaluations_card, samples_card
 from tools.dashboard.rows import prepare
@@ -59,11 +59,6 @@ def page_body(runs: Sequence[Run], now: float) -> str:
         *(run_section(run, i, now) for i, run in enumerate(runs)),
     ]
     return f"{''.join(sections)}<footer>Drawn {utc(now)} UTC from the files of the run.</footer>"
-
-
-def comparison(runs: Sequence[Run]) -> str:
-    caption = "Smoothed. Diamonds: validation loss. A ring: the run began at another run's checkpoint."
-    return card("Loss of all runs", chart(comparison_figure(runs), "comparison"), caption) + core_of_all(runs)
 
 
 def run_section(run: Run, index: int, now: float) -> str:
@@ -156,15 +151,17 @@ class Live:
         with self.lock:
             version, now = version_of(self.folders), time.monotonic()
             if version != self.version and now >= self.not_before:
-                self.main, self.version = self.body(), version
-                self.contents = dict([*self.contents.items(), (version, content_of(self.main))][-VERSIONS:])
+                main = self.body()
+                self.contents = dict([*self.contents.items(), (version, content_of(main))][-VERSIONS:])
+                self.main, self.version = main, version
                 self.not_before = time.monotonic() + self.rest * (time.monotonic() - now)
             return self.version, self.main
 
     def changes(self, held: str | None) -> JsonObject:
         """What a reader who has the content of version `held` needs for the newest; all of it if that is too old."""
         old = self.contents.get(held or "", None)
-        return {"version": self.version, "change": difference(old, self.contents[self.version])}
+        version, new = list(self.contents.items())[-1]
+        return {"version": version, "change": difference(old, new)}
 
 
 def content_of(main: str) -> JsonObject:
@@ -267,7 +264,9 @@ def main(
             serve(live, port, lambda address: print(f"{address}  (Ctrl-C to stop)", flush=True))
         return
     for run in write_page(run_dirs, out):
-        print(f"{run.name}: {len(run.kept_rows)} logged steps, {len(run.evals)} evaluations")
+        print(
+            f"{run.name}: {sum(s.logged for s in run.segments if s.kept)} logged steps, {len(run.evals)} evaluations"
+        )
         for warning in run.warnings:
             print(f"  {warning}")
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")

@@ -142,7 +142,9 @@ def machine_card(run: Run) -> str:
         return ""
     caption = "Waiting and memory are rank 0's; checkpoint seconds stand in the first row after the save."
     caption += f" Not measured: {escape(', '.join(absent))}." if absent else ""
-    return card("Statistics and machine", chart(panels.machine_figure(run), f"machine-{run.name}"), caption)
+    drawn = [panel.title for panel in panels.MACHINE if panel.title not in absent]
+    figure = chart(panels.machine_figure(run), f"machine-{run.name}") + f'<p class="caption">{caption}</p>'
+    return card("Statistics and machine", fold(escape(", ".join(drawn)), figure))
 
 
 def training_caption(run: Run) -> str:

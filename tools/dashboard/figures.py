@@ -72,11 +72,14 @@ def lines_figure(curves: Sequence[go.Scatter], **y_axis: Any) -> go.Figure:
 
 
 class Series(NamedTuple):
-    """One score over checkpoints; published: the same score of another model, drawn as a dotted line."""
+    """One score over checkpoints; published: the same score of another model, drawn as a dotted line; ends: of the
+    interval of 95 % of each point, () where it is not known.
+    """
 
     name: str
     points: Points
     published: float | None = None
+    ends: Sequence[Sequence[float]] = ()
 
 
 def checkpoint_figure(
@@ -84,8 +87,9 @@ def checkpoint_figure(
 ) -> go.Figure:
     """A curve for each series through the checkpoints that have its score. places: of the series in the palette."""
     curves, published = [], []
-    for (name, points, value), place in zip(series, places or range(len(series)), strict=True):
-        known, look = [point for point in points if point[1] is not None], {"name": name, "legendgroup": name}
+    for (name, points, value, ends), place in zip(series, places or range(len(series)), strict=True):
+        known = [point for point in points if point[1] is not None]
+        look: dict[str, Any] = {"name": name, "legendgroup": name, **whiskers(points, ends)}
         curves.append(curve(known, colour(place), marks="circle", line_dash=dash(place)).update(look))
         if value is not None:
             published.append((value, {"color": colour(place), "width": 1.4, "dash": "dot"}))
@@ -93,6 +97,15 @@ def checkpoint_figure(
     for value, line in published:
         figure.add_hline(value, line=line)
     return figure
+
+
+def whiskers(points: Points, ends: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The bars of the intervals of those points that have a figure; {} where none has one."""
+    known = [(y, end) for (_, y), end in zip(points, ends, strict=bool(ends)) if y is not None]
+    if not any(end for _, end in known):
+        return {}
+    low, high = ([abs(end[side] - y) if end else 0 for y, end in known] for side in (0, 1))
+    return {"error_y": {"type": "data", "array": high, "arrayminus": low, "thickness": 1, "width": 3}}
 
 
 def add_choice(figure: go.Figure, name: str, options: dict[str, dict[str, Any]]) -> None:

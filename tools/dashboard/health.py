@@ -102,7 +102,8 @@ def layers_card(run: Run) -> str:
     )
     caption += "itself; all of them together, of the data or the learning rate."
     figure = layers_figure(sample(rows, COARSER * width_of(run), [("layer_peak", max)]))
-    return card("Layers", chart(figure, f"layers-{run.name}"), caption)
+    drawn = chart(figure, f"layers-{run.name}") + f'<p class="caption">{caption}</p>'
+    return card("Layers", fold("Gradient norm and RMS of the stream by layer, over the steps", drawn))
 
 
 def drafts_card(run: Run) -> str:

@@ -47,8 +47,13 @@ def contamination_card(run: Run) -> str:
     caption = (
         "Items of which the training text held at least half of the 13-grams; the documents were left out."
     )
-    unsearched = none("the data were not searched for evaluation items")
-    return card("Contamination", table(head, rows) if rows else unsearched, caption)
+    if not rows:
+        return card("Contamination", none("the data were not searched for evaluation items"))
+    found = [each for point in points for each in (point["benchmarks"] or {}).values()]
+    if not any(each["touched"] for each in found):
+        names = ", ".join(sorted({name for point in points for name in point["benchmarks"] or {}}))
+        return card("Contamination", f"<p>No item of {escape(names)} was found in the training text.</p>")
+    return card("Contamination", table(head, rows), caption)
 
 
 def samples_card(run: Run) -> str:

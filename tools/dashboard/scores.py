@@ -10,6 +10,7 @@ from html import escape
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from evals.intervals import Z95, wilson
 from evals.lm_eval.tasks import RULER_TASKS
 from records.page import (
     card,
@@ -48,16 +49,18 @@ def scores_card(run: Run) -> str:
     tables = {"Code: settings and control": code_table(run), "Questions: settings": lm_eval_table(run)}
     details = "".join(fold(title, body) for title, body in tables.items() if body)
     body = (f'<div class="triple">{panels}</div>' if panels else "") + ruler_table(run) + details
-    caption = f"Published, and dotted: what {MODEL}'s authors give for their instruction-tuned model, asked greedily."
+    caption = f"Bars, ±: 95 %. Published, and dotted: what {MODEL}'s authors give for their instruction-tuned model, "
+    caption += "beside what was asked in the same way only."
     return card(f"Beside {MODEL}", body, caption) if body else ""
 
 
 def panel(series: Sequence[Series], name: str) -> str:
     """The newest values in a table, above their curves where there are several checkpoints."""
-    rows = [[escape(label), percent(points[-1][1]), none("not given") if published is None else percent(published)]
-            for label, points, published in series]  # fmt: skip
+    rows = [[escape(label), percent(points[-1][1]) + interval_text(ends[-1] if ends else ()),
+             none("none") if published is None else percent(published)]
+            for label, points, published, ends in series]  # fmt: skip
     text = table(("", "ours", "published"), rows, "numbers")
-    if all(len(points) < 2 for _, points, _ in series):
+    if all(len(each.points) < 2 for each in series):
         return text
     axis = {"tickformat": ".0%", "hoverformat": ".1%", "fixedrange": True}
     figure = checkpoint_figure(series, (), 230, **axis).update_layout(meta=None, xaxis_nticks=5)
@@ -75,9 +78,25 @@ def code_series(run: Run) -> list[Series]:
             found.setdefault(key, []).append((point, value))
     return [
         Series(NAMES.get(key[0], key[0]) + (f", {key[2]} at {key[4]}" if key[2] != "greedy" else ""), points,
-               CODE.get((key[0], key[1])))
+               published_code(points[-1][0]), [p["pass@1_plus_interval"] or () for p, _ in points])
         for key, points in found.items()
     ]  # fmt: skip
+
+
+def published_code(point: Point) -> float | None:
+    """pass@1 of the published model where it was asked as here: a conversation, greedy answers."""
+    same = (point["protocol"], point["prompt"]) == ("greedy", "chat")
+    return CODE.get((str(point["dataset"]), str(point["version"]))) if same else None
+
+
+def interval_text(ends: Sequence[float]) -> str:
+    """ " ± half of it in percent", or "" where there is no interval."""
+    return f" <small>± {50 * (ends[1] - ends[0]):.1f}</small>" if ends else ""
+
+
+def normal(value: float | None, error: float | None) -> Sequence[float]:
+    """The interval of 95 % of a mean with a standard error; () where that is not known."""
+    return () if value is None or error is None else (value - Z95 * error, value + Z95 * error)
 
 
 def lm_eval_series(run: Run) -> list[Series]:
@@ -92,13 +111,23 @@ def lm_eval_series(run: Run) -> list[Series]:
             ]
             wanted = [name for name in (LM_EVAL.get(task, ("",))[0], "acc_norm", *known) if name in known]
             if wanted:
-                found.setdefault((task, wanted[0], how_asked(point)), []).append((point, metrics[wanted[0]]))
+                ends = normal(metrics[wanted[0]], metrics.get(f"{wanted[0]}_stderr"))
+                found.setdefault((task, wanted[0], how_asked(point)), []).append(
+                    (point, metrics[wanted[0]], ends)
+                )
     ways = {task: sum(other == task for other, *_ in found) for task, *_ in found}
     return [
-        Series(NAMES.get(task, task) + f" {metric}" * (metric != "acc_norm") + how * (ways[task] > 1), points,
-               LM_EVAL[task][1] if LM_EVAL.get(task, ("",))[0] == metric else None)
+        Series(NAMES.get(task, task) + f" {metric}" * (metric != "acc_norm") + how * (ways[task] > 1),
+               [(point, value) for point, value, _ in points],
+               LM_EVAL[task][1] if LM_EVAL.get(task, ("",))[0] == metric and zero_shot(points[-1][0]) else None,
+               [ends for *_, ends in points])
         for (task, metric, how), points in found.items()
     ]  # fmt: skip
+
+
+def zero_shot(point: Point) -> bool:
+    """Whether ARC was asked as of the published model: no examples (lm-eval's own number), no conversation."""
+    return point["num_fewshot"] in (0, None) and not point["chat_template"]
 
 
 def metrics_of(point: Point) -> dict[str, dict[str, float | None]]:
@@ -115,9 +144,12 @@ def ruler_series(run: Run) -> list[Series]:
         ruler_scores(points_of(run, "lm_eval")).items(), key=lambda item: int(item[0])
     ):
         whole = [e for e in entries if e.how == entries[-1].how and len(e.scores) == len(RULER_TASKS)]
-        published = fmean(RULER[length].values()) if length in RULER else None
         points = [(e.point, fmean(e.scores.values())) for e in whole]
-        series += [Series(f"{int(length):,} tokens", points, published)] if points else []
+        if whole:
+            published = fmean(RULER[length].values()) if whole[-1].conversation and length in RULER else None
+            series.append(
+                Series(f"{int(length):,} tokens", points, published, [e.mean_ends() for e in whole])
+            )
     return series
 
 
@@ -132,9 +164,9 @@ def code_table(run: Run) -> str:
             escape(" ".join(dataset)),
             escape(how) + (f" <small>{short(cut)} answers cut</small>" if cut else ""),
             f"{short(point['problems'])} × {short(point['n'])}",
-            percent(point["pass@1_base"]),
-            f"<b>{percent(point['pass@1_plus'])}</b>",
-            percent(CODE[dataset]) if dataset in CODE else "not given",
+            percent(point["pass@1_base"]) + interval_text(point["pass@1_base_interval"] or ()),
+            f"<b>{percent(point['pass@1_plus'])}</b>" + interval_text(point["pass@1_plus_interval"] or ()),
+            none("asked otherwise") if published_code(point) is None else percent(published_code(point)),
             pass_at_k_text(point),
             control_text(point["control"] or Record()),
             escape(str(point["sandbox"])),
@@ -173,12 +205,13 @@ def lm_eval_table(run: Run) -> str:
     rows = []
     for task, (point, metrics) in latest.items():
         errors = {
-            name: f" ± {100 * e:.1f}" for name in metrics if (e := metrics.get(f"{name}_stderr")) is not None
+            name: interval_text(normal(value, metrics.get(f"{name}_stderr")))
+            for name, value in metrics.items()
         }
         results = [f"{name} {percent(value)}{errors.get(name, '')}" for name, value in metrics.items()
                    if not name.endswith("_stderr") and value is not None]  # fmt: skip
         metric, value = LM_EVAL.get(task, ("", None))
-        published = f"{metric} {percent(value)}" if value is not None else "not given"
+        published = f"{metric} {percent(value)}" if value is not None and zero_shot(point) else none("none")
         how = escape(how_asked(point).removeprefix(", "))
         rows.append([escape(task), "<br>".join(results), published, how, escape(where_evaluated(point))])
     return table(("task", "result", f"{MODEL}, 0-shot", "how", "checkpoint"), rows) if rows else ""
@@ -194,11 +227,23 @@ def ruler_table(run: Run) -> str:
     lengths = sorted({*newest_of, *RULER_LENGTHS}, key=int)
     columns: list[tuple[str, Mapping[str, float], str]] = []  # title, scores, what a gap reads
     for length in lengths:
-        ours = newest_of[length].scores if length in newest_of else {}
-        columns += [(f"{int(length):,} tokens", ours, missing("missing") if ours else none())]
-        columns += [("published", RULER[length], "")] if length in RULER else []
-    rows = [[escape(task), *(percent(scores[task]) if task in scores else gap for _, scores, gap in columns)]
-            for task in RULER_TASKS]  # fmt: skip
+        entry = newest_of.get(length)
+        columns += [
+            (
+                f"{int(length):,} tokens",
+                entry.scores if entry else {},
+                missing("missing") if entry else none(),
+            )
+        ]
+        same = length in RULER and (entry is None or entry.conversation)
+        columns += [("published", RULER[length], "")] if same else []
+    asked = {f"{int(length):,} tokens": entry for length, entry in newest_of.items()}
+
+    def cell(task: str, title: str, scores: Mapping[str, float], gap: str) -> str:
+        ends = asked[title].ends(task) if title in asked and task in scores else ()
+        return percent(scores[task]) + interval_text(ends) if task in scores else gap
+
+    rows = [[escape(task), *(cell(task, *column) for column in columns)] for task in RULER_TASKS]
     means = [f"<b>{percent(fmean(scores.values()))}</b>" if len(scores) == len(RULER_TASKS) else
              '<b class="missing">N/A</b>' if scores else "" for _, scores, _ in columns]  # fmt: skip
     rows.append([f"<b>mean of {len(RULER_TASKS)}</b>", *means])
@@ -213,6 +258,28 @@ class RulerEntry(NamedTuple):
     point: Point
     how: str  # HTML
     scores: dict[str, float]  # task -> share
+
+    def ends(self, task: str) -> Sequence[float]:
+        """Wilson's interval of a task's score, its documents as sample; () where their number is not known."""
+        documents = number((self.point["prompts"] or {}).get(task, {}).get("documents"))  # of all lengths
+        each = documents and documents / len(self.point["ruler"])
+        asked = min(filter(None, (each, number(self.point["limit"]))), default=None)
+        if not asked:
+            return ()
+        middle, half = wilson(round(self.scores[task] * asked), round(asked))
+        return middle - half, middle + half
+
+    def mean_ends(self) -> Sequence[float]:
+        """The interval of the mean of the tasks, from theirs."""
+        ends = [self.ends(task) for task in self.scores]
+        half = sum((end[1] - end[0]) ** 2 for end in ends if end) ** 0.5 / 2 / len(ends)
+        mean = fmean(self.scores.values())
+        return (mean - half, mean + half) if all(ends) else ()
+
+    @property
+    def conversation(self) -> bool:
+        """Whether the prompts were messages, as those of the published model."""
+        return bool(self.point["chat_template"])
 
     @property
     def source(self) -> str:

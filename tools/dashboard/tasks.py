@@ -20,6 +20,7 @@ from tools.dashboard.core import (
     where_evaluated,
 )
 from tools.dashboard.figures import Series, checkpoint_figure
+from tools.dashboard.scores import normal
 
 BETTER = "#2f6fe0"  # than the baseline; BAD is worse
 FEW = 8  # a table of at most so many tasks is not folded
@@ -34,17 +35,30 @@ def heat_figure(points: Sequence[Point]) -> go.Figure:
     z = [[figure_of(p, task, "centered_v2") for p in points] for task in tasks]
     reach = max([0.1, *(abs(c) for row in z for c in row if c is not None)])
     scale = [[0, BAD], [0.5, "rgba(138,148,166,0.12)"], [1, BETTER]]
-    bar = {"thickness": 8, "outlinewidth": 0, "nticks": 5, "len": 1, "tickfont": {"size": 11}}
+    bar = {
+        "thickness": 8,
+        "outlinewidth": 0,
+        "nticks": 5,
+        "len": 0.5,
+        "tickfont": {"size": 11},
+        "orientation": "h",
+        "y": -0.06,
+        "yanchor": "top",
+    }
     figure = go.Figure(layout={**PLOT, "height": 64 + 21 * len(tasks)})
     figure.add_heatmap(
         z=z, y=tasks, customdata=[labels] * len(tasks), colorscale=scale, zmin=-reach, zmax=reach, colorbar=bar,
         hovertemplate="%{y}<br>%{customdata}<br>centered %{z:.4f}<extra></extra>", hoverongaps=False, ygap=1,
         xgap=int(len(points) < 60),
     )  # fmt: skip
-    ticks = sorted({0, (len(points) - 1) // 2, len(points) - 1})
+    ticks = sorted({0, len(points) - 1})
     still = {"fixedrange": True, "showgrid": False, "zeroline": False}
     figure.update_xaxes(tickvals=ticks, ticktext=[labels[i] for i in ticks], tickangle=0, **still)
-    figure.update_yaxes(autorange="reversed", tickvals=tasks, tickfont={"size": 11}, automargin=True, **still)
+    names = [
+        task.replace("bigbench_", "bb_").replace("_identification", "_id") for task in tasks
+    ]  # for a phone
+    look = {"tickvals": tasks, "ticktext": names, "tickfont": {"size": 11}}
+    figure.update_yaxes(autorange="reversed", automargin=True, **look, **still)
     figure.update_layout(hovermode="closest", margin_t=8)
     return figure
 
@@ -62,6 +76,7 @@ def tasks_card(run: Run) -> str:
     if len(points) > 1 and tasks_of(points):
         heat = chart(heat_figure(points), f"heat-{run.name}")
         body += f'<h3>Centered accuracy (v2) by checkpoint (tokens seen)</h3><div class="scroll wide">{heat}</div>'
+    body += gold_part(points, f"gold-{run.name}")
     if not toy:
         body += categories_part(points, f"categories-{run.name}")
     words = f"Accuracy of each task, {escape(settings_text(Record(last, not_core=None)))}"
@@ -94,6 +109,23 @@ def categories_part(points: Sequence[Point], name: str) -> str:
     figure.update_yaxes(zeroline=True, zerolinecolor=NEUTRAL)  # the baseline
     words = f'<p class="caption">{missing("N/A")}: {escape(", ".join(absent))}</p>' if absent else ""
     return f"<h3>Means by category, centered on v2</h3>{chart(figure, name)}{words}"
+
+
+def gold_part(points: Sequence[Point], name: str) -> str:
+    """Bits per byte of the right answers over checkpoints, task by task: they move before accuracies do."""
+    key, series = "gold_bits_per_byte", []
+    for task in tasks_of(points):
+        errors = [figure_of(p, task, f"{key}_se") for p in points]
+        values = [figure_of(p, task, key) for p in points]
+        ends = [normal(value, error) for value, error in zip(values, errors, strict=True)]
+        if len([value for value in values if value is not None]) > 1:
+            series.append(Series(task, list(zip(points, values, strict=True)), None, ends))
+    if not series:
+        return ""
+    figure = checkpoint_figure(series, rangemode="normal", hoverformat=".3f")
+    return (
+        f"<h3>Bits per byte of the right answers, an early signal: lower is better</h3>{chart(figure, name)}"
+    )
 
 
 def task_table(point: Point) -> str:

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from evals.intervals import wilson
+
 TOKENS_A_STEP = 6_291_456
 START, SECONDS_A_ROW = 1.79e9, 4.0
 SOURCES = {"web": "general", "stdlib": "code", "math": "math", "wiki": "multilingual", "qa": "qa"}
@@ -202,7 +204,10 @@ def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ())
         error = math.sqrt(accuracy * (1 - accuracy) / n)
         centered = {f"centered_v{i}": (accuracy - b / 100) / (1 - b / 100) for i, b in ((1, v1), (2, v2))}
         if label not in missing:
-            tasks[label] = {"accuracy": accuracy, **centered, "standard_error": error, "n": n, "n_total": items,
+            gold = {
+                "gold_bits_per_byte": 1.6 - 0.04 * place - 0.7 * max(0, share) ** 0.5 + rng.gauss(0, 0.004)
+            }
+            tasks[label] = {**gold, "accuracy": accuracy, **centered, "standard_error": error, "n": n, "n_total": items,
                             "shots": shots, "baseline_v1": v1, "baseline_v2": v2, "type": kind,
                             "category": category}  # fmt: skip
     record: dict[str, Any] = {"kind": "core", "protocol": "nanochat", "seed": 1234, "max_per_task": 500}
@@ -220,6 +225,11 @@ def core_record(rng: random.Random, share: float, missing: tuple[str, ...] = ())
                                 for v in ("v1", "v2")}  # fmt: skip
     reasons = {label: f"eval_data/{label}.jsonl is missing; copy it there" for label in missing}
     return {**record, "tasks": tasks, "missing": reasons, "categories": categories}
+
+
+def wilson_of(share: float, items: int) -> list[float]:
+    middle, half = wilson(round(share * items), items)
+    return [middle - half, middle + half]
 
 
 def scores(origin: dict[str, Any], share: float = 1.0, whole_ruler: bool = True) -> list[dict[str, Any]]:
@@ -254,14 +264,15 @@ def scores(origin: dict[str, Any], share: float = 1.0, whole_ruler: bool = True)
     return [
         {**origin, **code, "dataset": "humaneval+", "version": "v0.1.10", "protocol": "greedy", "temperature": 0.0,
          "n": 1, "problems": 164, "pass@1_base": one["base"], "pass@1_plus": one["plus"], "pass@k": {"1": one},
+         "pass@1_plus_interval": wilson_of(one["plus"], 164), "pass@1_base_interval": wilson_of(one["base"], 164),
          "control": control, "answers_cut": 3},
         {**origin, **code, "dataset": "mbpp+", "version": "v0.2.0", "protocol": "sampled", "temperature": 0.8, "n": 10,
          "problems": 378, "pass@1_base": ten["1"]["base"], "pass@1_plus": ten["1"]["plus"], "pass@k": ten,
          "control": whole, "answers_cut": 0},
         {**origin, **asked, "kind": "lm_eval", "tasks": arc, "limit": None, "num_fewshot": 0, "haystack": "upstream",
          "ruler": {}, "prompts": {}},
-        {**origin, **asked, "kind": "lm_eval", "tasks": numbers, "limit": 50, "num_fewshot": None,
-         "haystack": "offline", "ruler": ruler, "prompts": prompts},
+        {**origin, **asked, "chat_template": True, "kind": "lm_eval", "tasks": numbers, "limit": 50,
+         "num_fewshot": None, "haystack": "offline", "ruler": ruler, "prompts": prompts},
         {**origin, "kind": "contamination", "benchmarks": found, "phase": "phase1"},
     ]  # fmt: skip
 

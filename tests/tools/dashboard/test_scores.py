@@ -22,6 +22,7 @@ from records.run import Record, as_record, read_run
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import PARTS, write_page
 from tools.dashboard.cards import tiles_of
+from tools.dashboard.comparison import side_by_side
 from tools.dashboard.core import (
     along_figure,
     core_curves,
@@ -31,7 +32,7 @@ from tools.dashboard.core import (
     reference_table,
 )
 from tools.dashboard.figures import curve
-from tools.dashboard.listings import evaluations_card
+from tools.dashboard.listings import contamination_card, evaluations_card
 from tools.dashboard.references import CORE_REFERENCES, RULER
 from tools.dashboard.rows import prepare
 from tools.dashboard.scores import (
@@ -165,13 +166,18 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
         for key in ("accuracy", "centered_v1", "centered_v2"):
             assert f"{found[key]:.4f}" in text, (task, key)
     for told in (
-        "43.9 %", "45.1 %", "50.7 %", "51.6 %",  # code, ours and published
+        "43.9 %", "<small>± 7.5</small>", "45.1 %", "50.7 %", "asked otherwise",  # code, ours and published
         "10: 75.1 % / 68.8 %", "164 × 1", "378 × 10", "greedy, chat <small>3 answers cut</small>",
         "162 / 164 <small>known to fail: HumanEval/32</small>",
         '<small class="missing">fail here: HumanEval/83</small>',
     ):  # fmt: skip
         assert told in text, told
-    for told in ("acc_norm 30.3 % ± 1.3", "acc_norm 31.1 %", "acc_norm 47.9 %", "0-shot"):  # ARC
+    for told in (
+        "acc_norm 30.3 % <small>± 2.6</small>",
+        "acc_norm 31.1 %",
+        "acc_norm 47.9 %",
+        "0-shot",
+    ):  # ARC
         assert told in text, told
     ruler = text[text.index("<h3>RULER") : text.index("Code: settings")]
     rows = re.findall(r"<tr><td>(\w+)</td>(.*?)</tr>", ruler)
@@ -179,7 +185,8 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
     for task, cells in rows:
         published = [f"{100 * RULER[length][task]:.1f} %" for length in RULER]
         assert re.findall(r"<td>(.*?)</td>", cells)[1::2] == published
-    assert len(re.findall(r"<td>\d+\.\d %</td>", ruler)) == 21 + 22, "ours, and all that are published"
+    assert len(re.findall(r"<td>\d+\.\d %", ruler)) == 21 + 22, "ours, and all that are published"
+    assert len(re.findall(r" % <small>± \d+\.\d</small></td>", ruler)) == 21, "ours, of 50 documents"
     assert ruler.count('<span class="missing">missing</span>') == 1, "ruler_fwe at 4,096"
     assert ruler.count('<b class="missing">N/A</b>') == 1, "and so no mean of 4,096"
     assert "<b>87.3 %</b>" in ruler, "the mean of what is published at 2,048"
@@ -211,7 +218,7 @@ def test_scores_are_curves_over_checkpoints_beside_the_published_value(tmp_path:
     assert len(plus) == 4
     assert (humaneval.published, mbpp.published, easy.published, challenge.published) == (
         0.451,
-        0.516,
+        None,  # sampled: the published answers were greedy
         0.479,
         0.3106,
     )
@@ -266,7 +273,7 @@ def test_ruler_of_two_checkpoints_is_never_in_one_column(whole: Path, tmp_path: 
     ours = [
         re.findall(r"<td>(.*?)</td>", row)[::2] for row in re.findall(r"<tr><td>\w+</td>(.*?)</tr>", text)
     ]
-    shown = [cell for row in ours for cell in row if cell.endswith("%")]
+    shown = [cell.split(" <")[0] for row in ours for cell in row if " % <small>" in cell]
     assert {"12.3 %", "23.4 %"} < set(shown)
     assert len(shown) == 2 + 10, "two of the newest checkpoint, ten at 4,096 of the one before"
     assert text.count('<b class="missing">N/A</b>') == 2
@@ -350,3 +357,41 @@ def test_records_of_nobody_knows_what_do_not_break_the_page(tmp_path: Path) -> N
     text = cards_of(folder)
     assert "<i>squad" not in text
     assert "<b>why" not in text
+
+
+def test_what_was_asked_otherwise_stands_beside_no_published_value(whole: Path) -> None:
+    run = read_run(whole)
+    asked = [dict(record, chat_template=not record["chat_template"]) for record in run.evals_of("lm_eval")]
+    run.evals = [Record(record) for record in (*asked, *run.evals_of("code"))]
+    for record in run.evals_of("code"):
+        record["prompt"] = "completion"
+    every = [*code_series(run), *lm_eval_series(run), *ruler_series(run)]
+    assert len(every) >= 5
+    assert all(each.published is None for each in every)
+    assert "published" not in ruler_table(run)
+
+
+def test_gold_bits_are_curves_of_every_task_and_empty_contamination_is_a_sentence(whole: Path) -> None:
+    run = read_run(whole)
+    assert 'id="gold-whole"' in tasks_card(run)
+    for record in run.evals_of("contamination"):
+        for found in record["benchmarks"].values():
+            found["touched"] = 0
+    text = contamination_card(run)
+    assert "<p>No item of gsm8k, humaneval was found in the training text.</p>" in text
+    assert "<table" not in text
+
+
+def test_runs_side_by_side_show_the_settings_that_differ(whole: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(whole, other)
+    config = other / "phase2" / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.0002", "lr = 0.0003"))
+    runs = [read_run(whole), read_run(other)]
+    for run in runs:
+        prepare(run)
+    text = side_by_side(runs)
+    assert "1 settings differ" in text
+    assert "<td>phase2 optimizer.lr</td>" in text
+    assert text.count("HumanEval+ pass@1") == 1
+    assert "All settings on record are equal" in side_by_side(runs[:1] * 2)
