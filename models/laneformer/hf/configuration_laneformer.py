@@ -14,7 +14,8 @@ from transformers import PretrainedConfig
 
 from ..config import LaneformerConfig
 
-FIELDS = {field.name: field.default for field in dataclasses.fields(LaneformerConfig)}
+# a variant is another family's, and none of those is exported
+FIELDS = {f.name: f.default for f in dataclasses.fields(LaneformerConfig) if f.name != "variant"}
 
 
 class LaneformerHFConfig(PretrainedConfig):
