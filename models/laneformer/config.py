@@ -14,10 +14,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .variant import NO_VARIANT, Variant
+
 MODULES = ("attention", "mlp")
 MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
             "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")  # fmt: skip
 NORMS = ("attention_norm", "ffn_norm")  # of a layer, in the order of MODULES
+POST_NORMS = ("attention_post_norm", "ffn_post_norm")  # of their outputs, where a `variant` has them
 BIASED = ("attention.wq", "attention.wk", "attention.wv")  # by `attention_bias`
 HEAD_NORMS = (
     "attention.q_norm",
@@ -54,9 +57,9 @@ class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported
 class LaneformerConfig:
     """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction.
 
-    head_dim to nope_layers are there for checkpoints of other families (llama/): head_dim None is
-    hidden_size over num_attention_heads; attention_bias adds to queries, keys and values; nope_layers
-    are those without RoPE.
+    head_dim to variant are there for checkpoints of other families (llama/): head_dim None is hidden_size over
+    num_attention_heads; attention_bias adds to queries, keys and values; nope_layers are those without RoPE;
+    variant is the rest (variant.py).
 
     num_nextn_predict_layers 1 adds a head that drafts tokens (model.py's MTPHead). Its block counts as layer
     `num_hidden_layers`. draft_vocab_size: ids that it can draft, listed in the tensor `mtp.draft_ids`; 0
@@ -90,6 +93,7 @@ class LaneformerConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     nope_layers: tuple[int, ...] = ()
+    variant: Variant = NO_VARIANT
     num_nextn_predict_layers: int = 0
     draft_vocab_size: int = 0
     deliver_tail: bool = True
@@ -97,6 +101,7 @@ class LaneformerConfig:
     def __post_init__(self) -> None:
         for name in ("swa_layers", "nope_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "variant", Variant.of(self.variant))
         for check in (_check_sizes, _check_lanes, _check_heads, _check_choices, _check_drafts):
             check(self)
 
@@ -117,7 +122,8 @@ class LaneformerConfig:
         """The fields that only models of other families (llama/) set, where they differ from a Laneformer's."""
         plain: dict[str, Any] = {"head_dim": self.hidden_size / self.num_attention_heads, "nope_layers": ()}
         plain |= {"attention_bias": False, "qk_norm": False}
-        return {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
+        found = {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
+        return found | self.variant.differences()
 
     def refuse_unsupported(self, who: str) -> None:
         """ValueError, with their names, for what other families' models have and `who` has not."""
@@ -243,6 +249,7 @@ class LaneformerConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON values; without the fields of other families' models and of drafts where they say nothing."""
         plain = {"head_dim", "attention_bias", "qk_norm", "nope_layers"} - self.borrowed().keys()
+        plain |= set() if self.variant.differences() else {"variant"}
         plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -253,14 +260,17 @@ def _layer_shapes(config: LaneformerConfig, prefix: str, norm: tuple[int, ...]) 
     q, kv = config.query_size, config.head_dim * config.num_key_value_heads
     rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
     columns = {"wo": q, "w2": f}
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": norm for name in NORMS}
+    norms = NORMS * config.variant.pre_norms + POST_NORMS * config.variant.post_norms
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": norm for name in norms}
     for name in MATRICES:
         part = name.split(".")[1]
         shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
         shapes[f"{prefix}{name}.weight"] = shape
         if config.attention_bias and name in BIASED:
             shapes[f"{prefix}{name}.bias"] = shape[:2]
-    return shapes | {f"{prefix}{name}.weight": (config.head_dim,) for name in HEAD_NORMS if config.qk_norm}
+    sizes = (q, kv) if config.variant.joint_qk_norm else (config.head_dim, config.head_dim)
+    head_norms = zip(HEAD_NORMS, sizes, strict=True) if config.qk_norm else ()
+    return shapes | {f"{prefix}{name}.weight": (size,) for name, size in head_norms}
 
 
 def _check_sizes(config: LaneformerConfig) -> None:
@@ -322,6 +332,8 @@ def _check_choices(config: LaneformerConfig) -> None:
         raise ValueError(f"lm_head_type = {config.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
     if config.pre_norm_lane_agg and config.lm_head_type != "replicate":
         raise ValueError(f"pre_norm_lane_agg needs lm_head_type = 'replicate', not {config.lm_head_type!r}")
+    only_ours = config.broadcast_delay or config.num_nextn_predict_layers or not config.replicated_rmsn_scale
+    config.variant.check(config.num_lanes, bool(only_ours))
     if config.tie_word_embeddings and config.lm_head_type == "lane":
         raise ValueError("tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'")
     if config.rope_scaling is not None:
@@ -381,20 +393,3 @@ FLAVORS: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
     },
 }
-
-
-def flops_per_token(config: LaneformerConfig, seq_len: int) -> int:
-    """Training FLOPs per token: 6 for every weight that multiplies, 12 d for every head and key
-    that a query sees.
-
-    Keys outside the causal triangle or the sliding window are not counted, and neither is recomputation.
-    """
-    counts = config.parameter_count()
-    drafts = config.num_nextn_predict_layers
-    layers = config.num_hidden_layers + drafts
-    matrices = layers * counts["layer"] + (1 + drafts) * math.prod(config.head_shape)
-    keys = 0.0
-    for layer in range(layers):
-        window = min(config.window(layer) or seq_len, seq_len)
-        keys += (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-    return int(6 * matrices + 12 * config.query_size * keys)

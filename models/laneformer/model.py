@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from .config import DRAFT_IDS, MODULES, Join, LaneformerConfig
 from .initialization import init_parameter
+from .norms import LaneRMSNorm, SumNorm
 from .positions import apply_rope, causal_mask, draft_mask, rope_table
 
 
@@ -52,26 +53,6 @@ class LaneLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("bsli,loi->bslo", x, self.weight)
         return y if self.bias is None else y + self.bias
-
-
-class LaneRMSNorm(nn.Module):
-    """RMSNorm of every lane's own stream, (..., L, D) -> (..., L, D); the scale is shared (D,) or
-    per lane (L, D).
-
-    With `size`, of the last axis of that size.
-    """
-
-    def __init__(self, config: LaneformerConfig, size: int | None = None):
-        super().__init__()
-        d = size or config.hidden_size
-        shared = config.replicated_rmsn_scale or size is not None
-        self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.ones(d) if shared else torch.ones(config.num_lanes, d))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight
 
 
 # of the last `broadcast_delay` layers, (attention, mlp); None where nobody waits for them
@@ -112,14 +93,16 @@ class LaneAttention(nn.Module):
         super().__init__()
         lanes, d_model, bias = config.num_lanes, config.hidden_size, config.attention_bias
         self.layer, self.num_lanes, self.head_dim = layer, lanes, config.head_dim
-        self.rotates = layer not in config.nope_layers
+        self.rotates, self.variant = layer not in config.nope_layers, config.variant
+        self.rope = config.variant.rope_of(layer in config.swa_layers)
         kv_size = config.head_dim * config.num_key_value_heads
         self.wq = LaneLinear(lanes, d_model, config.query_size, fan="out", bias=bias)
         self.wk = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
         self.wv = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
         self.wo = LaneLinear(lanes, config.query_size, d_model, fan="in")
-        self.q_norm = LaneRMSNorm(config, config.head_dim) if config.qk_norm else None
-        self.k_norm = LaneRMSNorm(config, config.head_dim) if config.qk_norm else None
+        sizes = (config.query_size, kv_size) if self.variant.joint_qk_norm else (config.head_dim,) * 2
+        self.q_norm = LaneRMSNorm(config, sizes[0]) if config.qk_norm else None
+        self.k_norm = LaneRMSNorm(config, sizes[1]) if config.qk_norm else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no
@@ -128,8 +111,9 @@ class LaneAttention(nn.Module):
         # a branch: compiled for any length, a comparison would be no bool, which `is_causal` has to be
         causal = False if query.shape[2] == 1 else mask is None
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
-        )
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True,
+            scale=self.variant.attention_scale,
+        )  # fmt: skip
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of every lane, (B, S, L, its heads times d)."""
@@ -138,14 +122,24 @@ class LaneAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.flatten(2).unflatten(-1, (-1, self.head_dim))  # (B, S, L, n) -> (B, S, heads, d)
 
+    def _own(self, rope: tuple[Tensor, Tensor], of_queries: bool = False) -> tuple[Tensor, Tensor]:
+        ropes, grows = self.variant.ropes, self.variant.query_growth is not None
+        at = self.rope + len(ropes) * (grows and of_queries)
+        return (rope[0][at], rope[1][at]) if ropes else rope
+
+    def _normed_heads(self, x: Tensor, norm: LaneRMSNorm | None) -> Tensor:
+        if norm is not None and self.variant.joint_qk_norm:
+            return self._heads(norm(x.flatten(2)))
+        return self._heads(x) if norm is None else norm(self._heads(x))
+
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        query, key, value = map(self._heads, self.project(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = self.project(x)
+        query, key = self._normed_heads(query, self.q_norm), self._normed_heads(key, self.k_norm)
+        value = self._heads(value)
         if self.rotates:
-            query, key = apply_rope(query, rope), apply_rope(key, rope)
+            query, key = apply_rope(query, self._own(rope, True)), apply_rope(key, self._own(rope))
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
@@ -154,11 +148,12 @@ class LaneAttention(nn.Module):
 
 
 class LaneFeedForward(nn.Module):
-    """SwiGLU, w2(silu(w1 x) * w3 x); a partial output per lane, (B, S, L, D)."""
+    """SwiGLU, w2(silu(w1 x) * w3 x), or with another gate; a partial output per lane, (B, S, L, D)."""
 
     def __init__(self, config: LaneformerConfig):
         super().__init__()
         lanes, d_model, d_ff = config.num_lanes, config.hidden_size, config.intermediate_size
+        self.gelu = config.variant.hidden_act == "gelu_pytorch_tanh"
         self.w1 = LaneLinear(lanes, d_model, d_ff, fan="out")
         self.w2 = LaneLinear(lanes, d_ff, d_model, fan="in")
         self.w3 = LaneLinear(lanes, d_model, d_ff, fan="out")
@@ -169,7 +164,7 @@ class LaneFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.project(x)
-        return self.w2(F.silu(gate) * up)
+        return self.w2((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up)
 
 
 def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None) -> Tensor:
@@ -195,10 +190,13 @@ class LaneformerLayer(nn.Module):
         self.joins = config.join(layer, "attention"), config.join(layer, "mlp")
         attention, mlp = (config.broadcasts(layer, m) or config.delivers(layer, m) for m in MODULES)
         self.broadcasts = attention, mlp
-        self.attention_norm = LaneRMSNorm(config)
+        pre, self.post_norms = config.variant.pre_norms, config.variant.post_norms
+        self.attention_norm: Any = LaneRMSNorm(config) if pre else nn.Identity()
         self.attention = LaneAttention(config, layer)
-        self.ffn_norm = LaneRMSNorm(config)
+        self.ffn_norm: Any = LaneRMSNorm(config) if pre else nn.Identity()
         self.feed_forward = LaneFeedForward(config)
+        if self.post_norms:
+            self.attention_post_norm, self.ffn_post_norm = SumNorm(config), SumNorm(config)
 
     def forward(
         self,
@@ -212,8 +210,12 @@ class LaneformerLayer(nn.Module):
         be broadcast, else None.
         """
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
+        if self.post_norms:  # what joins is one output for all lanes
+            attention = self.attention_post_norm(attention)
         h, x = self.join_and_norm(h, attention, self.joins[0], delayed[0], self.ffn_norm)
         mlp = self.feed_forward(x)
+        if self.post_norms:
+            mlp = self.ffn_post_norm(mlp)
         h = join_lanes(h, mlp, self.joins[1], delayed[1])
         return h, (attention if self.broadcasts[0] else None, mlp if self.broadcasts[1] else None)
 
@@ -359,7 +361,8 @@ class Laneformer(nn.Module):
         positions = torch.arange(start + new, device=input_ids.device)
         rope = rope_table(self.config, positions[start:])
         masks = self.masks(positions[start:], positions)
-        h, _ = run_layers(self.layers, self.config, self.tok_embeddings(input_ids), rope, masks, cache)
+        embedding = self.tok_embeddings(input_ids) * self.config.variant.embedding_scale
+        h, _ = run_layers(self.layers, self.config, embedding, rope, masks, cache)
         return self.lm_head(h, self.norm, self.tok_embeddings.weight)
 
     def draft_logits(self, input_ids: Tensor, steps: int = 1) -> list[Tensor]:

@@ -27,10 +27,25 @@ def rope_frequencies(config: LaneformerConfig, device: torch.device | None = Non
 
 
 def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (B or 1, S, 1, d/2) float32, for integer positions (S,) or (B, S)."""
+    """cos and sin, each (B or 1, S, 1, d/2) float32, for integer positions (S,) or (B, S).
+
+    Where the variant has ropes of its own both have an axis of those in front; with `query_growth` that of queries
+    follows, as many again.
+    """
     positions = positions if positions.dim() == 2 else positions[None]
-    angle = positions[..., None].float() * rope_frequencies(config, positions.device)
-    return angle.cos()[:, :, None], angle.sin()[:, :, None]
+    at = positions[..., None].float()
+    ropes, growth = config.variant.ropes, config.variant.query_growth
+    if not ropes:
+        angle = at * rope_frequencies(config, positions.device)
+        return angle.cos()[:, :, None], angle.sin()[:, :, None]
+    pairs = [rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in ropes]
+    frequency, scale = torch.tensor(pairs, dtype=torch.float32, device=positions.device).unbind(1)
+    angle, scale = at * frequency[:, None, None], scale[:, None, None]
+    tables = (angle.cos() * scale)[..., None, :], (angle.sin() * scale)[..., None, :]
+    if growth is None:
+        return tables
+    grown = 1 + growth[0] * torch.log(1 + torch.floor(at / growth[1]))[..., None]
+    return torch.cat((tables[0], tables[0] * grown)), torch.cat((tables[1], tables[1] * grown))
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -23,8 +23,8 @@ from scipy.stats import ttest_ind
 from data_mixtures import recipe_file
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
-from laneformer.config import flops_per_token
 from laneformer.engine.folder import read_checkpoint
+from laneformer.flops import flops_per_token
 from laneformer.positions import rope_table
 from records.events import STOPPED, read_outcome
 from records.files import hold_lock

@@ -14,7 +14,7 @@ import tyro
 from data_mixtures.mixture import read_lock
 from data_mixtures.recipe import check_known
 from laneformer import LaneformerConfig
-from laneformer.config import flops_per_token
+from laneformer.flops import flops_per_token
 from records.job import read_sections
 from tools.cards import INPUTS
 from tools.markdown import table

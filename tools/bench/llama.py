@@ -37,7 +37,8 @@ from torchtitan.tools import utils
 from torchtitan.train import Trainer
 from torchtitan.train import main as titan_main
 
-from laneformer.config import LaneformerConfig, flops_per_token
+from laneformer.config import LaneformerConfig
+from laneformer.flops import flops_per_token
 from laneformer.titan.spec import LaneformerArgs, model_args_by_flavor
 from records.files import append_line
 from train.data import Batch, build_mixture_loader

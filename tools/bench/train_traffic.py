@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from laneformer.config import LaneformerConfig, flops_per_token
+from laneformer.config import LaneformerConfig
+from laneformer.flops import flops_per_token
 from tools.bench import harness, sm90
 from tools.bench.harness import Recipe, Result
 from tools.cards import CASES, INPUTS

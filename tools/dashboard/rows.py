@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from laneformer.config import LaneformerConfig, flops_per_token
+from laneformer.config import LaneformerConfig
+from laneformer.flops import flops_per_token
 from records.attempts import Segment
 from records.run import FIGURES, Run, number
 from records.usage import RECENT

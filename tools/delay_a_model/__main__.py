@@ -25,7 +25,7 @@ from rich.console import Console
 from data_mixtures.mixture import Mixture, valid_windows
 from data_mixtures.prepare import prepare
 from data_mixtures.stages.run import Options
-from laneformer.config import flops_per_token
+from laneformer.flops import flops_per_token
 from laneformer.llama.config import config_of_llama
 from records.files import file_sha256, model_sha256, write_atomically
 from records.workers import usable_cpus

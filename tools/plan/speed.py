@@ -14,7 +14,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from laneformer.config import LaneformerConfig, flops_per_token
+from laneformer.config import LaneformerConfig
+from laneformer.flops import flops_per_token
 from tools.cards import CASES, INPUTS, Card
 from tools.plan.sums import BF16
 

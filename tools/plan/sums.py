@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from laneformer.config import Join, LaneformerConfig, flops_per_token
+from laneformer.config import Join, LaneformerConfig
+from laneformer.flops import flops_per_token
 from laneformer.titan.loss import CHUNK_TOKENS
 from tools.cards import Card
 from train.job_checks import batch_problem

@@ -121,6 +121,7 @@ class Engine:
         with self.request_lock:
             decoder: Decoder
             if devices := cuda_devices(device):
+                config.variant.refuse("the CUDA engine", "use device = 'cpu'")
                 from .cuda.decoder import CudaDecoder  # imports torch
 
                 only = {"math": "exact"} if options.get("math") == "fast" else {}

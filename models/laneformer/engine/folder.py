@@ -257,7 +257,18 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (context, d/2) float32, bit for bit those of model.py (each float32 step rounded once)."""
+    """cos and sin (context, d/2) float32, bit for bit those of model.py (each float32 step rounded once); of a
+    variant's ropes one table after the other, (ropes, context, d/2).
+    """
+    context = config.max_position_embeddings
+    if config.variant.ropes:
+        pairs = [rope.of_pairs(context, config.head_dim // 2) for rope in config.variant.ropes]
+        tables = [cos_and_sin(np.array(pair[0], np.float32), context) for pair in pairs]
+        scales = [np.array(pair[1], np.float32) for pair in pairs]
+        cosine, sine = (
+            np.stack([table[i] * scale for table, scale in zip(tables, scales, strict=True)]) for i in (0, 1)
+        )
+        return cosine, sine
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequency = np.float32(1) / np.power(config.rope_theta, exponent.astype(np.float64)).astype(np.float32)
     if config.rope_scaling is not None:
@@ -266,6 +277,19 @@ def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
         blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
         blend = blend.clip(0, 1).astype(np.float32)
         frequency = frequency * (blend + (1 - blend) / np.float32(s["factor"]))
-    positions = np.arange(config.max_position_embeddings, dtype=np.float32)
+    return cos_and_sin(frequency, context)
+
+
+def cos_and_sin(frequency: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    positions = np.arange(context, dtype=np.float32)
     angle = (positions[:, None] * frequency).astype(np.float32).astype(np.float64)
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def query_scales(config: LaneformerConfig) -> np.ndarray | None:
+    """What queries are multiplied with by position, (context,) float32; None where that is 1."""
+    if config.variant.query_growth is None:
+        return None
+    grows, length = config.variant.query_growth
+    turns = np.floor(np.arange(config.max_position_embeddings, dtype=np.float32) / np.float32(length))
+    return (1 + np.float32(grows) * np.log(1 + turns)).astype(np.float32)

@@ -13,8 +13,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ..config import LaneformerConfig
+from ..variant import NO_VARIANT
 
-FIELDS = {field.name: field.default for field in dataclasses.fields(LaneformerConfig)}
+# a variant is another family's, and none of those is exported; Transformers 4.57 copies what this file imports alone
+FIELDS = {f.name: f.default for f in dataclasses.fields(LaneformerConfig) if f.default != NO_VARIANT}
 
 
 class LaneformerHFConfig(PretrainedConfig):

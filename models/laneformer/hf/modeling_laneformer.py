@@ -24,7 +24,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from ..initialization import init_parameter
-from ..model import LaneformerLayer, LaneRMSNorm, LMHead, MTPHead, run_layers
+from ..model import LaneformerLayer, LMHead, MTPHead, run_layers
+from ..norms import LaneRMSNorm
 from ..positions import rope_table
 from .configuration_laneformer import LaneformerHFConfig
 

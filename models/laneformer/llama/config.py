@@ -1,5 +1,7 @@
-"""A Llama-family `config.json` as a LaneformerConfig with delay 0; what would compute otherwise
+"""A `config.json` of another family as a LaneformerConfig with delay 0; what would compute otherwise
 is refused by name.
+
+One table, FAMILIES, says what tells the families apart.
 
 A key is read, or known to change nothing, or refused: a misread key costs an error message, an ignored one a
 wrong model. Defaults of keys that a file leaves out are those of the family's config class in Transformers.
@@ -7,12 +9,16 @@ wrong model. Defaults of keys that a file leaves out are those of the family's c
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import ROPE_SCALING_KEYS, LaneformerConfig
+from ..config import LaneformerConfig
+from ..variant import Variant
+from .rope import rope_fields
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
          "max_position_embeddings")  # fmt: skip
@@ -32,28 +38,71 @@ SMOLLM3 = {
 
 @dataclass(frozen=True)
 class Family:
-    """What tells a family from Llama. optional: keys that a file may leave out, with their defaults."""
+    """What tells a family from Llama.
 
-    architecture: str
+    architectures: its classes in Transformers. optional: keys that a file may leave out, with their defaults.
+    variant: fields of a LaneformerConfig's variant. windowed: the layers with a window where `layer_types` does not
+    say, see `windows`. ropes: bases of full and sliding layers, where they differ. norm_offset: what is added to
+    norms' weights. fused: whether queries, keys and values are one matrix, gate and up another.
+    """
+
+    architectures: tuple[str, ...]
     optional: dict[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False
     qk_norm: bool = False
+    variant: dict[str, Any] = field(default_factory=dict)
+    windowed: str | int = "all"
+    ropes: dict[str, float] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    fused: bool = False
 
 
+OLMO: dict[str, Any] = {"norm_placement": "post", "joint_qk_norm": True}
+GEMMA3 = {
+    "sliding_window": 4096, "sliding_window_pattern": None, "query_pre_attn_scalar": 256, "head_dim": 256,
+    "rope_theta": None, "rope_local_base_freq": None, "tie_word_embeddings": True, "vocab_size": 262208,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+}  # fmt: skip
+PHI3 = {"sliding_window": None, "original_max_position_embeddings": None, "partial_rotary_factor": None,
+        "rms_norm_eps": 1e-5}  # fmt: skip
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", {"sliding_window": 4096}),
-    "qwen2": Family("Qwen2ForCausalLM", QWEN_WINDOWS, qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", {**QWEN_WINDOWS, "head_dim": 128}, qk_norm=True),
-    "smollm3": Family("SmolLM3ForCausalLM", SMOLLM3),
-}
+    "llama": Family(("LlamaForCausalLM",)),
+    "mistral": Family(("MistralForCausalLM",), {"sliding_window": 4096}),
+    "ministral": Family(("MinistralForCausalLM",), {"sliding_window": 4096}),
+    "ministral3": Family(("Ministral3ForCausalLM",), {"sliding_window": None, "rms_norm_eps": 1e-5, "head_dim": 128}),
+    "qwen2": Family(("Qwen2ForCausalLM",), QWEN_WINDOWS, qkv_bias=True, windowed="later"),
+    "qwen3": Family(("Qwen3ForCausalLM",), {**QWEN_WINDOWS, "head_dim": 128}, qk_norm=True, windowed="later"),
+    "smollm3": Family(("SmolLM3ForCausalLM",), SMOLLM3, windowed="nope"),
+    "olmo2": Family(("Olmo2ForCausalLM",), {"rms_norm_eps": 1e-5}, qk_norm=True, variant=OLMO),
+    "olmo3": Family(
+        ("Olmo3ForCausalLM",), {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": None}, qk_norm=True,
+        variant=OLMO, windowed=4, ropes={"full_attention": 500000.0, "sliding_attention": 0.0},
+    ),
+    "granite": Family(("GraniteForCausalLM",), GRANITE),
+    "phi3": Family(("Phi3ForCausalLM",), PHI3, fused=True),
+    "gemma3_text": Family(
+        ("Gemma3ForCausalLM",), GEMMA3, qk_norm=True, windowed=6, norm_offset=1.0,
+        variant={"norm_placement": "both", "hidden_act": "gelu_pytorch_tanh"},
+        ropes={"full_attention": 1e6, "sliding_attention": 1e4},
+    ),
+}  # fmt: skip
+TEXT_OF = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+}  # the family of the text model beside a vision tower
 SUPPORTED = (
-    f"model_type {', '.join(FAMILIES)}: dense decoders with RoPE (plain or llama3), SwiGLU and RMSNorm, such as Llama "
-    "2 and 3, TinyLlama, SmolLM, Mistral 7B, Qwen 2, 2.5 and 3"
+    f"model_type {', '.join((*FAMILIES, *TEXT_OF))}: dense decoders with RoPE and RMSNorm, such as Llama 2 and 3, "
+    "SmolLM, Mistral, Qwen 2, 2.5 and 3, OLMo 2 and 3, Granite 3, Phi 3 and 4 mini, Gemma 3 (text)"
 )
 ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,),
-    "partial_rotary_factor": (1.0,), "rope_interleaved": (False,), "use_mrope": (False,), "is_llama_config": (True,),
+    "hidden_act": ("silu",), "hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,),
+    "lm_head_bias": (False,), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,),
+    "partial_rotary_factor": (1.0,),
+    "rope_interleaved": (False,), "use_mrope": (False,), "is_llama_config": (True,),
     "is_decoder": (True, False), "is_encoder_decoder": (False,), "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
 }  # fmt: skip
@@ -65,6 +114,7 @@ HARMLESS = frozenset({
     "label2id", "problem_type", "task_specific_params", "finetuning_task", "gradient_checkpointing", "use_bfloat16",
     "transformers.js_config", "unsloth_fixed", "unsloth_version", "attn_implementation", "num_logits_to_keep",
     "ignore_keys_at_rope_validation", "max_length", "do_sample", "temperature", "top_p", "top_k",
+    "embd_pdrop", "resid_pdrop", "full_attn_mod", "interpolate_factor", "cache_implementation",
 })  # fmt: skip
 MEANINGS = {
     "expert": "a mixture of experts", "moe": "a mixture of experts", "lora_rank": "multi-head latent attention",
@@ -84,16 +134,16 @@ def config_of_llama(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
 
 
 def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
+    values = text_values(values)
     family = family_of(values)
-    missing = [name for name in SIZES if values.get(name) is None]
+    read = {**OPTIONAL, **family.optional, **values}
+    missing = [name for name in SIZES if read.get(name) is None]
     if missing:
         raise ValueError(f"config.json lacks {missing}")
-    read = {**OPTIONAL, **family.optional, **values}
     layers = range(read["num_hidden_layers"])
     nope = layers_without_rope(read, layers) if "no_rope_layers" in family.optional else ()
     window, windowed = windows(read, family, layers, nope)
-    theta, scaling = rope(read)
-    return LaneformerConfig(
+    config = LaneformerConfig(
         **{name: read[name] for name in SIZES},
         num_key_value_heads=read["num_key_value_heads"] or read["num_attention_heads"],
         head_dim=read["head_dim"],
@@ -102,25 +152,57 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         sliding_window=window or read["max_position_embeddings"],
         swa_layers=windowed,
         lm_head_type="replicate" if read["vocab_size"] % lanes else "vocab_parallel",
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=read["rms_norm_eps"],
+        # Granite adds r times a module's output: its streams are held divided by r, which a norm undoes
+        norm_eps=read["rms_norm_eps"] / read.get("residual_multiplier", 1.0) ** 2,
         initializer_range=read["initializer_range"],
         tie_word_embeddings=bool(read["tie_word_embeddings"]),
         attention_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         nope_layers=nope,
     )
+    rope = rope_fields(read, config.head_dim, family.ropes)
+    variant = Variant(**family.variant, ropes=rope.pop("ropes", ()), **scales(read))
+    return dataclasses.replace(config, **rope, variant=variant)
+
+
+def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model alone, where a vision tower stands beside it."""
+    family, text = TEXT_OF.get(values.get("model_type", "")), values.get("text_config")
+    if family is None or not isinstance(text, Mapping):
+        return values
+    outer = {"tie_word_embeddings"} & values.keys() - text.keys()
+    return {"model_type": family, **text, **{name: values[name] for name in outer}, "architectures": None}
+
+
+def scales(read: Mapping[str, Any]) -> dict[str, Any]:
+    """Scales of embeddings, scores and queries, by the names of a Variant."""
+    found: dict[str, Any] = {}
+    if "embedding_multiplier" in read:
+        found["embedding_scale"] = read["embedding_multiplier"] / read["residual_multiplier"]
+        found["attention_scale"] = read["attention_multiplier"]
+    if "query_pre_attn_scalar" in read:
+        found["embedding_scale"] = read["hidden_size"] ** 0.5
+        found["attention_scale"] = read["query_pre_attn_scalar"] ** -0.5
+    rope = read["rope_scaling"] or read["rope_parameters"] or {}
+    if grows := rope.get("llama_4_scaling_beta"):
+        found["query_growth"] = grows, rope["original_max_position_embeddings"]
+    return found
+
+
+def logits_factor(values: Mapping[str, Any]) -> float:
+    """What the final norm is multiplied with, for the logits."""
+    return 1.0 / values.get("logits_scaling", 1.0)
 
 
 def lanes_for(values: Mapping[str, Any], threads: int) -> int:
     """Lanes for a model that has none of its own: one a thread, or a group of threads for
     each of fewer lanes.
     """
-    shared = (
-        values.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    if family_named(values).variant.get("joint_qk_norm"):
+        return 1
+    return math.gcd(
+        threads, *shared_sizes(values, ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
     )
-    return math.gcd(threads, *(size for size in shared if isinstance(size, int)))
 
 
 def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
@@ -128,26 +210,39 @@ def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
     many, for short exchanges.
     """
     shared = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    sizes = [size for size in map(values.get, shared) if isinstance(size, int)]
+    sizes = shared_sizes(values, shared)
     return max(
         (n for n in range(gpus, MAX_GPU_LANES + 1, gpus) if all(s % n == 0 for s in sizes)), default=gpus
     )
+
+
+def family_named(values: Mapping[str, Any]) -> Family:
+    """That of the text model; Llama where there is no such family, which is refused later."""
+    return FAMILIES.get(str(text_values(values).get("model_type")), FAMILIES["llama"])
+
+
+def shared_sizes(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]:
+    read = {**family_named(values).optional, **text_values(values)}
+    return [size for name in names if isinstance(size := read.get(name), int)]
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
     """The family that `model_type` names, after every key has been looked at."""
     name = values.get("model_type")
     if name not in FAMILIES:
+        near = difflib.get_close_matches(str(name), (*FAMILIES, *TEXT_OF), n=1)
         reasons = {meaning for key, value in values.items() if value and (meaning := meaning_of(key))}
         raise ValueError(
             f"model_type = {name!r} is not supported"
             + (f" ({', '.join(sorted(reasons))})" if reasons else "")
+            + (f"; the nearest that is: {near[0]!r}" if near else "")
             + f"; supported are folders of this project, and {SUPPORTED}"
         )
     family = FAMILIES[name]
-    if family.architecture not in (values.get("architectures") or [family.architecture]):
+    given = values.get("architectures") or family.architectures
+    if not set(given) & set(family.architectures):
         raise ValueError(
-            f"architectures = {values['architectures']} is not supported; only {family.architecture}"
+            f"architectures = {given} is not supported; only {' or '.join(family.architectures)}"
         )
     for key, value in values.items():
         check_key(key, value, family)
@@ -187,13 +282,22 @@ def windows(
                 "'full_attention' and 'sliding_attention', one for each layer"
             )
         windowed = tuple(i for i in layers if types[i] == "sliding_attention")
-    elif "max_window_layers" in family.optional:
+    elif family.windowed == "later":
         windowed = tuple(layers[read["max_window_layers"] :])
+    elif isinstance(family.windowed, int):
+        every = read.get("sliding_window_pattern") or family.windowed
+        windowed = tuple(i for i in layers if (i + 1) % every)
     else:
-        windowed = nope if family.architecture.startswith("SmolLM3") else tuple(layers)
-    if family.architecture.startswith("Mistral") and window and windowed != tuple(layers):
+        windowed = nope if family.windowed == "nope" else tuple(layers)
+    blind = read["model_type"] in (
+        "mistral",
+        "ministral3",
+        "phi3",
+    )  # Transformers does not look at layer_types
+    if blind and window and windowed != tuple(layers):
         raise ValueError(
-            "layer_types of model_type 'mistral' must all be 'sliding_attention', as Transformers computes"
+            f"layer_types of model_type {read['model_type']!r} must all be 'sliding_attention', "
+            "as Transformers computes"
         )
     return window, windowed if window else ()
 
@@ -204,19 +308,3 @@ def layers_without_rope(read: Mapping[str, Any], layers: range) -> tuple[int, ..
     if has_rope is None:
         return tuple(layers[every - 1 :: every])
     return tuple(i for i in layers if not has_rope[i])
-
-
-def rope(read: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base frequency, and the llama3 scaling or None; `rope_parameters` is Transformers 5's name for both."""
-    given = read["rope_scaling"] or read["rope_parameters"] or {}
-    kind = given.get("rope_type", given.get("type", "default"))
-    known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *ROPE_SCALING_KEYS}
-    other = {key: value for key, value in given.items() if key not in known and value is not None}
-    if kind not in ("default", "llama3") or other or given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"RoPE of the kind {given} is not supported; supported are plain RoPE and rope_type 'llama3'"
-        )
-    theta = given.get("rope_theta", read["rope_theta"])
-    return theta, {
-        name: given[name] for name in ROPE_SCALING_KEYS if name in given
-    } if kind == "llama3" else None

@@ -19,12 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..tensors import AS_IN_FILE, Tensor
+from .gguf_values import ARCHITECTURES, LONGROPE, ROPE_FACTORS, config_values
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-ARCHITECTURES = ("llama", "smollm3", "qwen2", "qwen3")  # Mistral and SmolLM come as llama
-PERMUTED = ("llama", "smollm3")  # whose rows of queries and keys the converter permutes
+PERMUTED = (
+    "llama",
+    "smollm3",
+    "granite",
+    "mistral3",
+)  # whose rows of queries and keys the converter permutes
 STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 QUANTIZED = ("Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS")
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -35,7 +40,16 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 WIDENED_BYTES = 1 << 18  # of blocks at a time: with what comes of them they stay in a core's cache
-ROPE_FACTORS = "rope_freqs.weight"
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OWN_NAMES = {  # of an architecture
+    "olmo2": POST_NORMS,
+    "gemma3": {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+NO_WEIGHTS = (ROPE_FACTORS, *LONGROPE.values())
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # of turns and texts
 
 
@@ -56,8 +70,10 @@ class GgufFile(Mapping[str, Tensor]):
             self.files = parts_of(path, count)
             tensors += [tensor for part in self.files[1:] for tensor in open_file(part).tensors]
         if self.architecture not in ARCHITECTURES:
-            raise ValueError(f"{path}: architecture {self.architecture!r} is not read; {ARCHITECTURES} are")
-        self._stored: dict[str, ReaderTensor] = {hf_name(t.name): t for t in tensors}
+            raise ValueError(
+                f"{path}: architecture {self.architecture!r} is not read; {tuple(ARCHITECTURES)} are"
+            )
+        self._stored: dict[str, ReaderTensor] = {hf_name(t.name, self.architecture): t for t in tensors}
         for tensor in tensors:
             if (kind := tensor.tensor_type.name) not in (*STORED, *QUANTIZED):
                 raise ValueError(
@@ -65,7 +81,7 @@ class GgufFile(Mapping[str, Tensor]):
                     "of a model take Q4_K_M or IQ4_XS"
                 )
         self.dtype = self._best_dtype(blocks) if dtype == "auto" else dtype
-        self.config = self._config_values()
+        self.config = config_values(self.metadata, self._stored, self.eos_ids())
 
     def __getitem__(self, name: str) -> Tensor:
         stored, kind = self._stored[name], self.type_of(name)
@@ -82,10 +98,10 @@ class GgufFile(Mapping[str, Tensor]):
         return Tensor(kind, widened(data, stored.tensor_type, kind))
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._stored if name != ROPE_FACTORS)
+        return (name for name in self._stored if name not in NO_WEIGHTS)
 
     def __len__(self) -> int:
-        return len(self._stored) - (ROPE_FACTORS in self._stored)
+        return sum(1 for _ in self)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -142,75 +158,6 @@ class GgufFile(Mapping[str, Tensor]):
         }
         return {**tokens, "chat_template": {"default": default, **named} if default else named}
 
-    def _config_values(self) -> dict[str, Any]:
-        """The model's config.json, as Transformers would write it."""
-
-        def said(key: str, default: Any = None) -> Any:
-            value = self.metadata.get(f"{self.architecture}.{key}", default)
-            if isinstance(value, list):  # per layer
-                if len(set(value)) > 1:
-                    raise ValueError(
-                        f"{self.architecture}.{key} differs between layers, which is not supported"
-                    )
-                value = value[0]
-            return value
-
-        if said("expert_count"):
-            raise ValueError(
-                f"{self.architecture}.expert_count = {said('expert_count')}: experts are not supported"
-            )
-        heads, hidden = said("attention.head_count"), said("embedding_length")
-        head_dim = said("attention.key_length", said("rope.dimension_count") or hidden // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if said(key, head_dim) != head_dim:
-                raise ValueError(
-                    f"{self.architecture}.{key} = {said(key)}, but heads have {head_dim}: not supported"
-                )
-        window = said("attention.sliding_window")
-        if window and self.architecture != "llama":
-            raise ValueError(
-                f"{self.architecture}.attention.sliding_window = {window}: which layers, it does not say"
-            )
-        return {
-            "model_type": "mistral" if window else self.architecture,
-            "hidden_size": hidden,
-            "intermediate_size": said("feed_forward_length"),
-            "num_hidden_layers": said("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": said("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
-            "rope_theta": said("rope.freq_base", 10000.0),
-            "rope_scaling": self._rope_scaling(said, head_dim),
-            "max_position_embeddings": said("context_length"),
-            "vocab_size": int(self._stored["model.embed_tokens.weight"].shape[1]),
-            "tie_word_embeddings": "lm_head.weight" not in self._stored,
-            "sliding_window": window,
-            "eos_token_id": self.eos_ids(),
-        }
-
-    def _rope_scaling(self, said: Any, head_dim: int) -> dict[str, Any] | None:
-        """Llama 3's scaling, of which the file holds only the divisor of each frequency; other kinds by name."""
-        if (kind := said("rope.scaling.type", "none")) != "none":
-            return {"rope_type": kind, "factor": said("rope.scaling.factor", 1.0)}
-        if ROPE_FACTORS not in self._stored:
-            return None
-        divisors = np.asarray(self._stored[ROPE_FACTORS].data, np.float64)
-        factor, low, high = float(divisors.max()), 1.0, 4.0
-        frequency = said("rope.freq_base", 10000.0) ** -(np.arange(0, head_dim, 2) / head_dim)
-        for length in (8192, said("rope.scaling.original_context_length", 8192)):
-            blend = ((length * frequency / (2 * np.pi) - low) / (high - low)).clip(0, 1)
-            if divisors.shape == blend.shape and np.allclose(
-                divisors, 1 / (blend + (1 - blend) / factor), rtol=1e-4
-            ):
-                return {
-                    "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-                    "original_max_position_embeddings": length,
-                }  # fmt: skip
-        raise ValueError(
-            f"{ROPE_FACTORS} is no scaling of Llama 3 (from 8,192 positions, factors 1 and 4): not supported"
-        )
-
 
 def widened(data: np.ndarray, kind: Any, dtype: str) -> np.ndarray:
     """Rows of blocks as fp32, or as the bits of fp16: a few at a time, on all cores."""
@@ -263,13 +210,13 @@ def open_file(path: Path) -> GGUFReader:
         raise ValueError(f"{path} cannot be read as a GGUF file: {error}") from None
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, architecture: str | None = None) -> str:
     """The name in Transformers of a GGUF tensor; ValueError for one that no supported model has."""
-    if name == ROPE_FACTORS:
+    if name in NO_WEIGHTS:
         return name
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     layer, part, kind = match.groups() if match else (None, "", "")
-    known = GLOBAL_NAMES if layer is None else LAYER_NAMES
+    known = GLOBAL_NAMES if layer is None else LAYER_NAMES | OWN_NAMES.get(str(architecture), {})
     if part not in known:
         raise ValueError(f"the file holds the tensor {name}, which no supported architecture has")
     return f"{known[part]}.{kind}" if layer is None else f"model.layers.{layer}.{known[part]}.{kind}"

@@ -1,4 +1,4 @@
-"""The tensors of a Llama-family model under the names and in the shapes of a Laneformer, each when
+"""The tensors of a model of another family under the names and in the shapes of a Laneformer, each when
 it is asked for.
 
 Only one translated tensor exists at a time. Lanes own rows or columns (config.py's `tensor_shapes`), and
@@ -19,15 +19,20 @@ import numpy as np
 
 from ..config import EMBEDDING, HEAD, LaneformerConfig
 from ..tensors import STORED_TYPES, Tensor, check_shapes, type_of
-from .config import config_of_llama
+from .config import FAMILIES, Family, config_of_llama, logits_factor, text_values
 
 WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 PARTS = {
-    "attention_norm": "input_layernorm", "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
+    "attention.k_norm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj", "attention_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm",
 }  # fmt: skip
+FFN_NORM = {"pre": "post_attention_layernorm", "both": "pre_feedforward_layernorm"}  # by `norm_placement`
+FUSED = {"self_attn.qkv_proj": ("wq", "wk", "wv"), "mlp.gate_up_proj": ("w1", "w3")}
+NESTED = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # of a text model beside a vision tower
+OTHER_TOWER = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 COLUMNS = ("attention.wo", "feed_forward.w2")  # where a lane owns columns
 ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 IGNORED = re.compile(
@@ -38,38 +43,61 @@ IGNORED = re.compile(
 def laneformer_of(
     values: Mapping[str, Any], tensors: Mapping[str, Tensor], lanes: int
 ) -> tuple[LaneformerConfig, Mapping[str, Tensor]]:
-    """A Llama-family model as a Laneformer with delay 0 and `lanes` lanes (see `lanes_for`).
+    """A model of one of the families as a Laneformer with delay 0 and `lanes` lanes (see `lanes_for`).
 
     values: its config.json. tensors: named and shaped as in Hugging Face's folders. ValueError names what is
     missing, misshapen or not supported.
     """
     config = config_of_llama(values, lanes)
-    return config, LlamaTensors(config, tensors)
+    if values is not text_values(values):
+        values, tensors = text_values(values), text_tensors(tensors)
+    return config, LlamaTensors(config, FAMILIES[values["model_type"]], tensors, logits_factor(values))
+
+
+def text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the text model, named as if it were alone."""
+    kept = {name: tensor for name, tensor in tensors.items() if not OTHER_TOWER.match(name)}
+    return {NESTED.sub("" if "lm_head" in name else "model.", name): tensor for name, tensor in kept.items()}
 
 
 class LlamaTensors(Mapping[str, Tensor]):
     """Tensors named and shaped as `config.tensor_shapes` says, made of Hugging Face's on access."""
 
-    def __init__(self, config: LaneformerConfig, tensors: Mapping[str, Tensor]):
-        self.config, self.tensors, self.shapes = config, tensors, config.tensor_shapes()
-        # a GGUF file knows its shapes, and widens a tensor when it is asked for
+    def __init__(
+        self, config: LaneformerConfig, family: Family, tensors: Mapping[str, Tensor], logits: float = 1.0
+    ):
+        self.config, self.family, self.tensors, self.logits = config, family, tensors, logits
+        self.shapes = config.tensor_shapes()
+        ropes = config.variant.ropes
+        self.rotated = 2 * len(ropes[0].frequencies) if ropes else config.head_dim  # of a head's rows
+        # a GGUF file has norms as they are multiplied; it knows its shapes, and widens a tensor when it is asked for
+        self.norm_offset = 0.0 if hasattr(tensors, "shapes") else family.norm_offset
         known = getattr(tensors, "shapes", None) or {name: tensors[name].values.shape for name in tensors}
         found = {name: known[name] for name in tensors if not IGNORED.fullmatch(name)}
         if config.tie_word_embeddings and found.pop(HEAD, None):
             self._expect_tied()
-        check_shapes(
-            "the checkpoint", found, {source_of(name): self._source_shape(name) for name in self.shapes}
-        )
+        expected: dict[str, tuple[int, ...]] = {}
+        for name in self.shapes:
+            source, rows = self._source_of(name), self._source_shape(name)
+            before = expected.get(source, (0,))[0] if self.family.fused else 0
+            expected[source] = (before + rows[0], *rows[1:])
+        check_shapes("the checkpoint", found, expected)
 
     def __getitem__(self, name: str) -> Tensor:
         shape, (part, _) = self.shapes[name], part_of(name)
-        stored = self.tensors[source_of(name)]
-        values = stored.values
+        stored = self.tensors[self._source_of(name)]
+        values = stored.values[self._rows_of(name)]
+        if part.endswith("norm"):
+            stored, values = self._norm(name, stored)
         if part in ROTATED:
-            halves = values.reshape(-1, 2, self.config.head_dim // 2, *values.shape[1:])
-            values = halves.swapaxes(1, 2)
+            heads = values.reshape(-1, self.config.head_dim, *values.shape[1:])
+            halves = (
+                heads[:, : self.rotated].reshape(-1, 2, self.rotated // 2, *values.shape[1:]).swapaxes(1, 2)
+            )
+            pairs = halves.reshape(len(heads), self.rotated, *values.shape[1:])
+            values = np.concatenate((pairs, heads[:, self.rotated :]), 1).reshape(values.shape)
         if stored.dtype not in STORED_TYPES:  # blocks, of which the engine cuts the lanes' rows or columns
-            return dataclasses.replace(stored, values=values.reshape(stored.values.shape))
+            return dataclasses.replace(stored, values=values)
         if part in COLUMNS:
             lanes, rows, columns = shape
             values = values.reshape(rows, lanes, columns).swapaxes(0, 1)
@@ -77,13 +105,32 @@ class LlamaTensors(Mapping[str, Tensor]):
 
     def type_of(self, name: str) -> str:
         """What the tensor of this name comes as, without widening it."""
-        return type_of(self.tensors, source_of(name))
+        return type_of(self.tensors, self._source_of(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    def _norm(self, name: str, stored: Tensor) -> tuple[Tensor, np.ndarray]:
+        """A norm's weights with what is folded into them, in float32."""
+        factor = self.logits if name == "norm.weight" else 1.0
+        if not self.norm_offset and factor == 1.0:
+            return stored, stored.values
+        values = np.float32(factor) * (np.float32(self.norm_offset) + widened(stored))
+        return Tensor("fp32", values), values
+
+    def _rows_of(self, name: str) -> slice:
+        """Of the source: all of them, or those of this matrix in a fused one."""
+        whole = self._source_of(name)
+        for fused, parts in FUSED.items() if self.family.fused else ():
+            if f".{fused}." in whole:
+                rows = {p: self._source_shape(name.replace(name.split(".")[-2], p))[0] for p in parts}
+                at = parts.index(name.split(".")[-2])
+                first = sum(rows[p] for p in parts[:at])
+                return slice(first, first + rows[parts[at]])
+        return slice(None)
 
     def _source_shape(self, name: str) -> tuple[int, ...]:
         shape, (part, kind) = self.shapes[name], part_of(name)
@@ -95,6 +142,14 @@ class LlamaTensors(Mapping[str, Tensor]):
             return (shape[0] * shape[1],)
         return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
 
+    def _source_of(self, name: str) -> str:
+        """Hugging Face's name of the tensor that holds one of ours."""
+        source = source_of(name, self.config.variant.norm_placement)
+        for fused, parts in FUSED.items() if self.family.fused else ():
+            if name.split(".")[-2] in parts:
+                return f"{source.rpartition('.self_attn.' if 'self' in fused else '.mlp.')[0]}.{fused}.weight"
+        return source
+
     def _expect_tied(self) -> None:
         """Some files hold the tied head as well."""
         if not np.array_equal(self.tensors[HEAD].values, self.tensors[WHOLE[EMBEDDING]].values):
@@ -103,15 +158,22 @@ class LlamaTensors(Mapping[str, Tensor]):
             )
 
 
+def widened(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype == "bf16":
+        return (tensor.values.astype(np.uint32) << 16).view(np.float32)
+    return (tensor.values.view(np.float16) if tensor.dtype == "fp16" else tensor.values).astype(np.float32)
+
+
 def part_of(name: str) -> tuple[str, str]:
     """("attention.wq", "weight") of "layers.3.attention.wq.weight"."""
     part, _, kind = re.sub(r"^layers\.\d+\.", "", name).rpartition(".")
     return part, kind
 
 
-def source_of(name: str) -> str:
+def source_of(name: str, norm_placement: str = "pre") -> str:
     """Hugging Face's name of one of our tensors."""
     if name in WHOLE:
         return WHOLE[name]
     part, kind = part_of(name)
-    return f"model.layers.{name.split('.')[1]}.{PARTS[part]}.{kind}"
+    source = FFN_NORM[norm_placement] if part == "ffn_norm" else PARTS[part]
+    return f"model.layers.{name.split('.')[1]}.{source}.{kind}"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torchtitan.config import JobConfig
 from torchtitan.protocols.model import BaseModelArgs
 
-from ..config import FLAVORS, MTP, LaneformerConfig, flops_per_token
+from ..config import FLAVORS, MTP, LaneformerConfig
+from ..flops import flops_per_token
 from ..initialization import init_parameter
 from ..model import Laneformer, MTPHead, run_layers
 from ..positions import rope_table

@@ -28,7 +28,7 @@ constexpr int kDelay = 2;
 void add_draft_head(ModelSpec& s) {
   s.draft_layers = 1;
   for (int id = 1; id < s.vocab; id += 3) s.draft_ids.push_back(id);
-  s.window.push_back(0), s.rotates.push_back(1);
+  s.window.push_back(0), s.rope.push_back(0);
   for (int module = 0; module < 2; ++module) {
     for (int layer = 0; layer <= s.layers; ++layer)
       s.delivers[module].push_back(layer >= s.layers - s.delay && layer < s.layers);
@@ -40,7 +40,7 @@ ModelSpec small_spec(Head head, bool other_family = false) {
   ModelSpec s{};
   s.qkv_bias = s.head_norms = s.tied = other_family;
   s.hidden = 96, s.intermediate = 136, s.layers = 6, s.query_heads = 8, s.kv_heads = 4, s.lanes = 4, s.vocab = 200;
-  s.head_size = 12, s.rotates.assign(s.layers, !other_family), s.context = 192, s.delay = kDelay, s.norm_eps = 1e-5f, s.head = head, s.shared_scale = true;
+  s.head_size = 12, s.rope.assign(s.layers, other_family ? -1 : 0), s.context = 192, s.delay = kDelay, s.norm_eps = 1e-5f, s.head = head, s.shared_scale = true;
   for (int layer = 0; layer < s.layers; ++layer) {
     s.window.push_back(layer < 4 ? 7 : 0);
     for (int module = 0; module < 2; ++module) {

@@ -21,6 +21,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 WINDOW = 16
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+MINISTRAL3 = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+OLMO3_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+GEMMA3_ROPES = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.3, 1.4, 1.5, 1.6], "long_factor": [1.0, 2.0, 3.0, 5.0, 9.0, 12.0]}  # fmt: skip
+GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+           "attention_multiplier": 0.1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,18 @@ CASES = {
     "qwen3": Case("Qwen3", {"head_dim": 40, "tie_word_embeddings": True}, torch.bfloat16),
     "qwen3-layer-types": Case("Qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": WINDOW,
                                         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "yarn": Case("Llama", {"rope_parameters": YARN}),
+    "olmo2": Case("Olmo2", {"num_key_value_heads": 4}, torch.bfloat16),
+    "olmo3": Case("Olmo3", {"sliding_window": WINDOW, "layer_types": KINDS, "rope_parameters": OLMO3_ROPES}),
+    "granite": Case("Granite", {**GRANITE, "tie_word_embeddings": True}, torch.bfloat16),
+    "phi4-mini": Case("Phi3", {"rope_parameters": LONG, "tie_word_embeddings": True, "vocab_size": 128,
+                               "original_max_position_embeddings": 32}, torch.bfloat16),
+    "phi3-window": Case("Phi3", {"sliding_window": WINDOW}),
+    "gemma3": Case("Gemma3Text", {"head_dim": 24, "sliding_window": WINDOW, "layer_types": KINDS,
+                                  "query_pre_attn_scalar": 40, "rope_parameters": GEMMA3_ROPES}, torch.bfloat16),
+    "ministral": Case("Ministral", {"sliding_window": WINDOW, "layer_types": KINDS, "head_dim": 24}),
+    "ministral3": Case("Ministral3", {"rope_parameters": MINISTRAL3, "head_dim": 24}, torch.bfloat16),
+    "smollm3-yarn": Case("SmolLM3", {"num_hidden_layers": 5, "rope_parameters": YARN}),
     "smollm3": Case("SmolLM3", {"num_hidden_layers": 5, "num_key_value_heads": 1}, torch.float16),
 }  # fmt: skip
 
@@ -86,3 +108,18 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     """The largest distance of a position's logits over the spread of the expected ones."""
     spread = expected - expected.mean(-1, keepdims=True)
     return float((np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(spread, axis=-1)).max())
+
+
+def write_with_vision(kind: str, text: Case, folder: Path) -> tuple[Path, transformers.PreTrainedModel]:
+    """A text model beside a tiny vision tower, and the text model as it is without one (float32)."""
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "image_size": 28, "patch_size": 14}  # fmt: skip
+    alone = transformers.AutoModelForCausalLM.from_pretrained(write_folder(text, folder / "alone"))
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=alone.config.to_dict(), vision_config=tower, tie_word_embeddings=False
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    model.model.language_model.load_state_dict(alone.model.state_dict())
+    model.lm_head.load_state_dict(alone.lm_head.state_dict())
+    model.save_pretrained(folder / "both")
+    return folder / "both", alone.eval()

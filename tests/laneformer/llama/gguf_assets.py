@@ -11,36 +11,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+import transformers
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
-from laneformer.llama.gguf import GLOBAL_NAMES, LAYER_NAMES, PERMUTED
+from laneformer.llama.gguf import GLOBAL_NAMES, LAYER_NAMES, LONGROPE, OWN_NAMES, PERMUTED
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "vocab_size": 320, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16,
 }  # fmt: skip
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+KINDS = {
+    "llama": "Llama", "smollm3": "SmolLM3", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "olmo3": "Olmo3",
+    "granite": "Granite", "phi3": "Phi3", "gemma3": "Gemma3Text", "mistral3": "Ministral3",
+}  # fmt: skip
 TEXTS = [
     "", " ", "Hi there", "  two  spaces\n\n\n\tand a tab", "1234567 89 3.14", "naïve é e\u0301 Å 日本語 한국어 😀",
     "I'LL don't we've", "x<|end|>y <|end|>", "def f(x):\n        return x  # eight\n", " trailing ", "xYz axYz",
@@ -67,13 +56,14 @@ def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarra
 
 def random_llama(architecture: str, **overrides: Any) -> Any:
     """A Transformers model in float32 whose biases and norms are not what they are at first."""
-    config_class, model_class = CLASSES[architecture]
     torch.manual_seed(0)
-    model = model_class(config_class(**{**SHAPE, **overrides})).eval()
+    config = getattr(transformers, f"{KINDS[architecture]}Config")(**{**SHAPE, **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1:
-                p.copy_(("norm" in name) + 0.2 * torch.randn(p.shape))
+                zero = "norm" not in name or architecture == "gemma3"
+                p.copy_((not zero) + 0.2 * torch.randn(p.shape))
             else:
                 p.copy_(torch.randn(p.shape) * (1.0 if "embed" in name else p.shape[-1] ** -0.5))
     return model
@@ -96,7 +86,9 @@ def write_gguf(
     """`model` with matrices of the type `kind`, which may depend on their name in the file; norms and biases in F32;
     `metadata` and `extra` add what they like. Of a type that the package cannot write, the weights are random.
     """
-    c, writer = model.config, GGUFWriter(path, architecture, split_max_tensors=part_tensors)
+    c = model.config
+    architecture = {"olmo3": "olmo2"}.get(architecture, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
@@ -104,12 +96,17 @@ def write_gguf(
     writer.add_head_count(c.num_attention_heads)
     writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    rope = c.rope_parameters.get("full_attention") or c.rope_parameters
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    writer.add_rope_freq_base(rope["rope_theta"])
     if architecture in PERMUTED:
-        writer.add_rope_dimension_count(c.head_dim)
+        writer.add_rope_dimension_count(head_dim)
+    elif architecture == "phi3":
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
     else:
-        writer.add_key_length(c.head_dim)
-        writer.add_value_length(c.head_dim)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    extra = {**(extra or {}), **add_own_fields(writer, architecture, c, rope)}
     if metadata:
         metadata(writer)
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
@@ -118,17 +115,19 @@ def write_gguf(
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         part = name.split(".")[-2]
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
         if architecture in PERMUTED and part in heads:
             array = permuted(array, heads[part])
         if array.ndim != 2:
-            writer.add_tensor(gguf_name(name), array)
+            writer.add_tensor(gguf_name(name, architecture), array)
             continue
-        type_of = kind if isinstance(kind, str) else kind(gguf_name(name))
+        type_of = kind if isinstance(kind, str) else kind(gguf_name(name, architecture))
         drawn = type_of in BLOCKS and type_of not in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
         data = (
             random_blocks(type_of, *array.shape) if drawn else quantize(array, GGMLQuantizationType[type_of])
         )
-        writer.add_tensor(gguf_name(name), data, raw_dtype=GGMLQuantizationType[type_of])
+        writer.add_tensor(gguf_name(name, architecture), data, raw_dtype=GGMLQuantizationType[type_of])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -136,7 +135,35 @@ def write_gguf(
     return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
 
 
-def gguf_name(name: str) -> str:
+def add_own_fields(writer: GGUFWriter, architecture: str, c: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter says of this architecture alone; the tensors that it adds."""
+    if rope["rope_type"] in ("yarn", "linear"):
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if architecture in ("olmo2", "gemma3", "phi3") and (window := getattr(c, "sliding_window", None)):
+        writer.add_sliding_window(window)
+    if architecture == "olmo2" and hasattr(c, "layer_types"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
+    if architecture == "granite":
+        writer.add_embedding_scale(c.embedding_multiplier)
+        writer.add_residual_scale(c.residual_multiplier)
+        writer.add_attention_scale(c.attention_multiplier)
+        writer.add_logit_scale(c.logits_scaling)
+    if architecture == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] != "longrope":
+        return {}
+    length = c.original_max_position_embeddings
+    factor = np.sqrt(1 + np.log(c.max_position_embeddings / length) / np.log(length))
+    writer.add_rope_scaling_attn_factors(float(factor))
+    writer.add_rope_scaling_orig_ctx_len(length)
+    return {of: np.float32(rope[f"{name}_factor"]) for name, of in LONGROPE.items()}
+
+
+def gguf_name(name: str, architecture: str) -> str:
     stem, kind = name.rsplit(".", 1)
     whole = {ours: theirs for theirs, ours in GLOBAL_NAMES.items()}
     if stem in whole:
@@ -144,7 +171,8 @@ def gguf_name(name: str) -> str:
     if not stem.startswith("model.layers."):
         return name
     layer, part = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{next(theirs for theirs, ours in LAYER_NAMES.items() if ours == part)}.{kind}"
+    names = {ours: theirs for theirs, ours in (LAYER_NAMES | OWN_NAMES.get(architecture, {})).items()}
+    return f"blk.{layer}.{names[part]}.{kind}"
 
 
 def byte_level(pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool = False) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -96,21 +97,57 @@ def test_what_a_family_has() -> None:
     assert (smollm3.rope_theta, smollm3.tie_word_embeddings) == (2000000.0, True)
 
 
+GEMMA = {"sliding_window": 8, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+
+
+def test_what_a_newer_family_has() -> None:
+    """Scales and RoPE as they are folded; the old spelling of a vision model's text."""
+    granite = config_of_llama(values_of("granite", residual_multiplier=0.5, embedding_multiplier=12.0), 2)
+    assert granite.borrowed() == {"attention_scale": 1.0, "embedding_scale": 24.0}
+    assert granite.norm_eps == pytest.approx(4e-6)
+    olmo2 = config_of_llama(values_of("olmo2"), 1)
+    assert olmo2.borrowed() == {"qk_norm": True, "norm_placement": "post", "joint_qk_norm": True}
+    assert lanes_for(values_of("olmo2"), 8) == 1
+    with pytest.raises(ValueError, match="joint_qk_norm num_lanes = 1"):
+        config_of_llama(values_of("olmo2"), 2)
+    text = values_of("gemma3_text", **GEMMA, head_dim=16, query_pre_attn_scalar=64)
+    nested = {"model_type": "gemma3", "vision_config": {"hidden_size": 8}, "text_config": text}
+    for values in (text, nested):
+        gemma = config_of_llama(values, 2)
+        assert gemma.swa_layers == (0, 1, 2, 3)
+        assert gemma.tie_word_embeddings
+        assert gemma.variant.attention_scale == 0.125
+        assert gemma.variant.embedding_scale == 8.0
+        full, sliding = gemma.variant.ropes
+        assert (full.frequencies[0], sliding.frequencies[0]) == (0.125, 1.0)
+        assert lanes_for(values, 2) == 2
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2", "phi3"])
+def test_a_variant_is_the_same_from_a_file(family: str) -> None:
+    config = config_of_llama(values_of(family, rope_scaling={"rope_type": "linear", "factor": 8.0}), 1)
+    assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ValueError, match=r"the CUDA engine does not support .*ropes = \d; use the CPU"):
+        config.variant.refuse("the CUDA engine", "use the CPU")
+    with pytest.raises(ValueError, match=r"training does not support .*ropes = \d"):
+        config.refuse_unsupported("training")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (
             {"model_type": "qwen3_moe", "num_experts": 8},
-            r"'qwen3_moe' is not supported \(a mixture of experts\); supp",
+            r"'qwen3_moe' is not supported \(a mixture of experts\); the nearest that is: 'qwen3'; supp",
         ),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"\(multi-head latent attention\)"),
         (
             {"model_type": "gemma2", "attn_logit_softcapping": 50.0},
-            r"\(logit soft-capping\); supported are folders of",
+            r"\(logit soft-capping\); the nearest that is: 'gemma3'; supported are folders of",
         ),
         (
             {"model_type": "gpt_oss"},
-            r"model_type = 'gpt_oss' is not supported; supported are .* llama, mistral, qwen2",
+            r"model_type = 'gpt_oss' is not supported; supported are .* llama, mistral, .*qwen2",
         ),
         ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts"),
         ({"model_type": None}, "model_type = None is not supported"),
@@ -122,10 +159,21 @@ def test_what_a_family_has() -> None:
         ),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "yarn.* is not supported; supported are plain RoPE",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "dynamic.* is not supported; supported are the types default, llama3, linear, yarn, longrope",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear.* is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "temperature": 2}},
+            "temperature.* is not supported",
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "architectures": None,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 6},
+            },
+            r"long_factor and short_factor hold \[6, 8\] numbers; 8 pairs rotate",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention.* is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling lacks \['low_freq_factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; only 1.0"),

@@ -17,7 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from laneformer import Engine, Laneformer
 from laneformer.engine.folder import read_checkpoint
-from tests.laneformer.llama.folders import CASES, WINDOW, logits_of, reference, relative_error, write_folder
+from tests.laneformer.llama.folders import (
+    CASES,
+    WINDOW,
+    logits_of,
+    reference,
+    relative_error,
+    write_folder,
+    write_with_vision,
+)
 from tools.check.reference import hf_greedy, weights_of
 
 IDS = np.random.default_rng(0).integers(0, 128, 100).tolist()
@@ -62,13 +70,57 @@ def test_engine(folder: Path, truth: transformers.PreTrainedModel) -> None:
 
 def test_pytorch(folder: Path, truth: transformers.PreTrainedModel) -> None:
     """model.py with the translated tensors, on one lane and on as many as there are KV heads."""
-    for lanes in {1, truth.config.num_key_value_heads}:
+    for lanes in {1, read_checkpoint(folder, threads=truth.config.num_key_value_heads).config.num_lanes}:
         checkpoint = read_checkpoint(folder, lanes)
         with torch.device("meta"):
             model = Laneformer(checkpoint.config).eval()
         weights = weights_of(checkpoint.tensors)
         model.load_state_dict({name: w.float() for name, w in weights.items()}, assign=True)
         assert relative_error(logits_of(model, IDS), logits_of(truth, IDS)) < ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("Gemma3", "gemma3"), ("Mistral3", "mistral"), ("Mistral3", "ministral3")]
+)
+def test_the_text_model_beside_a_vision_tower(kind: str, text: str, tmp_path: Path) -> None:
+    folder, alone = write_with_vision(kind, dataclasses.replace(CASES[text], dtype=torch.float32), tmp_path)
+    with Engine.from_pretrained(folder, threads=2, cache=False, kv_dtype="fp32") as engine:
+        assert relative_error(engine.logits(IDS), logits_of(alone, IDS)) < ALLOWED
+
+
+def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
+    """Transformers takes the short ones for a text of 32 tokens, which was trained."""
+    folder = write_folder(CASES["phi4-mini"], tmp_path)
+    expected = logits_of(reference(folder), IDS[:32])
+    with Engine.from_pretrained(folder, context_tokens=32, cache=False, kv_dtype="fp32") as engine:
+        assert relative_error(engine.logits(IDS[:32]), expected) < ALLOWED
+    with Engine.from_pretrained(folder, cache=False, kv_dtype="fp32") as engine:
+        assert relative_error(engine.logits(IDS[:32]), expected) > 0.01
+
+
+@pytest.mark.parametrize("name", ["olmo2", "granite", "phi4-mini", "gemma3", "ministral3", "yarn"])
+def test_gpus_refuse_what_they_have_not(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laneformer.engine.engine.cuda_devices", lambda device: ("cuda:0",))
+    with pytest.raises(ValueError, match=r"the CUDA engine does not support .*; use device = 'cpu'"):
+        Engine.from_pretrained(write_folder(CASES[name], tmp_path), device="cuda", lanes=1)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize("dtype", ["fp32", "int4"])
+def test_every_instruction_set_has_the_same_gates(dtype: str, isa: str, tmp_path: Path) -> None:
+    """Of quantised weights, whose products are integers: bit for bit those of the machine's own."""
+    folder, options = (
+        write_folder(CASES["gemma3"], tmp_path),
+        {"cache": False, "dtype": dtype},
+    )
+    with Engine.from_pretrained(folder, **options) as engine:
+        expected = engine.logits(IDS)
+    try:
+        engine = Engine.from_pretrained(folder, isa=isa, **options)
+    except ValueError as error:
+        pytest.skip(str(error))
+    with engine:
+        assert np.array_equal(engine.logits(IDS), expected)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "int8", "int4"])

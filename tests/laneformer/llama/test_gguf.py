@@ -21,6 +21,7 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.llama import gguf as gguf_module
 from laneformer.llama.gguf import QUANTIZED, STORED, GgufFile
 from laneformer.tensors import STORED_TYPES
+from tests.laneformer.llama.folders import GEMMA3_ROPES, GRANITE, LONG, MINISTRAL3, YARN, relative_error
 from tests.laneformer.llama.gguf_assets import TEXTS, byte_level, random_llama, tokenizer_metadata, write_gguf
 
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")  # the package cannot write K-quants
@@ -43,7 +44,7 @@ def metadata() -> Any:
 
 def laneformer(path: Path) -> Laneformer:
     """The plain PyTorch model of a file, in float32."""
-    checkpoint = read_checkpoint(path, lanes=2, dtype="fp32")
+    checkpoint = read_checkpoint(path, threads=2, dtype="fp32")
     weights = {
         name: torch.from_numpy(np.array(tensor.values))
         .view(getattr(torch, STORED_TYPES[tensor.dtype].torch))
@@ -76,8 +77,18 @@ def assert_same_logits(path: Path, reference: Any, tolerance: float = 1e-5) -> N
         ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True, "pad_token_id": 0}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {"head_dim": 32}),
+        ("llama", {"rope_parameters": YARN}),
+        ("olmo2", {"num_key_value_heads": 4}),
+        ("olmo3", {"sliding_window": 16, "num_hidden_layers": 4, "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+        ("granite", {**GRANITE, "tie_word_embeddings": True}),
+        ("phi3", {"pad_token_id": 0, "rope_parameters": LONG, "original_max_position_embeddings": 32}),
+        ("gemma3", {"sliding_window": 16, "num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPES,
+                    "query_pre_attn_scalar": 16, "tie_word_embeddings": True}),
+        ("mistral3", {"rope_parameters": MINISTRAL3}),
     ],
-    ids=["llama", "tied", "llama3", "smollm3", "qwen2", "qwen3"],
+    ids=["llama", "tied", "llama3", "smollm3", "qwen2", "qwen3", "yarn", "olmo2", "olmo3", "granite", "phi3", "gemma3",
+         "mistral3"],
 )  # fmt: skip
 def test_every_architecture(
     tmp_path: Path, metadata: Any, architecture: str, overrides: dict[str, Any]
@@ -189,6 +200,28 @@ def test_the_engine_generates_what_transformers_does(
         assert engine.dtype == "gguf"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [("phi3", {"pad_token_id": 0, "rope_parameters": LONG, "original_max_position_embeddings": 32}),
+     ("gemma3", {"sliding_window": 16, "rope_parameters": GEMMA3_ROPES, "query_pre_attn_scalar": 16,
+                 "tie_word_embeddings": True}),
+     ("granite", GRANITE), ("olmo2", {"num_key_value_heads": 4})],
+)  # fmt: skip
+def test_blocks_of_every_new_architecture_are_held_as_they_are(
+    tmp_path: Path, metadata: Any, architecture: str, overrides: dict[str, Any]
+) -> None:
+    """Close to what the widened file gives, as inputs are rounded to 8 bits; fused rows and rotation move blocks."""
+    path = write_gguf(
+        tmp_path / "m.gguf", architecture, random_llama(architecture, **overrides), "Q8_0", metadata
+    )
+    ids = list(range(5, 105))
+    with Engine.from_pretrained(path, dtype="fp32", cache=False) as engine:
+        wide = engine.logits(ids)
+    with Engine.from_pretrained(path, cache=False) as engine:
+        assert engine.dtype == "gguf"
+        assert relative_error(engine.logits(ids), wide) < 0.05
+
+
 def test_a_tokenizer_beside_the_file_goes_first(tmp_path: Path, metadata: Any) -> None:
     path = write_gguf(tmp_path / "model.gguf", "llama", random_llama("llama"), "F16", metadata)
     other = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))
@@ -213,11 +246,11 @@ def test_a_scaling_that_is_not_llama_3_s_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "key", "value", "says"),
     [
-        ("gemma3", "", 0, "architecture 'gemma3' is not read"),
+        ("gemma2", "", 0, "architecture 'gemma2' is not read"),
         ("llama", "llama.expert_count", 8, "llama.expert_count = 8: experts are not supported"),
         ("llama", "llama.rope.dimension_count", 8, "llama.rope.dimension_count = 8, but heads have 16"),
         ("qwen2", "qwen2.attention.sliding_window", 64, "sliding_window = 64: which layers"),
-        ("llama", "llama.rope.scaling.type", "yarn", "RoPE of the kind .*yarn"),
+        ("llama", "llama.rope.scaling.type", "dynamic", "RoPE of the kind .*dynamic"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

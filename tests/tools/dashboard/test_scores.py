@@ -16,7 +16,8 @@ import pytest
 
 from evals.core.evaluate import task_figures
 from evals.core.tasks import NOT_CHOSEN, TASKS
-from laneformer.config import LaneformerConfig, flops_per_token
+from laneformer.config import LaneformerConfig
+from laneformer.flops import flops_per_token
 from records.page import colour
 from records.run import Record, as_record, read_run
 from tests.tools.dashboard import made_up_run

@@ -24,11 +24,13 @@ from ...config import (
     MODULES,
     MTP,
     NORMS,
+    POST_NORMS,
     LaneformerConfig,
 )
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
+from ...variant import Variant
 from ..decoder import Collected, Ended, Request
-from ..folder import rope_tables
+from ..folder import query_scales, rope_tables
 from ..machine import Machine, free_memory_bytes, this_machine
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
@@ -171,9 +173,14 @@ class CpuDecoder(_core.Decoder):
             layers.append(f"{MTP}layer.")
             after += [f"{MTP}{norm}.weight" for norm in ("hidden_norm", "embedding_norm", "norm")]
         self.set_rope(*rope_tables(config))
-        norms = [f"{layer}{norm}.weight" for layer in layers for norm in NORMS]
-        for index, name in enumerate(norms + after):
-            send(name, self.set_norm, index)
+        if (scales := query_scales(config)) is not None:
+            self.set_query_scales(scales)
+        before, behind = ([f"{layer}{norm}.weight" for layer in layers for norm in kind]
+                          for kind in (NORMS, POST_NORMS))  # fmt: skip
+        shapes = config.tensor_shapes()
+        for index, name in enumerate(before + after + behind):
+            if name in shapes:
+                send(name, self.set_norm, index)
         for i, layer in enumerate(layers):
             for matrix in BIASED if config.attention_bias else ():
                 send(f"{layer}{matrix}.bias", self.set_bias, matrix.split(".")[1], i)
@@ -265,7 +272,10 @@ def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[s
     layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
     return {
         **dataclasses.asdict(config),
-        "rotates": [int(i not in config.nope_layers) for i in layers],
+        **variant_spec(config.variant),
+        "rope": [
+            -1 if i in config.nope_layers else config.variant.rope_of(i in config.swa_layers) for i in layers
+        ],
         "held": [],
         "head": LM_HEAD_TYPES.index(config.lm_head_type),
         "broadcast_delay": min(config.broadcast_delay, config.num_hidden_layers),
@@ -274,6 +284,18 @@ def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[s
         "adds_delayed": [[int(config.adds_delayed(i, m)) for i in layers] for m in MODULES],
         "delivers": [[int(config.delivers(i, m)) for i in layers] for m in MODULES],
         "draft_ids": tensors[DRAFT_IDS].values.tolist() if config.draft_vocab_size else [],
+    }
+
+
+def variant_spec(variant: Variant) -> dict[str, Any]:
+    return {
+        "ropes": max(1, len(variant.ropes)),
+        "pre_norms": variant.pre_norms,
+        "post_norms": variant.post_norms,
+        "joint_qk_norm": variant.joint_qk_norm,
+        "gelu": variant.hidden_act != "silu",
+        "attention_scale": variant.attention_scale or 0.0,
+        "embedding_scale": variant.embedding_scale,
     }
 
 

@@ -1,7 +1,6 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 namespace laneformer {
@@ -28,6 +27,7 @@ void Attention::reserve(int t) {
   w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
   w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
   w.widened = floats(2 * kChunkPositions * dim);
+  if (spec_.joint_head_norms) w.normed = floats(round_up(spec_.q_rows(), 16));
   const ThreadPlan& plan = shared_.model.plan(t);
   if (plan.leader == t && plan.members > 1)
     w.partials = floats(chunks * kMaxSequences * (spec_.query_heads / spec_.lanes) * (dim + kStateExtra));
@@ -36,7 +36,7 @@ void Attention::reserve(int t) {
 void Attention::run(const Lane& lane) {
   const ThreadPlan& plan = shared_.model.plan(lane.t);
   shared_.exchange.meet_group(lane.t, plan);
-  if (spec_.head_norms) norm_heads(lane);
+  if (spec_.head_norms) spec_.joint_head_norms ? norm_jointly(lane) : norm_heads(lane);
   if (lane.t == plan.leader) cache_positions(lane);
   shared_.exchange.meet_group(lane.t, plan);
   attend(lane);
@@ -60,6 +60,24 @@ void Attention::norm_heads(const Lane& lane) {
     for (int head = queries * member / plan.members; head < queries * (member + 1) / plan.members; ++head)
       norm(y + head * d, false);
     for (int head = 0; member == 0 && head < kv_heads_; ++head) norm(y + (queries + head) * d, true);
+  }
+}
+
+// The same, of all heads together: queries are shared out by column.
+void Attention::norm_jointly(const Lane& lane) {
+  const ThreadPlan& plan = shared_.model.plan(lane.t);
+  float* x = scratch_[lane.t].normed.floats();
+  const auto norm = [&](float* heads, bool of_keys) {
+    const int size = spec_.head_norm_size(of_keys), padded = static_cast<int>(round_up(size, 16));
+    std::memcpy(x, heads, size * sizeof(float));
+    std::fill(x + size, x + padded, 0.0f);
+    shared_.kernels.rms_norm(x, shared_.model.head_norm(lane.layer, of_keys), spec_.norm_eps, size, padded, x);
+    std::memcpy(heads, x, size * sizeof(float));
+  };
+  for (int c = 0; c < lane.pass.columns; ++c) {
+    float* y = lane.qkv + size_t(c) * qkv_stride(spec_);
+    if (c % plan.members == lane.t - plan.leader) norm(y, false);
+    if (lane.t == plan.leader) norm(y + spec_.q_rows(), true);
   }
 }
 
@@ -98,9 +116,13 @@ AttendArgs Attention::queries_of(const Lane& lane, const Block& block) const {
   const int window = spec_.window[lane.layer];
   const Column first = lane.pass.column[block.column];
   for (int c = 0; c < block.count; ++c)
-    for (int q = 0; q < group_; ++q)
-      shared_.model.rotate(lane.qkv + size_t(block.column + c) * stride + (block.head * group_ + q) * d,
-                           w.query.floats() + size_t(c * group_ + q) * dim, lane.layer, first.position + c);
+    for (int q = 0; q < group_; ++q) {
+      float* query = w.query.floats() + size_t(c * group_ + q) * dim;
+      shared_.model.rotate(lane.qkv + size_t(block.column + c) * stride + (block.head * group_ + q) * d, query,
+                           lane.layer, first.position + c);
+      const float scale = shared_.model.query_scale(first.position + c);
+      for (int j = 0; scale != 1.0f && j < d; ++j) query[j] *= scale;
+    }
   const int leader = shared_.model.plan(lane.t).leader, head = lane.own * kv_heads_ + block.head;
   AttendArgs a{};
   a.query = w.query.floats();
@@ -115,7 +137,7 @@ AttendArgs Attention::queries_of(const Lane& lane, const Block& block) const {
   a.window = window;
   a.first_chunk = window ? std::max(0, first.position - window + 1) / kChunkPositions : 0;
   a.last_chunk = (first.position + block.count - 1) / kChunkPositions;
-  a.scale = 1.0f / std::sqrt(static_cast<float>(d));
+  a.scale = spec_.score_scale();
   a.states = w.states.floats();
   a.scores = w.scores.floats();
   a.mixed = w.mixed.floats();

@@ -29,11 +29,13 @@ class Attention {
   };
   struct Scratch {  // [query of a block][...]
     Pages query, scores, mixed, states, totals;
+    Pages normed;    // queries or keys of all heads, where one norm is of them all
     Pages widened;   // a chunk's keys and values in fp32
     Pages partials;  // [chunk of a column and KV head][query][...]; the leader's, for all of a lane's group
   };
   void reserve(int t);
   void norm_heads(const Lane& lane);
+  void norm_jointly(const Lane& lane);
   void cache_positions(const Lane& lane);
   void cache_position(const Lane& lane, const float* key, Column at);
   AttendArgs queries_of(const Lane& lane, const Block& block) const;

@@ -75,7 +75,11 @@ ModelSpec spec_from(nb::dict d) {
   s.shared_scale = nb::cast<bool>(d["replicated_rmsn_scale"]);
   s.qkv_bias = nb::cast<bool>(d["attention_bias"]), s.head_norms = nb::cast<bool>(d["qk_norm"]);
   s.tied = nb::cast<bool>(d["tie_word_embeddings"]);
-  for (const int rotates : nb::cast<std::vector<int>>(d["rotates"])) s.rotates.push_back(rotates != 0);
+  s.rope = nb::cast<std::vector<int>>(d["rope"]), s.ropes = number("ropes");
+  s.pre_norms = nb::cast<bool>(d["pre_norms"]), s.post_norms = nb::cast<bool>(d["post_norms"]);
+  s.joint_head_norms = nb::cast<bool>(d["joint_qk_norm"]), s.gelu = nb::cast<bool>(d["gelu"]);
+  s.attention_scale = nb::cast<float>(d["attention_scale"]);
+  s.embedding_scale = nb::cast<float>(d["embedding_scale"]);
   for (const auto& names : nb::cast<std::vector<std::vector<std::string>>>(d["held"])) {
     s.held.emplace_back();
     for (int part = 0; part < kMatrices; ++part) s.held.back()[part] = dtype_named(names.at(part), kDTypeCount);
@@ -156,15 +160,21 @@ bool set_bias(Decoder& decoder, const std::string& part, int layer, Bytes data, 
 bool set_head_norm(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
   const DType from = dtype_named(dtype);
   if (!decoder.model.spec().head_norms) throw std::invalid_argument("this model has no norms of heads");
-  expect_values(data, from, decoder.model.spec().head_dim(), part);
+  expect_values(data, from, decoder.model.spec().head_norm_size(part == "k_norm"), part);
   expect_layer(decoder, layer);
   return decoder.model.set_head_norm(part, layer, data.data(), from);
 }
 
 void set_rope(Decoder& decoder, Floats cosine, Floats sine) {
-  const size_t expected = size_t(decoder.model.spec().context) * (decoder.model.spec().head_dim() / 2);
+  const ModelSpec& spec = decoder.model.spec();
+  const size_t expected = size_t(spec.ropes) * spec.context * (spec.head_dim() / 2);
   if (cosine.size() != expected || sine.size() != expected) throw std::invalid_argument("RoPE tables: wrong size");
   decoder.model.set_rope(cosine.data(), sine.data());
+}
+
+void set_query_scales(Decoder& decoder, Floats scales) {
+  if (scales.size() != size_t(decoder.model.spec().context)) throw std::invalid_argument("query scales: wrong size");
+  decoder.model.set_query_scales(scales.data());
 }
 
 void expect_part(Decoder& decoder, int index) {
@@ -331,6 +341,7 @@ NB_MODULE(_core, m) {
       .def("set_bias", &set_bias, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_head_norm", &set_head_norm, "part"_a, "layer"_a, "data"_a, "dtype"_a)
       .def("set_rope", &set_rope, "cosine"_a, "sine"_a)
+      .def("set_query_scales", &set_query_scales, "scales"_a)
       .def("part", &part, "index"_a)
       .def("map_part", &map_part, "index"_a, "data"_a, nb::keep_alive<1, 3>())
       .def("copy_parts", [](Decoder& d) { d.model.copy_parts(); }, unlocked)

@@ -111,6 +111,7 @@ struct Kernels {
   // Elementwise loops take n a multiple of 16; buffers are padded with zeros.
   void (*rms_norm)(const float* h, const float* scale, float eps, int size, int n, float* out);
   void (*silu_gate)(const float* gate_up, int tiles, float* out);  // tiles of 16 gates, 16 ups -> 16 outputs
+  void (*gelu_gate)(const float* gate_up, int tiles, float* out);
   void (*attend)(const AttendArgs& args);
   void (*merge_states)(float* state, const float* later, int dim);
   void (*add)(float* h, const float* p, int n);

@@ -52,6 +52,7 @@ constexpr Kernels kernels_named(const char* isa) {
 #endif
   k.rms_norm = rms_norm;
   k.silu_gate = silu_gate;
+  k.gelu_gate = gelu_gate;
   k.attend = attend;
   k.merge_states = merge_states;
   k.add = add;

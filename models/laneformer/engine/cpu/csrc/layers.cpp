@@ -108,12 +108,18 @@ void Layers::deliver(int t, int lane, int column, float* stream) {
 
 // --- modules ----------------------------------------------------------------------------------------------------
 
-// All columns, to the inputs of the thread's next matrix.
+// All columns, to the inputs of the thread's next matrix; as they are where a model has no such norms.
 void Layers::norm_streams(int t, int own, int index, const Pass& pass) {
   const int hidden = spec_.padded_hidden(), lane = shared_.model.plan(t).first_lane + own;
-  for (int c = 0; c < pass.columns; ++c)
+  for (int c = 0; c < pass.columns; ++c) {
+    float* x = scratch_[t].x.floats() + size_t(c) * hidden;
+    if (!spec_.pre_norms) {
+      std::memcpy(x, stream(t, own, c), hidden * sizeof(float));
+      continue;
+    }
     shared_.kernels.rms_norm(stream(t, own, c), shared_.model.norm_scale(index, lane), spec_.norm_eps, spec_.hidden,
-                             hidden, scratch_[t].x.floats() + size_t(c) * hidden);
+                             hidden, x);
+  }
 }
 
 void Layers::multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns) {
@@ -150,9 +156,9 @@ void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
   float* gated = group.gated.floats() + size_t(own) * kMaxColumns * ff_stride;
   norm_streams(t, own, 2 * layer + 1, pass);
   multiply(t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
+  const auto gate = spec_.gelu ? shared_.kernels.gelu_gate : shared_.kernels.silu_gate;
   for (int c = 0; c < pass.columns; ++c)
-    shared_.kernels.silu_gate(w.y.floats() + size_t(c) * wide + first, matrices.gate_up.tiles(),
-                              gated + size_t(c) * ff_stride + first / 2);
+    gate(w.y.floats() + size_t(c) * wide + first, matrices.gate_up.tiles(), gated + size_t(c) * ff_stride + first / 2);
   exchange_.meet_group(t, plan);
   multiply(t, matrices.w2, gated, ff_stride, partial, hidden, pass.columns);
 }
@@ -166,7 +172,7 @@ void Layers::join_lanes(int t, int layer, Module module, const Pass& pass) {
   const uint64_t number = scratch_[t].layers;
   const Join how = spec_.join[module][layer];
   if (ladder_) return join_late(t, layer, module, pass);
-  if (how == Join::present) return add_sum(t, 2 * number + module, pass);
+  if (how == Join::present) return add_sum(t, 2 * number + module, 2 * layer + module, pass);
   const bool delayed = how == Join::past && spec_.adds_delayed[module][layer];
   const int n = spec_.padded_hidden();
   const uint64_t from = number - (delayed ? delay_ : 0);
@@ -190,8 +196,9 @@ void Layers::join_lanes(int t, int layer, Module module, const Pass& pass) {
   }
 }
 
-// The sum over lanes of a module's outputs, by its number over all passes, joins the own lanes' streams.
-void Layers::add_sum(int t, uint64_t number, const Pass& pass) {
+// The sum over lanes of a module's outputs, by its number over all passes and its number in this one, joins the own
+// lanes' streams; normed where the model has norms of outputs.
+void Layers::add_sum(int t, uint64_t number, int of_pass, const Pass& pass) {
   const ThreadPlan& plan = shared_.model.plan(t);
   const int n = spec_.padded_hidden(), own_lanes = plan.last_lane - plan.first_lane;
   const float* partials = exchange_.slot(number / 2, Module(number % 2), 0);
@@ -199,6 +206,9 @@ void Layers::add_sum(int t, uint64_t number, const Pass& pass) {
   exchange_.wait_for_modules(t, number + 1);
   for (int c = 0; c < pass.columns; ++c) {  // one after the other, so that sums stay in the first cache
     shared_.kernels.sum_rows(partials + size_t(c) * n, size_t{kMaxColumns} * n, spec_.lanes, total, n);
+    if (spec_.post_norms)
+      shared_.kernels.rms_norm(total, shared_.model.norm_scale(spec_.first_post_norm() + of_pass, 0), spec_.norm_eps,
+                               spec_.hidden, n, total);
     for (int own = 0; own < own_lanes; ++own) shared_.kernels.add(stream(t, own, c), total, n);
   }
 }
@@ -206,8 +216,9 @@ void Layers::add_sum(int t, uint64_t number, const Pass& pass) {
 // Every sum joins one module late, the last two together.
 void Layers::join_late(int t, int layer, Module module, const Pass& pass) {
   const uint64_t number = 2 * scratch_[t].layers + module;
-  if (layer || module) add_sum(t, number - 1, pass);
-  if (layer == spec_.layers - 1 && module) add_sum(t, number, pass);
+  const int of_pass = 2 * layer + module;
+  if (of_pass) add_sum(t, number - 1, of_pass - 1, pass);
+  if (of_pass == 2 * spec_.layers - 1) add_sum(t, number, of_pass, pass);
 }
 
 // All lanes' partials of the chosen positions, by rank 0's first thread. They are still in the mailbox:

@@ -59,7 +59,7 @@ class Layers {
   void multiply(int t, const Matrix& matrix, const float* x, int x_stride, float* y, int y_stride, int columns);
   void join_lanes(int t, int layer, Module module, const Pass& pass);
   void join_late(int t, int layer, Module module, const Pass& pass);
-  void add_sum(int t, uint64_t number, const Pass& pass);
+  void add_sum(int t, uint64_t number, int of_pass, const Pass& pass);
   void keep_partials(int t, int layer, Module module, const Pass& pass);
 
   Shared& shared_;

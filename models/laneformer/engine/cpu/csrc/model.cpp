@@ -211,6 +211,10 @@ bool pack_run(const PackJob& job, int first, int count, int row, const Matrix& m
 
 }  // namespace
 
+float ModelSpec::score_scale() const {
+  return attention_scale > 0.0f ? attention_scale : 1.0f / std::sqrt(static_cast<float>(head_dim()));
+}
+
 float quantise_row(const std::vector<float>& row, int8_t* out) {
   const float scale = row_scale(row);
   if (std::isfinite(scale)) std::transform(row.begin(), row.end(), out, [=](float x) { return quantised(x, scale); });

@@ -25,7 +25,8 @@ struct ModelSpec {
   Head head;
   bool sum_before_norm, shared_scale;
   bool qkv_bias, head_norms, tied;      // weights.h
-  std::vector<uint8_t> rotates;         // per layer, whether it has RoPE
+  std::vector<int> rope;                // per layer, the number of its table (weights.h); -1 where it has no RoPE
+  int ropes = 1;                        // tables
   DType kv_dtype = DType::fp32;         // of cached keys and values
   std::vector<int> window;              // per layer; 0 means all positions
   std::vector<Join> join[2];            // per module and layer
@@ -36,6 +37,12 @@ struct ModelSpec {
   int draft_layers = 0;
   std::vector<int> draft_ids;
   std::vector<uint8_t> delivers[2];  // per module and layer, whether the other lanes' partials join its input
+
+  // Of other families (variant.py). Norms of a module's input and of its output, which is the sum over lanes; one norm
+  // of all heads' queries and one of their keys in place of head norms; what scores are multiplied with, 0 for
+  // 1 / sqrt(d).
+  bool pre_norms = true, post_norms = false, joint_head_norms = false, gelu = false;
+  float attention_scale = 0.0f, embedding_scale = 1.0f;
 
   int all_layers() const { return layers + draft_layers; }
   int head_dim() const { return head_size; }
@@ -54,7 +61,12 @@ struct ModelSpec {
   int hidden_norm() const { return final_norm() + 1; }
   int embedding_norm() const { return final_norm() + 2; }
   int draft_norm() const { return final_norm() + 3; }
-  int norms() const { return final_norm() + 1 + 3 * draft_layers; }
+  int first_post_norm() const { return final_norm() + 1 + 3 * draft_layers; }  // 2 * layer + module after it
+  int norms() const { return first_post_norm() + (post_norms ? 2 * all_layers() : 0); }
+  int head_norm_size(bool of_keys) const {
+    return !joint_head_norms ? head_dim() : of_keys ? kv_rows() : q_rows();
+  }
+  float score_scale() const;
   int ff_rows() const { return intermediate / lanes; }
   int gate_up_rows() const { return 2 * static_cast<int>(round_up(ff_rows(), 16)); }
   int padded_hidden() const { return static_cast<int>(round_up(hidden, kTileRows)); }

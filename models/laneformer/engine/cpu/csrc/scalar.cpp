@@ -75,7 +75,7 @@ class Scalar {
     const Vector x = rms_norm(of_layer(layer, "attention_norm"), lane, stream);
     Vector query = times_slice(of_layer(layer, "attention.wq"), lane, s.q_rows(), x);
     Vector key = times_slice(of_layer(layer, "attention.wk"), lane, s.kv_rows(), x);
-    if (s.rotates[layer]) rotate(query, position), rotate(key, position);
+    if (s.rope[layer] == 0) rotate(query, position), rotate(key, position);
     Lanes &keys = keys_[layer][lane], &values = values_[layer][lane];  // of all positions so far
     keys.push_back(key);
     values.push_back(times_slice(of_layer(layer, "attention.wv"), lane, s.kv_rows(), x));
@@ -154,6 +154,9 @@ class Scalar {
 std::vector<float> scalar_logits(const ModelSpec& spec, const PlainTensors& tensors, const std::vector<int>& ids) {
   if (spec.qkv_bias || spec.head_norms || spec.head == Head::lane || spec.sum_before_norm)
     throw std::invalid_argument("the scalar pass has no biases, no norms of heads and no such head");
+  if (!spec.pre_norms || spec.post_norms || spec.gelu || spec.ropes > 1 || spec.attention_scale > 0.0f ||
+      spec.embedding_scale != 1.0f)
+    throw std::invalid_argument("the scalar pass has the norms, gate, scales and RoPE of a Laneformer alone");
   Scalar model(spec, tensors);
   std::vector<float> all;
   for (size_t position = 0; position < ids.size(); ++position) {

@@ -22,7 +22,7 @@ Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int thre
   embedding_ = Pages(embedding_bytes());
   norms_ = floats(spec.norms() * scales() * size_t(spec.padded_hidden()));
   if (spec.qkv_bias) biases_ = floats(size_t(spec.all_layers()) * spec.lanes * round_up(spec.qkv_rows(), 32));
-  if (spec.head_norms) head_norms_ = floats(size_t(spec.all_layers()) * 2 * spec.padded_head_dim());
+  if (spec.head_norms) head_norms_ = floats(size_t(spec.all_layers()) * 2 * round_up(spec.head_norm_size(false), 16));
 }
 
 size_t Model::bytes() const {
@@ -184,10 +184,12 @@ bool Model::set_norm(int index, const void* data, DType from) {
 }
 
 void Model::set_rope(const float* cosine, const float* sine) {
-  const size_t count = size_t(spec_.context) * (spec_.head_dim() / 2);
+  const size_t count = size_t(spec_.ropes) * spec_.context * (spec_.head_dim() / 2);
   cosine_.assign(cosine, cosine + count);
   sine_.assign(sine, sine + count);
 }
+
+void Model::set_query_scales(const float* scales) { query_scales_.assign(scales, scales + spec_.context); }
 
 bool Model::set_bias(const std::string& part, int layer, const void* data, DType from) {
   const int rows = part == "wq" ? spec_.q_rows() : spec_.kv_rows();
@@ -201,13 +203,19 @@ bool Model::set_bias(const std::string& part, int layer, const void* data, DType
 }
 
 bool Model::set_head_norm(const std::string& part, int layer, const void* data, DType from) {
-  return convert(data, from, spec_.head_dim(), head_norm(layer, part == "k_norm"), DType::fp32);
+  const bool of_keys = part == "k_norm";
+  return convert(data, from, spec_.head_norm_size(of_keys), head_norm(layer, of_keys), DType::fp32);
 }
 
 // --- reading ----------------------------------------------------------------------------------------------------
 
-// Of the embedding, or of the head on whichever thread's tape the row lies.
 void Model::embed(int token, float* out) const {
+  read_embedding(token, out);
+  for (int i = 0; spec_.embedding_scale != 1.0f && i < spec_.hidden; ++i) out[i] *= spec_.embedding_scale;
+}
+
+// Of the embedding, or of the head on whichever thread's tape the row lies.
+void Model::read_embedding(int token, float* out) const {
   if (!spec_.tied) {
     const size_t row = size_t(token) * spec_.hidden * bytes_of(embedding_dtype_);
     convert(embedding_.bytes() + row, embedding_dtype_, spec_.hidden, out, DType::fp32);
@@ -223,8 +231,9 @@ void Model::embed(int token, float* out) const {
 }
 
 void Model::rotate(const float* from, float* to, int layer, int position) const {
-  const int half = spec_.head_dim() / 2;
-  const size_t row = spec_.rotates[layer] ? position : 0;  // 0 turns nothing
+  const int half = spec_.head_dim() / 2, table = spec_.rope[layer];
+  if (table < 0) return static_cast<void>(std::copy_n(from, 2 * half, to));
+  const size_t row = size_t(table) * spec_.context + position;
   const float *cosine = cosine_.data() + row * half, *sine = sine_.data() + row * half;
   for (int j = 0; j < half; ++j) {
     const float even = from[2 * j], odd = from[2 * j + 1];

@@ -1,8 +1,8 @@
 // A model's weights as a pass reads them: matrices packed on a tape for each thread, and what all threads
 // read beside them.
 //
-// Other families' models have more than a Laneformer: biases of queries, keys and values, norms of every
-// head's queries and keys, and embeddings that are tied to the head, read from its packed rows.
+// Other families' models have more than a Laneformer: biases of queries, keys and values, norms of queries and keys, and
+// embeddings that are tied to the head, read from its packed rows.
 #pragma once
 #include <string>
 #include <vector>
@@ -24,7 +24,8 @@ class Model {
   bool set_blocks(const std::string& part, int layer, const void* data, const BlockFormat& blocks);
   bool set_embedding(const void* data, DType from);
   bool set_norm(int index, const void* data, DType from);  // as ModelSpec counts them
-  void set_rope(const float* cosine, const float* sine);    // (context, d / 2) each
+  void set_rope(const float* cosine, const float* sine);    // (tables, context, d / 2) each
+  void set_query_scales(const float* scales);               // (context,) of queries by their position
   bool set_bias(const std::string& part, int layer, const void* data, DType from);       // wq, wk or wv
   bool set_head_norm(const std::string& part, int layer, const void* data, DType from);  // q_norm or k_norm
   bool loaded() const { return !cosine_.empty(); }
@@ -48,24 +49,26 @@ class Model {
   DraftBytes draft_bytes() const;
 
   const char* tiles(int t, const Matrix& matrix) const { return tapes_[t].bytes() + matrix.offset; }
-  void embed(int token, float* out) const;  // its row (hidden,)
+  void embed(int token, float* out) const;  // its row (hidden,), scaled
   const float* norm_scale(int index, int lane) const {
     return norms_.floats() + (size_t(index) * scales() + (scales() > 1 ? lane : 0)) * spec_.padded_hidden();
   }
-  // Of a lane: (qkv rows,) padded; of heads: (d,) padded.
+  // Of a lane: (qkv rows,) padded; of heads: (head_norm_size,) padded.
   float* bias(int layer, int lane) const {
     return biases_.floats() + (size_t(layer) * spec_.lanes + lane) * round_up(spec_.qkv_rows(), 32);
   }
   float* head_norm(int layer, bool of_keys) const {
-    return head_norms_.floats() + (size_t(layer) * 2 + of_keys) * spec_.padded_head_dim();
+    return head_norms_.floats() + (size_t(layer) * 2 + of_keys) * round_up(spec_.head_norm_size(false), 16);
   }
   void rotate(const float* from, float* to, int layer, int position) const;  // a head's (d,), where the layer has RoPE
+  float query_scale(int position) const { return query_scales_.empty() ? 1.0f : query_scales_[position]; }
 
  private:
   int scales() const { return spec_.shared_scale ? 1 : spec_.lanes; }  // of a norm
   size_t embedding_bytes() const {
     return spec_.tied ? 0 : size_t(spec_.vocab) * spec_.hidden * bytes_of(embedding_dtype_);
   }
+  void read_embedding(int token, float* out) const;
   bool pack(const std::string& part, int layer, const PackJob& whole);
   bool pack_draft_rows(int owner, const PackJob& whole);
   Pages& pages(int index) { return index < threads() ? tapes_[index] : embedding_; }
@@ -77,8 +80,8 @@ class Model {
   Team& team_;
   std::vector<Pages> tapes_;  // those of other processes are reserved, but never touched
   Pages embedding_, norms_;
-  Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, d); padded
-  std::vector<float> cosine_, sine_;
+  Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, size of queries'); padded
+  std::vector<float> cosine_, sine_, query_scales_;
   bool mapped_ = false;  // tapes or embedding are read-only
 };
 

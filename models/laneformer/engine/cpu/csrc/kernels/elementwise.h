@@ -26,6 +26,16 @@ void silu_gate(const float* gate_up, int tiles, float* out) {
   }
 }
 
+// Of tanh: 0.5 (1 + tanh(u)) is a sigmoid of 2 u.
+void gelu_gate(const float* gate_up, int tiles, float* out) {
+  const V16 one = splat(1.0f), twice = splat(-1.5957691216057308f), cubic = splat(0.044715f);
+  for (int t = 0; t < tiles; ++t) {
+    const V16 gate = load(gate_up + 32 * t), up = load(gate_up + 32 * t + 16);
+    const V16 inner = gate * fma(cubic, gate * gate, one);
+    store(out + 16 * t, gate / (one + exp(twice * inner)) * up);
+  }
+}
+
 void add(float* h, const float* p, int n) {
   for (int i = 0; i < n; i += 16) store(h + i, load(h + i) + load(p + i));
 }

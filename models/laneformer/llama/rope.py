@@ -1,0 +1,132 @@
+"""Rotary embedding of a `config.json`, in both spellings, for all layers or by kind of layer.
+
+The formulas are those of Transformers' modeling_rope_utils.py, each step rounded to float32 as there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..config import ROPE_SCALING_KEYS
+from ..variant import Rope
+
+KINDS = ("full_attention", "sliding_attention")
+PLAIN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}
+KEYS = {  # that a type reads
+    "default": set(),
+    "llama3": set(ROPE_SCALING_KEYS),
+    "linear": {"factor"},
+    "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
+}
+IGNORED = {"max_position_embeddings", "llama_4_scaling_beta"}  # the latter is query_growth
+
+
+def rope_fields(read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, float]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of a LaneformerConfig where those say it all, else `ropes` of its variant.
+
+    by_kind: bases of the kinds of layers, where a family has RoPE by kind.
+    """
+    given = read["rope_scaling"] or read["rope_parameters"] or {}
+    nested = any(isinstance(given.get(kind), Mapping) for kind in KINDS)
+    if nested and not by_kind:
+        raise ValueError(f"RoPE by kind of layer, {given}, is not supported for this model_type")
+    kinds = {kind: given.get(kind) or {} for kind in KINDS} if nested else {KINDS[0]: given, KINDS[1]: {}}
+    full = completed(kinds[KINDS[0]], read, read.get("rope_theta") or by_kind.get(KINDS[0], 10000.0))
+    if by_kind:
+        local = read.get("rope_local_base_freq") or by_kind[KINDS[1]] or full["rope_theta"]
+        sliding = completed(kinds[KINDS[1]], read, local)
+        return {"ropes": tuple(rope_of(kind, read, head_dim) for kind in (full, sliding))}
+    plain = full["partial_rotary_factor"] == 1.0 and not full.get("llama_4_scaling_beta")
+    if plain and full["rope_type"] in ("default", "llama3"):
+        scaling = {name: full[name] for name in ROPE_SCALING_KEYS if full.get(name) is not None}
+        return {
+            "rope_theta": full["rope_theta"],
+            "rope_scaling": scaling if full["rope_type"] == "llama3" else None,
+        }
+    return {"ropes": (rope_of(full, read, head_dim),)}
+
+
+def completed(given: Mapping[str, Any], read: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """One kind's parameters with base, type and share of rotated pairs; ValueError for what is not known."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    kind = "longrope" if kind == "su" or (kind == "yarn" and "long_factor" in given) else kind
+    other = {key: v for key, v in given.items() if v is not None} if kind not in KEYS else {
+        key: v for key, v in given.items() if key not in PLAIN | KEYS[kind] | IGNORED and v is not None
+    }  # fmt: skip
+    if kind not in KEYS or other:
+        raise ValueError(
+            f"RoPE of the kind {dict(given)} is not supported; supported are the types {', '.join(KEYS)}"
+        )
+    partial = given.get("partial_rotary_factor", read.get("partial_rotary_factor") or 1.0)
+    return {
+        **given, "rope_type": kind, "rope_theta": given.get("rope_theta") or theta, "partial_rotary_factor": partial,
+    }  # fmt: skip
+
+
+def rope_of(given: Mapping[str, Any], read: Mapping[str, Any], head_dim: int) -> Rope:
+    rotated = int(head_dim * given["partial_rotary_factor"])
+    exponent = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    wavelength = np.power(given["rope_theta"], exponent.astype(np.float64)).astype(np.float32)
+    trained = read.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    trained = trained or read["max_position_embeddings"]
+    factor = given.get("factor") or read["max_position_embeddings"] / trained
+    if given["rope_type"] == "yarn":
+        return yarn(given, wavelength, trained, factor)
+    if given["rope_type"] == "longrope":
+        return longrope(given, wavelength, trained, factor)
+    if given["rope_type"] == "llama3":
+        raise ValueError("rope_type 'llama3' is supported for all layers and all pairs of a head alone")
+    return Rope(as_numbers(1 / wavelength / np.float32(factor if given["rope_type"] == "linear" else 1)))
+
+
+def as_numbers(frequencies: np.ndarray) -> tuple[float, ...]:
+    return tuple(frequencies.astype(np.float32).tolist())
+
+
+def yarn(given: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float) -> Rope:
+    """Long wavelengths stretched by the factor, short ones kept (arXiv 2309.00071)."""
+
+    def grown(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    pairs, base = len(wavelength), given["rope_theta"]
+    over, under = given.get("mscale"), given.get("mscale_all_dim")
+    scale = given.get("attention_factor")
+    if scale is None:
+        scale = grown(over) / grown(under) if over and under else grown(1.0)
+
+    def pair_that_turns(times: float) -> float:
+        return 2 * pairs * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = (pair_that_turns(given.get(name) or n) for name, n in (("beta_fast", 32), ("beta_slow", 1)))
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = (np.arange(pairs, dtype=np.float32) - np.float32(low)) / np.float32((high - low) or 0.001)
+    kept = 1 - ramp.clip(0, 1)
+    return Rope(
+        as_numbers(1 / (np.float32(factor) * wavelength) * (1 - kept) + 1 / wavelength * kept), float(scale)
+    )
+
+
+def longrope(given: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float) -> Rope:
+    """Each wavelength times a factor of its own, other ones in a context within what was trained (arXiv 2402.13753).
+
+    Transformers chooses by the length of the text so far; here, as in llama.cpp and vLLM, the context decides.
+    """
+    scale = given.get("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    factors = [np.asarray(given.get(f"{name}_factor") or (), np.float32) for name in ("long", "short")]
+    for values in factors:
+        if len(values) != len(wavelength):
+            raise ValueError(
+                f"long_factor and short_factor hold {[len(f) for f in factors]} numbers; {len(wavelength)} pairs rotate"
+            )
+    long, short = (as_numbers(1 / (values * wavelength)) for values in factors)
+    return Rope(long, float(scale), short, trained)

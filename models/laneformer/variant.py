@@ -1,0 +1,105 @@
+"""What models of other families (llama/) compute otherwise than a Laneformer, as data.
+
+Such a model is never trained here: it is read, each of its lanes waits for the others, and whoever cannot run it names
+what it has (`LaneformerConfig.refuse_unsupported`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+GATES = ("silu", "gelu_pytorch_tanh")
+NORM_PLACES = ("pre", "post", "both")
+
+
+class Rope(NamedTuple):
+    """How a head's first pairs are rotated; the pairs after them are left as they are.
+
+    frequencies: radians per position of each rotated pair. scale: of the cosine and sine of those. short: the
+    frequencies of a context of at most `short_context` positions instead (LongRoPE).
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+    short: tuple[float, ...] = ()
+    short_context: int = 0
+
+    def of_pairs(self, context: int, pairs: int) -> tuple[list[float], list[float]]:
+        """Frequency and scale of all of a head's `pairs`, in a context of so many positions."""
+        own = self.short if context <= self.short_context else self.frequencies
+        rest = pairs - len(own)
+        return [*own, *[0.0] * rest], [*[self.scale] * len(own), *[1.0] * rest]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Differences from a Laneformer; without arguments there is none.
+
+    hidden_act: of the MLP's gate. norm_placement: "pre" norms a module's input, "post" the sum of its lanes' outputs.
+    joint_qk_norm: with `qk_norm`, one norm of all heads' queries and one of their keys, on one lane. attention_scale:
+    what scores are multiplied with, None for 1 / sqrt(head_dim). query_growth (g, n): queries at position p are
+    multiplied with 1 + g log(1 + p // n), which needs ropes. ropes: in place of `rope_theta` and `rope_scaling`; of
+    all layers, or of those that see everything and those with a window.
+    """
+
+    hidden_act: str = "silu"
+    norm_placement: str = "pre"
+    joint_qk_norm: bool = False
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    query_growth: tuple[float, int] | None = None
+    ropes: tuple[Rope, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ropes", tuple(Rope(tuple(f), s, tuple(t), n) for f, s, t, n in self.ropes))
+        if self.query_growth is not None:
+            object.__setattr__(self, "query_growth", tuple(self.query_growth))
+        for name, known in (("hidden_act", GATES), ("norm_placement", NORM_PLACES)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} = {value!r} is unknown; choose from {known}")
+        scales = {"attention_scale": self.attention_scale or 1.0, "embedding_scale": self.embedding_scale}
+        for name, scale in scales.items():
+            if not scale > 0:
+                raise ValueError(f"{name} = {scale!r} must be greater than 0")
+
+    @classmethod
+    def of(cls, value: Variant | dict[str, Any]) -> Variant:
+        """Also of a JSON file's."""
+        return cls(**value) if isinstance(value, dict) else value
+
+    @property
+    def pre_norms(self) -> bool:
+        return self.norm_placement != "post"
+
+    @property
+    def post_norms(self) -> bool:
+        return self.norm_placement != "pre"
+
+    def rope_of(self, windowed: bool) -> int:
+        """Which of the ropes a layer has; 0 where there is one, or none of its own."""
+        return int(windowed and len(self.ropes) > 1)
+
+    def differences(self) -> dict[str, Any]:
+        """The fields that are not a Laneformer's, by name; of ropes how many there are."""
+        pairs = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        found = {name: value for name, value, plain in pairs if value != plain}
+        return found | ({"ropes": len(self.ropes)} if self.ropes else {})
+
+    def check(self, lanes: int, other: bool) -> None:
+        """ValueError where the rest of a config does not go with it; `other` is what a Laneformer alone has."""
+        if (found := self.differences()) and (other or (self.joint_qk_norm and lanes > 1)):
+            needs = (
+                "broadcast_delay = 0, replicated_rmsn_scale, no head that drafts; joint_qk_norm num_lanes = 1"
+            )
+            raise ValueError(f"{', '.join(found)} need {needs}")
+
+    def refuse(self, who: str, fix: str) -> None:
+        """ValueError, with the names, where there is any difference."""
+        if found := self.differences():
+            listing = ", ".join(f"{name} = {value}" for name, value in found.items())
+            raise ValueError(f"{who} does not support {listing}; {fix}")
+
+
+NO_VARIANT = Variant()
