@@ -1,4 +1,6 @@
-"""laneformer bench: decode speed beside the read bandwidth of the same machine, prompts beside its matrix products."""
+"""laneformer bench: decode speed beside the read bandwidth of the same machine, prompts beside its matrix
+products.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from .options import ModelFlags, ModelOptions
 
 @dataclass
 class Bench:
-    """Measure decode speed and, in between, read bandwidth; prompts and, in between, matrix products with weights
-    from the caches. The last line of stdout is JSON.
+    """Measure decode speed and, in between, read bandwidth; prompts and, in between, matrix products with
+    weights from the caches. The last line of stdout is JSON.
     """
 
     hf_dir: tyro.conf.Positional[Path | None] = None

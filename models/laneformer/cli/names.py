@@ -103,8 +103,8 @@ def told(repository: str) -> Iterator[None]:
 
 
 def gguf_file(repository: str, names: list[str], quantisation: str) -> str | None:
-    """The file of a repository of GGUF files, or the first of its parts; None where it holds safetensors and nothing
-    else was asked for.
+    """The file of a repository of GGUF files, or the first of its parts; None where it holds safetensors and
+    nothing else was asked for.
     """
     files = {name: PART.sub("", name) for name in names if name.endswith(".gguf")}
     if not quantisation and (not files or any(name.endswith(".safetensors") for name in names)):
@@ -180,10 +180,12 @@ def of_lm_studio() -> Iterator[Found]:
 
 @dataclass
 class Models:
-    """List models that lie in the caches of Hugging Face, Ollama and LM Studio, by the names that commands take.
+    """List models that lie in the caches of Hugging Face, Ollama and LM Studio, by the names that commands
+    take.
 
-    Beside them, the copies of packed weights that are kept of each, for the next start. All together they take at most
-    LANEFORMER_PACKED_BYTES (of the environment; 32 GB without it): those used longest ago go first.
+    Beside them, the copies of packed weights that are kept of each, for the next start. All together they
+    take at most LANEFORMER_PACKED_BYTES (of the environment; 32 GB without it): those used longest ago go
+    first.
     """
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -222,8 +222,8 @@ def planned_threads(machine: Machine, lanes: int) -> int:
 
 
 def chosen_math(math: str, dtype: str, isa: str) -> str:
-    """What "auto" or "fast" means for weights of this dtype: "auto" is exact where such weights permit it, "fast" what
-    this CPU reads prompts with fastest.
+    """What "auto" or "fast" means for weights of this dtype: "auto" is exact where such weights permit it,
+    "fast" what this CPU reads prompts with fastest.
     """
     if "exact" not in (fitting := [name for name, dtypes in MATHS.items() if dtype in dtypes]):
         return fitting[0]

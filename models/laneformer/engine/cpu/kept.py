@@ -1,9 +1,10 @@
-"""Which packed weights stay on the disk: those used last, within one budget over all models, and of models still there.
+"""Which packed weights stay on the disk: those used last, within one budget over all models, and of models
+still there.
 
-They lie beside their model (`.packed/`), or, of a GGUF file or a folder that takes none, in a directory of the user's
-cache that is named by a hash of the model's path. That directory also says which path, so that every copy is found,
-wherever it lies, and recognised when its model is gone. A file that an engine has mapped is held by a lock on it, which
-ends with the mapping; such a file is not removed.
+They lie beside their model (`.packed/`), or, of a GGUF file or a folder that takes none, in a directory of
+the user's cache that is named by a hash of the model's path. That directory also says which path, so that
+every copy is found, wherever it lies, and recognised when its model is gone. A file that an engine has
+mapped is held by a lock on it, which ends with the mapping; such a file is not removed.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def remove_others(new: Path, layout: int) -> None:
 
 
 def unusable(directory: Path, layout: int) -> Iterator[Path]:
-    """Files of other layouts, those of the user's cache that name no model, and what a writer that died has left."""
+    """Files of other layouts, those of the user's cache that name no model, and what a writer that died has
+    left.
+    """
     unnamed = [path for path in user_cache().glob("*/*.bin") if not (path.parent / SOURCE).exists()]
     yield from (path for path in {*directory.glob("*.bin"), *unnamed} if layout_of(path) != layout)
     for path in directory.glob("*.part"):

@@ -151,7 +151,9 @@ def stamps(files: list[Path]) -> list[list[int]]:
 
 
 def is_checked(path: Path) -> bool:
-    """Whether the file has not been touched since its hashes were last compared, nor lost what was not on the disk."""
+    """Whether the file has not been touched since its hashes were last compared, nor lost what was not on the
+    disk.
+    """
     try:
         seen, until = json.loads(path.with_suffix(".checked").read_text())
         return bool(seen == stamps([path]) and until in ("", boot()))

@@ -122,73 +122,26 @@ void read_iq4_xs(const uint8_t* block, int group, BlockGroup& out) {  // d, high
   split_nibbles(block + 8 + 16 * group, out.bits);
 }
 
+constexpr BlockFormat kFormats[] = {
+    {"q4_0", 32, 18, DType::q4, read_q4_0},          {"q4_1", 32, 20, DType::q4_min, read_q4_1},
+    {"q5_0", 32, 22, DType::q5_min, read_q5_0},      {"q5_1", 32, 24, DType::q5_min, read_q5_1},
+    {"q8_0", 32, 34, DType::q8, read_q8_0},          {"q4_k", 256, 144, DType::q4_min, read_q4_k},
+    {"q5_k", 256, 176, DType::q5_min, read_q5_k},    {"q6_k", 256, 210, DType::q6, read_q6_k},
+    {"iq4_nl", 32, 18, DType::iq4, read_q4_0},       {"iq4_xs", 256, 136, DType::iq4, read_iq4_xs},
+};
+
 // --- tiles --------------------------------------------------------------------------------------------------------
 
 struct Place {  // of a row in a tile's group of inputs
   Place(DType held, int row)
       : traits(traits_of(held)),
         line(row / 16 * 64 + row % 16 * 4),
+        lines(traits.bits == 8 ? 8 : 4),
         planes(traits.bits == 8 ? 0 : traits.bits - 4),
         scales(group_bytes(held) - 64 * (traits.scales + traits.minima) + 2 * row) {}
 
   const DTypeTraits& traits;
-  int line, planes, scales;  // of a line and of scales: where; of planes of higher bits: how many
-};
-
-template <DType held>
-bool is_finite(const BlockGroup& group) {
-  const auto finite = [](uint16_t half) { return (half & 0x7c00) != 0x7c00; };
-  constexpr DTypeTraits traits = traits_of(held);
-  return finite(group.scale[0]) && (traits.scales < 2 || finite(group.scale[1])) &&
-         (!traits.minima || finite(group.minimum));
-}
-
-template <DType held>
-void place_group(const BlockGroup& group, int row, char* w) {
-  constexpr DTypeTraits traits = traits_of(held);
-  constexpr int lines = traits.bits == 8 ? 8 : 4, planes = traits.bits == 8 ? 0 : traits.bits - 4;
-  const Place place(held, row);
-  uint32_t word[8], high[2] = {};  // of four inputs each
-  std::memcpy(word, group.bits, sizeof word);
-  for (int i = 0; i < 8; ++i) {
-    if (planes == 1) high[0] |= (word[i] >> 4 & 0x01010101) << i;
-    if (planes == 2) high[i / 4] |= (word[i] >> 4 & 0x03030303) << i % 4 * 2;
-  }
-  for (int i = 0; i < 4 && lines == 4; ++i)
-    word[i] = (word[2 * i] & 0x0f0f0f0f) | (word[2 * i + 1] & 0x0f0f0f0f) << 4;
-  for (int i = 0; i < lines; ++i) std::memcpy(w + 128 * i + place.line, &word[i], sizeof word[i]);
-  for (int i = 0; i < planes; ++i) std::memcpy(w + 128 * (lines + i) + place.line, &high[i], sizeof high[i]);
-  for (int i = 0; i < traits.scales; ++i)
-    std::memcpy(w + place.scales + 64 * i, &group.scale[i], sizeof group.scale[i]);
-  if (traits.minima) std::memcpy(w + place.scales + 64, &group.minimum, sizeof group.minimum);
-}
-
-template <DType held, int inputs, int bytes, auto read>
-bool pack(const BlockRows& rows, int first_group, int groups, int row, char* tile) {
-  constexpr int kOfBlock = inputs / kGroupInputs;
-  bool finite = true;
-  for (int g = first_group; g < first_group + groups; ++g, tile += group_bytes(held))
-    for (int r = 0; r < rows.count; ++r) {
-      BlockGroup group;
-      read(reinterpret_cast<const uint8_t*>(rows.first + r * rows.bytes) + size_t(g / kOfBlock) * bytes, g % kOfBlock,
-           group);
-      finite &= is_finite<held>(group);
-      place_group<held>(group, row + r, tile);
-    }
-  return finite;
-}
-
-template <DType held, int inputs, int bytes, auto read>
-constexpr BlockFormat format(const char* name) {
-  return {name, inputs, bytes, held, read, pack<held, inputs, bytes, read>};
-}
-
-constexpr BlockFormat kFormats[] = {
-    format<DType::q4, 32, 18, read_q4_0>("q4_0"),       format<DType::q4_min, 32, 20, read_q4_1>("q4_1"),
-    format<DType::q5_min, 32, 22, read_q5_0>("q5_0"),   format<DType::q5_min, 32, 24, read_q5_1>("q5_1"),
-    format<DType::q8, 32, 34, read_q8_0>("q8_0"),       format<DType::q4_min, 256, 144, read_q4_k>("q4_k"),
-    format<DType::q5_min, 256, 176, read_q5_k>("q5_k"), format<DType::q6, 256, 210, read_q6_k>("q6_k"),
-    format<DType::iq4, 32, 18, read_q4_0>("iq4_nl"),    format<DType::iq4, 256, 136, read_iq4_xs>("iq4_xs"),
+  int line, lines, planes, scales;  // of a line and of scales: where; of lines and planes: how many
 };
 
 }  // namespace
@@ -206,6 +159,13 @@ void read_group(const BlockFormat& format, const void* row, int group, BlockGrou
   format.read(static_cast<const uint8_t*>(row) + size_t(group / of_block) * format.bytes, group % of_block, out);
 }
 
+bool is_finite(const BlockGroup& group, DType held) {
+  const auto finite = [](uint16_t half) { return (half & 0x7c00) != 0x7c00; };
+  const DTypeTraits& traits = traits_of(held);
+  return finite(group.scale[0]) && (traits.scales < 2 || finite(group.scale[1])) &&
+         (!traits.minima || finite(group.minimum));
+}
+
 void widen(const BlockGroup& group, DType held, float* out) {
   const DTypeTraits& traits = traits_of(held);
   const float minimum = traits.minima ? half_to_float(group.minimum) : 0.0f;
@@ -216,6 +176,24 @@ void widen(const BlockGroup& group, DType held, float* out) {
     const uint16_t scale = group.scale[traits.scales == 2 ? i / 16 : 0];
     out[i] = static_cast<float>(bits) * half_to_float(scale) + minimum;
   }
+}
+
+void place_group(const BlockGroup& group, DType held, int row, char* w) {
+  const Place place(held, row);
+  uint32_t word[8], high[2] = {};  // of four inputs each
+  std::memcpy(word, group.bits, sizeof word);
+  for (int i = 0; i < 8; ++i) {
+    if (place.planes == 1) high[0] |= (word[i] >> 4 & 0x01010101) << i;
+    if (place.planes == 2) high[i / 4] |= (word[i] >> 4 & 0x03030303) << i % 4 * 2;
+  }
+  for (int i = 0; i < 4 && held != DType::q8; ++i)
+    word[i] = (word[2 * i] & 0x0f0f0f0f) | (word[2 * i + 1] & 0x0f0f0f0f) << 4;
+  for (int i = 0; i < place.lines; ++i) std::memcpy(w + 128 * i + place.line, &word[i], sizeof word[i]);
+  for (int i = 0; i < place.planes; ++i)
+    std::memcpy(w + 128 * (place.lines + i) + place.line, &high[i], sizeof high[i]);
+  for (int i = 0; i < place.traits.scales; ++i)
+    std::memcpy(w + place.scales + 64 * i, &group.scale[i], sizeof group.scale[i]);
+  if (place.traits.minima) std::memcpy(w + place.scales + 64, &group.minimum, sizeof group.minimum);
 }
 
 void take_group(const char* w, DType held, int row, BlockGroup& out) {

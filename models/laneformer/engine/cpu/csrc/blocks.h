@@ -19,31 +19,21 @@ struct BlockGroup {
   uint16_t scale[2], minimum;
 };
 
-struct BlockRows {  // of whole blocks
-  const char* first;
-  size_t bytes;  // of a row
-  int count;
-};
-
 struct BlockFormat {
   const char* name;  // as the file calls it, in lower case
   int inputs, bytes;  // of a block
   DType held;
   void (*read)(const uint8_t* block, int group, BlockGroup& out);
-  bool (*pack)(const BlockRows& rows, int first_group, int groups, int row, char* tile);
 };
 
 std::span<const BlockFormat> block_formats();
 const BlockFormat* block_format(const std::string& name);  // null where there is none
 
 void read_group(const BlockFormat& format, const void* row, int group, BlockGroup& out);  // of a row of whole blocks
+bool is_finite(const BlockGroup& group, DType held);
 void widen(const BlockGroup& group, DType held, float* out);  // (32,)
-// Groups of these rows to the rows of a tile from `row` on; false where one is not finite.
-inline bool pack_blocks(const BlockFormat& format, const BlockRows& rows, int first_group, int groups, int row,
-                        char* tile) {
-  return format.pack(rows, first_group, groups, row, tile);
-}
-void take_group(const char* w, DType held, int row, BlockGroup& out);  // a row's, out of a tile's group of inputs at `w`
+void place_group(const BlockGroup& group, DType held, int row, char* w);  // into a tile's group of inputs at `w`
+void take_group(const char* w, DType held, int row, BlockGroup& out);     // out of it
 
 float half_to_float(uint16_t half);
 uint16_t float_to_half(float x);  // to the nearest even; too large becomes infinity

@@ -116,6 +116,18 @@ int first_in_tile(int row, DType dtype) {
 
 int odd_after_even(DType dtype) { return dtype == DType::bf16 || dtype == DType::int8 ? 1 : 16; }
 
+// One row of blocks into its tile, group by group.
+bool pack_blocks(const PackJob& job, const char* in, int row, DType to, char* tile) {
+  bool finite = true;
+  for (int k = 0; k < job.inputs; k += kGroupInputs, tile += group_bytes(to)) {
+    BlockGroup group;
+    read_group(*job.blocks, in, (job.first_input + k) / kGroupInputs, group);
+    finite &= is_finite(group, to);
+    place_group(group, to, row, tile);
+  }
+  return finite;
+}
+
 // Some inputs of a row to their places, an even one at a time with the odd one that follows; false where one is not finite.
 template <int kCount, int kOdd, class Value>
 bool copy_inputs(const char* from, Value exponent, Value* even) {
@@ -191,9 +203,9 @@ bool pack_row(const std::vector<float>& in, int row, int pairs, DType to, char* 
 bool pack_run(const PackJob& job, int first, int count, int row, const Matrix& matrix, char* tile) {
   const DType to = matrix.dtype;
   if (job.blocks && job.blocks->held == to) {
-    const int groups = (job.inputs + kGroupInputs - 1) / kGroupInputs;
-    return pack_blocks(*job.blocks, {job.row(first), job.row_bytes, count}, job.first_input / kGroupInputs, groups, row,
-                       tile);
+    bool finite = true;
+    for (int r = 0; r < count; ++r) finite &= pack_blocks(job, job.row(first + r), row + r, to, tile);
+    return finite;
   }
   if (!job.blocks && job.from == to) {
     if (to == DType::fp32) return copy_rows<uint32_t, 16>(job, first, count, row, to, 0x7f800000, tile);
