@@ -1,5 +1,5 @@
-// The engine's core without Python, for sanitizers and other CPUs: random small models on every kind of thread plan,
-// and every kind of request. All plans must agree to the last bit.
+// The engine's core without Python, for sanitizers and other CPUs: random small models on every kind of
+// thread plan, and every kind of request. All plans must agree to the last bit.
 //
 //   _core            runs everything; the last line holds a hash of each case's logits
 //   _core products   only each product alone (check_products.cpp)
@@ -139,8 +139,8 @@ Results run(Decoder& decoder, const ModelSpec& s) {
   return results;
 }
 
-// Three threads join and leave, the fourth collects. Every request must give what it gives alone; those of the third
-// thread wait for masks, which allow all ids.
+// Three threads join and leave, the fourth collects. Every request must give what it gives alone; those of
+// the third thread wait for masks, which allow all ids.
 bool run_joined(Decoder& decoder, const ModelSpec& s) {
   constexpr int kClients = 3, kTurns = 3;
   std::vector<Request> requests(kClients, request_of(s));

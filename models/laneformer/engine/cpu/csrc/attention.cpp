@@ -43,7 +43,8 @@ void Attention::run(const Lane& lane) {
   shared_.exchange.meet_group(lane.t, plan);
 }
 
-// In place, before RoPE: queries are shared out over the group, keys are the leader's, who writes the cache next.
+// In place, before RoPE: queries are shared out over the group, keys are the leader's, who writes the cache
+// next.
 void Attention::norm_heads(const Lane& lane) {
   Scratch& w = scratch_[lane.t];
   const ThreadPlan& plan = shared_.model.plan(lane.t);
@@ -168,8 +169,8 @@ void Attention::finish(const Lane& lane, const Block& block, const float* states
     }
 }
 
-// One lane's query heads against their caches. A thread of a group takes its share of the columns of all KV heads, in
-// blocks; with few columns at a depth, of the chunks of positions.
+// One lane's query heads against their caches. A thread of a group takes its share of the columns of all KV
+// heads, in blocks; with few columns at a depth, of the chunks of positions.
 void Attention::attend(const Lane& lane) {
   const Pass& pass = lane.pass;
   const ThreadPlan& plan = shared_.model.plan(lane.t);
@@ -191,8 +192,8 @@ void Attention::attend(const Lane& lane) {
   }
 }
 
-// The chunks of all columns and KV heads, one after the other, in equal shares; each has states of its own, which are
-// merged in the order of positions, as one thread does.
+// The chunks of all columns and KV heads, one after the other, in equal shares; each has states of its own,
+// which are merged in the order of positions, as one thread does.
 void Attention::attend_chunks(const Lane& lane) {
   const Pass& pass = lane.pass;
   const ThreadPlan& plan = shared_.model.plan(lane.t);

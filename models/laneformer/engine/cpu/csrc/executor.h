@@ -47,8 +47,9 @@ class CpuExecutor {
   double probe();  // bytes/s at which the threads read memory
   double probe_products();  // multiply-adds/s of the model's products with weights from the caches, for full passes
   void set_latency(const Latency& latency);  // of what threads of different lanes give each other; changes no result
-  // Another executor's model, with as many threads and the same vocabulary, drafts for this one's: on this one's
-  // threads. It must outlive this one, and take no requests of its own. Throws std::invalid_argument where it cannot.
+  // Another executor's model, with as many threads and the same vocabulary, drafts for this one's: on this
+  // one's threads. It must outlive this one, and take no requests of its own. Throws std::invalid_argument
+  // where it cannot.
   void draft_with(CpuExecutor& small);
   void set_ladder();  // of a model without a delay (else std::invalid_argument): as Ladder Residual joins
 

@@ -13,11 +13,12 @@
 // 16 x (four bytes with inputs 0 to 3 in the low halves and 4 to 7 in the high ones), then 32 scales in
 // fp16; a weight is (kLevels[bits] - kZeroLevel) * scale.
 //
-// The types after int4 hold what GGUF files hold (blocks.h), in groups of 32 inputs too: lines as int4's, or for q8 eight
-// times a line of each group of rows with one input in a byte; then for each higher bit of a weight a line of both
-// groups of rows, a word a row: q5_min's bit 8 b + w is of input 4 w + b, q6 has two bits of it in the first line (w < 4)
-// or the second, at 8 b + 2 (w % 4). Then come 32 scales in fp16, of q6 two times 32 for 16 inputs each, and with `_min`
-// 32 minima. A weight is (bits - zero) * scale + minimum; iq4's bits stand for kUnevenLevels.
+// The types after int4 hold what GGUF files hold (blocks.h), in groups of 32 inputs too: lines as int4's, or
+// for q8 eight times a line of each group of rows with one input in a byte; then for each higher bit of a
+// weight a line of both groups of rows, a word a row: q5_min's bit 8 b + w is of input 4 w + b, q6 has two
+// bits of it in the first line (w < 4) or the second, at 8 b + 2 (w % 4). Then come 32 scales in fp16, of q6
+// two times 32 for 16 inputs each, and with `_min` 32 minima. A weight is (bits - zero) * scale + minimum;
+// iq4's bits stand for kUnevenLevels.
 #pragma once
 #include <cstddef>
 #include <cstdint>

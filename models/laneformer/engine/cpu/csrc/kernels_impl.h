@@ -1,7 +1,7 @@
 // The inner loops, written once over a vector of 16 floats and compiled once per instruction set (isa.cpp).
 //
-// Nothing in these files may use inline functions of other headers: the linker could pick the copy that was compiled for
-// the newest CPU.
+// Nothing in these files may use inline functions of other headers: the linker could pick the copy that was
+// compiled for the newest CPU.
 #pragma once
 #if defined(__AMX_BF16__) || defined(LANEFORMER_EMULATED_TILES)
 #define LANEFORMER_MATRIX_UNIT

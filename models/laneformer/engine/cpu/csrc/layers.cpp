@@ -196,8 +196,8 @@ void Layers::join_lanes(int t, int layer, Module module, const Pass& pass) {
   }
 }
 
-// The sum over lanes of a module's outputs, by its number over all passes and its number in this one, joins the own
-// lanes' streams; normed where the model has norms of outputs.
+// The sum over lanes of a module's outputs, by its number over all passes and its number in this one, joins
+// the own lanes' streams; normed where the model has norms of outputs.
 void Layers::add_sum(int t, uint64_t number, int of_pass, const Pass& pass) {
   const ThreadPlan& plan = shared_.model.plan(t);
   const int n = spec_.padded_hidden(), own_lanes = plan.last_lane - plan.first_lane;

@@ -32,8 +32,8 @@ class Layers {
   // as Ladder Residual does (arXiv 2501.06589), every sum one module late, which needs a model without a
   // delay.
   void read_tape(int t, size_t most);
-  // The thread's products of one layer for a full pass, its first tiles in place of all of a matrix's, which the cache
-  // holds; multiply-adds.
+  // The thread's products of one layer for a full pass, its first tiles in place of all of a matrix's, which
+  // the cache holds; multiply-adds.
   double multiply_cached(int t);
   void set_ladder();
 
@@ -42,8 +42,8 @@ class Layers {
     Pages streams;          // [own lane][column][hidden]
     Pages x, y;             // [column][...]: a matrix's inputs, its outputs
     Pages prepared;         // ... the inputs as the product reads them
-    // Inputs of wo and w2, of the leader, for all of a lane's group. Those of w2 by own lane: a thread goes on to the
-    // next lane while others still read them.
+    // Inputs of wo and w2, of the leader, for all of a lane's group. Those of w2 by own lane: a thread goes
+    // on to the next lane while others still read them.
     Pages attended, gated;  // [column][...], [own lane][column][...]
     Pages total, added;     // [hidden]
     uint64_t layers = 0;    // that have run, of all passes together

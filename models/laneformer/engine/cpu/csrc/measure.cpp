@@ -1,4 +1,5 @@
-// What is measured: how far ahead to prefetch, the bandwidth of memory, and what a slower link between lanes costs.
+// What is measured: how far ahead to prefetch, the bandwidth of memory, and what a slower link between lanes
+// costs.
 #include <algorithm>
 #include <array>
 #include <cstring>

@@ -31,8 +31,9 @@ bool is_finite(uint16_t v, DType dtype) {
   return (v & exponent) != exponent;
 }
 
-// A row's scale: its largest magnitude becomes 127. As integers, magnitudes are ordered like the numbers and NaN comes
-// last, so the scale is not finite where a value is not. Rows too small for a scale are zeros, whose scale is zero.
+// A row's scale: its largest magnitude becomes 127. As integers, magnitudes are ordered like the numbers and
+// NaN comes last, so the scale is not finite where a value is not. Rows too small for a scale are zeros,
+// whose scale is zero.
 float row_scale(const std::vector<float>& row) {
   uint32_t largest = 0;
   for (const float value : row) largest = std::max(largest, std::bit_cast<uint32_t>(std::fabs(value)));
@@ -58,8 +59,9 @@ int nearest_level(float x) {
   return kNearest[static_cast<int>(std::clamp(2.0f * (x + kZeroLevel), 0.0f, 254.0f))];
 }
 
-// A group of inputs as levels and one scale in fp16. Candidates map the value of largest magnitude near the lowest or
-// the highest level; each is refined to the scale of least squares for its levels, and the least error wins.
+// A group of inputs as levels and one scale in fp16. Candidates map the value of largest magnitude near the
+// lowest or the highest level; each is refined to the scale of least squares for its levels, and the least
+// error wins.
 uint16_t quantise_group(const float* in, uint8_t* levels) {
   float peak = 0.0f;
   for (int k = 0; k < kGroupInputs; ++k) peak = std::fabs(in[k]) > std::fabs(peak) ? in[k] : peak;
@@ -128,7 +130,8 @@ bool pack_blocks(const PackJob& job, const char* in, int row, DType to, char* ti
   return finite;
 }
 
-// Some inputs of a row to their places, an even one at a time with the odd one that follows; false where one is not finite.
+// Some inputs of a row to their places, an even one at a time with the odd one that follows; false where one
+// is not finite.
 template <int kCount, int kOdd, class Value>
 bool copy_inputs(const char* from, Value exponent, Value* even) {
   Value in[kCount], unusual = 0;
@@ -141,7 +144,8 @@ bool copy_inputs(const char* from, Value exponent, Value* even) {
   return !unusual;
 }
 
-// Rows of the tile's own type, a few inputs of all of them at a time: lines of the tile stay in the first cache.
+// Rows of the tile's own type, a few inputs of all of them at a time: lines of the tile stay in the first
+// cache.
 template <class Value, int kOdd>
 bool copy_rows(const PackJob& job, int first, int count, int row, DType to, Value exponent, char* tile) {
   constexpr int kInputs = 32;
@@ -287,7 +291,8 @@ bool convert(const void* source, DType from, size_t count, void* out, DType to) 
   return finite;
 }
 
-// Uniform, not normal: a benchmark needs plausible magnitudes, and four values come out of one multiplication chain.
+// Uniform, not normal: a benchmark needs plausible magnitudes, and four values come out of one multiplication
+// chain.
 void fill_random(void* out, DType dtype, size_t count, uint64_t key, float deviation) {
   const float scale = deviation * std::sqrt(3.0f) / 32768.0f;
   for (size_t i = 0; i < count; i += 4) {

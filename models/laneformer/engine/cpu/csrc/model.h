@@ -38,9 +38,9 @@ struct ModelSpec {
   std::vector<int> draft_ids;
   std::vector<uint8_t> delivers[2];  // per module and layer, whether the other lanes' partials join its input
 
-  // Of other families (variant.py). Norms of a module's input and of its output, which is the sum over lanes; one norm
-  // of all heads' queries and one of their keys in place of head norms; what scores are multiplied with, 0 for
-  // 1 / sqrt(d).
+  // Of other families (variant.py). Norms of a module's input and of its output, which is the sum over lanes;
+  // one norm of all heads' queries and one of their keys in place of head norms; what scores are multiplied
+  // with, 0 for 1 / sqrt(d).
   bool pre_norms = true, post_norms = false, joint_head_norms = false, gelu = false;
   float attention_scale = 0.0f, embedding_scale = 1.0f;
 
@@ -97,9 +97,9 @@ struct LaneLayer {
 
 // The lanes [first, last) of one thread, its share of a replicated head, and its tape in reading order: layer
 // by layer, attention of every own lane (qkv, wo), then the MLP of every own lane (w1 with w3, w2); the head;
-// then what drafts: the block, and the head's rows of the ids that it scores. Where lanes cannot be shared out
-// evenly, or threads outnumber them, `members` consecutive threads from `leader` own some tiles of each matrix of
-// the same lanes.
+// then what drafts: the block, and the head's rows of the ids that it scores. Where lanes cannot be shared
+// out evenly, or threads outnumber them, `members` consecutive threads from `leader` own some tiles of each
+// matrix of the same lanes.
 struct ThreadPlan {
   int first_lane = 0, last_lane = 0;
   int leader = 0, members = 1;

@@ -1,4 +1,5 @@
-// The layout of the tapes: which lanes, and which of their rows, each thread has, and in what order it reads them.
+// The layout of the tapes: which lanes, and which of their rows, each thread has, and in what order it reads
+// them.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -9,7 +10,8 @@ namespace laneformer {
 
 namespace {
 
-// By the spec where it says so; int4's first and last layer and its head are int8 (docs/decisions/small-weights.md).
+// By the spec where it says so; int4's first and last layer and its head are int8
+// (docs/decisions/small-weights.md).
 DType matrix_dtype(const ModelSpec& spec, DType dtype, int layer, Part part) {
   if (!spec.held.empty()) return spec.held[layer][part];
   const bool outer = layer == 0 || layer >= spec.layers - 1;
@@ -20,7 +22,8 @@ double largest_share_of_lanes(int lanes, int threads) {
   return threads <= lanes ? (lanes + threads - 1) / threads : 1.0 / (threads / lanes);
 }
 
-// Groups meet several times in each lane's modules, so only for this much more than an equal share, and few lanes.
+// Groups meet several times in each lane's modules, so only for this much more than an equal share, and few
+// lanes.
 bool shares_evenly(int lanes, int threads, int together) {
   constexpr double kUneven = 1.2;
   constexpr int kMostLanes = 4;
@@ -29,8 +32,9 @@ bool shares_evenly(int lanes, int threads, int together) {
          largest_share_of_lanes(lanes, threads) * threads > kUneven * lanes;
 }
 
-// Whole lanes while there are enough of them, as evenly as their number allows; else each lane gets a group of threads.
-// Where that would leave one thread with much more than others, equal groups of threads have equal numbers of lanes.
+// Whole lanes while there are enough of them, as evenly as their number allows; else each lane gets a group
+// of threads. Where that would leave one thread with much more than others, equal groups of threads have
+// equal numbers of lanes.
 void share_lanes(int lanes, int threads, int together, int t, ThreadPlan& plan) {
   if (shares_evenly(lanes, threads, together)) {
     const int groups = std::gcd(lanes, threads), group = t * groups / threads;

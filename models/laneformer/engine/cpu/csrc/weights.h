@@ -1,8 +1,8 @@
 // A model's weights as a pass reads them: matrices packed on a tape for each thread, and what all threads
 // read beside them.
 //
-// Other families' models have more than a Laneformer: biases of queries, keys and values, norms of queries and keys, and
-// embeddings that are tied to the head, read from its packed rows.
+// Other families' models have more than a Laneformer: biases of queries, keys and values, norms of queries
+// and keys, and embeddings that are tied to the head, read from its packed rows.
 #pragma once
 #include <string>
 #include <vector>
