@@ -25,18 +25,31 @@ from tools.check.imports import (
 ROOT = Path(__file__).resolve().parents[1]
 # inside laneformer: what a part may use of the others, and the heavy libraries that only some parts may touch
 INSIDE = {
-    "config": set(),
+    "variant": set(),
+    "config": {"variant"},
     "tensors": set(),
     "old_spellings": set(),
+    "flops": {"config"},
     "initialization": {"config"},
+    "norms": {"config"},
     "positions": {"config"},
-    "model": {"config", "initialization", "positions"},
-    "llama": {"config", "tensors"},
-    "hf": {"config", "initialization", "model", "positions", "llama", "old_spellings", "tensors"},
-    "titan": {"config", "initialization", "model", "positions"},
+    "model": {"config", "initialization", "norms", "positions"},
+    "llama": {"config", "tensors", "variant"},
+    "hf": {
+        "config",
+        "initialization",
+        "llama",
+        "model",
+        "norms",
+        "old_spellings",
+        "positions",
+        "tensors",
+        "variant",
+    },
+    "titan": {"config", "flops", "initialization", "model", "positions"},
     "chat": {"config"},
     "prompts": {"chat"},
-    "engine": {"config", "llama", "old_spellings", "tensors"},
+    "engine": {"config", "llama", "old_spellings", "tensors", "variant"},
     "engine/cuda": {"config", "model", "engine", "positions", "tensors"},
     "serve": {"chat", "config", "engine", "prompts"},
     "cli": {"chat", "config", "engine", "prompts", "serve", "tensors"},
@@ -44,7 +57,16 @@ INSIDE = {
 ONLY_IN = {
     "torchtitan": {"titan"},
     "transformers": {"hf"},
-    "torch": {"initialization", "model", "positions", "hf", "titan", "engine/cuda", "engine/device.py"},
+    "torch": {
+        "initialization",
+        "model",
+        "norms",
+        "positions",
+        "hf",
+        "titan",
+        "engine/cuda",
+        "engine/device.py",
+    },
 }
 
 

@@ -64,7 +64,7 @@ def test_a_conversation_and_drafts(browser: Page, server: Callable[..., Server],
     assert "tokens/s" in text(browser, "#promise"), "the probe of the machine's memory"
     say(browser, "Hello <b>there</b>")
     assert "150 tokens" in text(browser, "article footer"), "long enough for a speed"
-    assert "memory limit of" in text(browser, "#limit")
+    browser.until("document.querySelector('#limit').textContent.includes('memory limit of')")  # after /props
     assert text(browser, "#cached").startswith("0 of ")
     say(browser, "And?")
     assert int(text(browser, "#cached").split(" of ")[0]) > 10, "the conversation is not read again"
