@@ -132,7 +132,7 @@ def test_names_tell_what_cannot_be_compared() -> None:
         f"code/humaneval_plus/greedy/chat/problems-164/n-1/{code.format('0.0')}/pass_1_plus",
         f"code/mbpp_plus/sampled/chat/problems-378/n-10/{code.format(0.8)}/pass_k/10/plus",
         f"lm_eval/num_fewshot-0/{lm_eval}/upstream/tasks/arc_easy/acc_norm",
-        f"lm_eval/limit-50/{lm_eval}/offline/ruler/2048/ruler_vt",
+        "lm_eval/limit-50/add_bos-True/chat_template-True/offline/ruler/2048/ruler_vt",
     } <= names  # fmt: skip
 
 
