@@ -37,13 +37,8 @@ class VariantLaneformer(TitanLaneformer):
             self.layers = neighbour_layers(self.config, model_args.joins, TitanLayer)
 
     def from_embedding(
-        self,
-        embedding: Tensor,
-        rope: tuple[Tensor, Tensor],
-        masks: Any,
-        labels: Tensor | None,
-        trained: int | None,
-    ) -> Tensor:
+        self, embedding: Tensor, rope: tuple[Tensor, Tensor], masks: Any, labels: Tensor | None, trained: int | None
+    ) -> Tensor:  # fmt: skip
         if not self.flushed:
             return super().from_embedding(embedding, rope, masks, labels, trained)
         h, tail = run_layers(self.layers, self.config, embedding, rope, masks)
