@@ -38,6 +38,7 @@ BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
 MANIFEST = "source.json"
 PREPARE = "prepare the data again (python -m data_mixtures.prepare), which does again only what is not there"
 VALID = "valid.bin"
+CHAT_TEMPLATE = "chat_template.jinja"  # of conversations
 TOKENIZER_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG = (
     "tokenizer.model",
     "tokenizer.json",
@@ -178,9 +179,10 @@ def tokenizer_path(folder: Path) -> Path:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """What another folder needs to have this folder's tokenizer."""
+    """What another folder needs to have this folder's tokenizer and, of conversations, their template."""
     path = tokenizer_path(folder)
     files = (path, folder / TOKENIZER_CONFIG) if path.name == TOKENIZER_JSON else (path,)
+    files = (*files, folder / CHAT_TEMPLATE)
     return [each for each in files if each.is_file()]
 
 

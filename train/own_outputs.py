@@ -97,7 +97,8 @@ def run(arguments: Arguments) -> Path:
         }
         check_same_outputs(out / "outputs.json", made_by)
         generate(arguments, given, out / OUTPUTS)
-        tokenizer = tokenizer_files(arguments.lock.parent)
+        if not (tokenizer := shards.tokenizer_files(folder := arguments.lock.parent)):
+            raise ValueError(f"{folder} has no tokenizer beside its lock file; prepare the data again")
         for path in tokenizer:
             if not (copy := out / path.name).exists() or not copy.samefile(path):
                 shutil.copyfile(path, copy)
@@ -131,14 +132,6 @@ def check_same_outputs(path: Path, made_by: dict[str, Any]) -> None:
         raise ValueError(
             f"{path.parent} holds outputs made with another {', '.join(different)}; give another --out, or remove it"
         )
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    names = (shards.TOKENIZER_MODEL, shards.TOKENIZER_JSON, shards.TOKENIZER_CONFIG)
-    found = [folder / name for name in names if (folder / name).is_file()]
-    if not found:
-        raise ValueError(f"{folder} has no tokenizer beside its lock file; prepare the data again")
-    return found
 
 
 def prompts_of(given: Mixture, prompt_tokens: int) -> Iterator[list[int]]:

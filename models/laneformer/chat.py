@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+GENERATION_MARK = "generation_mark"  # a template's variable: stands where {% generation %} begins and ends
 _HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 
 
@@ -94,7 +95,7 @@ def render(
             continue
         expected = USER if role == ASSISTANT else ASSISTANT
         segments.append(Segment(tokenizer.headers[role], False))
-        trained = role == ASSISTANT and _is_wanted(message, number)
+        trained = role == ASSISTANT and is_wanted(message, number)
         segments.append(Segment([*tokenizer.content(text), tokenizer.eos_id], trained))
     if not segments:
         raise ChatError("empty", "the conversation has no message of a user")
@@ -139,7 +140,7 @@ def _checked(message: Mapping[str, Any], number: int, expected: str) -> tuple[st
     return role, text
 
 
-def _is_wanted(message: Mapping[str, Any], number: int) -> bool:
+def is_wanted(message: Mapping[str, Any], number: int) -> bool:
     """Whether an assistant's message is to be learned. ChatError for a weight between."""
     weight, train = (
         message.get("weight"),
@@ -213,14 +214,15 @@ def _environment() -> tuple[Any, type[Exception]]:
         raise ValueError("a chat template needs the package jinja2: pip install 'laneformer[chat]'") from None
 
     class Generation(Extension):
-        """{% generation %}: what the model is trained to write; here only a block."""
+        """{% generation %}: what the model is trained to write, a block between two marks."""
 
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> nodes.Node:
+        def parse(self, parser: Any) -> list[nodes.Node]:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
+            begin, end = (nodes.Output([nodes.Name(GENERATION_MARK, "load")]) for _ in range(2))
+            return [each.set_lineno(line) for each in (begin, nodes.Scope(body), end)]
 
     def refuse(message: str) -> None:
         raise TemplateError(message)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from .chat import ChatError, ChatTemplate
+from .chat import GENERATION_MARK, ChatError, ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,7 +33,7 @@ class PromptEncoder:
         added = tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._secret = {name: _digits() for name in names}
-        self._mark = _digits()
+        self._mark, self._edge = _digits(), _digits()
         self._tokenizer = _renamed(tokenizer, self._secret)
         any_name = "|".join(map(re.escape, names)) or "(?!)"
         self._written = re.compile(any_name)
@@ -73,6 +75,27 @@ class PromptEncoder:
         except ChatError as error:
             raise ChatError(error.reason, self._restored(str(error))) from None
         return self._restored(self._replaced(self._written, rendered, lambda found: self._secret[found[0]]))
+
+    def training(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """`conversation` without a generation prompt; and from where to where among its ids the
+        template's {% generation %} blocks go.
+
+        ValueError also for a tokenizer with a token that crosses the edge of a block.
+        """
+        parts = self.rendered(messages, tools, False, {GENERATION_MARK: self._edge}).split(self._edge)
+        encoded = self._tokenizer.encode("".join(parts), add_special_tokens=False)
+        starts, ends = [[place[i] for place in encoded.offsets] for i in (0, 1)]
+        edges = []
+        for edge in accumulate(map(len, parts[:-1])):
+            edges.append(token := bisect_left(starts, edge))
+            if token and ends[token - 1] > edge:
+                raise ValueError(
+                    f"the tokenizer joins {encoded.tokens[token - 1]!r} across the beginning or end of an answer, so "
+                    "it could not be told what is trained. Use one whose pre-tokenizer keeps line breaks apart"
+                )
+        return encoded.ids, list(zip(edges[::2], edges[1::2], strict=True))
 
     def encode(self, rendered: str) -> list[int]:
         """Ids of what `rendered` gave, or of a part of it."""

@@ -1,14 +1,14 @@
 """`python -m train.sft [NAME=]CONVERSATIONS... --tokenizer T --out DIR`: conversations -> the mixture
 of an SFT job.
 
-    DIR/tokenizer.model or tokenizer.json
+    DIR/tokenizer.model or tokenizer.json, chat_template.jinja
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
     DIR/sft.lock.json
 
 CONVERSATIONS: .jsonl, .jsonl.gz or .parquet files, or datasets of the hub (ORG/NAME or ORG/NAME:SPLIT);
 those of one NAME become one source, and without NAME= the file's own name is taken. Each row has "messages"
-(role, content) or "conversations" (from, value). Killed at any moment, it continues with the first source
-that is not finished.
+(role, content, tool_calls) or "conversations" (from, value), and may have "tools". Killed at any moment, it
+continues with the first source that is not finished.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import tyro
 from data_mixtures import mixture, order, shards
 from data_mixtures.recipe import check_known
 from data_mixtures.tokenizer import facts
-from laneformer.hf.tokenizer import open_tokenizer
+from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenizer
 from records.files import hold_lock
 from records.workers import usable_cpus
 
@@ -55,6 +55,11 @@ class Arguments:
     """The data folder that is written."""
     seq_len: int = 4096
     """Tokens of a window, training.seq_len of the job; longer conversations are dropped."""
+    system_and_tools: bool = False
+    """Render system messages, tools, their calls and results too, none but the calls trained; default: the
+    published template, which ignores system messages and has no tools. The job, the exported folder and so every
+    server of it have the template that is chosen here.
+    """
     cut_long: bool = False
     """Keep the first exchanges of a conversation that is too long, as many as fit."""
     holdout: float = 0.01
@@ -89,17 +94,20 @@ def run(arguments: Arguments) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     with hold_lock(out / ".sft.lock", f"another process writes {out}; wait for it, or give another --out"):
         token_facts = facts(arguments.tokenizer)
-        tokenizer, _ = open_tokenizer(arguments.tokenizer)
-        made = {}
+        tokenizer, special = open_tokenizer(arguments.tokenizer)
+        tools, made = arguments.system_and_tools, {}
+        template = {"chat_template": TOOLS_TEMPLATE.read_text(), **special} if tools else None
         for name, origins in sources.items():
             made[name] = prepare(
-                out / name, origins, token_facts, tokenizer, rules, arguments.max_dropped, arguments.workers
-            )
+                out / name, origins, token_facts, tokenizer, rules, arguments.max_dropped, arguments.workers,
+                template,
+            )  # fmt: skip
             print(_summary(made[name]), flush=True)
         given = {shards.TOKENIZER_MODEL: arguments.tokenizer}
         if arguments.tokenizer.suffix == ".json":
             config = arguments.tokenizer.with_name(shards.TOKENIZER_CONFIG)
             given = {shards.TOKENIZER_JSON: arguments.tokenizer, shards.TOKENIZER_CONFIG: config}
+        given[shards.CHAT_TEMPLATE] = TOOLS_TEMPLATE if tools else CHAT_TEMPLATE
         for name, path in given.items():
             if not (copy := out / name).exists() or not copy.samefile(path):
                 shutil.copyfile(path, copy)

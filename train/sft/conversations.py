@@ -23,8 +23,11 @@ import xxhash
 from tokenizers import Tokenizer
 
 from laneformer.chat import SYSTEM, ChatError, ChatTokenizer, render, token_ids
+from laneformer.prompts import PromptEncoder
 from records.files import json_lines
 from records.workers import end_with_parent
+
+from .turns import Turns, through_template
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -127,39 +130,56 @@ def _with_one_text(message: Any) -> Any:
     return {**message, "content": "\n".join(texts)}
 
 
-def encode(row: Any, tokenizer: ChatTokenizer, longest: int, cut: bool) -> Conversation:
-    """One row. ChatError when the template has no form for it, nothing in it is trained, or it is too long.
+def encode(row: Any, tokenizer: ChatTokenizer | PromptEncoder, longest: int, cut: bool) -> Conversation:
+    """One row, through the template of a PromptEncoder, else as published. ChatError when that has no
+    form for it, nothing in it is trained, or it is too long.
 
     cut: keep the first exchanges of a conversation that is too long, as many as fit.
     """
     given = messages(row)
+    if isinstance(tokenizer, PromptEncoder):
+        turns = through_template(given, row.get("tools"), tokenizer)
+    else:
+        turns = _as_published(given, tokenizer)
+    ids, trained, said = turns.ids, turns.trained, turns.said
+    end, count = len(ids), len(said)
+    if end > longest and cut:
+        end, count = max((each for each in turns.ends if each[0] <= longest), default=(0, 0))
+    if not 0 < end <= longest:
+        raise ChatError("too_long", f"{len(ids)} tokens, the longest that fits has {longest}")
+    if not trained[:end].any():
+        raise ChatError("no_reply", "no message of the assistant that is trained")
+    key = xxhash.xxh3_128_intdigest(json.dumps(said[:count] + turns.tools).encode())
+    kept = np.array(ids[:end], dtype=np.uint32), trained[:end]
+    return Conversation(key, *kept, cut=count < len(said), system=turns.system_ignored)
+
+
+def _as_published(given: list[dict[str, Any]], tokenizer: ChatTokenizer) -> Turns:
     said = [turn for turn in given if not isinstance(turn, dict) or turn.get("role") not in SYSTEM_ROLES]
     segments = render(said, tokenizer)
-    lengths = np.cumsum([len(segment.ids) for segment in segments])
-    whole = len(segments)
-    if lengths[-1] > longest and cut:
-        exchange = 2 * SEGMENTS_PER_MESSAGE
-        whole = int(np.searchsorted(lengths, longest, side="right")) // exchange * exchange
-    if not whole or lengths[whole - 1] > longest:
-        raise ChatError("too_long", f"{lengths[-1]} tokens, the longest that fits has {longest}")
-    segments = segments[:whole]
-    if not any(segment.trained for segment in segments):
-        raise ChatError("no_reply", "no message of the assistant that is trained")
-    trained = np.repeat([segment.trained for segment in segments], [len(segment.ids) for segment in segments])
-    texts = [[turn["role"], turn["content"].strip()] for turn in said[: whole // SEGMENTS_PER_MESSAGE]]
-    key = xxhash.xxh3_128_intdigest(json.dumps(texts).encode())
-    ids = np.array(token_ids(segments), dtype=np.uint32)
-    return Conversation(key, ids, trained, cut=len(texts) < len(said), system=len(said) < len(given))
+    sizes = [len(segment.ids) for segment in segments]
+    ends = np.cumsum(sizes)[2 * SEGMENTS_PER_MESSAGE - 1 :: 2 * SEGMENTS_PER_MESSAGE].tolist()
+    return Turns(
+        token_ids(segments),
+        np.repeat([segment.trained for segment in segments], sizes),
+        [[turn["role"], turn["content"].strip()] for turn in said],
+        [(end, 2 * exchange) for exchange, end in enumerate(ends, 1)],
+        system_ignored=len(said) < len(given),
+    )
 
 
-_worker: tuple[ChatTokenizer, int, bool]
+_worker: tuple[ChatTokenizer | PromptEncoder, int, bool]
 
 
-def _start_worker(tokenizer_json: str, eos_id: int, longest: int, cut: bool) -> None:
+def _start_worker(
+    tokenizer_json: str, eos_id: int, longest: int, cut: bool, template: dict[str, str] | None
+) -> None:
     global _worker
     if parent_process():
         end_with_parent()
-    _worker = ChatTokenizer(Tokenizer.from_str(tokenizer_json), eos_id), longest, cut
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    published = ChatTokenizer(tokenizer, eos_id)  # refuses what could tell no header from a message
+    _worker = PromptEncoder(tokenizer, template) if template else published, longest, cut
 
 
 def _encode_row(row: Any) -> Conversation | str:
@@ -170,14 +190,19 @@ def _encode_row(row: Any) -> Conversation | str:
 
 
 def encode_all(
-    origin: str, tokenizer: Tokenizer, eos_id: int, longest: int, cut: bool, workers: int
-) -> Iterator[Conversation | str]:
-    """Every row of an origin in its order: the conversation, or the reason why it is none."""
+    origin: str, tokenizer: Tokenizer, eos_id: int, longest: int, cut: bool, workers: int,
+    template: dict[str, str] | None = None,
+) -> Iterator[Conversation | str]:  # fmt: skip
+    """Every row of an origin in its order: the conversation, or the reason why it is none.
+
+    template: of a tokenizer_config.json, "chat_template" and its tokens; None for the published one.
+    """
+    start = (tokenizer.to_str(), eos_id, longest, cut, template)
     if workers == 1:
-        _start_worker(tokenizer.to_str(), eos_id, longest, cut)
+        _start_worker(*start)
         yield from map(_encode_row, rows(origin))
         return
-    given, start = rows(origin), (tokenizer.to_str(), eos_id, longest, cut)
+    given = rows(origin)
     # not a Pool, which waits forever for what a killed worker had
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, start) as pool:
         try:

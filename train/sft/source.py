@@ -7,6 +7,7 @@ about 6 bytes a token.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -43,13 +44,15 @@ def prepare(
     rules: Rules,
     max_dropped: float,
     workers: int,
+    template: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Write a source, or find it written; its manifest. ValueError when too much of it cannot be used."""
     made_from = {"origins": [_identity(origin) for origin in origins], **token_facts}
-    facts = facts_of(folder, rules, made_from | {"excluded_by": EXCLUDED_BY})
+    through = template and hashlib.sha256(template["chat_template"].encode()).hexdigest()
+    facts = facts_of(folder, rules, made_from | {"excluded_by": EXCLUDED_BY, "chat_template_sha256": through})
     if None not in made_from["origins"] and (found := _finished(folder, facts)):
         return found
-    kept, counts = _read(origins, tokenizer, token_facts["eos_id"], rules, workers)
+    kept, counts = _read(origins, tokenizer, token_facts["eos_id"], rules, workers, template)
     _check_dropped(folder.name, counts, max_dropped)
     return write_source(folder, facts, kept, counts, rules)
 
@@ -109,14 +112,19 @@ def _finished(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read(
-    origins: list[str], tokenizer: Any, eos_id: int, rules: Rules, workers: int
+    origins: list[str],
+    tokenizer: Any,
+    eos_id: int,
+    rules: Rules,
+    workers: int,
+    template: dict[str, str] | None,
 ) -> tuple[list[Conversation], dict[str, Any]]:
     """The conversations in the order of their keys, each once, and the counts of source.json."""
     found: dict[int, Conversation] = {}
     reasons: Counter[str] = Counter()
     read = system_ignored = 0
     for origin in origins:
-        for each in encode_all(origin, tokenizer, eos_id, rules.seq_len, rules.cut_long, workers):
+        for each in encode_all(origin, tokenizer, eos_id, rules.seq_len, rules.cut_long, workers, template):
             read += 1
             if isinstance(each, str):
                 reasons[each] += 1

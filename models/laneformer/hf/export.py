@@ -5,7 +5,7 @@
 Only the model's own tensors are read, and every one of them must be there in the right shape. The folder
 is written under a temporary name, loaded back through Transformers, compared with the plain PyTorch
 model, and only then renamed. The architecture and the tokenizer come from the run folder (two levels
-above the checkpoint) unless given.
+above the checkpoint) unless given; so does the chat template, which is the published one where it has none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from ..config import DRAFT_IDS, MTP, LaneformerConfig, hf_name
 from ..model import Laneformer
 from ..tensors import check_shapes
-from .tokenizer import write_tokenizer
+from .tokenizer import CHAT_TEMPLATE, write_tokenizer
 
 DType = Literal["bfloat16", "float16", "float32"]
 MAX_SHARD_BYTES = 4_000_000_000
@@ -41,6 +41,10 @@ AUTO_MAP = {
     "AutoModel": "modeling_laneformer.LaneformerModel",
     "AutoModelForCausalLM": "modeling_laneformer.LaneformerForCausalLM",
 }
+CHAT = "only `user` and `assistant` messages; system messages are ignored"
+CHAT_WITH_TOOLS = (
+    "system messages, tools, their calls and results (role `tool`), as the model was trained on them"
+)
 console = Console(stderr=True)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
 
@@ -103,10 +107,11 @@ def export(
             architecture = replace(architecture, draft_vocab_size=len(draft_ids))
         console.print(f"writing {folder}")
         write_weights(folder, weights, max_shard_bytes)
-        special, token_ids = copy_tokenizer(tokenizer_path, folder, architecture)
+        special, token_ids = copy_tokenizer(tokenizer_path, folder, architecture, run_folder)
         write_configs(folder, architecture, dtype, token_ids)
         write_code(folder)
-        (folder / "README.md").write_text(model_card(architecture, dtype, progress, special))
+        template = (folder / CHAT_TEMPLATE.name).read_text()
+        (folder / "README.md").write_text(model_card(architecture, dtype, progress, special, template))
         console.print("loading it back and comparing its logits with the training model's")
         difference = verify(folder, architecture, weights)
     return {
@@ -128,10 +133,14 @@ def require(paths: dict[str, Path]) -> None:
 
 
 def copy_tokenizer(
-    path: Path, folder: Path, config: LaneformerConfig
+    path: Path, folder: Path, config: LaneformerConfig, run_folder: Path
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """The tokenizer's files; its special tokens, and the ids of those that config.json names."""
-    made, special = write_tokenizer(path, folder, config.max_position_embeddings)
+    """The tokenizer's files, with the run's chat template or else the published one; its special
+    tokens, and the ids of those that config.json names.
+    """
+    kept = run_folder / CHAT_TEMPLATE.name
+    template = kept if kept.is_file() else CHAT_TEMPLATE
+    made, special = write_tokenizer(path, folder, config.max_position_embeddings, template)
     if (pieces := 1 + max(made.get_vocab().values())) > config.vocab_size:
         raise ValueError(
             f"{path} has {pieces} pieces, more than vocab_size = {config.vocab_size}; check --tokenizer"
@@ -236,8 +245,11 @@ def write_code(folder: Path) -> None:
         )
 
 
-def model_card(config: LaneformerConfig, dtype: str, progress: Progress, special: dict[str, str]) -> str:
+def model_card(
+    config: LaneformerConfig, dtype: str, progress: Progress, special: dict[str, str], template: str
+) -> str:
     """The model card of a checkpoint whose weights were exported as `dtype`."""
+    chat = CHAT_WITH_TOOLS if "tools" in template else CHAT
     c = config
     full = [str(i) for i in range(c.num_hidden_layers) if c.window(i) is None]
     table = {
@@ -259,7 +271,7 @@ def model_card(config: LaneformerConfig, dtype: str, progress: Progress, special
     rows = "\n".join(f"| {key} | {value} |" for key, value in table.items())
     text = Path(__file__).with_name("model_card.md").read_text()
     special = {"pad_token": "not set", **special}
-    return text.format(size=size, total=total, rows=rows, dtype=dtype, **special, **c.to_dict())
+    return text.format(size=size, total=total, rows=rows, dtype=dtype, chat=chat, **special, **c.to_dict())
 
 
 @torch.no_grad()

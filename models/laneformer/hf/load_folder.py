@@ -23,6 +23,7 @@ from ..old_spellings import MODEL_TYPES, modern_spelling
 from ..tensors import check_shapes
 from .configuration_laneformer import FIELDS
 from .export import staged_folder
+from .tokenizer import CHAT_TEMPLATE
 
 console = Console(stderr=True)
 
@@ -32,7 +33,7 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
 
     Args:
         hf: exported folder with config.json, model*.safetensors, tokenizer.model or tokenizer.json.
-        out: run folder to create, with model.json, the tokenizer, checkpoint/step-0.
+        out: run folder to create, with model.json, the tokenizer with its chat template, checkpoint/step-0.
         overwrite: replace `out` if it is not empty.
 
     Returns out, checkpoint, parameters, dtype (as stored in `hf`), tokenizer (whether `hf` has one), seconds.
@@ -57,10 +58,11 @@ def import_folder(hf: Path, out: Path, overwrite: bool = False) -> dict[str, Any
         else ["tokenizer.json", "tokenizer_config.json"]
     )
     tokenizer = [hf / name for name in names if (hf / name).is_file()]
+    template = [hf / CHAT_TEMPLATE.name] if tokenizer and (hf / CHAT_TEMPLATE.name).is_file() else []
     with staged_folder(out, overwrite) as folder:
         console.print(f"writing {folder}")
         (folder / "model.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        for path in tokenizer:
+        for path in tokenizer + template:
             shutil.copyfile(path, folder / path.name)
         dcp.save(weights, checkpoint_id=folder / "checkpoint" / "step-0", no_dist=True)
     return {

@@ -25,6 +25,9 @@ from ..llama.tokenizer import SPACE, begin_with, sentencepiece_bpe
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
+CHAT_TEMPLATE, TOOLS_TEMPLATE = (  # as published, and with system messages and tools
+    Path(__file__).with_name(name) for name in ("chat_template.jinja", "chat_template_tools.jinja")
+)
 PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>")  # well-known names
 PROBES = [
     "", " ", "  ", "   x", "a", " a", "a ", "a  b", "\t", "\n", "\n\n\n", "\r\n", " " * 17 + "x", SPACE, f"a{SPACE}b",
@@ -115,9 +118,11 @@ def check_same_ids(tokenizer: Tokenizer, sp: SentencePieceProcessor, text: str) 
         )
 
 
-def write_tokenizer(path: Path, out: Path, max_length: int) -> tuple[Tokenizer, dict[str, str]]:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja into the
-    folder `out`; returns `open_tokenizer`.
+def write_tokenizer(
+    path: Path, out: Path, max_length: int, template: Path = CHAT_TEMPLATE
+) -> tuple[Tokenizer, dict[str, str]]:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja (a copy of `template`) into
+    the folder `out`; returns `open_tokenizer`.
     """
     tokenizer, special = open_tokenizer(path)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -130,5 +135,5 @@ def write_tokenizer(path: Path, out: Path, max_length: int) -> tuple[Tokenizer, 
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), out / "chat_template.jinja")
+    shutil.copyfile(template, out / CHAT_TEMPLATE.name)
     return tokenizer, special

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from data_mixtures.mixture import CONVERSATIONS, TRAINED, Mixture, valid_windows
+from laneformer.hf.tokenizer import CHAT_TEMPLATE
 from tests.train import production, supervised
 from tests.train.runs import copy_stopped_at, fail, metrics, succeed, weights
 from tests.train.sft import chats
@@ -70,6 +71,11 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
     assert row["lr"] == pytest.approx(3e-3)
     assert row["phase"] == "sft"
     assert row["tokens_total"] > row["tokens"], "those of the phases before count"
+
+
+def test_the_template_of_the_data_goes_into_the_run(whole: Path) -> None:
+    """Whose export has it (test_turns.py)."""
+    assert (whole / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
 
 
 def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:

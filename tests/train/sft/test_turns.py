@@ -1,0 +1,327 @@
+"""System messages and tools: one conversation has the same ids in training, in Transformers on the exported
+folder, and in the server; the assistant's messages are trained, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed.checkpoint as dcp
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from data_mixtures import shards
+from data_mixtures.mixture import BEGINS, TRAINED, Mixture
+from laneformer.chat import ChatError, ChatTemplate, ChatTokenizer
+from laneformer.engine.folder import text_files
+from laneformer.hf.export import export
+from laneformer.hf.load_folder import import_folder
+from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenizer
+from laneformer.prompts import PromptEncoder
+from laneformer.serve.conversation import prepared
+from laneformer.serve.grammar import Grammars
+from laneformer.serve.schema import ConversationRequest
+from laneformer.serve.tool_calls import HERMES, ToolCalling, form_of
+from tests.tokenizer_assets import byte_level
+from tests.train.sft import chats
+from train.sft.__main__ import Arguments, run
+from train.sft.conversations import Conversation, encode
+from train.sft.turns import through_template
+
+Row = dict[str, Any]
+SEQ_LEN, EOS = 2048, "</s>"
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "time", "description": "The time, 東京 or <b>"}},
+    {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}},
+]
+
+
+def call(name: str, number: int = 1, **arguments: Any) -> Row:
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call_{number}", "type": "function", "function": function}
+
+
+def turn(role: str, content: Any, **more: Any) -> Row:
+    return {"role": role, "content": content, **more}
+
+
+def gave(content: str, number: int = 1) -> Row:
+    return turn("tool", content, tool_call_id=f"call_{number}")
+
+
+ASKED = [turn("user", " What is it in Köln? "), turn("assistant", "Sunny.\n")]
+BOTH = [call("weather", 1, city="Köln\n\"'"), call("time", 2)]
+USED = [
+    turn("user", "Weather and time?"),
+    turn("assistant", "I look:", tool_calls=BOTH), gave(' {"sky": "é"}\n'), gave("", 2),
+    turn("assistant", None, tool_calls=[call("time")]), gave("noon </s>"), turn("assistant", "Noon, and sunny."),
+    turn("developer", [{"type": "text", "text": "Now"}, {"type": "text", "text": "in French."}]),
+    turn("user", "Thanks"), turn("assistant", "De rien."),
+]  # fmt: skip
+SYSTEM = turn("system", "Be brief.\n")
+ROWS: list[Row] = [
+    {"messages": ASKED}, {"messages": [SYSTEM, *ASKED]}, {"messages": [turn("system", " "), *ASKED]},
+    {"messages": USED, "tools": TOOLS}, {"messages": [SYSTEM, *USED], "tools": TOOLS}, {"messages": [SYSTEM, *USED]},
+    {"messages": [SYSTEM, *ASKED], "tools": TOOLS}, {"messages": USED[:2], "tools": json.dumps(TOOLS)},
+]  # fmt: skip
+WRITTEN = [
+    'I look:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln\\n\\"\'"}}\n</tool_call>'
+    '\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>', "Noon, and sunny.", "De rien.",
+]  # fmt: skip
+
+
+GOLDEN_KEYS = [
+    (78615024705381699698976276913518883881, False, False), (78615024705381699698976276913518883881, False, True),
+    (229731300698036025609301842921047856948, True, False),
+]  # fmt: skip
+GOLDEN_SHA256 = "988d062f60704df706047f2dc27e58a0e72ee856dbd29449c52b87502fcfd755"
+
+
+@pytest.fixture(scope="module")
+def data(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Arguments:
+    """A folder of `train.sft --system-and-tools`, with the rows above among others."""
+    folder = tmp_path_factory.mktemp("tools")
+    others = [
+        {"messages": [turn("system", f"You are {n}."), turn("user", "Who?"), turn("assistant", f"I am {n}.")]}
+        for n in range(80)
+    ]
+    path = folder / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS + others))
+    given = Arguments(
+        (str(path),), prepared_data / "tokenizer.model", folder / "data", system_and_tools=True, seq_len=SEQ_LEN,
+        holdout=0.1, workers=1,
+    )  # fmt: skip
+    run(given)
+    return given
+
+
+@pytest.fixture(scope="module")
+def exported(data: Arguments) -> Path:
+    """What `export` makes of a run on that data, whose folder has what attempt_record.describe_run copies."""
+    run = data.out.parent / "run"
+    run.mkdir()
+    for path in shards.tokenizer_files(data.out):
+        (run / path.name).write_bytes(path.read_bytes())
+    (run / "model.json").write_text(json.dumps(chats.CONFIG.to_dict()))
+    dcp.save(chats.plain_model().float().state_dict(), checkpoint_id=run / "checkpoint/step-1", no_dist=True)
+    export(run / "checkpoint/step-1", data.out.parent / "hf", "float32")
+    return data.out.parent / "hf"
+
+
+@pytest.fixture(scope="module")
+def encoder(prepared_data: Path) -> PromptEncoder:
+    tokenizer, special = open_tokenizer(prepared_data / "tokenizer.model")
+    return PromptEncoder(tokenizer, {"chat_template": TOOLS_TEMPLATE.read_text(), **special})
+
+
+@pytest.fixture(scope="module")
+def trained(encoder: PromptEncoder) -> list[Conversation]:
+    return [encode(row, encoder, SEQ_LEN, False) for row in ROWS]
+
+
+def with_values(row: Row) -> tuple[list[Row], Any]:
+    """For Transformers, whose templates take contents as one text, a developer as the system, and arguments as
+    values.
+    """
+    row, tools = json.loads(json.dumps(row)), row.get("tools")
+    for message in row["messages"]:
+        message["role"] = {"developer": "system"}.get(message["role"], message["role"])
+        if isinstance(message["content"], list):
+            message["content"] = "\n".join(part["text"] for part in message["content"])
+        for each in message.get("tool_calls", []):
+            each["function"]["arguments"] = json.loads(each["function"]["arguments"])
+    return row["messages"], json.loads(tools) if isinstance(tools, str) else tools
+
+
+def test_the_same_ids_in_training_transformers_and_the_server(
+    exported: Path, trained: list[Conversation]
+) -> None:
+    """But that Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)."""
+    theirs = PreTrainedTokenizerFast.from_pretrained(exported)
+    tokenizer, config, _ = text_files(exported)  # as the engine reads them
+    assert tokenizer is not None
+    context = SimpleNamespace(
+        prompts=PromptEncoder(tokenizer, config), check_length=lambda text, _: text,
+        tool_calling=ToolCalling(config, Grammars(tokenizer, tokenizer.get_vocab_size(), [2])),
+    )  # fmt: skip
+    for row, ours in zip(ROWS, trained, strict=True):
+        messages, tools = with_values(row)
+        # as a client sends it
+        request = ConversationRequest.model_validate(
+            {"messages": row["messages"], "tools": tools or [], "add_generation_prompt": False}
+        )
+        assert prepared(request, context)[1] == ours.ids.tolist()  # type: ignore[arg-type]
+        for message in messages:
+            message["content"] = message["content"] and message["content"].replace(EOS, "")
+        given = {
+            **row,
+            "messages": [
+                {**m, "content": c["content"]} for m, c in zip(row["messages"], messages, strict=True)
+            ],
+        }
+        same = encode(given, context.prompts, SEQ_LEN, False)
+        out = theirs.apply_chat_template(
+            messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert out["input_ids"] == same.ids.tolist()
+        assert out["assistant_masks"] == same.trained.astype(int).tolist()
+
+
+def test_calls_and_answers_are_trained_and_nothing_else(
+    trained: list[Conversation], encoder: PromptEncoder, prepared_data: Path
+) -> None:
+    tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
+    found = trained[4]
+    edges = np.flatnonzero(np.diff(found.trained.astype(int))) + 1
+    pieces = np.split(found.ids, edges)
+    texts = [tokenizer.decode(piece.tolist(), skip_special_tokens=False) for piece in pieces]
+    assert texts[1::2] == [text + EOS for text in WRITTEN]
+    for given in (
+        "Be brief.",
+        "The time",
+        "<tool_response>\n",
+        '{"sky": "é"}',
+        "noon",
+        "in French.",
+        "user",
+        "assistant",
+    ):
+        assert any(given in text for text in texts[::2])
+        assert not any(given in text for text in texts[1::2])
+    without = json.loads(json.dumps(ROWS[4]))
+    without["messages"][2]["weight"] = 0
+    fewer = encode(without, encoder, SEQ_LEN, False)
+    assert (fewer.ids == found.ids).all()
+    assert found.trained.sum() - fewer.trained.sum() == len(pieces[1])
+
+
+def test_what_lies_on_disk_is_that(data: Arguments, trained: list[Conversation]) -> None:
+    mixture = Mixture.open(data.out / "sft.lock.json")
+    manifest = json.loads((data.out / "chat/source.json").read_text())
+    tokens, flags = mixture.sequences(0, manifest["windows"])[0], mixture.flags(0, manifest["windows"])
+    found = {}
+    for window, marks in zip(tokens[:, :-1], flags[:, :-1], strict=True):
+        begins = np.flatnonzero(marks & BEGINS)[1:]
+        for ids, mark in zip(np.split(window, begins), np.split(marks, begins), strict=True):
+            found[tuple(ids.tolist())] = (mark & TRAINED > 0).tolist()
+    on_disk = [each for each in trained if tuple(each.ids.tolist()) in found]
+    assert len(on_disk) >= 4, "the others are held out"
+    assert all(found[tuple(each.ids.tolist())] == each.trained.tolist() for each in on_disk)
+    assert manifest["system_ignored"] == 0
+    assert manifest["dropped"] == {}
+
+
+def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
+    data: Arguments, exported: Path, tmp_path: Path
+) -> None:
+    import_folder(exported, tmp_path / "run")
+    for folder in (data.out, exported, tmp_path / "run"):
+        assert (folder / "chat_template.jinja").read_bytes() == TOOLS_TEMPLATE.read_bytes()
+    assert "role `tool`" in (exported / "README.md").read_text()
+    before = json.loads((data.out / "chat/source.json").read_text())
+    plain = replace(data, system_and_tools=False, max_dropped=1)
+    run(plain)  # in the same folder: another template makes the source again
+    assert (data.out / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
+    after = json.loads((data.out / "chat/source.json").read_text())
+    assert (after["system_ignored"], after["dropped"]) == (83, {"duplicate": 3, "role": 3})
+    assert before["content_sha256"] != after["content_sha256"]
+
+
+def test_without_the_option_ids_and_hashes_are_those_of_before() -> None:
+    """Taken from the code before there was the option."""
+    tokenizer = byte_level(["What is it? It is 7. "] * 9, ["<s>", EOS], 300)
+    tokenizer.no_truncation()
+    chat = ChatTokenizer(tokenizer, tokenizer.token_to_id(EOS))
+    long = [turn(role, f" {role} {n} ") for n in range(40) for role in ("user", "assistant")]
+    found = [encode({"messages": messages}, chat, 600, True) for messages in (ASKED, [SYSTEM, *ASKED], long)]
+    assert [(each.key, each.cut, each.system) for each in found] == GOLDEN_KEYS
+    content = b"".join(each.ids.astype("<u4").tobytes() + each.trained.tobytes() for each in found)
+    assert hashlib.sha256(content).hexdigest() == GOLDEN_SHA256
+
+
+def test_a_conversation_without_system_and_tools_is_the_published_one(
+    encoder: PromptEncoder, prepared_data: Path
+) -> None:
+    """So it is held out by the same hash, whatever the template."""
+    tokenizer, _ = open_tokenizer(prepared_data / "tokenizer.model")
+    long = [turn(role, f" {role} {n} ") for n in range(40) for role in ("user", "assistant")]
+    for messages in (ASKED, long):
+        ours, published = (
+            encode({"messages": messages}, each, 600, True) for each in (encoder, ChatTokenizer(tokenizer, 2))
+        )
+        assert (ours.key, ours.cut) == (published.key, published.cut)
+        assert ours.ids.tolist() == published.ids.tolist()
+        assert ours.trained.tolist() == published.trained.tolist()
+
+
+def test_long_ones_are_cut_behind_answers_and_not_behind_calls(encoder: PromptEncoder) -> None:
+    whole = encode(ROWS[4], encoder, SEQ_LEN, True)
+    assert not whole.cut
+    cut = encode(ROWS[4], encoder, len(whole.ids) - 1, True)
+    assert cut.cut
+    assert (
+        encode({**ROWS[4], "messages": [SYSTEM, *USED[:7]]}, encoder, SEQ_LEN, False).ids.tolist()
+        == cut.ids.tolist()
+    )
+    with pytest.raises(ChatError, match="the longest that fits has"):
+        encode(ROWS[4], encoder, len(cut.ids) - 1, True)
+
+
+def test_the_server_forces_the_form_that_was_trained() -> None:
+    config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
+    assert form_of(ChatTemplate(config), TOOLS) == HERMES
+
+
+def test_tools_are_described_as_by_the_server_for_templates_without_any() -> None:
+    """One wording of tools, calls and results: the server's own, in the template of before with a system."""
+    config = {"chat_template": TOOLS_TEMPLATE.read_text(), "eos_token": EOS}
+    tokenizer = byte_level(["x"], ["<s>", EOS])
+    described = ToolCalling({}, Grammars(tokenizer, tokenizer.get_vocab_size(), [1]))
+    for row in ({"messages": USED[:7], "tools": TOOLS}, ROWS[4], ROWS[6]):
+        messages, tools = with_values(row)
+        use = described.use(tools)
+        texts = use.messages([{**message, "content": message["content"] or ""} for message in messages])
+        assert ChatTemplate(config).render(messages, tools=tools) == ChatTemplate(config).render(texts)
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "reason", "says"),
+    [
+        ([*USED[:2], gave("x", 2)], TOOLS, "order", "the result of 'call_2', but that of 'call_1' is next"),
+        ([*USED[:3], USED[-1]], TOOLS, "order", "message 3 is the assistant's, but it is the tool's turn"),
+        ([*ASKED, gave("x")], TOOLS, "order", "message 2 is the tool's, but it is the user's turn"),
+        ([{**ASKED[0], "tool_calls": BOTH}], TOOLS, "order", "only the assistant does"),
+        ([ASKED[0], turn("assistant", None)], None, "empty", "message 1, the assistant's, is empty"),
+        ([SYSTEM], None, "empty", "no message of a user"),
+        ([turn("critic", "x")], None, "role", "allowed are system, user, assistant and tool"),
+        (ASKED, [{"name": "time"}], "tools", "they need the form"),
+        (ASKED, "{", "tools", "they need the form"),
+        (ASKED, 5, "tools", "tools are 5; they need the form"),
+        ([ASKED[0], turn("assistant", "", tool_calls=[{"function": {"name": "time", "arguments": "{"}}])], None,
+         "tools", "a function's name and arguments as JSON"),
+        ([turn("user", "half \ud83d"), ASKED[1]], None, "content", "no valid text"),
+        (["x"], None, "fields", "message 0 is 'x'"),
+    ],
+)  # fmt: skip
+def test_what_no_server_could_answer_is_refused(
+    encoder: PromptEncoder, messages: list[Any], tools: Any, reason: str, says: str
+) -> None:
+    with pytest.raises(ChatError, match=says) as refused:
+        through_template(messages, tools, encoder)
+    assert refused.value.reason == reason
+
+
+def test_a_token_across_the_edge_of_an_answer_is_refused() -> None:
+    joining = models.BPE({"<unk>": 0, "\n": 1, "a": 2, "\na": 3}, [("\n", "a")], unk_token="<unk>")
+    template = "{% for m in messages %}{{ '\n' }}{% generation %}{{ 'a' }}{% endgeneration %}{% endfor %}"
+    with pytest.raises(ValueError, match="across the beginning or end of an answer"):
+        PromptEncoder(Tokenizer(joining), {"chat_template": template}).training(ASKED)

@@ -1,0 +1,137 @@
+"""Conversations with system messages and tools, in OpenAI's form, through a chat template: the ids that a
+server makes of the same request. The assistant's messages are trained, calls included, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from laneformer.chat import ASSISTANT, SYSTEM, TOOL, USER, ChatError, is_wanted
+from laneformer.prompts import PromptEncoder
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Turns:
+    """A conversation in a template. trained: bool (n,), of the ids. said: what its hash is of, by message, and
+    tools beside it; ends: (ids, messages) of each place where it may be cut.
+    """
+
+    ids: list[int]
+    trained: np.ndarray
+    said: list[list[Any]]
+    ends: list[tuple[int, int]]
+    tools: list[Any] = field(default_factory=list)
+    system_ignored: bool = False
+
+
+def through_template(given: Sequence[Any], tools: Any, encoder: PromptEncoder) -> Turns:
+    """ChatError for what no server would be sent, or could answer."""
+    tools, messages = _tools(tools), [_plain(message, number) for number, message in enumerate(given)]
+    _check_order(messages)
+    try:
+        json.dumps([messages, tools], ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # JSON can hold lone surrogates
+        raise ChatError("content", "the conversation has text that is no valid text") from None
+    ids, answers = encoder.training(messages, tools)
+    replies = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+    trained, ends = np.zeros(len(ids), dtype=bool), []
+    for number, (begin, end) in zip(replies, answers, strict=True):
+        trained[begin:end] = is_wanted(given[number], number)
+        if "tool_calls" not in messages[number]:
+            ends.append((end, number + 1))
+    said = [
+        [turn["role"], turn["content"].strip(), *(call["function"] for call in turn.get("tool_calls", ()))]
+        for turn in messages
+    ]
+    return Turns(ids, trained, said, ends, tools)
+
+
+def _object(value: Any) -> Any:
+    """JSON in a text, as calls have it and columns of Parquet, or the value itself."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return None
+
+
+def _tools(given: Any) -> list[Any]:
+    tools = _object(given) if given else []
+    listed = tools if isinstance(tools, list) else [None]
+    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
+    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+        raise ChatError(
+            "tools",
+            f"tools are {given!r:.80}; they need the form [{{'type': 'function', 'function': {{'name': ...}}}}]",
+        )
+    return listed
+
+
+def _plain(message: Any, number: int) -> Message:
+    """For a template, as a server gives it: a developer as the system, arguments as values."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise ChatError("fields", f"message {number} is {message!r:.80}; it needs the field 'role'")
+    role, text = message["role"], message.get("content")
+    role = SYSTEM if role == "developer" else role
+    if role not in (SYSTEM, USER, ASSISTANT, TOOL):
+        raise ChatError(
+            "role", f"message {number} has the role {role!r}; allowed are system, user, assistant and tool"
+        )
+    if not isinstance(text, str | None):
+        raise ChatError(
+            "content", f"message {number} has content of type {type(text).__name__}; it needs text"
+        )
+    found: Message = {"role": role, "content": text or ""}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_call(call, number) for call in calls]
+    if role == TOOL:
+        found["tool_call_id"] = message.get("tool_call_id")
+    if calls and role != ASSISTANT:
+        raise ChatError("order", f"message {number}, the {role}'s, calls tools: only the assistant does")
+    if role in (USER, ASSISTANT) and not calls and not found["content"].strip():
+        raise ChatError("empty", f"message {number}, the {role}'s, is empty")
+    return found
+
+
+def _call(call: Any, number: int) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name, given = (
+        function.get(key) if isinstance(function, Mapping) else None for key in ("name", "arguments")
+    )
+    arguments = _object(given or "{}")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ChatError(
+            "tools",
+            f"message {number} has the call {call!r:.80}; it needs a function's name and arguments as JSON",
+        )
+    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _check_order(messages: Sequence[Message]) -> None:
+    """User and assistant take turns, the user first; every call has its result, in the order of the calls, as
+    the template shows no ids; system messages anywhere.
+    """
+    expected, waiting = USER, list[Any]()
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role == SYSTEM:
+            continue
+        if role != expected:
+            raise ChatError("order", f"message {number} is the {role}'s, but it is the {expected}'s turn")
+        if role == TOOL:
+            call, gave = waiting.pop(0), message["tool_call_id"]
+            if None not in (call, gave) and call != gave:
+                raise ChatError(
+                    "order", f"message {number} is the result of {gave!r}, but that of {call!r} is next"
+                )
+        else:
+            waiting = [call["id"] for call in message.get("tool_calls", ())]
+        expected = TOOL if waiting else USER if role == ASSISTANT else ASSISTANT
+    if not any(message["role"] == USER for message in messages):
+        raise ChatError("empty", "the conversation has no message of a user")
