@@ -69,8 +69,9 @@ def record_order(trainer: LaneformerTrainer) -> list[str]:
 
 def policies(model: torch.nn.Module) -> set[tuple[str, str]]:
     """(parameter dtype, reduction dtype) of all FSDP units that own parameters."""
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-    return {(str(g.mp_policy.param_dtype), str(g.mp_policy.reduce_dtype)) for g in groups if g is not None}
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    found = [state._mp_policy for state in states if state._fsdp_param_group is not None]
+    return {(str(policy.param_dtype), str(policy.reduce_dtype)) for policy in found}
 
 
 def recorded_train(self: LaneformerTrainer) -> None:
