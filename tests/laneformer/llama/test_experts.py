@@ -177,6 +177,13 @@ def test_packed_experts_are_mapped_at_the_next_start(tmp_path: Path, monkeypatch
     assert [kept.suffix for kept in (path / ".packed").iterdir()].count(".bin") == 1
 
 
+def test_processes_share_experts(folder: Path) -> None:
+    with Engine.from_pretrained(folder, threads=2, lanes=2, cache=False) as engine:
+        expected = engine.logits(IDS)
+    with Engine.from_pretrained(folder, threads=4, lanes=2, processes=2, cache=False) as engine:
+        assert np.array_equal(engine.logits(IDS), expected)
+
+
 def test_a_missing_or_other_expert_is_named(folder: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
     path = changed(folder, tmp_path, lambda weights: weights.__delitem__(name))
