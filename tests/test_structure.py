@@ -31,12 +31,14 @@ INSIDE = {
     "old_spellings": set(),
     "flops": {"config"},
     "initialization": {"config"},
+    "experts": {"config"},
     "norms": {"config"},
     "positions": {"config"},
-    "model": {"config", "initialization", "norms", "positions"},
+    "model": {"config", "experts", "initialization", "norms", "positions"},
     "llama": {"config", "tensors", "variant"},
     "hf": {
         "config",
+        "experts",
         "initialization",
         "llama",
         "model",
@@ -58,6 +60,7 @@ ONLY_IN = {
     "torchtitan": {"titan"},
     "transformers": {"hf"},
     "torch": {
+        "experts",
         "initialization",
         "model",
         "norms",

@@ -22,10 +22,8 @@ MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
 NORMS = ("attention_norm", "ffn_norm")  # of a layer, in the order of MODULES
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")  # of their outputs, where a `variant` has them
 BIASED = ("attention.wq", "attention.wk", "attention.wv")  # by `attention_bias`
-HEAD_NORMS = (
-    "attention.q_norm",
-    "attention.k_norm",
-)  # by `qk_norm`: of every head's queries and keys, before RoPE
+HEAD_NORMS = ("attention.q_norm", "attention.k_norm")  # by `qk_norm`: of every head's, before RoPE
+ROUTER = "feed_forward.router"  # of a mixture of experts
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "lm_head.weight"
 LM_HEAD_TYPES = ("vocab_parallel", "replicate", "lane")
@@ -182,7 +180,8 @@ class LaneformerConfig:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model, named as in its state dict, and its shape; no head where it is tied.
 
-        A matrix is (L, out / L, in) where a lane owns rows, and (L, out, in / L) where it owns columns.
+        A matrix is (L, out / L, in) where a lane owns rows, and (L, out, in / L) where it owns columns; experts'
+        are stacked, (E, L, ...).
         """
         d = self.hidden_size
         norm = (d,) if self.replicated_rmsn_scale else (self.num_lanes, d)
@@ -261,13 +260,16 @@ def _layer_shapes(config: LaneformerConfig, prefix: str, norm: tuple[int, ...]) 
     rows = {"wq": q, "wk": kv, "wv": kv, "w1": f, "w3": f}
     columns = {"wo": q, "w2": f}
     norms = NORMS * config.variant.pre_norms + POST_NORMS * config.variant.post_norms
+    stacked = config.variant.experts[:1] if config.variant.experts else ()
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}{name}.weight": norm for name in norms}
     for name in MATRICES:
         part = name.split(".")[1]
         shape = (lanes, rows[part] // lanes, d) if part in rows else (lanes, d, columns[part] // lanes)
-        shapes[f"{prefix}{name}.weight"] = shape
+        shapes[f"{prefix}{name}.weight"] = shape if name.startswith("attention") else stacked + shape
         if config.attention_bias and name in BIASED:
             shapes[f"{prefix}{name}.bias"] = shape[:2]
+    if stacked:
+        shapes[f"{prefix}{ROUTER}.weight"] = (*stacked, d)
     sizes = (q, kv) if config.variant.joint_qk_norm else (config.head_dim, config.head_dim)
     head_norms = zip(HEAD_NORMS, sizes, strict=True) if config.qk_norm else ()
     return shapes | {f"{prefix}{name}.weight": (size,) for name, size in head_norms}

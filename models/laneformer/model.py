@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import DRAFT_IDS, MODULES, Join, LaneformerConfig
+from .experts import LaneExperts
 from .initialization import init_parameter
 from .norms import LaneRMSNorm, SumNorm
 from .positions import apply_rope, causal_mask, draft_mask, rope_table
@@ -194,7 +195,7 @@ class LaneformerLayer(nn.Module):
         self.attention_norm: Any = LaneRMSNorm(config) if pre else nn.Identity()
         self.attention = LaneAttention(config, layer)
         self.ffn_norm: Any = LaneRMSNorm(config) if pre else nn.Identity()
-        self.feed_forward = LaneFeedForward(config)
+        self.feed_forward: Any = (LaneExperts if config.variant.experts else LaneFeedForward)(config)
         if self.post_norms:
             self.attention_post_norm, self.ffn_post_norm = SumNorm(config), SumNorm(config)
 
@@ -238,11 +239,8 @@ class LMHead(nn.Module):
 
     def __init__(self, config: LaneformerConfig):
         super().__init__()
-        self.kind, self.sum_before_norm, self.shape = (
-            config.lm_head_type,
-            config.pre_norm_lane_agg,
-            config.head_shape,
-        )
+        self.kind, self.shape = config.lm_head_type, config.head_shape
+        self.sum_before_norm = config.pre_norm_lane_agg
         self.weight = None if config.tie_word_embeddings else nn.Parameter(torch.empty(self.shape))
 
     def forward(self, h: Tensor, norm: LaneRMSNorm, embedding: Tensor | None = None) -> Tensor:

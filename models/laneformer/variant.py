@@ -33,6 +33,18 @@ class Rope(NamedTuple):
         return [*own, *[0.0] * rest], [*[self.scale] * len(own), *[1.0] * rest]
 
 
+class Experts(NamedTuple):
+    """A mixture of experts in place of every layer's MLP; `intermediate_size` is one expert's.
+
+    active: of `total`, those with the largest scores of a router. normed: whether their weights, which are the
+    softmax of all scores, are divided by their sum.
+    """
+
+    total: int
+    active: int
+    normed: bool = True
+
+
 @dataclass(frozen=True)
 class Variant:
     """Differences from a Laneformer; without arguments there is none.
@@ -41,7 +53,7 @@ class Variant:
     joint_qk_norm: with `qk_norm`, one norm of all heads' queries and one of their keys, on one lane. attention_scale:
     what scores are multiplied with, None for 1 / sqrt(head_dim). query_growth (g, n): queries at position p are
     multiplied with 1 + g log(1 + p // n), which needs ropes. ropes: in place of `rope_theta` and `rope_scaling`; of
-    all layers, or of those that see everything and those with a window.
+    all layers, or of those that see everything and those with a window. experts: None for a dense MLP.
     """
 
     hidden_act: str = "silu"
@@ -51,8 +63,13 @@ class Variant:
     embedding_scale: float = 1.0
     query_growth: tuple[float, int] | None = None
     ropes: tuple[Rope, ...] = ()
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
+        if self.experts is not None:
+            object.__setattr__(self, "experts", Experts(*self.experts))
+            if not 1 <= self.experts.active <= self.experts.total:
+                raise ValueError(f"{self.experts}: `active` must be from 1 to `total`")
         object.__setattr__(self, "ropes", tuple(Rope(tuple(f), s, tuple(t), n) for f, s, t, n in self.ropes))
         if self.query_growth is not None:
             object.__setattr__(self, "query_growth", tuple(self.query_growth))

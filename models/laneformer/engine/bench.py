@@ -92,8 +92,12 @@ def prompt_speed(engine: Engine, length: int) -> dict[str, float]:
         probes.append(decoder.probe_products())
     probe = (np.array(probes[:-1]) + np.array(probes[1:])) / 2
     shapes = engine.config.tensor_shapes().items()
+    experts = engine.config.variant.experts
+    taken = experts.active / experts.total if experts else 1.0
     products = sum(
-        math.prod(shape) for name, shape in shapes if name.startswith("layers.") and is_matrix(name)
+        math.prod(shape) * (taken if "feed_forward" in name else 1.0)
+        for name, shape in shapes
+        if name.startswith("layers.") and is_matrix(name)
     )
     tokens_per_s = length / np.array(first_s)
     return {

@@ -235,9 +235,17 @@ def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_id
 
 
 def write_code(folder: Path) -> None:
-    """The six files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
+    """The files of remote code, in one flat folder, so `from ..model` becomes `from .model`."""
     package = Path(__file__).parent.parent
-    ours = ("config.py", "initialization.py", "model.py", "norms.py", "positions.py", "variant.py")
+    ours = (
+        "config.py",
+        "experts.py",
+        "initialization.py",
+        "model.py",
+        "norms.py",
+        "positions.py",
+        "variant.py",
+    )
     for source in (*ours, "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):
         text = (package / source).read_text()
         (folder / Path(source).name).write_text(

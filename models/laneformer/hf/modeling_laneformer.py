@@ -23,6 +23,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from ..experts import LaneExperts  # noqa: F401  (Transformers 4.57 copies what this file imports alone)
 from ..initialization import init_parameter
 from ..model import LaneformerLayer, LMHead, MTPHead, run_layers
 from ..norms import LaneRMSNorm

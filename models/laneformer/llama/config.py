@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import LaneformerConfig
-from ..variant import Variant
+from ..variant import Experts, Variant
 from .rope import rope_fields
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
@@ -43,7 +43,8 @@ class Family:
     architectures: its classes in Transformers. optional: keys that a file may leave out, with their defaults.
     variant: fields of a LaneformerConfig's variant. windowed: the layers with a window where `layer_types` does not
     say, see `windows`. ropes: bases of full and sliding layers, where they differ. norm_offset: what is added to
-    norms' weights. fused: whether queries, keys and values are one matrix, gate and up another.
+    norms' weights. fused: whether queries, keys and values are one matrix, gate and up another. width: the key
+    with the rows of the MLP, or of each expert.
     """
 
     architectures: tuple[str, ...]
@@ -55,6 +56,7 @@ class Family:
     ropes: dict[str, float] = field(default_factory=dict)
     norm_offset: float = 0.0
     fused: bool = False
+    width: str = "intermediate_size"
 
 
 OLMO: dict[str, Any] = {"norm_placement": "post", "joint_qk_norm": True}
@@ -69,6 +71,11 @@ GRANITE = {
 }  # fmt: skip
 PHI3 = {"sliding_window": None, "original_max_position_embeddings": None, "partial_rotary_factor": None,
         "rms_norm_eps": 1e-5}  # fmt: skip
+QWEN3_MOE = {
+    "use_sliding_window": False, "sliding_window": 4096, "moe_intermediate_size": 768, "num_experts": None,
+    "num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False, "output_router_logits": None,
+    "router_aux_loss_coef": None,
+}  # fmt: skip
 FAMILIES = {
     "llama": Family(("LlamaForCausalLM",)),
     "mistral": Family(("MistralForCausalLM",), {"sliding_window": 4096}),
@@ -76,6 +83,7 @@ FAMILIES = {
     "ministral3": Family(("Ministral3ForCausalLM",), {"sliding_window": None, "rms_norm_eps": 1e-5, "head_dim": 128}),
     "qwen2": Family(("Qwen2ForCausalLM",), QWEN_WINDOWS, qkv_bias=True, windowed="later"),
     "qwen3": Family(("Qwen3ForCausalLM",), {**QWEN_WINDOWS, "head_dim": 128}, qk_norm=True, windowed="later"),
+    "qwen3_moe": Family(("Qwen3MoeForCausalLM",), QWEN3_MOE, qk_norm=True, width="moe_intermediate_size"),
     "smollm3": Family(("SmolLM3ForCausalLM",), SMOLLM3, windowed="nope"),
     "olmo2": Family(("Olmo2ForCausalLM",), {"rms_norm_eps": 1e-5}, qk_norm=True, variant=OLMO),
     "olmo3": Family(
@@ -95,13 +103,13 @@ TEXT_OF = {
     "mistral3": "mistral",
 }  # the family of the text model beside a vision tower
 SUPPORTED = (
-    f"model_type {', '.join((*FAMILIES, *TEXT_OF))}: dense decoders with RoPE and RMSNorm, such as Llama 2 and 3, "
-    "SmolLM, Mistral, Qwen 2, 2.5 and 3, OLMo 2 and 3, Granite 3, Phi 3 and 4 mini, Gemma 3 (text)"
+    f"model_type {', '.join((*FAMILIES, *TEXT_OF))}: decoders with RoPE and RMSNorm, such as Llama 2 and 3, SmolLM, "
+    "Mistral, Qwen 2, 2.5 and 3 (also with experts), OLMo 2 and 3, Granite 3, Phi 3 and 4 mini, Gemma 3 (text)"
 )
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,),
     "lm_head_bias": (False,), "attention_bias": (False,), "mlp_bias": (False,), "use_sliding_window": (False,),
-    "partial_rotary_factor": (1.0,),
+    "partial_rotary_factor": (1.0,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],),
     "rope_interleaved": (False,), "use_mrope": (False,), "is_llama_config": (True,),
     "is_decoder": (True, False), "is_encoder_decoder": (False,), "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
@@ -117,6 +125,7 @@ HARMLESS = frozenset({
     "embd_pdrop", "resid_pdrop", "full_attn_mod", "interpolate_factor", "cache_implementation",
 })  # fmt: skip
 MEANINGS = {
+    "sparse_step": "dense layers among those with experts", "mlp_only": "dense layers among those with experts",
     "expert": "a mixture of experts", "moe": "a mixture of experts", "lora_rank": "multi-head latent attention",
     "linear_": "linear attention", "ssm": "a state space model", "mamba": "a state space model",
     "softcap": "logit soft-capping", "sink": "attention sinks", "parallel": "parallel attention and MLP",
@@ -144,7 +153,7 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     nope = layers_without_rope(read, layers) if "no_rope_layers" in family.optional else ()
     window, windowed = windows(read, family, layers, nope)
     config = LaneformerConfig(
-        **{name: read[name] for name in SIZES},
+        **{name: read[family.width if name == "intermediate_size" else name] for name in SIZES},
         num_key_value_heads=read["num_key_value_heads"] or read["num_attention_heads"],
         head_dim=read["head_dim"],
         num_lanes=lanes,
@@ -161,7 +170,7 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         nope_layers=nope,
     )
     rope = rope_fields(read, config.head_dim, family.ropes)
-    variant = Variant(**family.variant, ropes=rope.pop("ropes", ()), **scales(read))
+    variant = Variant(**family.variant, ropes=rope.pop("ropes", ()), experts=experts(read), **scales(read))
     return dataclasses.replace(config, **rope, variant=variant)
 
 
@@ -172,6 +181,13 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     outer = {"tie_word_embeddings"} & values.keys() - text.keys()
     return {"model_type": family, **text, **{name: values[name] for name in outer}, "architectures": None}
+
+
+def experts(read: Mapping[str, Any]) -> Experts | None:
+    if "num_experts_per_tok" not in read:
+        return None
+    total = read["num_experts"] or read["num_local_experts"]
+    return Experts(total, read["num_experts_per_tok"], bool(read["norm_topk_prob"]))
 
 
 def scales(read: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,10 +214,11 @@ def lanes_for(values: Mapping[str, Any], threads: int) -> int:
     """Lanes for a model that has none of its own: one a thread, or a group of threads for
     each of fewer lanes.
     """
-    if family_named(values).variant.get("joint_qk_norm"):
+    family = family_named(values)
+    if family.variant.get("joint_qk_norm"):
         return 1
     return math.gcd(
-        threads, *shared_sizes(values, ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+        threads, *shared_sizes(values, ("num_attention_heads", "num_key_value_heads", family.width))
     )
 
 
@@ -293,6 +310,7 @@ def windows(
         "mistral",
         "ministral3",
         "phi3",
+        "qwen3_moe",
     )  # Transformers does not look at layer_types
     if blind and window and windowed != tuple(layers):
         raise ValueError(

@@ -44,11 +44,13 @@ POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-OWN_NAMES = {  # of an architecture
+OWN_NAMES: dict[str, dict[str, str]] = {  # of an architecture
     "olmo2": POST_NORMS,
     "gemma3": {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
+    "qwen3moe": {"ffn_gate_inp": "mlp.gate", **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj"
+                                                for part in ("gate", "up", "down")}},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-}
+}  # fmt: skip
 NO_WEIGHTS = (ROPE_FACTORS, *LONGROPE.values())
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # of turns and texts
 

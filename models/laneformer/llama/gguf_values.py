@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {  # model_type in Transformers; Mistral and SmolLM come as llama, OLMo 3 as olmo2
     "llama": "llama", "smollm3": "smollm3", "qwen2": "qwen2", "qwen3": "qwen3", "olmo2": "olmo2", "granite": "granite",
-    "phi3": "phi3", "gemma3": "gemma3_text", "mistral3": "ministral3",
+    "phi3": "phi3", "gemma3": "gemma3_text", "mistral3": "ministral3", "qwen3moe": "qwen3_moe",
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE = {name: f"rope_factors_{name}.weight" for name in ("long", "short")}
@@ -46,7 +46,7 @@ def config_values(
     """The model's config.json, as Transformers would write it."""
     said = Said(metadata)
 
-    if said("expert_count"):
+    if said("expert_count") and said.architecture != "qwen3moe":
         raise ValueError(
             f"{said.architecture}.expert_count = {said('expert_count')}: experts are not supported"
         )
@@ -60,7 +60,7 @@ def config_values(
                 f"{said.architecture}.{key} = {said(key)}, but heads have {head_dim}: not supported"
             )
     window = said.of_layers("attention.sliding_window") or None
-    if window and said.architecture in ("qwen2", "qwen3", "smollm3", "granite"):
+    if window and said.architecture in ("qwen2", "qwen3", "qwen3moe", "smollm3", "granite"):
         raise ValueError(
             f"{said.architecture}.attention.sliding_window = {window}: which layers, it does not say"
         )
@@ -111,6 +111,10 @@ def own_values(said: Said, head_dim: int, rotated: int) -> dict[str, Any]:
                  "attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}  # fmt: skip
         default = {"attention_multiplier": head_dim**-0.5}
         return {name: said(key) or default.get(name, 1.0) for name, key in names.items()}
+    if said.architecture == "qwen3moe":  # llama.cpp always divides by the weights' sum
+        names = {"moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
+                 "num_experts_per_tok": "expert_used_count"}  # fmt: skip
+        return {"norm_topk_prob": True, **{name: said(key) for name, key in names.items()}}
     if said.architecture == "phi3":
         length = said("rope.scaling.original_context_length")
         return {"partial_rotary_factor": rotated / head_dim, "original_max_position_embeddings": length}

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ..config import EMBEDDING, HEAD, LaneformerConfig
+from ..config import EMBEDDING, HEAD, ROUTER, LaneformerConfig
 from ..tensors import STORED_TYPES, Tensor, check_shapes, type_of
 from .config import FAMILIES, Family, config_of_llama, logits_factor, text_values
+from .stacked import StackedExperts
 
 WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 PARTS = {
@@ -27,7 +28,7 @@ PARTS = {
     "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj", "attention_post_norm": "post_attention_layernorm",
-    "ffn_post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm", ROUTER: "mlp.gate",
 }  # fmt: skip
 FFN_NORM = {"pre": "post_attention_layernorm", "both": "pre_feedforward_layernorm"}  # by `norm_placement`
 FUSED = {"self_attn.qkv_proj": ("wq", "wk", "wv"), "mlp.gate_up_proj": ("w1", "w3")}
@@ -51,6 +52,8 @@ def laneformer_of(
     config = config_of_llama(values, lanes)
     if values is not text_values(values):
         values, tensors = text_values(values), text_tensors(tensors)
+    if config.variant.experts and not hasattr(tensors, "shapes"):
+        tensors = StackedExperts(tensors)
     return config, LlamaTensors(config, FAMILIES[values["model_type"]], tensors, logits_factor(values))
 
 
@@ -99,8 +102,8 @@ class LlamaTensors(Mapping[str, Tensor]):
         if stored.dtype not in STORED_TYPES:  # blocks, of which the engine cuts the lanes' rows or columns
             return dataclasses.replace(stored, values=values)
         if part in COLUMNS:
-            lanes, rows, columns = shape
-            values = values.reshape(rows, lanes, columns).swapaxes(0, 1)
+            *stacked, lanes, rows, columns = shape
+            values = values.reshape(*stacked, rows, lanes, columns).swapaxes(-3, -2)
         return dataclasses.replace(stored, values=values.reshape(shape))
 
     def type_of(self, name: str) -> str:
@@ -135,16 +138,18 @@ class LlamaTensors(Mapping[str, Tensor]):
     def _source_shape(self, name: str) -> tuple[int, ...]:
         shape, (part, kind) = self.shapes[name], part_of(name)
         if part in COLUMNS:
-            return shape[1], shape[0] * shape[2]
+            return *shape[:-3], shape[-2], shape[-3] * shape[-1]
         if name == HEAD:
             return self.config.vocab_size, self.config.hidden_size
         if kind == "bias":
             return (shape[0] * shape[1],)
-        return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
+        return (*shape[:-3], shape[-3] * shape[-2], shape[-1]) if len(shape) >= 3 else shape
 
     def _source_of(self, name: str) -> str:
         """Hugging Face's name of the tensor that holds one of ours."""
         source = source_of(name, self.config.variant.norm_placement)
+        if self.config.variant.experts and ROUTER not in name:
+            source = source.replace(".mlp.", ".mlp.experts.")
         for fused, parts in FUSED.items() if self.family.fused else ():
             if name.split(".")[-2] in parts:
                 return f"{source.rpartition('.self_attn.' if 'self' in fused else '.mlp.')[0]}.{fused}.weight"

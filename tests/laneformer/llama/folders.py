@@ -31,6 +31,7 @@ LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor":
         "short_factor": [1.0, 1.1, 1.3, 1.4, 1.5, 1.6], "long_factor": [1.0, 2.0, 3.0, 5.0, 9.0, 12.0]}  # fmt: skip
 GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
            "attention_multiplier": 0.1}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ CASES = {
     "qwen3": Case("Qwen3", {"head_dim": 40, "tie_word_embeddings": True}, torch.bfloat16),
     "qwen3-layer-types": Case("Qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": WINDOW,
                                         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen3-moe": Case("Qwen3Moe", {**EXPERTS, "head_dim": 40, "norm_topk_prob": True}, torch.bfloat16),
+    "qwen3-moe-odds": Case("Qwen3Moe", {**EXPERTS, "num_experts": 40, "num_experts_per_tok": 5,
+                                        "sliding_window": WINDOW, "use_sliding_window": True}),
     "yarn": Case("Llama", {"rope_parameters": YARN}),
     "olmo2": Case("Olmo2", {"num_key_value_heads": 4}, torch.bfloat16),
     "olmo3": Case("Olmo3", {"sliding_window": WINDOW, "layer_types": KINDS, "rope_parameters": OLMO3_ROPES}),
@@ -95,7 +99,9 @@ def write_folder(case: Case, folder: Path) -> Path:
 
 def reference(folder: Path) -> transformers.PreTrainedModel:
     """The folder in Transformers, float32; a model in 16 bits would round its rotary table, too."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # other ways to multiply by experts want rows of whole 16 bytes
+    options = {"dtype": torch.float32, "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 @torch.no_grad()

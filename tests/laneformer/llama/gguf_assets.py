@@ -28,7 +28,7 @@ SHAPE = {
 }  # fmt: skip
 KINDS = {
     "llama": "Llama", "smollm3": "SmolLM3", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "olmo3": "Olmo3",
-    "granite": "Granite", "phi3": "Phi3", "gemma3": "Gemma3Text", "mistral3": "Ministral3",
+    "granite": "Granite", "phi3": "Phi3", "gemma3": "Gemma3Text", "mistral3": "Ministral3", "qwen3moe": "Qwen3Moe",
 }  # fmt: skip
 TEXTS = [
     "", " ", "Hi there", "  two  spaces\n\n\n\tand a tab", "1234567 89 3.14", "naïve é e\u0301 Å 日本語 한국어 😀",
@@ -110,7 +110,7 @@ def write_gguf(
     if metadata:
         metadata(writer)
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
-    for name, value in {**model.state_dict(), **(extra or {})}.items():
+    for name, value in {**unfused(model.state_dict()), **(extra or {})}.items():
         array = np.asarray(value, np.float32)
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
@@ -119,20 +119,33 @@ def write_gguf(
             array = array + 1
         if architecture in PERMUTED and part in heads:
             array = permuted(array, heads[part])
-        if array.ndim != 2:
+        if array.ndim < 2 or part == "gate":  # a router
             writer.add_tensor(gguf_name(name, architecture), array)
             continue
         type_of = kind if isinstance(kind, str) else kind(gguf_name(name, architecture))
+        shape = int(np.prod(array.shape[:-1])), array.shape[-1]  # of experts one after the other
         drawn = type_of in BLOCKS and type_of not in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-        data = (
-            random_blocks(type_of, *array.shape) if drawn else quantize(array, GGMLQuantizationType[type_of])
-        )
+        data = random_blocks(type_of, *shape) if drawn else quantize(array, GGMLQuantizationType[type_of])
+        data = data.reshape(*array.shape[:-1], -1)
         writer.add_tensor(gguf_name(name, architecture), data, raw_dtype=GGMLQuantizationType[type_of])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
+
+
+def unfused(state: dict[str, Any]) -> dict[str, Any]:
+    """Experts' gate and up projections apart, as checkpoints have them."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        stem, _, part = name.rpartition(".experts.")
+        if part == "gate_up_proj":
+            gate, up = value.chunk(2, 1)
+            found |= {f"{stem}.experts.gate_proj.weight": gate, f"{stem}.experts.up_proj.weight": up}
+        else:
+            found[f"{name}.weight" if part == "down_proj" else name] = value
+    return found
 
 
 def add_own_fields(writer: GGUFWriter, architecture: str, c: Any, rope: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +159,10 @@ def add_own_fields(writer: GGUFWriter, architecture: str, c: Any, rope: dict[str
         writer.add_sliding_window(window)
     if architecture == "olmo2" and hasattr(c, "layer_types"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
+    if architecture == "qwen3moe":
+        writer.add_expert_count(c.num_experts)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
     if architecture == "granite":
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)

@@ -123,23 +123,30 @@ def test_what_a_newer_family_has() -> None:
         assert lanes_for(values, 2) == 2
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2", "phi3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "granite", "olmo2", "phi3", "qwen3_moe"])
 def test_a_variant_is_the_same_from_a_file(family: str) -> None:
     config = config_of_llama(values_of(family, rope_scaling={"rope_type": "linear", "factor": 8.0}), 1)
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ValueError, match=r"the CUDA engine does not support .*ropes = \d; use the CPU"):
+    with pytest.raises(ValueError, match=r"the CUDA engine does not support .*ropes = \d.*; use the CPU"):
         config.variant.refuse("the CUDA engine", "use the CPU")
     with pytest.raises(ValueError, match=r"training does not support .*ropes = \d"):
         config.refuse_unsupported("training")
+
+
+QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None, "num_experts": 8}
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (
-            {"model_type": "qwen3_moe", "num_experts": 8},
-            r"'qwen3_moe' is not supported \(a mixture of experts\); the nearest that is: 'qwen3'; supp",
+            {"model_type": "qwen2_moe", "num_experts": 8},
+            r"'qwen2_moe' is not supported \(a mixture of experts\); the nearest that is: 'qwen3_moe'; supp",
         ),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, r"sparse_step = 2 is not .* .dense layers among .*; only 1"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported .dense layers"),
+        (QWEN3_MOE | {"num_experts_per_tok": 9}, r"total=8, active=9.* must be from 1 to `total`"),
+        (QWEN3_MOE | {"n_shared_experts": 1}, r"n_shared_experts = 1 is not supported .a mixture of experts"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"\(multi-head latent attention\)"),
         (
             {"model_type": "gemma2", "attn_logit_softcapping": 50.0},

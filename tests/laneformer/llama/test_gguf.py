@@ -21,7 +21,15 @@ from laneformer.engine.folder import read_checkpoint
 from laneformer.llama import gguf as gguf_module
 from laneformer.llama.gguf import QUANTIZED, STORED, GgufFile
 from laneformer.tensors import STORED_TYPES
-from tests.laneformer.llama.folders import GEMMA3_ROPES, GRANITE, LONG, MINISTRAL3, YARN, relative_error
+from tests.laneformer.llama.folders import (
+    EXPERTS,
+    GEMMA3_ROPES,
+    GRANITE,
+    LONG,
+    MINISTRAL3,
+    YARN,
+    relative_error,
+)
 from tests.laneformer.llama.gguf_assets import TEXTS, byte_level, random_llama, tokenizer_metadata, write_gguf
 
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")  # the package cannot write K-quants
@@ -86,9 +94,10 @@ def assert_same_logits(path: Path, reference: Any, tolerance: float = 1e-5) -> N
         ("gemma3", {"sliding_window": 16, "num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPES,
                     "query_pre_attn_scalar": 16, "tie_word_embeddings": True}),
         ("mistral3", {"rope_parameters": MINISTRAL3}),
+        ("qwen3moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
     ],
     ids=["llama", "tied", "llama3", "smollm3", "qwen2", "qwen3", "yarn", "olmo2", "olmo3", "granite", "phi3", "gemma3",
-         "mistral3"],
+         "mistral3", "qwen3moe"],
 )  # fmt: skip
 def test_every_architecture(
     tmp_path: Path, metadata: Any, architecture: str, overrides: dict[str, Any]

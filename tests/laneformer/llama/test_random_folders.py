@@ -40,7 +40,15 @@ class Draw:
     def case(self) -> Case:
         kv, group, layers = self.one(1, 2, 4), self.one(1, 2, 3), self.number(2, 5)
         dim = self.one(8, 16, 24) if self.family == "Phi3" else self.one(8, 12, 16, 22)
-        has_dim = self.family in ("Llama", "Mistral", "Ministral", "Ministral3", "Qwen3", "Gemma3Text")
+        has_dim = self.family in (
+            "Llama",
+            "Mistral",
+            "Ministral",
+            "Ministral3",
+            "Qwen3",
+            "Qwen3Moe",
+            "Gemma3Text",
+        )
         values: dict[str, Any] = {
             "num_key_value_heads": kv, "num_attention_heads": kv * group, "num_hidden_layers": layers,
             "hidden_size": kv * group * (self.one(6, 10, 14) if has_dim else dim),
@@ -70,6 +78,12 @@ class Draw:
                    for name in ("short", "long")}  # fmt: skip
         return {**self.plain(), "rope_type": "longrope", "partial_rotary_factor": partial, **factors}
 
+    def experts(self) -> dict[str, Any]:
+        count = self.number(1, 20)
+        return {"num_experts": count, "num_experts_per_tok": self.number(1, count), "sliding_window": 20,
+                "norm_topk_prob": self.one(True, False), "use_sliding_window": self.one(True, False),
+                "moe_intermediate_size": self.number(5, 30) * 4}  # fmt: skip
+
     def own(self, dim: int, layers: int) -> dict[str, Any]:
         window, family = self.number(4, 40), self.family
         rope = self.one(self.plain(), self.yarn(), self.linear())
@@ -94,13 +108,14 @@ class Draw:
             "Ministral": {"sliding_window": window, "layer_types": self.one(None, types)},
             "Qwen2": {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1},
             "Qwen3": {"use_sliding_window": True, "sliding_window": window, "layer_types": types},
+            "Qwen3Moe": self.experts(),
             "SmolLM3": {"no_rope_layers": [self.one(0, 1) for _ in range(layers)]},
         }
         return scales | windows.get(family, {})
 
 
-FAMILIES = ("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "SmolLM3", "Olmo2", "Olmo3", "Granite",
-            "Phi3", "Gemma3Text")  # fmt: skip
+FAMILIES = ("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "Olmo2", "Olmo3",
+            "Granite", "Phi3", "Gemma3Text")  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(FOLDERS))

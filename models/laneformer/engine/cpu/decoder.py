@@ -25,6 +25,7 @@ from ...config import (
     MTP,
     NORMS,
     POST_NORMS,
+    ROUTER,
     LaneformerConfig,
 )
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
@@ -158,7 +159,7 @@ class CpuDecoder(_core.Decoder):
 
         def send(name: str, setter: Any, *where: Any) -> None:
             tensor = tensors[name]
-            if not self.chosen and setter.__name__ in ("set_matrix", "set_embedding"):
+            if not self.chosen and setter.__name__ in ("set_matrix", "set_embedding") and ROUTER not in name:
                 self._expect_dtype(name, tensor.dtype)
             if tensor.dtype in _core.BLOCKS:
                 setter = self.set_blocks
@@ -193,7 +194,7 @@ class CpuDecoder(_core.Decoder):
         if not config.tie_word_embeddings:
             send(EMBEDDING, self.set_embedding)
         for i, layer in enumerate(layers):
-            for matrix in MATRICES:
+            for matrix in (*MATRICES, ROUTER)[: None if config.variant.experts else -1]:
                 send(f"{layer}{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
         send(head_of(config), self.set_matrix, "lm_head", 0)
         if packed is not None and self.alone:
@@ -296,6 +297,7 @@ def variant_spec(variant: Variant) -> dict[str, Any]:
         "gelu": variant.hidden_act != "silu",
         "attention_scale": variant.attention_scale or 0.0,
         "embedding_scale": variant.embedding_scale,
+        **dict(zip(("experts", "active", "normed_weights"), variant.experts or (0, 0, False), strict=True)),
     }
 
 

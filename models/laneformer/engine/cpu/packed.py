@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..machine import boot, file_system, this_machine
+from ..machine import boot, file_system, memory_bytes, this_machine
 from . import _core
 from .kept import BUDGET, FOLDER, hold, own_directory, packed_bytes, register, remove_others
 
@@ -182,7 +182,8 @@ def mark_used(path: Path) -> None:
 
 def read_header(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
     """The file as mapped bytes, and its header; ValueError where it is no such file."""
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
+    fits = path.stat().st_size < memory_bytes()  # else what is read first would be gone before it is used
+    flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_POPULATE", 0) if fits else 0)
     with open(path, "rb") as file:
         hold(file)  # the mapping has it too
         data = np.frombuffer(mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ), np.uint8)

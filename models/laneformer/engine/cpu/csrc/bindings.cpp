@@ -57,7 +57,8 @@ size_t matrix_values(const ModelSpec& s, const std::string& part) {
   const size_t hidden = s.hidden, lanes = s.lanes;
   if (part == "wq" || part == "wo") return hidden * s.q_rows() * lanes;
   if (part == "wk" || part == "wv") return hidden * s.kv_rows() * lanes;
-  if (part == "w1" || part == "w2" || part == "w3") return hidden * s.intermediate;
+  if (part == "w1" || part == "w2" || part == "w3") return hidden * s.intermediate * s.mlps();
+  if (part == "router") return hidden * s.experts;
   if (part == "lm_head") return hidden * s.vocab;
   throw std::invalid_argument("unknown matrix '" + part + "'");
 }
@@ -80,6 +81,10 @@ ModelSpec spec_from(nb::dict d) {
   s.joint_head_norms = nb::cast<bool>(d["joint_qk_norm"]), s.gelu = nb::cast<bool>(d["gelu"]);
   s.attention_scale = nb::cast<float>(d["attention_scale"]);
   s.embedding_scale = nb::cast<float>(d["embedding_scale"]);
+  s.experts = number("experts"), s.active = number("active");
+  s.normed_weights = nb::cast<bool>(d["normed_weights"]);
+  if (s.experts && (s.active < 1 || s.active > s.experts))
+    throw std::invalid_argument("no, or too many experts are active");
   for (const auto& names : nb::cast<std::vector<std::vector<std::string>>>(d["held"])) {
     s.held.emplace_back();
     for (int part = 0; part < kMatrices; ++part) s.held.back()[part] = dtype_named(names.at(part), kDTypeCount);

@@ -14,6 +14,7 @@ Layers::Layers(Shared& shared, const KvMemory& kv, Schedule* schedule, int first
       delay_(shared.delay),
       schedule_(schedule),
       attention_(shared, kv, first, own),
+      experts_(shared, first, own),
       scratch_(shared.model.threads()) {
   for (int t = first; t < first + own; ++t) reserve(t);
 }
@@ -32,7 +33,7 @@ void Layers::reserve(int t) {
   w.total = floats(hidden), w.added = floats(hidden);
   if (plan.leader != t) return;  // what a lane's group shares lies with its leader
   w.attended = floats(kMaxColumns * mixed);
-  w.gated = floats(own * kMaxColumns * gated);
+  if (!spec_.experts) w.gated = floats(own * kMaxColumns * gated);
 }
 
 void Layers::run(int t, const Pass& pass) {
@@ -150,11 +151,12 @@ void Layers::attention(int t, int layer, int own, const Pass& pass, float* parti
 void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
   const ThreadPlan& plan = shared_.model.plan(t);
   Scratch &w = scratch_[t], &group = scratch_[plan.leader];
-  const LaneLayer& matrices = plan.layers[layer][own];
+  norm_streams(t, own, 2 * layer + 1, pass);
+  if (spec_.experts) return experts_.run({t, layer, own, pass.columns, w.x.floats(), partial});
+  const Mlp& matrices = plan.layers[layer][own].mlps.front();
   const int hidden = spec_.padded_hidden(), wide = spec_.gate_up_rows();
   const int ff_stride = static_cast<int>(round_up(spec_.ff_rows(), 32)), first = matrices.gate_up.first_row;
   float* gated = group.gated.floats() + size_t(own) * kMaxColumns * ff_stride;
-  norm_streams(t, own, 2 * layer + 1, pass);
   multiply(t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
   const auto gate = spec_.gelu ? shared_.kernels.gelu_gate : shared_.kernels.silu_gate;
   for (int c = 0; c < pass.columns; ++c)
@@ -242,24 +244,19 @@ void Layers::keep_partials(int t, int layer, Module module, const Pass& pass) {
 void Layers::read_tape(int t, size_t most) {
   Scratch& w = scratch_[t];
   for (const auto& layer : shared_.model.plan(t).layers)
-    for (const LaneLayer& lane : layer) {
-      std::vector<Matrix> matrices = lane.qkv;
-      matrices.insert(matrices.end(), {lane.wo, lane.gate_up, lane.w2});
-      for (const Matrix& matrix : matrices) {
+    for (const LaneLayer& lane : layer)
+      for (const Matrix& matrix : lane.matrices(spec_.mlps())) {
         if (matrix.offset > most) return;
         multiply(t, matrix, w.x.floats(), 0, w.y.floats() - matrix.first_row, 0, 1);
       }
-    }
 }
 
 double Layers::multiply_cached(int t) {
   constexpr size_t kCached = size_t{128} << 10;  // of weights: half of a small second-level cache
   Scratch& w = scratch_[t];
   double products = 0.0;
-  for (const LaneLayer& lane : shared_.model.plan(t).layers[spec_.layers / 2]) {
-    std::vector<Matrix> matrices = lane.qkv;
-    matrices.insert(matrices.end(), {lane.wo, lane.gate_up, lane.w2});
-    for (const Matrix& matrix : matrices) {
+  for (const LaneLayer& lane : shared_.model.plan(t).layers[spec_.layers / 2])
+    for (const Matrix& matrix : lane.matrices(1)) {
       const int most = static_cast<int>(std::max(size_t{1}, kCached / tile_bytes(matrix.k_pairs(), matrix.dtype)));
       const int stride = static_cast<int>(round_up(matrix.inputs, 32));
       const Inputs x = shared_.products.prepare(matrix, w.x.floats(), stride, kMaxColumns, w.prepared);
@@ -270,7 +267,6 @@ double Layers::multiply_cached(int t) {
         products += double(few.rows) * few.inputs * kMaxColumns;
       }
     }
-  }
   return products;
 }
 

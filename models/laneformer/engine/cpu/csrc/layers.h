@@ -13,6 +13,7 @@
 
 #include "../../schedule/schedule.h"
 #include "attention.h"
+#include "experts.h"
 #include "shared.h"
 
 namespace laneformer {
@@ -68,6 +69,7 @@ class Layers {
   const int delay_;
   Schedule* const schedule_;
   Attention attention_;
+  Experts experts_;
   std::vector<Scratch> scratch_;  // by thread
   bool ladder_ = false;
 };

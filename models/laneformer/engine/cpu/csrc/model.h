@@ -17,7 +17,8 @@ namespace laneformer {
 enum class Join : int { present = 0, no_reduce = 1, past = 2 };
 enum class Head : int { vocab_parallel = 0, replicate = 1, lane = 2 };
 enum Module : int { kAttention = 0, kMlp = 1 };
-enum Part : int { kWq, kWk, kWv, kWo, kW1, kW2, kW3, kHead, kMatrices };  // the head is as of one more layer
+// The head is as of one more layer; a router is fp32, whatever the rest is.
+enum Part : int { kWq, kWk, kWv, kWo, kW1, kW2, kW3, kHead, kMatrices, kRouter = kMatrices };
 
 struct ModelSpec {
   int hidden, intermediate, layers, query_heads, kv_heads, head_size, lanes, vocab, context, delay;
@@ -43,6 +44,10 @@ struct ModelSpec {
   // with, 0 for 1 / sqrt(d).
   bool pre_norms = true, post_norms = false, joint_head_norms = false, gelu = false;
   float attention_scale = 0.0f, embedding_scale = 1.0f;
+  // A mixture of experts in place of every MLP, each of `intermediate` rows; 0: there is none. A column takes
+  // `active` of them. normed: their weights, a softmax of all scores, are divided by their sum.
+  int experts = 0, active = 0;
+  bool normed_weights = false;
 
   int all_layers() const { return layers + draft_layers; }
   int head_dim() const { return head_size; }
@@ -67,6 +72,7 @@ struct ModelSpec {
     return !joint_head_norms ? head_dim() : of_keys ? kv_rows() : q_rows();
   }
   float score_scale() const;
+  int mlps() const { return experts ? experts : 1; }
   int ff_rows() const { return intermediate / lanes; }
   int gate_up_rows() const { return 2 * static_cast<int>(round_up(ff_rows(), 16)); }
   int padded_hidden() const { return static_cast<int>(round_up(hidden, kTileRows)); }
@@ -90,13 +96,20 @@ struct Matrix {
   }
 };
 
+struct Mlp {
+  Matrix gate_up, w2;
+};
+
 struct LaneLayer {
   std::vector<Matrix> qkv;  // one, or where types differ one of each run of the same type
-  Matrix wo, gate_up, w2;
+  Matrix wo, router;
+  std::vector<Mlp> mlps;  // one, or one of each expert
+  std::vector<Matrix> matrices(int of_mlps) const;  // without the router, and of so many MLPs
 };
 
 // The lanes [first, last) of one thread, its share of a replicated head, and its tape in reading order: layer
-// by layer, attention of every own lane (qkv, wo), then the MLP of every own lane (w1 with w3, w2); the head;
+// by layer, attention of every own lane (qkv, wo), then the MLP of every own lane (w1 with w3, w2; of experts the
+// router, then one expert after the other); the head;
 // then what drafts: the block, and the head's rows of the ids that it scores. Where lanes cannot be shared
 // out evenly, or threads outnumber them, `members` consecutive threads from `leader` own some tiles of each
 // matrix of the same lanes.
@@ -106,7 +119,8 @@ struct ThreadPlan {
   std::vector<std::vector<LaneLayer>> layers;  // [layer][own lane]
   std::vector<Matrix> head;                    // one per own lane; for `replicate` one row range
   std::vector<Matrix> draft_head;              // the same; without draft ids the head itself
-  size_t tape_bytes = 0, model_bytes = 0;      // the latter without what drafts
+  // Of the whole tape; without what drafts; of this what a token reads, as most experts rest.
+  size_t tape_bytes = 0, model_bytes = 0, read_bytes = 0;
 };
 
 // `together`: threads of one process, which have all of a lane.

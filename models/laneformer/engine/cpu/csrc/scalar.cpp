@@ -155,8 +155,8 @@ std::vector<float> scalar_logits(const ModelSpec& spec, const PlainTensors& tens
   if (spec.qkv_bias || spec.head_norms || spec.head == Head::lane || spec.sum_before_norm)
     throw std::invalid_argument("the scalar pass has no biases, no norms of heads and no such head");
   if (!spec.pre_norms || spec.post_norms || spec.gelu || spec.ropes > 1 || spec.attention_scale > 0.0f ||
-      spec.embedding_scale != 1.0f)
-    throw std::invalid_argument("the scalar pass has the norms, gate, scales and RoPE of a Laneformer alone");
+      spec.embedding_scale != 1.0f || spec.experts)
+    throw std::invalid_argument("the scalar pass has the norms, MLP, scales and RoPE of a Laneformer alone");
   Scalar model(spec, tensors);
   std::vector<float> all;
   for (size_t position = 0; position < ids.size(); ++position) {

@@ -67,6 +67,7 @@ class TapePlanner {
     for (; layer_ < spec_.layers; ++layer_) add_layer();
     add_head(plan_.head, [&](int) { return spec_.head_rows(); });
     plan_.model_bytes = plan_.tape_bytes;
+    plan_.read_bytes = plan_.tape_bytes - resting_bytes_;
     if (spec_.draft_layers) add_layer();
     plan_.draft_head = plan_.head;
     if (!spec_.draft_ids.empty()) add_head(plan_.draft_head, [&](int lane) { return spec_.draft_rows(lane); });
@@ -74,7 +75,9 @@ class TapePlanner {
   }
 
  private:
-  DType type(Part part) const { return matrix_dtype(spec_, dtype_, layer_, part); }
+  DType type(Part part) const {
+    return part == kRouter ? DType::fp32 : matrix_dtype(spec_, dtype_, layer_, part);
+  }
 
   // One of `parts` parts of a matrix, whose rows begin at `base`.
   void add(Matrix& matrix, Part kind, int rows, int inputs, int part, int parts, int base) {
@@ -94,8 +97,14 @@ class TapePlanner {
       add_own(lane.wo, kWo, spec_.hidden, spec_.q_rows());
     }
     for (LaneLayer& lane : plan_.layers[layer_]) {
-      add_own(lane.gate_up, kW1, spec_.gate_up_rows(), spec_.hidden);
-      add_own(lane.w2, kW2, spec_.hidden, spec_.ff_rows());
+      if (spec_.experts) add_own(lane.router, kRouter, spec_.experts, spec_.hidden);
+      lane.mlps.resize(spec_.mlps());
+      for (Mlp& mlp : lane.mlps) {
+        add_own(mlp.gate_up, kW1, spec_.gate_up_rows(), spec_.hidden);
+        add_own(mlp.w2, kW2, spec_.hidden, spec_.ff_rows());
+      }
+      const Mlp& any = lane.mlps.front();
+      if (spec_.experts) resting_bytes_ += (spec_.experts - spec_.active) * (any.gate_up.bytes() + any.w2.bytes());
     }
   }
 
@@ -125,10 +134,18 @@ class TapePlanner {
   const DType dtype_;
   const int thread_, threads_;
   int layer_ = 0;
+  size_t resting_bytes_ = 0;  // of experts that a token does not take
   ThreadPlan plan_;
 };
 
 }  // namespace
+
+std::vector<Matrix> LaneLayer::matrices(int of_mlps) const {
+  std::vector<Matrix> all = qkv;
+  all.push_back(wo);
+  for (int i = 0; i < of_mlps; ++i) all.insert(all.end(), {mlps[i].gate_up, mlps[i].w2});
+  return all;
+}
 
 int ModelSpec::first_draft(int lane) const {
   if (head != Head::vocab_parallel) return lane ? static_cast<int>(draft_ids.size()) : 0;

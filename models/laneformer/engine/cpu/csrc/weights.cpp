@@ -27,7 +27,7 @@ Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int thre
 
 size_t Model::bytes() const {
   size_t total = 0;
-  for (const ThreadPlan& plan : plans_) total += plan.model_bytes;
+  for (const ThreadPlan& plan : plans_) total += plan.read_bytes;
   return total;
 }
 
@@ -38,10 +38,8 @@ std::vector<DType> Model::dtypes() const {
   };
   const ThreadPlan& plan = plans_.front();  // all have the same
   for (const auto& layer : plan.layers)
-    for (const LaneLayer& lane : layer) {
-      for (const Matrix& qkv : lane.qkv) add(qkv);
-      for (const Matrix* matrix : {&lane.wo, &lane.gate_up, &lane.w2}) add(*matrix);
-    }
+    for (const LaneLayer& lane : layer)
+      for (const Matrix& matrix : lane.matrices(1)) add(matrix);
   for (const Matrix& head : plan.head) add(head);
   return all;
 }
@@ -74,6 +72,10 @@ bool Model::set_blocks(const std::string& part, int layer, const void* data, con
 }
 
 namespace {
+
+size_t source_bytes(const PackJob& job, size_t values) {
+  return job.blocks ? values / job.blocks->inputs * job.blocks->bytes : values * bytes_of(job.from);
+}
 
 // A lane's part of a matrix: `rows` of its own, or in a matrix of whole rows (out, in) its columns.
 PackJob lane_job(PackJob job, int lane, int lanes, int rows, int inputs, bool columns) {
@@ -113,8 +115,12 @@ bool Model::pack(const std::string& part, int layer, const PackJob& whole) {
     const int q = spec_.q_rows(), kv = spec_.kv_rows(), ff = spec_.ff_rows(), hidden = spec_.hidden;
     for (int lane = plan.first_lane; lane < plan.last_lane; ++lane) {
       if (part == "lm_head") break;
-      const auto take = [&](const Matrix& to, int rows, int inputs, bool columns, int first_row, int half) {
-        PackJob job = lane_job(whole, lane, spec_.lanes, rows, inputs, columns);
+      const auto take = [&](const Matrix& to, int rows, int inputs, bool columns, int first_row, int half,
+                            int expert = 0) {
+        PackJob of = whole;
+        const size_t stacked = source_bytes(whole, size_t(spec_.intermediate) * hidden);
+        of.source = static_cast<const char*>(whole.source) + expert * stacked;
+        PackJob job = lane_job(of, part == "router" ? 0 : lane, spec_.lanes, rows, inputs, columns);
         job.first_row = first_row, job.interleave_half = half;
         if (!pack_rows(job, to, tapes_[t].bytes())) finite = false;
       };
@@ -125,9 +131,13 @@ bool Model::pack(const std::string& part, int layer, const PackJob& whole) {
         if (part == "wv") take(qkv, kv, hidden, false, q + kv, -1);
       }
       if (part == "wo") take(matrices.wo, hidden, q, true, 0, -1);
-      if (part == "w1") take(matrices.gate_up, ff, hidden, false, 0, 0);
-      if (part == "w3") take(matrices.gate_up, ff, hidden, false, 0, 1);
-      if (part == "w2") take(matrices.w2, hidden, ff, true, 0, -1);
+      if (part == "router") take(matrices.router, spec_.experts, hidden, false, 0, -1);
+      for (int e = 0; e < spec_.mlps(); ++e) {
+        const Mlp& mlp = matrices.mlps[e];
+        if (part == "w1") take(mlp.gate_up, ff, hidden, false, 0, 0, e);
+        if (part == "w3") take(mlp.gate_up, ff, hidden, false, 0, 1, e);
+        if (part == "w2") take(mlp.w2, hidden, ff, true, 0, -1, e);
+      }
     }
   });
   return finite;

@@ -18,7 +18,8 @@ class Model {
   // `threads` of all processes share the lanes; those of the team, which packs, are this process's.
   Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int threads, Team& team);
 
-  // Loading; `data` is row-major in `from`. False when a value is not finite. Name checks are Python's.
+  // Loading; `data` is row-major in `from`, of w1 to w3 one expert after the other. False when a value is not
+  // finite. Name checks are Python's.
   bool set_matrix(const std::string& part, int layer, const void* data, DType from);
   // The same from the whole matrix (out, in) of a GGUF file, whose rows are blocks.
   bool set_blocks(const std::string& part, int layer, const void* data, const BlockFormat& blocks);
@@ -42,7 +43,7 @@ class Model {
   std::vector<DType> dtypes() const;  // of the matrices, each once
   int threads() const { return static_cast<int>(plans_.size()); }
   const ThreadPlan& plan(int t) const { return plans_[t]; }
-  size_t bytes() const;  // read per decoded token, by all threads
+  size_t bytes() const;  // read per decoded token, by all threads: of experts, of those that it takes
   struct DraftBytes {
     size_t block, rows;  // of the head for multi-token prediction: read per draft
   };

@@ -1,0 +1,60 @@
+// A mixture of experts in place of a lane's MLP: a column goes through those that a router chooses for it.
+//
+// All threads of a lane's group have all columns' scores and choose alike. Columns are grouped by expert, so
+// that a pass reads an expert's weights once, and each thread has its rows of every expert. A column's outputs
+// are added up in the order of experts: its bits depend on no other column, nor on the number of threads (on
+// the matrix unit an expert's few and many columns round differently; kernels/amx.h).
+#pragma once
+#include <vector>
+
+#include "shared.h"
+
+namespace laneformer {
+
+class Experts {
+ public:
+  Experts(Shared& shared, int first, int own);
+
+  // What one thread of a lane's group works on.
+  struct Lane {
+    int t, layer, own, columns;  // own: the lane's number on the thread
+    const float* x;              // [column][hidden]: normed streams
+    float* partial;              // [column][hidden]
+  };
+  void run(const Lane& lane);
+
+ private:
+  struct Served {  // by an expert
+    int column;
+    float weight;
+  };
+  struct Scratch {
+    Pages x, y, out, prepared;  // [column][...] of one expert: its inputs, gates and ups, outputs
+    std::vector<std::vector<Served>> served;  // by expert, in order of columns
+    // The leader's, for all of a lane's group; by own lane: a thread goes on to the next while others read.
+    Pages scores;  // [own lane][column][expert]
+    Pages gated;   // [own lane][expert's column][...]: all experts' columns, one expert after the other
+  };
+  void reserve(int t);
+  void score(const Lane& lane);
+  void choose(const float* scores, int column, Scratch& w) const;
+  void enter(const Lane& lane);
+  void leave(const Lane& lane);
+  void multiply(int t, const Matrix& matrix, const float* x, size_t x_stride, float* y, size_t y_stride,
+                size_t columns);
+  Scratch& group(const Lane& lane) { return scratch_[shared_.model.plan(lane.t).leader]; }
+  float* scores(const Lane& lane) {
+    return group(lane).scores.floats() + size_t(lane.own) * kMaxColumns * score_stride();
+  }
+  float* gated(const Lane& lane) {
+    return group(lane).gated.floats() + size_t(lane.own) * kMaxColumns * spec_.active * ff_stride();
+  }
+  size_t ff_stride() const { return round_up(spec_.ff_rows(), 32); }
+  size_t score_stride() const { return round_up(spec_.experts, 32); }
+
+  Shared& shared_;
+  const ModelSpec& spec_;
+  std::vector<Scratch> scratch_;  // by thread
+};
+
+}  // namespace laneformer
