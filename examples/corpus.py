@@ -45,13 +45,13 @@ def write(out: Path, sources: Mapping[str, Iterable[tuple[Texts, int | None]]]) 
     out.mkdir(parents=True, exist_ok=True)
     for name, parts in sources.items():
         if not (path := out / f"{name}.jsonl").is_file():
-            found = (each for texts, max_bytes in parts for each in _capped(texts, max_bytes))
+            found = (each for texts, max_bytes in parts for each in capped(texts, max_bytes))
             write_atomically(
                 path, "".join(json.dumps({"text": each}) + "\n" for each in found if each.strip())
             )
 
 
-def _capped(texts: Texts, max_bytes: int | None) -> Texts:
+def capped(texts: Texts, max_bytes: int | None) -> Texts:
     size = 0
     for each in texts:
         size += len(each.encode(errors="ignore"))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
 ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
 
 
@@ -14,11 +15,13 @@ def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
     """Where a document came from, as JSON: its file, its row from 0 (of JSON lines and
     Parquet), and its fields.
     """
-    known = {name: fields[name] for name in ORIGIN_FIELDS if fields.get(name) is not None}
-    said = json.dumps(
-        {"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str
-    )
-    return said.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
+    said = f'{{"file":{_encoded(file)},"row":{row}'
+    for name in ORIGIN_FIELDS if fields else ():
+        if (value := fields.get(name)) is not None:
+            said += f',"{name}":{_encoded(value)}'
+    return f"{said}}}".encode(
+        errors="replace"
+    ).decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:

@@ -111,7 +111,7 @@ def _later(origin: str, rows: int) -> str:
 
 
 class Document(NamedTuple):
-    """A text on its way through the filter; place: of its row in `Rows`."""
+    """A text on its way through the filter; place: of its row in `Rows`; utf8: empty after a change of the text."""
 
     place: int
     text: str
@@ -140,30 +140,33 @@ class DocumentFilter:
     def kept(self, rows: Rows) -> list[tuple[bytes, bytes, str]]:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
         self._read += len(rows.texts)
-        pieces = [Document(place, text) for place, raw in enumerate(rows.texts) for text in self._pieces(raw)]
+        pieces = [each for place, raw in enumerate(rows.texts) for each in self._pieces(place, raw or b"")]
         final = self._chosen(self._through(self.before, pieces))
         documents = self._through(self.after, self._clean(final))
-        self._kept += len(documents)
-        self._bytes += sum(len(each.utf8) for each in documents)
-        return [(each.identity, each.utf8, rows.origin(each.place)) for each in documents]
+        kept = [(identity, utf8, rows.origin(place)) for place, _, utf8, identity in documents]
+        self._kept += len(kept)
+        self._bytes += sum(len(utf8) for _, utf8, _ in kept)
+        return kept
 
-    def _pieces(self, raw: bytes | None) -> list[str]:
+    def _pieces(self, place: int, raw: bytes) -> list[Document]:
         """A row's documents: none, its text, or the pieces of a long one."""
         try:
-            text = (raw or b"").decode("utf-8")
+            text = raw.decode("utf-8")
         except UnicodeDecodeError:
             self._dropped["not_utf8"] += 1
             return []
-        if "\0" in text:
+        if b"\0" in raw:
             self._nuls += 1
-            text = text.replace("\0", "")
+            raw = raw.replace(b"\0", b"")
+            text = raw.decode()
         if len(text) > self.limits.max_chars and text.strip():
             self._dropped["too_long"] += 1
             return []
         limit = self.recipe.max_document_chars
         pieces = [text] if limit is None else list(word_hashes.cut(text, limit))
         self._cut += len(pieces) - 1
-        return [piece for piece in pieces if self._long_enough(piece)]
+        utf8 = raw if len(pieces) == 1 else b""
+        return [Document(place, piece, utf8) for piece in pieces if self._long_enough(piece)]
 
     def _long_enough(self, text: str) -> bool:
         length = len(text.strip())
@@ -182,18 +185,20 @@ class DocumentFilter:
                 if reason is not None:
                     self._dropped[reason] += 1
                     break
-            if reason is None and (text == document.text or self._long_enough(text)):
-                left.append(document._replace(text=text))
+            if text != document.text:
+                document = Document(document.place, text)
+            if reason is None and (document.utf8 or self._long_enough(text)):
+                left.append(document)
         return left if steps else documents
 
     def _chosen(self, documents: list[Document]) -> list[Document]:
         """With their ids, those in the part of the source that is kept: what the shuffle would put first."""
         chosen = []
-        for each in documents:
-            utf8 = each.text.encode()
+        for place, text, utf8, _ in documents:
+            utf8 = utf8 or text.encode()
             identity = xxhash.xxh3_128_digest(utf8)
-            if key_of_id(identity, self.recipe.seed) < self.below:
-                chosen.append(each._replace(utf8=utf8, identity=identity))
+            if self.below >= 2**64 or key_of_id(identity, self.recipe.seed) < self.below:
+                chosen.append(Document(place, text, utf8, identity))
         self._dropped["not_kept"] += len(documents) - len(chosen)
         return chosen
 
@@ -220,18 +225,14 @@ class DocumentFilter:
         """
         read = self._read + self._cut
         assert read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
-        counts = {
-            "read": read,
-            "cut": self._cut,
-            "kept": self._kept,
-            "bytes": self._bytes,
-            "nuls": self._nuls,
-        }
         found = {
             name: {**each, "items": {str(number): count for number, count in sorted(each["items"].items())}}
             for name, each in sorted(self._contamination.items())
         }
-        return {**counts, "dropped": dict(self._dropped), "contamination": found}
+        return {
+            "read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes, "nuls": self._nuls,
+            "dropped": dict(self._dropped), "contamination": found,
+        }  # fmt: skip
 
 
 def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) -> Iterator[Rows]:
@@ -276,14 +277,10 @@ def write(path: Path, batches: Iterable[list[tuple[bytes, bytes, str]]]) -> None
     """documents.parquet: `doc_id`, xxh3_128 of the text big-endian, `text` and `origin`; the
     text must be UTF-8.
     """
-    plain = {
-        "compression": "zstd",
-        "compression_level": 1,
-        "use_dictionary": False,
-        "write_statistics": False,
-    }
     documents = itertools.chain.from_iterable(batches)
-    with pq.ParquetWriter(path, SCHEMA, **plain) as writer:
+    with pq.ParquetWriter(
+        path, SCHEMA, compression="zstd", compression_level=1, use_dictionary=False, write_statistics=False
+    ) as writer:
         for group in grouped(documents, lambda document: len(document[1]), _ROW_GROUP_BYTES):
             ids, texts, origins = zip(*group, strict=True)
             strings = pa.array(texts, pa.binary()).view(pa.string())  # they are UTF-8

@@ -7,9 +7,11 @@ operations a word.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import unicodedata
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,8 @@ _EIGHT = 8
 _LONGEST = 256  # bytes of a word that are hashed, besides its last eight and its length
 # what is kept of eight bytes, of which the first n belong to a word
 _FIRST = np.array([(1 << 8 * n) - 1 for n in range(_EIGHT + 1)], np.uint64)
+_MOSTLY_ASCII = 0.9  # of a text's characters
+_OTHERS = "laneformer_fold_others"
 _SPACES = "\n "  # between which a text of more than one window is cut
 
 
@@ -46,15 +50,10 @@ def word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         pieces = cut(texts[0], WINDOW_CHARS, _SPACES)
         hashes = np.concatenate([_hashes(*_words(_folded(piece))) for piece in pieces])
         return hashes, np.array([0, len(hashes)])
-    joined = "\n".join(texts)
-    if joined.isascii():
-        data, sizes = _folded(joined), map(len, texts)
-    else:
-        parts = list(map(_folded, texts))  # the few texts that are not ASCII take longer
-        data, sizes = b"\0".join(parts), map(len, parts)
-    words, starts, ends = _words(data)
-    ends_of_texts = np.cumsum(np.fromiter(sizes, np.int64, len(texts)) + 1)
-    return _hashes(words, starts, ends), np.searchsorted(starts, np.append(0, ends_of_texts))
+    parts = list(map(_folded, texts))
+    words, starts, ends = _words(b"\0".join(parts))
+    behind = np.cumsum([0, *(len(part) + 1 for part in parts)])
+    return _hashes(words, starts, ends), np.searchsorted(starts, behind)
 
 
 def cut(text: str, max_chars: int, behind: str = "\n") -> Iterator[str]:
@@ -71,10 +70,27 @@ def cut(text: str, max_chars: int, behind: str = "\n") -> Iterator[str]:
 
 
 def _folded(text: str) -> bytes:
-    """The UTF-8 of the lower case of a word's characters, a 0 for every other one."""
+    """The UTF-8 of the lower case of a word's characters, zeros for every other one."""
     if text.isascii():
         return text.encode("ascii").translate(_ascii())
+    if len(text.encode("ascii", "ignore")) > _MOSTLY_ASCII * len(text):
+        return text.encode("ascii", _OTHERS).translate(_ascii())
+    return _folded_run(text)
+
+
+def _folded_run(text: str) -> bytes:
     return _lower(text).tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+
+
+_known_run = functools.lru_cache(1 << 14)(_folded_run)  # of quotes, dashes, names
+
+
+def _folded_others(error: Any) -> tuple[bytes, int]:
+    """What stands in place of a run of characters that are not ASCII; error: UnicodeEncodeError."""
+    return _known_run(error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(_OTHERS, _folded_others)
 
 
 def _lower(text: str) -> np.ndarray:
@@ -93,12 +109,12 @@ def _hashes(data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarra
     padded = np.concatenate([data, np.zeros(_EIGHT, np.uint8)])
     eight = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # from each byte on
     left = ends - starts
-    hashes = eight[starts] & _FIRST[np.minimum(left, _EIGHT)]
+    hashes = eight[starts] & _FIRST.take(left, mode="clip")
     at = np.flatnonzero(left > _EIGHT)
     for done in range(_EIGHT, _LONGEST, _EIGHT):
         if not len(at):
             break
-        more = eight[starts[at] + done] & _FIRST[np.minimum(left[at] - done, _EIGHT)]
+        more = eight[starts[at] + done] & _FIRST.take(left[at] - done, mode="clip")
         hashes[at] = hashes[at] * np.uint64(_BYTES) + more
         at = at[left[at] > done + _EIGHT]
     hashes[at] = hashes[at] * np.uint64(_BYTES) + (eight[ends[at] - _EIGHT] ^ left[at].astype(np.uint64))
@@ -161,7 +177,8 @@ def _characters() -> np.ndarray:
 
 @functools.cache
 def _ascii() -> bytes:
-    return _characters()[:128].astype(np.uint8).tobytes() + bytes(128)
+    """For `bytes.translate`; bytes of other characters stay as they are."""
+    return _characters()[:128].astype(np.uint8).tobytes() + bytes(range(128, 256))
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
@@ -169,7 +186,8 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     (splitmix64's).
     """
     values = values ^ (values >> np.uint64(30))
-    values = values * np.uint64(0xBF58476D1CE4E5B9)
-    values = values ^ (values >> np.uint64(27))
-    values = values * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values

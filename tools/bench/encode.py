@@ -1,11 +1,12 @@
 """Does the fast encoder give the ids of the tokenizer's library on a gigabyte of text, and how fast is it?
 
-    python -m tools.bench encode tokenizer.json [--megabytes 1000] [--out FILE.md]
+    python -m tools.bench encode tokenizer.json [--megabytes 1000] [--state FILE.json] [--out FILE.md]
 
 The text is what the machine has: text files of Python, of its packages and of the system, each content
-once; where that is not enough, the same again with other lines first, other digits and other cases. Ids are
+once; where that is not enough, the same again with other lines first, other digits and other cases. In one document
+of SPELLED the vocabulary's special tokens are spelled out, which are to stay text. Ids are
 compared document by document with tiktoken's, made of the same file; where they differ, and for one
-document in SAMPLE, with those of `tokenizers`, which decide. CPU seconds of one process on one core.
+document in `--every`, with those of `tokenizers`, which decide. CPU seconds of one process on one core.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ import tyro
 from tokenizers import pre_tokenizers
 
 from data_mixtures import tokenizer
+from records.files import write_atomically
 from tools.bench import harness, text
 from tools.bench.harness import Result, version
 from tools.markdown import table
@@ -39,7 +41,8 @@ SUFFIXES = {
     ".po", ".pl", ".pm", ".sh", ".gz", ".tcl", ".el", ".tex", ".yaml", ".yml", ".rs", ".go", ".java", ".ts",
 }  # fmt: skip
 LONGEST = 4 << 20
-BATCH_BYTES, STAGE_BYTES, SAMPLE = 16 << 20, 64 << 20, 200
+CANDIDATES = ("fast", "tiktoken", "tokenizers")
+BATCH_BYTES, STAGE_BYTES, SPELLED = 16 << 20, 64 << 20, 4
 FILE_START = """# A gigabyte of text by the fast encoder and by the libraries"""
 
 
@@ -53,6 +56,10 @@ class Options(harness.Options):
     """A tokenizer.json of byte-level BPE with one regular expression."""
     megabytes: float = 1000
     """How much text."""
+    every: int = 200
+    """One document in this many is compared with `tokenizers` as well, which is slow; 1: all."""
+    state: Path | None = None
+    """Keeps what was compared after every batch; the same command goes on from there."""
 
 
 def documents(size: int, seed: int = 1) -> Iterator[tuple[int, str]]:
@@ -127,51 +134,90 @@ def _byte_order() -> list[str]:
     return order
 
 
+def spelled(content: str, specials: list[str], draw: random.Random) -> str:
+    """With special tokens as text, some between words and some within."""
+    pieces = content.split(" ")
+    for _ in range(min(len(pieces), 8) if specials else 0):
+        at = draw.randrange(len(pieces))
+        pieces[at] += draw.choice(("", " ", "\n")) + draw.choice(specials)
+    return " ".join(pieces)
+
+
+@dataclass
+class Comparison:
+    """What was compared so far: the state of a run that can go on."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CANDIDATES, 0.0))
+    differing: list[str] = field(default_factory=list)
+
+    def compare(self, made: tokenizer.Tokenizer, peer: Any, batch: list[str], every: int) -> None:
+        assert made.fast is not None
+        counts, clocks = self.counts, [time.process_time()]
+        tokens, lengths = made.fast(batch)
+        clocks.append(time.process_time())
+        others = [peer.encode_ordinary(each) for each in batch]
+        clocks.append(time.process_time())
+        self.seconds["fast"] += clocks[1] - clocks[0]
+        self.seconds["tiktoken"] += clocks[2] - clocks[1]
+        for content, ids, other in zip(batch, np.split(tokens, np.cumsum(lengths)[:-1]), others, strict=True):
+            counts["documents"] += 1
+            counts["tokens"] += len(ids)
+            counts["bytes"] += len(content.encode())
+            if not np.array_equal(ids, other) or counts["documents"] % every == 0:
+                started, expected = time.process_time(), made.reference(content)
+                self.seconds["tokenizers"] += time.process_time() - started
+                counts["bytes by tokenizers"] += len(content.encode())
+                counts["documents by tokenizers"] += 1
+                counts["tiktoken differs from tokenizers"] += other != expected
+                counts["differ"] += (apart := not np.array_equal(ids, expected))
+                self.differing += [content[:80]] if apart else []
+
+
 def measure(options: Options, console: Any) -> Result:
     made, peer = tokenizer.load(options.model), tiktoken_of(options.model)
     if made.fast is None:
         raise ValueError(f"{options.model} has no fast encoder; there is nothing to compare")
-    counts, differ = Counter[str](), list[str]()
-    seconds = dict.fromkeys(("fast", "tiktoken", "tokenizers"), 0.0)
-    batch, first, began = list[str](), list[str](), time.monotonic()
-
-    def compare() -> None:
-        clocks = [time.process_time()]
-        tokens, lengths = made.fast(batch) if made.fast else (np.empty(0), np.empty(0))
-        clocks.append(time.process_time())
-        others = [peer.encode_ordinary(each) for each in batch]
-        clocks.append(time.process_time())
-        seconds["fast"] += clocks[1] - clocks[0]
-        seconds["tiktoken"] += clocks[2] - clocks[1]
-        for content, ids, other in zip(batch, np.split(tokens, np.cumsum(lengths)[:-1]), others, strict=True):
-            counts["documents"] += 1
-            counts["tokens"] += len(ids)
-            apart = not np.array_equal(ids, other)
-            if apart or counts["documents"] % SAMPLE == 0:
-                started, expected = time.process_time(), made.reference(content)
-                seconds["tokenizers"] += time.process_time() - started
-                counts["bytes by tokenizers"] += len(content.encode())
-                counts["documents by tokenizers"] += 1
-                counts["tiktoken differs from tokenizers"] += other != expected
-                if not np.array_equal(ids, expected):
-                    differ.append(content[:80])
-        counts["bytes"] += sum(len(each.encode()) for each in batch)
-        batch.clear()
-
-    for again, content in documents(int(options.megabytes * 1e6)):
-        batch.append(content)
-        counts["bytes not repeated"] += 0 if again else len(content.encode())
+    found = Comparison()
+    if options.state and options.state.is_file():
+        kept = json.loads(options.state.read_text(encoding="utf-8"))
+        found = Comparison(Counter(kept["counts"]), kept["seconds"], kept["differing"])
+    batch, first, before = list[str](), list[str](), found.counts["documents"]
+    for number, (again, content) in enumerate(texts(options)):
         if sum(map(len, first)) < STAGE_BYTES:
             first.append(content)
+        if number < before:
+            continue
+        batch.append(content)
+        found.counts["bytes not repeated"] += 0 if again else len(content.encode())
         if sum(map(len, batch)) > BATCH_BYTES:
-            compare()
-            console.print(
-                f"{counts['bytes'] / 1e6:.0f} MB, {len(differ)} differ, {time.monotonic() - began:.0f} s"
-            )
+            finish(found, made, peer, batch, options, console)
     if batch:
-        compare()
-    return {"model": str(options.model), "counts": dict(counts), "differ": len(differ), "differing": differ[:20],
-            "mb_per_s": rates(counts, seconds), "stage_mb_per_s": stage_rate(options.model, first)}  # fmt: skip
+        finish(found, made, peer, batch, options, console)
+    return {"model": str(options.model), "counts": dict(found.counts), "differ": found.counts["differ"],
+            "differing": found.differing[:20], "mb_per_s": rates(found.counts, found.seconds),
+            "stage_mb_per_s": stage_rate(options.model, first)}  # fmt: skip
+
+
+def finish(
+    found: Comparison, made: tokenizer.Tokenizer, peer: Any, batch: list[str], options: Options, console: Any
+) -> None:
+    """Compare a batch, empty it, and keep the state."""
+    found.compare(made, peer, batch, options.every)
+    batch.clear()
+    if options.state:
+        write_atomically(options.state, json.dumps(vars(found)))
+    console.print(f"{found.counts['bytes'] / 1e6:.0f} MB, {found.counts['differ']} differ")
+
+
+def texts(options: Options) -> Iterator[tuple[int, str]]:
+    """`documents`, in some of which special tokens are spelled."""
+    added = json.loads(options.model.read_text(encoding="utf-8"))["added_tokens"]
+    specials = [each["content"] for each in added if each["special"]]
+    for number, (again, content) in enumerate(documents(int(options.megabytes * 1e6))):
+        if number % SPELLED == SPELLED - 1:
+            content = spelled(content, specials, random.Random(number))
+        yield again, content
 
 
 def rates(counts: Counter[str], seconds: dict[str, float]) -> dict[str, float]:
@@ -197,6 +243,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         ["of these read once, not repeated with variation", f"{counts['bytes not repeated']:,}"],
         ["documents in which the fast encoder differs from `tokenizers`", result["differ"]],
         ["documents compared with `tokenizers` itself", f"{counts['documents by tokenizers']:,}"],
+        ["bytes of these", f"{counts['bytes by tokenizers']:,}"],
         ["of these, where tiktoken differs from it", counts["tiktoken differs from tokenizers"]],
         *([f"MB per CPU second, {name}", f"{rate:.1f}"] for name, rate in found.items()),
         ["MB per CPU second, stage `tokenize`, second unit", f"{result['stage_mb_per_s']:.1f}"],

@@ -21,13 +21,13 @@ TEXTS = ["def f(x):\n    return 1 + 23456\n", "It's a naïve 日本語 text, isn
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     given = [(n > 1, each) for n in range(4) for each in TEXTS]
     monkeypatch.setattr(encode, "documents", lambda size: iter(given))
-    monkeypatch.setattr(encode, "SAMPLE", 2)
+    monkeypatch.setattr(encode, "SPELLED", 1000)
     monkeypatch.setattr(encode, "stage_rate", lambda model, texts: 1.0)
     return save(byte_level(TEXTS * 20, ["<s>", "</s>"]), tmp_path)
 
 
 def measured(model: Path) -> dict[str, Any]:
-    return encode.measure(encode.Options(model=model), Console(quiet=True))
+    return encode.measure(encode.Options(model=model, every=2), Console(quiet=True))
 
 
 def test_equal_ids_are_counted_and_tiktoken_is_made_of_the_file(model: Path) -> None:
@@ -62,3 +62,28 @@ def test_what_is_repeated_is_varied_and_each_content_is_read_once(tmp_path: Path
     assert [again for again, _ in found] == [0, 0, 1, 1, 2, 2]
     assert len({content for _, content in found}) > 4, "repeats are varied"
     assert len(encode.varied("a 1\nb 2\n", random.Random(1))) == 8
+
+
+def test_a_run_goes_on_and_special_tokens_are_spelled(model: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(encode, "SPELLED", 4)
+    options = encode.Options(model=model, every=2, state=tmp_path / "state.json")
+    asked = [content for _, content in encode.texts(options)]
+    assert sum("<s>" in each or "</s>" in each for each in asked) == 3, "one of four"
+    compared, whole = [], encode.Comparison.compare
+    monkeypatch.setattr(encode, "BATCH_BYTES", 60)
+
+    def stopped(found: Any, made: Any, peer: Any, batch: list[str], every: int) -> None:
+        if len(compared) >= 6:
+            raise KeyboardInterrupt
+        compared.extend(batch)
+        whole(found, made, peer, batch, every)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode.Comparison, "compare", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            encode.measure(options, Console(quiet=True))
+    found = encode.measure(options, Console(quiet=True))
+    assert 6 <= len(compared) < 12
+    assert found["counts"]["documents"] == 12
+    assert found["counts"]["bytes"] == sum(len(each.encode()) for each in asked)
+    assert found["differ"] == 0
