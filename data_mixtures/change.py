@@ -55,9 +55,7 @@ def command(given: tyro.conf.OmitArgPrefixes[Change]) -> None:
 
 
 def run(given: Change, console: Console) -> Path:
-    """Write the changed lock, print what each source has read; returns its path. ValueError for what a user
-    can fix.
-    """
+    """Write the changed lock, print what each source has read. ValueError for what a user can fix."""
     check_integer("--at-step", given.at_step)
     path, offsets, first = _place(given)
     changed = make(path, first, _pairs("--weight", given.weight), _pairs("--add", given.add), given.drop)

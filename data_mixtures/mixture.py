@@ -63,9 +63,7 @@ def pin(
 
 
 def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: Json) -> Json:
-    """What a lock says of a source, as its content is now. ValueError for another tokenizer or length than the
-    lock's.
-    """
+    """What a lock says of a source as it is now. ValueError for another tokenizer or length."""
     manifest = shards.read_manifest(data_dir / name)
     facts = [key for key in (*shards.TOKENIZER_FACTS, "seq_len") if manifest[key] != lock[key]]
     if facts:
@@ -182,9 +180,7 @@ class Mixture:
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
-        """The same mixture behind the windows of each source that earlier phases
-        consumed. ValueError as `open`.
-        """
+        """The same mixture behind the windows that earlier phases consumed. ValueError as `open`."""
         check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
@@ -208,9 +204,7 @@ class Mixture:
         return self._read(self._files, files, windows), source_index
 
     def flags(self, first: int, count: int) -> np.ndarray:
-        """The flags (TRAINED, BEGINS) of the tokens of the same sequences, int64 (count, S +
-        1); if `packed` only.
-        """
+        """Flags (TRAINED, BEGINS) of these sequences' tokens, int64 (count, S + 1); if `packed` only."""
         assert self._flags is not None, f"{self.phase} is not packed: its tokens have no flags"
         _, files, windows, _ = self._find(np.arange(first, first + count, dtype=np.int64))
         return self._read(self._flags, files, windows)
@@ -222,9 +216,7 @@ class Mixture:
         return rows
 
     def locate(self, numbers: np.ndarray) -> list[Json]:
-        """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first
-        token in it; epoch.
-        """
+        """Where sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
         return [
             {
                 "sequence": number,
@@ -239,9 +231,7 @@ class Mixture:
         ]
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
-        """Windows of each source consumed after `sequences` sequences of this phase,
-        offsets included: closed form.
-        """
+        """Windows of each source consumed after so many sequences, offsets included: closed form."""
         return dict(zip(self.source_names, self._consumed(sequences).tolist(), strict=True))
 
     def _consumed(self, sequences: int) -> np.ndarray:
@@ -259,9 +249,7 @@ class Mixture:
             )
 
     def rule(self, sequences: int) -> str:
-        """Identity (hex) of how the first `sequences` sequences are drawn from sources: a lock that changes later
-        has the same.
-        """
+        """Identity (hex) of how the first sequences are drawn; a lock that changes later has the same."""
         begun = self.schedule.segments[: max(self.schedule.begun(sequences), 1)]
         named = [
             [

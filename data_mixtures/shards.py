@@ -57,9 +57,7 @@ def held_out_below(valid_per_10000: int) -> int:
 
 
 def token_dtype(entry: Json) -> np.dtype:
-    """How tokens lie in a file that an entry describes: little-endian, 2 or 4 bytes
-    each. ValueError if neither.
-    """
+    """How tokens lie in an entry's file: little-endian, 2 or 4 bytes each. ValueError if neither."""
     width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)  # an empty file has no width
     if rest or width not in (2, 4):
         raise ValueError(
@@ -104,9 +102,7 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json
 
 
 def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
-    """The blocks of the first `size` bytes of a file, in one buffer; those that cannot be read
-    are short or empty.
-    """
+    """The blocks of a file's first bytes, in one buffer; what cannot be read is short or empty."""
     buffer = memoryview(bytearray(BLOCK_BYTES))
     for at in range(0, size, BLOCK_BYTES):
         count = 0
@@ -211,9 +207,7 @@ def read_manifest(folder: Path) -> Json:
 
 
 def read_manifests(data: Path) -> dict[str, Json]:
-    """The manifests of all sources of a folder, by name; a hidden folder is what a publication
-    that was killed left.
-    """
+    """The manifests of all sources of a folder, by name; what a killed publication left is hidden."""
     folders = sorted(path.parent for path in data.glob(f"[!.]*/{MANIFEST}"))
     if not folders:
         raise ValueError(

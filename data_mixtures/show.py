@@ -192,9 +192,7 @@ def _documents(folder: Path, place: Json, tokens: np.ndarray) -> list[Json]:
 
 
 def _continued(folder: Path, at: int, offset: int) -> Json:
-    """The document that holds a token and began before it; {} if that was in a shard that is
-    not here any more.
-    """
+    """The document that holds a token and began before it; {} if its shard is not here any more."""
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     firsts = [shards.shard_number(entry["name"]) * stride for entry in manifest["shards"]]

@@ -36,9 +36,7 @@ KNOWN_NAMES = (
     ("<s>", "</s>"), ("<|begin_of_text|>", "<|end_of_text|>"), ("<bos>", "<eos>"), ("[BOS]", "[EOS]"),
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), ("<|endoftext|>", "<|endoftext|>"),
 )  # fmt: skip
-MAX_LINE_BYTES = (
-    65_536  # longer lines are left out of the training sample (sentencepiece would do it silently)
-)
+MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample, as sentencepiece would do
 _PIECE_CHARS, _CUT_CHARS, _CUTS_TRIED = 1 << 20, 200, 5
 _BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
 _PROBED = 1000
@@ -46,9 +44,7 @@ _PROBED = 1000
 
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
-    lines = (
-        line for text in texts for line in text.split("\n") if line and len(line.encode()) <= MAX_LINE_BYTES
-    )
+    lines = (line for text in texts for line in text.split("\n") if 0 < len(line.encode()) <= MAX_LINE_BYTES)
     model, size = io.BytesIO(), training.vocab_size
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -41,10 +41,8 @@ CONNECTIONS = 64  # of one process
 TIMEOUT_S = 60.0
 ATTEMPTS = 6
 FIRST_WAIT_S = 1.0  # doubled with every attempt, with random jitter
-PART = pa.schema([pa.field("sha1", pa.binary(20)), pa.field("content", pa.binary())])
-RAW = pa.schema(
-    [pa.field("text", pa.binary()), pa.field("origin", pa.string())]
-)  # bytes: `filter` tells UTF-8
+PART = pa.schema([("sha1", pa.binary(20)), ("content", pa.binary())])
+RAW = pa.schema([("text", pa.binary()), ("origin", pa.string())])  # bytes: `filter` tells UTF-8
 _BATCH = 512
 
 
@@ -75,9 +73,7 @@ def fetch(
 
 
 def take_over(raw: Path, parts: Path) -> None:
-    """Make parts of what an older plan has fetched: where it lay in which file has changed,
-    its contents have not.
-    """
+    """Make parts of what an older plan has fetched: contents do not depend on which file named them."""
     if not raw.is_file() or parts.is_dir():
         return
     with pq.ParquetFile(raw) as old:
@@ -129,9 +125,7 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
 
 
 async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
-    """Save every content that comes; returns why the others did not. ValueError when
-    nothing answers any more.
-    """
+    """Save every content that comes; why the others did not. ValueError when nothing answers any more."""
     # an instance of its own, since it belongs to this event loop
     system, pattern = fsspec.url_to_fs(url, asynchronous=True, skip_instance_cache=True)
     session = await system.set_session()

@@ -11,9 +11,7 @@ ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license"
 
 
 def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
-    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines and
-    Parquet), and its fields.
-    """
+    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines, Parquet), its fields."""
     known = {name: fields[name] for name in ORIGIN_FIELDS if fields.get(name) is not None}
     said = json.dumps(
         {"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str

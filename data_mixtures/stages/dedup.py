@@ -25,17 +25,8 @@ import xxhash
 
 from data_mixtures import recipe, shards
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, quality, stage
-from data_mixtures.stages.documents import (
-    ALL,
-    DEDUP,
-    NEAR_DUPLICATE,
-    Grouped,
-    files_of_all,
-    of_all,
-    read_documents,
-    write_rows,
-)
+from data_mixtures.stages import blocks, documents, quality, stage
+from data_mixtures.stages.documents import ALL, DEDUP, Grouped, files_of_all, of_all
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 
 SIGNATURES, BANDS = "signatures", "bands"
@@ -50,9 +41,7 @@ _TRAINED = np.uint64(1 << 63)
 
 @dataclass(frozen=True)
 class Signatures(Grouped):
-    """sorted.bin: _BAND rows of every band of every document, by (hash, row); bounds.npy: of SLICES equal
-    ranges.
-    """
+    """sorted.bin: a _BAND row for each band of each document, by hash; bounds.npy: of SLICES ranges."""
 
     name = SIGNATURES
 
@@ -64,12 +53,11 @@ class Signatures(Grouped):
     def work(self, unit: Unit, folder: Path) -> Json:
         sign, lows, hashes = signer(self.recipe.dedup), [], []
         for member, _ in self.members(unit):
-            for ids, texts, _ in read_documents(stage.checked(self.out, "filter", member, DOCUMENTS)):
+            for ids, texts, _ in documents.read_documents(
+                stage.checked(self.out, "filter", member, DOCUMENTS)
+            ):
                 new = [int.from_bytes(identity[8:], "big") for identity in ids]
-                hashes += [
-                    np.array(sign(text.decode(), low), np.uint64)
-                    for text, low in zip(texts, new, strict=True)
-                ]
+                hashes += map(sign, map(bytes.decode, texts), new)
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
         below = np.array([shards.held_out_below(share) for share in range(1, 5001)], np.uint64)
@@ -83,17 +71,13 @@ class Signatures(Grouped):
         return {"documents": len(lows)}
 
 
-def signer(settings: recipe.Dedup) -> Callable[[str, int], list[int]]:
-    """(text, low half of its id) -> a hash for every band, of which those of other bands are no part; a text
-    without shingles has no copies but itself.
-    """
+def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
+    """(text, low half of its id) -> a hash for each band, uint64; without shingles it is a copy of itself alone."""
     from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     class Words(WordTokenizer):
-        """What stands between spaces, after the punctuation is gone: ten times as fast as spaCy,
-        to the same end.
-        """
+        """What stands between spaces, after the punctuation is gone: as spaCy's, ten times as fast."""
 
         def word_tokenize(self, text: str) -> list[str]:
             return text.split()
@@ -103,16 +87,15 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], list[int]]:
     config = MinhashConfig(settings.n_grams, settings.buckets, settings.hashes_per_bucket)
     config.norm_config.norm_numbers = not settings.numbers
     step = MinhashDedupSignature("unused", config, settings.language or Words())
-    step._hash_func = lambda text: xxhash.xxh64_intdigest(
-        text.encode()
-    )  # xxhash 4 takes bytes, datatrove gives text
+    # xxhash 4 takes bytes, datatrove gives text
+    step._hash_func = lambda text: xxhash.xxh64_intdigest(text.encode())
 
-    def sign(text: str, low: int) -> list[int]:
+    def sign(text: str, low: int) -> np.ndarray:
         shingles = step.get_shingles(text)
         if not shingles.size:
-            return [low] * settings.buckets
-        of_bands = enumerate(step.get_signature(shingles))
-        return [xxhash.xxh3_64_intdigest(np.array(each, "<u8").data, seed=band) for band, each in of_bands]
+            return np.full(settings.buckets, low, np.uint64)
+        bands = enumerate(np.array(step.get_signature(shingles), "<u8"))
+        return np.array([xxhash.xxh3_64_intdigest(each.data, seed=band) for band, each in bands], np.uint64)
 
     return sign
 
@@ -145,8 +128,8 @@ class Bands(Stage):
 
     def ranges(self) -> int:
         """A power of two."""
-        documents = sum(receipt["counts"]["documents"] for _, receipt, _ in of_all(self, SIGNATURES))
-        parts = -(-documents * self.recipe.dedup.buckets // ROWS_PER_RANGE)
+        count = sum(receipt["counts"]["documents"] for _, receipt, _ in of_all(self, SIGNATURES))
+        parts = -(-count * self.recipe.dedup.buckets // ROWS_PER_RANGE)
         return min(1 << max(parts - 1, 0).bit_length(), SLICES)
 
     def key(self, unit: Unit) -> str:
@@ -197,5 +180,5 @@ class Dedup(Grouped):
         )
         ranges = [read_sorted(self, BANDS, each, slice(place, place + 1), _NUMBER) for each in self._bands()]
         numbers = np.unique(np.concatenate(ranges)) - first
-        write_rows(folder, self.members(unit), numbers)
-        return {"documents": receipt["counts"]["documents"], NEAR_DUPLICATE: len(numbers)}
+        documents.write_rows(folder, self.members(unit), numbers)
+        return {"documents": receipt["counts"]["documents"], documents.NEAR_DUPLICATE: len(numbers)}

@@ -35,9 +35,7 @@ from records.files import file_sha256
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string()), ("origin", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
-FIRST_WAIT_S = (
-    2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
-)
+FIRST_WAIT_S = 2.0  # doubled with every attempt; with random jitter, so that workers do not ask together
 
 
 class Damaged(ValueError):
@@ -100,9 +98,7 @@ class Fetch(Stage):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def check_room(self, budget_bytes: int | None) -> None:
-        """Refuse before anything is read what would pass the budget (of all that DIR/fetch
-        holds) or the disk.
-        """
+        """Refuse, before anything is read, what would pass the budget of DIR/fetch or the disk."""
         todo: Counter[str] = Counter()
         held, links, linked = 0, 0, self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
@@ -193,9 +189,7 @@ def check(path: Path, entry: Json, where: str) -> Json:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether another attempt may succeed: after network errors and damaged transfers, not a refusal
-    or a full disk.
-    """
+    """Whether another attempt may succeed: not after a refusal or a full disk."""
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
     if isinstance(error, FileNotFoundError | PermissionError | hub_errors.EntryNotFoundError | local.Damaged):
@@ -216,9 +210,7 @@ def _for_users(error: Exception, where: str) -> Exception:
 
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
-    """All documents of a group of files; none of a file of JSON lines that turns out to
-    be damaged behind some.
-    """
+    """All documents of a group of files; none of a file that turns out to be damaged behind some."""
     damaged: dict[str, int] = {}
     while True:
         dropped = local.Dropped()

@@ -34,9 +34,7 @@ S = TypeVar("S", bound=Source)
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> Json:
-    """Plan the named sources (others in plan.json stay) and write plan.json. ValueError names
-    all that is refused.
-    """
+    """Plan the named sources (others stay) and write plan.json. ValueError names all refusals."""
     before = read_plan(out)["sources"] if (out / PLAN).is_file() else {}
     chosen = [each for each in recipe.sources if each.name in set(names)]
     check_known("source", names, [each.name for each in recipe.sources])
@@ -165,9 +163,7 @@ def _row_groups(name: str, size: int) -> list[Json]:
 
 
 def _check_field(source_input: Input, name: str) -> None:
-    """ValueError when the first file lacks the field or column of text; a damaged one is counted
-    when it is read.
-    """
+    """ValueError when the first file lacks the field or column of text; damage is counted when it is read."""
     if source_input.kind == "parquet":
         with local.opened(name) as file:
             _column_of(file, (source_input.field,), name)
@@ -191,9 +187,7 @@ def shared(plan: Json) -> Iterator[str]:
 
 
 def _ask(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
-    """Access first, for all; then files and columns, for all. One error names every source
-    that fails, and why.
-    """
+    """Access first, for all; then files and columns. One error names every source that fails, and why."""
     revisions: dict[tuple[str, str], str] = {}
     refused: dict[str, list[str]] = {}
     for each in wanted:
@@ -260,9 +254,7 @@ def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
 
 
 def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> str:
-    """Which of these columns of a file holds the text. ValueError names the columns of a layout
-    that is not known.
-    """
+    """Which of these columns of a file holds the text. ValueError names the columns of an unknown layout."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
     texts = {field.name for field in schema if field.type in _TEXT}
     found = [name for name in names if name in texts]

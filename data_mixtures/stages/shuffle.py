@@ -92,9 +92,7 @@ class WriteShards(Stage):
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
 
     def shards(self, source: str) -> int:
-        """How many shards a source fills. ValueError when it has too little text for one window of
-        training.
-        """
+        """How many shards a source fills. ValueError when its text fills not one window of training."""
         if not self._windows(source, "train"):
             raise ValueError(
                 f"source {source!r} has too little text for one training window of {self.recipe.seq_len} tokens: "
@@ -144,9 +142,7 @@ class WriteShards(Stage):
         return {**entry, "docs": docs}
 
     def _concatenated(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, None]:
-        """Write a file of windows of the source's stream; its entry, and the documents (_LOCATED) that
-        begin there.
-        """
+        """Write a file of windows of the source's stream; its entry, and the documents that begin there."""
         windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         before = unit.number * self.recipe.windows_per_shard if part == "train" else 0
         if part == "train":
@@ -208,9 +204,7 @@ class WriteShards(Stage):
 
 
 def _placed(rows: np.ndarray, at: int, first: int, last: int) -> np.ndarray:
-    """Documents (_LOCATED) of a range that have tokens in first <= i < last; the range's first
-    token is token `at`.
-    """
+    """Documents (_LOCATED) with tokens in first <= i < last, of a range whose first token is token `at`."""
     ends = at + np.cumsum(rows["length"], dtype=np.int64)
     begin = int(np.searchsorted(ends, first, side="right"))
     end = int(np.searchsorted(ends, last, side="left")) + 1

@@ -112,9 +112,7 @@ def key_ranges(documents: int) -> list[tuple[int, int]]:
 
 
 def ranges_of(out: Path, source: str) -> list[tuple[int, int]]:
-    """The ranges of keys in which a source is merged: a function of its documents alone. ValueError
-    when it has none.
-    """
+    """The key ranges in which a source is merged: a function of its documents alone. ValueError for none."""
     documents = sum(receipt["counts"]["documents"] for receipt in receipts(out, source))
     if not documents:
         raise ValueError(

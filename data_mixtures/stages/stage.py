@@ -40,11 +40,10 @@ PLAN_FORMAT = 1
 RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
 AGAIN = "run the same command again: it continues with the unfinished units"
-# what a document's origin says of it besides its file and row, where the input has such columns or fields
 FOR_USERS = (
     ValueError,
     OSError,
-)  # their message alone tells what to do: wrong input, or a disk or network that fails
+)  # their message alone tells what to do: wrong input, a disk or network that fails
 T = TypeVar("T")
 # of what each stage makes, raised when other code gives other results: a test holds the hashes of these. Other code
 # that gives the same results makes nothing again
@@ -83,9 +82,7 @@ class Stage:
         raise NotImplementedError
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        """Write the unit's files into `folder` (empty, renamed afterwards); returns the
-        counts for its receipt.
-        """
+        """Write the unit's files into `folder` (empty, renamed afterwards); the counts for its receipt."""
         raise NotImplementedError
 
 
@@ -107,9 +104,7 @@ sha256_of = remembered(file_sha256)  # of a large tokenizer.json it takes 0.1 s,
 
 
 def read_plan(out: Path) -> Json:
-    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError
-    when there is none.
-    """
+    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError if none."""
     if not (path := out / PLAN).is_file():
         raise ValueError(
             f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first"
@@ -171,9 +166,7 @@ def code_sha256() -> str:
 
 
 def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
-    """{"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a finished unit, None
-    when there is none.
-    """
+    """{"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a unit, or None."""
     path = unit_folder(out, stage, unit) / RECEIPT
     if there := store.of(out):
         there.pull(path)
@@ -191,9 +184,7 @@ def receipt_of(out: Path, stage: str, unit: Unit) -> Json:
 
 
 def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[Json, ...]:
-    """Receipts of a source's first `count` units, by default of all in the plan. ValueError
-    when one is missing.
-    """
+    """Receipts of a source's first `count` units; default: all. ValueError if one is missing."""
     folder = out / stage / source
     if there := store.of(out):
         there.read_receipts(folder)
@@ -215,9 +206,7 @@ def counts(out: Path, stage: str, source: str, count: int | None = None) -> list
 
 
 def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
-    """The folder and the receipt of a finished unit. ValueError when that stage has not done
-    it, or was freed.
-    """
+    """Folder and receipt of a finished unit. ValueError when that stage has not done it, or was freed."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     if receipt.get("freed"):
         raise ValueError(
@@ -281,9 +270,7 @@ def is_done(stage: Stage, unit: Unit) -> bool:
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
-    """Delete the files of a finished unit, not its receipt and small JSON; returns the
-    bytes that became free.
-    """
+    """Delete a finished unit's files, not its receipt and small JSON; the bytes that became free."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
@@ -304,9 +291,8 @@ def exclusive(out: Path) -> Iterator[Path]:
     """One preparation per folder, or URL, in this context; the folder in which stages work. ValueError when there is
     another, with its process and host.
     """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[
-        1
-    ]  # workers inherit it: all runs of a source are open at a time
+    # workers inherit it: all runs of a source are open at a time
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     problem = f"another process is preparing {out}; wait for it, or use another --out"
     if url := store.url_of(out):

@@ -111,9 +111,7 @@ class Sample:
 
 
 def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
-    """Tokens and origins: the file, the columns of DOCUMENT that say where one begins and how long
-    it is, its dtype.
-    """
+    """Of tokens and origins: the file, the columns of DOCUMENT with begins and lengths, its dtype."""
     return (TOKENS, "start", "length", tokens), (ORIGINS, "origin", "origin_bytes", np.dtype("u1"))
 
 

@@ -39,9 +39,7 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not what it should be. block: number of the 16 MiB block, None for the
-    file as a whole.
-    """
+    """Something that is not what it should be. block: of 16 MiB, by number; None for the whole file."""
 
     path: Path
     reason: str
