@@ -26,9 +26,7 @@ from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages import stats as statistics
 
 Given = tyro.conf.OmitArgPrefixes[Arguments]
-Sources = Annotated[
-    str, tyro.conf.arg(help="names of sources, separated by commas; default: all of the recipe")
-]
+Sources = Annotated[str, tyro.conf.arg(help="names of sources, separated by commas; default: all")]
 
 
 def main() -> int:
@@ -47,9 +45,8 @@ def run(arguments: Sequence[str]) -> None:
         "show": show.command,
         "change": change.command,
     }
-    tyro.extras.subcommand_cli_from_dict(
-        commands, prog="python -m data_mixtures", description=__doc__, args=arguments
-    )
+    program = "python -m data_mixtures"
+    tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=__doc__, args=arguments)
 
 
 @contextmanager
@@ -107,9 +104,7 @@ def _sequences(given: str) -> dict[str, int]:
     pairs = [pair.partition("=") for pair in given.split(",")] if given else []
     for phase, _, count in pairs:
         if not count.isdecimal():
-            raise ValueError(
-                f"--sequences {given!r}: {phase!r} needs a number, as in phase1=1000000,phase2=500000"
-            )
+            raise ValueError(f"--sequences {given!r}: {phase!r} needs a number, as in phase1=1000,phase2=500")
     return {phase: int(count) for phase, _, count in pairs}
 
 

@@ -100,9 +100,7 @@ def make(
     begin, latest = segments_of(lock)[-1]
     known = [entry["name"] for entry in lock["sources"]]
     if first <= begin:
-        raise ValueError(
-            f"{path} already changes at sequence {begin}; a change at {first} must lie behind it"
-        )
+        raise ValueError(f"{path} already changes at sequence {begin}; a change at {first} must lie behind")
     check_known("source in --weight or --drop:", [*weights, *dropped], known)
     if again := sorted(added.keys() & set(known)):
         raise ValueError(f"--add: {again} are in {path} already; change their --weight")

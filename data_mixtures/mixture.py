@@ -72,9 +72,7 @@ def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: J
             f"{', '.join(facts)} differ. Prepare all sources with one recipe"
         )
     if ("flags" in manifest["valid"]) == (lock["packing"] == PACKING):
-        raise ValueError(
-            f"{data_dir / name} was packed otherwise than {lock['packing']!r}, as the mixture is; prepare it again"
-        )
+        raise ValueError(f"{data_dir / name} was packed otherwise than {lock['packing']!r}; prepare it again")
     return {
         "name": name,
         "category": manifest["category"],
@@ -88,9 +86,8 @@ def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: J
 def fingerprint(lock: Json) -> str:
     """The identity of a mixture: sha256 over the lock (keys sorted, no spaces) without this field and labels."""
     content = {key: value for key, value in lock.items() if key != "fingerprint"}
-    content["sources"] = [
-        {key: value for key, value in entry.items() if key not in _LABELS} for entry in lock["sources"]
-    ]
+    sources = lock["sources"]
+    content["sources"] = [{k: v for k, v in entry.items() if k not in _LABELS} for entry in sources]
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -102,11 +99,8 @@ def segments_of(lock: Json) -> list[tuple[int, tuple[int, ...]]]:
     """(first sequence, weights of the sources in their order) of each segment of a lock."""
     names = [entry["name"] for entry in lock["sources"]]
     first = (0, tuple(entry["weight"] for entry in lock["sources"]))
-    later = [
-        (change["from_sequence"], tuple(change["weights"].get(name, 0) for name in names))
-        for change in lock.get("changes", ())
-    ]
-    return [first, *later]
+    later = ((change["from_sequence"], change["weights"]) for change in lock.get("changes", ()))
+    return [first, *((begin, tuple(weights.get(name, 0) for name in names)) for begin, weights in later)]
 
 
 def read_lock(path: Path) -> Json:
@@ -119,9 +113,7 @@ def read_lock(path: Path) -> Json:
             "and prepare again instead"
         )
     if lock["order"] not in (order.RULE, CHANGED_RULE):
-        raise ValueError(
-            f"{path} has the order {lock['order']!r}, this code reads in the order {order.RULE!r}"
-        )
+        raise ValueError(f"{path} has the order {lock['order']!r}, this code reads the order {order.RULE!r}")
     return lock
 
 
@@ -184,9 +176,7 @@ class Mixture:
         check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
-                raise ValueError(
-                    f"offset of {name!r} is {offset}; it counts consumed windows, so it is never negative"
-                )
+                raise ValueError(f"offset of {name!r} is {offset}; it counts windows: never negative")
         moved = copy.copy(self)
         moved._offsets = np.array([offsets.get(name, 0) for name in self.source_names], dtype=np.int64)
         return moved
@@ -271,9 +261,8 @@ class Mixture:
         first = int(np.searchsorted(self._file_begins, begin))
         last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
         whole = [f"all {total}"] if windows > total else []
-        return [
-            _digest([self._decides, source, *self._file(number)]) for number in range(first, last)
-        ] + whole
+        files = [_digest([self._decides, source, *self._file(number)]) for number in range(first, last)]
+        return files + whole
 
     def _file(self, number: int) -> list[Any]:
         return [self._file_names[number], int(self._steps[number][0]), self._file_sha256[number]]
@@ -285,9 +274,8 @@ class Mixture:
         now = self.read_files(source, windows)
         if now == read:
             return
-        same = next(
-            (n for n, pair in enumerate(zip(now, read or [], strict=False)) if len(set(pair)) > 1), len(now)
-        )
+        pairs = enumerate(zip(now, read or [], strict=False))
+        same = next((n for n, (here, there) in pairs if here != there), len(now))
         begin = int(self._source_begins[self.source_names.index(source)])
         first = int(np.searchsorted(self._file_begins, begin))
         held = min(windows, int(self._steps[first : first + same, 0].sum())) if read else 0

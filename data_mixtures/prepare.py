@@ -76,9 +76,8 @@ def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
         lengths.append([name, *(f"{count:,}" for count in found)])
     head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
     yield figures(f"data in {out}", head, rows)
-    yield figures(
-        "tokens of a document", ("source", "mean", "longest", "cuts", "unused tokens", "padding"), lengths
-    )
+    head = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
+    yield figures("tokens of a document", head, lengths)
 
 
 @dataclass(frozen=True)

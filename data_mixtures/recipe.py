@@ -58,9 +58,7 @@ class Input:
         if not self.paths:
             raise ValueError(f"input kind {self.kind!r} needs paths = [glob, ...], got paths = []")
         if self.kind == "parquet" and self.max_bytes is not None:
-            raise ValueError(
-                "max_bytes caps text that is extracted, and Parquet is read as it is; use files = N"
-            )
+            raise ValueError("max_bytes caps text that is extracted, Parquet is read as it is; use files = N")
         if (self.kind == "resolved") != ("{sha1}" in self.content_url):
             url = f"content_url = {self.content_url!r}"
             raise ValueError(

@@ -38,11 +38,8 @@ BLOCK_BYTES = 16 << 20  # the unit of integrity checks while reading
 MANIFEST = "source.json"
 PREPARE = "prepare the data again (python -m data_mixtures.prepare), which does again only what is not there"
 VALID = "valid.bin"
-TOKENIZER_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG = (
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+TOKENIZER_MODEL, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # The same in the lock and in every source. bos_id begins each document, eos_id ends it; if they are equal, it
 # only begins one.
 TOKENIZER_FACTS = ("tokenizer_sha256", "vocab_size", "token_bytes", "bos_id", "eos_id")
@@ -61,7 +58,7 @@ def token_dtype(entry: Json) -> np.dtype:
     width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)  # an empty file has no width
     if rest or width not in (2, 4):
         raise ValueError(
-            f"{entry['tokens']} tokens in {entry['bytes']} bytes are not 2 or 4 bytes each; prepare again"
+            f"{entry['tokens']} tokens in {entry['bytes']} bytes: not 2 or 4 each; prepare again"
         )
     return np.dtype(f"<u{width}")
 
@@ -210,9 +207,7 @@ def read_manifests(data: Path) -> dict[str, Json]:
     """The manifests of all sources of a folder, by name; what a killed publication left is hidden."""
     folders = sorted(path.parent for path in data.glob(f"[!.]*/{MANIFEST}"))
     if not folders:
-        raise ValueError(
-            f"{data} holds no <source>/{MANIFEST}; create it with `python -m data_mixtures.prepare`"
-        )
+        raise ValueError(f"{data} holds no <source>/{MANIFEST}; create it: python -m data_mixtures.prepare")
     return {folder.name: read_manifest(folder) for folder in folders}
 
 

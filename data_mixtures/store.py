@@ -48,9 +48,8 @@ class Store:
         """Copy the files of the folder itself, and what is published."""
         names = []
         with suppress(FileNotFoundError):  # there is nothing yet
-            names = [
-                each["name"] for each in self.system.ls(self.root, detail=True) if each["type"] == "file"
-            ]
+            listed = self.system.ls(self.root, detail=True)
+            names = [each["name"] for each in listed if each["type"] == "file"]
         if manifests:
             names += self.system.glob(f"{self.root}/*/{MANIFEST}")
         self._write(each for each in names if Path(each).name != LOCK)

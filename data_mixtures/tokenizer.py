@@ -84,7 +84,7 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
         return JsonTokenizer(path, bos, eos)
     if bos or eos:
         raise ValueError(
-            f"{path}: bos and eos are those of the sentencepiece model; only a tokenizer.json needs names"
+            f"{path}: bos and eos are the sentencepiece model's own; a tokenizer.json needs names"
         )
     try:
         return SentencepieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=str(path)))
@@ -201,9 +201,8 @@ class JsonTokenizer(Tokenizer):
         self._made.no_truncation()
         self._made.no_padding()
         self._made.encode_special_tokens = True
-        special = {
-            each.content: i for i, each in self._made.get_added_tokens_decoder().items() if each.special
-        }
+        added = self._made.get_added_tokens_decoder().items()
+        special = {each.content: i for i, each in added if each.special}
         self.names = _begin_and_end(path, bos, eos, special)
         bos_id, eos_id = (special[name] for name in self.names)
         unknown = getattr(self._made.model, "unk_token", None)

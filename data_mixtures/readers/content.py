@@ -85,9 +85,7 @@ def take_over(raw: Path, parts: Path) -> None:
 def _opened(path: str) -> Iterator[pq.ParquetFile]:
     with local.opened(path) as file, pq.ParquetFile(file) as parquet:
         if "sha1" not in (names := parquet.schema_arrow.names):
-            raise ValueError(
-                f"{path} has no column sha1 (hex digits or bytes); its columns: {', '.join(names)}"
-            )
+            raise ValueError(f"{path} has no column sha1 (hex or bytes); its columns: {', '.join(names)}")
         yield parquet
 
 
@@ -135,20 +133,14 @@ async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
         for start in range(0, len(ask), PART_CONTENTS):
             names = ask[start : start + PART_CONTENTS]
             answers = await asyncio.gather(*map(bucket.content, names))
-            came = [
-                (sha1, answer)
-                for sha1, answer in zip(names, answers, strict=True)
-                if isinstance(answer, bytes)
-            ]
+            pairs = zip(names, answers, strict=True)
+            came = [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)]
             _save_part(folder, came)
             missing.update(answer for answer in answers if isinstance(answer, str))
             if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
                 done = f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
-                print(
-                    f"fetch {folder.parent.name}/{folder.stem.lstrip('.')}: {done}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                place = f"{folder.parent.name}/{folder.stem.lstrip('.')}"
+                print(f"fetch {place}: {done}", file=sys.stderr, flush=True)
             if bucket.is_silent():
                 raise ValueError(
                     f"{url} does not answer ({dict(missing)}; {bucket.unanswered} contents in a row, {ATTEMPTS} "

@@ -38,8 +38,6 @@ SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet":
 UNREADABLE = (
     ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xz", ".7z", ".zip", ".tar", ".tgz", ".pdf",
 )  # fmt: skip
-    [".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xz", ".7z", ".zip", ".tar", ".tgz", ".pdf"]
-)
 # reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
 DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
 NOT_LINES = (
@@ -151,14 +149,10 @@ def check_kind(source_input: Input, files: Iterable[Listed]) -> None:
         plain, codec = _unpacked_name(name)
         suffix = os.path.splitext(plain)[1].lower()
         if suffix in UNREADABLE or (codec and wanted == "parquet"):
-            raise ValueError(
-                f"{name} is not read; convert it to Parquet, JSON lines or text (.gz, .zst), or exclude it"
-            )
+            raise ValueError(f"{name} is not read; convert it to Parquet, JSON lines or text, or exclude it")
         if SUFFIXES.get(suffix, wanted) != wanted:
-            kind = SUFFIXES[suffix]
-            raise ValueError(
-                f"{name} is {kind}, its input has kind = {source_input.kind!r}; correct it, or exclude it"
-            )
+            mends = f"its input has kind = {source_input.kind!r}; correct it, or exclude it"
+            raise ValueError(f"{name} is {SUFFIXES[suffix]}, {mends}")
 
 
 def _unpacked_name(name: str) -> tuple[str, str | None]:

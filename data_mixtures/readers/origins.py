@@ -13,9 +13,8 @@ ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license"
 def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
     """Where a document came from, as JSON: its file, its row from 0 (of JSON lines, Parquet), its fields."""
     known = {name: fields[name] for name in ORIGIN_FIELDS if fields.get(name) is not None}
-    said = json.dumps(
-        {"file": file, "row": row, **known}, ensure_ascii=False, separators=(",", ":"), default=str
-    )
+    given = {"file": file, "row": row, **known}
+    said = json.dumps(given, ensure_ascii=False, separators=(",", ":"), default=str)
     return said.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
 
 

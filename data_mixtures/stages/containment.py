@@ -100,9 +100,8 @@ def _built(
     out: Path, groups: tuple[tuple[Unit, int], ...], files: str
 ) -> tuple[decontaminate.Index, np.ndarray]:
     rows = [np.load(stage.checked(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
-    owners = [
-        first + each["document"].astype(np.int64) for (_, first), each in zip(groups, rows, strict=True)
-    ]
+    groups_rows = zip(groups, rows, strict=True)
+    owners = [first + each["document"].astype(np.int64) for (_, first), each in groups_rows]
     numbers, passages = np.unique(np.concatenate(owners), return_inverse=True)
     heads, grams = (np.concatenate([each[name] for each in rows]) for name in ("head", "gram"))
     arrays = decontaminate.arranged(heads, grams, passages, len(numbers))
@@ -138,9 +137,8 @@ class Contained(Grouped):
     def key(self, unit: Unit) -> str:
         filtered = [self.files(group) for group, _, _ in of_all(self, SCAN)]
         share = self.recipe.dedup.contained_share
-        return stage.key_of(
-            self.name, share, filtered, files_of_all(self, HELD_OUT), files_of_all(self, SCAN)
-        )
+        scanned = files_of_all(self, HELD_OUT), files_of_all(self, SCAN)
+        return stage.key_of(self.name, share, filtered, *scanned)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         index, numbers = _index(self)

@@ -174,10 +174,9 @@ class Dedup(Grouped):
         return stage.key_of(self.name, str(unit), self.files(unit), later)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        places = enumerate(of_all(self, SIGNATURES))
-        place, receipt, first = next(
-            (n, receipt, first) for n, (group, receipt, first) in places if group == unit
-        )
+        groups = list(of_all(self, SIGNATURES))
+        place = next(n for n, (group, *_) in enumerate(groups) if group == unit)
+        _, receipt, first = groups[place]
         ranges = [read_sorted(self, BANDS, each, slice(place, place + 1), _NUMBER) for each in self._bands()]
         numbers = np.unique(np.concatenate(ranges)) - first
         documents.write_rows(folder, self.members(unit), numbers)

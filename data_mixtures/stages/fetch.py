@@ -119,9 +119,8 @@ class Fetch(Stage):
             )
         free = shutil.disk_usage(self.out).free
         if store.of(self.out) is None and need - links > free:
-            raise ValueError(
-                f"{need:,} bytes are to be fetched ({listed}), but {self.out} has {free:,} bytes of free disk"
-            )
+            need_bytes = f"{need:,} bytes are to be fetched ({listed})"
+            raise ValueError(f"{need_bytes}, but {self.out} has {free:,} bytes of free disk")
 
 
 def _tried(work: Callable[[], Json], target: Path, remote: bool) -> Json:
@@ -266,13 +265,12 @@ def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: t
                         examples.setdefault(reason, dict(counts.get("examples", ())).get(reason, place))
         read = sum(counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched)
         # a file that is lost is one document at least, and nobody knows how many more
-        gone, size = (
-            sum(counts.get(name, 0) for counts in fetched) for name in ("lost_file_bytes", "file_bytes")
-        )
+        names = "lost_file_bytes", "file_bytes"
+        gone, size = (sum(counts.get(name, 0) for counts in fetched) for name in names)
         share = max(lost.total() / max(read, 1), gone / max(size, 1))
         if share > recipe.max_dropped_share:
             why = "; ".join(
-                f"{lost[reason]:,} {reason}, such as {example}" for reason, example in examples.items()
+                f"{lost[reason]:,} {reason}, such as {place}" for reason, place in examples.items()
             )
             raise ValueError(
                 f"source {source!r}: {share:.1%} could not be read ({lost.total():,} of {read:,} documents, "
@@ -292,6 +290,4 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
                 "paths with such text to its inputs, or lower min_bytes"
             )
         if isinstance(each, HubSource) and not sum(count["documents"] for count in counts):
-            raise ValueError(
-                f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row in them"
-            )
+            raise ValueError(f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row")

@@ -211,9 +211,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 def _link(path: Path, link: Path) -> None:
     if not path.is_file():
-        raise ValueError(
-            f"{path} is missing and {link.name} is not published; run the stage {shuffle.SHUFFLE!r} again"
-        )
+        raise ValueError(f"{path} is missing, so {link.name} is not published; run {shuffle.SHUFFLE!r} again")
     try:
         os.link(path, link)
     except OSError:  # another file system, or one without hard links
@@ -243,12 +241,10 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
 def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
     """What the tokenizer of the folder decides. ValueError when the shards are not of its width."""
     facts = tokenizer.facts(shards.tokenizer_path(out))
-    if any(
-        shards.token_dtype(entry).itemsize != facts["token_bytes"] for entry in entries if entry["tokens"]
-    ):
-        raise ValueError(
-            f"{out / shuffle.SHUFFLE / source} was made with another tokenizer; run 'tokenize' again"
-        )
+    entries = [entry for entry in entries if entry["tokens"]]
+    if any(shards.token_dtype(entry).itemsize != facts["token_bytes"] for entry in entries):
+        place = out / shuffle.SHUFFLE / source
+        raise ValueError(f"{place} was made with another tokenizer; run 'tokenize' again")
     return facts
 
 
@@ -268,9 +264,7 @@ def _counts(out: Path, source: str) -> Json:
     dropped["duplicate"] = sum(counts["duplicate"] for counts in ordered)
     known = sum(counts["documents"] + sum(counts["dropped"].values()) for counts in tokenized)
     if known != sum(counts["kept"] for counts in filtered):
-        raise ValueError(
-            f"source {source!r} was filtered again after it was tokenized; run the stages from there on"
-        )
+        raise ValueError(f"source {source!r} was filtered again after it was tokenized; run the later stages")
     if read != kept["documents"] + dropped.total():
         raise ValueError(
             f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "

@@ -178,9 +178,8 @@ def free(context: RunContext, name: str) -> None:
         kind = READERS["runs" if name == "tokenize" and not merged else name]
         reader = kind(*of_source)
         if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
-            raise ValueError(
-                f"{name} of {source!r} is still needed: {len(left)} units are not through {reader.name}"
-            )
+            left_units = f"{len(left)} units are not through {reader.name}"
+            raise ValueError(f"{name} of {source!r} is still needed: {left_units}")
         freed = sum(stage.free(context.out, name, unit) for unit in units)
         context.console.print(f"{source}: {freed:,} bytes of {name} are free")
 

@@ -57,13 +57,11 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
 
 
 def _write_corpus(module: str, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--out", str(folder)], stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", module, "--out", str(folder)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        raise ValueError(
-            f"corpus = {module!r} ended with exit status {done.returncode}:\n{done.stderr.strip()}"
-        )
+        said = done.stderr.strip()
+        raise ValueError(f"corpus = {module!r} ended with exit status {done.returncode}:\n{said}")
 
 
 def _spec(each: HubSource) -> Json:
@@ -198,11 +196,7 @@ def _ask(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
             refused.setdefault(f"{each.repo} @ {each.revision}: {error}", []).append(each.name)
     away = sum(hub.NOT_REACHABLE in why for why in refused)
     counts = {"are not reachable": away, "refuse to be read": len(refused) - away}
-    hint = (
-        "estimate without a network what will be read and stored: python -m tools.plan JOB.toml"
-        if away
-        else ""
-    )
+    hint = "estimate without a network what will be read: python -m tools.plan JOB.toml" * bool(away)
     _stop_at(refused, " and ".join(f"{n} repositories {how}" for how, n in counts.items() if n), hint)
     return _asked(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
 

@@ -29,9 +29,8 @@ from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKE
 ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
 # what `order` writes for a document, in the final order: `unit` is its run, `start` its first token in
 # tokens.bin of it
-_PLACED = np.dtype(
-    [*((n, DOCUMENT[n]) for n in ("low", "start", "origin", "length", "origin_bytes")), ("unit", "<u2")]
-)
+_KEPT = ("low", "start", "origin", "length", "origin_bytes")
+_PLACED = np.dtype([*((name, DOCUMENT[name]) for name in _KEPT), ("unit", "<u2")])
 # a document of a shard: `at` is its first token in the source's stream
 _LOCATED = np.dtype([*_PLACED.descr, ("at", "<i8")])
 
@@ -47,12 +46,7 @@ class OrderDocuments(Stage):
 
     def key(self, unit: Unit) -> str:
         indexes = [receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)]
-        return stage.key_of(
-            self.name,
-            unit.number,
-            self.recipe.held_out_of(unit.source),
-            indexes,
-        )
+        return stage.key_of(self.name, unit.number, self.recipe.held_out_of(unit.source), indexes)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         low, high = ranges_of(self.out, unit.source)[unit.number]
@@ -93,12 +87,9 @@ class WriteShards(Stage):
 
     def shards(self, source: str) -> int:
         """How many shards a source fills. ValueError when its text fills not one window of training."""
-        if not self._windows(source, "train"):
-            raise ValueError(
-                f"source {source!r} has too little text for one training window of {self.recipe.seq_len} tokens: "
-                "add text, or lower seq_len"
-            )
-        windows = self._windows(source, "train")
+        if not (windows := self._windows(source, "train")):
+            few = f"too little text for one training window of {self.recipe.seq_len} tokens"
+            raise ValueError(f"source {source!r} has {few}: add text, or lower seq_len")
         if self.recipe.packing != mixture.PACKING:  # of the documents that begin in so many tokens
             windows = -(-self._count(source, "train", "tokens") // self.recipe.seq_len)
         return -(-windows // self.recipe.windows_per_shard)
@@ -114,10 +105,8 @@ class WriteShards(Stage):
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
-        read = [
-            [receipt["files"][name] for name in SLICED]
-            for receipt in sorted_runs.receipts(self.out, unit.source)
-        ]
+        runs = sorted_runs.receipts(self.out, unit.source)
+        read = [[receipt["files"][name] for name in SLICED] for receipt in runs]
         return stage.key_of(self.name, unit.number, layout(self.recipe, unit.source), order, read)
 
     def work(self, unit: Unit, folder: Path) -> Json:
@@ -130,9 +119,8 @@ class WriteShards(Stage):
         if not entry["windows"]:  # no document begins in this part of the stream
             return entry
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
-            origins = blocks.gather(
-                files, index["unit"], index["origin"], index["origin_bytes"], np.dtype("u1")
-            )
+            columns = (index[name] for name in ("unit", "origin", "origin_bytes"))
+            origins = blocks.gather(files, *columns, np.dtype("u1"))
             if order is not None:
                 offsets = np.append(0, np.cumsum(index["origin_bytes"], dtype=np.int64))
                 whole = np.concatenate([np.empty(0, np.uint8), *origins])
@@ -156,19 +144,14 @@ class WriteShards(Stage):
         return entry, index[index["at"] < last], None
 
     def _packed(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, np.ndarray]:
-        """Write the documents that begin in one shard's part of the stream, whole, and their flags, in
-        memory; also their order in the file.
-        """
+        """The same of documents that begin in one shard's part of the stream, whole; and their order there."""
         seq_len, first, last = self.recipe.seq_len, 0, self._count(unit.source, part, "tokens")
         if part == "train":
             size = self.recipe.windows_per_shard * seq_len
             first, last = unit.number * size, min((unit.number + 1) * size, last)
         begins: list[np.ndarray] = [np.empty(0, _LOCATED)]
         pieces = list(self._tokens(unit.source, part, first, last, begins, whole=True))
-        index, dtype = (
-            np.concatenate(begins),
-            sorted_runs.token_dtype(sorted_runs.receipts(self.out, unit.source)),
-        )
+        index, dtype = np.concatenate(begins), sorted_runs.dtype_of(self.out, unit.source)
         stream = np.concatenate([np.empty(0, dtype), *pieces])
         packed = packing.best_fit(stream, index["length"], index["low"], seq_len, self.recipe.seed)
         if part == "train" and not len(index):
@@ -183,7 +166,7 @@ class WriteShards(Stage):
         """Tokens first <= i < last of the source's stream in pieces, or those of the documents that begin
         there; `begins` gets these documents.
         """
-        at, dtype = 0, sorted_runs.token_dtype(sorted_runs.receipts(self.out, source))
+        at, dtype = 0, sorted_runs.dtype_of(self.out, source)
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
             for number, receipt in enumerate(self._orders(source)):
                 if at >= last:
@@ -193,10 +176,9 @@ class WriteShards(Stage):
                     rows = stage.checked(self.out, ORDER, Unit(source, number), f"{part}.npy")
                     documents = _placed(np.load(rows, mmap_mode="r"), at, first, last)
                     begins.append(documents[documents["at"] >= first])
+                    skip, until = np.maximum(first - documents["at"], 0), last - documents["at"]
                     if whole:
-                        documents = begins[-1]
-                    skip = np.maximum(first - documents["at"], 0)
-                    until = documents["length"] if whole else last - documents["at"]
+                        documents, skip, until = begins[-1], 0, begins[-1]["length"]
                     lengths = np.minimum(documents["length"], until) - skip
                     starts = documents["start"].astype(np.int64) + skip
                     yield from blocks.gather(files, documents["unit"], starts, lengths, dtype)

@@ -159,9 +159,8 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
     offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     with path.open("wb") as file:
         if offsets[-1]:
-            file.writelines(
-                piece.data for piece in blocks.taken(offsets, np.memmap(unsorted, mode="r"), order)
-            )
+            pieces = blocks.taken(offsets, np.memmap(unsorted, mode="r"), order)
+            file.writelines(piece.data for piece in pieces)
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
@@ -182,9 +181,7 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
         shards.write_json(out / shards.TOKENIZER_CONFIG, config)
         write_atomically(out / shards.TOKENIZER_JSON, Path(given.path).read_bytes())
     elif (out / shards.TOKENIZER_JSON).exists():
-        raise ValueError(
-            f"{out / shards.TOKENIZER_JSON} is not this recipe's tokenizer, and would be used; remove it"
-        )
+        raise ValueError(f"{out / shards.TOKENIZER_JSON} is not this recipe's, and would be used; remove it")
     elif isinstance(given, TokenizerTraining):
         model = tokenizer.train(training_sample(recipe, out, given.train_bytes), given)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
@@ -197,10 +194,8 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     given = recipe.tokenizer
     if isinstance(given, TokenizerFile):
         return stage.key_of("tokenizer", file_sha256(Path(given.path)), tokenizer.load_given(given).names)
-    files = [
-        [receipt["files"][DOCUMENTS] for receipt in stage.receipts(out, "filter", source.name)]
-        for source in recipe.sources
-    ]
+    made = (stage.receipts(out, "filter", source.name) for source in recipe.sources)
+    files = [[receipt["files"][DOCUMENTS] for receipt in of_source] for of_source in made]
     left_out = None
     if recipe.dedup.minhash:
         units = [unit for source in recipe.sources for unit in stage.planned_units(out, source.name)]
@@ -216,10 +211,8 @@ def _held_out(recipe: Recipe) -> int:
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     """Training documents of every source in shuffled order, up to the source's share of train_bytes by size."""
-    sizes = {
-        each.name: sum(counts["bytes"] for counts in stage.counts(out, "filter", each.name))
-        for each in recipe.sources
-    }
+    counted = {each.name: stage.counts(out, "filter", each.name) for each in recipe.sources}
+    sizes = {name: sum(each["bytes"] for each in counts) for name, counts in counted.items()}
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)

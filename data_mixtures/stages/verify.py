@@ -57,11 +57,8 @@ def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int |
     ValueError when a source has no readable manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
-    files = [
-        (out / source, manifest, entry)
-        for source, manifest in manifests.items()
-        for entry in shards.token_files(manifest)
-    ]
+    of_sources = ((out / source, manifest) for source, manifest in manifests.items())
+    files = [(*each, entry) for each in of_sources for entry in shards.token_files(each[1])]
     found: list[Damage] = []
     spans: dict[str, list[Span]] = {source: [] for source in sources}
     with ThreadPoolExecutor(workers or usable_cpus()) as pool:
@@ -105,7 +102,7 @@ def _check_file(folder: Path, manifest: Json, entry: Json) -> tuple[list[Damage]
         return damage + wrong, []
     if not np.array_equal(begins, ends - lengths):
         wrong.append(
-            Damage(path, f"its documents do not begin at the token {manifest['bos_id']} in {entry['name']}")
+            Damage(path, f"its documents do not begin where {entry['name']} has {manifest['bos_id']}")
         )
     number = shards.shard_number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
@@ -158,9 +155,8 @@ def _check_source(folder: Path, manifest: Json, spans: list[Span]) -> list[Damag
     path = folder / shards.MANIFEST
     for (left, _, end), (right, begin, _) in pairwise(spans):
         if right == left + 1 and begin != end:
-            damage.append(
-                Damage(path, f"shard {left} lists documents up to token {end}, shard {right} from {begin}")
-            )
+            said = f"shard {left} lists documents up to token {end}, shard {right} from {begin}"
+            damage.append(Damage(path, said))
     windows = sum(entry["windows"] for entry in manifest["shards"])
     if windows != manifest["windows"]:
         damage.append(Damage(path, f"{manifest['windows']} windows, its shards have {windows}"))
@@ -168,9 +164,8 @@ def _check_source(folder: Path, manifest: Json, spans: list[Span]) -> list[Damag
         damage.append(Damage(path, f"{manifest['read']} documents read are not those kept and dropped"))
     listed = [*shards.token_files(manifest), *manifest.get("quarantined", [])]
     known = {shards.MANIFEST, *(name for entry in listed for name in shards.files_of(entry))}
-    return damage + [
-        Damage(each, "not in the manifest") for each in sorted(folder.iterdir()) if each.name not in known
-    ]
+    others = sorted(each for each in folder.iterdir() if each.name not in known)
+    return damage + [Damage(each, "not in the manifest") for each in others]
 
 
 def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
