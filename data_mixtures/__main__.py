@@ -55,21 +55,21 @@ def begun(given: Arguments, names: str) -> Iterator[pipeline.RunContext]:
     known = tuple(source.name for source in loaded.sources)
     sources = tuple(names.split(",")) if names else known
     recipe.check_known("source", sources, known)
+    how = given.options(), Console(highlight=False), given.mirror, given.budget_bytes, given.replace
     with stage.exclusive(given.out) as out:
-        yield pipeline.RunContext(loaded, out, sources, given.options(), Console(highlight=False))
+        yield pipeline.RunContext(loaded, out, sources, *how)
 
 
 def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:
     """One stage from text to shards."""
     with begun(given, sources) as context:
-        step = pipeline.stages_to_shards(given.mirror, given.budget_bytes)[name]
-        pipeline.do(context, step, given.replace)
+        pipeline.do(context, name)
 
 
 def manifest(given: Given, sources: Sources = "") -> None:
     """Publish the shards with their manifests, and pin the phases."""
     with begun(given, sources) as context:
-        pipeline.publish(context, given.replace)
+        pipeline.publish(context)
 
 
 def verify(given: Given, sources: Sources = "") -> None:

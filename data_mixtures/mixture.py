@@ -43,20 +43,15 @@ def pin(
 ) -> Path:
     """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
     first = shards.read_manifest(data_dir / next(iter(weights)))
-    facts = {key: first[key] for key in shards.TOKENIZER_FACTS}
-    same = {**facts, "seq_len": seq_len, "packing": packing}
-    lock = {
+    lock: Json = {
         "format": shards.FORMAT,
         "phase": phase,
         "seed": seed,
         "seq_len": seq_len,
         "packing": packing,
-        "order": order.RULE,
-        **facts,
-        "sources": [
-            source_entry(data_dir, name, weight, epoch_cap, same) for name, weight in weights.items()
-        ],
     }
+    lock |= {"order": order.RULE, **{key: first[key] for key in shards.TOKENIZER_FACTS}}
+    lock["sources"] = [source_entry(data_dir, *each, epoch_cap, lock) for each in weights.items()]
     path = data_dir / f"{phase}.lock.json"
     shards.write_json(path, {**lock, "fingerprint": fingerprint(lock)})
     return path
@@ -65,22 +60,15 @@ def pin(
 def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: Json) -> Json:
     """What a lock says of a source as it is now. ValueError for another tokenizer or length."""
     manifest = shards.read_manifest(data_dir / name)
-    facts = [key for key in (*shards.TOKENIZER_FACTS, "seq_len") if manifest[key] != lock[key]]
-    if facts:
+    if facts := [key for key in (*shards.TOKENIZER_FACTS, "seq_len") if manifest[key] != lock[key]]:
         raise ValueError(
             f"{data_dir / name} was tokenized with another tokenizer or length than the sources beside it: "
             f"{', '.join(facts)} differ. Prepare all sources with one recipe"
         )
     if ("flags" in manifest["valid"]) == (lock["packing"] == PACKING):
         raise ValueError(f"{data_dir / name} was packed otherwise than {lock['packing']!r}; prepare it again")
-    return {
-        "name": name,
-        "category": manifest["category"],
-        "weight": weight,
-        "windows": manifest["windows"],
-        "epoch_cap": epoch_cap,
-        "content_sha256": manifest["content_sha256"],
-    }
+    entry = {"name": name, "category": manifest["category"], "weight": weight, "windows": manifest["windows"]}
+    return {**entry, "epoch_cap": epoch_cap, "content_sha256": manifest["content_sha256"]}
 
 
 def fingerprint(lock: Json) -> str:
@@ -160,11 +148,9 @@ class Mixture:
 
     @classmethod
     def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
-        """Open a lock file and the sources beside it.
+        """Open a lock file and the sources beside it. offsets: `windows_per_source` of earlier phases.
 
-        offsets: windows of each source that earlier phases consumed (their `windows_per_source`).
-        ValueError for a lock that was edited, a manifest that is not the pinned one, a shard of the wrong
-        size, or a negative offset.
+        ValueError for an edited lock, a manifest that is not the pinned one, a shard of another size.
         """
         path = Path(lock_path)
         lock = read_lock(path)
@@ -182,8 +168,7 @@ class Mixture:
         return moved
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Global sequences first .. first + count: (tokens int64 (count, S +
-        1), source_index int64 (count,)).
+        """Global sequences from `first` on: (tokens int64 (count, S + 1), source_index int64 (count,)).
 
         ValueError when a source would pass its epoch cap, or when a block of a shard is damaged.
         """
@@ -207,18 +192,12 @@ class Mixture:
 
     def locate(self, numbers: np.ndarray) -> list[Json]:
         """Where sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
-        return [
-            {
-                "sequence": number,
-                "source": self.source_names[source],
-                "shard": self._file_names[file],
-                "token_offset": window * self.seq_len,
-                "epoch": epoch,
-            }
-            for number, source, file, window, epoch in np.stack(
-                [numbers, *self._find(numbers)], axis=1
-            ).tolist()
-        ]
+        places = []
+        for number, source, file, window, epoch in np.stack([numbers, *self._find(numbers)], axis=1).tolist():
+            place = {"source": self.source_names[source], "shard": self._file_names[file]}
+            offset = {"token_offset": window * self.seq_len, "epoch": epoch}
+            places.append({"sequence": number, **place, **offset})
+        return places
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
         """Windows of each source consumed after so many sequences, offsets included: closed form."""
@@ -240,21 +219,16 @@ class Mixture:
 
     def rule(self, sequences: int) -> str:
         """Identity (hex) of how the first sequences are drawn; a lock that changes later has the same."""
-        begun = self.schedule.segments[: max(self.schedule.begun(sequences), 1)]
-        named = [
-            [
-                each.first,
-                [pair for pair in zip(self.source_names, each.weights.tolist(), strict=True) if pair[1]],
-            ]
-            for each in begun
-        ]
+        named = []
+        for each in self.schedule.segments[: max(self.schedule.begun(sequences), 1)]:
+            weights = zip(self.source_names, each.weights.tolist(), strict=True)
+            named.append([each.first, [pair for pair in weights if pair[1]]])
         return _digest([order.RULE, self._decides, named])
 
     def read_files(self, source: str, windows: int) -> list[str]:
-        """Identities (hex) of what decides the first windows that are read of a source: of the files that hold
-        them, in their order, and behind the first epoch of the whole source.
+        """Identities (hex) of what decides the first windows that are read of a source: its files in their order.
 
-        Data with which such a list begins gives the same windows.
+        Behind the first epoch, of the whole source too. Data with which such a list begins gives the same windows.
         """
         index = self.source_names.index(source)
         begin, total = int(self._source_begins[index]), int(self._windows[index])
@@ -268,9 +242,7 @@ class Mixture:
         return [self._file_names[number], int(self._steps[number][0]), self._file_sha256[number]]
 
     def check_continues(self, source: str, windows: int, read: Sequence[str] | None) -> None:
-        """ValueError unless these are the data of which `windows` windows were read. read: `read_files` of them,
-        None where that was not kept.
-        """
+        """ValueError unless these data were read. read: their `read_files`, None where that was not kept."""
         now = self.read_files(source, windows)
         if now == read:
             return

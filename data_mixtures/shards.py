@@ -9,8 +9,8 @@ JSON. `valid.bin` has the same window form. Folders made before parity files wer
 which nothing reads.
 
 `source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no time, no
-path, no host. What a lock pins of it is its content (`content_sha256`): code version, plan, counts and
-document indexes say where it came from, and may differ.
+path, no host. A lock pins its content (`content_sha256`); code version, plan, counts and document indexes say
+where it came from, and may differ.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
-    """Write windows whose tokens come in pieces; returns the file's entry in the manifest.
-
-    A token takes as many bytes as in the pieces, which are all uint16 or all uint32.
-    """
+    """Write windows whose tokens come in pieces, all uint16 or all uint32; the file's entry in the manifest."""
     whole, block, blocks, room, size, tokens = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0, 0
     with path.open("wb") as file:
         for piece in pieces:
@@ -110,7 +107,7 @@ def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
 
 
 def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]) -> Json:
-    """The document index; its hash is of the uncompressed bytes, which do not depend on the zstd version.
+    """The document index, with a hash of its uncompressed bytes, on which the zstd version has no influence.
 
     columns: ids, lengths in tokens, lengths of origins in bytes. origins: their bytes together, in pieces.
     """
@@ -125,8 +122,12 @@ def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable
 
 def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
     """(ids uint64, lengths uint32, origins) of the documents that begin in a shard."""
+    return unpack_documents(unpacked(path))
+
+
+def unpacked(path: Path) -> bytes:
     with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
-        return unpack_documents(stream.read())
+        return stream.read()
 
 
 def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
@@ -196,10 +197,8 @@ def read_manifest(folder: Path) -> Json:
     manifest = read_json(path := folder / MANIFEST, PREPARE)
     check_format(path, manifest)
     if (said := manifest.get("content_sha256")) != (found := content_sha256(manifest)):
-        raise ValueError(
-            f"checksum mismatch: {path} says content_sha256 {said}, its data have {found}: "
-            f"damaged or edited; {PREPARE}"
-        )
+        edited = f"{path} says content_sha256 {said}, its data have {found}: damaged or edited"
+        raise ValueError(f"checksum mismatch: {edited}; {PREPARE}")
     return manifest
 
 
@@ -226,18 +225,12 @@ def check_sizes(folder: Path, manifest: Json) -> None:
     """Every file of the manifest exists with its size. ValueError names the first one that does not."""
     for entry in _window_files(manifest):
         path, expected = os.path.join(folder, entry["name"]), entry["bytes"]
-        try:
-            size = os.stat(
-                path
-            ).st_size  # one question a file: there may be thousands, on a file system far away
+        try:  # one question a file: there may be thousands, on a file system far away
+            size = os.stat(path).st_size
         except FileNotFoundError:
-            raise MissingFile(
-                f"{path} is missing, {expected} bytes in its manifest. Prepare the data again"
-            ) from None
+            raise MissingFile(f"{path} is missing, {expected} bytes in its manifest. {PREPARE}") from None
         if size != expected:
-            raise ValueError(
-                f"{path} has {size} bytes, its manifest says {expected}: truncated or foreign. Prepare the data again"
-            )
+            raise ValueError(f"{path} has {size} bytes, its manifest says {expected}: truncated. {PREPARE}")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -83,10 +83,7 @@ def run(given: Question, console: Console) -> None:
         found = chain.from_iterable(starmap(sequences, _asked(given, attempts)))
     count = 0
     for count, each in enumerate(found, 1):  # noqa: B007
-        if given.json:
-            print(json.dumps(each, ensure_ascii=False))
-        else:
-            print_text(each, console)
+        print(json.dumps(each, ensure_ascii=False)) if given.json else print_text(each, console)
     if not count:
         raise ValueError("no such document in the training data; held-out documents are in no document index")
 
@@ -168,14 +165,13 @@ def _names(folder: Path) -> list[str]:
 
 def _documents(folder: Path, place: Json, tokens: np.ndarray) -> list[Json]:
     """The documents of a window, in its order; ValueError where they do not begin where the index says."""
-    manifest = _manifest(folder)
     at = _names(folder).index(place["shard"])
     begins, facts = index(folder, at)
     begins = begins - place["token_offset"]
-    inside = np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
-    found = [{"begins": int(begins[i]), **facts(i)} for i in inside]
+    begun = np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
+    found = [{"begins": int(begins[i]), **facts(i)} for i in begun]
     inside = len(tokens) - 1  # the last token is the next window's first, which may be in the next shard
-    expected = np.flatnonzero(tokens[:inside] == manifest["bos_id"]).tolist()
+    expected = np.flatnonzero(tokens[:inside] == _manifest(folder)["bos_id"]).tolist()
     if [each["begins"] for each in found if each["begins"] < inside] != expected:
         raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
     if not found or found[0]["begins"]:

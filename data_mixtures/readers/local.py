@@ -88,10 +88,7 @@ def _in_place(pattern: str, roots: Mapping[str, str]) -> str:
 
 
 def portable(path: str, roots: Mapping[str, str]) -> str:
-    """A file's name in plans, orders and origins: the same files in another folder must get the same place.
-
-    Those beside the recipe are named from there.
-    """
+    """A file's name in plans, orders and origins, the same in another folder; from the recipe's on, beside it."""
     for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):  # one may contain the other
         if path.startswith(root + os.sep):
             return path[len(root) + 1 :] if name == "recipe" else name + path[len(root) :]
@@ -100,9 +97,7 @@ def portable(path: str, roots: Mapping[str, str]) -> str:
 
 def _glob(pattern: str) -> Iterator[Listed]:
     if "://" not in pattern:
-        for path in glob.iglob(pattern, recursive=True):
-            if os.path.isfile(path):
-                yield _listed(path)
+        yield from map(_listed, filter(os.path.isfile, glob.iglob(pattern, recursive=True)))
         return
     with store.named(pattern):
         system, name = fsspec.url_to_fs(pattern)
@@ -215,11 +210,9 @@ def can_seek(name: str) -> bool:
 def documents(
     source_input: Input, names: Iterable[str], dropped: Dropped, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
-    """All documents of text or JSON lines up to the input's cap; what gives none is counted in `dropped`.
+    """All documents of text or JSON lines, up to the first that does not fit under the input's cap.
 
-    span: of JSON lines, those that begin in these bytes alone; rows are counted from there.
-
-    It ends at the first text that does not fit under the cap, so it is at most one document short of it.
+    dropped: counts what gives none. span: of JSON lines, those that begin in these bytes; so rows are counted.
     """
     size = 0
     for text, name, row, fields in _read(source_input, names, dropped, span):

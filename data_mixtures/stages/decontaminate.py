@@ -159,8 +159,8 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     found = zip(items, inside, strict=True)
     described = [asdict(Benchmark(name, len(items[name]), count, hashes[name])) for name, count in found]
     text = json.dumps({"code": code, "benchmarks": described}).encode()
-    archive, header = io.BytesIO(), np.frombuffer(text, np.uint8)
-    np.savez(archive, header=header, **cast(Any, arrays))
+    archive = io.BytesIO()
+    np.savez(archive, header=np.frombuffer(text, np.uint8), **cast(Any, arrays))
     write_atomically(path, archive.getvalue())
 
 

@@ -1,17 +1,15 @@
 """Near copies: documents.parquet of all sources -> DIR/dedup/<source>/unit-NNNNN/, the rows that tokenize
 leaves out.
 
-MinHash with datatrove's normalisation of text, shingles and hash functions, and its rule for two documents:
-they are near copies when all hashes of a bucket, a band, are equal. A document stays only if it comes first
-in every one of its bands: what is held out before the rest, so that a run trains on no near copy of what it
-is validated on, then in the order of the recipe's sources and of the documents in a source. So no two
-documents that stay share a band, and who is left out shares one with a document before it. No pairs and no
-clusters are made: the work is linear in documents, counted in docs/decisions/data-pipeline.md.
+MinHash with datatrove's normalisation of text, shingles, hash functions, and its rule: two documents are near
+copies when all hashes of a bucket, a band, are equal. A document stays only if it comes first in all of its
+bands: what is held out before the rest, so that a run trains on no near copy of what it is validated on, then in
+the recipe's order. So no two that stay share a band, and who goes shares one with a document before it. No pairs,
+no clusters: the work is linear in documents, counted in docs/decisions/data-pipeline.md.
 
-Three stages. `signatures`, by group of filtered units: a row for each band of each document, sorted by the
-band's hash. `bands`, by range of hashes: who is not first there, sorted by number, a document's place in
-all units of all sources in the recipe's order. `dedup`, by group: its rows of all ranges. So every row is
-written once and read once.
+Three stages. `signatures`, by group of filtered units: a row for each band of each document, by the band's hash.
+`bands`, by range of hashes: who is not first there, by number, a document's place in all units of all sources.
+`dedup`, by group: its rows of all ranges. So every row is written once and read once.
 """
 
 from __future__ import annotations
@@ -51,7 +49,8 @@ class Signatures(Grouped):
         return stage.key_of(self.name, settings, quality.versions(("datatrove", "spacy")), self.files(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        sign, lows, hashes = signer(self.recipe.dedup), [], []
+        sign, lows = signer(self.recipe.dedup), list[int]()
+        hashes = [np.empty(0, np.uint64)]
         for member, _ in self.members(unit):
             for ids, texts, _ in documents.read_documents(
                 stage.checked(self.out, "filter", member, DOCUMENTS)
@@ -62,7 +61,7 @@ class Signatures(Grouped):
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
         below = np.array([shards.held_out_below(share) for share in range(1, 5001)], np.uint64)
         shares = np.searchsorted(below, np.array(lows, np.uint64), side="right")
-        rows["hash"] = np.concatenate([np.empty(0, np.uint64), *hashes])
+        rows["hash"] = np.concatenate(hashes)
         for name, values in (("row", np.arange(len(lows))), ("share", shares)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)
         rows = rows[np.argsort(rows["hash"], kind="stable")]
@@ -117,9 +116,7 @@ def read_sorted(work: Stage, made_by: str, unit: Unit, ranges: slice, dtype: np.
 
 @dataclass(frozen=True)
 class Bands(Stage):
-    """sorted.bin: numbers (int64) of the documents that are not first in a band, each once; bounds.npy: by
-    group. A unit: a range of hashes.
-    """
+    """A range of hashes: numbers (int64) of documents that are not first in a band, each once, by group."""
 
     name = BANDS
 

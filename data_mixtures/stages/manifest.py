@@ -36,23 +36,19 @@ _DECIDES = ("seed", "seq_len", "windows_per_shard", "max_document_chars", "filte
 def write(
     recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console, replace: bool = False
 ) -> dict[str, str]:
-    """Publish every source and pin every phase of the recipe; returns "built" or "reused" by source.
+    """Publish every source and pin every phase of the recipe; "built" or "reused" by source.
 
-    ValueError when a stage before is not finished, counts do not add up, or a lock pins other data of a
-    source and `replace` is not given.
+    ValueError when a stage before is not finished, counts do not add up, or a lock pins other data of a source.
     """
     made = {}
     for source in sources:
         made[source] = _publish(recipe, out, source, replace)
         console.print(f"{out / source}: {made[source]}", soft_wrap=True)
+    how = recipe.seed, recipe.seq_len, recipe.epoch_cap, recipe.packing
     for phase, weights in recipe.phases.items():
-        if missing := [name for name in weights if not (out / name / shards.MANIFEST).is_file()]:
-            console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
-        else:
-            lock = mixture.pin(
-                out, phase, weights, recipe.seed, recipe.seq_len, recipe.epoch_cap, recipe.packing
-            )
-            console.print(f"{lock}", soft_wrap=True)
+        missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
+        absent = f"{phase} is not pinned yet: {', '.join(missing)} not prepared"
+        console.print(absent if missing else f"{mixture.pin(out, phase, weights, *how)}", soft_wrap=True)
     return made
 
 
@@ -86,12 +82,11 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     del said["filter"]["benchmarks"]  # paths, may move
     if not said["dedup"]["contained_share"]:
         del said["dedup"]["contained_share"]  # as before there was such a key
-    if isinstance(recipe.tokenizer, TokenizerTraining):
-        said["tokenizer"] = [asdict(recipe.tokenizer), [each.name for each in recipe.sources]]
+    if isinstance(given := recipe.tokenizer, TokenizerTraining):
+        said["tokenizer"] = [asdict(given), [each.name for each in recipe.sources]]
     else:
-        given = recipe.tokenizer
-        there = Path(given.path).is_file()
-        said["tokenizer"] = [file_sha256(Path(given.path)), given.bos, given.eos] if there else None
+        path = Path(given.path)
+        said["tokenizer"] = [file_sha256(path), given.bos, given.eos] if path.is_file() else None
     with suppress(ValueError):  # it is not planned yet
         said["plan"] = stage.planned(out, source)["plan_hash"]
     return json.loads(json.dumps(said))  # as source.json has it
@@ -132,8 +127,11 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
         return _publish_there(there, out, source, description, replace)
     final = out / source
     if (published := _published(final, description, files)) is not None:
-        made_by = {"code_version": published["code_version"]}  # which made the shards
-        described = {**published, **description, **made_by}
+        described = {
+            **published,
+            **description,
+            "code_version": published["code_version"],
+        }  # it made the shards
         if described != published:  # the same data with other counts, or of another plan
             shards.write_manifest(final, described)
         return "reused"
@@ -167,10 +165,10 @@ def _publish_there(there: store.Store, out: Path, source: str, description: Json
                 raise ValueError(f"{there.url}/{source} lacks files of {unit}; start again: it makes them")
     published = _manifest(final)
     same = published.get("content_sha256") == shards.content_sha256(description) and len(freed) == len(units)
-    if not same and not replace:
-        _refuse_other_data(out, source, description)
     made_by = {"code_version": published["code_version"]} if same else {}
     if not same:
+        if not replace:
+            _refuse_other_data(out, source, description)
         there.remove([final / shards.MANIFEST])
     for unit in units:
         if unit not in freed:
@@ -193,20 +191,18 @@ def _published(final: Path, description: Json, files: dict[str, Path]) -> Json |
     manifest = _manifest(final)
     try:
         shards.check_sizes(final, description)
-    except ValueError:
+        same = manifest.get("content_sha256") == shards.content_sha256(description)
+        return (
+            manifest if same and all(_is_copy(final / name, path) for name, path in files.items()) else None
+        )
+    except (ValueError, FileNotFoundError):
         return None
-    same = manifest.get("content_sha256") == shards.content_sha256(description) and all(
-        (final / name).is_file()
-        and (not path.exists() or _size_and_time(path) == _size_and_time(final / name))
-        for name, path in files.items()
-    )
-    return manifest if same else None
 
 
-def _size_and_time(path: Path) -> tuple[int, int]:
-    """What a link or a copy has in common with its file until one of them is changed."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def _is_copy(link: Path, path: Path) -> bool:
+    """Whether a link or a copy and its file, unless that was freed, have size and time in common."""
+    is_, was = link.stat(), path.stat() if path.exists() else link.stat()
+    return (is_.st_size, is_.st_mtime_ns) == (was.st_size, was.st_mtime_ns)
 
 
 def _link(path: Path, link: Path) -> None:
@@ -241,8 +237,8 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
 def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
     """What the tokenizer of the folder decides. ValueError when the shards are not of its width."""
     facts = tokenizer.facts(shards.tokenizer_path(out))
-    entries = [entry for entry in entries if entry["tokens"]]
-    if any(shards.token_dtype(entry).itemsize != facts["token_bytes"] for entry in entries):
+    widths = {shards.token_dtype(entry).itemsize for entry in entries if entry["tokens"]}
+    if widths - {facts["token_bytes"]}:
         place = out / shuffle.SHUFFLE / source
         raise ValueError(f"{place} was made with another tokenizer; run 'tokenize' again")
     return facts

@@ -128,11 +128,8 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     _read_receipts(stage, units)
     todo = [unit for unit in units if not is_done(stage, unit)]
     done = len(units) - len(todo)
-    columns = (
-        progress.SpinnerColumn(),
-        *progress.Progress.get_default_columns(),
-        progress.MofNCompleteColumn(),
-    )
+    said = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    columns = *said, progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
     with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(stage.name, total=len(units), completed=done)
         _run(stage, todo, options, lambda finished: bar.update(task, completed=done + finished))
@@ -170,9 +167,10 @@ def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:
         row = sums.setdefault(unit.source, Counter())
         row["units"] += 1
         for name, value in receipt["counts"].items():
-            counts = value.values() if isinstance(value, Mapping) else [value]
-            if counts := [count for count in counts if isinstance(count, int)]:
-                row[name] += sum(counts)
+            if isinstance(value, Mapping):
+                value = sum(each for each in value.values() if isinstance(each, int))
+            if isinstance(value, int):
+                row[name] += value
     columns = dict.fromkeys(name for row in sums.values() for name in row)
     rows = [[source, *(f"{row[name]:,}" for name in columns)] for source, row in sums.items()]
     return figures(stage, ("source", *columns), rows)

@@ -1,5 +1,4 @@
-"""From sorted runs to shards: one order for a whole source, then every shard gathered from
-where its tokens lie.
+"""From sorted runs to shards: one order for a whole source, then every shard gathered from where its tokens lie.
 
 Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and (high, low)
 are the halves of the 128-bit hash of the text. So a range of keys is a contiguous slice of every run, and
@@ -119,8 +118,8 @@ class WriteShards(Stage):
         if not entry["windows"]:  # no document begins in this part of the stream
             return entry
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
-            columns = (index[name] for name in ("unit", "origin", "origin_bytes"))
-            origins = blocks.gather(files, *columns, np.dtype("u1"))
+            units, starts, sizes = (index[name] for name in ("unit", "origin", "origin_bytes"))
+            origins = blocks.gather(files, units, starts, sizes, np.dtype("u1"))
             if order is not None:
                 offsets = np.append(0, np.cumsum(index["origin_bytes"], dtype=np.int64))
                 whole = np.concatenate([np.empty(0, np.uint8), *origins])
@@ -163,9 +162,7 @@ class WriteShards(Stage):
     def _tokens(
         self, source: str, part: str, first: int, last: int, begins: list[np.ndarray], whole: bool = False
     ) -> Iterator[np.ndarray]:
-        """Tokens first <= i < last of the source's stream in pieces, or those of the documents that begin
-        there; `begins` gets these documents.
-        """
+        """Tokens first <= i < last of the source's stream, or of documents that begin there; `begins` gets these."""
         at, dtype = 0, sorted_runs.dtype_of(self.out, source)
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
             for number, receipt in enumerate(self._orders(source)):

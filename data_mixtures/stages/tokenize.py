@@ -60,6 +60,7 @@ class Tokenize(Stage):
         made = _loaded(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         sample = Sample(made, fast)
         rows, looping = [], [np.empty(0, bool)]
+        wanted = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
             for ids, texts, origins in documents.kept(self.recipe, self.out, unit):
@@ -68,7 +69,6 @@ class Tokenize(Stage):
                 token_file.write(tokens.data)
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
-                wanted = self.recipe.filter.repeated_ngrams
                 looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
         found = np.concatenate([np.empty(0, DOCUMENT), *rows])
         order = by_key(found)
@@ -102,11 +102,10 @@ class Sample:
 
     def check(self, ids: list[bytes], texts: list[bytes]) -> None:
         """_OtherIds where the fast encoder must not be used for this unit."""
-        for identity, text in zip(ids, texts, strict=True):
-            first, self.bytes = self.bytes < _COMPARED_BYTES, self.bytes + len(text)
-            if not (self.fast and (first or int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0)):
-                continue
-            if not self.made.is_exact(text.decode("utf-8")[:_COMPARED_CHARS]):
+        for identity, text in zip(ids, texts, strict=True) if self.fast else ():
+            chosen = self.bytes < _COMPARED_BYTES or int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0
+            self.bytes += len(text)
+            if chosen and not self.made.is_exact(text.decode("utf-8")[:_COMPARED_CHARS]):
                 raise _OtherIds
 
 
@@ -164,8 +163,7 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's file, or trained on
-    what the filter kept.
+    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on what the filter kept.
 
     tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
     """
