@@ -226,9 +226,9 @@ class Mixture:
         return _digest([order.RULE, self._decides, named])
 
     def read_files(self, source: str, windows: int) -> list[str]:
-        """Identities (hex) of what decides the first windows that are read of a source: its files in their order.
+        """Identities (hex) of what decides the first windows that are read of a source: its files.
 
-        Behind the first epoch, of the whole source too. Data with which such a list begins gives the same windows.
+        Behind the first epoch, of the whole source too. Equal beginnings give the same windows.
         """
         index = self.source_names.index(source)
         begin, total = int(self._source_begins[index]), int(self._windows[index])

@@ -8,8 +8,8 @@ n_s). In epoch 0, pi stays within each shard file, whose documents are shuffled 
 the windows of a long document apart. Afterwards it is a keyed permutation of the whole source.
 
 The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): with n
-sources no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences, and every block
-is exact. Taking the largest deficit first has no such bound: docs/decisions/data-order.md.
+sources no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences, and every
+block is exact. Taking the largest deficit first has no such bound: docs/decisions/data-order.md.
 """
 
 from __future__ import annotations

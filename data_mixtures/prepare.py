@@ -1,13 +1,14 @@
-"""`python -m data_mixtures.prepare RECIPE.toml --out DIR`: text -> token shards, manifests, lock
-files, in one go.
+"""`python -m data_mixtures.prepare RECIPE.toml --out DIR`: text -> token shards, manifests, lock files, in
+one go.
 
     DIR/tokenizer.model
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.docs.zst, valid.bin
     DIR/phase1.lock.json, DIR/phase2.lock.json, ...
     DIR/plan.json, DIR/<stage>/<source>/unit-NNNNN/: intermediate results; a restart continues from them
 
-It runs all stages in order (`python -m data_mixtures` runs one). The same texts give the same bytes, whatever the
-number of workers, and however often it was killed and started again. The arguments of both commands are here.
+It runs all stages in order (`python -m data_mixtures` runs one). The same texts give the same bytes, whatever
+the number of workers, and however often it was killed and started again. The arguments of both commands are
+here.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def prepare(
 
 
 def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
-    """What each source holds; then its documents' lengths, cuts by max_document_chars, and tokens not used."""
+    """What each source holds; then its documents' lengths, cuts, and tokens not used."""
     rows, lengths = [], []
     for name, how in made.items():
         m = shards.read_manifest(out / name)

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 KINDS = ("text", "jsonl", "parquet", "resolved")
 RESERVED_FOLDERS = (
@@ -19,7 +19,6 @@ RESERVED_FOLDERS = (
     "tokenize", "runs", "order", "shuffle",
 )  # fmt: skip
 PACKINGS = ("concat", "best_fit")
-T = TypeVar("T")
 LIMITS = {"seed": (0, 2**63 - 1), "valid_per_10000": (0, 5000), "vocab_size": (300, None)}  # others: from 1
 
 

@@ -147,14 +147,12 @@ def _source(name: str, values: Table) -> LocalSource | HubSource:
         raise ValueError(
             f"{what} needs either inputs = [{{ kind = ..., paths = [...] }}] or repo = 'owner/name'"
         )
-    found: LocalSource | HubSource
-    if "repo" in values:
-        found = _made(HubSource, values, what, name=name)
-    else:
-        given = values["inputs"]
-        tables = given if isinstance(given, list) else [given]
-        inputs = [_made(Input, table, f"{what}: input") for table in tables]
-        found = _made(LocalSource, {**values, "inputs": inputs}, what, name=name)
+    given = values.get("inputs", [])
+    tables = given if isinstance(given, list) else [given]
+    if inputs := [_made(Input, table, f"{what}: input") for table in tables]:
+        values = {**values, "inputs": inputs}
+    kind: Callable[..., LocalSource | HubSource] = HubSource if "repo" in values else LocalSource
+    found = _made(kind, values, what, name=name)
     if not 0 < found.keep <= 1:
         raise ValueError(f"{what}: keep = {found.keep!r} must be a share above 0, at most 1")
     return found

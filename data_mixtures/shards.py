@@ -73,7 +73,7 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
-    """Write windows whose tokens come in pieces, all uint16 or all uint32; the file's entry in the manifest."""
+    """Write windows whose tokens come in pieces, all uint16 or all uint32; the file's entry."""
     whole, block, blocks, room, size, tokens = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0, 0
     with path.open("wb") as file:
         for piece in pieces:

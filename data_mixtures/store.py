@@ -1,8 +1,9 @@
 """A data folder behind a URL (`--out s3://bucket/data`): stages work in a copy of it on this machine's disk.
 
-It holds plans, receipts, manifests; data come when they are read, up to KEPT_BYTES at a time, and what a unit makes
-goes to the store and leaves the disk, its receipt last: an object is there whole or not at all, so a receipt is as
-atomic as a rename. `.url` in it says what it is a copy of. Each worker has a copy of its own, in TMPDIR.
+It holds plans, receipts, manifests; data come when they are read, up to KEPT_BYTES at a time, and what a unit
+makes goes to the store and leaves the disk, its receipt last: an object is there whole or not at all, so a
+receipt is as atomic as a rename. `.url` in it says what it is a copy of. Each worker has a copy of its own,
+in TMPDIR.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _in_place(pattern: str, roots: Mapping[str, str]) -> str:
 
 
 def portable(path: str, roots: Mapping[str, str]) -> str:
-    """A file's name in plans, orders and origins, the same in another folder; from the recipe's on, beside it."""
+    """A file's name in plans and origins, the same in another folder; beside the recipe, from there on."""
     for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):  # one may contain the other
         if path.startswith(root + os.sep):
             return path[len(root) + 1 :] if name == "recipe" else name + path[len(root) :]
@@ -212,7 +212,7 @@ def documents(
 ) -> Iterator[Document]:
     """All documents of text or JSON lines, up to the first that does not fit under the input's cap.
 
-    dropped: counts what gives none. span: of JSON lines, those that begin in these bytes; so rows are counted.
+    dropped: counts what gives none. span: the JSON lines, and rows, that begin in these bytes.
     """
     size = 0
     for text, name, row, fields in _read(source_input, names, dropped, span):

@@ -2,13 +2,13 @@
 leaves out.
 
 A held-out document of which `contained_share` of the runs of 13 words stand in documents of training is left
-out of validation. Training keeps its text: else a held-out file that is nothing but a licence would take every
-file with that licence out of it. Words, runs and their search are those of `decontaminate`, where a document is
-a passage; the MOST_GRAMS runs with the smallest hashes are a fair sample of many.
+out of validation. Training keeps its text: else a held-out file that is nothing but a licence would take
+every file with that licence out of it. Words, runs and their search are those of `decontaminate`, where a
+document is a passage; the MOST_GRAMS runs with the smallest hashes are a fair sample of many.
 
 Three stages, by group of filtered units but for the last: `held_out`, the runs of its held-out documents;
-`scan`, which of all those its documents of training have; `contained`, once: the documents. Near copies are out
-before. The text is read twice; a worker holds the runs of all held-out documents, 64 times 20 bytes each.
+`scan`, which of all those its documents of training have; `contained`, once: the documents. Near copies are
+out before. The text is read twice; a worker holds the runs of all held-out documents, 64 times 20 bytes each.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@ leaves out.
 
 MinHash with datatrove's normalisation of text, shingles, hash functions, and its rule: two documents are near
 copies when all hashes of a bucket, a band, are equal. A document stays only if it comes first in all of its
-bands: what is held out before the rest, so that a run trains on no near copy of what it is validated on, then in
-the recipe's order. So no two that stay share a band, and who goes shares one with a document before it. No pairs,
-no clusters: the work is linear in documents, counted in docs/decisions/data-pipeline.md.
+bands: what is held out before the rest, so that a run trains on no near copy of what it is validated on, then
+in the recipe's order. So no two that stay share a band, and who goes shares one with a document before it. No
+pairs, no clusters: the work is linear in documents, counted in docs/decisions/data-pipeline.md.
 
-Three stages. `signatures`, by group of filtered units: a row for each band of each document, by the band's hash.
-`bands`, by range of hashes: who is not first there, by number, a document's place in all units of all sources.
-`dedup`, by group: its rows of all ranges. So every row is written once and read once.
+Three stages. `signatures`, by group of filtered units: a row for each band of each document, by the band's
+hash. `bands`, by range of hashes: who is not first there, by number, a document's place in all units of all
+sources. `dedup`, by group: its rows of all ranges. So every row is written once and read once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Signatures(Grouped):
 
 
 def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
-    """(text, low half of its id) -> a hash for each band, uint64; without shingles it is a copy of itself alone."""
+    """(text, low half of its id) -> a hash for each band, uint64; of text without shingles, that half."""
     from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
     from datatrove.utils.word_tokenizers import WordTokenizer
 

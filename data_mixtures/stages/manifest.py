@@ -118,13 +118,13 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     count = len(shuffle.WriteShards(recipe, out, (source,)).units())
     written = receipts(out, shuffle.SHUFFLE, source, count)
     description = _description(recipe, out, source, written)
+    if there := store.of(out):
+        return _publish_there(there, out, source, description, written, replace)
     files = {
         name: stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) / name
         for number, receipt in enumerate(written)
         for name in receipt["files"]
     }
-    if there := store.of(out):
-        return _publish_there(there, out, source, description, replace)
     final = out / source
     if (published := _published(final, description, files)) is not None:
         described = {
@@ -150,32 +150,30 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     return "built"
 
 
-def _publish_there(there: store.Store, out: Path, source: str, description: Json, replace: bool) -> str:
+def _publish_there(
+    there: store.Store, out: Path, source: str, description: Json, written: tuple[Json, ...], replace: bool
+) -> str:
     """Where nothing can be linked: files move from their units, and source.json is written last."""
     final, sizes, known = out / source, there.sizes(out / source), {shards.MANIFEST}
-    units = [Unit(source, number) for number in range(len(description["shards"]) + 1)]
-    freed = set[Unit]()
-    for unit in units:
-        receipt = stage.receipt_of(out, shuffle.SHUFFLE, unit)
+    left = dict[Unit, Json]()
+    for unit, receipt in ((Unit(source, number), receipt) for number, receipt in enumerate(written)):
         known |= receipt["files"].keys()
-        if receipt.get("freed"):
-            freed.add(unit)
-            if any(sizes.get(name) != entry["bytes"] for name, entry in receipt["files"].items()):
-                stage.forget(out, shuffle.SHUFFLE, unit)
-                raise ValueError(f"{there.url}/{source} lacks files of {unit}; start again: it makes them")
+        if not receipt.get("freed"):
+            left[unit] = receipt["files"]
+        elif any(sizes.get(name) != entry["bytes"] for name, entry in receipt["files"].items()):
+            stage.forget(out, shuffle.SHUFFLE, unit)
+            raise ValueError(f"{there.url}/{source} lacks files of {unit}; start again: it makes them")
     published = _manifest(final)
-    same = published.get("content_sha256") == shards.content_sha256(description) and len(freed) == len(units)
+    same = published.get("content_sha256") == shards.content_sha256(description) and not left
     made_by = {"code_version": published["code_version"]} if same else {}
     if not same:
         if not replace:
             _refuse_other_data(out, source, description)
         there.remove([final / shards.MANIFEST])
-    for unit in units:
-        if unit not in freed:
-            folder = stage.unit_folder(out, shuffle.SHUFFLE, unit)
-            for name in stage.receipt_of(out, shuffle.SHUFFLE, unit)["files"]:
-                there.copy(folder / name, final / name)
-            stage.free(out, shuffle.SHUFFLE, unit)
+    for unit, files in left.items():
+        for name in files:
+            there.copy(stage.unit_folder(out, shuffle.SHUFFLE, unit) / name, final / name)
+        stage.free(out, shuffle.SHUFFLE, unit)
     there.remove(final / name for name in sizes.keys() - known)
     final.mkdir(exist_ok=True)
     shards.write_manifest(final, {**description, **made_by})

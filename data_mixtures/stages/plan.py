@@ -107,7 +107,7 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
 def _groups(
     source_input: Input, files: list[local.Listed]
 ) -> Iterator[tuple[list[local.Listed], list[int], list[Json]]]:
-    """Files of an input that belong together; row groups, of contents; what else the plan says of each unit of them."""
+    """Files that belong together; row groups, of contents; what the plan says of each unit of them."""
     if source_input.kind == "resolved":
         whole: list[Json] = [{}]
         yield from (([file], rows, whole) for file in files for rows in content.units(file[0]))

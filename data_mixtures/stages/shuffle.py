@@ -1,4 +1,4 @@
-"""From sorted runs to shards: one order for a whole source, then every shard gathered from where its tokens lie.
+"""From sorted runs to shards: one order for a source, then every shard gathered from where its tokens lie.
 
 Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and (high, low)
 are the halves of the 128-bit hash of the text. So a range of keys is a contiguous slice of every run, and
@@ -162,7 +162,7 @@ class WriteShards(Stage):
     def _tokens(
         self, source: str, part: str, first: int, last: int, begins: list[np.ndarray], whole: bool = False
     ) -> Iterator[np.ndarray]:
-        """Tokens first <= i < last of the source's stream, or of documents that begin there; `begins` gets these."""
+        """Tokens first <= i < last of a source, or of documents that begin there, which `begins` gets."""
         at, dtype = 0, sorted_runs.dtype_of(self.out, source)
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
             for number, receipt in enumerate(self._orders(source)):

@@ -159,8 +159,8 @@ def _phases(out: Path, sequences: Mapping[str, int]) -> Json:
         mixture = Mixture.open(path, consumed)
         total = sum(mixture.weights)
         shares = {s: weight / total for s, weight in zip(mixture.source_names, mixture.weights, strict=True)}
-        facts = {"fingerprint": mixture.fingerprint, "shares": shares}
-        phases[phase] = {**facts, "categories": mixture.categories}
+        phases[phase] = {"fingerprint": mixture.fingerprint, "shares": shares}
+        phases[phase]["categories"] = mixture.categories
         if phase in sequences:
             check_integer(f"sequences of {phase}", sequences[phase], low=0)
             consumed = mixture.windows_per_source(sequences[phase])
@@ -170,7 +170,7 @@ def _phases(out: Path, sequences: Mapping[str, int]) -> Json:
 
 
 def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> Json:
-    """{"pairs": [{"sources", "documents"}]}: how many ids they share; {"unknown": why} when units were deleted."""
+    """{"pairs": [{"sources", "documents"}]}: of equal ids; {"unknown": why} when units were deleted."""
     documents = 0
     for source in sources:
         name, units = sorted_runs.made_by(out, source)
@@ -181,8 +181,9 @@ def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> Jso
             documents += receipt["counts"]["documents"]
     ranges = sorted_runs.key_ranges(documents)
     shared = np.sum(list(pool.map(lambda keys: _shared_in_range(out, sources, *keys), ranges)), axis=0)
-    places = ((sources[a], sources[b], int(shared[a, b])) for a, b in np.argwhere(shared))
-    pairs = [{"sources": [one, other], "documents": count} for one, other, count in places]
+    pairs = [
+        {"sources": [sources[a], sources[b]], "documents": int(shared[a, b])} for a, b in np.argwhere(shared)
+    ]
     return {"pairs": sorted(pairs, key=lambda pair: -pair["documents"])}
 
 

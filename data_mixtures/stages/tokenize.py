@@ -163,7 +163,7 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on what the filter kept.
+    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on the text.
 
     tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
     """
