@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 from rich.console import Console
 
@@ -119,12 +118,12 @@ def make(
 def _print(before: Mixture, after: Mixture, first: int, sizes: dict[str, int], console: Console) -> None:
     read, latest = before.windows_per_source(first), after.windows_per_source(first)
     old = dict(zip(before.source_names, before.weights, strict=True))
-    rows = []
+    rows, repeated = [], 0
     for (name, windows), weight in zip(sizes.items(), after.weights, strict=True):
         left = windows - latest[name] % windows
         again = max(read.get(name, 0) - latest[name], 0)
+        repeated += again
         rows.append([name, *(f"{n:,}" for n in (old.get(name, 0), weight, latest[name], left, again))])
     head = ("source", "weight before", "from then on", "windows read", "left of this epoch", "read again")
     console.print(figures(f"{after.phase} from sequence {first:,} on", head, rows))
-    again = int(np.sum([max(read.get(name, 0) - latest[name], 0) for name in latest]))
-    console.print(f"{again} windows are read again because of the change")
+    console.print(f"{repeated} windows are read again because of the change")

@@ -247,7 +247,7 @@ def _counts(out: Path, source: str) -> Json:
     fetched = stage.counts(out, "fetch", source) if stage.read_receipt(out, "fetch", Unit(source, 0)) else []
     filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
     ordered = stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
-    parts = _ordered(out, source, "train") + _ordered(out, source, "valid")
+    parts = [each[part] for each in ordered for part in ("train", "valid")]
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter[str]()
     for counts in fetched:
