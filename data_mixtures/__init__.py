@@ -1,3 +1,1 @@
-"""From text to batches: recipes (TOML) -> token shards with manifests (`prepare`) -> the order
-of a run (`Mixture`).
-"""
+"""Recipes (TOML) -> token shards with manifests (`prepare`) -> the order of a run (`Mixture`)."""

@@ -26,9 +26,7 @@ from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages import stats as statistics
 
 Given = tyro.conf.OmitArgPrefixes[Arguments]
-Sources = Annotated[
-    str, tyro.conf.arg(help="names of sources, separated by commas; default: all of the recipe")
-]
+Sources = Annotated[str, tyro.conf.arg(help="names of sources, separated by commas; default: all")]
 
 
 def main() -> int:
@@ -47,9 +45,8 @@ def run(arguments: Sequence[str]) -> None:
         "show": show.command,
         "change": change.command,
     }
-    tyro.extras.subcommand_cli_from_dict(
-        commands, prog="python -m data_mixtures", description=__doc__, args=arguments
-    )
+    program = "python -m data_mixtures"
+    tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=__doc__, args=arguments)
 
 
 @contextmanager
@@ -58,21 +55,21 @@ def begun(given: Arguments, names: str) -> Iterator[pipeline.RunContext]:
     known = tuple(source.name for source in loaded.sources)
     sources = tuple(names.split(",")) if names else known
     recipe.check_known("source", sources, known)
+    how = given.options(), Console(highlight=False), given.mirror, given.budget_bytes, given.replace
     with stage.exclusive(given.out) as out:
-        yield pipeline.RunContext(loaded, out, sources, given.options(), Console(highlight=False))
+        yield pipeline.RunContext(loaded, out, sources, *how)
 
 
 def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:
     """One stage from text to shards."""
     with begun(given, sources) as context:
-        step = pipeline.stages_to_shards(given.mirror, given.budget_bytes)[name]
-        pipeline.do(context, step, given.replace)
+        pipeline.do(context, name)
 
 
 def manifest(given: Given, sources: Sources = "") -> None:
     """Publish the shards with their manifests, and pin the phases."""
     with begun(given, sources) as context:
-        pipeline.publish(context, given.replace)
+        pipeline.publish(context)
 
 
 def verify(given: Given, sources: Sources = "") -> None:
@@ -107,9 +104,7 @@ def _sequences(given: str) -> dict[str, int]:
     pairs = [pair.partition("=") for pair in given.split(",")] if given else []
     for phase, _, count in pairs:
         if not count.isdecimal():
-            raise ValueError(
-                f"--sequences {given!r}: {phase!r} needs a number, as in phase1=1000000,phase2=500000"
-            )
+            raise ValueError(f"--sequences {given!r}: {phase!r} needs a number, as in phase1=1000,phase2=500")
     return {phase: int(count) for phase, _, count in pairs}
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 from rich.console import Console
 
@@ -55,9 +54,7 @@ def command(given: tyro.conf.OmitArgPrefixes[Change]) -> None:
 
 
 def run(given: Change, console: Console) -> Path:
-    """Write the changed lock, print what each source has read; returns its path. ValueError for what a user
-    can fix.
-    """
+    """Write the changed lock, print what each source has read. ValueError for what a user can fix."""
     check_integer("--at-step", given.at_step)
     path, offsets, first = _place(given)
     changed = make(path, first, _pairs("--weight", given.weight), _pairs("--add", given.add), given.drop)
@@ -102,9 +99,7 @@ def make(
     begin, latest = segments_of(lock)[-1]
     known = [entry["name"] for entry in lock["sources"]]
     if first <= begin:
-        raise ValueError(
-            f"{path} already changes at sequence {begin}; a change at {first} must lie behind it"
-        )
+        raise ValueError(f"{path} already changes at sequence {begin}; a change at {first} must lie behind")
     check_known("source in --weight or --drop:", [*weights, *dropped], known)
     if again := sorted(added.keys() & set(known)):
         raise ValueError(f"--add: {again} are in {path} already; change their --weight")
@@ -123,12 +118,12 @@ def make(
 def _print(before: Mixture, after: Mixture, first: int, sizes: dict[str, int], console: Console) -> None:
     read, latest = before.windows_per_source(first), after.windows_per_source(first)
     old = dict(zip(before.source_names, before.weights, strict=True))
-    rows = []
+    rows, repeated = [], 0
     for (name, windows), weight in zip(sizes.items(), after.weights, strict=True):
         left = windows - latest[name] % windows
         again = max(read.get(name, 0) - latest[name], 0)
+        repeated += again
         rows.append([name, *(f"{n:,}" for n in (old.get(name, 0), weight, latest[name], left, again))])
     head = ("source", "weight before", "from then on", "windows read", "left of this epoch", "read again")
     console.print(figures(f"{after.phase} from sequence {first:,} on", head, rows))
-    again = int(np.sum([max(read.get(name, 0) - latest[name], 0) for name in latest]))
-    console.print(f"{again} windows are read again because of the change")
+    console.print(f"{repeated} windows are read again because of the change")

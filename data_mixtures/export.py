@@ -47,8 +47,9 @@ def _rows(lock: str, numbers: list[range]) -> Iterator[Row]:
 def as_dataset(
     lock: str | Path, sequences: int, start: int = 0, rank: int = 0, world: int = 1
 ) -> datasets.IterableDataset:
-    """Sequences start <= i < sequences of one rank. To go on after n of them on each rank: start + n * world, which
-    costs nothing; its own `load_state_dict` reads what was read again. ValueError where the epoch cap is passed.
+    """Sequences start <= i < sequences of one rank. ValueError where the epoch cap is passed.
+
+    To go on after n of them on each rank: start + n * world, which costs nothing, unlike `load_state_dict`.
     """
     _opened(lock).check_epochs(sequences)
     numbers = [range(start + rank, sequences, world)]

@@ -43,56 +43,39 @@ def pin(
 ) -> Path:
     """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
     first = shards.read_manifest(data_dir / next(iter(weights)))
-    facts = {key: first[key] for key in shards.TOKENIZER_FACTS}
-    same = {**facts, "seq_len": seq_len, "packing": packing}
-    lock = {
+    lock: Json = {
         "format": shards.FORMAT,
         "phase": phase,
         "seed": seed,
         "seq_len": seq_len,
         "packing": packing,
-        "order": order.RULE,
-        **facts,
-        "sources": [
-            source_entry(data_dir, name, weight, epoch_cap, same) for name, weight in weights.items()
-        ],
     }
+    lock |= {"order": order.RULE, **{key: first[key] for key in shards.TOKENIZER_FACTS}}
+    lock["sources"] = [source_entry(data_dir, *each, epoch_cap, lock) for each in weights.items()]
     path = data_dir / f"{phase}.lock.json"
     shards.write_json(path, {**lock, "fingerprint": fingerprint(lock)})
     return path
 
 
 def source_entry(data_dir: Path, name: str, weight: int, epoch_cap: int, lock: Json) -> Json:
-    """What a lock says of a source, as its content is now. ValueError for another tokenizer or length than the
-    lock's.
-    """
+    """What a lock says of a source as it is now. ValueError for another tokenizer or length."""
     manifest = shards.read_manifest(data_dir / name)
-    facts = [key for key in (*shards.TOKENIZER_FACTS, "seq_len") if manifest[key] != lock[key]]
-    if facts:
+    if facts := [key for key in (*shards.TOKENIZER_FACTS, "seq_len") if manifest[key] != lock[key]]:
         raise ValueError(
             f"{data_dir / name} was tokenized with another tokenizer or length than the sources beside it: "
             f"{', '.join(facts)} differ. Prepare all sources with one recipe"
         )
     if ("flags" in manifest["valid"]) == (lock["packing"] == PACKING):
-        raise ValueError(
-            f"{data_dir / name} was packed otherwise than {lock['packing']!r}, as the mixture is; prepare it again"
-        )
-    return {
-        "name": name,
-        "category": manifest["category"],
-        "weight": weight,
-        "windows": manifest["windows"],
-        "epoch_cap": epoch_cap,
-        "content_sha256": manifest["content_sha256"],
-    }
+        raise ValueError(f"{data_dir / name} was packed otherwise than {lock['packing']!r}; prepare it again")
+    entry = {"name": name, "category": manifest["category"], "weight": weight, "windows": manifest["windows"]}
+    return {**entry, "epoch_cap": epoch_cap, "content_sha256": manifest["content_sha256"]}
 
 
 def fingerprint(lock: Json) -> str:
     """The identity of a mixture: sha256 over the lock (keys sorted, no spaces) without this field and labels."""
     content = {key: value for key, value in lock.items() if key != "fingerprint"}
-    content["sources"] = [
-        {key: value for key, value in entry.items() if key not in _LABELS} for entry in lock["sources"]
-    ]
+    sources = lock["sources"]
+    content["sources"] = [{k: v for k, v in entry.items() if k not in _LABELS} for entry in sources]
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -104,11 +87,8 @@ def segments_of(lock: Json) -> list[tuple[int, tuple[int, ...]]]:
     """(first sequence, weights of the sources in their order) of each segment of a lock."""
     names = [entry["name"] for entry in lock["sources"]]
     first = (0, tuple(entry["weight"] for entry in lock["sources"]))
-    later = [
-        (change["from_sequence"], tuple(change["weights"].get(name, 0) for name in names))
-        for change in lock.get("changes", ())
-    ]
-    return [first, *later]
+    later = ((change["from_sequence"], change["weights"]) for change in lock.get("changes", ()))
+    return [first, *((begin, tuple(weights.get(name, 0) for name in names)) for begin, weights in later)]
 
 
 def read_lock(path: Path) -> Json:
@@ -121,9 +101,7 @@ def read_lock(path: Path) -> Json:
             "and prepare again instead"
         )
     if lock["order"] not in (order.RULE, CHANGED_RULE):
-        raise ValueError(
-            f"{path} has the order {lock['order']!r}, this code reads in the order {order.RULE!r}"
-        )
+        raise ValueError(f"{path} has the order {lock['order']!r}, this code reads the order {order.RULE!r}")
     return lock
 
 
@@ -170,11 +148,9 @@ class Mixture:
 
     @classmethod
     def open(cls, lock_path: str | Path, offsets: Mapping[str, int] | None = None) -> Mixture:
-        """Open a lock file and the sources beside it.
+        """Open a lock file and the sources beside it. offsets: `windows_per_source` of earlier phases.
 
-        offsets: windows of each source that earlier phases consumed (their `windows_per_source`).
-        ValueError for a lock that was edited, a manifest that is not the pinned one, a shard of the wrong
-        size, or a negative offset.
+        ValueError for an edited lock, a manifest that is not the pinned one, a shard of another size.
         """
         path = Path(lock_path)
         lock = read_lock(path)
@@ -182,22 +158,17 @@ class Mixture:
         return mixture.starting_at(offsets) if offsets else mixture
 
     def starting_at(self, offsets: Mapping[str, int]) -> Mixture:
-        """The same mixture behind the windows of each source that earlier phases
-        consumed. ValueError as `open`.
-        """
+        """The same mixture behind the windows that earlier phases consumed. ValueError as `open`."""
         check_known("source in offsets:", offsets, self.source_names)
         for name, offset in offsets.items():
             if offset < 0:
-                raise ValueError(
-                    f"offset of {name!r} is {offset}; it counts consumed windows, so it is never negative"
-                )
+                raise ValueError(f"offset of {name!r} is {offset}; it counts windows: never negative")
         moved = copy.copy(self)
         moved._offsets = np.array([offsets.get(name, 0) for name in self.source_names], dtype=np.int64)
         return moved
 
     def sequences(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Global sequences first .. first + count: (tokens int64 (count, S +
-        1), source_index int64 (count,)).
+        """Global sequences from `first` on: (tokens int64 (count, S + 1), source_index int64 (count,)).
 
         ValueError when a source would pass its epoch cap, or when a block of a shard is damaged.
         """
@@ -208,9 +179,7 @@ class Mixture:
         return self._read(self._files, files, windows), source_index
 
     def flags(self, first: int, count: int) -> np.ndarray:
-        """The flags (TRAINED, BEGINS) of the tokens of the same sequences, int64 (count, S +
-        1); if `packed` only.
-        """
+        """Flags (TRAINED, BEGINS) of these sequences' tokens, int64 (count, S + 1); if `packed` only."""
         assert self._flags is not None, f"{self.phase} is not packed: its tokens have no flags"
         _, files, windows, _ = self._find(np.arange(first, first + count, dtype=np.int64))
         return self._read(self._flags, files, windows)
@@ -222,26 +191,16 @@ class Mixture:
         return rows
 
     def locate(self, numbers: np.ndarray) -> list[Json]:
-        """Where these global sequences (int64 (n,)) lie: source, shard file, offset of the first
-        token in it; epoch.
-        """
-        return [
-            {
-                "sequence": number,
-                "source": self.source_names[source],
-                "shard": self._file_names[file],
-                "token_offset": window * self.seq_len,
-                "epoch": epoch,
-            }
-            for number, source, file, window, epoch in np.stack(
-                [numbers, *self._find(numbers)], axis=1
-            ).tolist()
-        ]
+        """Where sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
+        places = []
+        for number, source, file, window, epoch in np.stack([numbers, *self._find(numbers)], axis=1).tolist():
+            place = {"source": self.source_names[source], "shard": self._file_names[file]}
+            offset = {"token_offset": window * self.seq_len, "epoch": epoch}
+            places.append({"sequence": number, **place, **offset})
+        return places
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:
-        """Windows of each source consumed after `sequences` sequences of this phase,
-        offsets included: closed form.
-        """
+        """Windows of each source consumed after so many sequences, offsets included: closed form."""
         return dict(zip(self.source_names, self._consumed(sequences).tolist(), strict=True))
 
     def _consumed(self, sequences: int) -> np.ndarray:
@@ -259,47 +218,36 @@ class Mixture:
             )
 
     def rule(self, sequences: int) -> str:
-        """Identity (hex) of how the first `sequences` sequences are drawn from sources: a lock that changes later
-        has the same.
-        """
-        begun = self.schedule.segments[: max(self.schedule.begun(sequences), 1)]
-        named = [
-            [
-                each.first,
-                [pair for pair in zip(self.source_names, each.weights.tolist(), strict=True) if pair[1]],
-            ]
-            for each in begun
-        ]
+        """Identity (hex) of how the first sequences are drawn; a lock that changes later has the same."""
+        named = []
+        for each in self.schedule.segments[: max(self.schedule.begun(sequences), 1)]:
+            weights = zip(self.source_names, each.weights.tolist(), strict=True)
+            named.append([each.first, [pair for pair in weights if pair[1]]])
         return _digest([order.RULE, self._decides, named])
 
     def read_files(self, source: str, windows: int) -> list[str]:
-        """Identities (hex) of what decides the first windows that are read of a source: of the files that hold
-        them, in their order, and behind the first epoch of the whole source.
+        """Identities (hex) of what decides the first windows that are read of a source: its files.
 
-        Data with which such a list begins gives the same windows.
+        Behind the first epoch, of the whole source too. Equal beginnings give the same windows.
         """
         index = self.source_names.index(source)
         begin, total = int(self._source_begins[index]), int(self._windows[index])
         first = int(np.searchsorted(self._file_begins, begin))
         last = int(np.searchsorted(self._file_begins, begin + min(windows, total)))
         whole = [f"all {total}"] if windows > total else []
-        return [
-            _digest([self._decides, source, *self._file(number)]) for number in range(first, last)
-        ] + whole
+        files = [_digest([self._decides, source, *self._file(number)]) for number in range(first, last)]
+        return files + whole
 
     def _file(self, number: int) -> list[Any]:
         return [self._file_names[number], int(self._steps[number][0]), self._file_sha256[number]]
 
     def check_continues(self, source: str, windows: int, read: Sequence[str] | None) -> None:
-        """ValueError unless these are the data of which `windows` windows were read. read: `read_files` of them,
-        None where that was not kept.
-        """
+        """ValueError unless these data were read. read: their `read_files`, None where that was not kept."""
         now = self.read_files(source, windows)
         if now == read:
             return
-        same = next(
-            (n for n, pair in enumerate(zip(now, read or [], strict=False)) if len(set(pair)) > 1), len(now)
-        )
+        pairs = enumerate(zip(now, read or [], strict=False))
+        same = next((n for n, (here, there) in pairs if here != there), len(now))
         begin = int(self._source_begins[self.source_names.index(source)])
         first = int(np.searchsorted(self._file_begins, begin))
         held = min(windows, int(self._steps[first : first + same, 0].sum())) if read else 0

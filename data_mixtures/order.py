@@ -1,18 +1,15 @@
-"""The order of a training run as pure functions of integers: nothing is stored, nothing
-is drawn while training.
+"""The order of a training run as pure functions of integers: nothing is stored or drawn while training.
 
 Idea. Source weights are integers w_s with sum M. A pattern P of M entries names the source of each sequence
 of a block; the rank R of an entry counts the earlier entries of the same source in the block. Global sequence
 g lies in block b = g div M at place r = g mod M, comes from source s = P[r] and is that source's item j =
 offset_s + b w_s + R[r]. Item j lies in epoch e = j div n_s of a source of n_s windows; the window is pi(j mod
-n_s). In epoch 0, pi stays within each shard file: the documents of the shards are shuffled already, and a
-`stride` keeps the windows of a long document apart while one file is read after another. Afterwards it is a
-keyed permutation of the whole source.
+n_s). In epoch 0, pi stays within each shard file, whose documents are shuffled already, and a `stride` keeps
+the windows of a long document apart. Afterwards it is a keyed permutation of the whole source.
 
-The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics
-32, 1980): with n sources no prefix of the run deviates from its exact share by more than 1 -
-1/(2n - 2) sequences, and every block is exact. Taking the largest deficit first, as is usual,
-has no such bound: docs/decisions/data-order.md.
+The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): with n
+sources no prefix of the run deviates from its exact share by more than 1 - 1/(2n - 2) sequences, and every
+block is exact. Taking the largest deficit first has no such bound: docs/decisions/data-order.md.
 """
 
 from __future__ import annotations

@@ -69,9 +69,7 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def shuffled(windows: list[list[int]], keys: Sequence[int], seed: int) -> list[list[int]]:
-    """The windows in an order that their first texts and the seed decide: epoch 0 reads
-    them as they lie.
-    """
+    """The windows in an order that first texts and the seed decide, in which epoch 0 reads them."""
     return sorted(windows, key=lambda window: xxhash.xxh3_64_intdigest(f"{seed}/{keys[window[0]]}".encode()))
 
 

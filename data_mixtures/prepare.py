@@ -1,14 +1,14 @@
-"""`python -m data_mixtures.prepare RECIPE.toml --out DIR`: text -> token shards, manifests, lock
-files, in one go.
+"""`python -m data_mixtures.prepare RECIPE.toml --out DIR`: text -> token shards, manifests, lock files, in
+one go.
 
     DIR/tokenizer.model
     DIR/<source>/source.json, shard-NNNNN.bin, shard-NNNNN.docs.zst, valid.bin
     DIR/phase1.lock.json, DIR/phase2.lock.json, ...
     DIR/plan.json, DIR/<stage>/<source>/unit-NNNNN/: intermediate results; a restart continues from them
 
-It runs all stages in order (`python -m data_mixtures` runs one). The same texts give the same bytes,
-whatever the number of workers, and however often it was killed and started again. The arguments of
-both commands are here.
+It runs all stages in order (`python -m data_mixtures` runs one). The same texts give the same bytes, whatever
+the number of workers, and however often it was killed and started again. The arguments of both commands are
+here.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ def prepare(
     loaded = recipe_file.load(recipe_path)
     sources = tuple(source.name for source in loaded.sources)
     console.print(f"preparing {recipe_path} -> {store.url_of(out) or out}", soft_wrap=True)
+    how = options, console, mirror, budget_bytes, replace
     with stage.exclusive(out) as out:
-        context = pipeline.RunContext(loaded, out, sources, options, console, tables=False)
+        context = pipeline.RunContext(loaded, out, sources, *how, tables=False)
         pipeline.check(loaded, out)
-        for step in pipeline.stages_to_shards(mirror, budget_bytes).values():
-            pipeline.do(context, step, replace)
-        made = pipeline.publish(context, replace)
+        for name in pipeline.TO_SHARDS:
+            pipeline.do(context, name)
+        made = pipeline.publish(context)
     for table in _summary(out, made):
         console.print(table)
     for phase, weights in loaded.phases.items():
@@ -62,9 +63,7 @@ def prepare(
 
 
 def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
-    """What each source holds; then its documents' lengths in tokens, the pieces beyond the first of those
-    that max_document_chars cut, tokens behind the last window, and of padding (best_fit).
-    """
+    """What each source holds; then its documents' lengths, cuts, and tokens not used."""
     rows, lengths = [], []
     for name, how in made.items():
         m = shards.read_manifest(out / name)
@@ -76,9 +75,8 @@ def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
         lengths.append([name, *(f"{count:,}" for count in found)])
     head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
     yield figures(f"data in {out}", head, rows)
-    yield figures(
-        "tokens of a document", ("source", "mean", "longest", "cuts", "unused tokens", "padding"), lengths
-    )
+    columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
+    yield figures("tokens of a document", columns, lengths)
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,15 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 KINDS = ("text", "jsonl", "parquet", "resolved")
 RESERVED_FOLDERS = (
-    "corpus",
-    "fetch",
-    "filter",
-    "signatures",
-    "bands",
-    "dedup",
-    "held_out",
-    "scan",
-    "contained",
-    "tokenize",
-    "runs",
-    "order",
-    "shuffle",
-)
+    "corpus", "fetch", "filter", "signatures", "bands", "dedup", "held_out", "scan", "contained",
+    "tokenize", "runs", "order", "shuffle",
+)  # fmt: skip
 PACKINGS = ("concat", "best_fit")
-T = TypeVar("T")
-LIMITS = {
-    "seed": (0, 2**63 - 1),
-    "valid_per_10000": (0, 5000),
-    "vocab_size": (300, None),
-}  # others begin at 1
+LIMITS = {"seed": (0, 2**63 - 1), "valid_per_10000": (0, 5000), "vocab_size": (300, None)}  # others: from 1
 
 
 @dataclass(frozen=True)
@@ -58,13 +42,9 @@ class Input:
     exclude: tuple[str, ...] = ()
     """Patterns of paths to leave out, such as */drafts/*"""
     files: int | None = None
-    """Read the first so many files alone, in the order of a hash of their names: a fair sample
-    that can be extended
-    """
+    """Read so many files alone, in the order of a hash of their names: a sample that can be extended"""
     max_bytes: int | None = None
-    """Cap on the extracted text, in bytes (not of Parquet); the input is then read in
-    sequence, by one process
-    """
+    """Cap on the extracted text, in bytes (not of Parquet); one process then reads the input"""
 
     content_url: str = ""
     """Of kind resolved: URL of a content, with {sha1} in it: https, or s3, which takes two requests for each
@@ -75,17 +55,13 @@ class Input:
     def __post_init__(self) -> None:
         check_known("input kind", [self.kind], KINDS)
         if not self.paths:
-            raise ValueError(
-                f"input kind {self.kind!r} needs paths = [glob, ...], got paths = {list(self.paths)}"
-            )
+            raise ValueError(f"input kind {self.kind!r} needs paths = [glob, ...], got paths = []")
         if self.kind == "parquet" and self.max_bytes is not None:
-            raise ValueError(
-                "max_bytes caps text that is extracted, and Parquet is read as it is; use files = N"
-            )
+            raise ValueError("max_bytes caps text that is extracted, Parquet is read as it is; use files = N")
         if (self.kind == "resolved") != ("{sha1}" in self.content_url):
+            url = f"content_url = {self.content_url!r}"
             raise ValueError(
-                f"content_url = {self.content_url!r} of kind {self.kind!r}: resolved, and it alone, needs a "
-                "URL with {sha1}"
+                f"{url} of kind {self.kind!r}: resolved, and it alone, needs a URL with {{sha1}}"
             )
 
 
@@ -108,9 +84,7 @@ class Source:
     steps: tuple[str | dict, ...] | None = None
     """Filters of this source in place of those of [filter]"""
     keep: float = 1.0
-    """Share of the documents to prepare: what the shuffle puts first, so a larger one keeps the same
-    and adds to it
-    """
+    """Share of the documents to prepare: what the shuffle puts first, so a larger one adds to it"""
 
 
 @dataclass(frozen=True)
@@ -177,15 +151,11 @@ class Filter:
     max_chars: int = 10_000_000
     """Longest document"""
     steps: tuple[str | dict, ...] = ()
-    """Filters of datatrove, in this order: names, or tables { name = ..., argument = ...
-    }. docs/data.md lists them
-    """
+    """Filters of datatrove, in order: names, or { name = ..., argument = ... }. docs/data.md lists them"""
     repeated_ngrams: bool = False
     """Drop documents in which up to 13 tokens are repeated 32 times in a row"""
     benchmarks: Mapping[str, str] = field(default_factory=dict)
-    """[filter.benchmarks]: name = file or glob (JSON lines, Parquet) of items; documents that
-    hold one are dropped
-    """
+    """[filter.benchmarks]: name = file or glob (JSON lines, Parquet); documents with an item are dropped"""
 
 
 @dataclass(frozen=True)
@@ -193,9 +163,7 @@ class Dedup:
     """[dedup]: near copies of documents, over all sources."""
 
     minhash: bool = False
-    """Drop documents of which a near copy stands in a source before, earlier in the same source,
-    or is held out
-    """
+    """Drop documents of which a near copy stands before, in the recipe's order, or is held out"""
     contained_share: float = 0.0
     """Leave held-out documents out of validation when this share of their text, by runs of 13 words, stands in
     training, such as 0.3; 0: none
@@ -205,17 +173,11 @@ class Dedup:
     buckets: int = 14
     """Two documents are near copies when all hashes of one bucket, or band, are equal"""
     hashes_per_bucket: int = 8
-    """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, and 92% of
-    those that share 80%
-    """
+    """14 buckets of 8 find 65% of the documents that share 72% of their n-grams, 92% of 80%"""
     numbers: bool = True
-    """Whether texts that differ in numbers alone differ; false, as in datatrove, takes
-    most of generated arithmetic
-    """
+    """Whether texts that differ in numbers alone differ; false takes most of generated arithmetic"""
     language: str = ""
-    """Of datatrove's word tokenizers, for text without spaces between words, such as zh
-    or ja; default: spaces
-    """
+    """Of datatrove's word tokenizers, for text without spaces, such as zh or ja; default: spaces"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,15 +219,11 @@ class Recipe:
     dedup: Dedup = field(default_factory=Dedup)
     """The table [dedup]"""
     keep: Mapping[str, float] = field(default_factory=dict)
-    """[keep]: NAME = `keep` of a source, in place of its own; `python -m tools.plan
-    JOB.toml` writes this table
-    """
+    """[keep]: NAME = `keep` of a source, in place of its own; `python -m tools.plan JOB.toml` writes it"""
     files: Mapping[str, int] = field(default_factory=dict)
     """[files]: NAME = `files` of a source, in place of its own"""
     corpus: str | None = None
-    """Module that writes text for {corpus} before files are listed, run as `python
-    -m MODULE --out DIR/corpus`
-    """
+    """Module that writes text for {corpus} before files are listed: `python -m MODULE --out DIR/corpus`"""
     folder: Path = Path()  # no key: where the recipe lies
 
     def __post_init__(self) -> None:
@@ -295,12 +253,7 @@ def nearest(name: str, known: list[str], choice: str) -> str:
 
 
 def check_integer(name: str, value: Any, low: int = 1, high: int | None = None) -> None:
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        raise ValueError(
-            f"{name} = {value!r} must be an integer from {low}" + (f" to {high}" if high else "")
-        )
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if not integer or value < low or (high is not None and value > high):
+        upper = f" to {high}" if high else ""
+        raise ValueError(f"{name} = {value!r} must be an integer from {low}{upper}")

@@ -51,15 +51,13 @@ def _tables(path: Path) -> Table:
     if "base" not in table:
         return table
     base = _tables(path.parent / table.pop("base"))
-    return base | {
-        key: base.get(key, {}) | value if isinstance(value, dict) else value for key, value in table.items()
-    }
+    for key, value in table.items():
+        base[key] = base.get(key, {}) | value if isinstance(value, dict) else value
+    return base
 
 
 def _listed(table: Table, used: set[str]) -> Table:
-    """Those sources of a shared list that a phase uses; what [repos."owner/name"] says, all
-    of its sources have.
-    """
+    """Sources of a shared list that a phase uses, each with what its [repos."owner/name"] says."""
     sources = dict(table.get("sources", {}))
     for repo, shared in table.get("repos", {}).items():
         own = shared.pop("sources")
@@ -97,12 +95,8 @@ def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
         raise ValueError(f"{what}: {table!r} must be a table of keys")
     fields = [f for f in dataclasses.fields(cast(Any, cls)) if f.name not in given]
     check_known(f"{what} key", table, [f.name for f in fields])
-    missing = [
-        f.name
-        for f in fields
-        if f.name not in table and f.default is f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
+    needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in table]:
         raise ValueError(f"{what} lacks {missing}")
     hints = typing.get_type_hints(cls)
     values: Table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
@@ -134,22 +128,18 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def in_toml(hint: Any) -> str:
     """A field's type in the words of TOML."""
+    kinds = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
-        return " or ".join(
-            dict.fromkeys(in_toml(kind) for kind in typing.get_args(hint) if kind is not type(None))
-        )
+        return " or ".join(dict.fromkeys(in_toml(kind) for kind in kinds if kind is not type(None)))
     if typing.get_origin(hint) is tuple:
-        return f"list of {in_toml(typing.get_args(hint)[0])}s"
-    return {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}.get(
-        hint, "table"
-    )
+        return f"list of {in_toml(kinds[0])}s"
+    names = {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}
+    return names.get(hint, "table")
 
 
 def _source(name: str, values: Table) -> LocalSource | HubSource:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-        raise ValueError(
-            f"source name {name!r} becomes a folder: use lower-case letters, digits, '-', '_' and '.'"
-        )
+        raise ValueError(f"source name {name!r} becomes a folder: use lower-case letters, digits, - _ and .")
     if name in RESERVED_FOLDERS:
         raise ValueError(f"source name {name!r} is that of a stage's folder beside it; choose another")
     what = f"source {name!r}"
@@ -157,11 +147,11 @@ def _source(name: str, values: Table) -> LocalSource | HubSource:
         raise ValueError(
             f"{what} needs either inputs = [{{ kind = ..., paths = [...] }}] or repo = 'owner/name'"
         )
-    kind: Callable[..., LocalSource | HubSource] = HubSource
-    if "inputs" in values:
-        kind, given = LocalSource, values["inputs"]
-        tables = given if isinstance(given, list) else [given]
-        values = {**values, "inputs": [_made(Input, table, f"{what}: input") for table in tables]}
+    given = values.get("inputs", [])
+    tables = given if isinstance(given, list) else [given]
+    if inputs := [_made(Input, table, f"{what}: input") for table in tables]:
+        values = {**values, "inputs": inputs}
+    kind: Callable[..., LocalSource | HubSource] = HubSource if "repo" in values else LocalSource
     found = _made(kind, values, what, name=name)
     if not 0 < found.keep <= 1:
         raise ValueError(f"{what}: keep = {found.keep!r} must be a share above 0, at most 1")
@@ -172,21 +162,18 @@ def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
     table = {"path": value} if isinstance(value, str) else value
     if isinstance(table, dict) and "path" in table:
         given = _made(TokenizerFile, table, "tokenizer")
-        return dataclasses.replace(
-            given, path=str(folder / given.path)
-        )  # an absolute path replaces the folder
+        return dataclasses.replace(given, path=str(folder / given.path))  # an absolute path stays
     return _made(TokenizerTraining, value, "tokenizer")
 
 
 def _filter(table: Table, folder: Path) -> Filter:
     found = _made(Filter, table, "filter")
     check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
-    benchmarks = {}
     for name, path in found.benchmarks.items():
         if not isinstance(path, str):
             raise ValueError(f"filter.benchmarks.{name} = {path!r} must be the path of a file, or a glob")
-        benchmarks[name] = str(folder / path)
-    return dataclasses.replace(found, benchmarks=benchmarks)
+    placed = {name: str(folder / path) for name, path in found.benchmarks.items()}
+    return dataclasses.replace(found, benchmarks=placed)
 
 
 def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[str, int]:

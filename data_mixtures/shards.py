@@ -9,8 +9,8 @@ JSON. `valid.bin` has the same window form. Folders made before parity files wer
 which nothing reads.
 
 `source.json` is a pure function of the texts, the tokenizer, the recipe's numbers and the code: no time, no
-path, no host. What a lock pins of it is its content (`content_sha256`): code version, plan, counts and
-document indexes say where it came from, and may differ.
+path, no host. A lock pins its content (`content_sha256`); code version, plan, counts and document indexes say
+where it came from, and may differ.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ MANIFEST = "source.json"
 PREPARE = "prepare the data again (python -m data_mixtures.prepare), which does again only what is not there"
 VALID = "valid.bin"
 CHAT_TEMPLATE = "chat_template.jinja"  # of conversations
-TOKENIZER_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG = (
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+TOKENIZER_MODEL, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # The same in the lock and in every source. bos_id begins each document, eos_id ends it; if they are equal, it
 # only begins one.
 TOKENIZER_FACTS = ("tokenizer_sha256", "vocab_size", "token_bytes", "bos_id", "eos_id")
@@ -58,13 +55,11 @@ def held_out_below(valid_per_10000: int) -> int:
 
 
 def token_dtype(entry: Json) -> np.dtype:
-    """How tokens lie in a file that an entry describes: little-endian, 2 or 4 bytes
-    each. ValueError if neither.
-    """
+    """How tokens lie in an entry's file: little-endian, 2 or 4 bytes each. ValueError if neither."""
     width, rest = divmod(entry["bytes"] or 2, entry["tokens"] or 1)  # an empty file has no width
     if rest or width not in (2, 4):
         raise ValueError(
-            f"{entry['tokens']} tokens in {entry['bytes']} bytes are not 2 or 4 bytes each; prepare again"
+            f"{entry['tokens']} tokens in {entry['bytes']} bytes: not 2 or 4 each; prepare again"
         )
     return np.dtype(f"<u{width}")
 
@@ -79,10 +74,7 @@ def write_windows(path: Path, tokens: np.ndarray, seq_len: int) -> Json:
 
 
 def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json:
-    """Write windows whose tokens come in pieces; returns the file's entry in the manifest.
-
-    A token takes as many bytes as in the pieces, which are all uint16 or all uint32.
-    """
+    """Write windows whose tokens come in pieces, all uint16 or all uint32; the file's entry."""
     whole, block, blocks, room, size, tokens = hashlib.sha256(), xxhash.xxh3_64(), [], BLOCK_BYTES, 0, 0
     with path.open("wb") as file:
         for piece in pieces:
@@ -105,9 +97,7 @@ def write_pieces(path: Path, pieces: Iterable[np.ndarray], seq_len: int) -> Json
 
 
 def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
-    """The blocks of the first `size` bytes of a file, in one buffer; those that cannot be read
-    are short or empty.
-    """
+    """The blocks of a file's first bytes, in one buffer; what cannot be read is short or empty."""
     buffer = memoryview(bytearray(BLOCK_BYTES))
     for at in range(0, size, BLOCK_BYTES):
         count = 0
@@ -118,7 +108,7 @@ def read_blocks(path: Path, size: int) -> Iterator[memoryview]:
 
 
 def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable[np.ndarray]) -> Json:
-    """The document index; its hash is of the uncompressed bytes, which do not depend on the zstd version.
+    """The document index, with a hash of its uncompressed bytes, on which the zstd version has no influence.
 
     columns: ids, lengths in tokens, lengths of origins in bytes. origins: their bytes together, in pieces.
     """
@@ -133,8 +123,12 @@ def write_documents(path: Path, columns: Sequence[np.ndarray], origins: Iterable
 
 def read_documents(path: Path) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
     """(ids uint64, lengths uint32, origins) of the documents that begin in a shard."""
+    return unpack_documents(unpacked(path))
+
+
+def unpacked(path: Path) -> bytes:
     with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
-        return unpack_documents(stream.read())
+        return stream.read()
 
 
 def unpack_documents(data: bytes) -> tuple[np.ndarray, np.ndarray, pyarrow.LargeStringArray]:
@@ -205,22 +199,16 @@ def read_manifest(folder: Path) -> Json:
     manifest = read_json(path := folder / MANIFEST, PREPARE)
     check_format(path, manifest)
     if (said := manifest.get("content_sha256")) != (found := content_sha256(manifest)):
-        raise ValueError(
-            f"checksum mismatch: {path} says content_sha256 {said}, its data have {found}: "
-            f"damaged or edited; {PREPARE}"
-        )
+        edited = f"{path} says content_sha256 {said}, its data have {found}: damaged or edited"
+        raise ValueError(f"checksum mismatch: {edited}; {PREPARE}")
     return manifest
 
 
 def read_manifests(data: Path) -> dict[str, Json]:
-    """The manifests of all sources of a folder, by name; a hidden folder is what a publication
-    that was killed left.
-    """
+    """The manifests of all sources of a folder, by name; what a killed publication left is hidden."""
     folders = sorted(path.parent for path in data.glob(f"[!.]*/{MANIFEST}"))
     if not folders:
-        raise ValueError(
-            f"{data} holds no <source>/{MANIFEST}; create it with `python -m data_mixtures.prepare`"
-        )
+        raise ValueError(f"{data} holds no <source>/{MANIFEST}; create it: python -m data_mixtures.prepare")
     return {folder.name: read_manifest(folder) for folder in folders}
 
 
@@ -239,18 +227,12 @@ def check_sizes(folder: Path, manifest: Json) -> None:
     """Every file of the manifest exists with its size. ValueError names the first one that does not."""
     for entry in _window_files(manifest):
         path, expected = os.path.join(folder, entry["name"]), entry["bytes"]
-        try:
-            size = os.stat(
-                path
-            ).st_size  # one question a file: there may be thousands, on a file system far away
+        try:  # one question a file: there may be thousands, on a file system far away
+            size = os.stat(path).st_size
         except FileNotFoundError:
-            raise MissingFile(
-                f"{path} is missing, {expected} bytes in its manifest. Prepare the data again"
-            ) from None
+            raise MissingFile(f"{path} is missing, {expected} bytes in its manifest. {PREPARE}") from None
         if size != expected:
-            raise ValueError(
-                f"{path} has {size} bytes, its manifest says {expected}: truncated or foreign. Prepare the data again"
-            )
+            raise ValueError(f"{path} has {size} bytes, its manifest says {expected}: truncated. {PREPARE}")
 
 
 def write_json(path: Path, value: Any) -> None:

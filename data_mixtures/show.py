@@ -75,9 +75,7 @@ def command(question: tyro.conf.OmitArgPrefixes[Question]) -> None:
 def run(given: Question, console: Console) -> None:
     """ValueError for everything that a user can fix."""
     if not given.data.exists():
-        raise ValueError(
-            f"{given.data} does not exist; give a lock file (data/.../phase1.lock.json) or a run folder"
-        )
+        raise ValueError(f"{given.data} does not exist; give a lock file (phase1.lock.json) or a run folder")
     attempts = skips.read_attempts(given.data) if given.data.is_dir() else []
     if given.document or given.origin:
         found = find(attempts[-1].lock if attempts else given.data, _wanted(given), Console(stderr=True))
@@ -85,10 +83,7 @@ def run(given: Question, console: Console) -> None:
         found = chain.from_iterable(starmap(sequences, _asked(given, attempts)))
     count = 0
     for count, each in enumerate(found, 1):  # noqa: B007
-        if given.json:
-            print(json.dumps(each, ensure_ascii=False))
-        else:
-            print_text(each, console)
+        print(json.dumps(each, ensure_ascii=False)) if given.json else print_text(each, console)
     if not count:
         raise ValueError("no such document in the training data; held-out documents are in no document index")
 
@@ -97,9 +92,7 @@ def _wanted(given: Question) -> Wanted:
     if given.origin:
         return lambda _, origins: pyarrow.compute.match_substring(origins, given.origin).to_numpy(False)
     if not re.fullmatch(r"[0-9a-f]{16}", given.document or ""):
-        raise ValueError(
-            f"--document {given.document!r} must be 16 hexadecimal digits, as in the output of show"
-        )
+        raise ValueError(f"--document {given.document!r} must be 16 hexadecimal digits, as show prints them")
     return lambda ids, _: ids == np.uint64(int(given.document or "", 16))
 
 
@@ -121,9 +114,7 @@ def _asked(given: Question, attempts: list[skips.Reading]) -> list[Place]:
     elif given.global_batch:
         numbers = np.arange((step - 1) * given.global_batch, step * given.global_batch)
     else:
-        raise ValueError(
-            "--step of a lock file needs --global-batch, or give the run folder in place of the lock"
-        )
+        raise ValueError("--step of a lock file needs --global-batch; or give the run folder")
     if sequence is not None and sequence >= len(numbers):
         raise ValueError(f"--sequence {sequence}: a step has {len(numbers)} sequences, counted from 0")
     return [(lock, offsets, numbers if sequence is None else numbers[sequence : sequence + 1])]
@@ -174,16 +165,13 @@ def _names(folder: Path) -> list[str]:
 
 def _documents(folder: Path, place: Json, tokens: np.ndarray) -> list[Json]:
     """The documents of a window, in its order; ValueError where they do not begin where the index says."""
-    manifest = _manifest(folder)
     at = _names(folder).index(place["shard"])
     begins, facts = index(folder, at)
     begins = begins - place["token_offset"]
-    found = [
-        {"begins": int(begins[i]), **facts(i)}
-        for i in np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
-    ]
+    begun = np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
+    found = [{"begins": int(begins[i]), **facts(i)} for i in begun]
     inside = len(tokens) - 1  # the last token is the next window's first, which may be in the next shard
-    expected = np.flatnonzero(tokens[:inside] == manifest["bos_id"]).tolist()
+    expected = np.flatnonzero(tokens[:inside] == _manifest(folder)["bos_id"]).tolist()
     if [each["begins"] for each in found if each["begins"] < inside] != expected:
         raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
     if not found or found[0]["begins"]:
@@ -192,9 +180,7 @@ def _documents(folder: Path, place: Json, tokens: np.ndarray) -> list[Json]:
 
 
 def _continued(folder: Path, at: int, offset: int) -> Json:
-    """The document that holds a token and began before it; {} if that was in a shard that is
-    not here any more.
-    """
+    """The document that holds a token and began before it; {} if its shard is not here any more."""
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     firsts = [shards.shard_number(entry["name"]) * stride for entry in manifest["shards"]]
@@ -219,15 +205,13 @@ def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Json]]:
     entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
     ids, lengths, origins = shards.read_documents(folder / entry["docs"]["name"])
     tokens = np.memmap(folder / entry["name"], dtype=shards.token_dtype(entry), mode="r")
-    chunks = (
-        (i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id))
-        for i in range(0, len(tokens), CHUNK_TOKENS)
-    )
-    starts = (i + found for i, found in chunks if len(found))
+    chunks = range(0, len(tokens), CHUNK_TOKENS)
+    found = ((i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id)) for i in chunks)
+    starts = (i + places for i, places in found if len(places))
     if "flags" in entry:  # packed: in the order in which they begin
         begins = np.concatenate([np.empty(0, np.int64), *starts])
     else:
-        first = next((int(found[0]) for found in starts), 0)
+        first = next((int(places[0]) for places in starts), 0)
         begins = first + np.cumsum(lengths, dtype=np.int64) - lengths
 
     def facts(i: int) -> Json:

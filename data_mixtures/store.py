@@ -1,9 +1,9 @@
 """A data folder behind a URL (`--out s3://bucket/data`): stages work in a copy of it on this machine's disk.
 
-The copy holds plans, receipts and manifests; data come when they are read, up to KEPT_BYTES of them at a time, and what
-a unit makes goes to the store and leaves the disk, its receipt last. An object is there whole or not at all, so a
-receipt is as atomic as a rename. `.url` in a folder says what it is a copy of. The main process has one copy, each
-worker its own, in TMPDIR.
+It holds plans, receipts, manifests; data come when they are read, up to KEPT_BYTES at a time, and what a unit
+makes goes to the store and leaves the disk, its receipt last: an object is there whole or not at all, so a
+receipt is as atomic as a rename. `.url` in it says what it is a copy of. Each worker has a copy of its own,
+in TMPDIR.
 """
 
 from __future__ import annotations
@@ -46,11 +46,7 @@ class Store:
 
     def read_small(self, manifests: bool = False) -> None:
         """Copy the files of the folder itself, and what is published."""
-        names = []
-        with suppress(FileNotFoundError):  # there is nothing yet
-            names = [
-                each["name"] for each in self.system.ls(self.root, detail=True) if each["type"] == "file"
-            ]
+        names = self.system.find(self.root, maxdepth=1)
         if manifests:
             names += self.system.glob(f"{self.root}/*/{MANIFEST}")
         self._write(each for each in names if Path(each).name != LOCK)
@@ -59,8 +55,8 @@ class Store:
     def save(self) -> None:
         """Put back the files of the folder itself that are new, and delete those that are gone."""
         found = self._found()
-        for name in found.items() - self._saved.items():
-            self.put(self.here / name[0])
+        for name, _ in found.items() - self._saved.items():
+            self.put(self.here / name)
         self.remove(self.here / name for name in self._saved.keys() - found.keys())
         self._saved = found
 
@@ -156,10 +152,8 @@ class Store:
         except FileExistsError:
             holder = self.system.cat_file(lock).decode()
             if not holder.endswith(f" on {host_name()}"):
-                raise ValueError(
-                    f"another process is preparing {self.url} (held by {holder}); wait for it, or delete "
-                    f"{self.url}/{LOCK} if it is gone"
-                ) from None
+                busy = f"another process is preparing {self.url} (held by {holder})"
+                raise ValueError(f"{busy}; wait for it, or delete {self.url}/{LOCK} if it is gone") from None
             self.system.pipe_file(lock, said.encode())
         try:
             yield
@@ -266,7 +260,7 @@ def opened(out: Path, path: Path) -> BinaryIO:
 def check_on_disk(out: Path, what: str) -> None:
     """ValueError for what reads all data, where they are behind a URL."""
     if store := of(out):
+        copied = f"copy the <source> folders, tokenizer.* and *.lock.json of {store.url} to a folder"
         raise ValueError(
-            f"{what} reads all data, and they are not on this disk: copy the <source> folders, tokenizer.* and "
-            f"*.lock.json of {store.url} to a folder, and give that as --out"
+            f"{what} reads all data, and they are not on this disk: {copied}, and give that as --out"
         )

@@ -36,40 +36,28 @@ KNOWN_NAMES = (
     ("<s>", "</s>"), ("<|begin_of_text|>", "<|end_of_text|>"), ("<bos>", "<eos>"), ("[BOS]", "[EOS]"),
     ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), ("<|endoftext|>", "<|endoftext|>"),
 )  # fmt: skip
-MAX_LINE_BYTES = (
-    65_536  # longer lines are left out of the training sample (sentencepiece would do it silently)
-)
+MAX_LINE_BYTES = 65_536  # longer lines are left out of the training sample, as sentencepiece would do
 _PIECE_CHARS, _CUT_CHARS, _CUTS_TRIED = 1 << 20, 200, 5
 _BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
 _PROBED = 1000
 
 
+_TRAINED: dict[str, Any] = {
+    "model_type": "bpe", "byte_fallback": True, "split_digits": True, "allow_whitespace_only_pieces": True,
+    "add_dummy_prefix": True, "remove_extra_whitespaces": False, "normalization_rule_name": "identity",
+    "unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1, "max_sentence_length": MAX_LINE_BYTES,
+    "num_threads": 1, "minloglevel": 1,  # one thread: the result must not depend on the machine
+}  # fmt: skip
+
+
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
-    lines = (
-        line for text in texts for line in text.split("\n") if line and len(line.encode()) <= MAX_LINE_BYTES
-    )
+    lines = (line for text in texts for line in text.split("\n") if 0 < len(line.encode()) <= MAX_LINE_BYTES)
     model, size = io.BytesIO(), training.vocab_size
+    given: dict[str, Any] = {"vocab_size": size, "character_coverage": training.character_coverage}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=size,
-            character_coverage=training.character_coverage,
-            byte_fallback=True,
-            split_digits=True,
-            allow_whitespace_only_pieces=True,
-            add_dummy_prefix=True,
-            remove_extra_whitespaces=False,
-            normalization_rule_name="identity",
-            max_sentence_length=MAX_LINE_BYTES,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            num_threads=1,  # the result must not depend on the machine
-            minloglevel=1,
+            sentence_iterator=lines, model_writer=model, **given, **_TRAINED
         )
     except RuntimeError as error:  # sentencepiece's only kind of error
         raise ValueError(f"no tokenizer of {size} pieces can be trained on this text: {error}") from error
@@ -77,8 +65,7 @@ def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
 
 
 def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenizer:
-    """Open a sentencepiece model or a tokenizer.json. bos, eos: tokens of the latter that begin
-    and end a document.
+    """Open a sentencepiece model or a tokenizer.json. bos, eos: the latter's tokens at the ends of documents.
 
     ValueError for a file that cannot be read, or where these tokens cannot be found.
     """
@@ -88,7 +75,7 @@ def load(path: Path, bos: str | None = None, eos: str | None = None) -> Tokenize
         return JsonTokenizer(path, bos, eos)
     if bos or eos:
         raise ValueError(
-            f"{path}: bos and eos are those of the sentencepiece model; only a tokenizer.json needs names"
+            f"{path}: bos and eos are the sentencepiece model's own; a tokenizer.json needs names"
         )
     try:
         return SentencepieceTokenizer(sentencepiece.SentencePieceProcessor(model_file=str(path)))
@@ -166,8 +153,8 @@ class Tokenizer(abc.ABC):
         if self._is_control[ids].any():
             if encode is self.fast:
                 return self.encode(texts, fast=False)
-            ends = np.cumsum(sizes)
-            text = texts[int(np.searchsorted(ends, np.argmax(self._is_control[ids]), side="right"))]
+            first = np.argmax(self._is_control[ids])
+            text = texts[int(np.searchsorted(np.cumsum(sizes), first, side="right"))]
             raise ValueError(
                 f"the tokenizer makes control tokens of ordinary text, such as {_decoded(text)!r:.200}; it must not "
                 "define <s> or </s> as user symbols, and special tokens must be no pieces of its model"
@@ -205,9 +192,8 @@ class JsonTokenizer(Tokenizer):
         self._made.no_truncation()
         self._made.no_padding()
         self._made.encode_special_tokens = True
-        special = {
-            each.content: i for i, each in self._made.get_added_tokens_decoder().items() if each.special
-        }
+        added = self._made.get_added_tokens_decoder().items()
+        special = {each.content: i for i, each in added if each.special}
         self.names = _begin_and_end(path, bos, eos, special)
         bos_id, eos_id = (special[name] for name in self.names)
         unknown = getattr(self._made.model, "unk_token", None)
@@ -251,21 +237,19 @@ class JsonTokenizer(Tokenizer):
 
 def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[str, int]) -> tuple[str, str]:
     """The names of the tokens that begin and end a document. ValueError when they are not known."""
-    said: dict[str, str] = {}
+    said: dict[str, Any] = {}
     for file in ("special_tokens_map.json", shards.TOKENIZER_CONFIG):
         if (beside := path.with_name(file)).is_file():
             values = json.loads(beside.read_text(encoding="utf-8"))
-            for name in ("bos_token", "eos_token"):
-                if each := values.get(name):
-                    said[name] = each["content"] if isinstance(each, dict) else each
+            said |= {name: values[name] for name in ("bos_token", "eos_token") if values.get(name)}
+    said = {name: each["content"] if isinstance(each, dict) else each for name, each in said.items()}
     known = next((pair for pair in KNOWN_NAMES if special.keys() >= set(pair)), (None, None))
     eos = eos or said.get("eos_token") or (None if bos else known[1])
     bos = bos or (said.get("bos_token", eos) if "eos_token" in said else known[0] if eos == known[1] else eos)
     if bos not in special or eos not in special:
         raise ValueError(
             f"{path}: documents need special tokens (of added_tokens) at their ends, bos = {bos!r}, eos = {eos!r}; "
-            'name them in the recipe, tokenizer = { path = "...", bos = "...", eos = "..." }, '
-            f"of {list(special)[:20]}"
+            f'the recipe names them: {{ path = "...", bos = "...", eos = "..." }}, of {list(special)[:20]}'
         )
     return bos, eos
 

@@ -19,9 +19,7 @@ import xxhash
 from data_mixtures import shards
 from data_mixtures.shards import Json
 
-OPEN_FILES = (
-    256  # a map holds a file descriptor, of which a process has 1024 and a 6T-token corpus 11,000 shards
-)
+OPEN_FILES = 256  # a map holds a file descriptor: a process has 1,024, a 6T-token corpus 11,000 shards
 CHUNK_BYTES = 1 << 20  # stays in a core's own cache between reading and hashing
 CHECKS_AT_A_TIME = 64  # making a lock takes 20 us
 DIGEST_BYTES = 8
@@ -51,9 +49,7 @@ class WindowFiles:
         self._map = functools.lru_cache(OPEN_FILES)(self._opened)
 
     def read(self, file: int, window: int, out: np.ndarray) -> None:
-        """Copy one window into out, (S + 1,) of any integer type. ValueError for a
-        damaged or unreadable block.
-        """
+        """Copy one window into out, (S + 1,) of any integer type. ValueError for a damaged block."""
         first = window * self.seq_len
         end = first + self.seq_len + 1
         checked, width = self._checked[file], self._dtypes[file].itemsize

@@ -41,10 +41,8 @@ CONNECTIONS = 64  # of one process
 TIMEOUT_S = 60.0
 ATTEMPTS = 6
 FIRST_WAIT_S = 1.0  # doubled with every attempt, with random jitter
-PART = pa.schema([pa.field("sha1", pa.binary(20)), pa.field("content", pa.binary())])
-RAW = pa.schema(
-    [pa.field("text", pa.binary()), pa.field("origin", pa.string())]
-)  # bytes: `filter` tells UTF-8
+PART = pa.schema([("sha1", pa.binary(20)), ("content", pa.binary())])
+RAW = pa.schema([("text", pa.binary()), ("origin", pa.string())])  # bytes: `filter` tells UTF-8
 _BATCH = 512
 
 
@@ -75,9 +73,7 @@ def fetch(
 
 
 def take_over(raw: Path, parts: Path) -> None:
-    """Make parts of what an older plan has fetched: where it lay in which file has changed,
-    its contents have not.
-    """
+    """Make parts of what an older plan has fetched: contents do not depend on which file named them."""
     if not raw.is_file() or parts.is_dir():
         return
     with pq.ParquetFile(raw) as old:
@@ -89,9 +85,7 @@ def take_over(raw: Path, parts: Path) -> None:
 def _opened(path: str) -> Iterator[pq.ParquetFile]:
     with local.opened(path) as file, pq.ParquetFile(file) as parquet:
         if "sha1" not in (names := parquet.schema_arrow.names):
-            raise ValueError(
-                f"{path} has no column sha1 (hex digits or bytes); its columns: {', '.join(names)}"
-            )
+            raise ValueError(f"{path} has no column sha1 (hex or bytes); its columns: {', '.join(names)}")
         yield parquet
 
 
@@ -129,9 +123,7 @@ def _parts(folder: Path) -> Iterator[pq.ParquetFile]:
 
 
 async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
-    """Save every content that comes; returns why the others did not. ValueError when
-    nothing answers any more.
-    """
+    """Save every content that comes; why the others did not. ValueError when nothing answers any more."""
     # an instance of its own, since it belongs to this event loop
     system, pattern = fsspec.url_to_fs(url, asynchronous=True, skip_instance_cache=True)
     session = await system.set_session()
@@ -141,20 +133,14 @@ async def _save(url: str, ask: list[bytes], folder: Path) -> Counter[str]:
         for start in range(0, len(ask), PART_CONTENTS):
             names = ask[start : start + PART_CONTENTS]
             answers = await asyncio.gather(*map(bucket.content, names))
-            came = [
-                (sha1, answer)
-                for sha1, answer in zip(names, answers, strict=True)
-                if isinstance(answer, bytes)
-            ]
+            pairs = zip(names, answers, strict=True)
+            came = [(sha1, answer) for sha1, answer in pairs if isinstance(answer, bytes)]
             _save_part(folder, came)
             missing.update(answer for answer in answers if isinstance(answer, str))
             if not sys.stderr.isatty():  # in logs, as of Slurm; a terminal has the bar of all units
                 done = f"{start + len(names):,} of {len(ask):,} contents, {missing.total():,} missing"
-                print(
-                    f"fetch {folder.parent.name}/{folder.stem.lstrip('.')}: {done}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                place = f"{folder.parent.name}/{folder.stem.lstrip('.')}"
+                print(f"fetch {place}: {done}", file=sys.stderr, flush=True)
             if bucket.is_silent():
                 raise ValueError(
                     f"{url} does not answer ({dict(missing)}; {bucket.unanswered} contents in a row, {ATTEMPTS} "

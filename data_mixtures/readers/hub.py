@@ -84,9 +84,7 @@ class Hub(Mirror):
     def revision(self, repo: str, revision: str) -> str:
         page = f"{self.api.endpoint}/datasets/{repo}"
         token = (
-            "the token that HF_TOKEN holds is not of an account that did"
-            if get_token()
-            else "HF_TOKEN is not set"
+            "the token in HF_TOKEN is not of an account that did" if get_token() else "HF_TOKEN is not set"
         )
         try:
             self.api.auth_check(repo, repo_type="dataset")
@@ -102,9 +100,7 @@ class Hub(Mirror):
         ) as error:  # no network, a proxy, a server error: in any case the other sources are checked
             raise ValueError(f"{NOT_REACHABLE} at {page}: {type(error).__name__}: {error}") from error
         if found is None or len(found) != 40:
-            raise ValueError(
-                f"revision {revision!r} has the commit {found!r} at {page}, which is not 40 hex digits"
-            )
+            raise ValueError(f"revision {revision!r} has the commit {found!r} at {page}, not 40 hex digits")
         return found
 
     def fetch(self, repo: str, revision: str, path: str, target: Path) -> None:

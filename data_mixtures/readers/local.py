@@ -36,19 +36,8 @@ from records.files import json_lines
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (
-    ".csv",
-    ".tsv",
-    ".arrow",
-    ".feather",
-    ".orc",
-    ".avro",
-    ".xz",
-    ".7z",
-    ".zip",
-    ".tar",
-    ".tgz",
-    ".pdf",
-)
+    ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xz", ".7z", ".zip", ".tar", ".tgz", ".pdf",
+)  # fmt: skip
 # reasons for which a file or line was not read, besides those for which `filter` may drop a text that was
 DAMAGE = ("damaged", "not_utf8", "not_text", "too_large", "not_json", "no_field", "no_permission")
 NOT_LINES = (
@@ -57,15 +46,12 @@ NOT_LINES = (
 )
 LARGEST_BYTES = 1 << 30  # of a text file: it is one document, and Arrow takes no text of 2 GiB
 _PLACE = re.compile(r"/|\{|\w+://")  # how a path begins that is not relative to the recipe's folder
-Listed = list[
-    Any
-]  # name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
+# name, bytes, and what changes with the content: nanoseconds of a local file, or a tag of a store
+Listed = list[Any]
 
 
 def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
-    """What {recipe}, {stdlib}... stand for in the paths of an input; the data folder and
-    the recipe's are given.
-    """
+    """What {recipe}, {stdlib}... stand for in paths; of a data folder and the recipe's folder."""
     python = sysconfig.get_paths()
     there = store.of(Path(out))  # where all workers see what the corpus program writes
     here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(there.url if there else out, "corpus")}
@@ -80,26 +66,19 @@ def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) 
     for given in source_input.paths:
         pattern = _in_place(given if _PLACE.match(given) else f"{{recipe}}/{given}", roots)
         listed = {file[0]: file for file in _glob(pattern)}
-        kept = {
-            name: file
-            for name, file in listed.items()
-            if not any(
-                fnmatch.fnmatch(each, out) for each in (name, portable(name, roots)) for out in excluded
-            )
-        }
-        if not kept:
+        names = {name: (name, portable(name, roots)) for name in listed}
+        out = {name for name in listed for each in excluded if fnmatch.filter(names[name], each)}
+        if listed.keys() == out:
             without.append(pattern + (" (all excluded)" if listed else ""))
-        found |= kept
+        found |= {name: file for name, file in listed.items() if name not in out}
     if without and all_match:
         raise ValueError(f"no file matches {', '.join(without)}")
     for name in found:
         if name.encode(errors="ignore").decode() != name:  # the plan is JSON
             raise ValueError(f"the name of the file {name!r} is not UTF-8; rename it, or exclude it")
-    names = {name: portable(name, roots) for name in found}
-    ordered = sorted(
-        found, key=lambda name: (xxhash.xxh3_64_intdigest(os.fsencode(names[name])), names[name])
-    )
-    return [found[name] for name in ordered[: source_input.files]]
+    places = [(portable(name, roots), file) for name, file in found.items()]
+    places.sort(key=lambda place: (xxhash.xxh3_64_intdigest(os.fsencode(place[0])), place[0]))
+    return [file for _, file in places[: source_input.files]]
 
 
 def _in_place(pattern: str, roots: Mapping[str, str]) -> str:
@@ -109,10 +88,7 @@ def _in_place(pattern: str, roots: Mapping[str, str]) -> str:
 
 
 def portable(path: str, roots: Mapping[str, str]) -> str:
-    """A file's name in plans, orders and origins: the same files in another folder must get the same place.
-
-    Those beside the recipe are named from there.
-    """
+    """A file's name in plans and origins, the same in another folder; beside the recipe, from there on."""
     for name, root in sorted(roots.items(), key=lambda item: -len(item[1])):  # one may contain the other
         if path.startswith(root + os.sep):
             return path[len(root) + 1 :] if name == "recipe" else name + path[len(root) :]
@@ -121,17 +97,14 @@ def portable(path: str, roots: Mapping[str, str]) -> str:
 
 def _glob(pattern: str) -> Iterator[Listed]:
     if "://" not in pattern:
-        for path in glob.iglob(pattern, recursive=True):
-            if os.path.isfile(path):
-                yield _listed(path)
+        yield from map(_listed, filter(os.path.isfile, glob.iglob(pattern, recursive=True)))
         return
     with store.named(pattern):
         system, name = fsspec.url_to_fs(pattern)
         for path, info in system.glob(name, detail=True).items():
             if info["type"] == "file":
-                found = (
-                    info if info["size"] is not None else system.info(path)
-                )  # listings of web servers lack it
+                # listings of web servers lack the size
+                found = info if info["size"] is not None else system.info(path)
                 yield _described(system.unstrip_protocol(path), found)
 
 
@@ -171,14 +144,10 @@ def check_kind(source_input: Input, files: Iterable[Listed]) -> None:
         plain, codec = _unpacked_name(name)
         suffix = os.path.splitext(plain)[1].lower()
         if suffix in UNREADABLE or (codec and wanted == "parquet"):
-            raise ValueError(
-                f"{name} is not read; convert it to Parquet, JSON lines or text (.gz, .zst), or exclude it"
-            )
+            raise ValueError(f"{name} is not read; convert it to Parquet, JSON lines or text, or exclude it")
         if SUFFIXES.get(suffix, wanted) != wanted:
-            kind = SUFFIXES[suffix]
-            raise ValueError(
-                f"{name} is {kind}, its input has kind = {source_input.kind!r}; correct it, or exclude it"
-            )
+            mends = f"its input has kind = {source_input.kind!r}; correct it, or exclude it"
+            raise ValueError(f"{name} is {SUFFIXES[suffix]}, {mends}")
 
 
 def _unpacked_name(name: str) -> tuple[str, str | None]:
@@ -241,11 +210,9 @@ def can_seek(name: str) -> bool:
 def documents(
     source_input: Input, names: Iterable[str], dropped: Dropped, span: tuple[int, int] | None = None
 ) -> Iterator[Document]:
-    """All documents of text or JSON lines up to the input's cap; what gives none is counted in `dropped`.
+    """All documents of text or JSON lines, up to the first that does not fit under the input's cap.
 
-    span: of JSON lines, those that begin in these bytes alone; rows are counted from there.
-
-    It ends at the first text that does not fit under the cap, so it is at most one document short of it.
+    dropped: counts what gives none. span: the JSON lines, and rows, that begin in these bytes.
     """
     size = 0
     for text, name, row, fields in _read(source_input, names, dropped, span):
@@ -280,11 +247,11 @@ def _read(
 
 def read(name: str | os.PathLike[str]) -> str:
     r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text, too_large."""
+    with opened(os.fspath(name)) as file:
+        if len(raw := file.read(LARGEST_BYTES + 1)) > LARGEST_BYTES:
+            raise Unreadable("too_large")
     try:
-        with opened(os.fspath(name)) as file:
-            if len(raw := file.read(LARGEST_BYTES + 1)) > LARGEST_BYTES:
-                raise Unreadable("too_large")
-            text = raw.decode("utf-8-sig")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable("not_utf8") from error
     if "\0" in text:
@@ -362,17 +329,13 @@ def lacks(value: Any, field: str) -> str | None:
         return f"is a {type(value).__name__}, not an object: {NOT_LINES}"
     if field not in value:
         return f"has no {field!r}; its fields: {', '.join(value)}. Set `field` of the input"
-    return (
-        None
-        if isinstance(value[field], str | None)
-        else f"has {field!r} of {type(value[field]).__name__}, not text"
-    )
+    if not isinstance(value[field], str | None):
+        return f"has {field!r} of {type(value[field]).__name__}, not text"
+    return None
 
 
 def json_objects(name: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
-    """(number from 1, value) of every line that is not blank. ValueError: a line that is not JSON,
-    or a broken .gz.
-    """
+    """(number from 1, value) of lines that are not blank. ValueError: not JSON, or a broken .gz."""
     try:
         with opened(os.fspath(name)) as file:
             yield from json_lines(file, name)

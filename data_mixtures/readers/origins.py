@@ -12,16 +12,13 @@ ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license"
 
 
 def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
-    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines and
-    Parquet), and its fields.
-    """
+    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines, Parquet), its fields."""
     said = f'{{"file":{_encoded(file)},"row":{row}'
     for name in ORIGIN_FIELDS if fields else ():
         if (value := fields.get(name)) is not None:
             said += f',"{name}":{_encoded(value)}'
-    return f"{said}}}".encode(
-        errors="replace"
-    ).decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
+    whole = f"{said}}}"
+    return whole.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:

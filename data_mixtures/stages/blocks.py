@@ -22,9 +22,7 @@ from data_mixtures import store
 from data_mixtures.stages import stage
 from data_mixtures.stages.stage import Unit
 
-BLOCK_BYTES = (
-    1 << 14
-)  # held-out documents lie apart, and each reads a block; smaller ones cost more time to hash
+BLOCK_BYTES = 1 << 14  # held-out documents lie apart, and each reads one; smaller ones take longer to hash
 HASHES = ".xxh3"
 _SEALED_BYTES = 1 << 24  # read at a time
 READ_BYTES = 1 << 28  # put in order at a time: the more, the longer are the slices that are read of each file
@@ -97,10 +95,9 @@ def opened(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterato
         files = []
         for unit in units:
             folder = stage.unit_folder(out, made_by, unit)
+            paths = folder / name, folder / (name + HASHES)
             try:
-                data, hashes = (
-                    stack.enter_context(store.opened(out, folder / each)) for each in (name, name + HASHES)
-                )
+                data, hashes = (stack.enter_context(store.opened(out, path)) for path in paths)
             except FileNotFoundError:
                 stage.result(out, made_by, unit)  # says so if it was not made yet, or was freed
                 raise

@@ -1,17 +1,14 @@
 """Held-out documents whose text stands in training: DIR/contained/all/unit-00000/, the rows that tokenize
 leaves out.
 
-Near copies are whole documents; here a held-out document lies inside larger ones, or is made of pieces of
-many. It is left out of validation when `contained_share` of its runs of 13 words stand in documents of
-training. Training keeps its text: else a held-out file that is nothing but a licence would take every file
-with that licence out of it. Words, runs and the search for them are those of `decontaminate`, where a
-document is a passage; of one with many runs the MOST_GRAMS with the smallest hashes stand for all, which is
-a fair sample of them.
+A held-out document of which `contained_share` of the runs of 13 words stand in documents of training is left
+out of validation. Training keeps its text: else a held-out file that is nothing but a licence would take
+every file with that licence out of it. Words, runs and their search are those of `decontaminate`, where a
+document is a passage; the MOST_GRAMS runs with the smallest hashes are a fair sample of many.
 
 Three stages, by group of filtered units but for the last: `held_out`, the runs of its held-out documents;
-`scan`, which of all those its documents of training have; `contained`, once: the documents. Near copies,
-which are in neither, are out before. The text is read twice, and each worker holds the runs of all held-out
-documents, 64 times 20 bytes each.
+`scan`, which of all those its documents of training have; `contained`, once: the documents. Near copies are
+out before. The text is read twice; a worker holds the runs of all held-out documents, 64 times 20 bytes each.
 """
 
 from __future__ import annotations
@@ -96,13 +93,10 @@ def _index(work: Stage) -> tuple[decontaminate.Index, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=1)
-def _built(
-    out: Path, groups: tuple[tuple[Unit, int], ...], files: str
-) -> tuple[decontaminate.Index, np.ndarray]:
+def _built(out: Path, groups: tuple[tuple[Unit, int], ...], _: str) -> tuple[decontaminate.Index, np.ndarray]:
     rows = [np.load(stage.checked(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
-    owners = [
-        first + each["document"].astype(np.int64) for (_, first), each in zip(groups, rows, strict=True)
-    ]
+    groups_rows = zip(groups, rows, strict=True)
+    owners = [first + each["document"].astype(np.int64) for (_, first), each in groups_rows]
     numbers, passages = np.unique(np.concatenate(owners), return_inverse=True)
     heads, grams = (np.concatenate([each[name] for each in rows]) for name in ("head", "gram"))
     arrays = decontaminate.arranged(heads, grams, passages, len(numbers))
@@ -138,9 +132,8 @@ class Contained(Grouped):
     def key(self, unit: Unit) -> str:
         filtered = [self.files(group) for group, _, _ in of_all(self, SCAN)]
         share = self.recipe.dedup.contained_share
-        return stage.key_of(
-            self.name, share, filtered, files_of_all(self, HELD_OUT), files_of_all(self, SCAN)
-        )
+        scanned = files_of_all(self, HELD_OUT), files_of_all(self, SCAN)
+        return stage.key_of(self.name, share, filtered, *scanned)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         index, numbers = _index(self)
@@ -150,10 +143,8 @@ class Contained(Grouped):
         for group in groups:
             bits |= np.load(stage.checked(self.out, SCAN, group, FOUND))
         found = np.unpackbits(bits, count=len(first) - 1).astype(bool)
-        runs, of_training = (
-            np.bincount(passages[chosen], minlength=len(numbers))
-            for chosen in (slice(None), np.repeat(found, np.diff(first)))
-        )
+        in_training = passages[np.repeat(found, np.diff(first))]
+        runs, of_training = (np.bincount(each, minlength=len(numbers)) for each in (passages, in_training))
         contained = numbers[of_training >= self.recipe.dedup.contained_share * runs]
         documents.write_rows(folder, [each for group in groups for each in self.members(group)], contained)
         return {"held_out": len(numbers), "contained": len(contained)}

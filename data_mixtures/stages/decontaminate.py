@@ -18,8 +18,9 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -27,22 +28,14 @@ import pyarrow.parquet as pq
 from data_mixtures.readers.local import json_objects
 from data_mixtures.shards import Json
 from data_mixtures.stages import stage
-from data_mixtures.stages.word_hashes import (
-    all_gram_hashes,
-    gram_hashes,
-    groups,
-    longer,
-    say_something,
-    word_hashes,
-)
+from data_mixtures.stages.word_hashes import all_gram_hashes, gram_hashes, groups, longer, say_something
+from data_mixtures.stages.word_hashes import word_hashes as hashes_of
 from records.files import file_sha256, write_atomically
 
 INDEX = "benchmarks.npz"
 GRAM_WORDS = 13
 SHORTEST_WORDS = 8
-_TELLING_WORDS = (
-    3  # a gram counts with this many words of two letters or more: no alphabets, no lists of numbers
-)
+_TELLING_WORDS = 3  # of two letters or more, that a gram needs: no alphabets, no lists of numbers
 _TABLE_ENTRIES = 4, 16  # a hash; the first table stays in the cache, the second sees a fifth of the words
 _ARRAYS = ("heads", "grams", "first", "passages", "needed", "items")
 
@@ -82,7 +75,7 @@ class Index:
         """(text, place in `grams`) of all that texts have."""
         found, first = [np.empty((2, 0), np.int64)], 0
         for group in groups(texts):
-            text, place = self._hits_in(*word_hashes(group))
+            text, place = self._hits_in(*hashes_of(group))
             found.append(np.stack([text + first, place]))
             first += len(group)
         text, place = np.concatenate(found, axis=1)
@@ -92,11 +85,8 @@ class Index:
         """The same of one group, where text i is words[bounds[i]:bounds[i + 1]]."""
         heads = all_gram_hashes(words, SHORTEST_WORDS)
         at = self._heads.find(heads)[0]
-        hashes, ends = (
-            heads[at],
-            bounds[np.searchsorted(bounds, at, side="right")],
-        )  # of the text with the gram
-        grams, starts = [], []
+        hashes, grams, starts = heads[at], [], []
+        ends = bounds[np.searchsorted(bounds, at, side="right")]  # of the text with the gram
         for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
             inside = at + length <= ends
             at, ends, hashes = at[inside], ends[inside], hashes[inside]
@@ -108,16 +98,13 @@ class Index:
         return np.searchsorted(bounds, np.concatenate(starts)[of], side="right") - 1, place
 
     def _held(self, text: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(text, number of the item) of the items with a passage of which a text has
-        enough grams; both sorted.
-        """
+        """(text, number of the item), sorted, of items with a passage of which a text has enough grams."""
         text, place = _distinct_pairs(text, place)[:2]
         first = self.arrays["first"]
         counts = first[place + 1] - first[place]
         at = np.arange(counts.sum()) + np.repeat(first[place] - np.cumsum(counts) + counts, counts)
-        text, passage, grams = _distinct_pairs(
-            np.repeat(text, counts), self.arrays["passages"][at].astype(np.int64)
-        )
+        passage = self.arrays["passages"][at].astype(np.int64)
+        text, passage, grams = _distinct_pairs(np.repeat(text, counts), passage)
         enough = grams >= self.arrays["needed"][passage]
         return _distinct_pairs(text[enough], self.arrays["items"][passage[enough]].astype(np.int64))[:2]
 
@@ -137,14 +124,11 @@ class Known:
             done += bits
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(places of those that are known, their places among the known); tables first exclude almost all
-        others.
-        """
+        """(places of those that are known, their places among the known)."""
         at = np.arange(len(hashes))
         for table, shifts in self._tables:
-            inside = np.flatnonzero(
-                table.take((hashes << shifts[0] >> shifts[1]).view(np.int64), mode="wrap")
-            )
+            bits = (hashes << shifts[0] >> shifts[1]).view(np.int64)
+            inside = np.flatnonzero(table.take(bits, mode="wrap"))
             at, hashes = at[inside], hashes[inside]
         place = np.searchsorted(self.hashes, hashes)
         inside = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == hashes)
@@ -162,15 +146,13 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
         path.unlink(missing_ok=True)
         return
     files = {name: _files(name, pattern) for name, pattern in benchmarks.items()}
-    hashes = {
-        name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in benchmarks
-    }
+    hashes = {name: {f"{i} {p.name}": file_sha256(p) for i, p in enumerate(files[name])} for name in files}
     code = stage.key_of("benchmarks")
     header = _header(path)
     if header and header["code"] == code and {b["name"]: b["files"] for b in header["benchmarks"]} == hashes:
         return
-    items = {name: [passages for file in files[name] for passages in _items(file)] for name in benchmarks}
-    arrays = build([passages for name in benchmarks for passages in items[name]])
+    items = {name: list(chain.from_iterable(map(_items, found))) for name, found in files.items()}
+    arrays = build(chain.from_iterable(items.values()))
     searchable = np.unique(arrays["items"][arrays["needed"] > 0])
     ends = np.cumsum([len(of) for of in items.values()])
     inside = np.bincount(np.searchsorted(ends, searchable, side="right"), minlength=len(items)).tolist()
@@ -178,8 +160,7 @@ def make_index(benchmarks: Mapping[str, str], out: Path) -> None:
     described = [asdict(Benchmark(name, len(items[name]), count, hashes[name])) for name, count in found]
     text = json.dumps({"code": code, "benchmarks": described}).encode()
     archive = io.BytesIO()
-    stored: Json = {"header": np.frombuffer(text, np.uint8), **arrays}
-    np.savez(archive, **stored)
+    np.savez(archive, header=np.frombuffer(text, np.uint8), **cast(Any, arrays))
     write_atomically(path, archive.getvalue())
 
 
@@ -190,9 +171,7 @@ def known_benchmarks(out: Path) -> tuple[Benchmark, ...]:
 
 
 def load(out: Path, names: Iterable[str]) -> Index | None:
-    """The index of a data folder, None for no names. ValueError when it is not of the
-    benchmarks of these names.
-    """
+    """The index of a data folder, None for no names. ValueError when it is of other benchmarks."""
     return _load(out / INDEX) if identity(out, names) else None
 
 
@@ -204,15 +183,12 @@ def _load(path: Path) -> Index:
 
 
 def identity(out: Path, names: Iterable[str]) -> Any:
-    """What the keys of filtered units say about the index: the code that made it, names,
-    item counts, file hashes.
-    """
+    """What keys of filtered units say of the index: names, item counts, file hashes. ValueError as `load`."""
     header = _header(out / INDEX)
     held = {benchmark["name"] for benchmark in header["benchmarks"]} if header else set()
     if held != set(names):
-        raise ValueError(
-            f"{out / INDEX} holds {sorted(held)}, the recipe names {sorted(names)}; make the index first"
-        )
+        said = f"holds {sorted(held)}, the recipe names {sorted(names)}"
+        raise ValueError(f"{out / INDEX} {said}; make the index first")
     return header
 
 
@@ -231,10 +207,8 @@ def build(items: Iterable[Iterable[str]]) -> dict[str, np.ndarray]:
     """
     numbered = [(number, text) for number, texts in enumerate(items) for text in texts]
     found = passage_grams([text for _, text in numbered])
-    return {
-        **arranged(*found, len(numbered)),
-        "items": np.array([number for number, _ in numbered], np.int32),
-    }
+    items = np.array([number for number, _ in numbered], np.int32)
+    return {**arranged(*found, len(numbered)), "items": items}
 
 
 def arranged(heads: np.ndarray, grams: np.ndarray, passages: np.ndarray, count: int) -> dict[str, np.ndarray]:
@@ -265,10 +239,8 @@ def passage_grams(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _passage_grams(texts: list[str]) -> tuple[np.ndarray, ...]:
-    """(head, gram, passage) of the grams that stand for passages: all 13-grams, or the whole
-    of a short passage.
-    """
-    words, bounds = word_hashes(texts)
+    """(head, gram, passage) of what stands for passages: all 13-grams, or the whole of a short one."""
+    words, bounds = hashes_of(texts)
     telling = np.concatenate([[0], np.cumsum(say_something(texts))])
     found = []
     for length in range(SHORTEST_WORDS, GRAM_WORDS + 1):
@@ -276,13 +248,11 @@ def _passage_grams(texts: list[str]) -> tuple[np.ndarray, ...]:
         passage = np.searchsorted(bounds, at, side="right") - 1
         size = np.diff(bounds)[passage]
         wanted = (size >= length) if length == GRAM_WORDS else (size == length)
-        wanted &= (at + length <= bounds[passage + 1]) & (
-            telling[at + length] - telling[at] >= _TELLING_WORDS
-        )
+        wanted &= at + length <= bounds[passage + 1]
+        wanted &= telling[at + length] - telling[at] >= _TELLING_WORDS
         at = at[wanted]
-        found.append(
-            (gram_hashes(words, at, SHORTEST_WORDS), gram_hashes(words, at, length), passage[wanted])
-        )
+        grams = (gram_hashes(words, at, size) for size in (SHORTEST_WORDS, length))
+        found.append((*grams, passage[wanted]))
     return tuple(np.concatenate(column) for column in zip(*found, strict=True))
 
 
@@ -293,7 +263,7 @@ def _distinct_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _files(name: str, pattern: str) -> list[Path]:
-    found = sorted(Path(path) for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    found = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
     if not found:
         raise ValueError(
             f"[filter] benchmarks: {name} = {pattern!r} matches no file. Download the benchmark's items as JSON lines "

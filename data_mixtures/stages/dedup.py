@@ -1,17 +1,15 @@
 """Near copies: documents.parquet of all sources -> DIR/dedup/<source>/unit-NNNNN/, the rows that tokenize
 leaves out.
 
-MinHash with datatrove's normalisation of text, shingles and hash functions, and its rule for two documents:
-they are near copies when all hashes of a bucket, a band, are equal. A document stays only if it comes first
-in every one of its bands: what is held out before the rest, so that a run trains on no near copy of what it
-is validated on, then in the order of the recipe's sources and of the documents in a source. So no two
-documents that stay share a band, and who is left out shares one with a document before it. No pairs and no
-clusters are made: the work is linear in documents, counted in docs/decisions/data-pipeline.md.
+MinHash with datatrove's normalisation of text, shingles, hash functions, and its rule: two documents are near
+copies when all hashes of a bucket, a band, are equal. A document stays only if it comes first in all of its
+bands: what is held out before the rest, so that a run trains on no near copy of what it is validated on, then
+in the recipe's order. So no two that stay share a band, and who goes shares one with a document before it. No
+pairs, no clusters: the work is linear in documents, counted in docs/decisions/data-pipeline.md.
 
-Three stages. `signatures`, by group of filtered units: a row for each band of each document, sorted by the
-band's hash. `bands`, by range of hashes: who is not first there, sorted by number, a document's place in
-all units of all sources in the recipe's order. `dedup`, by group: its rows of all ranges. So every row is
-written once and read once.
+Three stages. `signatures`, by group of filtered units: a row for each band of each document, by the band's
+hash. `bands`, by range of hashes: who is not first there, by number, a document's place in all units of all
+sources. `dedup`, by group: its rows of all ranges. So every row is written once and read once.
 """
 
 from __future__ import annotations
@@ -25,17 +23,8 @@ import xxhash
 
 from data_mixtures import recipe, shards
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, quality, stage
-from data_mixtures.stages.documents import (
-    ALL,
-    DEDUP,
-    NEAR_DUPLICATE,
-    Grouped,
-    files_of_all,
-    of_all,
-    read_documents,
-    write_rows,
-)
+from data_mixtures.stages import blocks, documents, quality, stage
+from data_mixtures.stages.documents import ALL, DEDUP, Grouped, files_of_all, of_all
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 
 SIGNATURES, BANDS = "signatures", "bands"
@@ -50,9 +39,7 @@ _TRAINED = np.uint64(1 << 63)
 
 @dataclass(frozen=True)
 class Signatures(Grouped):
-    """sorted.bin: _BAND rows of every band of every document, by (hash, row); bounds.npy: of SLICES equal
-    ranges.
-    """
+    """sorted.bin: a _BAND row for each band of each document, by hash; bounds.npy: of SLICES ranges."""
 
     name = SIGNATURES
 
@@ -62,19 +49,19 @@ class Signatures(Grouped):
         return stage.key_of(self.name, settings, quality.versions(("datatrove", "spacy")), self.files(unit))
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        sign, lows, hashes = signer(self.recipe.dedup), [], []
+        sign, lows = signer(self.recipe.dedup), list[int]()
+        hashes = [np.empty(0, np.uint64)]
         for member, _ in self.members(unit):
-            for ids, texts, _ in read_documents(stage.checked(self.out, "filter", member, DOCUMENTS)):
+            for ids, texts, _ in documents.read_documents(
+                stage.checked(self.out, "filter", member, DOCUMENTS)
+            ):
                 new = [int.from_bytes(identity[8:], "big") for identity in ids]
-                hashes += [
-                    np.array(sign(text.decode(), low), np.uint64)
-                    for text, low in zip(texts, new, strict=True)
-                ]
+                hashes += map(sign, map(bytes.decode, texts), new)
                 lows += new
         rows = np.zeros(len(lows) * self.recipe.dedup.buckets, _BAND)
         below = np.array([shards.held_out_below(share) for share in range(1, 5001)], np.uint64)
         shares = np.searchsorted(below, np.array(lows, np.uint64), side="right")
-        rows["hash"] = np.concatenate([np.empty(0, np.uint64), *hashes])
+        rows["hash"] = np.concatenate(hashes)
         for name, values in (("row", np.arange(len(lows))), ("share", shares)):
             rows[name] = np.repeat(values, self.recipe.dedup.buckets)
         rows = rows[np.argsort(rows["hash"], kind="stable")]
@@ -83,17 +70,13 @@ class Signatures(Grouped):
         return {"documents": len(lows)}
 
 
-def signer(settings: recipe.Dedup) -> Callable[[str, int], list[int]]:
-    """(text, low half of its id) -> a hash for every band, of which those of other bands are no part; a text
-    without shingles has no copies but itself.
-    """
+def signer(settings: recipe.Dedup) -> Callable[[str, int], np.ndarray]:
+    """(text, low half of its id) -> a hash for each band, uint64; of text without shingles, that half."""
     from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     class Words(WordTokenizer):
-        """What stands between spaces, after the punctuation is gone: ten times as fast as spaCy,
-        to the same end.
-        """
+        """What stands between spaces, after the punctuation is gone: as spaCy's, ten times as fast."""
 
         def word_tokenize(self, text: str) -> list[str]:
             return text.split()
@@ -103,16 +86,15 @@ def signer(settings: recipe.Dedup) -> Callable[[str, int], list[int]]:
     config = MinhashConfig(settings.n_grams, settings.buckets, settings.hashes_per_bucket)
     config.norm_config.norm_numbers = not settings.numbers
     step = MinhashDedupSignature("unused", config, settings.language or Words())
-    step._hash_func = lambda text: xxhash.xxh64_intdigest(
-        text.encode()
-    )  # xxhash 4 takes bytes, datatrove gives text
+    # xxhash 4 takes bytes, datatrove gives text
+    step._hash_func = lambda text: xxhash.xxh64_intdigest(text.encode())
 
-    def sign(text: str, low: int) -> list[int]:
+    def sign(text: str, low: int) -> np.ndarray:
         shingles = step.get_shingles(text)
         if not shingles.size:
-            return [low] * settings.buckets
-        of_bands = enumerate(step.get_signature(shingles))
-        return [xxhash.xxh3_64_intdigest(np.array(each, "<u8").data, seed=band) for band, each in of_bands]
+            return np.full(settings.buckets, low, np.uint64)
+        bands = enumerate(np.array(step.get_signature(shingles), "<u8"))
+        return np.array([xxhash.xxh3_64_intdigest(each.data, seed=band) for band, each in bands], np.uint64)
 
     return sign
 
@@ -134,9 +116,7 @@ def read_sorted(work: Stage, made_by: str, unit: Unit, ranges: slice, dtype: np.
 
 @dataclass(frozen=True)
 class Bands(Stage):
-    """sorted.bin: numbers (int64) of the documents that are not first in a band, each once; bounds.npy: by
-    group. A unit: a range of hashes.
-    """
+    """A range of hashes: numbers (int64) of documents that are not first in a band, each once, by group."""
 
     name = BANDS
 
@@ -145,8 +125,8 @@ class Bands(Stage):
 
     def ranges(self) -> int:
         """A power of two."""
-        documents = sum(receipt["counts"]["documents"] for _, receipt, _ in of_all(self, SIGNATURES))
-        parts = -(-documents * self.recipe.dedup.buckets // ROWS_PER_RANGE)
+        count = sum(receipt["counts"]["documents"] for _, receipt, _ in of_all(self, SIGNATURES))
+        parts = -(-count * self.recipe.dedup.buckets // ROWS_PER_RANGE)
         return min(1 << max(parts - 1, 0).bit_length(), SLICES)
 
     def key(self, unit: Unit) -> str:
@@ -191,11 +171,10 @@ class Dedup(Grouped):
         return stage.key_of(self.name, str(unit), self.files(unit), later)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        places = enumerate(of_all(self, SIGNATURES))
-        place, receipt, first = next(
-            (n, receipt, first) for n, (group, receipt, first) in places if group == unit
-        )
+        groups = list(of_all(self, SIGNATURES))
+        place = next(n for n, (group, *_) in enumerate(groups) if group == unit)
+        _, receipt, first = groups[place]
         ranges = [read_sorted(self, BANDS, each, slice(place, place + 1), _NUMBER) for each in self._bands()]
         numbers = np.unique(np.concatenate(ranges)) - first
-        write_rows(folder, self.members(unit), numbers)
-        return {"documents": receipt["counts"]["documents"], NEAR_DUPLICATE: len(numbers)}
+        documents.write_rows(folder, self.members(unit), numbers)
+        return {"documents": receipt["counts"]["documents"], documents.NEAR_DUPLICATE: len(numbers)}

@@ -73,11 +73,9 @@ def files_of_all(work: Stage, made_by: str) -> list[Any]:
 
 
 def write_rows(folder: Path, members: Sequence[tuple[Unit, Json]], numbers: np.ndarray) -> None:
-    """What a stage leaves out of filtered units that follow each other; numbers: ascending, from the
-    first's row 0.
+    """What a stage leaves out of filtered units in a row; numbers: ascending, from the first's row 0.
 
-    rows.npy: int64, rows of documents.parquet, unit after unit. units.json: where a unit's are, [first,
-    end).
+    rows.npy: int64, rows of documents.parquet, unit after unit. units.json: where a unit's are, [first, end).
     """
     ends = np.cumsum([0, *(receipt["counts"]["kept"] for _, receipt in members)])
     places = np.searchsorted(numbers, ends).tolist()

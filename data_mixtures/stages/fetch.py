@@ -13,7 +13,8 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +36,7 @@ from records.files import file_sha256
 TEXT_SCHEMA = pyarrow.schema([("text", pyarrow.string()), ("origin", pyarrow.string())])
 ROW_GROUP_BYTES = 8 << 20
 ATTEMPTS = 5
-FIRST_WAIT_S = (
-    2.0  # doubled with every attempt, with random jitter, so that workers do not retry at the same time
-)
+FIRST_WAIT_S = 2.0  # doubled with every attempt; with random jitter, so that workers do not ask together
 
 
 class Damaged(ValueError):
@@ -100,21 +99,17 @@ class Fetch(Stage):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def check_room(self, budget_bytes: int | None) -> None:
-        """Refuse before anything is read what would pass the budget (of all that DIR/fetch
-        holds) or the disk.
-        """
-        todo: Counter[str] = Counter()
+        """Refuse, before anything is read, what would pass the budget of DIR/fetch or the disk."""
+        todo = Counter[str]()
         held, links, linked = 0, 0, self.mirror is not None and not hub.origin(self.mirror).remote
         for unit in self.units():
-            if is_done(self, unit):
-                receipt = stage.receipt_of(self.out, self.name, unit)
-                if not receipt.get("freed"):
-                    held += sum(entry["bytes"] for entry in receipt["files"].values())
-            else:
-                entry = stage.planned_unit(self.out, unit)
-                todo[unit.source] += (size := entry.get("bytes", 0))
+            entry = stage.planned_unit(self.out, unit)
+            if not is_done(self, unit):
+                todo[unit.source] += entry.get("bytes", 0)
                 if linked or "://" not in entry.get("file", ["://"])[0]:
-                    links += size
+                    links += entry.get("bytes", 0)
+            elif not (receipt := stage.receipt_of(self.out, self.name, unit)).get("freed"):
+                held += sum(file["bytes"] for file in receipt["files"].values())
         need, listed = sum(todo.values()), ", ".join(f"{name} {size:,}" for name, size in todo.items())
         if budget_bytes is not None and held + need > budget_bytes:
             raise ValueError(
@@ -123,9 +118,8 @@ class Fetch(Stage):
             )
         free = shutil.disk_usage(self.out).free
         if store.of(self.out) is None and need - links > free:
-            raise ValueError(
-                f"{need:,} bytes are to be fetched ({listed}), but {self.out} has {free:,} bytes of free disk"
-            )
+            need_bytes = f"{need:,} bytes are to be fetched ({listed})"
+            raise ValueError(f"{need_bytes}, but {self.out} has {free:,} bytes of free disk")
 
 
 def _tried(work: Callable[[], Json], target: Path, remote: bool) -> Json:
@@ -153,49 +147,46 @@ def _copy_groups(entry: Json, target: Path) -> Json:
     """Row groups of a Parquet file of one's own: the text, and what is known of its origin."""
     name, rows = entry["file"][0], 0
     local.check_unchanged([entry["file"]])
-    try:
-        with local.opened(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
-            schema = parquet.schema_arrow
-            plan.text_column(schema, (entry["text_column"],), name)
-            chosen = [each for each in schema.names if each in (entry["text_column"], *ORIGIN_FIELDS)]
-            plain = pyarrow.schema([schema.field(each) for each in chosen])
-            with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
-                for number in entry["row_groups"]:
-                    table = parquet.read_row_group(number, chosen)
-                    rows += table.num_rows
-                    writer.write_table(table.select(chosen).cast(plain))
-    except pyarrow.ArrowInvalid as error:
-        raise Damaged(
-            f"{name} is not a complete Parquet file ({error}): truncated, or another file"
-        ) from error
+    with _complete(name), local.opened(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
+        schema = parquet.schema_arrow
+        plan.text_column(schema, (entry["text_column"],), name)
+        chosen = [each for each in schema.names if each in (entry["text_column"], *ORIGIN_FIELDS)]
+        plain = pyarrow.schema([schema.field(each) for each in chosen])
+        with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
+            for number in entry["row_groups"]:
+                table = parquet.read_row_group(number, chosen)
+                rows += table.num_rows
+                writer.write_table(table.select(chosen).cast(plain))
     local.check_unchanged([entry["file"]])
     return {"documents": rows, "bytes": target.stat().st_size}
 
 
-def check(path: Path, entry: Json, where: str) -> Json:
-    """A fetched file against its plan; returns its counts. Damaged says what differs."""
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise Damaged(
-            f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file"
-        )
-    if entry["sha256"] is not None and (found := file_sha256(path)) != entry["sha256"]:
-        raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
+@contextmanager
+def _complete(name: str) -> Iterator[None]:
+    """Damaged for a file that is not Parquet, or ends too early."""
     try:
-        with pyarrow.parquet.ParquetFile(path) as parquet:
-            schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
+        yield
     except pyarrow.ArrowInvalid as error:
         raise Damaged(
-            f"{where} is not a complete Parquet file ({error}): truncated, or another file"
+            f"{name} is not a complete Parquet file ({error}): another file, or truncated"
         ) from error
+
+
+def check(path: Path, entry: Json, where: str) -> Json:
+    """A fetched file against its plan; returns its counts. Damaged says what differs."""
+    if (size := path.stat().st_size) != entry["bytes"]:
+        came = f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}"
+        raise Damaged(f"{came}: truncated, or another file")
+    if entry["sha256"] is not None and (found := file_sha256(path)) != entry["sha256"]:
+        raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
+    with _complete(where), pyarrow.parquet.ParquetFile(path) as parquet:
+        schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
     plan.text_column(schema, (entry["text_column"],), where)
     return {"documents": rows, "bytes": size}
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether another attempt may succeed: after network errors and damaged transfers, not a refusal
-    or a full disk.
-    """
+    """Whether another attempt may succeed: not after a refusal or a full disk."""
     if isinstance(error, hub_errors.HfHubHTTPError):
         return error.response.status_code not in (401, 403, 404)
     if isinstance(error, FileNotFoundError | PermissionError | hub_errors.EntryNotFoundError | local.Damaged):
@@ -207,18 +198,15 @@ def _is_transient(error: Exception) -> bool:
 
 def _for_users(error: Exception, where: str) -> Exception:
     if isinstance(error, FileNotFoundError | hub_errors.EntryNotFoundError):
-        return ValueError(
-            f"{where} is planned and no longer there; has the mirror changed? Delete plan.json and plan again"
-        )
+        fix = "has the mirror changed? Delete plan.json and plan again"
+        return ValueError(f"{where} is planned and no longer there; {fix}")
     if isinstance(error, Damaged) or getattr(error, "errno", None) is not None:
         return error
     return ValueError(f"{where}: {type(error).__name__}: {error}")
 
 
 def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
-    """All documents of a group of files; none of a file of JSON lines that turns out to
-    be damaged behind some.
-    """
+    """All documents of a group of files; none of a file that turns out to be damaged behind some."""
     damaged: dict[str, int] = {}
     while True:
         dropped = local.Dropped()
@@ -234,13 +222,13 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
             damaged.update([error.args])
             continue
         sizes = {name: size for name, size, _ in entry["files"]}
-        if "range" in entry:
-            sizes = dict.fromkeys(sizes, entry["range"][1] - entry["range"][0])
+        lost = sum(size for name, size in sizes.items() if name in dropped.files)
+        size = plan.size_of(entry)
         return {
             **counts,
             "lines": dropped.lines,
-            "file_bytes": sum(sizes.values()),
-            "lost_file_bytes": sum(sizes[name] for name in dropped.files),
+            "file_bytes": size,
+            "lost_file_bytes": size if "range" in entry and lost else lost,
             "dropped": dict(sorted(dropped.items())),
             "lone_surrogates": dropped.surrogates,
             "examples": list(dropped.examples.items()),
@@ -274,13 +262,12 @@ def check_dropped(recipe: Recipe, out: Path, sources: tuple[str, ...], stages: t
                         examples.setdefault(reason, dict(counts.get("examples", ())).get(reason, place))
         read = sum(counts["documents"] + sum(counts.get("dropped", {}).values()) for counts in fetched)
         # a file that is lost is one document at least, and nobody knows how many more
-        gone, size = (
-            sum(counts.get(name, 0) for counts in fetched) for name in ("lost_file_bytes", "file_bytes")
-        )
+        names = "lost_file_bytes", "file_bytes"
+        gone, size = (sum(counts.get(name, 0) for counts in fetched) for name in names)
         share = max(lost.total() / max(read, 1), gone / max(size, 1))
         if share > recipe.max_dropped_share:
             why = "; ".join(
-                f"{lost[reason]:,} {reason}, such as {example}" for reason, example in examples.items()
+                f"{lost[reason]:,} {reason}, such as {place}" for reason, place in examples.items()
             )
             raise ValueError(
                 f"source {source!r}: {share:.1%} could not be read ({lost.total():,} of {read:,} documents, "
@@ -300,6 +287,4 @@ def check_enough(recipe: Recipe, out: Path, sources: tuple[str, ...]) -> None:
                 "paths with such text to its inputs, or lower min_bytes"
             )
         if isinstance(each, HubSource) and not sum(count["documents"] for count in counts):
-            raise ValueError(
-                f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row in them"
-            )
+            raise ValueError(f"source {each.name!r} has {len(counts)} files of {each.repo}, and not one row")

@@ -36,23 +36,19 @@ _DECIDES = ("seed", "seq_len", "windows_per_shard", "max_document_chars", "filte
 def write(
     recipe: Recipe, out: Path, sources: tuple[str, ...], console: Console, replace: bool = False
 ) -> dict[str, str]:
-    """Publish every source and pin every phase of the recipe; returns "built" or "reused" by source.
+    """Publish every source and pin every phase of the recipe; "built" or "reused" by source.
 
-    ValueError when a stage before is not finished, counts do not add up, or a lock pins other data of a
-    source and `replace` is not given.
+    ValueError when a stage before is not finished, counts do not add up, or a lock pins other data of a source.
     """
     made = {}
     for source in sources:
         made[source] = _publish(recipe, out, source, replace)
         console.print(f"{out / source}: {made[source]}", soft_wrap=True)
+    how = recipe.seed, recipe.seq_len, recipe.epoch_cap, recipe.packing
     for phase, weights in recipe.phases.items():
-        if missing := [name for name in weights if not (out / name / shards.MANIFEST).is_file()]:
-            console.print(f"{phase} is not pinned yet: {', '.join(missing)} not prepared", soft_wrap=True)
-        else:
-            lock = mixture.pin(
-                out, phase, weights, recipe.seed, recipe.seq_len, recipe.epoch_cap, recipe.packing
-            )
-            console.print(f"{lock}", soft_wrap=True)
+        missing = [name for name in weights if not (out / name / shards.MANIFEST).is_file()]
+        absent = f"{phase} is not pinned yet: {', '.join(missing)} not prepared"
+        console.print(absent if missing else f"{mixture.pin(out, phase, weights, *how)}", soft_wrap=True)
     return made
 
 
@@ -86,12 +82,11 @@ def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     del said["filter"]["benchmarks"]  # paths, may move
     if not said["dedup"]["contained_share"]:
         del said["dedup"]["contained_share"]  # as before there was such a key
-    if isinstance(recipe.tokenizer, TokenizerTraining):
-        said["tokenizer"] = [asdict(recipe.tokenizer), [each.name for each in recipe.sources]]
+    if isinstance(given := recipe.tokenizer, TokenizerTraining):
+        said["tokenizer"] = [asdict(given), [each.name for each in recipe.sources]]
     else:
-        given = recipe.tokenizer
-        there = Path(given.path).is_file()
-        said["tokenizer"] = [file_sha256(Path(given.path)), given.bos, given.eos] if there else None
+        path = Path(given.path)
+        said["tokenizer"] = [file_sha256(path), given.bos, given.eos] if path.is_file() else None
     with suppress(ValueError):  # it is not planned yet
         said["plan"] = stage.planned(out, source)["plan_hash"]
     return json.loads(json.dumps(said))  # as source.json has it
@@ -123,17 +118,20 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     count = len(shuffle.WriteShards(recipe, out, (source,)).units())
     written = receipts(out, shuffle.SHUFFLE, source, count)
     description = _description(recipe, out, source, written)
+    if there := store.of(out):
+        return _publish_there(there, out, source, description, written, replace)
     files = {
         name: stage.unit_folder(out, shuffle.SHUFFLE, Unit(source, number)) / name
         for number, receipt in enumerate(written)
         for name in receipt["files"]
     }
-    if there := store.of(out):
-        return _publish_there(there, out, source, description, replace)
     final = out / source
     if (published := _published(final, description, files)) is not None:
-        made_by = {"code_version": published["code_version"]}  # which made the shards
-        described = {**published, **description, **made_by}
+        described = {
+            **published,
+            **description,
+            "code_version": published["code_version"],
+        }  # it made the shards
         if described != published:  # the same data with other counts, or of another plan
             shards.write_manifest(final, described)
         return "reused"
@@ -152,32 +150,30 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
     return "built"
 
 
-def _publish_there(there: store.Store, out: Path, source: str, description: Json, replace: bool) -> str:
+def _publish_there(
+    there: store.Store, out: Path, source: str, description: Json, written: tuple[Json, ...], replace: bool
+) -> str:
     """Where nothing can be linked: files move from their units, and source.json is written last."""
     final, sizes, known = out / source, there.sizes(out / source), {shards.MANIFEST}
-    units = [Unit(source, number) for number in range(len(description["shards"]) + 1)]
-    freed = set[Unit]()
-    for unit in units:
-        receipt = stage.receipt_of(out, shuffle.SHUFFLE, unit)
+    left = dict[Unit, Json]()
+    for unit, receipt in ((Unit(source, number), receipt) for number, receipt in enumerate(written)):
         known |= receipt["files"].keys()
-        if receipt.get("freed"):
-            freed.add(unit)
-            if any(sizes.get(name) != entry["bytes"] for name, entry in receipt["files"].items()):
-                stage.forget(out, shuffle.SHUFFLE, unit)
-                raise ValueError(f"{there.url}/{source} lacks files of {unit}; start again: it makes them")
+        if not receipt.get("freed"):
+            left[unit] = receipt["files"]
+        elif any(sizes.get(name) != entry["bytes"] for name, entry in receipt["files"].items()):
+            stage.forget(out, shuffle.SHUFFLE, unit)
+            raise ValueError(f"{there.url}/{source} lacks files of {unit}; start again: it makes them")
     published = _manifest(final)
-    same = published.get("content_sha256") == shards.content_sha256(description) and len(freed) == len(units)
-    if not same and not replace:
-        _refuse_other_data(out, source, description)
+    same = published.get("content_sha256") == shards.content_sha256(description) and not left
     made_by = {"code_version": published["code_version"]} if same else {}
     if not same:
+        if not replace:
+            _refuse_other_data(out, source, description)
         there.remove([final / shards.MANIFEST])
-    for unit in units:
-        if unit not in freed:
-            folder = stage.unit_folder(out, shuffle.SHUFFLE, unit)
-            for name in stage.receipt_of(out, shuffle.SHUFFLE, unit)["files"]:
-                there.copy(folder / name, final / name)
-            stage.free(out, shuffle.SHUFFLE, unit)
+    for unit, files in left.items():
+        for name in files:
+            there.copy(stage.unit_folder(out, shuffle.SHUFFLE, unit) / name, final / name)
+        stage.free(out, shuffle.SHUFFLE, unit)
     there.remove(final / name for name in sizes.keys() - known)
     final.mkdir(exist_ok=True)
     shards.write_manifest(final, {**description, **made_by})
@@ -193,27 +189,23 @@ def _published(final: Path, description: Json, files: dict[str, Path]) -> Json |
     manifest = _manifest(final)
     try:
         shards.check_sizes(final, description)
-    except ValueError:
+        same = manifest.get("content_sha256") == shards.content_sha256(description)
+        return (
+            manifest if same and all(_is_copy(final / name, path) for name, path in files.items()) else None
+        )
+    except (ValueError, FileNotFoundError):
         return None
-    same = manifest.get("content_sha256") == shards.content_sha256(description) and all(
-        (final / name).is_file()
-        and (not path.exists() or _size_and_time(path) == _size_and_time(final / name))
-        for name, path in files.items()
-    )
-    return manifest if same else None
 
 
-def _size_and_time(path: Path) -> tuple[int, int]:
-    """What a link or a copy has in common with its file until one of them is changed."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def _is_copy(link: Path, path: Path) -> bool:
+    """Whether a link or a copy and its file, unless that was freed, have size and time in common."""
+    is_, was = link.stat(), path.stat() if path.exists() else link.stat()
+    return (is_.st_size, is_.st_mtime_ns) == (was.st_size, was.st_mtime_ns)
 
 
 def _link(path: Path, link: Path) -> None:
     if not path.is_file():
-        raise ValueError(
-            f"{path} is missing and {link.name} is not published; run the stage {shuffle.SHUFFLE!r} again"
-        )
+        raise ValueError(f"{path} is missing, so {link.name} is not published; run {shuffle.SHUFFLE!r} again")
     try:
         os.link(path, link)
     except OSError:  # another file system, or one without hard links
@@ -243,12 +235,10 @@ def _description(recipe: Recipe, out: Path, source: str, written: tuple[Json, ..
 def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
     """What the tokenizer of the folder decides. ValueError when the shards are not of its width."""
     facts = tokenizer.facts(shards.tokenizer_path(out))
-    if any(
-        shards.token_dtype(entry).itemsize != facts["token_bytes"] for entry in entries if entry["tokens"]
-    ):
-        raise ValueError(
-            f"{out / shuffle.SHUFFLE / source} was made with another tokenizer; run 'tokenize' again"
-        )
+    widths = {shards.token_dtype(entry).itemsize for entry in entries if entry["tokens"]}
+    if widths - {facts["token_bytes"]}:
+        place = out / shuffle.SHUFFLE / source
+        raise ValueError(f"{place} was made with another tokenizer; run 'tokenize' again")
     return facts
 
 
@@ -257,7 +247,7 @@ def _counts(out: Path, source: str) -> Json:
     fetched = stage.counts(out, "fetch", source) if stage.read_receipt(out, "fetch", Unit(source, 0)) else []
     filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
     ordered = stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
-    parts = _ordered(out, source, "train") + _ordered(out, source, "valid")
+    parts = [each[part] for each in ordered for part in ("train", "valid")]
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter[str]()
     for counts in fetched:
@@ -268,9 +258,7 @@ def _counts(out: Path, source: str) -> Json:
     dropped["duplicate"] = sum(counts["duplicate"] for counts in ordered)
     known = sum(counts["documents"] + sum(counts["dropped"].values()) for counts in tokenized)
     if known != sum(counts["kept"] for counts in filtered):
-        raise ValueError(
-            f"source {source!r} was filtered again after it was tokenized; run the stages from there on"
-        )
+        raise ValueError(f"source {source!r} was filtered again after it was tokenized; run the later stages")
     if read != kept["documents"] + dropped.total():
         raise ValueError(
             f"source {source!r}: {read} documents were read, {kept['documents']} are kept and {dropped.total()} are "

@@ -59,12 +59,9 @@ def _connected() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ValueError(
-            f"--executor ray needs a package that is missing ({error}): pip install 'laneformer[ray]'"
-        ) from error
+        missing = f"--executor ray needs a package that is missing ({error})"
+        raise ValueError(f"{missing}: pip install 'laneformer[ray]'") from error
     if not ray.is_initialized():
-        here: dict[str, Any] = (
-            {} if os.environ.get("RAY_ADDRESS") else {"object_store_memory": OBJECT_STORE_BYTES}
-        )
+        here: Json = {} if os.environ.get("RAY_ADDRESS") else {"object_store_memory": OBJECT_STORE_BYTES}
         ray.init(log_to_driver=False, logging_level=logging.WARNING, **here)
     return ray

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,22 +12,14 @@ from rich.console import Console
 
 from data_mixtures import store, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile
-from data_mixtures.stages import (
-    decontaminate,
-    manifest,
-    plan,
-    quality,
-    shuffle,
-    sorted_runs,
-    stage,
-    tokenize,
-    verify,
-)
+from data_mixtures.stages import decontaminate, manifest, plan, quality, stage, tokenize, verify
 from data_mixtures.stages.containment import Contained, HeldOut, Scan
 from data_mixtures.stages.dedup import Bands, Dedup, Signatures
 from data_mixtures.stages.fetch import Fetch, check_dropped, check_enough
 from data_mixtures.stages.filter import Filter
 from data_mixtures.stages.run import Options, figures, run_units, summary
+from data_mixtures.stages.shuffle import OrderDocuments, WriteShards
+from data_mixtures.stages.sorted_runs import Runs
 
 # the server that forks the workers has imported every stage, and pandas, which pyarrow looks for
 # when first used
@@ -37,21 +28,24 @@ multiprocessing.set_forkserver_preload([__name__, "pandas"])
 READERS: Mapping[str, type[stage.Stage]] = {
     "fetch": Filter,
     "filter": tokenize.Tokenize,
-    "tokenize": sorted_runs.Runs,
-    "runs": shuffle.WriteShards,
+    "tokenize": Runs,
+    "runs": WriteShards,
 }
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every stage is run on. tables: whether to print a table after each stage."""
+    """What every stage is run on, and how."""
 
     recipe: Recipe
     out: Path
     sources: tuple[str, ...]
     options: Options
     console: Console
-    tables: bool = True
+    mirror: str | None = None  # where files come from instead of the hub
+    budget_bytes: int | None = None  # of all that DIR/fetch may hold
+    replace: bool = False  # even if other data replace what a lock pins
+    tables: bool = True  # print one after each stage
 
     def run(self, kind: Callable[..., stage.Stage], *more: Any) -> None:
         work = kind(self.recipe, self.out, self.sources, *more)
@@ -60,35 +54,16 @@ class RunContext:
             self.console.print(summary(work.name, receipts))
 
 
-Step = Callable[[RunContext], object]
-
-
-def stages_to_shards(mirror: str | None = None, budget_bytes: int | None = None) -> dict[str, Step]:
-    """The stages before `manifest`, in their order.
-
-    mirror: where files come from instead of the hub. budget_bytes: how much DIR/fetch may hold.
-    """
-    return {
-        "plan": functools.partial(_plan, mirror=mirror),
-        "fetch": functools.partial(_fetch, mirror=mirror, budget_bytes=budget_bytes),
-        "filter": _filter,
-        "dedup": _dedup,
-        "tokenize": _tokenize,
-        "runs": _runs,
-        "shuffle": _shuffle,
-    }
-
-
-def do(context: RunContext, step: Step, replace: bool) -> None:
-    """One stage of those before `manifest`. replace: even if other data would replace what a lock pins."""
-    if not replace:
+def do(context: RunContext, name: str) -> None:
+    """One stage of TO_SHARDS. ValueError where other data would replace what a lock pins."""
+    if not context.replace:
         manifest.check_pinned(context.recipe, context.out, context.sources)
-    step(context)
+    TO_SHARDS[name](context)
 
 
-def publish(context: RunContext, replace: bool) -> dict[str, str]:
+def publish(context: RunContext) -> dict[str, str]:
     """The stage `manifest`: "built" or "reused" by source."""
-    return manifest.write(context.recipe, context.out, context.sources, context.console, replace)
+    return manifest.write(context.recipe, context.out, context.sources, context.console, context.replace)
 
 
 def check(recipe: Recipe, out: Path) -> None:
@@ -100,27 +75,25 @@ def check(recipe: Recipe, out: Path) -> None:
     decontaminate.make_index(recipe.filter.benchmarks, out)
 
 
-def _plan(context: RunContext, mirror: str | None) -> None:
-    planned = plan.make(context.recipe, context.out, context.sources, mirror)
-    made = planned["sources"]
-    units = sum(len(made[name]["units"]) for name in context.sources)
-    context.console.print(f"plan     {units:6} units of {len(context.sources)} sources")
+def _plan(context: RunContext) -> None:
+    planned = plan.make(context.recipe, context.out, context.sources, context.mirror)
+    made = {name: planned["sources"][name] for name in context.sources}
+    units = sum(len(each["units"]) for each in made.values())
+    context.console.print(f"plan     {units:6} units of {len(made)} sources")
     for sentence in plan.shared(planned):
         context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
         told, rows = ("revision", "gate", "licence"), []
-        for name in context.sources:
-            files = made[name]["units"]
-            size = sum(plan.size_of(file) for file in files)
-            terms = (made[name].get(key, "") for key in told)
-            rows.append([name, f"{len(files):,}", f"{size:,}", *terms])
+        for name, each in made.items():
+            size = sum(map(plan.size_of, each["units"]))
+            rows.append([name, f"{len(each['units']):,}", f"{size:,}", *(each.get(key, "") for key in told)])
         context.console.print(figures(None, ("source", "units", "bytes", *told), rows))
 
 
-def _fetch(context: RunContext, mirror: str | None, budget_bytes: int | None) -> None:
-    work = Fetch(context.recipe, context.out, context.sources, mirror)
-    work.check_room(budget_bytes)
-    context.run(Fetch, mirror)
+def _fetch(context: RunContext) -> None:
+    work = Fetch(context.recipe, context.out, context.sources, context.mirror)
+    work.check_room(context.budget_bytes)
+    context.run(Fetch, context.mirror)
     work.remove_parts()
     check_dropped(context.recipe, context.out, context.sources, ("fetch",))
     check_enough(context.recipe, context.out, context.sources)
@@ -135,9 +108,9 @@ def _filter(context: RunContext) -> None:
 def _dedup(context: RunContext) -> None:
     """Signatures of the sources that were asked for; near copies over all of the recipe's."""
     wanted = context.recipe.dedup
-    for kind in (Signatures, Bands, Dedup) * wanted.minhash + (HeldOut, Scan, Contained) * (
-        wanted.contained_share > 0
-    ):
+    near = (Signatures, Bands, Dedup) if wanted.minhash else ()
+    inside = (HeldOut, Scan, Contained) if wanted.contained_share > 0 else ()
+    for kind in (*near, *inside):
         context.run(kind)
 
 
@@ -147,13 +120,13 @@ def _tokenize(context: RunContext) -> None:
 
 
 def _runs(context: RunContext) -> None:
-    if sorted_runs.Runs(context.recipe, context.out, context.sources).units():
-        context.run(sorted_runs.Runs)
+    if Runs(context.recipe, context.out, context.sources).units():
+        context.run(Runs)
 
 
 def _shuffle(context: RunContext) -> None:
-    context.run(shuffle.OrderDocuments)
-    context.run(shuffle.WriteShards)
+    context.run(OrderDocuments)
+    context.run(WriteShards)
 
 
 def check_data(context: RunContext, recipe_path: Path) -> None:
@@ -173,16 +146,23 @@ def free(context: RunContext, name: str) -> None:
     """Delete the files of a stage, source by source, if the stage that reads them has done all units."""
     for source in context.sources:
         of_source = context.recipe, context.out, (source,)
-        merged = sorted_runs.Runs(*of_source).units()
+        merged = Runs(*of_source).units()
         units = merged if name == "runs" else stage.planned_units(context.out, source)
-        kind = READERS["runs" if name == "tokenize" and not merged else name]
-        reader = kind(*of_source)
-        if left := [unit for unit in reader.units() if not stage.is_done(reader, unit)]:
-            raise ValueError(
-                f"{name} of {source!r} is still needed: {len(left)} units are not through {reader.name}"
-            )
+        reader = READERS["runs" if name == "tokenize" and not merged else name](*of_source)
+        if left := sum(not stage.is_done(reader, unit) for unit in reader.units()):
+            needed = f"{left} units are not through {reader.name}"
+            raise ValueError(f"{name} of {source!r} is still needed: {needed}")
         freed = sum(stage.free(context.out, name, unit) for unit in units)
         context.console.print(f"{source}: {freed:,} bytes of {name} are free")
 
 
-TO_SHARDS = tuple(stages_to_shards())  # `manifest` follows
+# in their order; `manifest` follows
+TO_SHARDS: Mapping[str, Callable[[RunContext], None]] = {
+    "plan": _plan,
+    "fetch": _fetch,
+    "filter": _filter,
+    "dedup": _dedup,
+    "tokenize": _tokenize,
+    "runs": _runs,
+    "shuffle": _shuffle,
+}

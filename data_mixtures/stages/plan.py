@@ -34,9 +34,7 @@ S = TypeVar("S", bound=Source)
 
 
 def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = None) -> Json:
-    """Plan the named sources (others in plan.json stay) and write plan.json. ValueError names
-    all that is refused.
-    """
+    """Plan the named sources (others stay) and write plan.json. ValueError names all refusals."""
     before = read_plan(out)["sources"] if (out / PLAN).is_file() else {}
     chosen = [each for each in recipe.sources if each.name in set(names)]
     check_known("source", names, [each.name for each in recipe.sources])
@@ -59,13 +57,11 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
 
 
 def _write_corpus(module: str, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--out", str(folder)], stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", module, "--out", str(folder)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        raise ValueError(
-            f"corpus = {module!r} ended with exit status {done.returncode}:\n{done.stderr.strip()}"
-        )
+        said = done.stderr.strip()
+        raise ValueError(f"corpus = {module!r} ended with exit status {done.returncode}:\n{said}")
 
 
 def _spec(each: HubSource) -> Json:
@@ -111,9 +107,7 @@ def _local(each: LocalSource, roots: Mapping[str, str]) -> Json:
 def _groups(
     source_input: Input, files: list[local.Listed]
 ) -> Iterator[tuple[list[local.Listed], list[int], list[Json]]]:
-    """The files of each unit of an input; row groups, for contents of a part of one file; and what its entry in the
-    plan says besides, one for each unit that they are split into.
-    """
+    """Files that belong together; row groups, of contents; what the plan says of each unit of them."""
     if source_input.kind == "resolved":
         whole: list[Json] = [{}]
         yield from (([file], rows, whole) for file in files for rows in content.units(file[0]))
@@ -144,9 +138,7 @@ def _ranges(group: list[local.Listed]) -> list[Json]:
 
 
 def _row_groups(name: str, size: int) -> list[Json]:
-    """Row groups of a Parquet file on a disk or in a store, about UNIT_BYTES of them, and the rows before them; one of
-    a web server, or a small one in a store, is fetched as a whole.
-    """
+    """Row groups of a Parquet file, about UNIT_BYTES, and rows before; one away that is small stays whole."""
     if not local.can_seek(name) or ("://" in name and size <= UNIT_BYTES):
         return [{}]
     try:
@@ -154,20 +146,17 @@ def _row_groups(name: str, size: int) -> list[Json]:
             metadata = pyarrow.parquet.read_metadata(file)
     except (pyarrow.ArrowInvalid, FileNotFoundError, PermissionError):  # `fetch` says what is wrong with it
         return [{}]
-    sizes = [(n, metadata.row_group(n).total_byte_size) for n in range(metadata.num_row_groups)]
     parts, first = list[Json](), 0
-    for group in origins.grouped(sizes, lambda each: each[1], UNIT_BYTES):
-        numbers = [number for number, _ in group]
-        size = sum(size for _, size in group)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    for numbers in origins.grouped(range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES):
+        size, rows = (sum(getattr(groups[n], of) for n in numbers) for of in ("total_byte_size", "num_rows"))
         parts.append({"row_groups": numbers, "first_row": first, "bytes": size})
-        first += sum(metadata.row_group(number).num_rows for number in numbers)
+        first += rows
     return parts if len(parts) > 1 else [{}]
 
 
 def _check_field(source_input: Input, name: str) -> None:
-    """ValueError when the first file lacks the field or column of text; a damaged one is counted
-    when it is read.
-    """
+    """ValueError when the first file lacks the field or column of text; damage is counted when it is read."""
     if source_input.kind == "parquet":
         with local.opened(name) as file:
             _column_of(file, (source_input.field,), name)
@@ -180,7 +169,7 @@ def shared(plan: Json) -> Iterator[str]:
     places: dict[tuple[str, str], set[str]] = {}
     for source, entry in plan["sources"].items():
         for unit in entry["units"]:
-            for name in [file[0] for file in unit.get("files", [unit.get("file", [unit.get("path")])])]:
+            for name, *_ in unit.get("files", [unit.get("file", [unit.get("path")])]):
                 places.setdefault((entry.get("repo", ""), name), set()).add(source)
     pairs: dict[tuple[str, ...], list[str]] = {}
     for (_, name), readers in places.items():
@@ -191,24 +180,17 @@ def shared(plan: Json) -> Iterator[str]:
 
 
 def _ask(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
-    """Access first, for all; then files and columns, for all. One error names every source
-    that fails, and why.
-    """
-    revisions: dict[tuple[str, str], str] = {}
-    refused: dict[str, list[str]] = {}
+    """Access first, for all; then files and columns. One error names every source that fails, and why."""
+    revisions, refused = dict[tuple[str, str], str](), dict[str, list[str]]()
     for each in wanted:
+        asked = each.repo, each.revision
         try:
-            if (each.repo, each.revision) not in revisions:
-                revisions[each.repo, each.revision] = origin.revision(each.repo, each.revision)
+            revisions[asked] = revisions.get(asked) or origin.revision(*asked)
         except ValueError as error:
             refused.setdefault(f"{each.repo} @ {each.revision}: {error}", []).append(each.name)
     away = sum(hub.NOT_REACHABLE in why for why in refused)
     counts = {"are not reachable": away, "refuse to be read": len(refused) - away}
-    hint = (
-        "estimate without a network what will be read and stored: python -m tools.plan JOB.toml"
-        if away
-        else ""
-    )
+    hint = "estimate without a network what will be read: python -m tools.plan JOB.toml" * bool(away)
     _stop_at(refused, " and ".join(f"{n} repositories {how}" for how, n in counts.items() if n), hint)
     return _asked(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
 
@@ -260,9 +242,7 @@ def _column_of(file: BinaryIO, names: tuple[str, ...], where: str) -> str:
 
 
 def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> str:
-    """Which of these columns of a file holds the text. ValueError names the columns of a layout
-    that is not known.
-    """
+    """Which of these columns of a file holds the text. ValueError names the columns of an unknown layout."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
     texts = {field.name for field in schema if field.type in _TEXT}
     found = [name for name in names if name in texts]

@@ -19,16 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
+from rich import box, progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 
 from data_mixtures import store
@@ -62,7 +54,7 @@ class Options:
 
 
 def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
-    """Do all the units. ValueError for what a user can fix: wrong input, a killed worker, a full disk."""
+    """Do all the units. ValueError for what a user can fix."""
     remove_partial(stage.out, stage.name)
     place = store.place(stage.out)
     if options.kind == "ray" and units:
@@ -135,20 +127,18 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     units = stage.units()
     _read_receipts(stage, units)
     todo = [unit for unit in units if not is_done(stage, unit)]
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    hidden, done = not console.is_terminal, len(units) - len(todo)
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden) as bar:
+    done = len(units) - len(todo)
+    said = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    columns = *said, progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(stage.name, total=len(units), completed=done)
-
         _run(stage, todo, options, lambda finished: bar.update(task, completed=done + finished))
     _read_receipts(stage, units)
     for unit in todo:
-        assert is_done(stage, unit), (
-            f"{stage.name} {unit} was run and is not done: its key changed meanwhile?"
-        )
+        assert is_done(stage, unit), f"{stage.name} {unit} was run and is not done: did its key change?"
     _remove_others(stage, units)
     took = f"{time.monotonic() - started:.1f} s"
-    console.print(f"{stage.name:9}{len(todo):6} units done, {len(units) - len(todo)} as before, {took}")
+    console.print(f"{stage.name:9}{len(todo):6} units done, {done} as before, {took}")
     return {unit: receipt_of(stage.out, stage.name, unit) for unit in units}
 
 
@@ -162,12 +152,12 @@ def _read_receipts(stage: Stage, units: list[Unit]) -> None:
 
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
     """Delete units with numbers that these sources no longer have, of an older plan or of more text."""
-    for source in {unit.source for unit in units}:
-        known = {unit_folder(stage.out, stage.name, unit) for unit in units if unit.source == source}
-        for folder in set((stage.out / stage.name / source).glob("unit-*")) - known:
-            shutil.rmtree(folder)
-            if there := store.of(stage.out):
-                there.remove([folder], recursive=True)
+    known = {unit_folder(stage.out, stage.name, unit) for unit in units}
+    here = {found for folder in {unit.parent for unit in known} for found in folder.glob("unit-*")}
+    for folder in here - known:
+        shutil.rmtree(folder)
+        if there := store.of(stage.out):
+            there.remove([folder], recursive=True)
 
 
 def summary(stage: str, receipts: Mapping[Unit, Json]) -> Table:

@@ -1,5 +1,4 @@
-"""From sorted runs to shards: one order for a whole source, then every shard gathered from
-where its tokens lie.
+"""From sorted runs to shards: one order for a source, then every shard gathered from where its tokens lie.
 
 Each run (of `tokenize` or `runs`) is sorted by (key, high, low), where key = xxh3(seed, low) and (high, low)
 are the halves of the 128-bit hash of the text. So a range of keys is a contiguous slice of every run, and
@@ -29,9 +28,8 @@ from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKE
 ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
 # what `order` writes for a document, in the final order: `unit` is its run, `start` its first token in
 # tokens.bin of it
-_PLACED = np.dtype(
-    [*((n, DOCUMENT[n]) for n in ("low", "start", "origin", "length", "origin_bytes")), ("unit", "<u2")]
-)
+_KEPT = ("low", "start", "origin", "length", "origin_bytes")
+_PLACED = np.dtype([*((name, DOCUMENT[name]) for name in _KEPT), ("unit", "<u2")])
 # a document of a shard: `at` is its first token in the source's stream
 _LOCATED = np.dtype([*_PLACED.descr, ("at", "<i8")])
 
@@ -47,12 +45,7 @@ class OrderDocuments(Stage):
 
     def key(self, unit: Unit) -> str:
         indexes = [receipt["files"][INDEX] for receipt in sorted_runs.receipts(self.out, unit.source)]
-        return stage.key_of(
-            self.name,
-            unit.number,
-            self.recipe.held_out_of(unit.source),
-            indexes,
-        )
+        return stage.key_of(self.name, unit.number, self.recipe.held_out_of(unit.source), indexes)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         low, high = ranges_of(self.out, unit.source)[unit.number]
@@ -92,15 +85,10 @@ class WriteShards(Stage):
         return [Unit(source, n) for source in self.sources for n in range(self.shards(source) + 1)]
 
     def shards(self, source: str) -> int:
-        """How many shards a source fills. ValueError when it has too little text for one window of
-        training.
-        """
-        if not self._windows(source, "train"):
-            raise ValueError(
-                f"source {source!r} has too little text for one training window of {self.recipe.seq_len} tokens: "
-                "add text, or lower seq_len"
-            )
-        windows = self._windows(source, "train")
+        """How many shards a source fills. ValueError when its text fills not one window of training."""
+        if not (windows := self._windows(source, "train")):
+            few = f"too little text for one training window of {self.recipe.seq_len} tokens"
+            raise ValueError(f"source {source!r} has {few}: add text, or lower seq_len")
         if self.recipe.packing != mixture.PACKING:  # of the documents that begin in so many tokens
             windows = -(-self._count(source, "train", "tokens") // self.recipe.seq_len)
         return -(-windows // self.recipe.windows_per_shard)
@@ -116,10 +104,8 @@ class WriteShards(Stage):
 
     def key(self, unit: Unit) -> str:
         order = [receipt["files"] for receipt in self._orders(unit.source)]
-        read = [
-            [receipt["files"][name] for name in SLICED]
-            for receipt in sorted_runs.receipts(self.out, unit.source)
-        ]
+        runs = sorted_runs.receipts(self.out, unit.source)
+        read = [[receipt["files"][name] for name in SLICED] for receipt in runs]
         return stage.key_of(self.name, unit.number, layout(self.recipe, unit.source), order, read)
 
     def work(self, unit: Unit, folder: Path) -> Json:
@@ -132,9 +118,8 @@ class WriteShards(Stage):
         if not entry["windows"]:  # no document begins in this part of the stream
             return entry
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
-            origins = blocks.gather(
-                files, index["unit"], index["origin"], index["origin_bytes"], np.dtype("u1")
-            )
+            units, starts, sizes = (index[name] for name in ("unit", "origin", "origin_bytes"))
+            origins = blocks.gather(files, units, starts, sizes, np.dtype("u1"))
             if order is not None:
                 offsets = np.append(0, np.cumsum(index["origin_bytes"], dtype=np.int64))
                 whole = np.concatenate([np.empty(0, np.uint8), *origins])
@@ -144,9 +129,7 @@ class WriteShards(Stage):
         return {**entry, "docs": docs}
 
     def _concatenated(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, None]:
-        """Write a file of windows of the source's stream; its entry, and the documents (_LOCATED) that
-        begin there.
-        """
+        """Write a file of windows of the source's stream; its entry, and the documents that begin there."""
         windows, seq_len = self._windows(unit.source, part), self.recipe.seq_len
         before = unit.number * self.recipe.windows_per_shard if part == "train" else 0
         if part == "train":
@@ -160,19 +143,14 @@ class WriteShards(Stage):
         return entry, index[index["at"] < last], None
 
     def _packed(self, unit: Unit, part: str, path: Path) -> tuple[Json, np.ndarray, np.ndarray]:
-        """Write the documents that begin in one shard's part of the stream, whole, and their flags, in
-        memory; also their order in the file.
-        """
+        """The same of documents that begin in one shard's part of the stream, whole; and their order there."""
         seq_len, first, last = self.recipe.seq_len, 0, self._count(unit.source, part, "tokens")
         if part == "train":
             size = self.recipe.windows_per_shard * seq_len
             first, last = unit.number * size, min((unit.number + 1) * size, last)
         begins: list[np.ndarray] = [np.empty(0, _LOCATED)]
         pieces = list(self._tokens(unit.source, part, first, last, begins, whole=True))
-        index, dtype = (
-            np.concatenate(begins),
-            sorted_runs.token_dtype(sorted_runs.receipts(self.out, unit.source)),
-        )
+        index, dtype = np.concatenate(begins), sorted_runs.dtype_of(self.out, unit.source)
         stream = np.concatenate([np.empty(0, dtype), *pieces])
         packed = packing.best_fit(stream, index["length"], index["low"], seq_len, self.recipe.seed)
         if part == "train" and not len(index):
@@ -184,10 +162,8 @@ class WriteShards(Stage):
     def _tokens(
         self, source: str, part: str, first: int, last: int, begins: list[np.ndarray], whole: bool = False
     ) -> Iterator[np.ndarray]:
-        """Tokens first <= i < last of the source's stream in pieces, or those of the documents that begin
-        there; `begins` gets these documents.
-        """
-        at, dtype = 0, sorted_runs.token_dtype(sorted_runs.receipts(self.out, source))
+        """Tokens first <= i < last of a source, or of documents that begin there, which `begins` gets."""
+        at, dtype = 0, sorted_runs.dtype_of(self.out, source)
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, source), TOKENS) as files:
             for number, receipt in enumerate(self._orders(source)):
                 if at >= last:
@@ -197,10 +173,9 @@ class WriteShards(Stage):
                     rows = stage.checked(self.out, ORDER, Unit(source, number), f"{part}.npy")
                     documents = _placed(np.load(rows, mmap_mode="r"), at, first, last)
                     begins.append(documents[documents["at"] >= first])
+                    skip, until = np.maximum(first - documents["at"], 0), last - documents["at"]
                     if whole:
-                        documents = begins[-1]
-                    skip = np.maximum(first - documents["at"], 0)
-                    until = documents["length"] if whole else last - documents["at"]
+                        documents, skip, until = begins[-1], 0, begins[-1]["length"]
                     lengths = np.minimum(documents["length"], until) - skip
                     starts = documents["start"].astype(np.int64) + skip
                     yield from blocks.gather(files, documents["unit"], starts, lengths, dtype)
@@ -208,9 +183,7 @@ class WriteShards(Stage):
 
 
 def _placed(rows: np.ndarray, at: int, first: int, last: int) -> np.ndarray:
-    """Documents (_LOCATED) of a range that have tokens in first <= i < last; the range's first
-    token is token `at`.
-    """
+    """Documents (_LOCATED) with tokens in first <= i < last, of a range whose first token is token `at`."""
     ends = at + np.cumsum(rows["length"], dtype=np.int64)
     begin = int(np.searchsorted(ends, first, side="right"))
     end = int(np.searchsorted(ends, last, side="left")) + 1

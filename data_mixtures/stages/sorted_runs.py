@@ -41,13 +41,10 @@ def groups(out: Path, source: str) -> list[list[Unit]]:
 
 
 def made_by(out: Path, source: str) -> tuple[str, list[Unit]]:
-    """The stage that made the runs of a source, and its units."""
     units, count = stage.planned_units(out, source), len(groups(out, source))
-    return (
-        ("tokenize", units)
-        if count == len(units)
-        else ("runs", [Unit(source, number) for number in range(count)])
-    )
+    if count == len(units):
+        return "tokenize", units
+    return "runs", [Unit(source, number) for number in range(count)]
 
 
 def receipts(out: Path, source: str) -> tuple[Json, ...]:
@@ -62,6 +59,10 @@ def token_dtype(receipts: Sequence[Json]) -> np.dtype:
     return shards.token_dtype({"bytes": size, "tokens": tokens})
 
 
+def dtype_of(out: Path, source: str) -> np.dtype:
+    return token_dtype(receipts(out, source))
+
+
 @dataclass(frozen=True)
 class Runs(Stage):
     """One unit: consecutive tokenized units, merged. No units for a source that needs no merge."""
@@ -73,8 +74,7 @@ class Runs(Stage):
         return [unit for name, units in made if name == self.name for unit in units]
 
     def key(self, unit: Unit) -> str:
-        files = [receipt["files"] for _, receipt in self._merged(unit)]
-        return stage.key_of(self.name, files)
+        return stage.key_of(self.name, [receipt["files"] for _, receipt in self._merged(unit)])
 
     def _merged(self, unit: Unit) -> list[tuple[Unit, Json]]:
         """The tokenized units of a run, with their receipts."""
@@ -83,9 +83,8 @@ class Runs(Stage):
 
     def work(self, unit: Unit, folder: Path) -> Json:
         group, made = zip(*self._merged(unit), strict=True)
-        total = {
-            name: sum(each["counts"][name] for each in made) for name in ("documents", "tokens", "bytes")
-        }
+        names = "documents", "tokens", "bytes"
+        total = {name: sum(each["counts"][name] for each in made) for name in names}
         with ExitStack() as stack:
             read = {n: stack.enter_context(blocks.opened(self.out, "tokenize", group, n)) for n in SLICED}
             written = {name: stack.enter_context((folder / name).open("wb")) for name in SLICED}
@@ -112,15 +111,12 @@ def key_ranges(documents: int) -> list[tuple[int, int]]:
 
 
 def ranges_of(out: Path, source: str) -> list[tuple[int, int]]:
-    """The ranges of keys in which a source is merged: a function of its documents alone. ValueError
-    when it has none.
-    """
+    """The key ranges in which a source is merged: a function of its documents alone. ValueError for none."""
     documents = sum(receipt["counts"]["documents"] for receipt in receipts(out, source))
     if not documents:
         raise ValueError(
-            f"source {source!r} is empty: no document of it was kept. Look at the counts in {out}/filter/{source}/"
-            "unit-*/receipt.json (of near copies: in tokenize/) for what was dropped and why, give it text, or take it "
-            "out of the recipe"
+            f"source {source!r} is empty: no document of it was kept. {out}/filter/{source}/unit-*/receipt.json (of "
+            "near copies: in tokenize/) count what was dropped and why; give it text, or take it out of the recipe"
         )
     return key_ranges(documents)
 
@@ -152,9 +148,8 @@ def _between(file: CheckedFile, low: int, high: int) -> np.ndarray:
     offset = header.tell()
 
     def rows(first: int, last: int) -> np.ndarray:
-        return np.frombuffer(
-            file.read(*(offset + row * DOCUMENT.itemsize for row in (first, last))), DOCUMENT
-        )
+        begin, end = (offset + row * DOCUMENT.itemsize for row in (first, last))
+        return np.frombuffer(file.read(begin, end), DOCUMENT)
 
     def key(row: int) -> int:
         return int(rows(row, row + 1)["key"][0])

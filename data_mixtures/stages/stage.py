@@ -5,11 +5,8 @@ A unit's result is a folder, DIR/<stage>/<source>/unit-NNNNN/, that appears by o
 receipt.json inside: either it is complete or it does not exist. The receipt holds the key (a hash of
 everything that the result depends on, including the receipts of the previous stage), the size and hash of
 every file, and the counts. A unit whose receipt has the right key and whose files have their sizes is not
-done again; so a change cascades, and a restart repeats only what was lost. Results do not depend on the
-number of workers: a unit reads its own inputs only. `run` does the units that are missing.
-
-The files of a unit can be deleted (`free`) once the next stage is finished; the receipt
-stays and records that.
+done again; so a change cascades, and a restart repeats only what was lost. A unit reads its own inputs only,
+so no result depends on workers. `free` deletes the files that the next stage has read; the receipt stays.
 """
 
 from __future__ import annotations
@@ -40,11 +37,7 @@ PLAN_FORMAT = 1
 RAW = "raw.parquet"  # of fetch
 DOCUMENTS = "documents.parquet"  # of filter
 AGAIN = "run the same command again: it continues with the unfinished units"
-# what a document's origin says of it besides its file and row, where the input has such columns or fields
-FOR_USERS = (
-    ValueError,
-    OSError,
-)  # their message alone tells what to do: wrong input, or a disk or network that fails
+FOR_USERS = ValueError, OSError  # their message alone says what to do: wrong input, a disk or network
 T = TypeVar("T")
 # of what each stage makes, raised when other code gives other results: a test holds the hashes of these. Other code
 # that gives the same results makes nothing again
@@ -83,9 +76,7 @@ class Stage:
         raise NotImplementedError
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        """Write the unit's files into `folder` (empty, renamed afterwards); returns the
-        counts for its receipt.
-        """
+        """Write the unit's files into `folder` (empty, renamed afterwards); the counts for its receipt."""
         raise NotImplementedError
 
 
@@ -107,13 +98,9 @@ sha256_of = remembered(file_sha256)  # of a large tokenizer.json it takes 0.1 s,
 
 
 def read_plan(out: Path) -> Json:
-    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError
-    when there is none.
-    """
+    """plan.json: {"format", "sources": {name: {..., "plan_hash", "units": [...]}}}. ValueError if none."""
     if not (path := out / PLAN).is_file():
-        raise ValueError(
-            f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}` first"
-        )
+        raise ValueError(f"{path} does not exist; run `python -m data_mixtures plan RECIPE --out {out}`")
     return _read_plan(path)
 
 
@@ -121,18 +108,14 @@ def read_plan(out: Path) -> Json:
 def _read_plan(path: Path) -> Json:
     plan = shards.read_json(path, "delete it and plan again")
     if (found := plan.get("format")) != PLAN_FORMAT:
-        raise ValueError(
-            f"{path} has format {found!r}, this code reads {PLAN_FORMAT}; delete it and plan again"
-        )
+        raise ValueError(f"{path} has format {found!r}, this code reads {PLAN_FORMAT}; delete it, plan again")
     return plan
 
 
 def planned(out: Path, source: str) -> Json:
     """What is planned for a source. ValueError when the plan lacks it."""
     if source not in (sources := read_plan(out)["sources"]):
-        raise ValueError(
-            f"{out / PLAN} lacks source {source!r}; plan it first (python -m data_mixtures plan)"
-        )
+        raise ValueError(f"{out / PLAN} lacks source {source!r}; plan it: python -m data_mixtures plan")
     return sources[source]
 
 
@@ -156,9 +139,8 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 def key_of(name: str, *parts: Any) -> str:
     """sha256 (hex) over a stage's name and format (FORMATS) and parts, as JSON."""
-    return hashlib.sha256(
-        json.dumps([name, FORMATS[name], *parts], sort_keys=True, default=str).encode()
-    ).hexdigest()
+    said = json.dumps([name, FORMATS[name], *parts], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 @functools.cache
@@ -171,9 +153,7 @@ def code_sha256() -> str:
 
 
 def read_receipt(out: Path, stage: str, unit: Unit) -> Json | None:
-    """{"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a finished unit, None
-    when there is none.
-    """
+    """{"key", "code", "files": {name: {"bytes", "xxh3"}}, "counts"[, "freed"]} of a unit, or None."""
     path = unit_folder(out, stage, unit) / RECEIPT
     if there := store.of(out):
         there.pull(path)
@@ -191,17 +171,14 @@ def receipt_of(out: Path, stage: str, unit: Unit) -> Json:
 
 
 def receipts(out: Path, stage: str, source: str, count: int | None = None) -> tuple[Json, ...]:
-    """Receipts of a source's first `count` units, by default of all in the plan. ValueError
-    when one is missing.
-    """
+    """Receipts of a source's first `count` units; default: all. ValueError if one is missing."""
     folder = out / stage / source
     if there := store.of(out):
         there.read_receipts(folder)
     # a unit appears by a rename in this folder, so its time tells when receipts must be read again
     changed_ns = folder.stat().st_mtime_ns if folder.is_dir() else 0
-    return _receipts(
-        out, stage, source, len(planned_units(out, source)) if count is None else count, changed_ns
-    )
+    count = len(planned_units(out, source)) if count is None else count
+    return _receipts(out, stage, source, count, changed_ns)
 
 
 @functools.lru_cache(maxsize=256)
@@ -215,14 +192,11 @@ def counts(out: Path, stage: str, source: str, count: int | None = None) -> list
 
 
 def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
-    """The folder and the receipt of a finished unit. ValueError when that stage has not done
-    it, or was freed.
-    """
+    """Folder and receipt of a finished unit. ValueError when that stage has not done it, or was freed."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     if receipt.get("freed"):
         raise ValueError(
-            f"{folder} was freed, and is needed again; remove it (or all of {folder.parent}, to read many) and run "
-            f"{stage!r} again"
+            f"{folder} was freed, and is needed again; remove it (or all of {folder.parent}) and run {stage!r} again"
         )
     if there := store.of(out):
         for name in receipt["files"]:
@@ -249,10 +223,8 @@ def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
     else:
         forget(out, stage, unit)
         fix = "Was it changed, or does a disk or memory fail? Start again: the unit is then made again"
-    raise ValueError(
-        f"{path} is not what {stage!r} wrote: {found['bytes']} bytes with xxh3 {found['xxh3']}, its receipt says "
-        f"{expected['bytes']} with {expected['xxh3']}. {fix}"
-    )
+    was, now = (f"{entry['bytes']} bytes with xxh3 {entry['xxh3']}" for entry in (expected, found))
+    raise ValueError(f"{path} is not what {stage!r} wrote: {now}, its receipt says {was}. {fix}")
 
 
 def forget(out: Path, stage: str, unit: Unit) -> None:
@@ -273,40 +245,30 @@ def is_done(stage: Stage, unit: Unit) -> bool:
     if receipt.get("freed") or store.of(stage.out):  # a store loses no file
         return True
     folder = unit_folder(stage.out, stage.name, unit)
-    for name, entry in receipt["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            return False
-    return True
+    files = ((folder / name, entry["bytes"]) for name, entry in receipt["files"].items())
+    return all(path.is_file() and path.stat().st_size == size for path, size in files)
 
 
 def free(out: Path, stage: str, unit: Unit) -> int:
-    """Delete the files of a finished unit, not its receipt and small JSON; returns the
-    bytes that became free.
-    """
+    """Delete a finished unit's files, not its receipt and small JSON; the bytes that became free."""
     receipt, folder = receipt_of(out, stage, unit), unit_folder(out, stage, unit)
     # the receipt first: after a kill in between, no receipt lists a file that is gone
     shards.write_json(folder / RECEIPT, {**receipt, "freed": True})
-    large = {folder / name: entry for name, entry in receipt["files"].items() if not name.endswith(".json")}
+    files = receipt["files"].items()
+    large = {folder / name: entry["bytes"] for name, entry in files if not name.endswith(".json")}
     if there := store.of(out):
         there.put(folder / RECEIPT)
         there.remove(large)
-        return 0 if receipt.get("freed") else sum(entry["bytes"] for entry in large.values())
-    here = [path for path in large if path.is_file()]
-    freed = sum(path.stat().st_size for path in here)
-    for path in here:
-        path.unlink()
-    return freed
+    for path in large:
+        path.unlink(missing_ok=True)
+    return 0 if receipt.get("freed") else sum(large.values())
 
 
 @contextmanager
 def exclusive(out: Path) -> Iterator[Path]:
-    """One preparation per folder, or URL, in this context; the folder in which stages work. ValueError when there is
-    another, with its process and host.
-    """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[
-        1
-    ]  # workers inherit it: all runs of a source are open at a time
+    """One preparation per folder, or URL; the folder in which stages work. ValueError names another one."""
+    # workers inherit it: all runs of a source are open at a time
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     problem = f"another process is preparing {out}; wait for it, or use another --out"
     if url := store.url_of(out):
@@ -341,8 +303,7 @@ def do(stage: Stage, unit: Unit) -> None:
 
 
 def attempt(stage: Stage, unit: Unit, place: store.Place | None = None) -> Json | None:
-    """Do one unit; what went wrong, as plain data, since not every exception can be pickled.
-    None when nothing did.
+    """Do one unit; what went wrong, if anything, as plain data, since not every exception can be pickled.
 
     place: the store that holds the data, if this is not the process that has a folder of it.
     """
@@ -365,10 +326,8 @@ def raise_failure(failure: Json | None) -> None:
 
 
 def _entry(path: Path, sync: bool = False) -> Json:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
         if sync:
             os.fsync(file.fileno())  # before the rename that says it is there
-    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
+        return {"bytes": file.tell(), "xxh3": digest.hexdigest()}

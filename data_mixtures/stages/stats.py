@@ -40,21 +40,17 @@ def write(
     sequences: Mapping[str, int] | None = None,
     workers: int = 0,
 ) -> Json:
-    """Print, and write stats.json; returns what it holds.
+    """Print, and write stats.json; returns what it holds. ValueError for a phase without a lock.
 
-    sequences: phase -> how many sequences of it a run would read, for the epochs of each source. ValueError
-    for a phase without a lock, or a source without a manifest.
+    sequences: phase -> how many sequences of it a run would read, for the epochs of each source.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
     first = next(iter(manifests.values()))
+    result: Json = {"seed": first["seed"], "seq_len": first["seq_len"]}
     with ThreadPoolExecutor(workers or usable_cpus()) as pool:
-        result = {
-            "seed": first["seed"],
-            "seq_len": first["seq_len"],
-            "sources": {source: _facts(out / source, found, pool) for source, found in manifests.items()},
-            "phases": _phases(out, sequences or {}),
-            "shared_documents": shared_documents(out, sources, pool),
-        }
+        result["sources"] = {name: _facts(out / name, found, pool) for name, found in manifests.items()}
+        result["phases"] = _phases(out, sequences or {})
+        result["shared_documents"] = shared_documents(out, sources, pool)
     shards.write_json(out / JSON, result)
     for table in (_categories_table, _sources_table, _lengths_table, _dropped_table, _shared_table):
         title, head, rows, caption = table(result)
@@ -163,11 +159,8 @@ def _phases(out: Path, sequences: Mapping[str, int]) -> Json:
         mixture = Mixture.open(path, consumed)
         total = sum(mixture.weights)
         shares = {s: weight / total for s, weight in zip(mixture.source_names, mixture.weights, strict=True)}
-        phases[phase] = {
-            "fingerprint": mixture.fingerprint,
-            "shares": shares,
-            "categories": mixture.categories,
-        }
+        phases[phase] = {"fingerprint": mixture.fingerprint, "shares": shares}
+        phases[phase]["categories"] = mixture.categories
         if phase in sequences:
             check_integer(f"sequences of {phase}", sequences[phase], low=0)
             consumed = mixture.windows_per_source(sequences[phase])
@@ -177,10 +170,7 @@ def _phases(out: Path, sequences: Mapping[str, int]) -> Json:
 
 
 def shared_documents(out: Path, sources: tuple[str, ...], pool: Executor) -> Json:
-    """How many documents two sources have in common, by exact comparison of their 128-bit ids.
-
-    {"pairs": [{"sources", "documents"}]}, or {"unknown": why} when tokenized units were deleted.
-    """
+    """{"pairs": [{"sources", "documents"}]}: of equal ids; {"unknown": why} when units were deleted."""
     documents = 0
     for source in sources:
         name, units = sorted_runs.made_by(out, source)

@@ -60,6 +60,7 @@ class Tokenize(Stage):
         made = _loaded(shards.tokenizer_path(self.out), tuple(_hashes(self.out)))
         sample = Sample(made, fast)
         rows, looping = [], [np.empty(0, bool)]
+        wanted = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
             for ids, texts, origins in documents.kept(self.recipe, self.out, unit):
@@ -68,7 +69,6 @@ class Tokenize(Stage):
                 token_file.write(tokens.data)
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
-                wanted = self.recipe.filter.repeated_ngrams
                 looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
         found = np.concatenate([np.empty(0, DOCUMENT), *rows])
         order = by_key(found)
@@ -102,18 +102,15 @@ class Sample:
 
     def check(self, ids: list[bytes], texts: list[bytes]) -> None:
         """_OtherIds where the fast encoder must not be used for this unit."""
-        for identity, text in zip(ids, texts, strict=True):
-            first, self.bytes = self.bytes < _COMPARED_BYTES, self.bytes + len(text)
-            if not (self.fast and (first or int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0)):
-                continue
-            if not self.made.is_exact(text.decode("utf-8")[:_COMPARED_CHARS]):
+        for identity, text in zip(ids, texts, strict=True) if self.fast else ():
+            chosen = self.bytes < _COMPARED_BYTES or int.from_bytes(identity[-4:], "big") % COMPARED_OF == 0
+            self.bytes += len(text)
+            if chosen and not self.made.is_exact(text.decode("utf-8")[:_COMPARED_CHARS]):
                 raise _OtherIds
 
 
 def parts(tokens: np.dtype) -> tuple[tuple[str, str, str, np.dtype], ...]:
-    """Tokens and origins: the file, the columns of DOCUMENT that say where one begins and how long
-    it is, its dtype.
-    """
+    """Of tokens and origins: the file, the columns of DOCUMENT with begins and lengths, its dtype."""
     return (TOKENS, "start", "length", tokens), (ORIGINS, "origin", "origin_bytes", np.dtype("u1"))
 
 
@@ -161,14 +158,12 @@ def write_ordered(path: Path, unsorted: Path, sizes: np.ndarray, order: np.ndarr
     offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     with path.open("wb") as file:
         if offsets[-1]:
-            file.writelines(
-                piece.data for piece in blocks.taken(offsets, np.memmap(unsorted, mode="r"), order)
-            )
+            pieces = blocks.taken(offsets, np.memmap(unsorted, mode="r"), order)
+            file.writelines(piece.data for piece in pieces)
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> None:
-    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's file, or trained on
-    what the filter kept.
+    """Write DIR/tokenizer.model or .json, unless it is there: the recipe's, or trained on the text.
 
     tokenizer_config.json beside a tokenizer.json says which tokens begin and end a document.
     """
@@ -184,9 +179,7 @@ def make_tokenizer(recipe: Recipe, out: Path) -> None:
         shards.write_json(out / shards.TOKENIZER_CONFIG, config)
         write_atomically(out / shards.TOKENIZER_JSON, Path(given.path).read_bytes())
     elif (out / shards.TOKENIZER_JSON).exists():
-        raise ValueError(
-            f"{out / shards.TOKENIZER_JSON} is not this recipe's tokenizer, and would be used; remove it"
-        )
+        raise ValueError(f"{out / shards.TOKENIZER_JSON} is not this recipe's, and would be used; remove it")
     elif isinstance(given, TokenizerTraining):
         model = tokenizer.train(training_sample(recipe, out, given.train_bytes), given)
         write_atomically(out / shards.TOKENIZER_MODEL, model)
@@ -199,10 +192,8 @@ def _tokenizer_key(recipe: Recipe, out: Path) -> str:
     given = recipe.tokenizer
     if isinstance(given, TokenizerFile):
         return stage.key_of("tokenizer", file_sha256(Path(given.path)), tokenizer.load_given(given).names)
-    files = [
-        [receipt["files"][DOCUMENTS] for receipt in stage.receipts(out, "filter", source.name)]
-        for source in recipe.sources
-    ]
+    made = (stage.receipts(out, "filter", source.name) for source in recipe.sources)
+    files = [[receipt["files"][DOCUMENTS] for receipt in of_source] for of_source in made]
     left_out = None
     if recipe.dedup.minhash:
         units = [unit for source in recipe.sources for unit in stage.planned_units(out, source.name)]
@@ -218,10 +209,8 @@ def _held_out(recipe: Recipe) -> int:
 
 def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     """Training documents of every source in shuffled order, up to the source's share of train_bytes by size."""
-    sizes = {
-        each.name: sum(counts["bytes"] for counts in stage.counts(out, "filter", each.name))
-        for each in recipe.sources
-    }
+    counted = {each.name: stage.counts(out, "filter", each.name) for each in recipe.sources}
+    sizes = {name: sum(each["bytes"] for each in counts) for name, counts in counted.items()}
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import xxhash
 from rich.console import Console
 from rich.progress import track
@@ -39,9 +38,7 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not what it should be. block: number of the 16 MiB block, None for the
-    file as a whole.
-    """
+    """Something that is not what it should be. block: of 16 MiB, by number; None for the whole file."""
 
     path: Path
     reason: str
@@ -53,23 +50,19 @@ class Damage:
 
 
 def verify(out: Path, sources: tuple[str, ...], console: Console, workers: int | None = None) -> list[Damage]:
-    """Check all files of these sources and the locks beside them, and print what is
-    wrong; nothing is changed.
+    """Check all files of these sources and the locks beside them, and print what is wrong.
 
     ValueError when a source has no readable manifest.
     """
     manifests = {source: shards.read_manifest(out / source) for source in sources}
-    files = [
-        (out / source, manifest, entry)
-        for source, manifest in manifests.items()
-        for entry in shards.token_files(manifest)
-    ]
+    of_sources = ((out / source, manifest) for source, manifest in manifests.items())
+    files = [(*each, entry) for each in of_sources for entry in shards.token_files(each[1])]
     found: list[Damage] = []
     spans: dict[str, list[Span]] = {source: [] for source in sources}
     with ThreadPoolExecutor(workers or usable_cpus()) as pool:
-        checks = pool.map(lambda file: _check_file(*file), files)
+        checks = pool.map(_check_file, *zip(*files, strict=True))
         shown = track(checks, "verifying", len(files), console=console, transient=True)
-        for (folder, _, _), (damage, span) in zip(files, shown, strict=True):
+        for (folder, *_), (damage, span) in zip(files, shown, strict=True):
             found += damage
             spans[folder.name] += span
     for source, manifest in manifests.items():
@@ -91,10 +84,15 @@ def _check_file(folder: Path, manifest: Json, entry: Json) -> tuple[list[Damage]
     if "docs" not in entry:
         return damage, []
     path = folder / entry["docs"]["name"]
-    wrong, documents = _check_documents(path, entry["docs"])
-    if begins is None or documents is None:
-        return damage + wrong, []
-    ids, lengths, _ = documents
+    try:
+        ids, lengths, _ = _documents(path, entry["docs"])
+    except ValueError as error:
+        return [*damage, Damage(path, str(error))], []
+    except OSError as error:
+        return [*damage, Damage(path, f"cannot be unpacked ({error})")], []
+    if begins is None:
+        return damage, []
+    wrong: list[Damage] = []
     if (ids < np.uint64(shards.held_out_below(manifest["valid_per_10000"]))).any():
         wrong.append(Damage(path, "lists documents that are held out"))
     # the last token is the next shard's first as well
@@ -107,7 +105,7 @@ def _check_file(folder: Path, manifest: Json, entry: Json) -> tuple[list[Damage]
         return damage + wrong, []
     if not np.array_equal(begins, ends - lengths):
         wrong.append(
-            Damage(path, f"its documents do not begin at the token {manifest['bos_id']} in {entry['name']}")
+            Damage(path, f"its documents do not begin where {entry['name']} has {manifest['bos_id']}")
         )
     number = shards.shard_number(entry["name"])
     at = number * manifest["windows_per_shard"] * manifest["seq_len"]
@@ -137,21 +135,18 @@ def _check_tokens(path: Path, entry: Json, bos_id: int) -> tuple[list[Damage], n
     return damage, None if damage else np.concatenate([np.empty(0, np.int64), *begins])
 
 
-def _check_documents(path: Path, entry: Json) -> tuple[list[Damage], tuple[Any, ...] | None]:
-    try:
-        with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
-            data = stream.read()
-    except FileNotFoundError:
-        return [Damage(path, "missing")], None
-    except OSError as error:
-        return [Damage(path, f"cannot be unpacked ({error})")], None
+def _documents(path: Path, entry: Json) -> tuple[np.ndarray, np.ndarray, Any]:
+    """A document index. ValueError or OSError says what is wrong with it."""
+    if not path.is_file():
+        raise ValueError("missing")
+    data = shards.unpacked(path)
     found = hashlib.sha256(data).hexdigest()
     if found != (expected := entry["sha256_uncompressed"]):
-        return [Damage(path, f"unpacked sha256 {found}, {expected} in the manifest")], None
+        raise ValueError(f"unpacked sha256 {found}, {expected} in the manifest")
     documents = shards.unpack_documents(data)
     if (count := len(documents[0])) != entry["documents"]:
-        return [Damage(path, f"{count} documents, {entry['documents']} in the manifest")], None
-    return [], documents
+        raise ValueError(f"{count} documents, {entry['documents']} in the manifest")
+    return documents
 
 
 def _check_source(folder: Path, manifest: Json, spans: list[Span]) -> list[Damage]:
@@ -160,9 +155,8 @@ def _check_source(folder: Path, manifest: Json, spans: list[Span]) -> list[Damag
     path = folder / shards.MANIFEST
     for (left, _, end), (right, begin, _) in pairwise(spans):
         if right == left + 1 and begin != end:
-            damage.append(
-                Damage(path, f"shard {left} lists documents up to token {end}, shard {right} from {begin}")
-            )
+            said = f"shard {left} lists documents up to token {end}, shard {right} from {begin}"
+            damage.append(Damage(path, said))
     windows = sum(entry["windows"] for entry in manifest["shards"])
     if windows != manifest["windows"]:
         damage.append(Damage(path, f"{manifest['windows']} windows, its shards have {windows}"))
@@ -170,9 +164,8 @@ def _check_source(folder: Path, manifest: Json, spans: list[Span]) -> list[Damag
         damage.append(Damage(path, f"{manifest['read']} documents read are not those kept and dropped"))
     listed = [*shards.token_files(manifest), *manifest.get("quarantined", [])]
     known = {shards.MANIFEST, *(name for entry in listed for name in shards.files_of(entry))}
-    return damage + [
-        Damage(each, "not in the manifest") for each in sorted(folder.iterdir()) if each.name not in known
-    ]
+    others = sorted(each for each in folder.iterdir() if each.name not in known)
+    return damage + [Damage(each, "not in the manifest") for each in others]
 
 
 def _check_locks(out: Path, manifests: dict[str, Json]) -> list[Damage]:
@@ -205,10 +198,7 @@ def remedy(recipe_path: Path, out: Path, damage: Iterable[Damage]) -> list[str]:
         if path.parent == out or path.name == shards.MANIFEST:
             continue
         number = int(found[1]) if (found := re.match(r"shard-(\d+)\.", path.name)) else None
-        if path.name in (
-            shards.VALID,
-            shuffle.flags_name(shards.VALID),
-        ):  # its unit follows those of the shards
+        if path.name in (shards.VALID, shuffle.flags_name(shards.VALID)):  # its unit follows the shards'
             number = len(shards.read_manifest(path.parent)["shards"])
         if number is not None:
             gone[stage.unit_folder(out, shuffle.SHUFFLE, Unit(path.parent.name, number))] = None

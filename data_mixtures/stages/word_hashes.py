@@ -43,9 +43,7 @@ def groups(texts: list[str]) -> Iterator[list[str]]:
 
 
 def word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of all words, uint64, and bounds int64 (texts + 1,): text i has hashes[bounds[i]:bounds[i +
-    1]].
-    """
+    """Hashes of words, uint64, and bounds (texts + 1,): text i has hashes[bounds[i]:bounds[i + 1]]."""
     if len(texts) == 1:
         pieces = cut(texts[0], WINDOW_CHARS, _SPACES)
         hashes = np.concatenate([_hashes(*_words(_folded(piece))) for piece in pieces])
@@ -57,9 +55,7 @@ def word_hashes(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cut(text: str, max_chars: int, behind: str = "\n") -> Iterator[str]:
-    """The text in pieces of at most max_chars, cut behind one of these characters, or anywhere
-    where there is none.
-    """
+    """The text in pieces of at most max_chars, cut behind one of these characters where there is one."""
     start = 0
     while len(text) - start > max_chars:
         last = max(text.rfind(character, start, start + max_chars) for character in behind)
@@ -151,9 +147,7 @@ def all_gram_hashes(words: np.ndarray, length: int) -> np.ndarray:
 
 
 def say_something(texts: list[str]) -> np.ndarray:
-    """For every word of `word_hashes(texts)` whether it has two letters or more: the
-    words that say something.
-    """
+    """For every word of `word_hashes(texts)` whether it has two letters or more, and so says something."""
     flags = []
     for piece in cut(texts[0], WINDOW_CHARS, _SPACES) if len(texts) == 1 else ["\n".join(texts)]:
         starts, ends = _runs(_lower(piece))
@@ -182,9 +176,7 @@ def _ascii() -> bytes:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """A bijection of 64 bits in which every bit of the input reaches every bit of the output
-    (splitmix64's).
-    """
+    """A bijection of 64 bits, each of which reaches every bit of the result (splitmix64's)."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)

@@ -83,7 +83,7 @@ def test_a_change_lies_behind_the_one_before_and_replaces_no_file(counting_data)
     lock = counting_data() / "phase1.lock.json"
     one, _ = changed(lock, weight=("s0=1",))
     with pytest.raises(
-        ValueError, match=f"already changes at sequence {AT}; a change at {AT} must lie behind it"
+        ValueError, match=f"already changes at sequence {AT}; a change at {AT} must lie behind"
     ):
         changed(one, weight=("s0=2",))
     with pytest.raises(ValueError, match="exists, and a run may be pinned to it; give --out"):

@@ -96,7 +96,7 @@ def test_all_repositories_are_asked_before_anything_is_read(hub, tmp_path):
     assert not (tmp_path / "out/plan.json").exists()
     done = command(hub, "plan", path, token="bad")
     assert "gated: accept its agreement" in done.stderr
-    assert "the token that HF_TOKEN holds is not of an account that did" in done.stderr
+    assert "the token in HF_TOKEN is not of an account that did" in done.stderr
 
 
 def test_a_mirror_is_checked_against_the_hub_s_hashes(hub, tmp_path):

@@ -182,9 +182,7 @@ def test_freed_units_do_not_force_anything_anew(data):
         path.unlink()
     assert write(data)["notes"] == "reused"
     (data / "notes/shard-00001.bin").unlink()
-    with pytest.raises(
-        ValueError, match=r"shard-\d+\.bin is missing and .* is not published; run the stage 'shuffle'"
-    ):
+    with pytest.raises(ValueError, match=r"shard-\d+\.bin is missing, so .* is not published; run 'shuffle'"):
         write(data)
 
 

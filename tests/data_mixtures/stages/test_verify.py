@@ -112,10 +112,7 @@ def test_a_foreign_shard_with_a_fitting_manifest_is_seen_by_its_documents(data):
     docs = write_documents(path, ids[:-1], lengths[:-1])
     entries = [{**e, "docs": docs} if e["name"] == "shard-00002.bin" else e for e in content["shards"]]
     edited(data, "notes", shards=entries)
-    assert any(
-        "shard-00002.docs.zst: its documents do not begin at the token 1 in" in line
-        for line in damage_of(data)
-    )
+    assert any("shard-00002.docs.zst: its documents do not begin where" in line for line in damage_of(data))
     held_out = ids.copy()
     held_out[0] = 5
     entries = [
