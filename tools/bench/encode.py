@@ -196,7 +196,8 @@ def measure(options: Options, console: Any) -> Result:
         finish(found, made, peer, batch, options, console)
     return {"model": str(options.model), "counts": dict(found.counts), "differ": found.counts["differ"],
             "differing": found.differing[:20], "mb_per_s": rates(found.counts, found.seconds),
-            "stage_mb_per_s": stage_rate(options.model, first)}  # fmt: skip
+            "stage_mb_per_s": stage_rate(options.model, first),
+            "shards": shard_rates(options.model, first)}  # fmt: skip
 
 
 def finish(
@@ -235,6 +236,12 @@ def stage_rate(model: Path, texts: list[str]) -> float:
         return sum(len(each.encode()) for each in texts) / 1e6 / (time.process_time() - started)
 
 
+def shard_rates(model: Path, texts: list[str]) -> dict[str, float]:
+    """MB of text per CPU second from JSON lines to shards, as a worker does it whose tokenizer is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        return text.to_shards(texts, model, Path(folder) / "data")
+
+
 def section(options: Options, result: Result) -> tuple[str, str]:
     counts, found = result["counts"], result["mb_per_s"]
     rows = [
@@ -247,6 +254,10 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         ["of these, where tiktoken differs from it", counts["tiktoken differs from tokenizers"]],
         *([f"MB per CPU second, {name}", f"{rate:.1f}"] for name, rate in found.items()),
         ["MB per CPU second, stage `tokenize`, second unit", f"{result['stage_mb_per_s']:.1f}"],
+    ]
+    rows += [
+        [f"MB per CPU second, JSON lines to shards: {name}", f"{each:.1f}"]
+        for name, each in result["shards"].items()
     ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("gigatoken", "tokenizers", "tiktoken"))
     return f"{options.model.parent.name}/{options.model.name}", f"{versions}.\n\n{table(['', ''], rows)}"

@@ -1,5 +1,5 @@
 """Filtering, decontaminating and tokenizing real text on one core, alternating with other tools
-on the same text.
+on the same text; and the whole way from JSON lines to shards, by stage.
 
     python -m tools.bench text [--out FILE.md] [--megabytes 8] [--rounds 3] [--tokenizer tokenizer.model]
 
@@ -21,7 +21,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import sentencepiece
 import tokenizers
+from rich.console import Console
 
 from data_mixtures import recipe, shards, tokenizer
 from data_mixtures.recipe import TokenizerTraining
-from data_mixtures.stages import decontaminate, filter, stage, tokenize
+from data_mixtures.stages import decontaminate, filter, pipeline, stage, tokenize
+from data_mixtures.stages.run import Options as Workers
 from laneformer.hf.tokenizer import tokenizer_from_sentencepiece
 from tools.bench import harness
 from tools.bench.harness import Result, alternate, version
@@ -103,7 +105,9 @@ def measure(options: Options, console: Any) -> Result:
             status.update(f"{kind}: tokenizing")
             encoders, tokens = tokenizing(timed, before, model, folder)
             tokenized = rates(encoders, tokens, options.rounds)
-            result[kind] = {"bytes": size, "filtering": filtered, "tokenizing": tokenized}
+            status.update(f"{kind}: JSON lines to shards")
+            whole = to_shards([*timed, *before], model, folder / f"whole-{kind}")
+            result[kind] = {"bytes": size, "filtering": filtered, "tokenizing": tokenized, "shards": whole}
     return result
 
 
@@ -218,6 +222,31 @@ def our_stage(out: Path, timed: list[str], model: Path) -> Callable[[], Any]:
     return lambda: tokenize.Tokenize(wanted, out, (SOURCE,)).work(unit, out / "result")
 
 
+def to_shards(texts: list[str], model: Path, out: Path) -> dict[str, float]:
+    """MB of text per CPU second of every stage and of all together, from one file of JSON lines, in one process,
+    without benchmarks or near copies.
+    """
+    out.mkdir()
+    lines = out / "text.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = recipe.LocalSource(SOURCE, inputs=(recipe.Input("jsonl", (str(lines),)),))
+    wanted = replace(plain_recipe(model), sources=(source,), seq_len=128, max_document_chars=None)
+    context = pipeline.RunContext(wanted, out, (SOURCE,), Workers(), Console(quiet=True), tables=False)
+    seconds = {}
+    for name, step in pipeline.stages_to_shards().items():
+        began = time.process_time()
+        pipeline.do(context, step, replace=False)
+        seconds[name] = time.process_time() - began
+    began = time.process_time()
+    pipeline.publish(context, replace=False)
+    seconds["manifest"] = time.process_time() - began
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    return {
+        "text to shards": size / sum(seconds.values()),
+        **{name: size / each for name, each in seconds.items()},
+    }
+
+
 def plain_recipe(model: Path) -> recipe.Recipe:
     """One source of whole documents, which keeps every text."""
     sources, limits = (recipe.LocalSource(SOURCE),), recipe.Filter(min_chars=1)
@@ -255,7 +284,12 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         )
         + f"; an index of {options.passages:,} passages of {PASSAGE_WORDS} words.",
     ]
-    for what, unit in (("filtering", "MB/s per core"), ("tokenizing", "M tokens/s per core")):
+    tables = (
+        ("filtering", "MB/s per core"),
+        ("tokenizing", "M tokens/s per core"),
+        ("shards", "MB/s per core, once"),
+    )
+    for what, unit in tables:
         rows = [
             [name, *(f"{result[kind][what][name]:.2f}" for kind in KINDS)] for name in result[KINDS[0]][what]
         ]

@@ -35,8 +35,8 @@ RAW_BYTES = 1.79  # of Parquet for a token as counted: Nemotron-CC-v2, 10.3 TB o
 TEXT_BYTES = 3.5  # of text for a Llama-2 token
 FILE_BYTES = 1.6e9  # of a hub file, 1.0 to 2.4 GB
 SHARD_BYTES = 2  # of a token
-# a second of one core, measured: docs/benchmarks/2026-11-25-tokenize.md, 2026-11-21-text.md, 2026-11-21-data.md
-FILTER_BYTES, UNKEPT_BYTES, SHUFFLE_TOKENS = 25e6, 90e6, 90e6
+# a second of one core, measured: docs/benchmarks/2026-11-26-text.md, 2026-11-25-tokenize.md, 2026-11-21-data.md
+FILTER_BYTES, UNKEPT_BYTES, SHUFFLE_TOKENS = 55e6, 120e6, 90e6
 # bytes of text: tokenizer.json and sentencepiece with the fast encoder, and each by its own library
 TOKENIZE_BYTES = {
     (".json", True): 90e6,

@@ -23,6 +23,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(encode, "documents", lambda size: iter(given))
     monkeypatch.setattr(encode, "SPELLED", 1000)
     monkeypatch.setattr(encode, "stage_rate", lambda model, texts: 1.0)
+    monkeypatch.setattr(encode, "shard_rates", lambda model, texts: {"text to shards": 2.0})
     return save(byte_level(TEXTS * 20, ["<s>", "</s>"]), tmp_path)
 
 
