@@ -249,7 +249,7 @@ def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[s
     if bos not in special or eos not in special:
         raise ValueError(
             f"{path}: documents need special tokens (of added_tokens) at their ends, bos = {bos!r}, eos = {eos!r}; "
-            f'the recipe names them: {{ path = "...", bos = "...", eos = "..." }}, of {list(special)[:20]}'
+            f'name them in the recipe, tokenizer = {{ path = "...", bos = "...", eos = "..." }}, of {list(special)[:20]}'
         )
     return bos, eos
 

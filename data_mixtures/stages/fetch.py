@@ -167,9 +167,8 @@ def _complete(name: str) -> Iterator[None]:
     try:
         yield
     except pyarrow.ArrowInvalid as error:
-        raise Damaged(
-            f"{name} is not a complete Parquet file ({error}): another file, or truncated"
-        ) from error
+        wrong = f"{name} is not a complete Parquet file ({error})"
+        raise Damaged(f"{wrong}: truncated, or another file") from error
 
 
 def check(path: Path, entry: Json, where: str) -> Json:
