@@ -11,7 +11,11 @@ says how trials, probes and ratios are taken.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -85,6 +89,8 @@ class Options(harness.Options):
     """Lengths of prompts."""
     batch: tuple[int, ...] = ()
     """Numbers of sequences that decode together, 2 to 8."""
+    beside: int = 0
+    """So many other programs do nothing but compute meanwhile, as on a machine that is in use."""
 
     def workloads(self) -> list[Workload]:
         sizes = {"decode": self.depth, "prefill": self.prefill, "batch": self.batch}
@@ -92,7 +98,7 @@ class Options(harness.Options):
 
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
-        check_at_least(self, threads=1, pairs=1, new_tokens=1)
+        check_at_least(self, threads=1, pairs=1, new_tokens=1, beside=0)
         if not self.workloads() or not self.math:
             raise ValueError(
                 "nothing to measure: give at least one of depth, prefill and batch, and one math"
@@ -141,10 +147,11 @@ def measure(options: Options, console: Any) -> Result:
             raise RuntimeError(f"our own engine did not start: {missing[OURS]}")
         options.check_room(facts[OURS]["context_tokens"])
         present = {name: candidates[name] for name in names if name not in missing}
-        found = [
-            measured(load, options, present, facts[OURS]["vocab_size"], console)
-            for load in options.workloads()
-        ]
+        with busy_programs(options.beside):
+            found = [
+                measured(load, options, present, facts[OURS]["vocab_size"], console)
+                for load in options.workloads()
+            ]
         settings = {name: each.ask("settings") for name, each in present.items()}
         bench = present[OURS].ask("bench")
     finally:
@@ -155,6 +162,17 @@ def measure(options: Options, console: Any) -> Result:
         "candidates": {name: {**facts[name], "settings": settings[name]} for name in present},
         "workloads": found, "bench": bench, "missing": missing,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def busy_programs(number: int) -> Iterator[None]:
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for program in running:
+            program.kill()
+            program.wait()
 
 
 def measured(load: Workload, options: Options, candidates: Result, vocab_size: int, console: Any) -> Result:
@@ -235,7 +253,8 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         f"{1e3 * bench['token_s_p50']:.1f} ms per token, p99 {1e3 * bench['token_s_p99']:.1f} ms.",
     ]
     name = f"`{options.flavor}`" if options.model is None else options.model.name
-    return f"{name} in {options.dtype}, {options.threads} threads", "\n\n".join(parts)
+    beside = f", beside {options.beside} busy programs" if options.beside else ""
+    return f"{name} in {options.dtype}, {options.threads} threads{beside}", "\n\n".join(parts)
 
 
 def speeds(workloads: list[Result]) -> str:

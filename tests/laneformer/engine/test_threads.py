@@ -6,6 +6,8 @@ The threads far outnumber the cores here, so every wait also meets a peer that i
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +125,17 @@ def test_pinned_threads_stay_on_one_allowed_cpu_each():
             sorted(p for p in places if p != cpus or len(cpus) == 1)[:2] == sorted([cpu] for cpu in cpus)[:2]
         )
     assert os.sched_getaffinity(0) == set(cpus)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD")
+def test_a_wait_never_yields(tmp_path):
+    """Where a thread of another program wants the processor, each yield costs a whole time slice (Linux 6.18)."""
+    (tmp_path / "counted.c").write_text("#include <unistd.h>\nint sched_yield(void) { _exit(77); }\n")
+    counted = tmp_path / "counted.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", counted, tmp_path / "counted.c"], check=True)
+    code = "from laneformer import Engine, LaneformerConfig as C\n" \
+        "e = Engine.random(C.from_flavor('tiny'), threads=9)\n" \
+        "print(len(e.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True)))"  # fmt: skip
+    environment = {**os.environ, "LD_PRELOAD": str(counted)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
