@@ -36,8 +36,9 @@ void add_draft_head(ModelSpec& s) {
   }
 }
 
-ModelSpec small_spec(Head head, bool other_family = false) {
+ModelSpec small_spec(Head head, bool other_family = false, int experts = 0) {
   ModelSpec s{};
+  s.experts = experts, s.active = experts / 2, s.normed_weights = true;
   s.qkv_bias = s.head_norms = s.tied = other_family;
   s.hidden = 96, s.intermediate = 136, s.layers = 6, s.query_heads = 8, s.kv_heads = 4, s.lanes = 4, s.vocab = 200;
   s.head_size = 12, s.rope.assign(s.layers, other_family ? -1 : 0), s.context = 192, s.delay = kDelay, s.norm_eps = 1e-5f, s.head = head, s.shared_scale = true;
@@ -48,7 +49,7 @@ ModelSpec small_spec(Head head, bool other_family = false) {
       s.adds_delayed[module].push_back(layer >= kDelay && (module || layer >= 2 * kDelay));
     }
   }
-  if (!other_family && head != Head::lane) add_draft_head(s);
+  if (!other_family && !experts && head != Head::lane) add_draft_head(s);
   return s;
 }
 
@@ -72,7 +73,9 @@ void load_random(Model& model, const ModelSpec& s) {
       if (s.qkv_bias) model.set_bias(part, layer, random(part[1] == 'q' ? hidden : kv / hidden), DType::bf16);
     for (const char* part : {"q_norm", "k_norm"})
       if (s.head_norms) model.set_head_norm(part, layer, random(s.head_dim()), DType::bf16);
-    for (const char* part : {"w1", "w2", "w3"}) model.set_matrix(part, layer, random(hidden * wide), DType::bf16);
+    for (const char* part : {"w1", "w2", "w3"})
+      model.set_matrix(part, layer, random(hidden * wide * s.mlps()), DType::bf16);
+    if (s.experts) model.set_matrix("router", layer, random(hidden * s.experts), DType::bf16);
   }
   model.set_matrix("lm_head", 0, random(s.vocab * hidden), DType::bf16);
 }
@@ -301,6 +304,7 @@ struct Case {
   DType dtype = DType::bf16;
   Math math = Math::exact;
   bool other_family = false;
+  int experts = 0;
 };
 
 }  // namespace
@@ -315,6 +319,8 @@ int main(int count, char** arguments) {
                              {"int8", best, Head::vocab_parallel, DType::int8},
                              {"family", best, Head::replicate, DType::bf16, Math::exact, true},
                              {"family_int8", best, Head::vocab_parallel, DType::int8, Math::exact, true},
+                             {"experts", best, Head::vocab_parallel, DType::bf16, Math::exact, false, 4},
+                             {"experts_int8", best, Head::replicate, DType::int8, Math::int8, false, 5},
                              {"int8_rounded", best, Head::replicate, DType::int8, Math::int8},
                              {"int4", best, Head::vocab_parallel, DType::int4, Math::int8}};
   for (const char* isa : isas) cases.push_back({isa, isa, Head::vocab_parallel});
@@ -328,7 +334,7 @@ int main(int count, char** arguments) {
     // what a type of weights or an instruction set changes does not depend on the number of threads
     const bool every_plan = c.isa == c.name && (c.isa == best || std::string(c.isa) == "portable");
     const std::vector<float> logits =
-        check_plans(small_spec(c.head, c.other_family), c.isa, c.dtype, c.math, every_plan).logits;
+        check_plans(small_spec(c.head, c.other_family, c.experts), c.isa, c.dtype, c.math, every_plan).logits;
     if (logits.empty()) return EXIT_FAILURE;
     hashes += std::string(" ") + c.name + "=" + content_hash(logits.data(), logits.size() * sizeof(float), 1);
   }
