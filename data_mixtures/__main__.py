@@ -45,8 +45,9 @@ def run(arguments: Sequence[str]) -> None:
         "show": show.command,
         "change": change.command,
     }
-    program = "python -m data_mixtures"
-    tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=__doc__, args=arguments)
+    tyro.extras.subcommand_cli_from_dict(
+        commands, prog="python -m data_mixtures", description=__doc__, args=arguments
+    )
 
 
 @contextmanager

@@ -29,6 +29,7 @@ PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_
 BEST_FIT, CONVERSATIONS = "best_fit", "conversations"
 CHANGED_RULE = f"{order.RULE}, changed"  # of a lock whose weights change, see `change`
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
+PLACE = "sequence", "source", "shard", "token_offset", "epoch"  # of a sequence
 TRAINED, BEGINS = 1, 2  # flags: it counts as a label; it is the first token of a conversation, or of padding
 
 
@@ -194,9 +195,9 @@ class Mixture:
         """Where sequences (int64 (n,)) lie: source, shard file, offset of the first token in it; epoch."""
         places = []
         for number, source, file, window, epoch in np.stack([numbers, *self._find(numbers)], axis=1).tolist():
-            place = {"source": self.source_names[source], "shard": self._file_names[file]}
-            offset = {"token_offset": window * self.seq_len, "epoch": epoch}
-            places.append({"sequence": number, **place, **offset})
+            names = self.source_names[source], self._file_names[file]
+            place = number, *names, window * self.seq_len, epoch
+            places.append(dict(zip(PLACE, place, strict=True)))
         return places
 
     def windows_per_source(self, sequences: int) -> dict[str, int]:

@@ -42,22 +42,30 @@ _BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
 _PROBED = 1000
 
 
-_TRAINED: dict[str, Any] = {
-    "model_type": "bpe", "byte_fallback": True, "split_digits": True, "allow_whitespace_only_pieces": True,
-    "add_dummy_prefix": True, "remove_extra_whitespaces": False, "normalization_rule_name": "identity",
-    "unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1, "max_sentence_length": MAX_LINE_BYTES,
-    "num_threads": 1, "minloglevel": 1,  # one thread: the result must not depend on the machine
-}  # fmt: skip
-
-
 def train(texts: Iterable[str], training: TokenizerTraining) -> bytes:
     """A serialized model from texts, line by line (so a newline stays the byte piece <0x0A>, as in Llama-2)."""
     lines = (line for text in texts for line in text.split("\n") if 0 < len(line.encode()) <= MAX_LINE_BYTES)
     model, size = io.BytesIO(), training.vocab_size
-    given: dict[str, Any] = {"vocab_size": size, "character_coverage": training.character_coverage}
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=model, **given, **_TRAINED
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=size,
+            character_coverage=training.character_coverage,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=True,
+            remove_extra_whitespaces=False,
+            normalization_rule_name="identity",
+            max_sentence_length=MAX_LINE_BYTES,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=1,  # the result must not depend on the machine
+            minloglevel=1,
         )
     except RuntimeError as error:  # sentencepiece's only kind of error
         raise ValueError(f"no tokenizer of {size} pieces can be trained on this text: {error}") from error
@@ -249,7 +257,8 @@ def _begin_and_end(path: Path, bos: str | None, eos: str | None, special: dict[s
     if bos not in special or eos not in special:
         raise ValueError(
             f"{path}: documents need special tokens (of added_tokens) at their ends, bos = {bos!r}, eos = {eos!r}; "
-            f'name them in the recipe, tokenizer = {{ path = "...", bos = "...", eos = "..." }}, of {list(special)[:20]}'
+            'name them in the recipe, tokenizer = { path = "...", bos = "...", eos = "..." }, '
+            f"of {list(special)[:20]}"
         )
     return bos, eos
 

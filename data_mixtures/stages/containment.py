@@ -95,8 +95,8 @@ def _index(work: Stage) -> tuple[decontaminate.Index, np.ndarray]:
 @functools.lru_cache(maxsize=1)
 def _built(out: Path, groups: tuple[tuple[Unit, int], ...], _: str) -> tuple[decontaminate.Index, np.ndarray]:
     rows = [np.load(stage.checked(out, HELD_OUT, group, GRAMS)) for group, _ in groups]
-    groups_rows = zip(groups, rows, strict=True)
-    owners = [first + each["document"].astype(np.int64) for (_, first), each in groups_rows]
+    pairs = zip(groups, rows, strict=True)
+    owners = [first + each["document"].astype(np.int64) for (_, first), each in pairs]
     numbers, passages = np.unique(np.concatenate(owners), return_inverse=True)
     heads, grams = (np.concatenate([each[name] for each in rows]) for name in ("head", "gram"))
     arrays = decontaminate.arranged(heads, grams, passages, len(numbers))

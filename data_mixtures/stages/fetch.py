@@ -118,8 +118,9 @@ class Fetch(Stage):
             )
         free = shutil.disk_usage(self.out).free
         if store.of(self.out) is None and need - links > free:
-            need_bytes = f"{need:,} bytes are to be fetched ({listed})"
-            raise ValueError(f"{need_bytes}, but {self.out} has {free:,} bytes of free disk")
+            raise ValueError(
+                f"{need:,} bytes are to be fetched ({listed}), but {self.out} has {free:,} bytes of free disk"
+            )
 
 
 def _tried(work: Callable[[], Json], target: Path, remote: bool) -> Json:
@@ -167,15 +168,17 @@ def _complete(name: str) -> Iterator[None]:
     try:
         yield
     except pyarrow.ArrowInvalid as error:
-        wrong = f"{name} is not a complete Parquet file ({error})"
-        raise Damaged(f"{wrong}: truncated, or another file") from error
+        raise Damaged(
+            f"{name} is not a complete Parquet file ({error}): truncated, or another file"
+        ) from error
 
 
 def check(path: Path, entry: Json, where: str) -> Json:
     """A fetched file against its plan; returns its counts. Damaged says what differs."""
     if (size := path.stat().st_size) != entry["bytes"]:
-        came = f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}"
-        raise Damaged(f"{came}: truncated, or another file")
+        raise Damaged(
+            f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file"
+        )
     if entry["sha256"] is not None and (found := file_sha256(path)) != entry["sha256"]:
         raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
     with _complete(where), pyarrow.parquet.ParquetFile(path) as parquet:
@@ -197,8 +200,9 @@ def _is_transient(error: Exception) -> bool:
 
 def _for_users(error: Exception, where: str) -> Exception:
     if isinstance(error, FileNotFoundError | hub_errors.EntryNotFoundError):
-        fix = "has the mirror changed? Delete plan.json and plan again"
-        return ValueError(f"{where} is planned and no longer there; {fix}")
+        return ValueError(
+            f"{where} is planned and no longer there; has the mirror changed? Delete plan.json and plan again"
+        )
     if isinstance(error, Damaged) or getattr(error, "errno", None) is not None:
         return error
     return ValueError(f"{where}: {type(error).__name__}: {error}")

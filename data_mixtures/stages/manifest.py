@@ -237,8 +237,9 @@ def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
     facts = tokenizer.facts(shards.tokenizer_path(out))
     widths = {shards.token_dtype(entry).itemsize for entry in entries if entry["tokens"]}
     if widths - {facts["token_bytes"]}:
-        place = out / shuffle.SHUFFLE / source
-        raise ValueError(f"{place} was made with another tokenizer; run 'tokenize' again")
+        raise ValueError(
+            f"{out / shuffle.SHUFFLE / source} was made with another tokenizer; run 'tokenize' again"
+        )
     return facts
 
 

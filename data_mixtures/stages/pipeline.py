@@ -150,8 +150,9 @@ def free(context: RunContext, name: str) -> None:
         units = merged if name == "runs" else stage.planned_units(context.out, source)
         reader = READERS["runs" if name == "tokenize" and not merged else name](*of_source)
         if left := sum(not stage.is_done(reader, unit) for unit in reader.units()):
-            needed = f"{left} units are not through {reader.name}"
-            raise ValueError(f"{name} of {source!r} is still needed: {needed}")
+            raise ValueError(
+                f"{name} of {source!r} is still needed: {left} units are not through {reader.name}"
+            )
         freed = sum(stage.free(context.out, name, unit) for unit in units)
         context.console.print(f"{source}: {freed:,} bytes of {name} are free")
 

@@ -60,8 +60,9 @@ def _write_corpus(module: str, folder: Path) -> None:
     command = [sys.executable, "-m", module, "--out", str(folder)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        said = done.stderr.strip()
-        raise ValueError(f"corpus = {module!r} ended with exit status {done.returncode}:\n{said}")
+        raise ValueError(
+            f"corpus = {module!r} ended with exit status {done.returncode}:\n{done.stderr.strip()}"
+        )
 
 
 def _spec(each: HubSource) -> Json:

@@ -118,8 +118,8 @@ class WriteShards(Stage):
         if not entry["windows"]:  # no document begins in this part of the stream
             return entry
         with blocks.opened(self.out, *sorted_runs.made_by(self.out, unit.source), ORIGINS) as files:
-            units, starts, sizes = (index[name] for name in ("unit", "origin", "origin_bytes"))
-            origins = blocks.gather(files, units, starts, sizes, np.dtype("u1"))
+            where = index["unit"], index["origin"], index["origin_bytes"]
+            origins = blocks.gather(files, *where, np.dtype("u1"))
             if order is not None:
                 offsets = np.append(0, np.cumsum(index["origin_bytes"], dtype=np.int64))
                 whole = np.concatenate([np.empty(0, np.uint8), *origins])

@@ -223,8 +223,10 @@ def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
     else:
         forget(out, stage, unit)
         fix = "Was it changed, or does a disk or memory fail? Start again: the unit is then made again"
-    was, now = (f"{entry['bytes']} bytes with xxh3 {entry['xxh3']}" for entry in (expected, found))
-    raise ValueError(f"{path} is not what {stage!r} wrote: {now}, its receipt says {was}. {fix}")
+    raise ValueError(
+        f"{path} is not what {stage!r} wrote: {found['bytes']} bytes with xxh3 {found['xxh3']}, its receipt says "
+        f"{expected['bytes']} with {expected['xxh3']}. {fix}"
+    )
 
 
 def forget(out: Path, stage: str, unit: Unit) -> None:

@@ -159,8 +159,8 @@ def _phases(out: Path, sequences: Mapping[str, int]) -> Json:
         mixture = Mixture.open(path, consumed)
         total = sum(mixture.weights)
         shares = {s: weight / total for s, weight in zip(mixture.source_names, mixture.weights, strict=True)}
-        phases[phase] = {"fingerprint": mixture.fingerprint, "shares": shares}
-        phases[phase]["categories"] = mixture.categories
+        found = {"fingerprint": mixture.fingerprint, "shares": shares, "categories": mixture.categories}
+        phases[phase] = found
         if phase in sequences:
             check_integer(f"sequences of {phase}", sequences[phase], low=0)
             consumed = mixture.windows_per_source(sequences[phase])
