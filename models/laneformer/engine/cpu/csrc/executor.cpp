@@ -8,8 +8,6 @@ namespace laneformer {
 
 namespace {
 
-constexpr int kSpinTurns = 5000;  // 65 us on Zen 4: as long as a short sleep takes
-
 // KV heads of a layer by thread; a lane's are with the first of its threads.
 std::vector<int> kv_heads_of(const Model& model) {
   std::vector<int> heads;
@@ -34,7 +32,7 @@ CpuExecutor::CpuExecutor(const Model& model, Team& team, const Kernels& kernels,
                          Place place)
     : team_(team),
       place_(std::move(place)),
-      shared_(model, kernels, math, model.threads() <= processors ? kSpinTurns : 0, place_.memory),
+      shared_(model, kernels, math, model.threads() <= processors ? 1000 : 0, place_.memory),
       orders_(shared_.orders),
       kv_(model.spec(), kv_heads_of(model)),
       schedule_(place_.rank ? nullptr

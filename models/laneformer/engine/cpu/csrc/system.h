@@ -124,17 +124,37 @@ inline bool pin_to(int cpu) {
 #endif
 }
 
-// First spin, as the answer is usually less than a microsecond away. Then sleep, at first for about as long as that took,
-// later each time for about an eighth of the wait so far: the other thread may need the core, and whoever ends the wait
-// need not look for sleepers, as a futex would have him do at every module. Never yield: from Linux 6.18 on that forfeits
-// a whole time slice to any other program, which beside two of them made two threads seven times slower.
+inline int64_t now_us() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Gives the core up, unless that has lately cost this thread a time slice of another program: from Linux 6.18 on, whoever
+// yields stands behind all that others may still use. False where it did not.
+inline bool yielded(bool always) {
+  constexpr int64_t kSlice_us = 300, kAvoided_us = 100'000;
+  thread_local int64_t avoided_until_us = 0;
+  const int64_t began_us = now_us();
+  if (began_us < avoided_until_us && !always) return false;
+  std::this_thread::yield();
+  if (const int64_t ended_us = now_us(); ended_us - began_us > kSlice_us) avoided_until_us = ended_us + kAvoided_us;
+  return true;
+}
+
+// First spin, as the answer is usually less than a microsecond away; then give the core up, as on a shared machine the
+// other thread may need it. After about a millisecond of that, or where yielding costs too much, sleep, each time for about
+// an eighth of the wait so far: a longer wait should not burn a core, and whoever ends it need not look for sleepers, as a
+// futex would have him do at every module. With more threads than cores (max_turns 0) it is the other thread that a yield
+// lets run, for as long as it takes.
+constexpr int kYieldTurns = 2000;
 template <class Ready>
 void spin_until(int max_turns, const Ready& ready) {
   int64_t nap_us = 50;
+  const bool always_yields = max_turns == 0;
   for (int turns = 0; !ready(); ++turns) {
     if (turns < max_turns) {
       pause_briefly();
-    } else {
+    } else if (turns >= max_turns + kYieldTurns || !yielded(always_yields)) {
       std::this_thread::sleep_for(std::chrono::microseconds(nap_us));
       nap_us = std::min<int64_t>(nap_us + nap_us / 8, 1000);
     }
