@@ -233,12 +233,12 @@ def to_shards(texts: list[str], model: Path, out: Path) -> dict[str, float]:
     wanted = replace(plain_recipe(model), sources=(source,), seq_len=128, max_document_chars=None)
     context = pipeline.RunContext(wanted, out, (SOURCE,), Workers(), Console(quiet=True), tables=False)
     seconds = {}
-    for name, step in pipeline.stages_to_shards().items():
+    for name in pipeline.TO_SHARDS:
         began = time.process_time()
-        pipeline.do(context, step, replace=False)
+        pipeline.do(context, name)
         seconds[name] = time.process_time() - began
     began = time.process_time()
-    pipeline.publish(context, replace=False)
+    pipeline.publish(context)
     seconds["manifest"] = time.process_time() - began
     size = sum(len(text.encode()) for text in texts) / 1e6
     return {
