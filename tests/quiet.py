@@ -8,28 +8,16 @@ Prints what failed in which round; exit status 1 if anything did.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from tools.bench.decode import busy_programs
+
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    """`count` processes that only compute."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def failures(workers: int) -> list[str]:
@@ -52,7 +40,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     options = parser.parse_args()
     failed = False
-    with busy(options.beside):
+    with busy_programs(options.beside):
         for number in range(1, options.times + 1):
             start = time.monotonic()
             names = failures(options.workers)

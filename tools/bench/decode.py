@@ -166,6 +166,7 @@ def measure(options: Options, console: Any) -> Result:
 
 @contextlib.contextmanager
 def busy_programs(number: int) -> Iterator[None]:
+    """So many processes that only compute."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield

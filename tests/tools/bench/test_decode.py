@@ -167,7 +167,7 @@ def test_the_random_gguf_is_read_back_and_written_once(tmp_path):
 def test_ours_alone_from_the_command_line(capsys, tmp_path):
     out = tmp_path / "decode.md"
     arguments = ["--flavor", "tiny", "--against", "", "--pairs", "1", "--new-tokens", "8", "--threads", "1"]
-    arguments += ["--prefill", "16", "--batch", "2"]
+    arguments += ["--prefill", "16", "--batch", "2", "--beside", "1"]
     main(["decode", *arguments, "--out", str(out)])
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
@@ -181,7 +181,7 @@ def test_ours_alone_from_the_command_line(capsys, tmp_path):
     )
     page = out.read_text()
     assert page.startswith(
-        f"{decode.FILE_START}\n\n## {result['date']}: `tiny` in bf16, 1 threads\n\n    python"
+        f"{decode.FILE_START}\n\n## {result['date']}: `tiny` in bf16, 1 threads, beside 1 busy programs\n\n    python"
     )
     assert f"{result['machine']['cpu']}, {result['machine']['cpus']} CPUs (" in page
     assert f"Commit {result['commit']}." in page
