@@ -148,7 +148,8 @@ def _check_dropped(name: str, counts: dict[str, Any], max_dropped: float) -> Non
         listed = ", ".join(f"{reason} {count:,}" for reason, count in lost.items())
         raise ValueError(
             f"source {name!r}: {share:.1%} of {counts['read']:,} conversations cannot be used ({listed}); allowed are "
-            f"{max_dropped:.1%}. Mend them, or raise --max-dropped; if too_long, raise --seq-len or give --cut-long"
+            f"{max_dropped:.1%}. Mend them, or raise --max-dropped; if too_long, raise --seq-len or give --cut-long; "
+            "of rows with tools (content, role), give --system-and-tools"
         )
 
 

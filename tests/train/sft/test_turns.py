@@ -229,6 +229,8 @@ def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(
     assert "role `tool`" in (exported / "README.md").read_text()
     before = json.loads((data.out / "chat/source.json").read_text())
     plain = replace(data, system_and_tools=False, max_dropped=1)
+    with pytest.raises(ValueError, match=r"rows with tools \(content, role\), give --system-and-tools"):
+        run(replace(plain, max_dropped=0))
     run(plain)  # in the same folder: another template makes the source again
     assert (data.out / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
     after = json.loads((data.out / "chat/source.json").read_text())
