@@ -16,29 +16,24 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 SPACE = "\u2581"  # SentencePiece's visible space
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # token types of GGUF; 1 is an ordinary piece
 _REST = r"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)|"  # "camelCase" is two words
+_CASED = r"[^\r\n\p{{L}}\p{{N}}]?(?:{upper}*{lower}+|{upper}+{lower}*){ends}|"  # "camelCase" is two words
+_TEKKEN = _CASED.format(upper=_UPPER, lower=_LOWER, ends="") + _REST.format(digits="", slash="/")
+_GPT4O = _CASED.format(upper=_UPPER, lower=_LOWER, ends=_ENDS + "?") + _REST.format(digits="{1,3}", slash="/")
 _LLAMA3 = _WORDS + _REST.format(digits="{1,3}", slash="")
 _QWEN2 = _WORDS + _REST.format(digits="", slash="")
-PRE_TOKENIZERS = {  # by the name in the file: the pattern of a piece; None: GPT-2's own
-    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "falcon3": _LLAMA3,
-    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "tekken": _CASED + _REST.format(digits="", slash="/"),
-    "smollm": None, "gpt-2": None,
+# By the name in the file: the pattern of a piece; None: GPT-2's own. OLMo 2 and 3 and Phi 4 come as dbrx, Phi 4 mini
+# as gpt-4o, Granite 3 as refact.
+PRE_TOKENIZERS = {
+    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "falcon3": _LLAMA3, "dbrx": _LLAMA3,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "tekken": _TEKKEN, "gpt-4o": _GPT4O,
+    "smollm": None, "refact": None, "gpt-2": None,
 }  # fmt: skip
-WHOLE_WORDS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "tekken",
-)  # a word that is a piece is taken without merging
-BEGINS_WITH_BOS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-)  # unless the file says otherwise; so do SentencePiece models
+BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3")  # unless the file says otherwise
+WHOLE_WORDS = (*BEGINS_WITH_BOS, "tekken")  # a word that is a piece is taken without merging
+SINGLE_DIGITS = ("smollm", "refact")
 
 
 def tokenizer_of(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -93,7 +88,7 @@ def byte_level_bpe(pieces: list[str], merges: list[str], pre: str) -> Tokenizer:
         steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    if pre == "smollm":
+    if pre in SINGLE_DIGITS:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
     return tokenizer

@@ -25,6 +25,11 @@ TEKKEN = (  # of Mistral Nemo
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (  # as in tiktoken's o200k_base
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 KINDS: dict[str, tuple[Any, Any, bool]] = {
@@ -32,6 +37,8 @@ KINDS: dict[str, tuple[Any, Any, bool]] = {
     "qwen2": (pre_tokenizers.Split(Regex(QWEN2), "isolated"), normalizers.NFC(), False),
     "deepseek-r1-qwen": (pre_tokenizers.Split(Regex(QWEN2), "isolated"), None, False),
     "tekken": (pre_tokenizers.Split(Regex(TEKKEN), "isolated"), None, True),
+    "gpt-4o": (pre_tokenizers.Split(Regex(GPT4O), "isolated"), None, False),
+    "dbrx": (pre_tokenizers.Split(Regex(LLAMA3), "isolated"), None, False),
     "smollm": (pre_tokenizers.Digits(individual_digits=True), None, False),
     "gpt-2": (None, None, False),
 }
@@ -56,19 +63,22 @@ def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
     assert tokenizer.decode([1, 2]) == "<|text|>", "a control token is no text, an added word is"
 
 
-def test_falcon3_s_pieces_are_llama_3_s(tmp_path: Path) -> None:
-    metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "llama-bpe"))
+@pytest.mark.parametrize(("other", "pre"), [("falcon3", "llama-bpe"), ("refact", "smollm")])
+def test_other_names_of_the_same_pieces(tmp_path: Path, other: str, pre: str) -> None:
+    metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), pre))
     ids = [
-        [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}).encode(text).ids for text in TEXTS]
-        for pre in ("llama-bpe", "falcon3")
+        [tokenizer_of({**metadata, "tokenizer.ggml.pre": name}).encode(text).ids for text in TEXTS]
+        for name in (pre, other)
     ]
     assert ids[0] == ids[1]
 
 
 def test_kinds_differ(tmp_path: Path) -> None:
-    """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids."""
+    """What the name of the pre-tokenizer decides: with any other one, some of the texts get other ids; dbrx differs
+    from Llama 3 in its merges and its BOS alone.
+    """
     metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "gpt-2"))
-    tokenizers = [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}) for pre in KINDS]
+    tokenizers = [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}) for pre in KINDS if pre != "dbrx"]
     ids = [
         [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS] for tokenizer in tokenizers
     ]
