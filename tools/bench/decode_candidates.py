@@ -28,7 +28,7 @@ INSTALL = {
     "laneformer": "make setup",
     "llamacpp": f'CMAKE_ARGS="-DGGML_NATIVE=on -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF" {sys.executable} -m pip install '
     f"--target {FOLDER} llama-cpp-python gguf",
-    "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.15" "transformers>=4.57,<6"',
+    "transformers": f'{sys.executable} -m pip install "torch>=2.11,<2.16" "transformers>=4.57,<6"',
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 import threading
 import webbrowser
@@ -75,6 +76,8 @@ class Serve:
         from ..serve.app import run  # imports what the extra brings
 
         path = located(self.hf_dir)
+        # until the server runs; the first process of a container ignores a signal that it does not handle
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         with options.listen(or_next=self.open) as listening:
             with Loading(listening), Console(stderr=True).status("loading weights"):
                 engine = self.model.load(path)

@@ -262,6 +262,7 @@ def run(
         gc.collect()
         gc.freeze()  # what lives as long as the server is not looked through again
         Server(app, options, on_start).run(sockets=[listening])
+        gc.unfreeze()  # or the extension module warns of leaks at the end of the process
         if app.state.scheduler.unanswered:  # the driver would wait for it at the end of the process
             print(
                 "laneformer: the device does not answer; start the server again", file=sys.stderr, flush=True
