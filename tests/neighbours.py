@@ -6,11 +6,11 @@ from torch import Tensor
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.model import LaneformerLayer
-from tools.ablate.variants import FLUSHED, neighbour_layers
+from tools.ablate.variants import neighbour_layers
 
 
 class Flushed(Laneformer):
-    """By its definition: in the end every stream is the embedding and all lanes' outputs of all modules."""
+    """`flush` by its definition: in the end every stream is the embedding and all lanes' outputs of all modules."""
 
     def forward(self, input_ids: Tensor, cache: None = None) -> Tensor:
         partials: list[Tensor] = []
@@ -26,8 +26,8 @@ class Flushed(Laneformer):
 
 def build(config: LaneformerConfig, kind: str | None, seed: int) -> Laneformer:
     """A model with the seed's weights: `kind` None is what the config says. ValueError for an unknown kind."""
-    model = (Flushed if kind == FLUSHED else Laneformer)(config)
-    if kind not in (None, FLUSHED):
+    model = Laneformer(config)
+    if kind:
         model.layers = neighbour_layers(config, kind, LaneformerLayer)
     model.init_weights(seed)
     return model

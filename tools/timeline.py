@@ -35,7 +35,8 @@ GEOMETRY = (
 
 def awaited(config: LaneformerConfig, layer: int, module: int) -> int | None:
     """How many layers ago the outputs left that a join awaits: 0 for an all-reduce, None where it awaits nothing."""
-    if config.join(layer, MODULES[module]) is Join.PRESENT:
+    flushes = config.flush and (layer, module) == (config.num_hidden_layers - 1, 1)
+    if config.join(layer, MODULES[module]) is Join.PRESENT or (flushes and config.delivers(layer, "mlp")):
         return 0
     return config.broadcast_delay if config.adds_delayed(layer, MODULES[module]) else None
 

@@ -87,6 +87,8 @@ class LaneformerConfig:
     use_mlp_comm: bool = True
     pre_norm_lane_agg: bool = False
     rebroadcast_early: bool = False
+    first_late_layer: int = 0  # before it lanes wait for each other, whatever the delay
+    flush: bool = False  # before the final norm they wait once, for what was never sent
     head_dim: int = None  # type: ignore[assignment]
     attention_bias: bool = False
     qk_norm: bool = False
@@ -137,7 +139,7 @@ class LaneformerConfig:
             return Join.PRESENT  # a draft waits for its lanes
         if not (self.use_attention_comm if module == "attention" else self.use_mlp_comm):
             return Join.NO_REDUCE
-        if self.broadcast_delay == 0:
+        if self.broadcast_delay == 0 or layer < self.first_late_layer:
             return Join.PRESENT  # PAST with delay 0 is p + (P - p) = P
         if layer >= self.broadcast_delay:
             return Join.PAST
@@ -157,14 +159,14 @@ class LaneformerConfig:
         return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
 
     def delivers(self, layer: int, module: str) -> bool:
-        """Whether the other lanes' partials of `layer`, otherwise lost, join at the MTP head's input."""
+        """Whether the other lanes' partials, otherwise lost, join in the end: flushed, or for the MTP head."""
         last = self.num_hidden_layers - self.broadcast_delay <= layer
-        wanted = bool(self.num_nextn_predict_layers) and self.deliver_tail
+        wanted = self.flush or (bool(self.num_nextn_predict_layers) and self.deliver_tail)
         return wanted and last and self.join(layer, module) == Join.PAST
 
     @property
     def equal_delivered_streams(self) -> bool:
-        """Whether all lanes' streams are the same at the MTP head's input, up to rounding."""
+        """Whether all lanes' streams are the same once `delivers` is done, up to rounding."""
 
         def once(layer: int, module: str) -> bool:  # every lane has every partial, and has it once
             how = self.join(layer, module)
@@ -209,12 +211,11 @@ class LaneformerConfig:
     def parameter_count(self) -> dict[str, int]:
         """Parameters by part: embedding, one layer's matrices, head, norms, the head that drafts, total."""
         sizes = {n: math.prod(shape) for n, shape in self.tensor_shapes().items() if n != DRAFT_IDS}
-        norms = (n for n in sizes if n.endswith("norm.weight") and not n.startswith(MTP))
         return {
             "embedding": sizes[EMBEDDING],
             "layer": sum(sizes[f"layers.0.{name}.weight"] for name in MATRICES),
             "lm_head": sizes.get(HEAD, 0),
-            "norms": sum(sizes[name] for name in norms),
+            "norms": sum(sizes[n] for n in sizes if n.endswith("norm.weight") and not n.startswith(MTP)),
             "mtp": sum(size for name, size in sizes.items() if name.startswith(MTP)),
             "total": sum(sizes.values()),
         }
@@ -222,9 +223,8 @@ class LaneformerConfig:
     def cached_bytes(self, positions: float, element_bytes: int) -> float:
         """Bytes of keys and values that decoding reads for one token after this many positions."""
         per_position = 2 * element_bytes * self.head_dim * self.num_key_value_heads
-        return per_position * sum(
-            min(positions, self.window(i) or positions) for i in range(self.num_hidden_layers)
-        )
+        windows = map(self.window, range(self.num_hidden_layers))
+        return per_position * sum(min(positions, window or positions) for window in windows)
 
     @classmethod
     def from_flavor(cls, name: str, **overrides: Any) -> LaneformerConfig:
@@ -240,16 +240,16 @@ class LaneformerConfig:
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                raise ValueError(
-                    f"unknown config key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-                )
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown config key {key!r}{hint}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; without the fields of other families' models and of drafts where they say nothing."""
+        """JSON values; without later fields (other families', of drafts, of joins) where they say nothing."""
         plain = {"head_dim", "attention_bias", "qk_norm", "nope_layers"} - self.borrowed().keys()
         plain |= set() if self.variant.differences() else {"variant"}
         plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
+        plain |= {name for name in ("first_late_layer", "flush") if not getattr(self, name)}
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -330,6 +330,10 @@ def _check_choices(config: LaneformerConfig) -> None:
             raise ValueError(
                 f"{name} holds {outside}, but the layers are 0 to {config.num_hidden_layers - 1}"
             )
+    if config.first_late_layer not in range(config.num_hidden_layers):
+        raise ValueError(
+            f"first_late_layer = {config.first_late_layer!r} must be 0 to {config.num_hidden_layers - 1}"
+        )
     if config.lm_head_type not in LM_HEAD_TYPES:
         raise ValueError(f"lm_head_type = {config.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
     if config.pre_norm_lane_agg and config.lm_head_type != "replicate":
@@ -377,21 +381,11 @@ def plain_name(name: str) -> str:
 FLAVORS: dict[str, dict[str, Any]] = {
     "2b": {},
     "300m": {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
+        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8,
     },
     "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "num_lanes": 4,
-        "sliding_window": 64,
-        "swa_layers": (0, 1, 2, 3),
-        "max_position_embeddings": 512,
-        "vocab_size": 4096,
+        "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_lanes": 4, "sliding_window": 64, "swa_layers": (0, 1, 2, 3),
+        "max_position_embeddings": 512, "vocab_size": 4096,
     },
-}
+}  # fmt: skip

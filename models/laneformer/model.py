@@ -267,8 +267,8 @@ def run_layers(
     cache: Cache | None = None,
     share_equal_streams: bool = False,
 ) -> tuple[Tensor, Partials]:
-    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D), and the partials
-    (attention, mlp) of the last layers that `deliver` needs; `masks` holds one entry per layer.
+    """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D), flushed where the config
+    says so, and the partials (attention, mlp) that `deliver` still needs; `masks` holds one entry per layer.
 
     share_equal_streams: one stream (B, S, 1, D) stands for all lanes until a join tells them apart; if
     none does, one is what comes back. The same mathematics, rounded otherwise: products of equal
@@ -283,6 +283,8 @@ def run_layers(
     for layer, mask in zip(layers, masks, strict=True):
         h, partials = layer(h, in_flight.popleft(), rope, mask, cache)
         in_flight.append(partials)
+    if config.flush:
+        return deliver(h, in_flight, config).expand(-1, -1, config.num_lanes, -1), deque()
     return h, in_flight
 
 

@@ -73,13 +73,14 @@ def update(
     """
     p, lanes = outputs[layer], c.num_lanes
     delay = c.broadcast_delay
-    early = [
-        i < delay and c.use_early_comm for i in range(c.num_hidden_layers)
-    ]  # PRESENT layers, if the module talks
+    first = c.first_late_layer + (plant == "border")
+    early = [  # PRESENT layers, if the module talks
+        i < first or (i < delay and c.use_early_comm) for i in range(c.num_hidden_layers)
+    ]
     source = layer - delay + (1 if plant == "delay" and delay > 1 else 0)
     for t in range(h.shape[0]):
         for lane in range(lanes):
-            if not comm or (layer < delay and not c.use_early_comm):
+            if not comm or (layer < delay and not early[layer]):
                 h[t, lane] += np.sqrt(lanes) * p[t, lane]
             elif early[layer]:
                 h[t, lane] += sum(p[t, other] for other in range(lanes))
@@ -114,7 +115,9 @@ def head(c: LaneformerConfig, w: Weights, streams: np.ndarray) -> np.ndarray:
 
 
 def reference_logits(c: LaneformerConfig, w: Weights, ids: list[int], plant: str = "") -> np.ndarray:
-    """Logits (S, V) float64 of one sequence; `plant` is "", "remote" (one partial lost), "delay" or "window"."""
+    """Logits (S, V) float64 of one sequence; `plant` is "", "remote" (one partial lost), "delay", "window", "flush"
+    (left out) or "border" (one more layer that is not late).
+    """
     return np.array([head(c, w, streams) for streams in reference_streams(c, w, ids, plant)[0]])
 
 
@@ -140,7 +143,19 @@ def reference_streams(
                 partial[:, lane] = own
             outputs.append(partial)
             update(c, h, outputs, i, c.use_attention_comm if module == "attention" else c.use_mlp_comm, plant)
+    if c.flush and plant != "flush":
+        h = h + tail(c, attention_outputs, mlp_outputs)
     return h, attention_outputs, mlp_outputs
+
+
+def tail(c: LaneformerConfig, *outputs: list[np.ndarray]) -> np.ndarray:
+    """What the last layers' late modules gave the other lanes, and no layer is left for, (S, L, D)."""
+    lost = np.zeros_like(outputs[0][0])
+    first = max(c.broadcast_delay, c.first_late_layer, c.num_hidden_layers - c.broadcast_delay)
+    for module, comm in zip(outputs, (c.use_attention_comm, c.use_mlp_comm), strict=True):
+        for partial in module[first:] if comm else ():
+            lost += partial.sum(1, keepdims=True) - partial
+    return lost
 
 
 def reference_drafts(
@@ -151,10 +166,8 @@ def reference_drafts(
     one).
     """
     h, *outputs = reference_streams(c, w, ids[: at + 1])
-    talks = (c.use_attention_comm, c.use_mlp_comm)
-    for i in range(max(c.broadcast_delay, c.num_hidden_layers - c.broadcast_delay), c.num_hidden_layers):
-        for partial in (module[i] for module, comm in zip(outputs, talks, strict=True) if comm):
-            h += (partial.sum(1, keepdims=True) - partial) * (c.deliver_tail and plant != "tail")
+    if c.deliver_tail and not c.flush and plant != "tail":
+        h = h + tail(c, *outputs)
     embedding, shift = w["tok_embeddings.weight"], plant != "token"
     columns = [block_input(c, w, h[t], embedding[ids[t + shift]]) for t in range(at + 1)]
     found = []

@@ -70,6 +70,7 @@ def test_dictionary_round_trip(flavor: str) -> None:
         ({"num_lanes": 0}, r"num_lanes = 0 must be a positive integer"),
         ({"hidden_size": 3072.0}, r"hidden_size = 3072.0 must be a positive integer"),
         ({"broadcast_delay": -1}, r"broadcast_delay = -1 must be an integer >= 0"),
+        ({"first_late_layer": 15}, r"first_late_layer = 15 must be 0 to 14"),
         ({"norm_eps": 0.0}, r"norm_eps = 0.0 must be greater than 0"),
         ({"swa_layers": (0, 15)}, r"swa_layers holds \[15\], but the layers are 0 to 14"),
         ({"lm_head_type": "tied"}, r"lm_head_type = 'tied' is unknown; choose from"),
@@ -135,6 +136,20 @@ def test_joins_of_the_published_model() -> None:
     assert [i for i in range(15) if config.broadcasts(i, "attention")] == list(range(2, 13))
     assert [i for i in range(15) if config.adds_delayed(i, "mlp")] == list(range(4, 15))
     assert [join.code for join in Join] == [0, 1, 2]
+
+
+def test_joins_of_late_upper_layers() -> None:
+    config = LaneformerConfig.from_flavor("2b", first_late_layer=9, flush=True)
+    assert [i for i in range(15) if config.join(i, "mlp") is Join.PAST] == list(range(9, 15))
+    assert [i for i in range(15) if config.broadcasts(i, "attention")] == list(range(9, 13))
+    assert [i for i in range(15) if config.adds_delayed(i, "mlp")] == list(range(11, 15))
+    assert [i for i in range(15) if config.delivers(i, "mlp")] == [13, 14]
+    assert config.equal_delivered_streams
+    assert LaneformerConfig.from_dict(config.to_dict()) == config
+    assert {"flush", "first_late_layer"} - LaneformerConfig().to_dict().keys() == {
+        "flush",
+        "first_late_layer",
+    }
 
 
 def test_windows_of_the_published_model() -> None:

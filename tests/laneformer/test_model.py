@@ -14,6 +14,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.model import KVCache, LaneAttention, LaneRMSNorm, run_layers
 from laneformer.positions import causal_mask, rope_table
 from tests.laneformer.lane_reference import reference_logits, rms_norm
+from tests.neighbours import Flushed
 
 SMALL = {
     "hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -81,6 +82,40 @@ def test_forward_is_the_update_table(delay: int, early: bool) -> None:
         assert difference < FLOAT64_TOLERANCE, (attention, mlp, rebroadcast)
 
 
+@pytest.mark.parametrize("delay", [0, 1, 2, 4])
+@pytest.mark.parametrize("first", [0, 1, 3, 5])
+def test_late_upper_layers_and_the_flush_are_the_update_table(delay: int, first: int) -> None:
+    """With heads that read the streams each in its own way, and early layers that exchange nothing."""
+    for (flush, early), head in zip(itertools.product([True, False], repeat=2), HEADS, strict=True):
+        joins = {"broadcast_delay": delay, "first_late_layer": first, "flush": flush, "use_early_comm": early}
+        model = build(**joins, **head)
+        difference = np.abs(lane_batched_logits(model, IDS) - transcribed(model, IDS)).max()
+        assert difference < FLOAT64_TOLERANCE, (joins, head)
+    for module in ("attention", "mlp"):
+        model = build(**joins | {"flush": True, f"use_{module}_comm": False})
+        assert np.abs(lane_batched_logits(model, IDS) - transcribed(model, IDS)).max() < FLOAT64_TOLERANCE
+
+
+def test_a_flushed_model_is_the_sum_of_all_outputs() -> None:
+    """By its definition: the head reads the embedding and every output of every lane, and all streams are equal."""
+    model = build(broadcast_delay=2, first_late_layer=3, flush=True)
+    defined = Flushed(model.config).double()
+    defined.load_state_dict(model.state_dict())
+    ids = torch.tensor([IDS])
+    assert (model(ids) - defined(ids)).abs().max() < FLOAT64_TOLERANCE
+    at = torch.arange(len(IDS))
+    h, left = run_layers(
+        model.layers,
+        model.config,
+        model.tok_embeddings(ids),
+        rope_table(model.config, at),
+        model.masks(at, at),
+    )
+    assert h.shape[2] == model.config.num_lanes
+    assert torch.equal(h, h[:, :, :1].expand_as(h))
+    assert not left
+
+
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: "-".join(map(str, head.values())))
 @pytest.mark.parametrize("replicated", [True, False])
 @pytest.mark.parametrize("lanes", [1, 2, 4])
@@ -98,10 +133,11 @@ def test_every_switch_changes_the_logits(switch: str) -> None:
     assert np.abs(lane_batched_logits(one, IDS) - lane_batched_logits(other, IDS)).max() > 1e-3
 
 
-@pytest.mark.parametrize("plant", ["remote", "delay", "window"])
+@pytest.mark.parametrize("plant", ["remote", "delay", "window", "flush", "border"])
 @pytest.mark.parametrize("early", [True, False])
 def test_planted_errors_are_noticed(plant: str, early: bool) -> None:
-    model = build(broadcast_delay=2, use_early_comm=early)
+    own = {"flush": {"flush": True}, "border": {"first_late_layer": 3}}.get(plant, {})
+    model = build(broadcast_delay=2, use_early_comm=early, **own)
     difference = np.abs(lane_batched_logits(model, IDS) - transcribed(model, IDS, plant)).max()
     assert difference > 1e6 * FLOAT64_TOLERANCE
 

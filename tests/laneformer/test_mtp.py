@@ -57,6 +57,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"broadcast_delay": 4},  # more than half of the layers
     {"replicated_rmsn_scale": False},
     {"lm_head_type": "replicate"},
+    {"flush": True},  # its input has the tail already
+    {"flush": True, "deliver_tail": False, "first_late_layer": 3},
 ]
 
 
@@ -82,7 +84,7 @@ def test_delivered_streams_are_equal_where_the_config_says_so(switches: dict[str
         assert torch.allclose(deliver(h, tail, config), wide, rtol=0, atol=FLOAT64_TOLERANCE)
     spread = float((wide - wide[:, :, :1]).abs().max())
     assert (spread < FLOAT64_TOLERANCE) == config.equal_delivered_streams
-    waiting = config.broadcast_delay and not config.deliver_tail
+    waiting = config.broadcast_delay and not (config.deliver_tail or config.flush)
     odd = any(
         switches.get(name) is False for name in ("use_early_comm", "use_attention_comm", "use_mlp_comm")
     )

@@ -37,7 +37,6 @@ from tools.ablate.page import ablation_section, put_section
 from tools.ablate.plan import Options, Plan, price_section
 from tools.ablate.report import detectable, interval, noise_floor, paired, read_results, together
 from tools.ablate.training import Job, Training, job_file
-from tools.ablate.variants import keep_last_partials
 
 SHIPPED = Path("configs/ablation.toml")
 SMALL = {
@@ -98,8 +97,6 @@ def test_a_seed_gives_all_variants_the_same_weights():
 def test_what_is_unknown_is_refused():
     with pytest.raises(ValueError, match="joins = 'lader' is unknown; choose from ladder"):
         build(CONFIG, "lader", 0)
-    with pytest.raises(ValueError, match="give it a broadcast_delay"):
-        keep_last_partials(build(CONFIG, None, 0).layers, CONFIG)
     with pytest.raises(ValueError, match="leave broadcast_delay at 0"):
         build(LaneformerConfig(**SMALL | {"broadcast_delay": 2}), "ladder", 0)
 
@@ -287,13 +284,12 @@ def test_the_shipped_trainer_trains_neighbours_and_delay_0_to_the_last_bit(
     )  # fmt: skip
     tokens = torch.from_numpy(Mixture.open(lock).sequences(0, GLOBAL_BATCH)[0])
     config = replace(TRAINED, broadcast_delay=0)
-    for joins in ("", "ladder", "parallel", "desync_2", "lost_1", "flushed"):
-        delay = int(joins == "flushed")
-        own = ("--variant.joins", joins, "--architecture.broadcast_delay", str(delay))
+    for joins in ("", "ladder", "parallel", "desync_2", "lost_1"):
+        own = ("--variant.joins", joins)
         found = [
             row["loss"] for row in succeed(tmp_path / f"as-{joins}", lock, *shape, *neighbours, *own, ranks=1)
         ]
-        expected = loss_of(build(replace(config, broadcast_delay=delay), joins or None, 1), tokens)
+        expected = loss_of(build(config, joins or None, 1), tokens)
         assert found[0] == pytest.approx(expected, abs=1e-5)
         assert (found == shipped) == (not joins)
 

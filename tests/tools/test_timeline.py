@@ -37,6 +37,13 @@ def test_early_exchanges_are_on_the_path_where_the_config_has_them() -> None:
     assert clock(3e-6, broadcast_delay=2) == pytest.approx(LAYERS * 20e-6 + 2 * 2 * 3e-6)
 
 
+def test_a_flush_is_one_exchange_more_and_late_upper_layers_hide_theirs_alone() -> None:
+    assert clock(3e-6, broadcast_delay=2, flush=True) == pytest.approx(LAYERS * 20e-6 + (2 * 2 + 1) * 3e-6)
+    upper = {"broadcast_delay": 1, "first_late_layer": 10}
+    assert clock(3e-6, **upper) == pytest.approx(LAYERS * 20e-6 + 2 * 10 * 3e-6)
+    assert clock(3e-6, **upper, flush=True) == pytest.approx(LAYERS * 20e-6 + (2 * 10 + 1) * 3e-6)
+
+
 def test_ladder_hides_a_link_as_slow_as_the_module_beside_it() -> None:
     # attention's outputs travel while the MLP runs, the MLP's while attention runs; the last one has nothing
     # to hide it

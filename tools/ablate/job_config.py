@@ -10,7 +10,7 @@ import train.job_config
 @dataclass
 class Variant:
     joins: str = ""
-    """ladder, parallel, desync_<k>, lost_<k> or flushed (tools/ablate/variants.py); empty: as [architecture] says"""
+    """ladder, parallel, desync_<k> or lost_<k> (tools/ablate/variants.py); empty: as [architecture] says"""
 
 
 @dataclass

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
 from torchtitan.config import JobConfig
 
-from laneformer.model import deliver, run_layers
 from laneformer.titan.layer import TitanLayer
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from train.spec import SPEC, register
 
-from .variants import FLUSHED, keep_last_partials, neighbour_layers
+from .variants import neighbour_layers
 
 
 @dataclass
@@ -30,19 +28,8 @@ class VariantLaneformer(TitanLaneformer):
 
     def __init__(self, model_args: VariantArgs):
         super().__init__(model_args)
-        self.flushed = model_args.joins == FLUSHED
-        if self.flushed:
-            keep_last_partials(self.layers, self.config)
-        elif model_args.joins:
+        if model_args.joins:
             self.layers = neighbour_layers(self.config, model_args.joins, TitanLayer)
-
-    def from_embedding(
-        self, embedding: Tensor, rope: tuple[Tensor, Tensor], masks: Any, labels: Tensor | None, trained: int | None
-    ) -> Tensor:  # fmt: skip
-        if not self.flushed:
-            return super().from_embedding(embedding, rope, masks, labels, trained)
-        h, tail = run_layers(self.layers, self.config, embedding, rope, masks)
-        return self.lm_head(deliver(h, tail, self.config), self.norm, labels, trained)
 
 
 ARGS = {flavor: VariantArgs(config=args.config) for flavor, args in SPEC.model_args.items()}

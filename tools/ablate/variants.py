@@ -10,11 +10,6 @@ p_l is lane l's partial output of a module, P the sum over lanes, h_l lane l's s
   desync_k     only every k-th module sums over lanes, and makes the streams equal: h_l = mean(h) + P; the others join
                as NO_REDUCE does, h_l += sqrt(L) p_l (Desync Residual, of the same paper)
   lost_k       planted faults, which the comparison must find: the outputs of lanes 0 to k - 1 never join
-
-And one that keeps the delay of its config (spec.py):
-
-  flushed      one sum before the head, for which everything waits, brings the last `delay` layers' outputs, which
-               otherwise never reach the other lanes: what is left of a delay's cost is that outputs come late
 """
 
 from __future__ import annotations
@@ -84,7 +79,6 @@ class Lost(NeighbourLayer):
         return h + partial[:, :, self.count :].sum(2, keepdim=True)
 
 
-FLUSHED = "flushed"
 RULES = {"ladder": Ladder, "parallel": Parallel, "desync": Desync, "lost": Lost}
 
 
@@ -93,20 +87,10 @@ def layer_class(rule: str, base: type[LaneformerLayer]) -> type[NeighbourLayer]:
     return type(f"{rule}_{base.__name__}", (RULES[rule], base), {})
 
 
-def keep_last_partials(layers: nn.ModuleList, config: LaneformerConfig) -> None:
-    """Let the last layers hand on what model.deliver adds to the streams. ValueError for a config without a delay."""
-    if not config.broadcast_delay:
-        raise ValueError("variant 'flushed' brings what is late: give it a broadcast_delay")
-    for layer in [*layers][-config.broadcast_delay :]:
-        layer.broadcasts = True, True
-
-
 def neighbour_layers(config: LaneformerConfig, kind: str, base: type[LaneformerLayer]) -> nn.ModuleList:
     """The layers of a neighbour, on the modules of `base`. ValueError for an unknown kind, or a config with a delay."""
     if not re.fullmatch(r"ladder|parallel|desync_[1-9]\d*|lost_[1-9]\d*", kind):
-        raise ValueError(
-            f"joins = {kind!r} is unknown; choose from ladder, parallel, desync_<k>, lost_<k>, flushed"
-        )
+        raise ValueError(f"joins = {kind!r} is unknown; choose from ladder, parallel, desync_<k>, lost_<k>")
     if config.broadcast_delay:
         raise ValueError(f"variant {kind!r} has joins of its own: leave broadcast_delay at 0")
     rule, _, count = kind.partition("_")

@@ -224,8 +224,10 @@ def write_weights(folder: Path, weights: dict[str, Tensor], max_shard_bytes: int
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, int]) -> None:
-    """config.json and generation_config.json; token_ids: bos_token_id, eos_token_id, and pad_token_id if any."""
+def write_configs(folder: Path, config: LaneformerConfig, dtype: DType, token_ids: dict[str, Any]) -> None:
+    """config.json and generation_config.json; token_ids: bos_token_id, eos_token_id (one or a list), and
+    pad_token_id if any.
+    """
     head = {"architectures": ["LaneformerForCausalLM"], "auto_map": AUTO_MAP}
     head |= {"model_type": "laneformer", "dtype": dtype}
     (folder / "config.json").write_text(

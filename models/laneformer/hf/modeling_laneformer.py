@@ -199,6 +199,10 @@ class LaneformerForCausalLM(LaneformerPreTrainedModel, GenerationMixin):
         self.lm_head = LMHead(config.to_lanes())
         self.post_init()
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """None where the embedding is the head's weight: 4.57 would tie it in a shape without lanes."""
+        return None if self.config.tie_word_embeddings else self.lm_head
+
     @can_return_tuple
     def forward(
         self,

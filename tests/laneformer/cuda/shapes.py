@@ -88,6 +88,12 @@ SHAPES = {
          "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 3, "sliding_window": 32},
         blocks=5, warps=2,
     ),
+    # late upper layers, and what they never send before the head
+    "flushed": Shape(
+        {"broadcast_delay": 2, "first_late_layer": 3, "flush": True, "num_hidden_layers": 6, "sliding_window": 5,
+         "replicated_rmsn_scale": False},
+        blocks=3, warps=2, chunk_bytes=1024,
+    ),
     # every layer joins at once, on two GPUs
     "at once": Shape(
         {"broadcast_delay": 5, "num_lanes": 4, "hidden_size": 192, "intermediate_size": 192, "num_attention_heads": 12,

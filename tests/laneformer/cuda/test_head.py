@@ -113,6 +113,7 @@ def check(passes: EmulatedPasses) -> None:
     [
         {"changes": {"broadcast_delay": 0}},
         {"dtype": "int8"},
+        {"changes": {"flush": True}},  # the head reads what the model has summed, and sums nothing again
         {"changes": {"broadcast_delay": 2, "draft_vocab_size": 0}, "dtype": "fp16"},
         {"changes": {"broadcast_delay": 2, "rebroadcast_early": True}, "devices": 2, "blocks_per_lane": 4},
         # lanes whose streams differ score their own ids: all 40 are of one of them

@@ -63,7 +63,7 @@ def test_every_logit(name: str, cuda_builds: Path) -> None:
     check(SHAPES[name].emulated(cuda_builds), 11, range(3))
 
 
-@pytest.mark.parametrize("name", ["delay 0", "late"])
+@pytest.mark.parametrize("name", ["delay 0", "late", "flushed"])
 def test_the_graph_gives_the_same_bits(name: str, cuda_builds: Path) -> None:
     """And so does each of its replays: the last tokens are its own. A column that has ended stands still."""
     passes = SHAPES[name].emulated(cuda_builds)

@@ -5,6 +5,7 @@
 //   _core products   only each product alone (check_products.cpp)
 //   _core race       reads the caches' books while a request writes them: ThreadSanitizer must end the program
 //   _core overflow   writes one byte behind the packed weights: AddressSanitizer must end the program
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -36,7 +37,8 @@ void add_draft_head(ModelSpec& s) {
   }
 }
 
-ModelSpec small_spec(Head head, bool other_family = false, int experts = 0) {
+// first_late: layers before it sum at once, and what the last ones do not send joins before the final norm.
+ModelSpec small_spec(Head head, bool other_family = false, int experts = 0, int first_late = 0) {
   ModelSpec s{};
   s.experts = experts, s.active = experts / 2, s.normed_weights = true;
   s.qkv_bias = s.head_norms = s.tied = other_family;
@@ -45,10 +47,12 @@ ModelSpec small_spec(Head head, bool other_family = false, int experts = 0) {
   for (int layer = 0; layer < s.layers; ++layer) {
     s.window.push_back(layer < 4 ? 7 : 0);
     for (int module = 0; module < 2; ++module) {
-      s.join[module].push_back(layer < kDelay ? (module ? Join::no_reduce : Join::present) : Join::past);
-      s.adds_delayed[module].push_back(layer >= kDelay && (module || layer >= 2 * kDelay));
+      const bool early = layer < std::max(kDelay, first_late), sums = !module || first_late;
+      s.join[module].push_back(early ? (sums ? Join::present : Join::no_reduce) : Join::past);
+      s.adds_delayed[module].push_back(!early && (!sums || layer >= kDelay + std::max(kDelay, first_late)));
     }
   }
+  s.flush = first_late > 0;
   if (!other_family && !experts && head != Head::lane) add_draft_head(s);
   return s;
 }
@@ -304,7 +308,7 @@ struct Case {
   DType dtype = DType::bf16;
   Math math = Math::exact;
   bool other_family = false;
-  int experts = 0;
+  int experts = 0, first_late = 0;
 };
 
 }  // namespace
@@ -322,7 +326,8 @@ int main(int count, char** arguments) {
                              {"experts", best, Head::vocab_parallel, DType::bf16, Math::exact, false, 4},
                              {"experts_int8", best, Head::replicate, DType::int8, Math::int8, false, 5},
                              {"int8_rounded", best, Head::replicate, DType::int8, Math::int8},
-                             {"int4", best, Head::vocab_parallel, DType::int4, Math::int8}};
+                             {"int4", best, Head::vocab_parallel, DType::int4, Math::int8},
+                             {"flush", best, Head::replicate, DType::bf16, Math::exact, false, 0, 3}};
   for (const char* isa : isas) cases.push_back({isa, isa, Head::vocab_parallel});
   if (std::string(isas.back()) == "amx") cases.push_back({"amx_rounded", "amx", Head::lane, DType::bf16, Math::bf16});
   if (std::string(best) != "portable") {  // else they were the automatic choice already
@@ -334,7 +339,8 @@ int main(int count, char** arguments) {
     // what a type of weights or an instruction set changes does not depend on the number of threads
     const bool every_plan = c.isa == c.name && (c.isa == best || std::string(c.isa) == "portable");
     const std::vector<float> logits =
-        check_plans(small_spec(c.head, c.other_family, c.experts), c.isa, c.dtype, c.math, every_plan).logits;
+        check_plans(small_spec(c.head, c.other_family, c.experts, c.first_late), c.isa, c.dtype, c.math, every_plan)
+            .logits;
     if (logits.empty()) return EXIT_FAILURE;
     hashes += std::string(" ") + c.name + "=" + content_hash(logits.data(), logits.size() * sizeof(float), 1);
   }

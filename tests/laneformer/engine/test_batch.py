@@ -8,7 +8,13 @@ import pytest
 from laneformer.engine.options import batch_seeds
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
-SWITCHES = [{}, {"lm_head_type": "replicate"}, {"lm_head_type": "lane"}, {"broadcast_delay": 0}]
+SWITCHES = [
+    {},
+    {"lm_head_type": "replicate"},
+    {"lm_head_type": "lane"},
+    {"broadcast_delay": 0},
+    {"flush": True},
+]
 
 
 @pytest.mark.parametrize("switches", SWITCHES)

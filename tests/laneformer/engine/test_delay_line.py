@@ -22,6 +22,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "delay_2": {},
     "delay_2_no_early": {"use_early_comm": False},
     "replicated_head": {"lm_head_type": "replicate"},
+    "delay_2_flushed": {"flush": True},
+    "late_upper_layers": {"broadcast_delay": 1, "first_late_layer": 3, "flush": True},
 }
 
 

@@ -89,6 +89,8 @@ def largest_error(model: Laneformer, engine: Engine, every: int = 5) -> float:
         ({"lm_head_type": "replicate", "pre_norm_lane_agg": True, "deliver_tail": False}, {"threads": 2}),
         ({"use_early_comm": False, "replicated_rmsn_scale": False}, {"threads": 2}),
         ({"num_lanes": 1}, {"threads": 1}),
+        ({"flush": True}, {"threads": 3}),  # the head reads what the flush has summed, and sums nothing again
+        ({"flush": True, "first_late_layer": 3, "broadcast_delay": 1, "deliver_tail": False}, {"threads": 8}),
     ],
 )
 def test_logits_of_drafts_are_the_models(overrides: dict[str, Any], options: dict[str, Any]) -> None:

@@ -68,7 +68,8 @@ def test_every_module_is_within_rounding(isa, dtype, math):
 @pytest.mark.parametrize(
     "switches",
     [{"broadcast_delay": 0}, {"use_attention_comm": False}, {"use_early_comm": False}, {"rebroadcast_early": True},
-     {"num_lanes": 1}, {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 2, "num_lanes": 2},
+     {"first_late_layer": 3, "flush": True}, {"num_lanes": 1},
+     {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 2, "num_lanes": 2},
      {"swa_layers": (), "replicated_rmsn_scale": False}, {"num_hidden_layers": 12, "broadcast_delay": 3}],
 )  # fmt: skip
 def test_every_kind_of_join_is_within_rounding(switches):

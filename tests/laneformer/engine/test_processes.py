@@ -80,7 +80,12 @@ def test_the_same_bits_of_every_model(head, delay):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "overrides", [{"use_attention_comm": False, "use_mlp_comm": False}, {"tie_word_embeddings": True}]
+    "overrides",
+    [
+        {"use_attention_comm": False, "use_mlp_comm": False},
+        {"tie_word_embeddings": True},
+        {"flush": True, "first_late_layer": 2},
+    ],
 )
 def test_the_same_bits_without_joins_and_with_tied_embeddings(overrides):
     compare((2, 3), **overrides)

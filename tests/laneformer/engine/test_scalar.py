@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, object]] = {
     "delay_2": {},
     "no_early_sums": {"use_early_comm": False, "broadcast_delay": 1, "lm_head_type": "replicate"},
     "tensor_parallel": {"broadcast_delay": 0, "replicated_rmsn_scale": False},
+    "late_upper_layers_flushed": {"broadcast_delay": 1, "first_late_layer": 3, "flush": True},
     "llama": {**LLAMA, "nope_layers": [2]},
     "tied_in_lanes": {**LLAMA, "num_lanes": 2, "tie_word_embeddings": True},
 }

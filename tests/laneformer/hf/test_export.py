@@ -79,11 +79,8 @@ def conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list
     return found
 
 
-@pytest.fixture(scope="module")
-def questions(
-    tmp_path_factory: pytest.TempPathFactory, exported: tuple[Path, dict], model: Laneformer
-) -> Path:
-    """What the fresh processes are asked; prompts and their continuations cross the window of 16."""
+def ask(path: Path, folder: Path, model: Laneformer) -> Path:
+    """What a fresh process is asked, into a file; prompts and their continuations cross the window of 16."""
     sp = SentencePieceProcessor(model_proto=sentencepiece_model())
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCAB_SIZE, (2, 50), generator=generator)
@@ -107,29 +104,41 @@ def questions(
         asked = {
             "ids": ids, "logits": model(ids), "hidden": model.norm(streams).mean(2), "prompts": prompts,
             "new_tokens": NEW_TOKENS, "texts": [(text, [1, *sp.encode(text)]) for text in texts], "chat": CHAT,
-            "conversations": conversations(exported[0]), "config": model.config.to_dict(),
+            "conversations": conversations(folder), "config": model.config.to_dict(),
         }  # fmt: skip
-    path = tmp_path_factory.mktemp("questions") / "questions.pt"
     torch.save(asked, path)
     return path
 
 
-@pytest.fixture(scope="module", params=["this environment", "transformers 4.57"])
+@pytest.fixture(scope="module")
+def questions(
+    tmp_path_factory: pytest.TempPathFactory, exported: tuple[Path, dict], model: Laneformer
+) -> Path:
+    return ask(tmp_path_factory.mktemp("questions") / "questions.pt", exported[0], model)
+
+
+VERSIONS = ["this environment", "transformers 4.57"]
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
 def answers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, exported, questions: Path
 ) -> dict:
-    """The answers of a fresh process, elsewhere, that cannot import anything of ours."""
-    older = request.param == "transformers 4.57"
+    return answers_of(exported[0], questions, tmp_path_factory.mktemp("elsewhere"), request.param)
+
+
+def answers_of(folder: Path, questions: Path, elsewhere: Path, version: str) -> dict:
+    """The answers of a fresh process, in the folder `elsewhere`, that cannot import anything of ours."""
+    older = version == VERSIONS[1]
     if older and not TRANSFORMERS_4.is_dir():
         pytest.skip(f"no {TRANSFORMERS_4}; `make test` installs it")
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
     written = elsewhere / "answers.json"
     script = Path(__file__).with_name("fresh_process.py")
     command = [
         sys.executable,
         "-I",
         script,
-        exported[0],
+        folder,
         questions,
         written,
         *([TRANSFORMERS_4] if older else []),
@@ -167,6 +176,18 @@ def test_fresh_process_generates_like_the_training_model(
     assert answers["sampling_repeats"]
     assert answers["sampling_without_cache"]
     assert answers["sampling_differs_from_greedy"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_converted_model_is_the_training_models(tmp_path: Path, version: str) -> None:
+    """A tied head, which 4.57 would tie in another shape; late upper layers and the flush."""
+    model = random_model(tie_word_embeddings=True, broadcast_delay=1, first_late_layer=3, flush=True)
+    export(write_run(tmp_path / "run", model), folder := tmp_path / "hf", "float32")
+    questions = ask(tmp_path / "questions.pt", folder, model)
+    (tmp_path / "elsewhere").mkdir()
+    found = answers_of(folder, questions, tmp_path / "elsewhere", version)
+    test_fresh_process_logits_are_the_training_models(found, model)
+    test_fresh_process_generates_like_the_training_model(found, model, questions)
 
 
 def test_fresh_process_tokenizer_is_sentencepiece(answers: dict) -> None:

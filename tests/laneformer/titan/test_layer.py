@@ -53,6 +53,14 @@ def test_every_join(delay: int, early: bool) -> None:
         assert largest_difference(**options) < FLOAT64_TOLERANCE, options
 
 
+@pytest.mark.parametrize("first", [0, 1, 4])
+@pytest.mark.parametrize("flush", [True, False])
+def test_late_upper_layers_and_the_flush(first: int, flush: bool) -> None:
+    for delay, head in zip((0, 1, 2, 3), HEADS, strict=True):
+        options = {"broadcast_delay": delay, "first_late_layer": first, "flush": flush, **head}
+        assert largest_difference(**options) < FLOAT64_TOLERANCE, options
+
+
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: "-".join(map(str, head.values())))
 @pytest.mark.parametrize("delay", [0, 2])
 def test_every_head(head: dict[str, object], delay: int) -> None:
@@ -84,4 +92,5 @@ def test_equal_streams_are_one() -> None:
     assert streams(broadcast_delay=2) == [1, 1, 2, 2, 2, 2]
     assert streams(broadcast_delay=3, replicated_rmsn_scale=False) == [1, 1, 1, 2, 2, 2]
     assert streams(broadcast_delay=0) == [1] * 6
+    assert streams(broadcast_delay=1, first_late_layer=4, flush=True) == [1, 1, 1, 1, 2, 2]
     assert streams(use_early_comm=False) == streams(use_mlp_comm=False) == [2] * 6

@@ -467,6 +467,9 @@ struct Block {
     sync_block();
   }
 
+  // Whether it waits for what no layer is left for (config.py: flush): the last module does.
+  DEVICE static bool flushes(int module, int layer) { return kFlushes && module && layer == kLayers - 1; }
+
   // The partial outputs of this block's rows join the stream, which is published.
   template <int Op>
   DEVICE void join(int layer) {
@@ -476,10 +479,10 @@ struct Block {
     Word sent[kLanes] = {};
 #pragma unroll 1
     for (int r = thread_index(); r < count; r += kThreads) {
-      if (now || kBroadcasts[module][layer])
+      if (now || kBroadcasts[module][layer] || (GRAPH && flushes(module, layer)))
         for (int d = 0; d < DEVICES; ++d)
           store_word(inbox(d) + mail_at(module, layer, lane) + first + r, out[r], epoch_of(layer));
-      if (GRAPH && now) continue;  // a kernel of its own joins, when all lanes have sent
+      if (GRAPH && (now || flushes(module, layer))) continue;  // a kernel of its own joins, when all have sent
       if (later) look(sent, module, layer - kDelay, first + r, 0.0f);
       join_row(module, layer, first, r, out[r], sent);
     }
@@ -492,6 +495,11 @@ struct Block {
     if (now) look(sent, module, from, first + r, own);
     const float sum = now || kAddsDelayed[module][layer] ? received(sent, module, from, first + r) : 0.0f;
     rows[r] += now ? sum : kJoins[module][layer] == kNoReduce ? kSqrtLanes * own : own + sum;
+#pragma unroll 1
+    for (int i = 0; flushes(module, layer) && i < kFlushes; ++i) {
+      look(sent, kFlushed[i] % 2, kFlushed[i] / 2, first + r, 0.0f);
+      rows[r] += received(sent, kFlushed[i] % 2, kFlushed[i] / 2, first + r);
+    }
     store_word(words + kStreamAt + module * kHidden + first + r, rows[r], epoch_of(layer));
   }
 

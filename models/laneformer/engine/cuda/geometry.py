@@ -260,12 +260,21 @@ class Geometry:
         return mail + 2 * c.num_lanes * self.blocks_per_lane + 2 * c.vocab_size + 2
 
     @property
+    def delivered(self) -> list[tuple[int, int]]:
+        """Layer and module of the outputs that no layer is left for, and that join all the same."""
+        layers = range(self.config.num_hidden_layers)
+        return [(i, m) for i in layers for m, name in enumerate(MODULES) if self.config.delivers(i, name)]
+
+    @property
+    def flushed(self) -> list[tuple[int, int]]:
+        """Those that join with the last module; `tails` has none then."""
+        return self.delivered if self.config.flush else []
+
+    @property
     def tails(self) -> list[int]:
         """Where the mail begins of what the head's input is given of the last layers (exchange.cuh: mail_at)."""
-        c = self.config
-        layers = range(c.num_hidden_layers)
-        sent = [(m, i) for m, name in enumerate(MODULES) for i in layers if c.delivers(i, name)]
-        slots = [m * self.mail_slots + i % self.mail_slots for m, i in sorted(sent, key=lambda at: at[::-1])]
+        c, sent = self.config, [] if self.config.flush else self.delivered
+        slots = [m * self.mail_slots + i % self.mail_slots for i, m in sent]
         return [slot * c.num_lanes * c.hidden_size for slot in slots]
 
     def constants(self) -> str:
@@ -284,7 +293,7 @@ class Geometry:
             "kMailSlots": self.mail_slots, "kWide": self.wide,
             "kNarrow": self.narrow, "kMostStreamRows": self.stream_rows, "kMostStops": MAX_STOPS,
             "kMmaColumns": self.columns, "kMostColumns": MAX_COLUMNS, "kMostSums": self.max_sums,
-            "kPrefetchChunks": self.prefetch_chunks,
+            "kPrefetchChunks": self.prefetch_chunks, "kFlushes": len(self.flushed),
         }  # fmt: skip
         tables = {
             "kColumns": [m.columns for m in matrices],
@@ -293,6 +302,7 @@ class Geometry:
             "kWindows": [c.window(i) or 0 for i in layers],
             "kKvSlots": [self.kv_slots(i) for i in layers],
             "kRotates": [int(i not in c.nope_layers) for i in layers],
+            "kFlushed": [2 * i + m for i, m in self.flushed] or [0],
         }
         if self.model is not None:
             tails = self.model.tails

@@ -81,7 +81,7 @@ KERNEL(down)(const __grid_constant__ Decode p) {
   step.project_and_join<kDown>(p.layer);
 }
 
-// after a module whose outputs join at once in all lanes
+// after a module whose outputs join at once in all lanes, and after the last one of a model with `flush`
 KERNEL(join_now)(const __grid_constant__ Decode p) {
   Step step = Step::begin<-1>(p);
   const int first = Matrix<kOutput>::first_row(step.group), count = Matrix<kOutput>::row_count(step.group);
@@ -89,6 +89,7 @@ KERNEL(join_now)(const __grid_constant__ Decode p) {
     Word sent[kLanes];
     for (int r = thread_index(); r < count; r += kThreads) {
       const float own = load_word(step.own_inbox() + mail_at(p.module, p.layer, step.lane) + first + r).value;
+      if (kAddsDelayed[p.module][p.layer]) step.look(sent, p.module, p.layer - kDelay, first + r, 0.0f);
       step.join_row(p.module, p.layer, first, r, own, sent);
     }
   });

@@ -279,7 +279,8 @@ def launches(version: str, geometry: Geometry) -> list[tuple[str, int, int, int]
     for layer in range(config.num_hidden_layers):
         for module, names in enumerate((("qkv", "attention", "output"), ("gate_up", "down"))):
             kernels += [(name, layer, 0, blocks) for name in names]
-            if config.join(layer, MODULES[module]) == Join.PRESENT:  # when all lanes have sent
+            flushes = geometry.flushed and (layer, module) == (config.num_hidden_layers - 1, 1)
+            if flushes or config.join(layer, MODULES[module]) == Join.PRESENT:  # when all lanes have sent
                 kernels.append(("join_now", layer, module, blocks))
     return [*kernels, ("head", 0, 0, blocks), ("choose", 0, 0, min(blocks, MAX_COLUMNS))]
 

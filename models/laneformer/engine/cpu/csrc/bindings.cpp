@@ -72,7 +72,7 @@ ModelSpec spec_from(nb::dict d) {
   s.head_size = number("head_dim"), s.context = number("max_position_embeddings"), s.delay = number("broadcast_delay");
   s.norm_eps = nb::cast<float>(d["norm_eps"]);
   s.head = static_cast<Head>(number("head"));
-  s.sum_before_norm = nb::cast<bool>(d["pre_norm_lane_agg"]);
+  s.sum_before_norm = nb::cast<bool>(d["pre_norm_lane_agg"]), s.flush = nb::cast<bool>(d["flush"]);
   s.shared_scale = nb::cast<bool>(d["replicated_rmsn_scale"]);
   s.qkv_bias = nb::cast<bool>(d["attention_bias"]), s.head_norms = nb::cast<bool>(d["qk_norm"]);
   s.tied = nb::cast<bool>(d["tie_word_embeddings"]);

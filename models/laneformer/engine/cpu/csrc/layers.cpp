@@ -41,6 +41,7 @@ void Layers::run(int t, const Pass& pass) {
   drafts ? enter_head(t, pass) : embed(t, pass);
   const int end = drafts ? spec_.all_layers() : spec_.layers;
   for (int layer = drafts ? spec_.layers : 0; layer < end && !exchange_.lost(); ++layer) run_layer(t, layer, pass);
+  if (spec_.flush && !drafts) flush(t, pass);
 }
 
 void Layers::run_layer(int t, int layer, const Pass& pass) {
@@ -84,7 +85,7 @@ void Layers::enter_head(int t, const Pass& pass) {
   for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
     for (int c = 0; c < pass.columns; ++c) {
       float *from = stream(t, lane - plan.first_lane, pass.from[c]), *to = stream(t, lane - plan.first_lane, c);
-      if (!pass.chained) deliver(t, lane, pass.from[c], from);
+      if (!pass.chained && !spec_.flush) deliver(t, lane, pass.from[c], from);
       norm(from, spec_.hidden_norm(), lane, gated);
       shared_.model.embed(pass.column[c].token, embedding);
       norm(embedding, spec_.embedding_norm(), lane, to);
@@ -92,7 +93,15 @@ void Layers::enter_head(int t, const Pass& pass) {
     }
 }
 
-// What the other lanes' last modules gave in the pass before, and no layer was left for, to a lane's stream.
+// The one wait for what no layer was left for. No slot of it is written again before the next pass.
+void Layers::flush(int t, const Pass& pass) {
+  const ThreadPlan& plan = shared_.model.plan(t);
+  exchange_.wait_for_modules(t, 2 * scratch_[t].layers);
+  for (int lane = plan.first_lane; lane < plan.last_lane; ++lane)
+    for (int c = 0; c < pass.columns; ++c) deliver(t, lane, c, stream(t, lane - plan.first_lane, c));
+}
+
+// What the other lanes' last modules gave in the last pass, and no layer was left for, to a lane's stream.
 void Layers::deliver(int t, int lane, int column, float* stream) {
   const int n = spec_.padded_hidden();
   float* total = scratch_[t].total.floats();

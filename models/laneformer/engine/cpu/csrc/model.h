@@ -37,7 +37,10 @@ struct ModelSpec {
   // in all that is per layer, and scores these ids alone, ascending; none: the whole vocabulary.
   int draft_layers = 0;
   std::vector<int> draft_ids;
-  std::vector<uint8_t> delivers[2];  // per module and layer, whether the other lanes' partials join its input
+  // Per module and layer, whether the other lanes' partials join after the last layer: before the final norm
+  // (flush), or at the input of the head that drafts.
+  std::vector<uint8_t> delivers[2];
+  bool flush = false;
 
   // Of other families (variant.py). Norms of a module's input and of its output, which is the sum over lanes;
   // one norm of all heads' queries and one of their keys in place of head norms; what scores are multiplied

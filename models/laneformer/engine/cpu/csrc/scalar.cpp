@@ -45,6 +45,7 @@ class Scalar {
         const bool late = s.adds_delayed[module][layer];
         join(streams, partials, s.join[module][layer], late ? &outputs[module][layer - s.delay] : nullptr);
       }
+    if (s.flush) flush(streams, outputs);
     return head(streams);
   }
 
@@ -128,6 +129,15 @@ class Scalar {
         if (from == lane || how == Join::present) add(streams[lane], partials[from], factor);
         if (from != lane && delayed) add(streams[lane], (*delayed)[from]);
       }
+  }
+
+  // Those of the other lanes of the last layers, which no layer was left for.
+  void flush(Lanes& streams, const std::vector<Lanes>* outputs) const {
+    for (int layer = 0; layer < s.layers; ++layer)
+      for (const Module module : {kAttention, kMlp})
+        for (int lane = 0; lane < s.lanes; ++lane)
+          for (int from = 0; from < s.lanes; ++from)
+            if (s.delivers[module][layer] && from != lane) add(streams[lane], outputs[module][layer][from]);
   }
 
   // Each lane's part of the vocabulary by its stream; or one head on the lanes' mean.
