@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import shutil
 import signal
@@ -23,17 +24,21 @@ import tomli
 import tomli_w
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_mixtures.mixture import Mixture
-from laneformer import Laneformer
+from laneformer import Engine, Laneformer
+from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.export import load_weights
 from records.files import read_lines
 from tests.laneformer.llama.folders import Case, reference, relative_error, write_folder
 from tests.tokenizer_assets import byte_level, save
 from tests.train.runs import run_job
 from tools.ablate.trainer import write_job
+from tools.delay_a_model import folder as late_folder
 from tools.delay_a_model.__main__ import Plan, cost, delay_a_model, text
 from tools.delay_a_model.damage import damage_map, report
+from tools.delay_a_model.folder import bits_per_byte
 from tools.delay_a_model.job_config import Late
 from tools.delay_a_model.lanes import (
     ENDS,
@@ -331,6 +336,52 @@ def test_distillation_brings_the_loss_back(folder: Path, prepared: Path, tmp_pat
         train(job_of(other, out, lock), out, 5, 1.0)
 
 
+@pytest.mark.parametrize(
+    "late",
+    [
+        Late("", 1, 3, "flushed"),
+        Late("", 2, 2, "flushed"),
+        Late("", 1, 1, "dropped"),
+        Late("", 1, 2, "dropped"),
+    ],
+    ids=str,
+)
+def test_the_folder_is_the_late_model(
+    folder: Path, prepared: Path, tmp_path: Path, late: Late, ids: Tensor
+) -> None:
+    """Transformers and the engine compute what the recovery measures, with the dense model's own text files."""
+    (model, checkpoint), out = cut(folder, 3), tmp_path / "hf"
+    shares = [0.0] * late.first_late_layer + [1.0] * (DEPTH - late.first_late_layer)
+    expected = late_logits(model, ids, shares, late.delay, late.end).numpy()
+    made = late_folder.write_folder(
+        late, checkpoint, prepared / "dense/checkpoint/step-0", out, "a card", "float32"
+    )
+    assert made["out"] == str(out)
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert relative_error(theirs(ids).logits.numpy(), expected) < 1e-5  # float32
+    with (
+        Engine.from_pretrained(out, dtype="fp32", threads=2) as engine,
+        Engine.from_pretrained(folder) as dense,
+    ):
+        for row, logits in zip(ids.tolist(), expected, strict=True):
+            assert relative_error(engine.logits(row), logits) < 1e-5
+            assert relative_error(dense.logits(row), logits) > 1e-2
+        assert engine.eos_ids == dense.eos_ids
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert checkpoint.tokenizer is not None
+    assert tokenizer(WORDS)["input_ids"] == checkpoint.tokenizer.encode(WORDS).ids
+    assert tokenizer.eos_token == "</s>"
+
+
+def test_bits_per_byte_of_a_uniform_guess(folder: Path) -> None:
+    """Of a loss of ln 256 a byte where every token is a byte: 8."""
+    tokenizer = read_checkpoint(folder, lanes=1).tokenizer
+    assert tokenizer is not None
+    ids = torch.tensor([[tokenizer.token_to_id(each) for each in "xqzxqz"]])
+    assert math.log(256) * bits_per_byte(tokenizer, ids) == pytest.approx(8)
+
+
 def test_what_cannot_be_recovered_says_why_and_keeps_its_map(tmp_path: Path) -> None:
     values = {**CASE.values, "num_hidden_layers": 2}
     qwen = with_text(write_folder(Case("Qwen2", values), tmp_path / "qwen"))
@@ -351,11 +402,13 @@ def test_shipped_configs_and_their_price() -> None:
     with pytest.raises(ValueError, match="lacks"):
         cost(plans["delay_smollm2"])
     llama = plans["delay_llama_1b"]
-    llama.late.first_late_layer = 0  # teacher and student run all layers
     found = cost(llama)
     weights, head = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192), 2048 * 128256
     attention = 16 * 4 * 2048 * 512.5  # two products with the keys that a query of 1,024 sees
-    flops = 4 * (2 * weights + attention) + 3 * 2 * head  # student's head: forward, and backward to its input
+    late = (
+        14 / 16
+    )  # of the layers, which teacher and student run; its head: forward, and backward to the input
+    flops = (1 + 3 * late) * (2 * weights + attention) + 3 * 2 * head
     assert f"{flops / 1e9:.3f} GFLOP a token" in found
     tokens = llama.steps * 16 * 1024
     assert f"{tokens * flops / (0.3 * 989e12) / 3600:.3g} hours" in found
@@ -408,15 +461,11 @@ def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: P
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(read_lines(out / "damage.jsonl")) == 2 * DEPTH
     assert [row["step"] for row in read_lines(out / "recovery.jsonl")] == [0, 100, 200, 300, 400]
-    exporter = done.stdout.splitlines()[-1]
-    assert f"--checkpoint {out}/run/checkpoint/step-400 " in exporter
-    export = [sys.executable, *exporter.split()[1:-1], str(tmp_path / "hf"), "--dtype", "float32"]
-    exported = subprocess.run(export, capture_output=True, text=True, timeout=600)
-    assert exported.returncode == 0, exported.stderr
-    config_values = json.loads((tmp_path / "hf/config.json").read_text())
+    assert json.loads(done.stdout.splitlines()[-1])["out"] == str(out / "hf")
+    config_values = json.loads((out / "hf/config.json").read_text())
     assert config_values["broadcast_delay"] == 1
     assert config_values["tie_word_embeddings"]
-    generate = [sys.executable, "-m", "laneformer.cli", "generate", str(tmp_path / "hf"), "--prompt", "the lanes",
+    generate = [sys.executable, "-m", "laneformer.cli", "generate", str(out / "hf"), "--prompt", "the lanes",
                 "--max-new-tokens", "5"]  # fmt: skip
     told = subprocess.run(generate, capture_output=True, text=True, timeout=600)
     assert told.returncode == 0, told.stderr

@@ -4,11 +4,13 @@ whose lanes are late.
 Text is prepared with the model's tokenizer (DIR/data), then there are two stages. `map`: held-out loss with a
 delay in layers >= k, for every k, without training (DIR/damage.*). `recover`: the trainer makes the upper layers
 late step by step and distils them against the same weights at delay 0 (the run folder DIR/run, DIR/recovery.*).
-The same command goes on after an interruption.
+In the end DIR/hf holds the late model, which `laneformer chat` and Transformers run. The same command goes on after
+an interruption.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import dataclass
@@ -31,9 +33,10 @@ from records.files import file_sha256, model_sha256, write_atomically
 from records.workers import usable_cpus
 
 from .damage import damage_map, kept_rows, report
+from .folder import card_of, write_folder
 from .job_config import Late
 from .lanes import cut
-from .recovery import check, export, job_of, measure, train, write_dense
+from .recovery import check, job_of, measure, train, write_dense
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,12 @@ def delay_a_model(
         reached = train(job_of(given.job, out, lock), out, steps, minutes)
         rows = measure(cut_model, parts, given.late, out, about)
         report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None)
-        finished = reached == given.steps
-        print(
-            export(given.late, checkpoint, out, reached)
-            if finished
-            else "to be continued by the same command"
-        )
+        if reached < given.steps:
+            print("to be continued by the same command")
+            return
+        card = card_of(given.late, model.stem, checkpoint, rows, windows)
+        step = out / "run" / "checkpoint" / f"step-{reached}"
+        print(json.dumps(write_folder(given.late, checkpoint, step, out / "hf", card)))
 
 
 def text(plan: Plan, out: Path) -> tuple[Path, torch.Tensor]:

@@ -12,7 +12,8 @@ class Late:
     dense: str = ""
     """Run folder of the model at delay 0, which is the teacher and where the student starts"""
     delay: int = 1
-    first_late_layer: int = 0
+    first_late_layer: int = 1
+    """At least `delay`"""
     end: str = "dropped"
     """What becomes of outputs in flight after the last layer: dropped or flushed (lanes.py)"""
     anneal_steps: int = 1

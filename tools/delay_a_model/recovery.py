@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,12 @@ from .lanes import ENDS, embedded, held_out_losses, late_model, shares
 def check(late: Late, depth: int, steps: int) -> None:
     """ValueError for what cannot be trained."""
     needed = -(-(depth - late.first_late_layer) // late.layers_at_once) * late.anneal_steps
-    if late.end not in ENDS or late.delay < 1 or not 0 <= late.first_late_layer < depth or steps < needed:
+    first = max(1, late.delay)  # what a config can say (config.py): a layer before the delay is not late
+    if late.end not in ENDS or late.delay < 1 or not first <= late.first_late_layer < depth or steps < needed:
         raise ValueError(
-            f"[late] needs end in {ENDS}, delay >= 1, first_late_layer in 0 to {depth - 1}, training.steps >= {needed} "
-            f"(groups x anneal_steps), not {late.end!r}, {late.delay}, {late.first_late_layer}, {steps}"
+            f"[late] needs end in {ENDS}, delay >= 1, first_late_layer in {first} to {depth - 1}, "
+            f"training.steps >= {needed} (groups x anneal_steps), "
+            f"not {late.end!r}, {late.delay}, {late.first_late_layer}, {steps}"
         )
 
 
@@ -104,19 +105,3 @@ def measure(model: Laneformer, parts: Sequence[Tensor], late: Late, out: Path, a
         found = held_out_losses(student, inputs, parts, 0, all_late, late.delay)
         keep(rows, {**trained, **found, "dense": dense, "about": about}, path)
     return rows
-
-
-def export(late: Late, checkpoint: Checkpoint, out: Path, steps: int) -> str:
-    """The command that makes a Hugging Face folder of the last checkpoint, if a config can say what it is.
-
-    A head that was tied before is so again: it was frozen.
-    """
-    if (late.first_late_layer, late.end) != (late.delay, "dropped"):
-        return (
-            f"{out}/run is all: a folder needs end = 'dropped' and first_late_layer = delay, since a config has one "
-            "delay for all layers but the first `delay` ones, and no sum after the last"
-        )
-    config = replace(checkpoint.config, broadcast_delay=late.delay)
-    write_atomically(out / "model.json", json.dumps(config.to_dict(), indent=2) + "\n")
-    step = out / "run" / "checkpoint" / f"step-{steps}"
-    return f"python -m tools.export_hf --checkpoint {step} --config {out}/model.json --out HF"
