@@ -79,7 +79,7 @@ def conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list
     return found
 
 
-def ask(path: Path, folder: Path, model: Laneformer) -> Path:
+def ask(path: Path, folder: Path, model: Laneformer, count: int = 300) -> Path:
     """What a fresh process is asked, into a file; prompts and their continuations cross the window of 16."""
     sp = SentencePieceProcessor(model_proto=sentencepiece_model())
     generator = torch.Generator().manual_seed(5)
@@ -104,7 +104,7 @@ def ask(path: Path, folder: Path, model: Laneformer) -> Path:
         asked = {
             "ids": ids, "logits": model(ids), "hidden": model.norm(streams).mean(2), "prompts": prompts,
             "new_tokens": NEW_TOKENS, "texts": [(text, [1, *sp.encode(text)]) for text in texts], "chat": CHAT,
-            "conversations": conversations(folder), "config": model.config.to_dict(),
+            "conversations": conversations(folder, count), "config": model.config.to_dict(),
         }  # fmt: skip
     torch.save(asked, path)
     return path
@@ -183,7 +183,7 @@ def test_a_converted_model_is_the_training_models(tmp_path: Path, version: str) 
     """A tied head, which 4.57 would tie in another shape; late upper layers and the flush."""
     model = random_model(tie_word_embeddings=True, broadcast_delay=1, first_late_layer=3, flush=True)
     export(write_run(tmp_path / "run", model), folder := tmp_path / "hf", "float32")
-    questions = ask(tmp_path / "questions.pt", folder, model)
+    questions = ask(tmp_path / "questions.pt", folder, model, count=5)
     (tmp_path / "elsewhere").mkdir()
     found = answers_of(folder, questions, tmp_path / "elsewhere", version)
     test_fresh_process_logits_are_the_training_models(found, model)
