@@ -28,7 +28,7 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 12_450,
-    "laneformer": 119_700,
+    "laneformer": 123_250,
     "data_mixtures": 62_200,
     "train": 36_200,
     "evals": 36_300,

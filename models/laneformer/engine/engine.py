@@ -61,6 +61,8 @@ class Engine:
             shares with one of them. Default: a quarter of the free memory (schedule/prefix.h).
 
     Args on the CPU:
+        cache_dir: a directory that keeps prefixes of earlier requests for the next start (cpu/saved.py); `close` saves
+            the last ones. cache_dir_bytes: of all its files; default: 10 GB. One process alone.
         threads: default all physical cores, or what the container's CPU quota allows.
         pin: bind each thread to a CPU of its own, one per core first. Default on machines with several memory
             nodes; meant for an engine that has the machine to itself.
@@ -124,6 +126,11 @@ class Engine:
                 config.variant.refuse("the CUDA engine", "use device = 'cpu'")
                 from .cuda.decoder import CudaDecoder  # imports torch
 
+                if options.pop("cache_dir", None) is not None:
+                    raise ValueError(
+                        "cache_dir keeps the CPU engine's prefixes; use device = 'cpu', or no cache_dir"
+                    )
+                options.pop("cache_dir_bytes", None)
                 only = {"math": "exact"} if options.get("math") == "fast" else {}
                 decoder = CudaDecoder(config, tensors, dtype, devices, **options | only)
             else:
@@ -331,6 +338,17 @@ class Engine:
         """
         decoder: Any = self._open()
         return {} if self.isa == CUDA else {"kv_bytes": decoder.kv_bytes, "cache_bytes": decoder.cache_bytes}
+
+    @property
+    def saved_prefixes(self) -> dict[str, int]:
+        """Of the files in `cache_dir`: number, bytes, limit, and what they were good for; empty without one."""
+        prefixes = getattr(self._open(), "prefixes", None)
+        return {} if prefixes is None else prefixes.counts
+
+    def load_prefix(self, prompt_ids: Sequence[int]) -> None:
+        """Load what `cache_dir` has of this prompt, on the calling thread; else its request does that when it joins."""
+        if (prefixes := getattr(self._open(), "prefixes", None)) is not None:
+            prefixes.load(prompt_ids, len(prompt_ids) - 1)
 
     @property
     def draft_kv_bytes(self) -> int:

@@ -152,6 +152,7 @@ def add_facts(app: FastAPI, scheduler: Scheduler, facts: dict[str, Any], metrics
         if drafts := now["draft_model"]:
             now["draft_model"] = drafts | {"kv_bytes": scheduler.engine.draft_kv_bytes}
         now |= {"limit_tokens_per_s": read and read / now["weight_bytes"], **scheduler.engine.kv_cache}
+        now["saved_prefixes"] = scheduler.engine.saved_prefixes or None
         return now | {"processor_share": scheduler.totals.processor_share}
 
     @app.get("/metrics")

@@ -30,6 +30,15 @@ BYTES = {
     "kv_bytes": "Keys and values held now, those that are kept for later prompts among them",
     "cache_bytes": "Limit of the keys and values that are kept: --cache-bytes",
 }
+SAVED = {
+    "files": "Prefixes that are kept in --cache-dir for this model",
+    "bytes": "Of their files",
+    "limit_bytes": "Of all files in --cache-dir: --cache-dir-bytes",
+}
+SAVED_COUNTERS = {
+    "hits": "Prefixes that were loaded from --cache-dir",
+    "hit_tokens": "Tokens of prompts that need not be read for that",
+}
 
 
 class Metrics(Collector):
@@ -52,6 +61,11 @@ class Metrics(Collector):
         yield GaugeMetricFamily("laneformer_running", "Requests that decode", len(scheduler.running))
         for name, size in scheduler.engine.kv_cache.items():
             yield GaugeMetricFamily(f"laneformer_{name}", BYTES[name], size)
+        if saved := scheduler.engine.saved_prefixes:
+            for name, text in SAVED.items():
+                yield GaugeMetricFamily(f"laneformer_saved_{name}", text, saved[name])
+            for name, text in SAVED_COUNTERS.items():
+                yield CounterMetricFamily(f"laneformer_saved_{name}", text, saved[name])
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"laneformer_{name}", text, getattr(totals, name))
         yield histogram(

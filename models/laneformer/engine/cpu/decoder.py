@@ -8,7 +8,8 @@ import dataclasses
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from ..folder import query_scales, rope_tables
 from ..machine import Machine, free_memory_bytes, this_machine
 from . import _core
 from .packed import LAYOUT_VERSION, PackedWeights
+from .saved import DEFAULT_BYTES, SavedPrefixes, max_reusable, model_key
 
 MAX_THREADS = 1024
 CACHED_SHARE = 4  # of the memory that is left, for keys and values
@@ -74,6 +76,7 @@ class CpuDecoder(_core.Decoder):
 
     max_joined = _core.MAX_SEQUENCES
     failure: str | None = None
+    prefixes: SavedPrefixes | None = None
 
     def __init__(
         self,
@@ -87,6 +90,8 @@ class CpuDecoder(_core.Decoder):
         pin: bool | None = None,
         kv_dtype: str = "auto",
         cache_bytes: int | None = None,
+        cache_dir: Path | None = None,
+        cache_dir_bytes: int = DEFAULT_BYTES,
         packed: PackedWeights | None = None,
         place: Place = ALONE,
     ):
@@ -108,10 +113,7 @@ class CpuDecoder(_core.Decoder):
             )
         if kv_dtype not in ("auto", *KV_DTYPES):
             raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
-        if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
-            raise ValueError(
-                f"cache_bytes = {cache_bytes!r} must be an integer from 0, or None for a share of the memory"
-            )
+        check_sizes(cache_bytes, cache_dir_bytes)
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
         embedding, held = self.dtype, held_types(config, tensors) if self.dtype == AS_IN_FILE else []
         if self.dtype in ("int8", "int4", AS_IN_FILE):
@@ -131,6 +133,9 @@ class CpuDecoder(_core.Decoder):
             self.cache_bytes = free_memory_bytes() // CACHED_SHARE if cache_bytes is None else cache_bytes
             self.set_cache_limit(self.cache_bytes)
         self.prefetch_bytes = self.tune(int(os.environ.get("LANEFORMER_PREFETCH") or -1))
+        if cache_dir is not None:
+            key = model_key(self, (self.dtype, self.math, self.kv_dtype), config, tensors)
+            self.prefixes = SavedPrefixes(self, Path(cache_dir), cache_dir_bytes, key)
 
     def _settle(self) -> None:
         """Of several processes: go on once each has loaded its weights."""
@@ -138,15 +143,26 @@ class CpuDecoder(_core.Decoder):
     def check(self, request: Request) -> None:
         """Every option is supported."""
 
+    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+        if self.prefixes is not None:
+            for request in requests:
+                self.prefixes.load(request.prompt, max_reusable(request))
+        return super().join(requests, alone)
+
     def collect(self, timeout_s: float) -> list[Collected]:
-        return [
+        news = [
             Collected(ticket, first, tokens, scores, ended and Ended(*ended))
             for ticket, first, tokens, scores, ended in super().collect(timeout_s)
         ]
+        if self.prefixes is not None and (news or self.leaves):
+            self.prefixes.wake()
+        return news
 
     def close(self) -> None:
-        """End all requests; threads and weights go with the object."""
+        """End all requests, and save what is to survive; threads and weights go with the object."""
         self.leave_all()
+        if self.prefixes is not None:
+            self.prefixes.close()
 
     def _load(
         self, config: LaneformerConfig, tensors: Mapping[str, Tensor], packed: PackedWeights | None
@@ -220,6 +236,15 @@ def planned_threads(machine: Machine, lanes: int) -> int:
     left over, or slow, would make no pass faster.
     """
     return min(range(1, machine.threads + 1), key=lambda n: (_core.largest_share(lanes, n, n), n))
+
+
+def check_sizes(cache_bytes: int | None, cache_dir_bytes: int) -> None:
+    if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
+        raise ValueError(
+            f"cache_bytes = {cache_bytes!r} must be an integer from 0, or None for a share of the memory"
+        )
+    if type(cache_dir_bytes) is not int or cache_dir_bytes < 0:
+        raise ValueError(f"cache_dir_bytes = {cache_dir_bytes!r} must be an integer from 0")
 
 
 def chosen_math(math: str, dtype: str, isa: str) -> str:

@@ -48,6 +48,10 @@ def cpu_decoder(
     """A decoder in this process, or in several."""
     if processes == 1:
         return CpuDecoder(config, tensors, dtype, **options)
+    if options.get("cache_dir") is not None:
+        raise ValueError(
+            f"cache_dir = {str(options['cache_dir'])!r} needs all keys and values in one process; use processes = 1"
+        )
     options["threads"] = threads_of_each(config.num_lanes, processes, options.get("threads"))
     return ProcessesDecoder(config, tensors, dtype, processes, source or Held(tensors), **options)
 

@@ -21,6 +21,7 @@ int common(const std::vector<int>& a, const std::vector<int>& b, int most) {
 // --- sequences --------------------------------------------------------------------------------------------------
 
 bool Prefixes::awaits(const std::vector<int>& ids, int max_reusable) const {
+  std::lock_guard lock(mutex_);
   int later = 0;
   for (const Cache& cache : caches_) {
     const int shared = cache.in_use ? common(cache.prompt, ids, max_reusable) : 0;
@@ -33,10 +34,13 @@ bool Prefixes::awaits(const std::vector<int>& ids, int max_reusable) const {
 // than it would overwrite. Else it takes what it shares into a cache of its own, and the other stays as it
 // is.
 Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
+  std::lock_guard lock(mutex_);
   const Found found = find(ids, max_reusable);
   const int source = found.cache, position = found.position;
   const size_t wanted = bytes_of(static_cast<int>(ids.size()));
-  bool stays = source >= 0 && !caches_[source].in_use;
+  const bool being_saved = source == saving_ && source >= 0;  // it may grow
+  bool stays = source >= 0 && !caches_[source].in_use &&
+               !(being_saved && position < static_cast<int>(caches_[source].ids.size()));
   if (stays) {
     // a copy costs little where memory for it is there anyway, as on a GPU
     const bool revises = shape_.ring ? !found.lost
@@ -48,6 +52,7 @@ Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
   const int index = stays ? source : add(source);
   Cache& cache = caches_[index];
   if (stays) {
+    if (being_saved) leaving_ = false;
     cache.turn = found.lost <= kRevised ? position : std::min(cache.turn, position);
     truncate(index, position);
   } else if (position) {
@@ -56,6 +61,7 @@ Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
     for (int page = 0; shape_.window && shape_.page * (page + 1) <= position - shape_.window + 1; ++page) drop(cache, page, true);
     cache.written = shape_.ring ? caches_[source].written : position;  // a ring is copied as it is
     cache.turn = position;
+    cache.saved = std::min(caches_[source].saved, position);
   }
   cache.ids.assign(ids.begin(), ids.begin() + position);
   cache.ids.reserve(shape_.context);
@@ -67,6 +73,7 @@ Prefixes::Start Prefixes::begin(const std::vector<int>& ids, int max_reusable) {
 }
 
 void Prefixes::ran(int index, const std::vector<int>& ids, int position, int written) {
+  std::lock_guard lock(mutex_);
   Cache& cache = caches_[index];
   cache.written = std::max(cache.written, written);
   cache.ids.insert(cache.ids.end(), ids.begin() + static_cast<ptrdiff_t>(cache.ids.size()), ids.begin() + position);
@@ -74,6 +81,7 @@ void Prefixes::ran(int index, const std::vector<int>& ids, int position, int wri
 }
 
 void Prefixes::keep(int index, int positions) {
+  std::lock_guard lock(mutex_);
   if (!shape_.ring || positions <= shape_.ring || !has_other(index)) return;
   const int aside = add(index);
   Cache &own = caches_[index], &kept = caches_[aside];
@@ -85,11 +93,15 @@ void Prefixes::keep(int index, int positions) {
 
 void Prefixes::end(int index) {
   if (index < 0) return;
+  std::lock_guard lock(mutex_);
   caches_[index].in_use = false;
   caches_[index].prompt.clear();
 }
 
-void Prefixes::forget(int index) { truncate(index, 0); }
+void Prefixes::forget(int index) {
+  std::lock_guard lock(mutex_);
+  truncate(index, 0);
+}
 
 // Where in which cache the sequence may start the latest; of several, where it overwrites the least.
 Prefixes::Found Prefixes::find(const std::vector<int>& ids, int most) const {
@@ -108,10 +120,14 @@ Prefixes::Found Prefixes::find(const std::vector<int>& ids, int most) const {
 // The latest position, but not after `shared`, whose windows are still there.
 int Prefixes::start_in(const Cache& cache, int shared) const {
   if (shape_.ring) return cache.written <= shape_.ring || cache.written - shared <= shape_.back ? shared : 0;
+  return start_among(cache.dropped, shared);
+}
+
+int Prefixes::start_among(const std::vector<uint8_t>& dropped, int shared) const {
   if (!shape_.window) return shared;
   for (int page = page_of(shared); page >= 0; --page) {
     if (shape_.page * (page + 1) <= shared - shape_.window + 1) break;
-    if (shape_.page * page < shared && cache.dropped[page]) shared = shape_.page * page;
+    if (shape_.page * page < shared && dropped[page]) shared = shape_.page * page;
   }
   return shared;
 }
@@ -128,6 +144,8 @@ void Prefixes::add_start(Cache& cache, int position) {
 void Prefixes::truncate(int index, int position) {
   Cache& cache = caches_[index];
   const int before = cache.pages_dropped;
+  cache.saved = std::min(cache.saved, position);
+  lost_ |= index == saving_ && position < static_cast<int>(cache.ids.size());
   for (size_t page = page_of(position + shape_.page - 1); page < cache.dropped.size(); ++page) drop(cache, page, false);
   if (cache.pages_dropped < before || !position) {
     ops_.push_back({KvOp::release, false, int16_t(index), 0, position, cache.written});
@@ -140,6 +158,7 @@ void Prefixes::truncate(int index, int position) {
 // --- operations -------------------------------------------------------------------------------------------------
 
 bool Prefixes::plan(Pass& pass) const {
+  std::lock_guard lock(mutex_);
   for (const KvOp& op : ops_) {
     const bool after_copies = pass.ops && pass.op[pass.ops - 1].kind == KvOp::copy && op.kind != KvOp::copy;
     if (pass.ops == kMaxOps || after_copies) return false;
@@ -148,7 +167,13 @@ bool Prefixes::plan(Pass& pass) const {
   return true;
 }
 
+void Prefixes::done(int ops) {
+  std::lock_guard lock(mutex_);
+  ops_.erase(ops_.begin(), ops_.begin() + ops);
+}
+
 bool Prefixes::refused() {
+  std::lock_guard lock(mutex_);
   const int index = ops_.front().cache;
   if (give_up_cache(-1)) {  // before it is opened again
     std::rotate(ops_.begin(), ops_.end() - 1, ops_.end());
@@ -186,9 +211,20 @@ size_t Prefixes::bytes_of(int positions, int pages_dropped) const {
   return shape_.layer_bytes * (there * (shape_.layers - shape_.windowed) + kept * shape_.windowed);
 }
 
+void Prefixes::set_limit(size_t bytes) {
+  std::lock_guard lock(mutex_);
+  limit_ = bytes;
+}
+
 size_t Prefixes::bytes() const {
+  std::lock_guard lock(mutex_);
+  return held();
+}
+
+size_t Prefixes::held() const {
   size_t total = 0;
-  for (const Cache& cache : caches_) total += bytes_of(cache.written, cache.pages_dropped);
+  for (int i = 0; i < static_cast<int>(caches_.size()); ++i)
+    if (i != saving_ || !leaving_) total += bytes_of(caches_[i].written, caches_[i].pages_dropped);
   return total;
 }
 
@@ -203,7 +239,7 @@ size_t Prefixes::unyielding(int source) const {
 // False where so many bytes more go beyond the limit, though nothing is left to give up. `source` is left
 // alone.
 bool Prefixes::make_room(size_t more, int source) {
-  while (bytes() + more > limit_)
+  while (held() + more > limit_)
     if (!give_up_one(source)) return false;
   return true;
 }
@@ -215,38 +251,42 @@ bool Prefixes::give_up_one(int source) {
   const auto thinned = [&](bool keep_starts) {
     return std::any_of(oldest_first.begin(), oldest_first.end(), [&](int i) { return thin(i, keep_starts); });
   };
-  return thinned(true) || give_up_cache(source) || thinned(false);
+  return thinned(true) || let_go(source) || thinned(false);
 }
 
 bool Prefixes::give_up_cache(int source, bool even_needed) {
   for (const int i : by_age(source, even_needed))
     if (!caches_[i].in_use) {
-      ops_.push_back({KvOp::close, false, int16_t(i)});
-      caches_[i] = {};
+      close(i);
       return true;
     }
   return false;
 }
 
+void Prefixes::close(int index) {
+  ops_.push_back({KvOp::close, false, int16_t(index)});
+  caches_[index] = {};
+}
+
 // Whether a sequence could have another one than this.
 bool Prefixes::has_other(int source) const {
   for (int i = 0; i < static_cast<int>(caches_.size()); ++i)
-    if (i != source && !caches_[i].in_use) return true;
+    if (i != source && i != saving_ && !caches_[i].in_use) return true;
   return int(caches_.size()) < shape_.caches;
 }
 
 std::vector<int> Prefixes::by_age(int source, bool even_needed) const {
   std::vector<int> found(caches_.size());
   std::iota(found.begin(), found.end(), 0);
-  std::erase_if(found, [&](int i) { return even_needed ? i == source || !caches_[i].open : needed(i, source); });
+  std::erase_if(found, [&](int i) { return even_needed ? i == source || i == saving_ || !caches_[i].open : needed(i, source); });
   std::sort(found.begin(), found.end(), [&](int a, int b) { return caches_[a].last_used < caches_[b].last_used; });
   return found;
 }
 
-// Free, or somebody starts from it in the next pass.
+// Free, being saved, or somebody starts from it in the next pass.
 bool Prefixes::needed(int index, int source) const {
   const auto copies = [&](const KvOp& op) { return op.kind == KvOp::copy && (op.from == index || op.cache == index); };
-  return index == source || !caches_[index].open || std::any_of(ops_.begin(), ops_.end(), copies);
+  return index == source || index == saving_ || !caches_[index].open || std::any_of(ops_.begin(), ops_.end(), copies);
 }
 
 // Drops positions that no window before the end needs, nor before a start. False where none is left.
@@ -256,13 +296,18 @@ bool Prefixes::thin(int index, bool keep_starts) {
   const int end = static_cast<int>(cache.ids.size());
   bool thinner = false;
   for (int page = 0; shape_.page * (page + 1) <= end - shape_.window + 1; ++page) {
-    const auto needs = [&](int start) { return shape_.page * page < start && start - shape_.window + 1 < shape_.page * (page + 1); };
+    const auto needs = [&](int start) { return in_window_of(page, start); };
     if (cache.dropped[page] || (keep_starts && std::any_of(cache.starts.begin(), cache.starts.end(), needs))) continue;
     ops_.push_back({KvOp::release, true, int16_t(index), 0, shape_.page * page, shape_.page * (page + 1)});
     drop(cache, page, true);
     thinner = true;
   }
   return thinner;
+}
+
+// Whether a window before the start needs the page.
+bool Prefixes::in_window_of(int page, int start) const {
+  return shape_.page * page < start && start - shape_.window + 1 < shape_.page * (page + 1);
 }
 
 void Prefixes::drop(Cache& cache, size_t page, bool dropped) {

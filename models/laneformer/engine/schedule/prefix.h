@@ -7,10 +7,14 @@
 // dropped, but for the windows before positions where a sequence is likely to start again; then whole
 // caches, the least recently used one first.
 //
-// Everything is called between two passes.
+// Sequences begin and end between two passes. Whoever keeps caches in files (saved_prefix.cpp) may call at any time, so
+// every public function holds the mutex.
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,10 +40,23 @@ class Prefixes {
     int cache, position;  // the first position to run: keys and values of those before it are there
   };
 
+  // What a file holds of a cache beside its keys and values.
+  struct Contents {
+    std::vector<int> ids;
+    std::vector<int> starts;       // as of Cache
+    std::vector<uint8_t> dropped;  // [page of positions]: not there in layers with windows
+  };
+  struct Saving {
+    int cache;
+    Contents contents;
+  };
+  // What may be saved: a cache that leaves; one that has grown by a part of what files hold of it; all.
+  enum class Save { leaving, grown, all };
+
   explicit Prefixes(const KvShape& shape) : shape_(shape) {}
 
   // What a sequence uses is never given up, so many of them may hold more.
-  void set_limit(size_t bytes) { limit_ = bytes; }
+  void set_limit(size_t bytes);
   size_t bytes() const;  // of pages that hold keys and values
 
   // Whether a running sequence is still reading ids that this one shares: then it should begin later, and
@@ -58,11 +75,24 @@ class Prefixes {
   // The operations that the pass is to begin with; false where more are left, which come before any columns.
   bool plan(Pass& pass) const;
   // So many of them are done.
-  void done(int ops) { ops_.erase(ops_.begin(), ops_.begin() + ops); }
+  void done(int ops);
   // There is no memory for the next one. False where nothing can be given up for it: the cache is gone, and
   // who uses it has to end.
   bool refused();
   std::string refusal() const;  // why such a sequence ends
+
+  // Files (saved_prefix.cpp). Somebody saves caches: one that no file holds is not closed before it is saved.
+  void set_saves(bool saves);
+  bool leaves() const;  // a cache waits to be saved, and is then closed
+  // A cache to save; until `saved`, the positions of its contents stay as they are. One at a time.
+  std::optional<Saving> begin_saving(Save what);
+  // False where the contents were lost meanwhile, and their file is to be thrown away.
+  bool saved(bool done);
+  int reusable(const std::vector<int>& ids, int max_reusable) const;  // where a sequence could start now
+  int start_in(const std::vector<uint8_t>& dropped, int shared) const;  // ... in a file that shares so much
+  // A cache with these contents. `give` is told which, before it is opened, and hands keys and values over. False
+  // where there is no room.
+  bool adopt(Contents contents, const std::function<void(int cache)>& give);
 
  private:
   struct Cache {
@@ -76,6 +106,7 @@ class Prefixes {
     int turn = 0;                  // where its last sequence began
     uint64_t last_used = 0;        // number of the sequence
     bool in_use = false;
+    int saved = 0;                 // its first positions that a file holds
   };
   struct Found {
     int cache = -1, position = 0;  // where to start
@@ -85,26 +116,40 @@ class Prefixes {
 
   Found find(const std::vector<int>& ids, int most) const;
   int start_in(const Cache& cache, int shared) const;
+  int start_among(const std::vector<uint8_t>& dropped, int shared) const;
   int add(int source);
   void add_start(Cache& cache, int position);
   void truncate(int cache, int position);
   bool make_room(size_t bytes, int source);
   bool give_up_one(int source);
   bool give_up_cache(int source, bool even_needed = false);
+  bool let_go(int source);
+  void close(int cache);
+  int unsaved(int cache) const;
+  Contents contents_of(int cache) const;
+  bool in_window_of(int page, int start) const;
   bool has_other(int source) const;
   bool thin(int cache, bool keep_starts);
   std::vector<int> by_age(int source, bool even_needed = false) const;  // without the needed ones
   bool needed(int cache, int source) const;
   size_t unyielding(int source) const;
+  size_t held() const;
   void drop(Cache& cache, size_t page, bool dropped);
   size_t bytes_of(int positions, int pages_dropped = 0) const;
   int page_of(int position) const { return position / shape_.page; }
 
   const KvShape shape_;
+  mutable std::mutex mutex_;  // of all that follows
   std::vector<Cache> caches_;
   std::deque<KvOp> ops_;  // not done yet
   size_t limit_ = SIZE_MAX;
   uint64_t sequences_ = 0;
+  bool saves_ = false;
+  int saving_ = -1;        // the cache that is being saved, or waits for that
+  bool handed_ = false;    // ... it is
+  bool leaving_ = false;   // ... and is then closed; it counts as gone
+  bool lost_ = false;      // ... what is saved was overwritten
+  int saving_end_ = 0;
 };
 
 }  // namespace laneformer

@@ -73,7 +73,7 @@ class Schedule {
   // logits.
   void score(const Pass& pass, int position, size_t count, const float* logprobs, const int* ids, const float* tops);
   void keep_logits(const Pass& pass, int position, size_t count, const float* rows);
-  const Prefixes& prefixes() const { return prefixes_; }
+  Prefixes& prefixes() { return prefixes_; }
   // while no request runs
   void set_cache_limit(size_t bytes);
   // For tests. draft: of a draft model's pass, in passes of one column.

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "content_hash.h"
-#include "decoder.h"
+#include "saved_bindings.h"
 #include "scalar.h"
 
 using namespace laneformer;
@@ -336,6 +336,7 @@ NB_MODULE(_core, m) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Decoder> decoder(m, "Decoder");
   bind_requests(decoder);
+  bind_saved(m, decoder);
   decoder
       .def("__init__", &construct, "spec"_a, "dtype"_a, "embedding_dtype"_a, "threads"_a, "isa"_a, "math"_a,
            "cpus"_a, "processors"_a, "rank"_a, "processes"_a, "memory"_a, "wake"_a.none())

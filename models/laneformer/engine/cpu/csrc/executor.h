@@ -34,6 +34,7 @@ class CpuExecutor {
   Schedule& schedule();
   void leave(int64_t ticket);
   void leave_all();
+  KvMemory& kv() { return kv_; }
   void work();  // of another rank: executes passes until rank 0 has none
   bool lost() const { return shared_.exchange.lost(); }  // a process
   bool forked() const { return getpid() != process_; }

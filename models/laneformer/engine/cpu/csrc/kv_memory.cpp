@@ -12,7 +12,8 @@ KvMemory::KvMemory(const ModelSpec& spec, std::vector<int> heads)
     : spec_(spec),
       heads_(std::move(heads)),
       position_bytes_(spec.padded_head_dim() * bytes_of(spec.kv_dtype)),
-      head_bytes_(round_up(spec.cache_slots() * position_bytes_, page_bytes())) {
+      head_bytes_(round_up(spec.cache_slots() * position_bytes_, page_bytes())),
+      all_heads_(std::accumulate(heads_.begin(), heads_.end(), 0)) {
   for (const int count : heads_) bytes_.push_back(2 * spec.all_layers() * count * head_bytes_);
 }
 
@@ -22,11 +23,12 @@ KvShape KvMemory::shape() const {
   shape.page = static_cast<int>(round_up((page_bytes() + position_bytes_ - 1) / position_bytes_, 16));
   for (int layer = 0; layer < spec_.all_layers(); ++layer)
     if (windowed(layer)) shape.window = std::max(shape.window, spec_.window[layer]), ++shape.windowed;
-  shape.layer_bytes = 2 * position_bytes_ * std::accumulate(heads_.begin(), heads_.end(), size_t{0});
+  shape.layer_bytes = 2 * position_bytes_ * all_heads_;
   return shape;
 }
 
 int KvMemory::apply(const Pass& pass) {
+  std::lock_guard lock(mutex_);
   for (int i = 0; i < pass.ops; ++i) try {
       const KvOp& op = pass.op[i];
       if (op.kind == KvOp::open) open(op.cache);
@@ -39,10 +41,33 @@ int KvMemory::apply(const Pass& pass) {
 }
 
 void KvMemory::open(int cache) {
-  std::vector<Pages> memory;
-  for (const size_t bytes : bytes_) memory.push_back(Pages::sparse(bytes));
+  auto given = given_.extract(cache);
+  Cache memory = given ? std::move(given.mapped()) : make();
   caches_.resize(std::max(caches_.size(), size_t(cache) + 1));
   caches_[cache] = std::move(memory);
+}
+
+KvMemory::Cache KvMemory::make() const {
+  Cache memory;
+  for (const size_t bytes : bytes_) memory.push_back(Pages::sparse(bytes));
+  return memory;
+}
+
+void KvMemory::give(int cache, Cache memory) {
+  std::lock_guard lock(mutex_);
+  given_[cache] = std::move(memory);
+}
+
+KvMemory::Segment KvMemory::segment(const Cache& cache, int index) const {
+  const int layer = index / (2 * all_heads_);
+  int head = index / 2 % all_heads_, t = 0;
+  while (head >= heads_[t]) head -= heads_[t++];
+  return {cache[t].bytes() + at(layer, head, t) + (index % 2 ? bytes_[t] / 2 : 0), head_bytes_};
+}
+
+KvMemory::Segment KvMemory::segment(int cache, int index) {
+  std::lock_guard lock(mutex_);
+  return segment(caches_.at(cache), index);
 }
 
 void KvMemory::release(const KvOp& op) {

@@ -1,8 +1,11 @@
 // The bytes of keys and values: every layer of a cache has room for all positions, and memory only for those
 // that were written. Which caches there are, and what they hold, is the schedule's to know (prefix.h).
 //
-// The first thread calls everything but `copy`, between two passes.
+// The first thread calls everything but `copy`, between two passes; what files need, anybody at any time.
 #pragma once
+#include <map>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "../../schedule/pass.h"
@@ -14,6 +17,8 @@ namespace laneformer {
 
 class KvMemory {
  public:
+  using Cache = std::vector<Pages>;  // by thread: keys, values
+
   // heads[t]: KV heads of a layer whose keys and values lie with thread t.
   KvMemory(const ModelSpec& spec, std::vector<int> heads);
 
@@ -29,6 +34,20 @@ class KvMemory {
   }
   char* values(int t, int cache, int layer, int head) const { return keys(t, cache, layer, head) + bytes_[t] / 2; }
 
+  // For files. A segment is the keys, or values, of one KV head of a layer for all positions; they are numbered by
+  // layer, head of all threads, keys before values, so that their order does not depend on the threads.
+  struct Segment {
+    char* bytes;
+    size_t size;
+  };
+  int segments() const { return 2 * spec_.all_layers() * all_heads_; }
+  bool windowed_segment(int index) const { return windowed(index / (2 * all_heads_)); }
+  size_t position_bytes() const { return position_bytes_; }
+  Segment segment(const Cache& cache, int index) const;
+  Segment segment(int cache, int index);  // valid until the cache is closed
+  Cache make() const;                     // throws std::bad_alloc
+  void give(int cache, Cache memory);     // to the next `open` of this cache
+
  private:
   void open(int cache);  // throws std::bad_alloc
   void release(const KvOp& op);
@@ -40,8 +59,11 @@ class KvMemory {
   const std::vector<int> heads_;
   const size_t position_bytes_;  // of a head's keys, or values
   const size_t head_bytes_;      // whole pages for all positions
+  const int all_heads_;          // of a layer
   std::vector<size_t> bytes_;    // of a cache, by thread
-  std::vector<std::vector<Pages>> caches_;  // [cache][thread]: keys, values
+  std::mutex mutex_;             // while caches open and close
+  std::vector<Cache> caches_;
+  std::map<int, Cache> given_;
 };
 
 }  // namespace laneformer

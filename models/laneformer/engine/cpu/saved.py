@@ -1,0 +1,205 @@
+"""Prefix caches that survive a restart: `cache_dir`, a directory with a file for each prefix (saved_folder.py).
+
+A prefix is saved when nothing has happened for IDLE_S and it has grown (schedule/saved_prefix.cpp), when it leaves the
+pool of caches, and when the decoder is closed; on a thread of the lowest priority, which stops for requests, except at
+the end. It is loaded before a request joins that shares more with a file than with the pool. Files are named
+by a key of everything that decides the bits of keys and values, so other models may use the same directory; all of
+them share one limit, beyond which the file goes that was used longest ago. A file that is cut, changed, or not what
+its name says is removed with a warning. Nobody waits until a file is on the disk: what a crash of the machine
+leaves is found out like any other damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...config import EMBEDDING, HEAD, MATRICES, ROUTER, LaneformerConfig
+from ...tensors import Tensor
+from ..decoder import Request
+from . import _core
+from .saved_file import Damaged, Layout, Prefix, write
+from .saved_folder import SavedFolder, TooLarge
+
+DEFAULT_BYTES = 10 * 10**9
+IDLE_S = 10.0
+WORTH_LOADING = 32  # positions: fewer are read in the time that it takes
+log = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """A request has come."""
+
+
+class SavedPrefixes:
+    """The files of one decoder. ValueError where the directory cannot be used.
+
+    limit_bytes: of all files in the directory. hits, hit_tokens: prefixes that were loaded, and ids that need not
+    be read for that.
+    """
+
+    def __init__(self, decoder: _core.Decoder, directory: Path, limit_bytes: int, key: str):
+        self.decoder, self.layout = decoder, Layout(*decoder.kv_layout)
+        self.idle_s, self.hits, self.hit_tokens = IDLE_S, 0, 0
+        self._loading, self._saving = threading.Lock(), threading.Lock()
+        self._woken, self._closed, self._told = threading.Event(), False, False
+        try:
+            self.folder = SavedFolder(directory, limit_bytes, key, self.layout, decoder.start_in)
+        except OSError as error:
+            raise ValueError(
+                f"cache_dir = {str(directory)!r} cannot be used: {error}; choose a directory of your own"
+            ) from None
+        decoder.set_saves(True)
+        self._thread = threading.Thread(target=self._run, name="laneformer-saves", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of this model's files: how many, their bytes, the limit of all, and what they were good for."""
+        return {
+            "files": len(self.folder),
+            "bytes": self.folder.bytes,
+            "limit_bytes": self.folder.limit_bytes,
+            "hits": self.hits,
+            "hit_tokens": self.hit_tokens,
+        }
+
+    def load(self, prompt: Sequence[int], most: int) -> None:
+        """Into the pool, from the file with which the prompt starts the latest, at `most` or before."""
+        if not len(self.folder) or most < WORTH_LOADING:
+            return
+        prompt, ids = list(prompt), np.array(prompt[:most], np.int32)
+        with self._loading:
+            while (found := self.folder.best(ids)) is not None:
+                file, start = found
+                there = self.decoder.reusable(prompt, most)
+                if start < there + WORTH_LOADING:
+                    return
+                try:
+                    pages = self.decoder.new_pages()
+                    file.fill(start, pages.segment)
+                except (Damaged, OSError) as error:
+                    self.folder.reject(file.path, error)
+                    continue
+                except MemoryError:
+                    return
+                prefix = file.prefix
+                if self.decoder.adopt(pages, prefix.ids[:start].tolist(), prefix.starts, prefix.dropped):
+                    self.hits, self.hit_tokens = self.hits + 1, self.hit_tokens + start - there
+                    with contextlib.suppress(OSError):
+                        os.utime(file.path)
+                return
+
+    def wake(self) -> None:
+        """Something has come of a request."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """Save what is not saved yet. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._woken.set()
+        self._thread.join()
+        while self._save(_core.Save.all):
+            pass
+        self.decoder.set_saves(False)
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        grown = False
+        while not self._closed:
+            woken = self._woken.wait(self.idle_s if grown else None)
+            self._woken.clear()
+            if self.decoder.leaves:
+                self._save(_core.Save.leaving)
+            elif not woken:
+                while not self._closed and not self.decoder.running and self._save(_core.Save.grown):
+                    pass
+            grown = woken
+
+    def _save(self, what: _core.Save) -> bool:
+        """False where there was nothing to save, or it could not be."""
+        with self._saving:
+            found = self.decoder.begin_saving(what)
+            if found is None:
+                return False
+            cache, *contents = found
+            part, done, prefix = None, False, Prefix(*contents)
+            try:
+                part = self.folder.part(prefix)
+                read = functools.partial(self.decoder.segment, cache)
+                write(part, self.folder.key, prefix, self.layout, read, functools.partial(self._yield, what))
+                done = True
+            except TooLarge as error:
+                part, done = None, True  # it is not tried again before it has grown
+                self._tell(error)
+            except (Interrupted, OSError) as error:
+                if isinstance(error, OSError):
+                    self._tell(f"prefixes cannot be saved in {self.folder.directory}: {error}")
+            finally:
+                whole = self.decoder.saved(done)
+                if part is not None:
+                    self._end(part, prefix if whole else None)
+            return done
+
+    def _end(self, part: Path, prefix: Prefix | None) -> None:
+        """Of what was written; None: it is to be thrown away."""
+        try:
+            if prefix is not None:
+                self.folder.publish(part, prefix)
+                self._told = False
+            part.unlink(missing_ok=True)
+        except OSError as error:
+            self._tell(f"{part} cannot be kept: {error}")
+
+    def _yield(self, what: _core.Save, took_s: float) -> None:
+        """Between two pieces, to requests."""
+        if what == _core.Save.grown and self.decoder.running and not self._closed:
+            raise Interrupted
+        if what == _core.Save.leaving and self.decoder.running and not self._closed:
+            time.sleep(took_s)
+
+    def _tell(self, why: object) -> None:
+        """Once, until files can be written again."""
+        if not self._told:
+            log.warning("%s; they are computed again after a restart", why)
+        self._told = True
+
+
+def max_reusable(request: Request) -> int:
+    """As of a Sequence (schedule/sequence.h)."""
+    if not request.reuse_prefix or request.keep_logits:
+        return 0
+    return (request.score_from or len(request.prompt)) - 1
+
+
+def model_key(
+    decoder: _core.Decoder, arithmetic: Sequence[str], config: LaneformerConfig, tensors: Mapping[str, Tensor]
+) -> str:
+    """Of all that decides the bits of keys and values: weights as they are packed for the threads, config, arithmetic,
+    and the compiled engine itself.
+    """
+    packed = (EMBEDDING, HEAD, *(f"{matrix}.weight" for matrix in (*MATRICES, ROUTER)))
+    others: Sequence[str] = [name for name in sorted(config.tensor_shapes()) if not name.endswith(packed)]
+    known: dict[str, Any] = {
+        "config": config.to_dict(),
+        "arithmetic": [decoder.isa, *arithmetic],
+        "parts": [_core.content_hash(decoder.part(i)) for i in range(decoder.parts)],
+        "others": [_core.content_hash(np.ascontiguousarray(tensors[name].values)) for name in others],
+        "engine": _core.content_hash(np.fromfile(_core.__file__, np.uint8)),
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

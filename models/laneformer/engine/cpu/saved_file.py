@@ -1,0 +1,183 @@
+"""A file with the keys and values of one prefix.
+
+    magic | ids, int32 (n,) | pieces of the segments | header, JSON | its hash, 32 characters | its length, 8 bytes
+
+A segment is the keys, or values, of one KV head of a layer (csrc/kv_memory.h), so the file does not depend on how
+threads share the heads; layers with windows have only the pages that a likely start needs. Every part has a hash
+(csrc/content_hash.h: against damage, not against an adversary). The header comes last: a file that was cut has none.
+What is read goes straight into a cache's memory and is hashed there, so nothing can change between check and use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import _core
+
+MAGIC = b"laneformer kv 1\n"
+TAIL = 32 + 8
+PIECE_BYTES = 4 << 20  # hashed by one thread, and written without a pause
+BLOCK = 16  # positions whose keys lie together
+
+
+class Damaged(ValueError):
+    """The file is cut, changed, or of another model."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of a decoder's caches. windowed: of each segment, whether its layer has a window."""
+
+    position_bytes: int
+    page: int  # positions that are kept or dropped together
+    windowed: Sequence[bool]
+
+    def pieces(self, positions: int, dropped: np.ndarray) -> list[tuple[int, int, int]]:
+        """Segment, first byte in it, end: in the order of the file."""
+        kept = list(runs_of_zeros(dropped, self.page, positions))
+        return [
+            (segment, at, min(at + PIECE_BYTES, end * self.position_bytes))
+            for segment, windowed in enumerate(self.windowed)
+            for first, end in (kept if windowed else [(0, positions)])
+            for at in range(first * self.position_bytes, end * self.position_bytes, PIECE_BYTES)
+        ]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a file holds beside keys and values.
+
+    ids: int32 (n,). starts: positions where a sequence is likely to start. dropped: uint8 (pages,), 1 where layers
+    with windows have lost a page.
+    """
+
+    ids: np.ndarray
+    starts: list[int]
+    dropped: np.ndarray
+
+    def shared(self, ids: np.ndarray) -> int:
+        """Ids at the beginning of both."""
+        most = min(len(self.ids), len(ids))
+        other = np.flatnonzero(self.ids[:most] != ids[:most])
+        return int(other[0]) if len(other) else most
+
+
+def write(
+    path: Path,
+    key: str,
+    prefix: Prefix,
+    layout: Layout,
+    segment: Callable[[int], np.ndarray],
+    between: Callable[[float], None],
+) -> None:
+    """segment: its bytes, uint8. between: is told the seconds that a piece took. The file is locked meanwhile."""
+    with open(path, "wb", opener=for_owner) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.write(MAGIC)
+        file.write(prefix.ids.data)
+        digests = []
+        for index, first, end in layout.pieces(len(prefix.ids), prefix.dropped):
+            began_s, piece = time.monotonic(), segment(index)[first:end]
+            digests.append(_core.content_hash(piece))
+            file.write(piece.data)
+            between(time.monotonic() - began_s)
+        header = {
+            "key": key,
+            "positions": len(prefix.ids),
+            "ids": _core.content_hash(prefix.ids),
+            "starts": prefix.starts,
+            "dropped": prefix.dropped.tolist(),
+            "pieces": digests,
+        }
+        text = json.dumps(header).encode()
+        file.write(text + hash_of(text) + len(text).to_bytes(8, "little"))
+
+
+def file_bytes(prefix: Prefix, layout: Layout) -> int:
+    """Of its file, nearly: without the header."""
+    pieces = layout.pieces(len(prefix.ids), prefix.dropped)
+    return len(MAGIC) + prefix.ids.nbytes + sum(end - first for _, first, end in pieces)
+
+
+class SavedFile:
+    """A file whose header and ids are intact; Damaged where they are not, or of another key than this."""
+
+    def __init__(self, path: Path, key: str, layout: Layout):
+        self.path, self.layout = path, layout
+        with open(path, "rb") as file:
+            self.bytes = os.fstat(file.fileno()).st_size
+            try:
+                header, end = read_header(file.read, file.seek, self.bytes)
+                if header["key"] != key:
+                    raise Damaged("it is of another model, or of another build of the engine")
+                file.seek(len(MAGIC))
+                ids = np.frombuffer(file.read(4 * header["positions"]), np.int32)
+                self.prefix = Prefix(ids, header["starts"], np.array(header["dropped"], np.uint8))
+                self.digests = header["pieces"]
+                self._pieces = layout.pieces(len(ids), self.prefix.dropped)
+                if (
+                    _core.content_hash(ids) != header["ids"]
+                    or file_bytes(self.prefix, layout) != end
+                    or len(self.digests) != len(self._pieces)
+                ):
+                    raise Damaged("its ids or its length are not those of its header")
+            except Damaged:
+                raise
+            except (ValueError, TypeError, KeyError) as error:
+                raise Damaged(f"its header cannot be read: {error!r}") from None
+
+    def fill(self, positions: int, segment: Callable[[int], np.ndarray]) -> None:
+        """Keys and values of the first positions; Damaged where one of the pieces read is not what was written."""
+        at = len(MAGIC) + self.prefix.ids.nbytes
+        needed = -(-positions // BLOCK) * BLOCK * self.layout.position_bytes
+        with open(self.path, "rb") as file:
+            for (index, first, end), digest in zip(self._pieces, self.digests, strict=True):
+                if first < needed:
+                    piece = segment(index)[first:end]
+                    file.seek(at)
+                    if file.readinto(piece.data) != len(piece) or _core.content_hash(piece) != digest:
+                        raise Damaged("its keys or values are not those that were written")
+                at += end - first
+
+
+def read_header(
+    read: Callable[[int], bytes], seek: Callable[[int], int], size: int
+) -> tuple[dict[str, Any], int]:
+    """And where it begins."""
+    if read(len(MAGIC)) != MAGIC or size < len(MAGIC) + TAIL:
+        raise Damaged("it does not begin as such files do")
+    seek(size - TAIL)
+    digest, length = read(32), int.from_bytes(read(8), "little")
+    begin = size - TAIL - length
+    if length == 0 or begin < len(MAGIC):
+        raise Damaged("it is cut")
+    seek(begin)
+    text = read(length)
+    if hash_of(text) != digest:
+        raise Damaged("it is cut, or its header was changed")
+    return json.loads(text), begin
+
+
+def runs_of_zeros(dropped: np.ndarray, page: int, positions: int) -> Iterator[tuple[int, int]]:
+    """Positions of pages that are there, as (first, end)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[1], dropped, [1]]) == 0))
+    for first, end in edges.reshape(-1, 2).tolist():
+        yield first * page, min(end * page, positions)
+
+
+def hash_of(text: bytes) -> bytes:
+    return _core.content_hash(np.frombuffer(text, np.uint8)).encode()
+
+
+def for_owner(path: str, flags: int) -> int:
+    """Prompts are private: nobody else reads the file."""
+    return os.open(path, flags, 0o600)

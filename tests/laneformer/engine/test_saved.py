@@ -1,0 +1,345 @@
+"""Prefixes that survive a restart (`cache_dir`): the same bits as computed, and never a damaged or foreign file."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laneformer import Laneformer
+from laneformer.engine import Engine
+from laneformer.engine.cpu import _core, saved
+from laneformer.engine.cpu.saved import SavedPrefixes
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+from tests.laneformer.engine.test_kv_pool import LONG, answer, bytes_of, core
+
+
+def prefixes(engine: Engine) -> SavedPrefixes:
+    found = core(engine).prefixes
+    assert found is not None
+    return found
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.kv"))
+
+
+def until(true: Callable[[], Any]) -> None:
+    end_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end_s, "it has not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def model() -> Laneformer:
+    return random_model(small_config(**{**LONG, "sliding_window": 150}), seed=1)
+
+
+@pytest.fixture(scope="module")
+def talk(model: Laneformer) -> list[int]:
+    return random_ids(model.config, 400)
+
+
+@pytest.fixture
+def kept(model: Laneformer, talk: list[int], tmp_path: Path) -> Path:
+    """The directory that one conversation has left."""
+    with engine_of(model, threads=1, cache_dir=tmp_path / "kept") as engine:
+        answer(engine, talk)
+    assert len(files(tmp_path / "kept")) == 1
+    return tmp_path / "kept"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16"])
+def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv_dtype):
+    options: Any = {"threads": threads, "kv_dtype": kv_dtype}
+    with engine_of(model, **options) as fresh, engine_of(model, **options, cache_dir=tmp_path) as engine:
+        first = answer(engine, talk)
+        assert first[:2] == answer(fresh, talk)[:2]
+    longer = talk + first[0] + random_ids(model.config, 20, seed=2)
+    edited = [*talk[:-30], *random_ids(model.config, 40, seed=3)]
+    with engine_of(model, **options) as fresh:
+        for prompt, start in ((talk, 399), (longer, 400), (edited, 370)):
+            with engine_of(model, **options, cache_dir=tmp_path) as engine:
+                seen = answer(engine, prompt)
+                assert seen[:2] == answer(fresh, prompt, reuse_prefix=False)[:2]
+                assert seen[2] == start // 16 * 16 if start == 400 else seen[2] == start
+                assert prefixes(engine).counts["hits"] == 1
+
+
+def test_scoring_starts_from_a_file_too(model, talk, kept):
+    with engine_of(model, threads=1, cache_dir=kept) as engine:
+        seen = engine.logprobs(talk, start=360)
+        assert engine.statistics.reused_tokens == 359
+        np.testing.assert_array_equal(seen, engine.logprobs(talk, start=360, reuse_prefix=False))
+
+
+def changed(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path, to: int) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(to if to >= 0 else path.stat().st_size + to)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "magic": lambda path: changed(path, 3),
+    "ids": lambda path: changed(path, 16 + 40),
+    "first keys": lambda path: changed(path, 16 + 4 * 400 + 5),
+    "some values": lambda path: changed(path, path.stat().st_size // 2),
+    "header": lambda path: changed(path, -100),
+    "a start in the header": lambda path: changed(path, path.read_bytes().index(b'"starts": [') + 11),
+    "length": lambda path: changed(path, -8),
+    "one byte cut": lambda path: cut(path, -1),
+    "half of it": lambda path: cut(path, path.stat().st_size // 2),
+    "the header cut": lambda path: cut(path, -41),
+    "empty": lambda path: cut(path, 0),
+    "text": lambda path: path.write_text("nothing of this kind " * 10),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_removed_and_never_used(model, talk, kept, caplog, damage):
+    (path,) = files(kept)
+    DAMAGE[damage](path)
+    with engine_of(model) as fresh, engine_of(model, threads=1, cache_dir=kept) as engine:
+        assert answer(engine, talk) == answer(fresh, talk)
+        assert prefixes(engine).counts["files"] == 0
+        assert not path.exists()
+        (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert str(path) in told
+        assert "is removed" in told
+
+
+def test_a_file_of_another_model_is_not_used(model, talk, kept, tmp_path, caplog):
+    """Neither beside its own files, nor under the name of one of them."""
+    other, (path,) = random_model(model.config, seed=2), files(kept)
+    with engine_of(other) as fresh, engine_of(other, threads=1, cache_dir=kept) as engine:
+        expected = answer(fresh, talk)
+        assert answer(engine, talk) == expected
+        assert not caplog.records
+    own = next(found for found in files(kept) if found != path)
+    shutil.copy(path, own)
+    with engine_of(other, threads=1, cache_dir=kept) as engine:
+        assert answer(engine, talk) == expected
+    assert "of another model" in caplog.text
+    assert path.exists()
+
+
+def test_what_decides_the_bits_is_part_of_the_key(model, talk, kept):
+    for options in ({"kv_dtype": "fp16"}, {"dtype": "int8"}, {"isa": "portable"}, {"threads": 2}):
+        with engine_of(model, **{"threads": 1, **options}, cache_dir=kept) as engine:
+            assert answer(engine, talk)[2] == 0, options
+    norm = random_model(model.config, seed=1)
+    norm.state_dict()["norm.weight"].mul_(1.5)
+    with engine_of(norm, threads=1, cache_dir=kept) as engine:
+        assert answer(engine, talk)[2] == 0
+
+
+def test_a_file_of_other_ids_is_not_used(model, talk, kept):
+    with engine_of(model) as fresh, engine_of(model, threads=1, cache_dir=kept) as engine:
+        for prompt in ([talk[0] ^ 1, *talk[1:]], [talk[1], *talk], talk[:100] + [i ^ 1 for i in talk[100:]]):
+            seen, expected = answer(engine, prompt), answer(fresh, prompt, reuse_prefix=False)
+            assert seen[:2] == expected[:2]
+
+
+KILLED = """
+import os, signal, sys
+from laneformer.engine.cpu import saved, saved_file
+from tests.laneformer.engine.test_kv_pool import LONG, answer
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
+
+model = random_model(small_config(**{**LONG, "sliding_window": 150}), seed=1)
+pieces = 0
+def between(self, what, took_s):
+    global pieces
+    pieces += 1
+    if pieces == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+saved.SavedPrefixes._yield = between
+with engine_of(model, cache_dir=sys.argv[1]) as engine:
+    answer(engine, random_ids(model.config, 400))
+"""
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_counts(model, talk, tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    (part,) = tmp_path.iterdir()
+    assert part.suffix == ".part"
+    with engine_of(model) as fresh, engine_of(model, cache_dir=tmp_path) as engine:
+        assert not list(tmp_path.iterdir())
+        assert answer(engine, talk) == answer(fresh, talk)
+
+
+def test_the_file_used_longest_ago_goes_first(model, tmp_path):
+    talks = [random_ids(model.config, 400, seed=i) for i in range(4)]
+    with engine_of(model, cache_dir=tmp_path) as engine:
+        answer(engine, talks[0])
+    limit = int(3.5 * files(tmp_path)[0].stat().st_size)
+    for number in (1, 2, 0, 3):  # the third time, 0 is loaded
+        with engine_of(model, cache_dir=tmp_path, cache_dir_bytes=limit) as engine:
+            assert answer(engine, talks[number])[2] == (399 if number == 0 else 0)
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= limit
+    found = []
+    for number in (0, 2, 3, 1):
+        with engine_of(model, cache_dir=tmp_path, cache_dir_bytes=limit) as engine:
+            found.append(answer(engine, talks[number])[2])
+    assert found == [399, 399, 399, 0]
+
+
+def test_a_prefix_beyond_the_limit_is_told_and_not_kept(model, talk, tmp_path, caplog):
+    with engine_of(model, cache_dir=tmp_path, cache_dir_bytes=1000) as engine:
+        answer(engine, talk)
+    assert not list(tmp_path.iterdir())
+    assert "cache_dir_bytes = 1000" in caplog.text
+
+
+def test_what_leaves_the_pool_is_saved_and_comes_back(model, tmp_path):
+    talks = [random_ids(model.config, 400, seed=i) for i in range(3)]
+    limit = bytes_of(410, model.config) + 1
+    with engine_of(model, cache_dir=tmp_path, cache_bytes=limit) as engine, engine_of(model) as fresh:
+        expected = [answer(fresh, talk) for talk in talks]
+        for number in (0, 1, 2):
+            assert answer(engine, talks[number]) == expected[number]
+            until(lambda number=number: len(files(tmp_path)) >= number)
+        for number in (0, 1, 2):
+            seen = answer(engine, talks[number])
+            assert seen[:2] == expected[number][:2]
+            assert seen[2] > 300
+        assert prefixes(engine).hits >= 2
+
+
+def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
+    with engine_of(model, cache_dir=tmp_path) as engine:
+        prefixes(engine).idle_s = 0.05
+        first = answer(engine, talk)[0]
+        until(lambda: files(tmp_path))
+        before = files(tmp_path)
+        talk = talk + first + random_ids(model.config, 100, seed=5)
+        answer(engine, talk)
+        until(lambda: files(tmp_path) != before and len(files(tmp_path)) == 1)  # the longer one contains it
+        counts = prefixes(engine).counts
+        assert (counts["files"], counts["bytes"]) == (1, files(tmp_path)[0].stat().st_size)
+
+
+def test_a_request_stops_what_is_saved_while_idle(model, talk, tmp_path, monkeypatch):
+    with engine_of(model, cache_dir=tmp_path) as engine:
+        pieces = []
+
+        def slow(self, what, took_s, said=SavedPrefixes._yield):
+            pieces.append(what)
+            time.sleep(0.02)
+            said(self, what, took_s)
+
+        monkeypatch.setattr(SavedPrefixes, "_yield", slow)
+        prefixes(engine).idle_s = 0.05
+        answer(engine, talk)
+        until(lambda: pieces)
+        stream = engine.stream(random_ids(model.config, 50, seed=1), max_new_tokens=500, ignore_eos=True)
+        next(stream)
+        until(lambda: not list(tmp_path.iterdir()))  # neither a file, nor a part of one
+        stream.close()
+        monkeypatch.undo()
+        until(lambda: files(tmp_path))
+
+
+def test_a_cache_stays_as_it_is_while_it_is_saved(model, talk):
+    decoder: Any
+    with engine_of(model) as engine, engine_of(model) as fresh:
+        first, decoder = answer(engine, talk)[0], core(engine)
+        cache, ids, _, _ = decoder.begin_saving(_core.Save.all)
+        assert ids.tolist() == (talk + first)[: len(ids)]
+        assert decoder.begin_saving(_core.Save.all) is None, "one at a time"
+
+        def held() -> list[bytes]:
+            size = len(ids) * decoder.kv_layout[0]
+            return [decoder.segment(cache, i)[:size].tobytes() for i in range(len(decoder.kv_layout[2]))]
+
+        before = held()
+        for prompt in (
+            [*talk[:-30], *random_ids(model.config, 60, seed=1)],
+            talk + first + random_ids(model.config, 50, seed=2),
+            talk[:20],
+        ):
+            assert answer(engine, prompt)[:2] == answer(fresh, prompt, reuse_prefix=False)[:2]
+            assert held() == before
+        core(engine).set_cache_limit(0)
+        answer(engine, random_ids(model.config, 300, seed=3))
+        assert held() == before
+        assert decoder.saved(True)
+
+
+def test_a_full_disk_is_told_once_and_requests_go_on(model, talk, tmp_path, caplog, monkeypatch):
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saved, "write", full)
+    with engine_of(model, cache_dir=tmp_path) as engine, engine_of(model) as fresh:
+        prefixes(engine).idle_s = 0.02
+        for i in range(3):
+            prompt = random_ids(model.config, 300, seed=10 + i)
+            assert answer(engine, prompt) == answer(fresh, prompt)
+            time.sleep(0.1)
+        assert [record.getMessage() for record in caplog.records] == [
+            f"prefixes cannot be saved in {tmp_path}: [Errno 28] No space left on device; "
+            "they are computed again after a restart"
+        ]
+        monkeypatch.undo()
+        answer(engine, talk)
+        until(lambda: len(files(tmp_path)) == 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [7, 150, 1024])
+def test_random_conversations_with_restarts_give_a_fresh_engines_bits(window, tmp_path):
+    model = random_model(small_config(**{**LONG, "sliding_window": window}), seed=window)
+    rng, talks, reused = np.random.default_rng(window), [[]], 0
+    with engine_of(model, threads=2) as fresh:
+        for restart in range(12):
+            limit = int(rng.integers(1, 4)) * bytes_of(500, model.config)
+            options: Any = {"cache_bytes": limit, "cache_dir_bytes": int(rng.integers(1, 8)) * 10**6}
+            with engine_of(model, threads=2, cache_dir=tmp_path, **options) as engine:
+                prefixes(engine).idle_s = 0.01
+                for turn in range(8):
+                    talk = talks[rng.integers(len(talks))]
+                    kept = int(rng.integers(max(0, len(talk) - 200), len(talk) + 1))
+                    new = random_ids(model.config, int(rng.integers(1, 250)), seed=100 * restart + turn)
+                    prompt = (talk[:kept] + new)[-900:]
+                    seen = answer(engine, prompt, int(rng.integers(1, 60)))
+                    assert seen[:2] == answer(fresh, prompt, len(seen[0]), reuse_prefix=False)[:2]
+                    talks.append(prompt + seen[0])
+                reused += prefixes(engine).hit_tokens
+    assert reused > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"cache_dir": "/proc/nothing"}, "cannot be used.*choose a directory"),
+        ({"cache_dir": "x", "processes": 2}, "use processes = 1"),
+        ({"cache_dir": "x", "device": "cuda:0"}, "use device = 'cpu'"),
+        ({"cache_dir": "x", "cache_dir_bytes": -1}, "cache_dir_bytes = -1 must be an integer from 0"),
+    ],
+)
+def test_what_cannot_be_is_told(model, options, told, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "laneformer.engine.engine.cuda_devices", lambda device: [0] if "cuda" in device else []
+    )
+    with pytest.raises(ValueError, match=told):
+        engine_of(model, **options)
