@@ -51,8 +51,8 @@ class ModelOptions:
     cache_bytes: int | None = None
     """Memory for keys and values of earlier requests, on each device; default: a quarter of what is left."""
     cache_dir: Path | None = None
-    """Directory for keys and values that survive a restart: prompts that begin as earlier ones did read only what is
-    new. The prompts' ids are in its files, which only their owner can read. CPU only.
+    """Directory for keys and values that survive a restart: of prompts that begin as earlier ones did, only
+    what is new is read. The prompts' ids are in its files, which only their owner can read. CPU only.
     """
     cache_dir_bytes: int | None = None
     """Of all files there; beyond it, those go that were used longest ago. Default: 10 GB."""

@@ -61,8 +61,8 @@ class Engine:
             shares with one of them. Default: a quarter of the free memory (schedule/prefix.h).
 
     Args on the CPU:
-        cache_dir: a directory that keeps prefixes of earlier requests for the next start (cpu/saved.py); `close` saves
-            the last ones. cache_dir_bytes: of all its files; default: 10 GB. One process alone.
+        cache_dir: a directory that keeps prefixes of earlier requests for the next start (cpu/saved.py);
+            `close` saves the last ones. cache_dir_bytes: of all its files; default: 10 GB. One process alone.
         threads: default all physical cores, or what the container's CPU quota allows.
         pin: bind each thread to a CPU of its own, one per core first. Default on machines with several memory
             nodes; meant for an engine that has the machine to itself.
@@ -341,12 +341,12 @@ class Engine:
 
     @property
     def saved_prefixes(self) -> dict[str, int]:
-        """Of the files in `cache_dir`: number, bytes, limit, and what they were good for; empty without one."""
+        """Of the files in `cache_dir`: number, bytes, limit, and their use; empty without one."""
         prefixes = getattr(self._open(), "prefixes", None)
         return {} if prefixes is None else prefixes.counts
 
     def load_prefix(self, prompt_ids: Sequence[int]) -> None:
-        """Load what `cache_dir` has of this prompt, on the calling thread; else its request does that when it joins."""
+        """Load what `cache_dir` has of this prompt now; else that is done when its request joins."""
         if (prefixes := getattr(self._open(), "prefixes", None)) is not None:
             prefixes.load(prompt_ids, len(prompt_ids) - 1)
 

@@ -1,12 +1,12 @@
-"""Prefix caches that survive a restart: `cache_dir`, a directory with a file for each prefix (saved_folder.py).
+"""Prefix caches that survive a restart: in `cache_dir`, a directory with files (saved_folder.py).
 
-A prefix is saved when nothing has happened for IDLE_S and it has grown (schedule/saved_prefix.cpp), when it leaves the
-pool of caches, and when the decoder is closed; on a thread of the lowest priority, which stops for requests, except at
-the end. It is loaded before a request joins that shares more with a file than with the pool. Files are named
-by a key of everything that decides the bits of keys and values, so other models may use the same directory; all of
-them share one limit, beyond which the file goes that was used longest ago. A file that is cut, changed, or not what
-its name says is removed with a warning. Nobody waits until a file is on the disk: what a crash of the machine
-leaves is found out like any other damage.
+A prefix is saved when nothing has happened for IDLE_S and it has grown (schedule/saved_prefix.cpp), when it
+leaves the pool of caches, and when the decoder is closed; on a thread of the lowest priority, which stops
+for requests, except at the end. It is loaded before a request joins that shares more with a file than with
+the pool. Files are named by a key of everything that decides the bits of keys and values, so other models
+may use the same directory; all of them share one limit, beyond which the file goes that was used longest
+ago. A file that is cut, changed, or not what its name says is removed with a warning. Nobody waits until a
+file is on the disk: what a crash of the machine leaves is found out like any other damage.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Interrupted(Exception):
 class SavedPrefixes:
     """The files of one decoder. ValueError where the directory cannot be used.
 
-    limit_bytes: of all files in the directory. hits, hit_tokens: prefixes that were loaded, and ids that need not
-    be read for that.
+    limit_bytes: of all files in the directory. hits, hit_tokens: prefixes that were loaded, and ids that
+    need not be read for that.
     """
 
     def __init__(self, decoder: _core.Decoder, directory: Path, limit_bytes: int, key: str):
@@ -190,8 +190,8 @@ def max_reusable(request: Request) -> int:
 def model_key(
     decoder: _core.Decoder, arithmetic: Sequence[str], config: LaneformerConfig, tensors: Mapping[str, Tensor]
 ) -> str:
-    """Of all that decides the bits of keys and values: weights as they are packed for the threads, config, arithmetic,
-    and the compiled engine itself.
+    """Of all that decides the bits of keys and values: weights as they are packed for the threads, config,
+    arithmetic, and the compiled engine itself.
     """
     packed = (EMBEDDING, HEAD, *(f"{matrix}.weight" for matrix in (*MATRICES, ROUTER)))
     others: Sequence[str] = [name for name in sorted(config.tensor_shapes()) if not name.endswith(packed)]

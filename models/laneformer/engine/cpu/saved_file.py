@@ -2,10 +2,11 @@
 
     magic | ids, int32 (n,) | pieces of the segments | header, JSON | its hash, 32 characters | its length, 8 bytes
 
-A segment is the keys, or values, of one KV head of a layer (csrc/kv_memory.h), so the file does not depend on how
-threads share the heads; layers with windows have only the pages that a likely start needs. Every part has a hash
-(csrc/content_hash.h: against damage, not against an adversary). The header comes last: a file that was cut has none.
-What is read goes straight into a cache's memory and is hashed there, so nothing can change between check and use.
+A segment is the keys, or values, of one KV head of a layer (csrc/kv_memory.h), in an order that does not depend
+on the threads; layers with windows have only the pages that a likely start needs. Every
+part has a hash (csrc/content_hash.h: against damage, not against an adversary). The header comes last: a
+file that was cut has none. What is read goes straight into a cache's memory and is hashed there, so nothing
+can change between check and use.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Layout:
 class Prefix:
     """What a file holds beside keys and values.
 
-    ids: int32 (n,). starts: positions where a sequence is likely to start. dropped: uint8 (pages,), 1 where layers
-    with windows have lost a page.
+    ids: int32 (n,). starts: positions where a sequence is likely to start. dropped: uint8 (pages,), 1 where
+    layers with windows have lost a page.
     """
 
     ids: np.ndarray
@@ -79,7 +80,7 @@ def write(
     segment: Callable[[int], np.ndarray],
     between: Callable[[float], None],
 ) -> None:
-    """segment: its bytes, uint8. between: is told the seconds that a piece took. The file is locked meanwhile."""
+    """segment: its bytes, uint8. between: is told the seconds of each piece. The file is locked meanwhile."""
     with open(path, "wb", opener=for_owner) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.write(MAGIC)
@@ -136,7 +137,7 @@ class SavedFile:
                 raise Damaged(f"its header cannot be read: {error!r}") from None
 
     def fill(self, positions: int, segment: Callable[[int], np.ndarray]) -> None:
-        """Keys and values of the first positions; Damaged where one of the pieces read is not what was written."""
+        """Keys and values of the first positions; Damaged where a piece of them is not what was written."""
         at = len(MAGIC) + self.prefix.ids.nbytes
         needed = -(-positions // BLOCK) * BLOCK * self.layout.position_bytes
         with open(self.path, "rb") as file:

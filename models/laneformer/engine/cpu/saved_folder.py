@@ -1,7 +1,7 @@
 """The directory with the files of prefixes (saved_file.py): which fits a prompt best, and which goes first.
 
-Other models, and other processes, may use it too: a file's name begins with the key of its model, and all share one
-limit. Files that are cut, changed, or not what their name says are removed with a warning.
+Other models, and other processes, may use it too: a file's name begins with the key of its model, and all
+share one limit. Files that are cut, changed, or not what their name says are removed with a warning.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TooLarge(Exception):
 class SavedFolder:
     """OSError where the directory cannot be used.
 
-    limit_bytes: of all files there. start_in: where a sequence can start that shares so many ids with a prefix whose
-    pages are dropped like this.
+    limit_bytes: of all files there. start_in: where a sequence can start that shares so many ids with a
+    prefix whose pages are dropped like this.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class SavedFolder:
         return file, start
 
     def part(self, prefix: Prefix) -> Path:
-        """Where to write a prefix; there is room for it then, and those used longest ago are gone. Else TooLarge."""
+        """Where to write a prefix; there is room for it then, and those used longest ago are gone. Else
+        TooLarge.
+        """
         size = file_bytes(prefix, self.layout)
         if size > self.limit_bytes:
             raise TooLarge(f"a prefix of {size} bytes is more than cache_dir_bytes = {self.limit_bytes}")

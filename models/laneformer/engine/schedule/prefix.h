@@ -7,8 +7,8 @@
 // dropped, but for the windows before positions where a sequence is likely to start again; then whole
 // caches, the least recently used one first.
 //
-// Sequences begin and end between two passes. Whoever keeps caches in files (saved_prefix.cpp) may call at any time, so
-// every public function holds the mutex.
+// Sequences begin and end between two passes. Whoever keeps caches in files (saved_prefix.cpp) may call at
+// any time, so every public function holds the mutex.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -90,8 +90,8 @@ class Prefixes {
   bool saved(bool done);
   int reusable(const std::vector<int>& ids, int max_reusable) const;  // where a sequence could start now
   int start_in(const std::vector<uint8_t>& dropped, int shared) const;  // ... in a file that shares so much
-  // A cache with these contents. `give` is told which, before it is opened, and hands keys and values over. False
-  // where there is no room.
+  // A cache with these contents. `give` is told which, before it is opened, and hands keys and values over.
+  // False where there is no room.
   bool adopt(Contents contents, const std::function<void(int cache)>& give);
 
  private:

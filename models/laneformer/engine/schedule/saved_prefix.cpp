@@ -1,5 +1,5 @@
-// Caches that outlive the process: which of them are to be written to files, and what comes back from there. The files
-// are ../cpu/saved.py's.
+// Caches that outlive the process: which of them are to be written to files, and what comes back from
+// there. The files are ../cpu/saved.py's.
 #include <algorithm>
 #include <utility>
 
@@ -8,10 +8,9 @@
 namespace laneformer {
 
 namespace {
-constexpr int kBlock = 16;  // positions whose keys lie together (kv_memory.h): the last one may still be written to
+constexpr int kBlock = 16;  // positions whose keys lie together: the last block may still be written to
 constexpr int kLeast = 64;  // positions that are worth a file: fewer are read in one pass
-constexpr int kGrowth = 8;  // a file is written again when its cache has grown by so many-th: all writes together are
-                            // then at most so many times the last one
+constexpr int kGrowth = 8;  // a cache is written again when this part of it is new
 }  // namespace
 
 void Prefixes::set_saves(bool saves) {

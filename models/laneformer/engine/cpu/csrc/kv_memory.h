@@ -34,8 +34,8 @@ class KvMemory {
   }
   char* values(int t, int cache, int layer, int head) const { return keys(t, cache, layer, head) + bytes_[t] / 2; }
 
-  // For files. A segment is the keys, or values, of one KV head of a layer for all positions; they are numbered by
-  // layer, head of all threads, keys before values, so that their order does not depend on the threads.
+  // For files. A segment is the keys, or values, of one KV head of a layer for all positions; they are
+  // numbered by layer, head of all threads, keys before values: an order that does not depend on the threads.
   struct Segment {
     char* bytes;
     size_t size;
