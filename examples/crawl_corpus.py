@@ -1,47 +1,90 @@
 """Text as a crawl brings it, for the ablation of the quality steps: `python -m examples.crawl_corpus --out DIR`.
 
-DIR/crawl.jsonl holds documents of the demo's `web` (documentation as prose) among what this machine has besides:
-scripts, style sheets, markup, tables, changelogs, licences. DIR/clean.jsonl holds documents of `web` alone, chosen
-by a hash of their text before any filter, and none of them is in crawl.jsonl. The same on one machine alone.
+DIR/crawl.jsonl holds all text of the HTML pages of documentation packages of Debian: prose among menus, indexes,
+lists of functions, code and tables. DIR/clean.jsonl holds an edited book, The Debian Administrator's Handbook,
+which no step of a recipe has judged and of which crawl.jsonl has no page. Needs apt-get and dpkg-deb, but not root.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 
 import tyro
-import xxhash
 
+from data_mixtures.readers import local
 from examples import corpus
+from examples.debian_corpus import download
 
+CRAWL = (
+    "git-doc", "libreoffice-help-en-us", "libboost1.74-doc", "postgresql-doc-15", "python3.11-doc", "sqlite3-doc",
+)  # fmt: skip
+CLEAN = "debian-handbook"
 MAX_CHARS = 6000  # of a document, about a page
-CLEAN_OF_8 = 1  # so many of 8 documents of `web` are clean.jsonl's
-DIRT = {
-    "scripts and styles": ("{site_packages}/**/*.js", "{site_packages}/**/*.css", "/usr/share/**/*.js"),
-    "markup": ("{site_packages}/**/*.html", "/usr/share/**/*.html", "/usr/share/**/*.xml", "/usr/share/**/*.svg"),
-    "tables": ("{site_packages}/**/*.csv", "{site_packages}/**/*.json", "{site_packages}/**/RECORD"),
-    "changes and licences": ("/usr/share/doc/*/changelog*", "/usr/share/doc/*/copyright"),
+PACKAGE_BYTES = 1_500_000  # of a package of the crawl
+LINES = {  # elements whose text begins and ends a line
+    "address", "article", "blockquote", "br", "dd", "div", "dl", "dt", "footer", "form", "h1", "h2", "h3", "h4", "h5",
+    "h6", "header", "hr", "li", "nav", "ol", "option", "p", "pre", "section", "table", "td", "th", "title", "tr", "ul",
 }  # fmt: skip
-DIRT_BYTES = 1_500_000  # of each kind
+UNSEEN = {"script", "style"}
 
 
 def main(out: Path) -> None:
     """Write crawl.jsonl and clean.jsonl."""
-    dirt = [(pages(corpus.read(corpus.plain, *paths)), DIRT_BYTES) for paths in DIRT.values()]
-    corpus.write(out, {"clean": [(web(True), None)], "crawl": [(web(False), None), *dirt]})
+    for name in (*CRAWL, CLEAN):
+        if not (out / ".packages" / name).is_dir():
+            unpack(name, out / ".packages")
+    crawl = [(pages(out / ".packages", f"{name}/usr/**/*.html"), PACKAGE_BYTES) for name in CRAWL]
+    book = pages(out / ".packages", f"{CLEAN}/usr/share/doc/debian-handbook/html/en-US/*.html")
+    corpus.write(out, {"clean": [(book, None)], "crawl": crawl})
 
 
-def web(clean: bool) -> corpus.Texts:
-    """The documents of the demo's `web` that are clean.jsonl's, or crawl.jsonl's."""
-    for texts, most in corpus.demo()["web"]:
-        for text in corpus.capped(pages(texts), most):
-            if (xxhash.xxh3_64_intdigest(text.encode(errors="ignore")) % 8 < CLEAN_OF_8) == clean:
-                yield text
+def unpack(name: str, folder: Path) -> None:
+    """A package of Debian in `folder`/`name`, whole or not at all."""
+    package, part = download(name, folder), folder / f"{name}.part"
+    subprocess.run(["dpkg-deb", "-x", str(package), str(part)], check=True)
+    part.rename(folder / name)
+    package.unlink()
 
 
-def pages(texts: corpus.Texts) -> corpus.Texts:
-    """Their first pages."""
-    return (text[:MAX_CHARS] for text in texts)
+def pages(folder: Path, glob: str) -> corpus.Texts:
+    """The first MAX_CHARS of each page, in an order that does not depend on where the folder is."""
+    root = folder.resolve()
+    return (text[:MAX_CHARS] for text in corpus.read(page, f"{root}/{glob}", beside=root))
+
+
+def page(path: Path) -> list[str]:
+    """All text of an HTML page, a line for a paragraph, a heading, an item of a menu, a cell or a line of code."""
+    reader = _Page()
+    reader.feed(local.read(path))
+    reader.close()
+    lines = (re.sub(r"\s+", " ", line).strip() for line in "".join(reader.found).split("\n"))
+    return ["\n".join(line for line in lines if line)]
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.within: list[str] = []  # of elements that are not shown, or whose line breaks count
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag in LINES:
+            self.found.append("\n")
+        if tag in UNSEEN or tag == "pre":
+            self.within.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in LINES:
+            self.found.append("\n")
+        if tag in self.within:
+            self.within.remove(tag)
+
+    def handle_data(self, data: str) -> None:
+        if not UNSEEN & {*self.within}:
+            self.found.append(data if "pre" in self.within else data.replace("\n", " "))
 
 
 if __name__ == "__main__":

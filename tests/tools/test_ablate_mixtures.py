@@ -54,7 +54,7 @@ def test_mixtures_are_compared_in_bits_per_byte_by_seed(data: Path, tmp_path: Pa
     mixtures.main(options)
     mixtures.main(options)
     assert asked == [("raw", 0, 300), ("steps", 0, 300), ("raw", 1, 300), ("steps", 1, 300)], "each once"
-    bits = mixtures.bits_of_a_nat({"raw": mixtures.held_out(lock, 10**6)}, data)
+    bits = mixtures.bits_of_a_nat({"raw": mixtures.held_out(lock, 64)}, data)
     assert 0.3 < bits < 1.45, "tokens of 1 to 5 bytes"
     (row,) = [line for line in page.read_text().splitlines() if line.startswith("| steps ")]
     assert f"{-0.15 * bits:+.4f} ±" in row
@@ -77,13 +77,27 @@ def test_the_recipes_differ_in_the_steps_of_what_is_trained_on() -> None:
     assert steps.sources == raw.sources
 
 
-def test_clean_text_is_not_in_the_crawl(tmp_path: Path, monkeypatch) -> None:
-    def demo():
-        return {"web": [(map(prose, range(40)), None), (iter(["x" * 9000]), 8000)]}
+PAGE = """<html><head><title>Names</title><style>p { color: red }</style></head><body><ul><li>Home<li><a>Up</a></ul>
+<p>A line of prose,
+  broken by its <em>editor</em>.</p><pre>if a:
+    b()</pre><script>let x = "<p>no</p>"</script>
+<table><tr><td>1</td><td>2&nbsp;&lt;</td></tr></table></body></html>"""
 
-    monkeypatch.setattr(crawl_corpus.corpus, "demo", demo)
-    monkeypatch.setattr(crawl_corpus, "DIRT", {"none": ("/nowhere/*",)})
+
+def test_a_page_is_read_as_a_crawler_would(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(PAGE)
+    lines = ["Names", "Home", "Up", "A line of prose, broken by its editor.", "if a:", "b()", "1", "2 <"]
+    assert crawl_corpus.page(tmp_path / "page.html") == ["\n".join(lines)]
+
+
+def test_the_book_is_not_in_the_crawl(tmp_path: Path) -> None:
+    for number, name in enumerate((*crawl_corpus.CRAWL, crawl_corpus.CLEAN)):
+        for part in ("usr/share/doc/x", "usr/share/doc/debian-handbook/html/en-US"):
+            folder = tmp_path / ".packages" / name / part
+            folder.mkdir(parents=True)
+            (folder / "a.html").write_text(f"<p>{prose(number)} {part}</p>" + "<p>more" * 2000)
     crawl_corpus.main(tmp_path)
     found = {name: (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("clean", "crawl")}
-    assert 1 <= len(found["clean"]) < len(found["crawl"])
-    assert len({*found["clean"], *found["crawl"]}) == 41
+    assert [len(found[name]) for name in ("clean", "crawl")] == [1, 2 * len(crawl_corpus.CRAWL)]
+    assert not {*found["clean"]} & {*found["crawl"]}
+    assert max(len(json.loads(line)["text"]) for line in found["crawl"]) == crawl_corpus.MAX_CHARS

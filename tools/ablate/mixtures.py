@@ -58,7 +58,10 @@ class Options:
 
 def main(options: Options) -> None:
     locks = dict(each.split("=", 1) for each in options.locks)
-    windows = {name: held_out(Path(lock), 10**6) for name, lock in locks.items()}
+    job = plan_of(options, "").training.job
+    windows = {
+        name: held_out(Path(lock), job["validation"]["windows_per_source"]) for name, lock in locks.items()
+    }
     bits = bits_of_a_nat(windows, Path(next(iter(locks.values()))).parent)
     path = options.out / "results.jsonl"
     if not options.report:
@@ -68,6 +71,10 @@ def main(options: Options) -> None:
     Console().print(Markdown(section))
     if options.page:
         put_section(options.page, section)
+
+
+def plan_of(options: Options, lock: str) -> Plan:
+    return Plan.read(AblateOptions(options.config, options.out, lock=lock, steps=options.steps))
 
 
 def bits_of_a_nat(windows: dict[str, Any], data: Path) -> float:
@@ -85,7 +92,7 @@ def train(options: Options, locks: dict[str, str], path: Path) -> None:
     """The runs that the file does not hold yet, in turn by seed."""
     for seed in options.seeds:
         for name, lock in locks.items():
-            plan = Plan.read(AblateOptions(options.config, options.out, lock=lock, steps=options.steps))
+            plan = plan_of(options, lock)
             shape = {**plan.sizes[options.size], **plan.variants[options.variant]}
             job = Job(options.size, name, seed, plan.learning_rates[0], shape)
             if job.key not in [
