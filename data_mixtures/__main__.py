@@ -87,7 +87,8 @@ def stats(given: Given, sources: Sources = "", sequences: str = "") -> None:
     """
     with begun(given, sources) as context:
         store.check_on_disk(context.out, "stats")
-        lengths, threads = _sequences(sequences), context.options.threads
+        lengths = change.named_numbers("--sequences", sequences.split(",") if sequences else ())
+        threads = context.options.threads
         statistics.write(context.out, context.sources, context.console, lengths, threads)
 
 
@@ -99,14 +100,6 @@ def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], so
     """
     with begun(given, sources) as context:
         pipeline.free(context, stage)
-
-
-def _sequences(given: str) -> dict[str, int]:
-    pairs = [pair.partition("=") for pair in given.split(",")] if given else []
-    for phase, _, count in pairs:
-        if not count.isdecimal():
-            raise ValueError(f"--sequences {given!r}: {phase!r} needs a number, as in phase1=1000,phase2=500")
-    return {phase: int(count) for phase, _, count in pairs}
 
 
 if __name__ == "__main__":

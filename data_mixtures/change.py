@@ -57,7 +57,9 @@ def run(given: Change, console: Console) -> Path:
     """Write the changed lock, print what each source has read. ValueError for what a user can fix."""
     check_integer("--at-step", given.at_step)
     path, offsets, first = _place(given)
-    changed = make(path, first, _pairs("--weight", given.weight), _pairs("--add", given.add), given.drop)
+    changed = make(
+        path, first, named_numbers("--weight", given.weight), named_numbers("--add", given.add), given.drop
+    )
     out = given.out or path.with_name(f"{changed['phase']}-{first}.lock.json")
     if out.exists():
         raise ValueError(f"{out} exists, and a run may be pinned to it; give --out")
@@ -83,12 +85,13 @@ def _place(given: Change) -> tuple[Path, dict[str, int], int]:
     return given.data, {}, given.at_step * given.global_batch
 
 
-def _pairs(option: str, given: Iterable[str]) -> dict[str, int]:
+def named_numbers(option: str, given: Iterable[str]) -> dict[str, int]:
+    """What an option of NAME=NUMBER says. ValueError names what is none."""
     pairs = [each.partition("=") for each in given]
-    for name, _, weight in pairs:
-        if not (name and weight.isdecimal()):
-            raise ValueError(f"{option} {name!r} needs a weight, as in {option} web=60")
-    return {name: int(weight) for name, _, weight in pairs}
+    for name, _, number in pairs:
+        if not (name and number.isdecimal()):
+            raise ValueError(f"{option} {name!r} needs a number, as in {option} {name or 'web'}=60")
+    return {name: int(number) for name, _, number in pairs}
 
 
 def make(

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from data_mixtures import order, shards
-from data_mixtures.recipe import check_known
+from data_mixtures.recipe import PACKINGS, check_known
 from data_mixtures.schedule import Schedule
 from data_mixtures.shards import Json
 from data_mixtures.window_files import TokenFile, WindowFiles
 
-PACKING = "concat"  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
-# Whole documents, or conversations, in the first S tokens of each window. Beside each file of tokens lies one of the
-# same form, with the flags of the tokens; its entry is "flags" in theirs.
-BEST_FIT, CONVERSATIONS = "best_fit", "conversations"
+PACKING = PACKINGS[0]  # documents in a row, cut every seq_len tokens; the id `bos_id` marks where one begins
+# Other packings: whole documents, or conversations, in the first S tokens of each window. Beside each file of tokens
+# lies one of the same form, with the flags of the tokens; its entry is "flags" in theirs.
+CONVERSATIONS = "conversations"
 CHANGED_RULE = f"{order.RULE}, changed"  # of a lock whose weights change, see `change`
 _LABELS = ("category", "epoch_cap")  # of a source in a lock: they decide no sequence
 PLACE = "sequence", "source", "shard", "token_offset", "epoch"  # of a sequence
@@ -44,14 +44,8 @@ def pin(
 ) -> Path:
     """Write data_dir/<phase>.lock.json: these sources, with these weights, as their content is now."""
     first = shards.read_manifest(data_dir / next(iter(weights)))
-    lock: Json = {
-        "format": shards.FORMAT,
-        "phase": phase,
-        "seed": seed,
-        "seq_len": seq_len,
-        "packing": packing,
-    }
-    lock |= {"order": order.RULE, **{key: first[key] for key in shards.TOKENIZER_FACTS}}
+    lock: Json = {"format": shards.FORMAT, "phase": phase, "seed": seed, "seq_len": seq_len}
+    lock |= {"packing": packing, "order": order.RULE, **{key: first[key] for key in shards.TOKENIZER_FACTS}}
     lock["sources"] = [source_entry(data_dir, *each, epoch_cap, lock) for each in weights.items()]
     path = data_dir / f"{phase}.lock.json"
     shards.write_json(path, {**lock, "fingerprint": fingerprint(lock)})

@@ -97,7 +97,7 @@ class Hub(Mirror):
             raise ValueError(f"not found at {page}, or private and {token}") from error
         except (
             Exception
-        ) as error:  # no network, a proxy, a server error: in any case the other sources are checked
+        ) as error:  # no network, a proxy, a server error: the other sources are checked all the same
             raise ValueError(f"{NOT_REACHABLE} at {page}: {type(error).__name__}: {error}") from error
         if found is None or len(found) != 40:
             raise ValueError(f"revision {revision!r} has the commit {found!r} at {page}, not 40 hex digits")

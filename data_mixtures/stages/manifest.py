@@ -246,8 +246,8 @@ def _token_facts(out: Path, source: str, entries: tuple[Json, ...]) -> Json:
 def _counts(out: Path, source: str) -> Json:
     """Documents, tokens and bytes that are kept, and all that was read, with what was dropped by reason."""
     fetched = stage.counts(out, "fetch", source) if stage.read_receipt(out, "fetch", Unit(source, 0)) else []
-    filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", shuffle.UPSTREAM))
-    ordered = stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
+    filtered, tokenized = (stage.counts(out, name, source) for name in ("filter", "tokenize"))
+    ordered = _ordered(out, source)
     parts = [each[part] for each in ordered for part in ("train", "valid")]
     kept = {name: sum(part[name] for part in parts) for name in ("documents", "tokens", "bytes")}
     dropped = Counter[str]()
@@ -277,9 +277,8 @@ def _counts(out: Path, source: str) -> Json:
     }
 
 
-def _ordered(out: Path, source: str, part: str) -> list[Json]:
-    counts = stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
-    return [each[part] for each in counts]
+def _ordered(out: Path, source: str) -> list[Json]:
+    return stage.counts(out, shuffle.ORDER, source, len(shuffle.ranges_of(out, source)))
 
 
 def _unused(recipe: Recipe, out: Path, source: str, train: list[Json], valid: Json) -> Json:
@@ -287,15 +286,15 @@ def _unused(recipe: Recipe, out: Path, source: str, train: list[Json], valid: Js
 
     Of packed windows, in which nothing is lost: the tokens of padding.
     """
-    unused: dict[str, int] = {}
     if recipe.packing != mixture.PACKING:
         return {"train_tokens": 0, "padding": sum(entry["padding"] for entry in (*train, valid))}
+    unused, ordered = dict[str, int](), _ordered(out, source)
     for part, files in (("train", train), ("valid", [valid])):
         windows = sum(entry["windows"] for entry in files)
-        tokens = sum(each["tokens"] for each in _ordered(out, source, part))
+        tokens = sum(each[part]["tokens"] for each in ordered)
         unused[f"{part}_tokens"] = tokens - windows * recipe.seq_len - bool(windows)
     begun = sum(entry["docs"]["documents"] for entry in train)
-    documents = sum(each["documents"] for each in _ordered(out, source, "train"))
+    documents = sum(each["train"]["documents"] for each in ordered)
     return {**unused, "train_documents": documents - begun}
 
 

@@ -25,7 +25,7 @@ from data_mixtures.stages.sorted_runs import ranges_of, with_columns
 from data_mixtures.stages.stage import Stage, Unit, receipts
 from data_mixtures.stages.tokenize import DOCUMENT, INDEX, ORIGINS, SLICED, TOKENS, totals
 
-ORDER, SHUFFLE, UPSTREAM = "order", "shuffle", "tokenize"
+ORDER, SHUFFLE = "order", "shuffle"
 # what `order` writes for a document, in the final order: `unit` is its run, `start` its first token in
 # tokens.bin of it
 _KEPT = ("low", "start", "origin", "length", "origin_bytes")

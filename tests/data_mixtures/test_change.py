@@ -67,7 +67,7 @@ def test_three_changes_repeat_nothing_and_leave_nothing_out(counting_data):
         ({"drop": ("s9",)}, r"unknown source in --weight or --drop: 's9'"),
         ({"add": ("s0=1",)}, r"--add: \['s0'\] are in .* already; change their --weight"),
         ({"add": ("s7=1",)}, r"s7/source.json is missing"),
-        ({"weight": ("s0",)}, r"--weight 's0' needs a weight, as in --weight web=60"),
+        ({"weight": ("s0",)}, r"--weight 's0' needs a number, as in --weight s0=60"),
         ({"drop": ("s0", "s1", "s2")}, r"the weights sum to 0"),
         ({"out": Path("/tmp/elsewhere.lock.json")}, r"must lie in .*, beside the sources"),
     ],

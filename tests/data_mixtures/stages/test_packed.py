@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from data_mixtures import mixture, packing, recipe, shards, show
+from data_mixtures import mixture, packing, shards, show
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture
 from data_mixtures.stages import sorted_runs, stats, verify
 from tests.data_mixtures.stages.shuffle_assets import (
@@ -138,4 +138,3 @@ def test_what_is_packed_otherwise_is_not_mixed(data, tmp_path):
         mixture.pin(data, "phase9", {"notes": 1}, SEED, 48, 1)
     with pytest.raises(ValueError, match="unknown packing 'best-fit'; did you mean 'best_fit'"):
         dataclasses.replace(PLAN, packing="best-fit")
-    assert recipe.PACKINGS == (mixture.PACKING, mixture.BEST_FIT)
