@@ -33,11 +33,8 @@ UNSEEN = {"script", "style"}
 
 def main(out: Path) -> None:
     """Write crawl.jsonl and clean.jsonl."""
-    for name in (*CRAWL, CLEAN):
-        if not (out / ".packages" / name).is_dir():
-            unpack(name, out / ".packages")
-    crawl = [(pages(out / ".packages", f"{name}/usr/**/*.html"), PACKAGE_BYTES) for name in CRAWL]
-    book = pages(out / ".packages", f"{CLEAN}/usr/share/doc/debian-handbook/html/en-US/*.html")
+    crawl = [(pages(out / ".packages", name, "usr/**/*.html"), PACKAGE_BYTES) for name in CRAWL]
+    book = pages(out / ".packages", CLEAN, "usr/share/doc/debian-handbook/html/en-US/*.html")
     corpus.write(out, {"clean": [(book, None)], "crawl": crawl})
 
 
@@ -49,10 +46,13 @@ def unpack(name: str, folder: Path) -> None:
     package.unlink()
 
 
-def pages(folder: Path, glob: str) -> corpus.Texts:
-    """The first MAX_CHARS of each page, in an order that does not depend on where the folder is."""
+def pages(folder: Path, name: str, glob: str) -> corpus.Texts:
+    """The first MAX_CHARS of each page of a package, fetched when they are asked for; in an order of the names."""
+    if not (folder / name).is_dir():
+        unpack(name, folder)
     root = folder.resolve()
-    return (text[:MAX_CHARS] for text in corpus.read(page, f"{root}/{glob}", beside=root))
+    for text in corpus.read(page, f"{root}/{name}/{glob}", beside=root):
+        yield text[:MAX_CHARS]
 
 
 def page(path: Path) -> list[str]:
