@@ -2,6 +2,7 @@
 
     python -m evals.compare runs/x@1000 runs/x@2000
     python -m evals.compare runs/a runs/b --kind lm_eval
+    python -m evals.compare runs/a@500 runs/a@1000 --kind gold
     python -m evals.compare runs/x@phase1 runs/x@phase2
     python -m evals.compare runs/x/items/core-1000-0123456789ab.jsonl.gz runs/y/items/core-9-ba9876543210.jsonl.gz
 
@@ -15,24 +16,21 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from evals.core.evaluate import VERSIONS, aggregate, baseline
-from evals.core.tasks import CATEGORIES, TASKS
-from evals.intervals import paired
-from evals.items import read_items
+from evals.core.evaluate import core_differences
 from evals.tables import show_table
 from records.files import JsonObject, read_lines
+from records.items import Pair, bits_change, error_of_mean, mean_of_bits, paired, read_items
 
+ONLY = ("only_a", "only_b")
 # two files that differ in one of these asked other things, or in another way
 SHARED = (
     "kind", "protocol", "limit", "num_fewshot", "chat_template", "haystack", "data_sha256",
 )  # fmt: skip
-Pair = tuple[JsonObject, JsonObject]
 
 
 def compare(a: Path, b: Path) -> JsonObject:
@@ -55,15 +53,21 @@ def compare(a: Path, b: Path) -> JsonObject:
         )
     pairs: dict[str, list[Pair]] = {}
     for key, line in lines_a.items():
-        if line["right"] is not None:
+        if line["right"] is not None or head_a["kind"] == "gold":
             pairs.setdefault(key[0], []).append((line, lines_b[key]))
     tasks = {task: differences(of_task) for task, of_task in pairs.items()}
     found = {"a": str(a), "b": str(b), "kind": head_a.get("kind"), "tasks": tasks}
-    return found | (core_differences(tasks) if head_a.get("kind") == "core" else {})
+    return found | (core_differences(tasks) if head_a.get("kind") == "core" else mean_of_bits(tasks.values()))
 
 
 def differences(pairs: list[Pair]) -> JsonObject:
-    """The figures of one task; groups of its items have equal weight, as in its accuracy."""
+    """The figures of one task; those of a file of gold bits have no answers, and so no accuracies."""
+    answers = {} if pairs[0][0]["right"] is None else accuracies(pairs)
+    return {"n": len(pairs), **answers, **bits_change(pairs)}
+
+
+def accuracies(pairs: list[Pair]) -> JsonObject:
+    """Shares of right answers and their difference; groups of the items have equal weight."""
     groups: dict[str, list[list[float]]] = {}
     for pair in pairs:
         groups.setdefault(pair[0].get("group", ""), []).append([float(line["right"]) for line in pair])
@@ -71,53 +75,12 @@ def differences(pairs: list[Pair]) -> JsonObject:
     changes = [paired(before, after, added=1) for before, after in sides]
     means = [math.fsum(math.fsum(each[side]) / len(each[side]) for each in sides) for side in (0, 1)]
     a, b = ([float(pair[side]["right"]) for pair in pairs] for side in (0, 1))
-    found = {
-        "n": len(pairs), "a": means[0] / len(sides), "b": means[1] / len(sides),
+    return {
+        "a": means[0] / len(sides), "b": means[1] / len(sides),
         "difference": math.fsum(change for change, _ in changes) / len(sides),
         "standard_error": error_of_mean(error for _, error in changes),
         "only_a": sum(map(operator.gt, a, b)), "only_b": sum(map(operator.lt, a, b)),
     }  # fmt: skip
-    if size := sum(line.get("bytes", 0) for line, _ in pairs):
-        a, b = ([pair[side]["nats"] / math.log(2) * len(pairs) / size for pair in pairs] for side in (0, 1))
-        found["bits_difference"], found["bits_standard_error"] = paired(a, b)
-    return found
-
-
-def error_of_mean(errors: Iterable[float]) -> float:
-    """The standard error of the mean of independent values with these."""
-    listed = list(errors)
-    return math.hypot(*listed) / len(listed)
-
-
-def core_differences(tasks: dict[str, JsonObject]) -> JsonObject:
-    """core_v1, core_v2, categories as in a core record, all of them differences, with those of gold bits per byte."""
-    centered = {
-        task.label: {
-            "standard_error": tasks[task.label]["standard_error"],
-            **{
-                f"centered_{version}": tasks[task.label]["difference"] / (1 - baseline(task, version))
-                for version in VERSIONS
-            },
-        }
-        for task in TASKS
-        if task.label in tasks
-    }
-    found = aggregate(centered)
-    for category in CATEGORIES:
-        members = [tasks[task.label] for task in TASKS if task.category == category and task.label in tasks]
-        found["categories"][category] |= mean_of_bits(members)
-    return found | mean_of_bits(tasks.values())
-
-
-def mean_of_bits(tasks: Iterable[JsonObject]) -> JsonObject:
-    """The mean difference of gold bits per byte over tasks that have one."""
-    rows = [task for task in tasks if "bits_difference" in task]
-    if not rows:
-        return {}
-    return {
-        "bits_difference": math.fsum(row["bits_difference"] for row in rows) / len(rows),
-        "bits_standard_error": error_of_mean(row["bits_standard_error"] for row in rows),
-    }
 
 
 def files_of(where: str, kind: str) -> list[Path]:
@@ -161,16 +124,17 @@ def show(found: JsonObject) -> None:
     bits = ("bits_difference", "bits_standard_error")
     rows = []
     for task, row in found["tasks"].items():
-        counts = (plus_minus(row, "difference", "standard_error"), str(row["only_a"]), str(row["only_b"]))
-        shares = (f"{row['a']:.4f}", f"{row['b']:.4f}")
+        counts = (plus_minus(row, "difference", "standard_error"), *(str(row.get(k, "")) for k in ONLY))
+        shares = (f"{row[side]:.4f}" if side in row else "" for side in "ab")
         rows.append([task, str(row["n"]), *shares, *counts, plus_minus(row, *bits)])
     for name, row in found.get("categories", {}).items():
         change = plus_minus(row, "centered_v2", "centered_v2_se")
         if change or "bits_difference" in row:
             rows.append([f"{name}, centered", *[""] * 3, change, "", "", plus_minus(row, *bits)])
-    if "core_v2" in found:
-        change = plus_minus(found, "core_v2", "core_v2_se") or "tasks missing"
-        rows.append(["CORE v2", *[""] * 3, change, "", "", plus_minus(found, *bits)])
+    if "core_v2" in found or "bits_difference" in found:
+        core = "core_v2" in found
+        change = plus_minus(found, "core_v2", "core_v2_se") or "tasks missing" * core
+        rows.append(["CORE v2" if core else "mean", *[""] * 3, change, "", "", plus_minus(found, *bits)])
     names = f"{Path(found['b']).name} minus {Path(found['a']).name}"
     show_table(f"{names}; ± is a paired standard error", columns, rows)
 
@@ -186,7 +150,7 @@ def main(
     Args:
         a: RUN, RUN@STEP, RUN@PHASE, or a file of items (items/*.jsonl.gz) of the earlier evaluation
         b: that of the later evaluation
-        kind: of a run's records: core, lm_eval or code
+        kind: of a run's records: core, lm_eval, code, or gold (validation.gold_items)
     """
     found = compare_named(a, b, kind)
     show(found)

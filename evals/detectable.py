@@ -28,9 +28,9 @@ from scipy.stats import t as student_t
 from evals.compare import files_of
 from evals.core.evaluate import aggregate, task_figures
 from evals.core.tasks import TASKS
-from evals.items import read_items
 from evals.tables import show_table
 from records.files import JsonObject, read_lines
+from records.items import read_items
 
 
 def smallest_change(settings: Sequence[float], values: Sequence[float]) -> JsonObject:

@@ -37,12 +37,12 @@ from typing import TextIO
 from rich.console import Console
 
 from evals.commands import check, read_command
-from evals.items import FOLDER as ITEMS
 from evals.trackers import Trackers
 from records.checkpoints import check_complete, step_folders
 from records.evals import About, wanted
 from records.events import DONE, STOPPED, read_outcome, record_event
 from records.files import append_line, hold_lock, read_lines
+from records.items import FOLDER as ITEMS
 from records.job import JobSections, read_job
 from records.workers import usable_cpus
 

@@ -61,7 +61,7 @@ class About:
     phase: Annotated[str | None, optional("NAME", "not recorded")] = None
     """training phase of the checkpoint, for the record"""
 
-    def append(self, kind: str, figures: JsonObject, **provenance: str | None) -> JsonObject:
+    def append(self, kind: str, figures: JsonObject, **provenance: Any) -> JsonObject:
         """Append an evaluation to `out`, if there is one, and return the record.
 
         figures: results of this kind of evaluation, by the names of FIELDS. The others: PROVENANCE. Raises

@@ -161,7 +161,7 @@ class RunMetrics(MetricsProcessor):
         extra = {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)}
         first = torch.distributed.get_rank() == 0
         with nullcontext() if first else _quiet():
-            self._survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
+            self.survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
         self.last_logged_tokens = tokens
         if first:
             self._append(row)
@@ -175,7 +175,7 @@ class RunMetrics(MetricsProcessor):
             record_event(self.path.parent, "disk_full", attempt=self.attempt, step=row["step"], reason=reason)
         self.disk_full = not written
 
-    def _survive(self, log: Callable[[], None]) -> None:
+    def survive(self, log: Callable[[], None]) -> None:
         """Log, without TensorBoard and wandb from the moment at which a full disk has ended their threads."""
         try:
             log()
@@ -255,7 +255,7 @@ class RunMetrics(MetricsProcessor):
             **{f"valid_loss_by_source/{name}": value for name, value in by_source.items()},
             **{f"{key}/{step}": value for key, each in drafts.items() for step, value in enumerate(each, 1)},
         }
-        self._survive(lambda: self.logger.log(scalars, step))
+        self.survive(lambda: self.logger.log(scalars, step))
         accepted = ", ".join(f"{odds:.3f}" for odds in drafts.get("valid_acceptance", ()))
         drafted = f"  drafts accepted: {accepted}" if accepted else ""
         logger.info(f"validation  step: {step}  loss: {loss:.4f}{drafted}  {seconds:.1f} s")

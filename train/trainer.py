@@ -111,6 +111,8 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             tokens_before = self.metrics_processor.tokens_before
             origin = describe_start(self.run, self.checkpointer.started_from, tokens_before)
             describe_attempt(self.run, self.attempt, self.step, origin, loader, training.global_batch_size)
+        if self.step == 0 and self.job_config.validation.enable:
+            self.validator.measure_gold(self.model_parts[0], 0)
         self.starting = False
         return super().batch_generator(data_iterable)
 

@@ -29,6 +29,7 @@ from laneformer.titan.mtp import Drafted
 
 from .data import inputs_and_labels
 from .diagnostics import ratios
+from .gold import GoldBits, gold_items
 from .metrics import RunMetrics, sequence_losses
 from .supervise.heartbeat import enter
 
@@ -105,6 +106,21 @@ class HeldOutValidator(BaseValidator):
         self.tokens, self.flags = mine[0], mine[1] if len(mine) > 1 else [None] * len(self.sources)
         self.context = validation_context
 
+        def deal(rows: np.ndarray, numbers: np.ndarray, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+            each = deal_out(rows, numbers, dp_world_size, section.local_batch_size, padding)
+            return torch.from_numpy(each[0][:, dp_rank]), torch.from_numpy(each[1][:, dp_rank])
+
+        items = gold_items(job_config)
+        gold = (job_config, deal, self.mesh, validation_context, metrics_processor)
+        self.gold = GoldBits(items, *gold) if items else None
+
+    def measure_gold(self, model: nn.Module, step: int) -> None:
+        """Gold bits per byte, where the job has items; of step 0 before any training."""
+        if self.gold is not None:
+            model.eval()
+            self.gold.measure(model, step)
+            model.train()
+
     def should_validate(self, step: int) -> bool:
         return step % self.job_config.validation.freq == 0 or step == self.job_config.training.steps
 
@@ -143,6 +159,7 @@ class HeldOutValidator(BaseValidator):
         self.metrics.log_held_out(
             step, self._weighted(means), by_source, time.perf_counter() - started, figures
         )
+        self.measure_gold(model, step)
 
     def _weighted(self, by_source: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self.weights, by_source, strict=True)) / sum(self.weights)

@@ -280,13 +280,13 @@ def _items(path: Path) -> Iterator[list[str]]:
     rows: Iterable[Any] = (item for _, item in json_objects(path))
     if path.suffix == ".parquet":
         rows = (row for batch in pq.ParquetFile(path).iter_batches(1024) for row in batch.to_pylist())
-    return (list(_strings(row)) for row in rows)
+    return (list(strings(row)) for row in rows)
 
 
-def _strings(value: Any, inside_list: bool = False) -> Iterator[str]:
+def strings(value: Any, inside_list: bool = False) -> Iterator[str]:
     """All strings of an item, except in lists within lists: those are arguments of tests, such as pangrams."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) or (isinstance(value, list) and not inside_list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings(inner, inside_list or isinstance(value, list))
+            yield from strings(inner, inside_list or isinstance(value, list))

@@ -28,12 +28,13 @@ from evals.code.sandbox import find_sandbox
 from evals.code.score import EVALPLUS, Dataset, Judge, open_dataset
 from evals.code.selection import longest_beginning, target_function, without_demonstration
 from evals.intervals import wilson
-from evals.items import FOLDER as ITEMS
-from evals.items import write_items
+from evals.overlap import Overlap, OverlapFlag, clean_figures
 from evals.scorer import LOCAL, SourceFlags, fast_tokenizer
 from evals.tables import console
 from records.evals import NOWHERE, About, AboutFlags, EvalCommand, optional
 from records.files import JsonObject, file_sha256
+from records.items import FOLDER as ITEMS
+from records.items import write_items
 from records.job import option_value
 from records.workers import usable_cpus
 
@@ -164,6 +165,7 @@ def main(
     sampling: Annotated[Sampling, tyro.conf.arg(help="how answers are generated")] = GREEDY,
     scoring: Annotated[Scoring, tyro.conf.arg(help="how answers are tested")] = Scoring(),
     about: AboutFlags = NOWHERE,
+    overlap: OverlapFlag = None,
 ) -> JsonObject:
     """HumanEval+ or MBPP+ of a model. The last line on stdout is the record, JSON.
 
@@ -177,7 +179,7 @@ def main(
         raise ValueError(
             "--dataset, --results or --out, and either a model folder or --base-url are required"
         )
-    data = open_dataset(dataset)
+    data, search = open_dataset(dataset), overlap and Overlap(overlap)
     sandbox = find_sandbox(scoring.unsafe_no_sandbox)
     model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
     folder = results or results_of(about, settings_of(data, model))
@@ -190,13 +192,16 @@ def main(
         name: figures[name] for name in ("dataset", "protocol", "prompt", "n", "temperature", "top_p")
     }
     head = {"kind": "code", "step": about.step, **who, "protocol": protocol}
-    figures["items"] = write_items(about.out, head, answers_of(data, scored))
+    lines = answers_of(data, scored)
+    problems = {(line["task"], line["item"]): data.problems[line["item"]] for line in lines}
+    figures["clean"] = clean_figures(search, lines, problems)
+    figures["items"] = write_items(about.out, head, lines)
     figures["results"] = f"{folder.parent.name}/{folder.name}" if results is None else str(results)
     return about.append("code", figures, **who)
 
 
 def answers_of(dataset: Dataset, scored: Scored) -> list[JsonObject]:
-    """Lines of evals.items: of each problem the share of samples that pass the base tests, and
+    """Lines of the file of items: of each problem the share of samples that pass the base tests, and
     the plus tests too.
     """
     tasks = (dataset.name, f"{dataset.name}+")  # base tests alone; and plus tests
@@ -233,7 +238,7 @@ def check_here(options: Sequence[str]) -> None:
     find_sandbox("--unsafe-no-sandbox" in options)
 
 
-COMMAND = EvalCommand("code", main, reads=("--dataset",), refuse=check_options, ready=check_here)
+COMMAND = EvalCommand("code", main, reads=("--dataset", "--overlap"), refuse=check_options, ready=check_here)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from evals.scorer.hf import packed
 from evals.tables import console, show_table
 from records.evals import Limit, optional
 from records.files import JsonObject
+from records.items import gold_bits, mean_of_bits
 
 VERSIONS = ("v1", "v2")
 PLANNED = {
@@ -125,13 +126,12 @@ def task_figures(task: Task, answers: Sequence[Answered], n_total: int) -> JsonO
     parts = [wilson(sum(group), len(group)) for group in right.values()]
     middle = math.fsum(center for center, _ in parts) / len(parts)
     half = math.sqrt(math.fsum(width**2 for _, width in parts)) / len(parts)
-    size = sum(answer["bytes"] for answer in answers)
     return {
         "accuracy": accuracy,
         **{f"centered_{version}": centered(task, accuracy, version) for version in VERSIONS},
         "interval": [max(0.0, middle - half), min(1.0, middle + half)],
         "standard_error": half / Z95,
-        "gold_bits_per_byte": math.fsum(a["nats"] for a in answers) / math.log(2) / size if size else None,
+        "gold_bits_per_byte": gold_bits(answers),
         "n": len(answers),
         "n_total": n_total,
         "shots": task.shots,
@@ -152,6 +152,26 @@ def aggregate(tasks: Mapping[str, Mapping[str, Any]]) -> JsonObject:
         members = [task for task in TASKS if task.category == category]
         categories[category] = {"tasks": len(members), **means(tasks, members, "centered")}
     return {**means(tasks, TASKS, "core"), "categories": categories}
+
+
+def core_differences(tasks: dict[str, JsonObject]) -> JsonObject:
+    """core_v1, core_v2, categories as in a core record, all of them differences, and gold bits per byte."""
+    centered = {
+        task.label: {
+            "standard_error": tasks[task.label]["standard_error"],
+            **{
+                f"centered_{version}": tasks[task.label]["difference"] / (1 - baseline(task, version))
+                for version in VERSIONS
+            },
+        }
+        for task in TASKS
+        if task.label in tasks
+    }
+    found = aggregate(centered)
+    for category in CATEGORIES:
+        members = [tasks[task.label] for task in TASKS if task.category == category and task.label in tasks]
+        found["categories"][category] |= mean_of_bits(members)
+    return found | mean_of_bits(tasks.values())
 
 
 def means(

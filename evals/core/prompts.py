@@ -52,20 +52,34 @@ def items(
     if protocol == "nanochat":
         yield from _nanochat_items(task, rows, encoder, max_length, most)
         return
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
     needs_space = (
         len(encoder.encode(" a")) == 1
     )  # GPT-2's tokens include the leading space; SentencePiece adds it
-    for number, (group, members) in enumerate(groups.items()):
-        share = None if most is None else (most + number) // len(groups)
-        chosen = spaced(len(members), share)
+    for group, members, chosen in dclm_groups(task, rows, most):
         for index, examples in enumerate(dclm_examples(len(members), task.shots)):
             if index in chosen:
                 shown = [members[i] for i in examples]
                 prompts = dclm_prompts(task, members[index], shown, encoder, needs_space, max_length)
                 yield Item(prompts, members[index].get("gold", 0), group)
+
+
+def asked_rows(task: Task, rows: Sequence[Row], protocol: Protocol, most: int | None = None) -> list[Row]:
+    """The row of each of `items`, in the same order."""
+    if protocol == "nanochat":
+        return [rows[i] for i in nanochat_order(len(rows), most)]
+    return [members[i] for _, members, chosen in dclm_groups(task, rows, most) for i in sorted(chosen)]
+
+
+def dclm_groups(
+    task: Task, rows: Sequence[Row], most: int | None
+) -> Iterator[tuple[str, list[Row], set[int]]]:
+    """(name, rows, indices of those that are asked) of each group."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(str(row.get("category", "")) if task.by_category else "", []).append(row)
+    for number, (group, members) in enumerate(groups.items()):
+        share = None if most is None else (most + number) // len(groups)
+        yield group, members, spaced(len(members), share)
 
 
 def spaced(count: int, most: int | None) -> set[int]:

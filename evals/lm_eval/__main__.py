@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from evals.items import Partial, write_items
+from evals.items import Partial
 from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
+from evals.overlap import Overlap, OverlapFlag, clean_figures
 from evals.scorer import LOCAL, SourceFlags, origin
 from evals.tables import console, show_table
 from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, code_at_start, optional
 from records.files import JsonObject
+from records.items import write_items
 
 if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
@@ -227,10 +229,12 @@ def main(
     asked: Annotated[Questions, tyro.conf.arg(name="task", help=RULER_CONTEXT)],
     source: SourceFlags = LOCAL,
     about: AboutFlags = NOWHERE,
+    overlap: OverlapFlag = None,
 ) -> JsonObject:
     """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout
     is the record, JSON.
     """
+    search = overlap and Overlap(overlap)
     names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
     about = replace(about, out=about.out and about.out.resolve())  # data_folder changes the working directory
     with data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():
@@ -249,13 +253,16 @@ def main(
     model.scorer.close()
     who = origin_of | {"data_sha256": documents_sha256(result["samples"])}
     head = {"kind": "lm_eval", "step": about.step, **settings, **who}
-    figures["items"] = write_items(about.out, head, answers_of(result["samples"]))
+    lines = list(answers_of(result["samples"]))
+    documents = {(task, each["doc_id"]): each["doc"] for task, of in result["samples"].items() for each in of}
+    figures["clean"] = clean_figures(search, lines, documents)
+    figures["items"] = write_items(about.out, head, lines)
     record = about.append("lm_eval", figures, **who)
     model.partial.remove()
     return record
 
 
-COMMAND = EvalCommand("lm_eval", main, reads=("--data",))
+COMMAND = EvalCommand("lm_eval", main, reads=("--data", "--overlap"))
 
 
 if __name__ == "__main__":

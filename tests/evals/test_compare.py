@@ -13,8 +13,7 @@ import pytest
 from evals.compare import compare, compare_named, main
 from evals.core.evaluate import aggregate, task_figures
 from evals.core.tasks import TASKS
-from evals.intervals import paired
-from evals.items import read_items, write_items
+from records.items import paired, read_items, write_items
 
 HEAD = {"kind": "core", "step": 1, "protocol": "nanochat", "data_sha256": "ab", "limit": 4}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evals.detectable import detectable, main, read_runs, smallest_change
-from evals.items import write_items
+from records.items import write_items
 
 SLOPE, NOISE = -0.1, 0.01  # of bits per byte, by setting and by seed
 ITEMS = 40

@@ -37,11 +37,12 @@ from tools.dashboard.health import drafts_card, incidents_card, layers_card, usa
 from tools.dashboard.listings import contamination_card, evaluations_card, samples_card
 from tools.dashboard.rows import prepare
 from tools.dashboard.scores import scores_card
-from tools.dashboard.tasks import tasks_card
+from tools.dashboard.tasks import gold_card, tasks_card
 
 HOST = "127.0.0.1"
 PARTS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
-    "CORE": core_card, "Training": cards.training_card, "Sources": cards.sources_card, "Held-out text": cards.bits_card,
+    "CORE": core_card, "Training": cards.training_card, "Gold bits": gold_card,
+    "Sources": cards.sources_card, "Held-out text": cards.bits_card,
     "Tasks": tasks_card, "Scores": scores_card, "Samples": samples_card, "Decode speed": cards.decode_card,
     "Drafts": drafts_card, "Machine": cards.machine_card, "Layers": layers_card, "Cost": usage_card,
     "Incidents": incidents_card,

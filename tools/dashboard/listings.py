@@ -6,7 +6,7 @@ import re
 from html import escape
 
 from records.page import card, code, fold, measured, none, percent, short, table, utc
-from records.run import Run, number
+from records.run import Record, Run, number
 from tools.dashboard.core import Point, newest, points_of, where_evaluated
 from tools.dashboard.scores import metrics_of
 
@@ -33,8 +33,9 @@ def contamination_card(run: Run) -> str:
             ]
             where = escape(str(point["phase"] or ""))
             rows.append([escape(name), where, *counts, escape(", ".join(found["sources"] or {}))])
+    clean = clean_part(run)
     if not points:
-        return ""
+        return card("Contamination", clean) if clean else ""
     head = (
         "evaluation set",
         "phase",
@@ -48,12 +49,43 @@ def contamination_card(run: Run) -> str:
         "Items of which the training text held at least half of the 13-grams; the documents were left out."
     )
     if not rows:
-        return card("Contamination", none("the data were not searched for evaluation items"))
+        return card("Contamination", none("the data were not searched for evaluation items") + clean)
     found = [each for point in points for each in (point["benchmarks"] or {}).values()]
     if not any(each["touched"] for each in found):
         names = ", ".join(sorted({name for point in points for name in point["benchmarks"] or {}}))
-        return card("Contamination", f"<p>No item of {escape(names)} was found in the training text.</p>")
-    return card("Contamination", table(head, rows), caption)
+        told = f"<p>No item of {escape(names)} was found in the training text.</p>"
+        return card("Contamination", told + clean)
+    return card("Contamination", table(head, rows) + clean, caption)
+
+
+def clean_part(run: Run) -> str:
+    """The newest scores of all items beside those of items that the text did not hold; "" without any."""
+    rows = []
+    for kind in ("core", "lm_eval", "code"):
+        last = ([Record(), *(p for p in points_of(run, kind) if p["clean"])])[-1]
+        clean = last["clean"] or Record(tasks={})
+        parts = {
+            task: (of["score"], of["difference"], of["standard_error"]) for task, of in clean["tasks"].items()
+        }
+        if kind == "core":
+            parts["CORE v2"] = tuple(clean[f"core_v2{end}"] for end in ("", "_difference", "_difference_se"))
+        for name, (score, change, error) in parts.items():
+            if change is not None and error:
+                told = f"{change:+.4f} ± {error:.4f}"
+                rows.append(
+                    [
+                        escape(name),
+                        escape(where_evaluated(last)),
+                        f"{score - change:.4f}",
+                        f"{score:.4f}",
+                        told,
+                    ]
+                )
+    if not rows:
+        return ""
+    head = ("score", "checkpoint", "all items", "clean items", "clean minus all")
+    words = "Scores with contaminated items; ± is a standard error, in which the shared items cancel."
+    return f"<h3>All and clean</h3>{table(head, rows, 'numbers')}<p class='caption'>{words}</p>"
 
 
 def samples_card(run: Run) -> str:

@@ -15,6 +15,8 @@ from tools.dashboard.core import (
     Point,
     core_curves,
     figure_of,
+    newest,
+    points_of,
     settings_text,
     tasks_of,
     where_evaluated,
@@ -23,6 +25,7 @@ from tools.dashboard.figures import Series, checkpoint_figure
 from tools.dashboard.scores import normal
 
 BETTER = "#2f6fe0"  # than the baseline; BAD is worse
+DRAWN = 200  # points of a task's curve
 FEW = 8  # a table of at most so many tasks is not folded
 NOISY = 0.03  # a standard error of the accuracy above which a task alone says little
 
@@ -125,6 +128,40 @@ def gold_part(points: Sequence[Point], name: str) -> str:
     figure = checkpoint_figure(series, rangemode="normal", hoverformat=".3f")
     return (
         f"<h3>Bits per byte of the right answers, an early signal: lower is better</h3>{chart(figure, name)}"
+    )
+
+
+def gold_card(run: Run) -> str:
+    """Gold bits per byte that the job measured itself, from step 0 on, with paired errors."""
+    points, key = newest(points_of(run, "gold"), "phase", "step"), "gold_bits_per_byte"
+    if not points:
+        return ""
+    subsets: dict[str, list[Point]] = {}
+    for point in points:
+        subsets.setdefault(str(point["data_sha256"]), []).append(point)
+    series = list[Series]()
+    for same in subsets.values():
+        means = [(p, number(p[key])) for p in same]
+        errors = [number((p["change"] or Record())["bits_standard_error"]) for p in same]
+        ends = [normal(mean, error) for (_, mean), error in zip(means, errors, strict=True)]
+        series.append(Series(f"mean of {len(tasks_of(same))} tasks", means, None, ends))
+    some = same[:: -max(1, len(same) // DRAWN)][::-1]  # of the tasks, the newest one among them
+    series += [Series(task, [(p, figure_of(p, task, key)) for p in some]) for task in tasks_of(same)]
+    figure = checkpoint_figure(series, rangemode="normal", hoverformat=".3f")
+    for trace in figure.data[len(subsets) :]:
+        trace.update(line_width=1, opacity=0.55)
+    last, change = points[-1], points[-1]["change"] or Record()
+    told = f"{escape(where_evaluated(last))}: <b>{measured(last[key], '.4f')}</b>"
+    if change["since"] is not None:
+        moved, error = (measured(change[f"bits_{name}"], form)
+                        for name, form in (("difference", "+.4f"), ("standard_error", ".4f")))  # fmt: skip
+        told += f", {moved} ± {error} since step {change['since']:,}"
+    caption = (
+        "Bits per byte of the right answers, measured by the job on the same items; lower is better. "
+        "Bars of the mean: 95 % of its change since the point before, paired; ± is one standard error."
+    )
+    return card(
+        "Gold bits per byte while training", f"<p>{told}</p>{chart(figure, f'loop-{run.name}')}", caption
     )
 
 

@@ -36,6 +36,7 @@ from tools.markdown import table
 from tools.plan import preparation, speed, sums
 from tools.synthetic import write_synthetic_lock
 from tools.timeline import interval
+from train.gold import gold_cost
 from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +118,7 @@ def plan(options: Options, overrides: list[str]) -> Result:
             **phase_plan(job, cluster, read_sources(path, titan_job, mixture), taken),
         }
         phase["pricing"] = {key: getattr(titan_job.metrics, key) for key in ("gpu_hour_price", "currency")}
+        phase["gold"] = gold_cost(titan_job)
         phase["compute"]["cost"] = cost(phase["compute"]["gpu_hours"], phase["pricing"])
         phase["gpu_memory_bytes"], phase["usable_bytes"] = card.memory_bytes, sums.USABLE * card.memory_bytes
         if options.dry_run:
@@ -263,7 +265,7 @@ def take_step(config: Path, overrides: list[str], titan_job: Any, world_size: in
             "--training.steps", "1", "--lr_scheduler.total_steps", str(training.steps),
             "--training.mixed_precision_param", "float32", "--compile.no-enable", "--checkpoint.no-enable",
             "--checkpoint.allow_fresh_start", "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb",
-            "--metrics.log_freq", "1",
+            "--metrics.log_freq", "1", "--validation.gold_items", "",
             *(["--quantize.linear.float8.emulate"] if titan_job.model.converters else []),
         ]  # fmt: skip
         world = dict.fromkeys(("NGPU", "WORLD_SIZE"), str(world_size))
@@ -316,7 +318,7 @@ def gb(value: float) -> str:
 
 def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, columns, rows) of the tables of one phase."""
-    parts, c, job, saved = phase["parameters"], phase["compute"], phase["job"], phase["checkpoints"]
+    parts, c, job, saved, g = (phase[k] for k in ("parameters", "compute", "job", "checkpoints", "gold"))
     rows = [[name, f"{count:,}", f"{100 * count / parts['total']:.1f}%"] for name, count in parts.items()]
     yield "parameters", ["part", "count", "share"], rows
     yield "compute", ["", ""], [
@@ -328,6 +330,7 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
         ["speed", f"{phase['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = {c['mfu_percent']:.1f}% of {result['gpu']}"],
         ["time", f"{c['step_s']:.3f} s a step, {c['days']:.2f} days = {c['gpu_hours']:,.0f} GPU-hours"],
         [f"model of one {result['gpu']}, not measured", modelled(phase["model_tokens_per_s"], phase)],
+        ["gold bits per byte", f"{g['items']:,} items a validation = {g['share']:.2%} of all" if g else "none"],
         ["cost", money(c["gpu_hours"], phase["pricing"]) or "set metrics.gpu_hour_price"],
     ]  # fmt: skip
     yield speed.type_table(phase["model_by_type"], result["gpu"])

@@ -22,12 +22,13 @@ from evals.core.__main__ import main
 from evals.core.evaluate import Settings, answered, remarks, score_task, task_figures
 from evals.core.prompts import Item, Protocol, items
 from evals.core.tasks import TASKS, Bundle, Task
-from evals.items import Partial, read_items
+from evals.items import Partial
 from evals.scorer import Prompt, Scorer, Scores, Source, open_scorer
 from evals.scorer.engine import EngineScorer
 from evals.scorer.hf import PASS_TOKENS, WORTH_A_PASS, TransformersScorer
 from laneformer import Laneformer
 from records.evals import NOWHERE, About
+from records.items import read_items
 from tests.evals.core.core_assets import ROWS, score_one, task, write_bundle, write_laneformer, write_llama
 from tests.evals.lm_eval.lm_eval_assets import toy_server
 

@@ -21,13 +21,13 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from evals.commands import read_command
-from evals.items import read_items
 from evals.lm_eval.__main__ import Questions, evaluate, figures_of, main, prompt_figures
 from evals.lm_eval.models import ScorerLM
 from evals.lm_eval.tasks import ARC_TASKS, data_folder, expand_tasks
 from evals.scorer import Answer, Source, fast_tokenizer
 from evals.scorer.engine import EngineScorer
 from records.evals import About
+from records.items import read_items
 from records.job import read_job
 from tests.evals.lm_eval.lm_eval_assets import CONTEXT, QUESTIONS, export_tiny, toy_server, write_data
 from tests.records.test_fields import check as check_fields

@@ -1,0 +1,137 @@
+"""Gold bits per byte in the loop: every item once on any number of ranks, as a plain model has it; paired changes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evals import gold
+from evals.compare import compare_named
+from evals.core.evaluate import Settings
+from laneformer import Laneformer
+from records.files import read_lines
+from records.items import items_file, read_items
+from tests.records.test_fields import check as check_fields
+from tests.train.logged import EPSILON, SEQ_LEN, STEPS, checkpoint_model, train_logged
+from train.gold import LEAST, PASSES, SHARE, GoldItems
+
+BUNDLE = Path("evals/core/demo_bundle")
+
+
+@pytest.fixture(scope="module")
+def items(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("gold") / "gold.jsonl.gz"
+    gold.main(prepared_data, BUNDLE, out, Settings(limit=4))
+    return out
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [record for record in read_lines(run / "evals.jsonl") if record["kind"] == "gold"]
+
+
+@torch.no_grad()
+def plain_nats(model: Laneformer, line: dict[str, Any]) -> float:
+    """Of the answer, given what stands before it: one prompt, float32 model, loss in float64."""
+    ids = torch.tensor([line["ids"]])
+    logits = model(ids[:, :-1]).double()[0, line["start"] - 1 :]
+    return torch.nn.functional.cross_entropy(logits, ids[0, line["start"] :], reduction="sum").item()
+
+
+def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
+    items: Path, prepared_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks, FSDP; then from step 4 on one rank. Two items a task, as three steps are a small budget."""
+    run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
+    rows = train_logged(run, lock, "--validation.gold_items", str(items), ranks=2)
+    found = records(run)
+    assert [(r["step"], r["tokens_total"]) for r in found] == [
+        (0, 0),
+        (3, rows[2]["tokens"]),
+        (6, rows[5]["tokens"]),
+    ]
+    for record in found:
+        check_fields(record, None)
+    _, known = read_items(items)
+    chosen = {key: line for key, line in known.items() if key[1] < LEAST}
+    _, last = read_items(run / found[2]["items"])
+    assert last.keys() == chosen.keys()
+    model, expected = checkpoint_model(run, STEPS), dict[str, list[tuple[float, int]]]()
+    for (task, number), line in chosen.items():
+        nats = plain_nats(model, line)
+        # the logits' rounding, and that of a float32 sum of the answer's tokens
+        assert abs(last[task, number]["nats"] - nats) < 2 * SEQ_LEN * EPSILON * max(1.0, nats), task
+        expected.setdefault(task, []).append((nats / math.log(2), line["bytes"]))
+    bits = {task: sum(b for b, _ in of) / sum(size for _, size in of) for task, of in expected.items()}
+    for task, value in bits.items():
+        assert found[2]["tasks"][task]["gold_bits_per_byte"] == pytest.approx(value, rel=1e-5)
+    assert found[2]["gold_bits_per_byte"] == pytest.approx(np.mean([*bits.values()]), rel=1e-5)
+    assert found[0]["change"] is None
+    told = compare_named(f"{run}@3", f"{run}@6", "gold")
+    assert found[2]["change"] == {
+        "since": 3,
+        **{k: told[k] for k in ("bits_difference", "bits_standard_error")},
+    }
+    assert found[2]["change"]["bits_difference"] < 0 < found[2]["change"]["bits_standard_error"]
+
+    shutil.rmtree(run / "checkpoint/step-6")
+    train_logged(run, lock, "--validation.gold_items", str(items), ranks=1)
+    again = records(run)
+    assert [r["step"] for r in again] == [0, 3, 6, 6], "step 0 is measured at the start only"
+    assert again[3]["change"]["since"] == 3
+    # two steps of AdamW apart, with gradients summed in another order: the bound of the tests of resuming
+    assert abs(again[3]["gold_bits_per_byte"] - again[2]["gold_bits_per_byte"]) < 1e-4
+
+
+def job(items: Path, lock: Path, freq: int = 500, batch: int = 1536, seq_len: int = SEQ_LEN) -> Any:
+    return SimpleNamespace(
+        validation=SimpleNamespace(gold_items=str(items), freq=freq),
+        mixture=SimpleNamespace(lock=str(lock)),
+        training=SimpleNamespace(global_batch_size=batch, seq_len=seq_len),
+    )
+
+
+def test_items_cost_at_most_their_share(items: Path, prepared_data: Path) -> None:
+    lock = prepared_data / "phase1.lock.json"
+    assert len(GoldItems(job(items, lock)).lines) == len(read_items(items)[1]), "a large run takes all"
+    tasks = len({task for task, _ in read_items(items)[1]})
+    some = GoldItems(job(items, lock, freq=tasks * 10, batch=12))  # 1 % of 3 * 120 sequences a task
+    assert (some.per_task, len(some.lines)) == (3, 3 * tasks)
+    assert some.share == len(some.lines) / (PASSES * tasks * 10 * 12) <= SHARE
+    least = GoldItems(job(items, lock, freq=1, batch=1))
+    assert least.per_task == LEAST
+    assert least.share > SHARE
+
+
+def test_files_of_another_tokenizer_or_length_are_refused(
+    items: Path, prepared_data: Path, tmp_path: Path
+) -> None:
+    lock = prepared_data / "phase1.lock.json"
+    with pytest.raises(
+        ValueError, match=r"has items of 3\d tokens, training.seq_len is 8; make it again with"
+    ):
+        GoldItems(job(items, lock, seq_len=8))
+    head, lines = read_items(items)
+    other = tmp_path / "other.jsonl.gz"
+    other.write_bytes(items_file(head | {"tokenizer_sha256": "ab"}, lines.values()))
+    with pytest.raises(ValueError, match=r"another tokenizer than .*python -m evals.gold .* --bundle BUNDLE"):
+        GoldItems(job(other, lock))
+
+
+def test_the_command_says_what_it_wrote(
+    items: Path, prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gold.main(prepared_data, BUNDLE, tmp_path / "gold.jsonl.gz", Settings(limit=4))
+    said = json.loads(capsys.readouterr().out)
+    assert said["tasks"] >= 4
+    assert said["longest_tokens"] <= SEQ_LEN
+    assert (tmp_path / "gold.jsonl.gz").read_bytes() == items.read_bytes(), "the same bytes each time"
+    with pytest.raises(ValueError, match="raise --max-length"):
+        gold.main(prepared_data, BUNDLE, tmp_path / "none.jsonl.gz", max_length=1)
