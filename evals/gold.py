@@ -27,7 +27,7 @@ from evals.core.tasks import Bundle, Task
 from evals.scorer import Encoder
 from evals.tables import console
 from laneformer.hf.tokenizer import write_tokenizer
-from records.evals import PLAIN
+from records.evals import EvalCommand
 from records.files import JsonObject, write_atomically
 from records.items import items_file
 
@@ -63,7 +63,7 @@ def main(
     out: Path,
     settings: SettingsFlags = FEW,
     max_length: int | None = None,
-) -> None:
+) -> JsonObject:
     """Write the items of a bundle with their right answers, tokenized as the data of a training run.
 
     Args:
@@ -92,11 +92,11 @@ def main(
     write_atomically(out, content)
     counts = {"tasks": len({line["task"] for line in lines}), "items": len(lines)}
     counts |= {"longest_tokens": max(len(line["ids"]) for line in lines)}
-    print(json.dumps(counts | {"out": str(out), "sha256": hashlib.sha256(content).hexdigest()}))
+    return counts | {"out": str(out), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+COMMAND = EvalCommand("gold", main)
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main, prog="python -m evals.gold", config=PLAIN)
-    except ValueError as problem:
-        raise SystemExit(f"gold: {problem}") from None
+    COMMAND.run()

@@ -26,13 +26,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from evals.items import Partial
-from evals.lm_eval.tasks import RULER_TASKS, SEEDS, data_folder, expand_tasks, first_documents, load_tasks
+from evals.lm_eval.tasks import (
+    RULER_TASKS,
+    SEEDS,
+    check_packages,
+    data_folder,
+    expand_tasks,
+    first_documents,
+    load_tasks,
+)
 from evals.overlap import Overlap, OverlapFlag, clean_figures
 from evals.scorer import LOCAL, SourceFlags, origin
 from evals.tables import console, show_table
 from records.evals import NOWHERE, AboutFlags, EvalCommand, Limit, ModelFolder, code_at_start, optional
 from records.files import JsonObject
 from records.items import write_items
+from records.job import option_value
 
 if TYPE_CHECKING:
     from lm_eval.api.model import TemplateLM
@@ -43,7 +52,7 @@ DEFAULT_LENGTHS = (2048, 4096)
 RULER_CONTEXT = (
     "which documents are scored; RULER needs a --max-length up to 100 tokens above its longest length"
 )
-RIGHT = ("acc", "exact_match")  # metrics of an item that are 0 or 1
+RIGHT = ("acc", "exact_match", "prompt_level_strict_acc")  # metrics of an item that are 0 or 1
 
 
 @dataclass(frozen=True)
@@ -262,7 +271,12 @@ def main(
     return record
 
 
-COMMAND = EvalCommand("lm_eval", main, reads=("--data", "--overlap"))
+def check_here(options: Sequence[str]) -> None:
+    """Raise ValueError if a task needs packages that are not installed."""
+    check_packages(expand_tasks(option_value("--tasks", options) or "arc_easy"))
+
+
+COMMAND = EvalCommand("lm_eval", main, reads=("--data", "--overlap"), ready=check_here)
 
 
 if __name__ == "__main__":

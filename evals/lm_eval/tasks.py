@@ -4,8 +4,9 @@ A local folder replaces the hub, so that tasks run without a network:
 
     DIR/allenai/ai2_arc/                        README.md whose `configs:` name the files of ARC-Easy and ARC-Challenge
     DIR/openai/gsm8k/                           README.md whose `configs:` name the files of main
+    DIR/google/IFEval/ifeval_input_data.jsonl   IFEval's prompts
     DIR/baber/paul_graham_essays/train.jsonl    {"text": ...}: the haystack of five RULER tasks
-    DIR/nltk_data/tokenizers/punkt_tab/english/ RULER's sentence splitter; trained on the essays if it is missing
+    DIR/nltk_data/tokenizers/punkt_tab/english/ RULER's and IFEval's sentence splitter; else trained on the essays
 
 `hf download --repo-type dataset allenai/ai2_arc --local-dir DIR/allenai/ai2_arc` fetches one. lm-eval opens
 data sets by name, and `datasets` prefers a folder of that name in the working directory. Sentence tables
@@ -20,8 +21,10 @@ depend on the tokenizer.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,9 +44,10 @@ RULER_TASKS = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe",
 )  # fmt: skip
-ARC_TASKS = ("arc_easy", "arc_challenge")
+IFEVAL_NEEDS = ("langdetect", "immutabledict")
+ARC_TASKS, IFEVAL = ("arc_easy", "arc_challenge"), "ifeval"
 # by lm-eval's folder; indexing all of its tasks takes half a minute
-FOLDERS = {"arc": ARC_TASKS, "ruler": RULER_TASKS, "gsm8k": ("gsm8k",)}
+FOLDERS = {"arc": ARC_TASKS, "ruler": RULER_TASKS, "gsm8k": ("gsm8k",), IFEVAL: (IFEVAL,)}
 TABLES = Path("tokenizers") / "punkt_tab" / "english"
 # lm-eval's defaults; the first two determine RULER's texts
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
@@ -76,6 +80,7 @@ def load_tasks(
     """The stock tasks with their documents, generated from SEEDS as by the `lm_eval` command."""
     import lm_eval.tasks
 
+    check_packages(names)
     check_room(names, lengths, tokenizer)
     random.seed(SEEDS["random"])
     np.random.seed(SEEDS["numpy"])  # noqa: NPY002 - the generator that `ruler_vt` uses
@@ -92,6 +97,18 @@ def load_tasks(
             f"--tasks: lm-eval has no {', '.join(unknown)}, {choice(unknown[0], sorted(known), most=5)}"
         )
     return manager, list(manager.load(list(names))["tasks"].values())
+
+
+def check_packages(names: Sequence[str]) -> None:
+    """ValueError if IFEval is asked for without the packages that it imports."""
+    if IFEVAL in names and (lacking := [name for name in IFEVAL_NEEDS if not is_installed(name)]):
+        raise ValueError(
+            f"ifeval needs {' and '.join(lacking)}: pip install 'lm-eval[ifeval]', or remove it from --tasks"
+        )
+
+
+def is_installed(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def first_documents(task: Task, limit: int | None) -> list[int]:
@@ -113,7 +130,7 @@ def first_documents(task: Task, limit: int | None) -> list[int]:
 def data_folder(data: Path, tasks: Sequence[str]) -> Iterator[None]:
     """Use `data` as the source of all data sets; ValueError names missing files and how to get them."""
     check_present(data, tasks)
-    if set(tasks) & set(RULER_TASKS):
+    if set(tasks) & {*RULER_TASKS, IFEVAL}:
         use_sentence_tables(data)
     before = {name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
     os.environ.update(dict.fromkeys(before, "1"))  # read at import: missing data fails at once
@@ -136,7 +153,10 @@ def check_present(data: Path, tasks: Sequence[str]) -> None:
         needed["allenai/ai2_arc/README.md"] = "a README.md that names the files of ARC-Easy and ARC-Challenge"
     if "gsm8k" in tasks:
         needed["openai/gsm8k/README.md"] = "a README.md that names the files of main"
-    if set(tasks) & set(RULER_TASKS):
+    if IFEVAL in tasks:
+        needed["google/IFEval/ifeval_input_data.jsonl"] = "the prompts and their instructions"
+    tables = (data / "nltk_data" / TABLES).is_dir()
+    if set(tasks) & set(RULER_TASKS) or (IFEVAL in tasks and not tables):
         needed[f"{ESSAYS}/train.jsonl"] = 'lines of {"text": ...}'
     for name, what in needed.items():
         if not (data / name).is_file():

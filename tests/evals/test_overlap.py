@@ -95,8 +95,11 @@ def test_the_order_of_rows_is_that_of_the_items(tmp_path: Path) -> None:
                 found = [item.prompts[-1].ids for item in items(task, easy, protocol, encoder, 128, most)]
                 assert len(rows) == len(found)
                 for row, ids in zip(rows, found, strict=True):
+                    asked = (row.get("query") or row["context"]).strip()
                     told = row.get("continuation") or row["choices"][-1]
-                    assert encoder.text_after([], ids).rstrip().endswith(told.strip()[-4:])
+                    text = encoder.text_after([], ids).rstrip()
+                    assert text.endswith(told)
+                    assert asked in text[-len(asked) - len(told) - 4 :]
 
 
 def test_the_error_of_a_clean_score_covers_what_it_should() -> None:

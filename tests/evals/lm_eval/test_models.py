@@ -5,12 +5,14 @@ on lm-eval's stock tasks.
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from evals.commands import read_command
 from evals.lm_eval.__main__ import Questions, evaluate, figures_of, main, prompt_figures
 from evals.lm_eval.models import ScorerLM
-from evals.lm_eval.tasks import ARC_TASKS, data_folder, expand_tasks
+from evals.lm_eval.tasks import ARC_TASKS, check_packages, check_present, data_folder, expand_tasks
 from evals.scorer import Answer, Source, fast_tokenizer
 from evals.scorer.engine import EngineScorer
 from records.evals import About
@@ -455,6 +457,8 @@ def test_gsm8k_as_the_job_of_sft_asks_it(
         "200",
         "--data",
         "benchmarks/lm_eval",
+        "--overlap",
+        "data/nemotron",
     ]
     folder = tmp_path / "openai/gsm8k"
     folder.mkdir(parents=True)
@@ -490,6 +494,49 @@ def test_gsm8k_as_the_job_of_sft_asks_it(
     readme.unlink()
     with pytest.raises(ValueError, match=r"openai/gsm8k/README\.md is missing"):
         main(hf_dir, questions)
+
+
+def test_ifeval_as_the_job_of_sft_asks_it(
+    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval's own task and checks of instructions, through the chat template, from local files."""
+    with pytest.raises(ValueError, match=r"google/IFEval/ifeval_input_data\.jsonl is missing"):
+        check_present(tmp_path, ["ifeval"])
+    if importlib.util.find_spec("langdetect") is None:
+        with pytest.raises(ValueError, match=r"ifeval needs langdetect.*pip install 'lm-eval\[ifeval\]'"):
+            check_packages(["ifeval"])
+        # neither is asked anything by the instructions below
+        monkeypatch.setitem(sys.modules, "langdetect", ModuleType("langdetect"))
+        frozen = ModuleType("immutabledict")
+        frozen.immutabledict = dict  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "immutabledict", frozen)
+    (tmp_path / "google/IFEval").mkdir(parents=True)
+    rows = [
+        {"key": i, "prompt": f"Write about {what} without any commas.", "instruction_id_list": ["punctuation:no_comma"],
+         "kwargs": [{}]}
+        for i, what in enumerate(("rivers", "towns"))
+    ]  # fmt: skip
+    (tmp_path / "google/IFEval/ifeval_input_data.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows)
+    )
+    essays = tmp_path / "baber/paul_graham_essays"
+    essays.mkdir(parents=True)
+    (essays / "train.jsonl").write_text(
+        json.dumps({"text": "One sentence. And another one. The third."}) + "\n"
+    )
+
+    def generate(self: EngineScorer, ids: list[int], *args: Any, **sampling: Any) -> Answer:
+        asked = self._tokenizer.decode(ids, skip_special_tokens=False)
+        assert asked.count(">user<") == 1
+        return Answer("They flow, slowly." if "rivers" in asked else "They grow slowly.", "stop")
+
+    monkeypatch.setattr(EngineScorer, "generate", generate)
+    questions = Questions("ifeval", limit=2, chat_template=True, data=tmp_path)
+    out = tmp_path / "out/evals.jsonl"
+    record = main(hf_dir, questions, Source(device="cpu", max_length=2048), About(out, 3))
+    assert record["tasks"]["ifeval"]["prompt_level_strict_acc"] == 0.5
+    _, lines = read_items(out.parent / record["items"])
+    assert [line["right"] for line in lines.values()] == [False, True]
 
 
 def test_an_evaluation_that_ends_in_the_middle_goes_on(
