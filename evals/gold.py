@@ -26,7 +26,6 @@ from evals.core.prompts import Unscorable, items
 from evals.core.tasks import Bundle, Task
 from evals.scorer import Encoder
 from evals.tables import console
-from laneformer.hf.tokenizer import write_tokenizer
 from records.evals import EvalCommand
 from records.files import JsonObject, write_atomically
 from records.items import items_file
@@ -36,6 +35,8 @@ FEW = Settings(limit=64)
 
 def encoder_of(tokenizer: Path) -> Encoder:
     """The tokenizer of a data folder as evaluations read one."""
+    from laneformer.hf.tokenizer import write_tokenizer
+
     with tempfile.TemporaryDirectory() as folder:
         made, special = write_tokenizer(tokenizer, Path(folder), 0)
         ids = {f"{name}_token_id": made.token_to_id(special[f"{name}_token"]) for name in ("bos", "eos")}

@@ -25,6 +25,7 @@ COMMANDS = [
     "code --dataset d.jsonl",
     "lm_eval --tasks ruler --lengths 2048,4096 --no-add-bos",
     "samples --prompts p.jsonl --max-new-tokens 64",
+    "pairwise --data q.jsonl --judge-url http://127.0.0.1:8000/v1 --judge j",
 ]
 
 
@@ -33,9 +34,10 @@ def job_of(run: Path, **section: Any) -> JobSections:
 
 
 def test_every_evaluation_is_a_command() -> None:
-    evaluations = {"bits_per_byte", "code", "contamination", "core", "decode_speed", "lm_eval", "samples"}
+    evaluations = {"bits_per_byte", "code", "contamination", "core", "decode_speed", "gold", "lm_eval"}
+    evaluations |= {"pairwise", "samples"}
     assert set(FIELDS) == evaluations
-    assert {command.split()[0] for command in COMMANDS} == evaluations - {"contamination"}
+    assert {command.split()[0] for command in COMMANDS} == evaluations - {"contamination", "gold"}
     for name in evaluations:
         assert read_command(name)[0] == f"evals.{name}"
         assert read_command(name)[1].kind == name
