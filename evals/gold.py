@@ -15,6 +15,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -26,7 +27,7 @@ from evals.core.prompts import Unscorable, items
 from evals.core.tasks import Bundle, Task
 from evals.scorer import Encoder
 from evals.tables import console
-from records.evals import EvalCommand
+from records.evals import EvalCommand, optional
 from records.files import JsonObject, write_atomically
 from records.items import items_file
 
@@ -63,7 +64,7 @@ def main(
     bundle: Path,
     out: Path,
     settings: SettingsFlags = FEW,
-    max_length: int | None = None,
+    max_length: Annotated[int | None, optional("INT", "that of the data")] = None,
 ) -> JsonObject:
     """Write the items of a bundle with their right answers, tokenized as the data of a training run.
 
@@ -71,7 +72,7 @@ def main(
         data: directory written by `python -m data_mixtures.prepare`, whose tokenizer encodes the items
         bundle: folder with the tasks, as of `python -m evals.core`
         out: file to write, .jsonl.gz, for validation.gold_items
-        max_length: most tokens of an item: training.seq_len of the job; default: that of the data
+        max_length: most tokens of an item: training.seq_len of the job
     """
     length = max_length or next(iter(read_manifests(data).values()))["seq_len"]
     tasks, tokenizer = Bundle(bundle), tokenizer_path(data)

@@ -18,15 +18,15 @@ import tyro
 from data_mixtures.shards import read_manifests
 from data_mixtures.stages import decontaminate, stage
 from evals.intervals import Z95, wilson
-from records.evals import optional
 from records.files import JsonObject
 from records.items import error_of_mean
 
 OverlapFlag = Annotated[
     Path | None,
-    optional("DIR", "no item is marked"),
     tyro.conf.arg(
-        help="data folder (data_mixtures.prepare): its search tells clean items from contaminated ones"
+        metavar="DIR",
+        help_behavior_hint="(default: no item is marked)",
+        help="data folder (data_mixtures.prepare): its search tells clean items from contaminated ones",
     ),
 ]
 
