@@ -99,7 +99,7 @@ def test_the_order_of_rows_is_that_of_the_items(tmp_path: Path) -> None:
                     told = row.get("continuation") or row["choices"][-1]
                     text = encoder.text_after([], ids).rstrip()
                     assert text.endswith(told)
-                    assert asked in text[-len(asked) - len(told) - 4 :]
+                    assert asked in text[-len(asked) - len(told) - 12 :]
 
 
 def test_the_error_of_a_clean_score_covers_what_it_should() -> None:
