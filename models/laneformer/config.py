@@ -270,6 +270,8 @@ def _layer_shapes(config: LaneformerConfig, prefix: str, norm: tuple[int, ...]) 
             shapes[f"{prefix}{name}.bias"] = shape[:2]
     if stacked:
         shapes[f"{prefix}{ROUTER}.weight"] = (*stacked, d)
+    own = config.variant.own_shapes(lanes, config.num_attention_heads, d, f)
+    shapes |= {prefix + name: shape for name, shape in own.items()}
     sizes = (q, kv) if config.variant.joint_qk_norm else (config.head_dim, config.head_dim)
     head_norms = zip(HEAD_NORMS, sizes, strict=True) if config.qk_norm else ()
     return shapes | {f"{prefix}{name}.weight": (size,) for name, size in head_norms}

@@ -28,33 +28,9 @@ from torch import Tensor, nn
 from .config import DRAFT_IDS, MODULES, Join, LaneformerConfig
 from .experts import LaneExperts
 from .initialization import init_parameter
+from .linear import LaneLinear, Weight, attend_with_sinks, gated
 from .norms import LaneRMSNorm, SumNorm
 from .positions import apply_rope, causal_mask, draft_mask, rope_table
-
-
-class LaneLinear(nn.Module):
-    """One matrix per lane: y[b,s,l,o] = sum_i x[b,s,l,i] W[l,o,i].
-
-    fan "out" (wq, wk, wv, w1, w3, head): the lane owns rows, weight (L, out/L, in), x (B,S,L,in) ->
-    (B,S,L,out/L). fan "in" (wo, w2): the lane owns columns, weight (L, out, in/L), x (B,S,L,in/L) -> a
-    partial sum (B,S,L,out). With `bias` (L, out/L), for fan "out" only.
-    """
-
-    def __init__(self, num_lanes: int, in_features: int, out_features: int, fan: str, bias: bool = False):
-        super().__init__()
-        assert fan in ("out", "in"), f"fan is 'out' or 'in', not {fan!r}"
-        shape = (
-            (out_features // num_lanes, in_features)
-            if fan == "out"
-            else (out_features, in_features // num_lanes)
-        )
-        self.weight = nn.Parameter(torch.empty(num_lanes, *shape))
-        self.bias = nn.Parameter(torch.empty(num_lanes, shape[0])) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.einsum("bsli,loi->bslo", x, self.weight)
-        return y if self.bias is None else y + self.bias
-
 
 # of the last `broadcast_delay` layers, (attention, mlp); None where nobody waits for them
 Partials: TypeAlias = "deque[tuple[Tensor | None, Tensor | None]]"
@@ -100,7 +76,8 @@ class LaneAttention(nn.Module):
         self.wq = LaneLinear(lanes, d_model, config.query_size, fan="out", bias=bias)
         self.wk = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
         self.wv = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
-        self.wo = LaneLinear(lanes, config.query_size, d_model, fan="in")
+        self.wo = LaneLinear(lanes, config.query_size, d_model, fan="in", bias=self.variant.output_bias)
+        self.sinks = Weight(config.num_attention_heads) if self.variant.attention_sinks else None
         sizes = (config.query_size, kv_size) if self.variant.joint_qk_norm else (config.head_dim,) * 2
         self.q_norm = LaneRMSNorm(config, sizes[0]) if config.qk_norm else None
         self.k_norm = LaneRMSNorm(config, sizes[1]) if config.qk_norm else None
@@ -109,6 +86,8 @@ class LaneAttention(nn.Module):
         """Queries (B, H, S, d) over keys and values (B, K, T, d) -> (B, H, S, d); no
         mask means plain causality.
         """
+        if self.sinks is not None:
+            return attend_with_sinks(query, key, value, mask, self.variant.attention_scale, self.sinks.weight)
         # a branch: compiled for any length, a comparison would be no bool, which `is_causal` has to be
         causal = False if query.shape[2] == 1 else mask is None
         return F.scaled_dot_product_attention(
@@ -154,7 +133,7 @@ class LaneFeedForward(nn.Module):
     def __init__(self, config: LaneformerConfig):
         super().__init__()
         lanes, d_model, d_ff = config.num_lanes, config.hidden_size, config.intermediate_size
-        self.gelu = config.variant.hidden_act == "gelu_pytorch_tanh"
+        self.act = config.variant.hidden_act
         self.w1 = LaneLinear(lanes, d_model, d_ff, fan="out")
         self.w2 = LaneLinear(lanes, d_ff, d_model, fan="in")
         self.w3 = LaneLinear(lanes, d_model, d_ff, fan="out")
@@ -164,8 +143,7 @@ class LaneFeedForward(nn.Module):
         return self.w1(x), self.w3(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x)
-        return self.w2((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up)
+        return self.w2(gated(self.act, *self.project(x)))
 
 
 def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None) -> Tensor:

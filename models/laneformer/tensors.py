@@ -28,6 +28,7 @@ STORED_TYPES = {
     "bf16": StoredType("BF16", np.uint16, "bfloat16"),
     "fp16": StoredType("F16", np.uint16, "float16"),
     "fp32": StoredType("F32", np.float32, "float32"),
+    "uint8": StoredType("U8", np.uint8, "uint8"),
     "int32": StoredType("I32", np.int32, "int32"),
 }
 
@@ -63,9 +64,11 @@ def check_shapes(
 
 @dataclass(frozen=True)
 class Tensor:
-    """Values of `dtype` "bf16", "fp16" or "fp32", 16-bit types as raw uint16; "int32" for ids.
+    """Values of `dtype` "bf16", "fp16" or "fp32", 16-bit types as raw uint16; "int32" for ids, "uint8" for
+    parts of blocks.
 
-    Of a GGUF file that is held as it is, dtype may be its type ("q4_k"), and the values its rows of bytes.
+    Of a file that is held as it is, dtype may be the type of its blocks in GGUF ("q4_k"), and the values its
+    rows of bytes.
     """
 
     dtype: str

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-GATES = ("silu", "gelu_pytorch_tanh")
+GATES = ("silu", "gelu_pytorch_tanh", "swiglu_oai")  # in the order of the engine's (cpu/csrc/kernels.h)
 NORM_PLACES = ("pre", "post", "both")
 
 
@@ -37,12 +37,13 @@ class Experts(NamedTuple):
     """A mixture of experts in place of every layer's MLP; `intermediate_size` is one expert's.
 
     active: of `total`, those with the largest scores of a router. normed: whether their weights, which are the
-    softmax of all scores, are divided by their sum.
+    softmax of all scores, are divided by their sum. biased: the router, and all matrices of the experts.
     """
 
     total: int
     active: int
     normed: bool = True
+    biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Variant:
     what scores are multiplied with, None for 1 / sqrt(head_dim). query_growth (g, n): queries at position p are
     multiplied with 1 + g log(1 + p // n), which needs ropes. ropes: in place of `rope_theta` and `rope_scaling`; of
     all layers, or of those that see everything and those with a window. experts: None for a dense MLP.
+    attention_sinks: a score of each query head that joins every softmax and takes no value. output_bias: of
+    attention's output, as `attention_bias` is of its inputs.
     """
 
     hidden_act: str = "silu"
@@ -64,6 +67,8 @@ class Variant:
     query_growth: tuple[float, int] | None = None
     ropes: tuple[Rope, ...] = ()
     experts: Experts | None = None
+    attention_sinks: bool = False
+    output_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -93,6 +98,16 @@ class Variant:
     @property
     def post_norms(self) -> bool:
         return self.norm_placement != "pre"
+
+    def own_shapes(self, lanes: int, heads: int, d: int, f: int) -> dict[str, tuple[int, ...]]:
+        """Of a layer's biases and sinks, by name; heads of queries, d hidden size, f rows of an MLP."""
+        shapes: dict[str, tuple[int, ...]] = {"attention.wo.bias": (d,)} if self.output_bias else {}
+        shapes |= {"attention.sinks.weight": (heads,)} if self.attention_sinks else {}
+        if self.experts is not None and self.experts.biased:
+            total = self.experts.total
+            shapes |= {f"feed_forward.{name}.bias": (total, lanes, f // lanes) for name in ("w1", "w3")}
+            shapes |= {"feed_forward.w2.bias": (total, d), "feed_forward.router.bias": (total,)}
+        return shapes
 
     def rope_of(self, windowed: bool) -> int:
         """Which of the ropes a layer has; 0 where there is one, or none of its own."""

@@ -28,7 +28,7 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 13_150,
-    "laneformer": 123_250,
+    "laneformer": 125_500,
     "data_mixtures": 62_200,
     "train": 38_150,
     "evals": 38_800,

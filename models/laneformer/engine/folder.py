@@ -22,7 +22,7 @@ from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
-from ..tensors import STORED_TYPES, Tensor, check_shapes
+from ..tensors import AS_IN_FILE, STORED_TYPES, Tensor, check_shapes
 from .machine import memory_bytes, this_machine
 from .options import sampling_defaults
 
@@ -71,7 +71,10 @@ def read_checkpoint(
     if values.get("model_type") not in MODEL_TYPES:
         lanes = default_lanes(values, threads, gpus) if lanes is None else lanes
         config, tensors = laneformer_of(values, stored, lanes)
-        return Checkpoint(config, tensors, eos_ids(folder, values, config), files, *text_files(folder))
+        kind = AS_IN_FILE if tensors.has_blocks else "auto"
+        return Checkpoint(
+            config, tensors, eos_ids(folder, values, config), files, *text_files(folder), dtype=kind
+        )
     config = config_of(values)
     if lanes not in (None, config.num_lanes):
         raise ValueError(

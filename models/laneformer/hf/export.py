@@ -243,6 +243,7 @@ def write_code(folder: Path) -> None:
         "config.py",
         "experts.py",
         "initialization.py",
+        "linear.py",
         "model.py",
         "norms.py",
         "positions.py",

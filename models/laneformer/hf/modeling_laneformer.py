@@ -25,6 +25,7 @@ from transformers.utils import can_return_tuple
 
 from ..experts import LaneExperts  # noqa: F401  (Transformers 4.57 copies what this file imports alone)
 from ..initialization import init_parameter
+from ..linear import LaneLinear  # noqa: F401
 from ..model import LaneformerLayer, LMHead, MTPHead, run_layers
 from ..norms import LaneRMSNorm
 from ..positions import rope_table

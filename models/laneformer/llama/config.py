@@ -27,6 +27,7 @@ OPTIONAL: dict[str, Any] = {
     "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None, "tie_word_embeddings": False,
     "layer_types": None,
 }  # fmt: skip
+BLOCK = 32  # inputs that share a scale in MXFP4
 MAX_GPU_LANES = 8  # as `2b` has: 16 multiprocessors of an H200 to each
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
@@ -44,7 +45,8 @@ class Family:
     variant: fields of a LaneformerConfig's variant. windowed: the layers with a window where `layer_types` does not
     say, see `windows`. ropes: bases of full and sliding layers, where they differ. norm_offset: what is added to
     norms' weights. fused: whether queries, keys and values are one matrix, gate and up another. width: the key
-    with the rows of the MLP, or of each expert.
+    with the rows of the MLP, or of each expert. accepted: what keys may hold, in place of ACCEPTED.
+    interleaved: whether experts are stored as gpt-oss's are (interleaved.py), in blocks that lanes do not cut.
     """
 
     architectures: tuple[str, ...]
@@ -57,6 +59,8 @@ class Family:
     norm_offset: float = 0.0
     fused: bool = False
     width: str = "intermediate_size"
+    accepted: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    interleaved: bool = False
 
 
 OLMO: dict[str, Any] = {"norm_placement": "post", "joint_qk_norm": True}
@@ -76,6 +80,13 @@ QWEN3_MOE = {
     "num_local_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False, "output_router_logits": None,
     "router_aux_loss_coef": None,
 }  # fmt: skip
+GPT_OSS = {
+    "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rms_norm_eps": 1e-5,
+    "num_local_experts": 128,
+    "num_experts": None, "num_experts_per_tok": 4, "rope_theta": 150000.0, "quantization_config": None,
+    "output_router_logits": None, "router_aux_loss_coef": None,
+    "experts_per_token": None, "initial_context_length": None,  # of the first files: said again
+}  # fmt: skip
 FAMILIES = {
     "llama": Family(("LlamaForCausalLM",)),
     "mistral": Family(("MistralForCausalLM",), {"sliding_window": 4096}),
@@ -84,6 +95,11 @@ FAMILIES = {
     "qwen2": Family(("Qwen2ForCausalLM",), QWEN_WINDOWS, qkv_bias=True, windowed="later"),
     "qwen3": Family(("Qwen3ForCausalLM",), {**QWEN_WINDOWS, "head_dim": 128}, qk_norm=True, windowed="later"),
     "qwen3_moe": Family(("Qwen3MoeForCausalLM",), QWEN3_MOE, qk_norm=True, width="moe_intermediate_size"),
+    "gpt_oss": Family(
+        ("GptOssForCausalLM",), GPT_OSS, qkv_bias=True, windowed=2, interleaved=True,
+        variant={"hidden_act": "swiglu_oai", "attention_sinks": True, "output_bias": True},
+        accepted={"attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+    ),
     "smollm3": Family(("SmolLM3ForCausalLM",), SMOLLM3, windowed="nope"),
     "olmo2": Family(("Olmo2ForCausalLM",), {"rms_norm_eps": 1e-5}, qk_norm=True, variant=OLMO),
     "olmo3": Family(
@@ -104,7 +120,8 @@ TEXT_OF = {
 }  # the family of the text model beside a vision tower
 SUPPORTED = (
     f"model_type {', '.join((*FAMILIES, *TEXT_OF))}: decoders with RoPE and RMSNorm, such as Llama 2 and 3, SmolLM, "
-    "Mistral, Qwen 2, 2.5 and 3 (also with experts), OLMo 2 and 3, Granite 3, Phi 3 and 4 mini, Gemma 3 (text)"
+    "Mistral, Qwen 2, 2.5 and 3 (also with experts), OLMo 2 and 3, Granite 3, "
+    "Phi 3 and 4 mini, Gemma 3 (text), gpt-oss"
 )
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,),
@@ -129,6 +146,7 @@ MEANINGS = {
     "expert": "a mixture of experts", "moe": "a mixture of experts", "lora_rank": "multi-head latent attention",
     "linear_": "linear attention", "ssm": "a state space model", "mamba": "a state space model",
     "softcap": "logit soft-capping", "sink": "attention sinks", "parallel": "parallel attention and MLP",
+    "swiglu": "another clamped SwiGLU",
     "quantization": "quantized safetensors (take the original weights, or a GGUF file)",
     "per_layer": "sizes that differ from layer to layer", "bias": "a bias of the output projection or of the MLP",
 }  # fmt: skip
@@ -170,7 +188,12 @@ def translated(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
         nope_layers=nope,
     )
     rope = rope_fields(read, config.head_dim, family.ropes)
-    variant = Variant(**family.variant, ropes=rope.pop("ropes", ()), experts=experts(read), **scales(read))
+    variant = Variant(
+        **family.variant,
+        ropes=rope.pop("ropes", ()),
+        experts=experts(read, family.interleaved),
+        **scales(read),
+    )
     return dataclasses.replace(config, **rope, variant=variant)
 
 
@@ -183,11 +206,12 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"model_type": family, **text, **{name: values[name] for name in outer}, "architectures": None}
 
 
-def experts(read: Mapping[str, Any]) -> Experts | None:
+def experts(read: Mapping[str, Any], biased: bool) -> Experts | None:
     if "num_experts_per_tok" not in read:
         return None
     total = read["num_experts"] or read["num_local_experts"]
-    return Experts(total, read["num_experts_per_tok"], bool(read["norm_topk_prob"]))
+    # gpt-oss's weights are a softmax of the chosen scores
+    return Experts(total, read["num_experts_per_tok"], bool(read.get("norm_topk_prob", True)), biased)
 
 
 def scales(read: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,9 +241,11 @@ def lanes_for(values: Mapping[str, Any], threads: int) -> int:
     family = family_named(values)
     if family.variant.get("joint_qk_norm"):
         return 1
-    return math.gcd(
-        threads, *shared_sizes(values, ("num_attention_heads", "num_key_value_heads", family.width))
-    )
+    heads = shared_sizes(values, ("num_attention_heads", "num_key_value_heads"))
+    rows = shared_sizes(values, (family.width,))
+    if family.interleaved:
+        rows = [size // BLOCK if size % BLOCK == 0 else size for size in rows]
+    return math.gcd(threads, *heads, *rows)
 
 
 def lanes_for_gpus(values: Mapping[str, Any], gpus: int) -> int:
@@ -267,12 +293,17 @@ def family_of(values: Mapping[str, Any]) -> Family:
 
 
 def check_key(key: str, value: Any, family: Family) -> None:
+    if key == "quantization_config" and key in family.optional and value:
+        method = value.get("quant_method") if isinstance(value, Mapping) else value
+        if method != "mxfp4":
+            raise ValueError(f"config.json: {key} has quant_method {method!r}; supported is 'mxfp4' alone")
     if key in SIZES or key in OPTIONAL or key in family.optional or key in HARMLESS or key.startswith("_"):
         return
-    if value is None or value in ACCEPTED.get(key, ()):
+    accepted = ACCEPTED | family.accepted
+    if value is None or value in accepted.get(key, ()):
         return
     meaning = meaning_of(key)
-    only = f"; only {' or '.join(map(repr, ACCEPTED[key]))}" if key in ACCEPTED else ""
+    only = f"; only {' or '.join(map(repr, accepted[key]))}" if key in accepted else ""
     raise ValueError(
         f"config.json: {key} = {value!r} is not supported" + (f" ({meaning})" if meaning else "") + only +
         ("" if only else f"; it may change what the model computes. Supported is {SUPPORTED}")

@@ -31,7 +31,8 @@ PERMUTED = (
     "mistral3",
 )  # whose rows of queries and keys the converter permutes
 STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-QUANTIZED = ("Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS")
+QUANTIZED = ("Q8_0", "Q6_K", "Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS",
+             "MXFP4")  # fmt: skip
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -44,15 +45,28 @@ POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
+}
 OWN_NAMES: dict[str, dict[str, str]] = {  # of an architecture
     "olmo2": POST_NORMS,
     "gemma3": {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
-    "qwen3moe": {"ffn_gate_inp": "mlp.gate", **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj"
-                                                for part in ("gate", "up", "down")}},
+    "qwen3moe": EXPERTS,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {**EXPERTS, "attn_sinks": "self_attn.sinks",
+                "post_attention_norm": "post_attention_layernorm"},
 }  # fmt: skip
 NO_WEIGHTS = (ROPE_FACTORS, *LONGROPE.values())
-ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # of turns and texts
+ENDS = (
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|return|>",
+    "<|call|>",
+)  # of turns and texts
 
 
 class GgufFile(Mapping[str, Tensor]):

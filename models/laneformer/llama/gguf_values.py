@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = {  # model_type in Transformers; Mistral and SmolLM come as llama, OLMo 3 as olmo2
     "llama": "llama", "smollm3": "smollm3", "qwen2": "qwen2", "qwen3": "qwen3", "olmo2": "olmo2", "granite": "granite",
     "phi3": "phi3", "gemma3": "gemma3_text", "mistral3": "ministral3", "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE = {name: f"rope_factors_{name}.weight" for name in ("long", "short")}
@@ -46,7 +47,7 @@ def config_values(
     """The model's config.json, as Transformers would write it."""
     said = Said(metadata)
 
-    if said("expert_count") and said.architecture != "qwen3moe":
+    if said("expert_count") and said.architecture not in ("qwen3moe", "gpt-oss"):
         raise ValueError(
             f"{said.architecture}.expert_count = {said('expert_count')}: experts are not supported"
         )
@@ -115,6 +116,10 @@ def own_values(said: Said, head_dim: int, rotated: int) -> dict[str, Any]:
         names = {"moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
                  "num_experts_per_tok": "expert_used_count"}  # fmt: skip
         return {"norm_topk_prob": True, **{name: said(key) for name, key in names.items()}}
+    if said.architecture == "gpt-oss":
+        names = {"intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
+                 "num_experts_per_tok": "expert_used_count"}  # fmt: skip
+        return {name: said(key) for name, key in names.items()}
     if said.architecture == "phi3":
         length = said("rope.scaling.original_context_length")
         return {"partial_rotary_factor": rotated / head_dim, "original_max_position_embeddings": length}
@@ -156,4 +161,6 @@ def yarn(said: Said) -> dict[str, Any]:
     found = {name: said(f"rope.scaling.{key}") for name, key in keys.items()}
     if said("rope.scaling.yarn_log_multiplier"):
         found |= {"mscale": 1.0, "mscale_all_dim": said("rope.scaling.yarn_log_multiplier")}
+    if said.architecture == "gpt-oss":  # which the file does not say
+        found["truncate"] = False
     return {"rope_type": "yarn", **found, "llama_4_scaling_beta": said("attention.temperature_scale")}

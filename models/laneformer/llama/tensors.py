@@ -20,6 +20,7 @@ import numpy as np
 from ..config import EMBEDDING, HEAD, ROUTER, LaneformerConfig
 from ..tensors import STORED_TYPES, Tensor, check_shapes, type_of
 from .config import FAMILIES, Family, config_of_llama, logits_factor, text_values
+from .interleaved import InterleavedExperts
 from .stacked import StackedExperts
 
 WHOLE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -29,6 +30,7 @@ PARTS = {
     "attention.k_norm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj", "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm", ROUTER: "mlp.gate",
+    "attention.sinks": "self_attn.sinks",
 }  # fmt: skip
 FFN_NORM = {"pre": "post_attention_layernorm", "both": "pre_feedforward_layernorm"}  # by `norm_placement`
 FUSED = {"self_attn.qkv_proj": ("wq", "wk", "wv"), "mlp.gate_up_proj": ("w1", "w3")}
@@ -43,7 +45,7 @@ IGNORED = re.compile(
 
 def laneformer_of(
     values: Mapping[str, Any], tensors: Mapping[str, Tensor], lanes: int
-) -> tuple[LaneformerConfig, Mapping[str, Tensor]]:
+) -> tuple[LaneformerConfig, LlamaTensors]:
     """A model of one of the families as a Laneformer with delay 0 and `lanes` lanes (see `lanes_for`).
 
     values: its config.json. tensors: named and shaped as in Hugging Face's folders. ValueError names what is
@@ -52,9 +54,10 @@ def laneformer_of(
     config = config_of_llama(values, lanes)
     if values is not text_values(values):
         values, tensors = text_values(values), text_tensors(tensors)
+    family = FAMILIES[values["model_type"]]
     if config.variant.experts and not hasattr(tensors, "shapes"):
-        tensors = StackedExperts(tensors)
-    return config, LlamaTensors(config, FAMILIES[values["model_type"]], tensors, logits_factor(values))
+        tensors = InterleavedExperts(tensors) if family.interleaved else StackedExperts(tensors)
+    return config, LlamaTensors(config, family, tensors, logits_factor(values))
 
 
 def text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,10 +104,15 @@ class LlamaTensors(Mapping[str, Tensor]):
             values = np.concatenate((pairs, heads[:, self.rotated :]), 1).reshape(values.shape)
         if stored.dtype not in STORED_TYPES:  # blocks, of which the engine cuts the lanes' rows or columns
             return dataclasses.replace(stored, values=values)
-        if part in COLUMNS:
+        if part in COLUMNS and name.endswith(".weight"):
             *stacked, lanes, rows, columns = shape
             values = values.reshape(*stacked, rows, lanes, columns).swapaxes(-3, -2)
         return dataclasses.replace(stored, values=values.reshape(shape))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a folder's matrices are in blocks."""
+        return bool(getattr(self.tensors, "has_blocks", False))
 
     def type_of(self, name: str) -> str:
         """What the tensor of this name comes as, without widening it."""
@@ -137,12 +145,12 @@ class LlamaTensors(Mapping[str, Tensor]):
 
     def _source_shape(self, name: str) -> tuple[int, ...]:
         shape, (part, kind) = self.shapes[name], part_of(name)
+        if kind == "bias":
+            return shape if part in (*COLUMNS, ROUTER) else (*shape[:-2], shape[-2] * shape[-1])
         if part in COLUMNS:
             return *shape[:-3], shape[-2], shape[-3] * shape[-1]
         if name == HEAD:
             return self.config.vocab_size, self.config.hidden_size
-        if kind == "bias":
-            return (shape[0] * shape[1],)
         return (*shape[:-3], shape[-3] * shape[-2], shape[-1]) if len(shape) >= 3 else shape
 
     def _source_of(self, name: str) -> str:

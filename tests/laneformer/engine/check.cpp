@@ -38,10 +38,12 @@ void add_draft_head(ModelSpec& s) {
 }
 
 // first_late: layers before it sum at once, and what the last ones do not send joins before the final norm.
-ModelSpec small_spec(Head head, bool other_family = false, int experts = 0, int first_late = 0) {
+// biased: with sinks, biases and the clamped gate of gpt-oss.
+ModelSpec small_spec(Head head, bool other_family = false, int experts = 0, int first_late = 0, bool biased = false) {
   ModelSpec s{};
+  s.sinks = s.output_bias = s.expert_bias = biased, s.gate = biased ? Gate::swiglu_oai : Gate::silu;
   s.experts = experts, s.active = experts / 2, s.normed_weights = true;
-  s.qkv_bias = s.head_norms = s.tied = other_family;
+  s.head_norms = s.tied = other_family, s.qkv_bias = other_family || biased;
   s.hidden = 96, s.intermediate = 136, s.layers = 6, s.query_heads = 8, s.kv_heads = 4, s.lanes = 4, s.vocab = 200;
   s.head_size = 12, s.rope.assign(s.layers, other_family ? -1 : 0), s.context = 192, s.delay = kDelay, s.norm_eps = 1e-5f, s.head = head, s.shared_scale = true;
   for (int layer = 0; layer < s.layers; ++layer) {
@@ -73,8 +75,9 @@ void load_random(Model& model, const ModelSpec& s) {
   for (int layer = 0; layer < s.all_layers(); ++layer) {
     for (const char* part : {"wq", "wo"}) model.set_matrix(part, layer, random(hidden * hidden), DType::bf16);
     for (const char* part : {"wk", "wv"}) model.set_matrix(part, layer, random(hidden * kv), DType::bf16);
-    for (const char* part : {"wq", "wk", "wv"})
-      if (s.qkv_bias) model.set_bias(part, layer, random(part[1] == 'q' ? hidden : kv / hidden), DType::bf16);
+    for (const char* part : {"wq", "wk", "wv", "wo", "sinks", "router", "w1", "w2", "w3"})
+      if (const size_t count = model.biases().values(part))
+        model.biases().set(part, layer, random(count), DType::bf16);
     for (const char* part : {"q_norm", "k_norm"})
       if (s.head_norms) model.set_head_norm(part, layer, random(s.head_dim()), DType::bf16);
     for (const char* part : {"w1", "w2", "w3"})
@@ -250,6 +253,8 @@ std::string product_hashes(const std::vector<const char*>& isas) {
   for (const BlockFormat& blocks : block_formats()) {
     PackJob job{bytes.data(), DType::fp32, kRows, kWhole};
     job.blocks = &blocks, job.row_bytes = size_t(kWhole / blocks.inputs) * blocks.bytes;
+    if (blocks.held == DType::mxfp4)  // exponents of weights of about one
+      for (size_t at = 0; at < bytes.size(); at += blocks.bytes) bytes[at] = static_cast<uint8_t>(120 + at % 11);
     if (!add(blocks.name, job, blocks.held)) return "";
   }
   return hashes;
@@ -309,6 +314,7 @@ struct Case {
   Math math = Math::exact;
   bool other_family = false;
   int experts = 0, first_late = 0;
+  bool biased = false;
 };
 
 }  // namespace
@@ -325,6 +331,8 @@ int main(int count, char** arguments) {
                              {"family_int8", best, Head::vocab_parallel, DType::int8, Math::exact, true},
                              {"experts", best, Head::vocab_parallel, DType::bf16, Math::exact, false, 4},
                              {"experts_int8", best, Head::replicate, DType::int8, Math::int8, false, 5},
+                             {"gpt_oss", best, Head::vocab_parallel, DType::bf16, Math::exact, false, 4, 0, true},
+                             {"gpt_oss_int4", best, Head::replicate, DType::int4, Math::int8, false, 5, 0, true},
                              {"int8_rounded", best, Head::replicate, DType::int8, Math::int8},
                              {"int4", best, Head::vocab_parallel, DType::int4, Math::int8},
                              {"flush", best, Head::replicate, DType::bf16, Math::exact, false, 0, 3}};
@@ -339,7 +347,8 @@ int main(int count, char** arguments) {
     // what a type of weights or an instruction set changes does not depend on the number of threads
     const bool every_plan = c.isa == c.name && (c.isa == best || std::string(c.isa) == "portable");
     const std::vector<float> logits =
-        check_plans(small_spec(c.head, c.other_family, c.experts, c.first_late), c.isa, c.dtype, c.math, every_plan)
+        check_plans(small_spec(c.head, c.other_family, c.experts, c.first_late, c.biased), c.isa, c.dtype, c.math,
+                    every_plan)
             .logits;
     if (logits.empty()) return EXIT_FAILURE;
     hashes += std::string(" ") + c.name + "=" + content_hash(logits.data(), logits.size() * sizeof(float), 1);

@@ -98,7 +98,7 @@ def test_neon_gives_the_bits_of_avx2(watched):
     there = hashes(emulator, build("none", "aarch64", **AARCH64))
     assert (there["portable"], there["fp16"], there["fp32"]) == (here["avx2"], here["fp16"], here["fp32"])
     products = [name for name in here if name.startswith("product_")]
-    assert len(products) == 12, "int8, int4, and the ten types of blocks in GGUF files"
+    assert len(products) == 13, "int8, int4, and the eleven types of blocks in GGUF files"
     for name in (*products, "int4", "int8_rounded"):
         assert there[name] == here[name], name
     assert here["avx2"] != here["portable"], (

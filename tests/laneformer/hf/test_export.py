@@ -206,7 +206,7 @@ def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> Non
     assert (report["step"], report["dtype"], report["out"]) == (30, "float32", str(out))
     files = {
         "README.md", "chat_template.jinja", "config.json", "config.py", "configuration_laneformer.py",
-        "experts.py", "generation_config.json", "initialization.py", "model.py", "model.safetensors",
+        "experts.py", "generation_config.json", "initialization.py", "linear.py", "model.py", "model.safetensors",
         "modeling_laneformer.py", "norms.py", "positions.py",
         "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "variant.py",
     }  # fmt: skip

@@ -31,6 +31,8 @@ LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor":
         "short_factor": [1.0, 1.1, 1.3, 1.4, 1.5, 1.6], "long_factor": [1.0, 2.0, 3.0, 5.0, 9.0, 12.0]}  # fmt: skip
 GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
            "attention_multiplier": 0.1}  # fmt: skip
+GPT_OSS = {"num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": WINDOW, "head_dim": 24,
+           "rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False}}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 2}
 
 
@@ -62,6 +64,9 @@ CASES = {
     "qwen3-moe": Case("Qwen3Moe", {**EXPERTS, "head_dim": 40, "norm_topk_prob": True}, torch.bfloat16),
     "qwen3-moe-odds": Case("Qwen3Moe", {**EXPERTS, "num_experts": 40, "num_experts_per_tok": 5,
                                         "sliding_window": WINDOW, "use_sliding_window": True}),
+    "gpt-oss": Case("GptOss", GPT_OSS, torch.bfloat16),
+    "gpt-oss-layer-types": Case("GptOss", {**GPT_OSS, "layer_types": KINDS[1:] + KINDS[1:2], "intermediate_size": 40,
+                                           "tie_word_embeddings": True}),
     "yarn": Case("Llama", {"rope_parameters": YARN}),
     "olmo2": Case("Olmo2", {"num_key_value_heads": 4}, torch.bfloat16),
     "olmo3": Case("Olmo3", {"sliding_window": WINDOW, "layer_types": KINDS, "rope_parameters": OLMO3_ROPES}),

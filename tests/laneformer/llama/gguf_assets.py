@@ -29,17 +29,20 @@ SHAPE = {
 KINDS = {
     "llama": "Llama", "smollm3": "SmolLM3", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "olmo3": "Olmo3",
     "granite": "Granite", "phi3": "Phi3", "gemma3": "Gemma3Text", "mistral3": "Ministral3", "qwen3moe": "Qwen3Moe",
+    "gpt-oss": "GptOss",
 }  # fmt: skip
 TEXTS = [
     "", " ", "Hi there", "  two  spaces\n\n\n\tand a tab", "1234567 89 3.14", "naïve é e\u0301 Å 日本語 한국어 😀",
     "I'LL don't we've", "x<|end|>y <|end|>", "def f(x):\n        return x  # eight\n", " trailing ", "xYz axYz",
 ]  # fmt: skip
 
-BLOCKS = {  # inputs, bytes, where fp16 numbers lie, and their size for weights of about 1
+BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
+    # inputs, bytes, where fp16 numbers lie, and their size for weights of about 1; MXFP4 has an exponent
     "Q4_0": (32, 18, {0: 0.2}), "Q4_1": (32, 20, {0: 0.2, 2: -1.5}), "Q5_0": (32, 22, {0: 0.1}),
     "Q5_1": (32, 24, {0: 0.1, 2: -1.5}), "Q8_0": (32, 34, {0: 0.013}), "IQ4_NL": (32, 18, {0: 0.015}),
     "Q4_K": (256, 144, {0: 0.006, 2: 0.045}), "Q5_K": (256, 176, {0: 0.003, 2: 0.045}),
     "Q6_K": (256, 210, {208: 0.0007}), "IQ4_XS": (256, 136, {0: 0.0008}),
+    "MXFP4": (32, 17, {}),
 }  # fmt: skip
 
 
@@ -51,6 +54,8 @@ def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarra
     for at, scale in halves.items():
         drawn = rng.uniform(0.7, 1.3, (*blocks.shape[:2], 1)) * scale / inputs**0.5
         blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, :, 0] = 126 - int(np.log2(inputs) / 2) - rng.integers(0, 3, blocks.shape[:2])
     return blocks.reshape(rows, -1)
 
 
@@ -119,12 +124,12 @@ def write_gguf(
             array = array + 1
         if architecture in PERMUTED and part in heads:
             array = permuted(array, heads[part])
-        if array.ndim < 2 or part == "gate":  # a router
+        if array.ndim < 2 or part == "gate" or name.endswith(".bias"):  # of them a router
             writer.add_tensor(gguf_name(name, architecture), array)
             continue
         type_of = kind if isinstance(kind, str) else kind(gguf_name(name, architecture))
         shape = int(np.prod(array.shape[:-1])), array.shape[-1]  # of experts one after the other
-        drawn = type_of in BLOCKS and type_of not in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+        drawn = type_of in BLOCKS and type_of not in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
         data = random_blocks(type_of, *shape) if drawn else quantize(array, GGMLQuantizationType[type_of])
         data = data.reshape(*array.shape[:-1], -1)
         writer.add_tensor(gguf_name(name, architecture), data, raw_dtype=GGMLQuantizationType[type_of])
@@ -138,9 +143,19 @@ def write_gguf(
 def unfused(state: dict[str, Any]) -> dict[str, Any]:
     """Experts' gate and up projections apart, as checkpoints have them."""
     found: dict[str, Any] = {}
+    of_gpt_oss = any("router" in name for name in state)
     for name, value in state.items():
-        stem, _, part = name.rpartition(".experts.")
-        if part == "gate_up_proj":
+        stem, _, part = name.rpartition(".experts.") if ".experts." in name else (name, "", "")
+        if of_gpt_oss:  # transposed, gates and ups by turns
+            name = name.replace(".mlp.router.", ".mlp.gate.").replace(".sinks", ".sinks.weight")
+            kind = "bias" if part.endswith("_bias") else "weight"
+            value = value.swapaxes(-1, -2) if part and kind == "weight" else value
+            if part.startswith("gate_up_proj"):
+                for i, own in enumerate(("gate_proj", "up_proj")):
+                    found[f"{stem}.experts.{own}.{kind}"] = value[:, i::2]
+            else:
+                found[f"{stem}.experts.down_proj.{kind}" if part else name] = value
+        elif part == "gate_up_proj":
             gate, up = value.chunk(2, 1)
             found |= {f"{stem}.experts.gate_proj.weight": gate, f"{stem}.experts.up_proj.weight": up}
         else:
@@ -155,14 +170,16 @@ def add_own_fields(writer: GGUFWriter, architecture: str, c: Any, rope: dict[str
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if architecture in ("olmo2", "gemma3", "phi3") and (window := getattr(c, "sliding_window", None)):
+    if architecture in ("olmo2", "gemma3", "phi3", "gpt-oss") and (
+        window := getattr(c, "sliding_window", None)
+    ):
         writer.add_sliding_window(window)
     if architecture == "olmo2" and hasattr(c, "layer_types"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
-    if architecture == "qwen3moe":
+    if architecture in ("qwen3moe", "gpt-oss"):
         writer.add_expert_count(c.num_experts)
         writer.add_expert_used_count(c.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+        writer.add_expert_feed_forward_length(getattr(c, "moe_intermediate_size", c.intermediate_size))
     if architecture == "granite":
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)

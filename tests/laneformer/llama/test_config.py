@@ -153,8 +153,8 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None, "num_experts": 8}
             r"\(logit soft-capping\); the nearest that is: 'gemma3'; supported are folders of",
         ),
         (
-            {"model_type": "gpt_oss"},
-            r"model_type = 'gpt_oss' is not supported; supported are .* llama, mistral, .*qwen2",
+            {"model_type": "bloom"},
+            r"model_type = 'bloom' is not supported; supported are .* llama, mistral, .*qwen2",
         ),
         ({"model_type": "mixtral", "num_local_experts": 8}, "a mixture of experts"),
         ({"model_type": None}, "model_type = None is not supported"),

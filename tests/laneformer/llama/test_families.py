@@ -99,7 +99,7 @@ def test_the_context_chooses_the_factors_of_longrope(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["olmo2", "granite", "qwen3-moe", "phi4-mini", "gemma3", "ministral3", "yarn"]
+    "name", ["olmo2", "granite", "qwen3-moe", "gpt-oss", "phi4-mini", "gemma3", "ministral3", "yarn"]
 )
 def test_gpus_refuse_what_they_have_not(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("laneformer.engine.engine.cuda_devices", lambda device: ("cuda:0",))

@@ -24,6 +24,7 @@ from laneformer.tensors import STORED_TYPES
 from tests.laneformer.llama.folders import (
     EXPERTS,
     GEMMA3_ROPES,
+    GPT_OSS,
     GRANITE,
     LONG,
     MINISTRAL3,
@@ -32,7 +33,17 @@ from tests.laneformer.llama.folders import (
 )
 from tests.laneformer.llama.gguf_assets import TEXTS, byte_level, random_llama, tokenizer_metadata, write_gguf
 
-WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")  # the package cannot write K-quants
+WRITTEN = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q5_0",
+    "Q5_1",
+    "Q4_0",
+    "Q4_1",
+    "MXFP4",
+)  # the package cannot write K-quants
 SMOLLM = pre_tokenizers.Sequence(
     [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
 )
@@ -95,9 +106,10 @@ def assert_same_logits(path: Path, reference: Any, tolerance: float = 1e-5) -> N
                     "query_pre_attn_scalar": 16, "tie_word_embeddings": True}),
         ("mistral3", {"rope_parameters": MINISTRAL3}),
         ("qwen3moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
+        ("gpt-oss", {**GPT_OSS, "head_dim": 32}),
     ],
     ids=["llama", "tied", "llama3", "smollm3", "qwen2", "qwen3", "yarn", "olmo2", "olmo3", "granite", "phi3", "gemma3",
-         "mistral3", "qwen3moe"],
+         "mistral3", "qwen3moe", "gpt-oss"],
 )  # fmt: skip
 def test_every_architecture(
     tmp_path: Path, metadata: Any, architecture: str, overrides: dict[str, Any]

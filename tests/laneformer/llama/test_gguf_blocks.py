@@ -47,6 +47,22 @@ def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind: str) -> None:
     assert error <= (2.0**-10 if BLOCKS[kind][0] == 256 else 0)
 
 
+def test_scales_of_mxfp4_have_every_exponent(tmp_path: Path) -> None:
+    """From the least, which is no normal float32, to the last whose largest weight is a float32; others are refused."""
+    data = random_blocks("MXFP4", 253, 32)
+    data[:, 0], data[:, 1] = np.arange(253), 0xF7  # and its largest weight, both ways
+    rows, _ = _core.multiply_blocks(data, np.zeros((1, 32), single), "mxfp4", "portable")
+    expected = dequantize(data, GGMLQuantizationType.MXFP4)
+    np.testing.assert_array_equal(rows.reshape(expected.shape), expected)
+    assert np.array_equal(np.abs(expected).max(-1), 6 * 2.0 ** (np.arange(253.0) - 127))
+    products = [
+        _core.multiply_blocks(data, np.full((1, 32), 2.0**-90, single), "mxfp4", isa)[1] for isa in ISAS
+    ]
+    assert all(np.array_equal(products[0], product) for product in products)
+    with pytest.raises(ValueError, match="not finite"):
+        _core.multiply_blocks(np.full((1, 17), 253, np.uint8), np.zeros((1, 32), single), "mxfp4", "portable")
+
+
 def defined(kind: str, rows: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The product (columns, rows) of held rows in float64, with inputs rounded as the kernels round them."""
     inputs, scales = rounded(x)

@@ -48,6 +48,7 @@ class Draw:
             "Qwen3",
             "Qwen3Moe",
             "Gemma3Text",
+            "GptOss",
         )
         values: dict[str, Any] = {
             "num_key_value_heads": kv, "num_attention_heads": kv * group, "num_hidden_layers": layers,
@@ -99,6 +100,11 @@ class Draw:
         if family == "Ministral3":
             grows = {"llama_4_scaling_beta": self.one(0.1, 0.4), "original_max_position_embeddings": 16}
             return {"rope_parameters": {**self.yarn(), **grows}}
+        if family == "GptOss":
+            count = self.number(1, 20)
+            return {"rope_parameters": self.one(rope, self.yarn()), "sliding_window": window,
+                    "num_local_experts": count, "num_experts_per_tok": self.number(1, count),
+                    "layer_types": self.one(None, types), "intermediate_size": self.number(5, 30) * 4}  # fmt: skip
         scales = {"rope_parameters": rope}
         if family == "Granite":
             names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -115,7 +121,7 @@ class Draw:
 
 
 FAMILIES = ("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "Olmo2", "Olmo3",
-            "Granite", "Phi3", "Gemma3Text")  # fmt: skip
+            "Granite", "Phi3", "Gemma3Text", "GptOss")  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(FOLDERS))

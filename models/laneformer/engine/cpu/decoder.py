@@ -30,7 +30,7 @@ from ...config import (
     LaneformerConfig,
 )
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
-from ...variant import Variant
+from ...variant import GATES, Variant
 from ..decoder import Collected, Ended, Request
 from ..folder import query_scales, rope_tables
 from ..machine import Machine, free_memory_bytes, this_machine
@@ -42,6 +42,7 @@ MAX_THREADS = 1024
 CACHED_SHARE = 4  # of the memory that is left, for keys and values
 GROUP_INPUTS = 32  # that blocks give a scale
 KV_DTYPES = ("fp32", "bf16", "fp16")
+EXPERTS = ("experts", "active", "normed_weights", "expert_bias")  # in the core's words
 MATHS = {  # how activations enter matrix products, and the weights that they meet
     "exact": ("bf16", "fp16", "fp32", "int8"),
     "bf16": ("bf16",),
@@ -199,8 +200,11 @@ class CpuDecoder(_core.Decoder):
             if name in shapes:
                 send(name, self.set_norm, index)
         for i, layer in enumerate(layers):
-            for matrix in BIASED if config.attention_bias else ():
-                send(f"{layer}{matrix}.bias", self.set_bias, matrix.split(".")[1], i)
+            for matrix in (*MATRICES, ROUTER):
+                if (bias := f"{layer}{matrix}.bias") in shapes:
+                    send(bias, self.set_bias, matrix.split(".")[1], i)
+            if config.variant.attention_sinks:
+                send(f"{layer}attention.sinks.weight", self.set_bias, "sinks", i)
             for norm in HEAD_NORMS if config.qk_norm else ():
                 send(f"{layer}{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
         kept = {name: value for name, value in config.to_dict().items() if name != "max_position_embeddings"}
@@ -319,10 +323,12 @@ def variant_spec(variant: Variant) -> dict[str, Any]:
         "pre_norms": variant.pre_norms,
         "post_norms": variant.post_norms,
         "joint_qk_norm": variant.joint_qk_norm,
-        "gelu": variant.hidden_act != "silu",
+        "gate": GATES.index(variant.hidden_act),
         "attention_scale": variant.attention_scale or 0.0,
         "embedding_scale": variant.embedding_scale,
-        **dict(zip(("experts", "active", "normed_weights"), variant.experts or (0, 0, False), strict=True)),
+        "attention_sinks": variant.attention_sinks,
+        "output_bias": variant.output_bias,
+        **dict(zip(EXPERTS, variant.experts or (0, 0, False, False), strict=True)),
     }
 
 

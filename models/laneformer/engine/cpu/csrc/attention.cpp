@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace laneformer {
@@ -162,9 +163,12 @@ void Attention::attend_from_nothing(const AttendArgs& a) const {
 void Attention::finish(const Lane& lane, const Block& block, const float* states) const {
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim(), stride = mixed_stride(spec_);
   float* out = lane.mixed + size_t(block.column) * stride + block.head * group_ * d;
+  const int number = shared_.model.plan(lane.t).first_lane + lane.own;
+  const float* sinks = nullptr;
+  if (spec_.sinks) sinks = shared_.model.biases().sinks(lane.layer, number) + block.head * group_;
   for (int c = 0; c < block.count; ++c, out += stride)
     for (int q = 0; q < group_; ++q, states += dim + kStateExtra) {
-      const float inverse = 1.0f / states[dim + 1];
+      const float inverse = 1.0f / (states[dim + 1] + (sinks ? std::exp(sinks[q] - states[dim]) : 0.0f));
       for (int j = 0; j < d; ++j) out[q * d + j] = states[j] * inverse;
     }
 }

@@ -78,13 +78,16 @@ ModelSpec spec_from(nb::dict d) {
   s.tied = nb::cast<bool>(d["tie_word_embeddings"]);
   s.rope = nb::cast<std::vector<int>>(d["rope"]), s.ropes = number("ropes");
   s.pre_norms = nb::cast<bool>(d["pre_norms"]), s.post_norms = nb::cast<bool>(d["post_norms"]);
-  s.joint_head_norms = nb::cast<bool>(d["joint_qk_norm"]), s.gelu = nb::cast<bool>(d["gelu"]);
+  s.joint_head_norms = nb::cast<bool>(d["joint_qk_norm"]), s.gate = static_cast<Gate>(number("gate"));
   s.attention_scale = nb::cast<float>(d["attention_scale"]);
   s.embedding_scale = nb::cast<float>(d["embedding_scale"]);
   s.experts = number("experts"), s.active = number("active");
   s.normed_weights = nb::cast<bool>(d["normed_weights"]);
+  s.sinks = nb::cast<bool>(d["attention_sinks"]), s.output_bias = nb::cast<bool>(d["output_bias"]);
+  s.expert_bias = nb::cast<bool>(d["expert_bias"]);
   if (s.experts && (s.active < 1 || s.active > s.experts))
     throw std::invalid_argument("no, or too many experts are active");
+  if (number("gate") < 0 || number("gate") >= kGates) throw std::invalid_argument("no such gate");
   for (const auto& names : nb::cast<std::vector<std::vector<std::string>>>(d["held"])) {
     s.held.emplace_back();
     for (int part = 0; part < kMatrices; ++part) s.held.back()[part] = dtype_named(names.at(part), kDTypeCount);
@@ -156,10 +159,11 @@ bool set_norm(Decoder& decoder, int index, Bytes data, const std::string& dtype)
 
 bool set_bias(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {
   const DType from = dtype_named(dtype);
-  if (!decoder.model.spec().qkv_bias) throw std::invalid_argument("this model has no biases");
-  expect_values(data, from, matrix_values(decoder.model.spec(), part) / decoder.model.spec().hidden, part);
+  const size_t values = decoder.model.biases().values(part);
+  if (!values) throw std::invalid_argument("this model has no biases of " + part);
+  expect_values(data, from, values, part);
   expect_layer(decoder, layer);
-  return decoder.model.set_bias(part, layer, data.data(), from);
+  return decoder.model.biases().set(part, layer, data.data(), from);
 }
 
 bool set_head_norm(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& dtype) {

@@ -122,12 +122,22 @@ void read_iq4_xs(const uint8_t* block, int group, BlockGroup& out) {  // d, high
   split_nibbles(block + 8 + 16 * group, out.bits);
 }
 
+// An exponent, nibbles. The scale is half of 2^(exponent - 127), as levels are doubled; with exponents beyond
+// 252 the largest weights are no float32.
+void read_mxfp4(const uint8_t* block, int, BlockGroup& out) {
+  const int exponent = block[0];
+  const int bits = exponent > 1 ? (exponent - 1) << 7 : 0x20 << exponent;
+  out.scale[0] = static_cast<uint16_t>(exponent > 252 ? 0x7f80 : bits);
+  split_nibbles(block + 1, out.bits);
+}
+
 constexpr BlockFormat kFormats[] = {
     {"q4_0", 32, 18, DType::q4, read_q4_0},          {"q4_1", 32, 20, DType::q4_min, read_q4_1},
     {"q5_0", 32, 22, DType::q5_min, read_q5_0},      {"q5_1", 32, 24, DType::q5_min, read_q5_1},
     {"q8_0", 32, 34, DType::q8, read_q8_0},          {"q4_k", 256, 144, DType::q4_min, read_q4_k},
     {"q5_k", 256, 176, DType::q5_min, read_q5_k},    {"q6_k", 256, 210, DType::q6, read_q6_k},
     {"iq4_nl", 32, 18, DType::iq4, read_q4_0},       {"iq4_xs", 256, 136, DType::iq4, read_iq4_xs},
+    {"mxfp4", 32, 17, DType::mxfp4, read_mxfp4},
 };
 
 // --- tiles --------------------------------------------------------------------------------------------------------
@@ -160,7 +170,8 @@ void read_group(const BlockFormat& format, const void* row, int group, BlockGrou
 }
 
 bool is_finite(const BlockGroup& group, DType held) {
-  const auto finite = [](uint16_t half) { return (half & 0x7c00) != 0x7c00; };
+  const uint16_t exponent = held == DType::mxfp4 ? 0x7f80 : 0x7c00;
+  const auto finite = [=](uint16_t half) { return (half & exponent) != exponent; };
   const DTypeTraits& traits = traits_of(held);
   return finite(group.scale[0]) && (traits.scales < 2 || finite(group.scale[1])) &&
          (!traits.minima || finite(group.minimum));
@@ -170,11 +181,14 @@ void widen(const BlockGroup& group, DType held, float* out) {
   const DTypeTraits& traits = traits_of(held);
   const float minimum = traits.minima ? half_to_float(group.minimum) : 0.0f;
   for (int i = 0; i < kGroupInputs; ++i) {
-    const int bits = held == DType::iq4  ? kUnevenLevels[group.bits[i]]
-                     : held == DType::q8 ? static_cast<int8_t>(group.bits[i])
-                                         : group.bits[i] - traits.zero;
-    const uint16_t scale = group.scale[traits.scales == 2 ? i / 16 : 0];
-    out[i] = static_cast<float>(bits) * half_to_float(scale) + minimum;
+    const int bits = held == DType::iq4     ? kUnevenLevels[group.bits[i]]
+                     : held == DType::mxfp4 ? kFloatLevels[group.bits[i]]
+                     : held == DType::q8    ? static_cast<int8_t>(group.bits[i])
+                                            : group.bits[i] - traits.zero;
+    const uint16_t half = group.scale[traits.scales == 2 ? i / 16 : 0];
+    const float scale =
+        held == DType::mxfp4 ? std::bit_cast<float>(uint32_t(half) << 16) : half_to_float(half);
+    out[i] = static_cast<float>(bits) * scale + minimum;
   }
 }
 

@@ -2,6 +2,7 @@
 // they are (kernels.h). Layouts are those of ggml's ggml-common.h.
 //
 // Only a block's scale of scales times a group's is rounded, to fp16; of blocks of 32 inputs nothing is.
+// MXFP4's scales are powers of two, many beyond the range of fp16, and are held in bf16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +14,7 @@
 namespace laneformer {
 
 // 32 inputs of a row: a weight is (bits - zero) * scale + minimum, by the traits of the tape's type. Scales and minimum
-// are fp16; scale[0] is of the first 16 inputs.
+// are fp16, mxfp4's scales bf16; scale[0] is of the first 16 inputs.
 struct BlockGroup {
   uint8_t bits[kGroupInputs];
   uint16_t scale[2], minimum;

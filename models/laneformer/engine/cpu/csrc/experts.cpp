@@ -53,6 +53,9 @@ void Experts::score(const Lane& lane) {
              scores(lane) + c * score_stride() + router.first_row, static_cast<int>(score_stride()),
              std::min(kScoredColumns, lane.columns - c));
   }
+  if (spec_.expert_bias)
+    shared_.add_bias(shared_.model.biases().router(lane.layer), router, scores(lane), score_stride(),
+                     lane.columns);
 }
 
 // The experts of the largest scores, of equal ones the first, and their weights: a softmax of all scores, or
@@ -86,7 +89,7 @@ void Experts::choose(const float* scores, int column, Scratch& w) const {
 void Experts::enter(const Lane& lane) {
   Scratch& w = scratch_[lane.t];
   const size_t hidden = spec_.padded_hidden(), wide = spec_.gate_up_rows();
-  const auto gate = spec_.gelu ? shared_.kernels.gelu_gate : shared_.kernels.silu_gate;
+  const auto gate = shared_.kernels.gates[int(spec_.gate)];
   float* out = gated(lane);
   for (int e = 0; e < spec_.experts; ++e) {
     const std::vector<Served>& served = w.served[e];
@@ -96,6 +99,10 @@ void Experts::enter(const Lane& lane) {
     for (size_t i = 0; !all && i < served.size(); ++i)
       std::memcpy(w.x.floats() + i * hidden, lane.x + served[i].column * hidden, hidden * sizeof(float));
     multiply(lane.t, rows, all ? lane.x : w.x.floats(), hidden, w.y.floats(), wide, served.size());
+    const int number = shared_.model.plan(lane.t).first_lane + lane.own;
+    if (spec_.expert_bias)
+      shared_.add_bias(shared_.model.biases().gate_up(lane.layer, e, number), rows, w.y.floats(), wide,
+                       served.size());
     for (size_t i = 0; i < served.size(); ++i, out += ff_stride())
       gate(w.y.floats() + i * wide + rows.first_row, rows.tiles(), out + rows.first_row / 2);
   }
@@ -113,6 +120,9 @@ void Experts::leave(const Lane& lane) {
     const std::vector<Served>& served = w.served[e];
     if (served.empty()) continue;
     multiply(lane.t, mlps[e].w2, in, ff_stride(), w.out.floats(), hidden, served.size());
+    if (spec_.expert_bias && shared_.model.plan(lane.t).first_lane + lane.own == 0)
+      shared_.add_bias(shared_.model.biases().down(lane.layer, e), mlps[e].w2, w.out.floats(), hidden,
+                       served.size());
     in += served.size() * ff_stride();
     for (size_t i = 0; i < served.size(); ++i)
       shared_.kernels.add_scaled(lane.partial + served[i].column * hidden + first,

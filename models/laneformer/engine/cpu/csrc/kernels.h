@@ -18,16 +18,18 @@
 // weight a line of both groups of rows, a word a row: q5_min's bit 8 b + w is of input 4 w + b, q6 has two
 // bits of it in the first line (w < 4) or the second, at 8 b + 2 (w % 4). Then come 32 scales in fp16, of q6
 // two times 32 for 16 inputs each, and with `_min` 32 minima. A weight is (bits - zero) * scale + minimum;
-// iq4's bits stand for kUnevenLevels.
+// iq4's bits stand for kUnevenLevels. mxfp4's stand for kFloatLevels, which are twice the values of its four-bit
+// floats; its scales, half a power of two, are in bf16, which holds every exponent of eight bits.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace laneformer {
 
-enum class DType : int { bf16, fp16, fp32, int8, int4, q4, q4_min, q5_min, q6, q8, iq4 };
+enum class DType : int { bf16, fp16, fp32, int8, int4, q4, q4_min, q5_min, q6, q8, iq4, mxfp4 };
+enum class Gate : int { silu, gelu, swiglu_oai };  // of an MLP, in the order of variant.py's GATES
 enum class Math : int { exact = 0, bf16 = 1, int8 = 2 };  // of the activations: fp32, or rounded to bf16 or int8
-constexpr int kDTypeCount = 11, kMaths = 3;
+constexpr int kDTypeCount = 12, kMaths = 3, kGates = 3;
 constexpr const char* kMathNames[kMaths] = {"exact", "bf16", "int8"};
 constexpr int kTileRows = 32, kMaxColumns = 128;
 constexpr int kGroupInputs = 32;      // that share a scale: of int4 weights, and of activations rounded to int8
@@ -42,6 +44,8 @@ constexpr int kZeroLevel = 69;
 // ggml's, of IQ4_NL and IQ4_XS.
 alignas(16) constexpr int8_t kUnevenLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                   1,    13,   25,  38,  53,  69,  89,  113};
+// Of MXFP4 (OCP Microscaling Formats, E2M1), times two.
+alignas(16) constexpr int8_t kFloatLevels[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct DTypeTraits {
   const char* name;
@@ -51,7 +55,7 @@ struct DTypeTraits {
 constexpr DTypeTraits kDTypes[kDTypeCount] = {  // by DType
     {"bf16", 2}, {"fp16", 2}, {"fp32", 4}, {"int8", 1}, {"int4", 0, 4, kZeroLevel, 1},
     {"q4", 0, 4, 8, 1}, {"q4_min", 0, 4, 0, 1, 1}, {"q5_min", 0, 5, 0, 1, 1}, {"q6", 0, 6, 32, 2}, {"q8", 0, 8, 0, 1},
-    {"iq4", 0, 4, 0, 1}};
+    {"iq4", 0, 4, 0, 1}, {"mxfp4", 0, 4, 0, 1}};
 static constexpr const DTypeTraits& traits_of(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }
 
 static inline int bytes_of(DType dtype) { return traits_of(dtype).bytes; }
@@ -111,8 +115,7 @@ struct Kernels {
   Product products[kMaths][kDTypeCount];  // `multiply` is null where a math does not take such weights
   // Elementwise loops take n a multiple of 16; buffers are padded with zeros.
   void (*rms_norm)(const float* h, const float* scale, float eps, int size, int n, float* out);
-  void (*silu_gate)(const float* gate_up, int tiles, float* out);  // tiles of 16 gates, 16 ups -> 16 outputs
-  void (*gelu_gate)(const float* gate_up, int tiles, float* out);
+  void (*gates[kGates])(const float* gate_up, int tiles, float* out);  // tiles of 16 gates, 16 ups -> 16 outputs
   void (*attend)(const AttendArgs& args);
   void (*merge_states)(float* state, const float* later, int dim);
   void (*add)(float* h, const float* p, int n);

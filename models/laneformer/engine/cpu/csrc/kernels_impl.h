@@ -46,13 +46,15 @@ constexpr Kernels kernels_named(const char* isa) {
   rounded[(int)DType::q6] = kIntegerProduct<DType::q6>;
   rounded[(int)DType::q8] = kIntegerProduct<DType::q8>;
   rounded[(int)DType::iq4] = kIntegerProduct<DType::iq4>;
+  rounded[(int)DType::mxfp4] = kIntegerProduct<DType::mxfp4>;
 #if defined(LANEFORMER_MATRIX_UNIT)
   exact[(int)DType::bf16] = kUnitProduct<3>;
   k.products[(int)Math::bf16][(int)DType::bf16] = kUnitProduct<1>;
 #endif
   k.rms_norm = rms_norm;
-  k.silu_gate = silu_gate;
-  k.gelu_gate = gelu_gate;
+  k.gates[(int)Gate::silu] = silu_gate;
+  k.gates[(int)Gate::gelu] = gelu_gate;
+  k.gates[(int)Gate::swiglu_oai] = swiglu_oai_gate;
   k.attend = attend;
   k.merge_states = merge_states;
   k.add = add;

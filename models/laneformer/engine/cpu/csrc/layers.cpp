@@ -148,13 +148,13 @@ void Layers::attention(int t, int layer, int own, const Pass& pass, float* parti
   for (const Matrix& rows : matrices.qkv) multiply(t, rows, w.x.floats(), hidden, qkv, stride, pass.columns);
   for (const Matrix& rows : matrices.qkv) {
     if (!spec_.qkv_bias) break;
-    // this thread's rows; the matrix's rows end in a tile of its own, so padding is nobody else's
-    const float* bias = shared_.model.bias(layer, plan.first_lane + own) + rows.first_row;
-    for (int c = 0; c < pass.columns; ++c)
-      shared_.kernels.add(qkv + size_t(c) * stride + rows.first_row, bias, static_cast<int>(round_up(rows.rows, 16)));
+    shared_.add_bias(shared_.model.biases().qkv(layer, plan.first_lane + own), rows, qkv, stride,
+                     pass.columns);
   }
   attention_.run({t, layer, own, pass, qkv, group.attended.floats()});
   multiply(t, matrices.wo, group.attended.floats(), Attention::mixed_stride(spec_), partial, hidden, pass.columns);
+  if (spec_.output_bias && plan.first_lane + own == 0)
+    shared_.add_bias(shared_.model.biases().output(layer), matrices.wo, partial, hidden, pass.columns);
 }
 
 void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
@@ -167,7 +167,7 @@ void Layers::mlp(int t, int layer, int own, const Pass& pass, float* partial) {
   const int ff_stride = static_cast<int>(round_up(spec_.ff_rows(), 32)), first = matrices.gate_up.first_row;
   float* gated = group.gated.floats() + size_t(own) * kMaxColumns * ff_stride;
   multiply(t, matrices.gate_up, w.x.floats(), hidden, w.y.floats(), wide, pass.columns);
-  const auto gate = spec_.gelu ? shared_.kernels.gelu_gate : shared_.kernels.silu_gate;
+  const auto gate = shared_.kernels.gates[int(spec_.gate)];
   for (int c = 0; c < pass.columns; ++c)
     gate(w.y.floats() + size_t(c) * wide + first, matrices.gate_up.tiles(), gated + size_t(c) * ff_stride + first / 2);
   exchange_.meet_group(t, plan);

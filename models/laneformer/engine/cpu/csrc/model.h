@@ -45,12 +45,16 @@ struct ModelSpec {
   // Of other families (variant.py). Norms of a module's input and of its output, which is the sum over lanes;
   // one norm of all heads' queries and one of their keys in place of head norms; what scores are multiplied
   // with, 0 for 1 / sqrt(d).
-  bool pre_norms = true, post_norms = false, joint_head_norms = false, gelu = false;
+  bool pre_norms = true, post_norms = false, joint_head_norms = false;
+  Gate gate = Gate::silu;
   float attention_scale = 0.0f, embedding_scale = 1.0f;
   // A mixture of experts in place of every MLP, each of `intermediate` rows; 0: there is none. A column takes
   // `active` of them. normed: their weights, a softmax of all scores, are divided by their sum.
   int experts = 0, active = 0;
   bool normed_weights = false;
+  // A score of each query head that joins its softmax and takes no value; biases (biases.h) of attention's
+  // output, and of the router and all matrices of the experts.
+  bool sinks = false, output_bias = false, expert_bias = false;
 
   int all_layers() const { return layers + draft_layers; }
   int head_dim() const { return head_size; }

@@ -164,8 +164,8 @@ class Scalar {
 std::vector<float> scalar_logits(const ModelSpec& spec, const PlainTensors& tensors, const std::vector<int>& ids) {
   if (spec.qkv_bias || spec.head_norms || spec.head == Head::lane || spec.sum_before_norm)
     throw std::invalid_argument("the scalar pass has no biases, no norms of heads and no such head");
-  if (!spec.pre_norms || spec.post_norms || spec.gelu || spec.ropes > 1 || spec.attention_scale > 0.0f ||
-      spec.embedding_scale != 1.0f || spec.experts)
+  if (!spec.pre_norms || spec.post_norms || spec.gate != Gate::silu || spec.ropes > 1 || spec.attention_scale > 0.0f ||
+      spec.embedding_scale != 1.0f || spec.experts || spec.sinks || spec.output_bias)
     throw std::invalid_argument("the scalar pass has the norms, MLP, scales and RoPE of a Laneformer alone");
   Scalar model(spec, tensors);
   std::vector<float> all;

@@ -38,6 +38,14 @@ struct Shared {
     return {ring_layers(), spec.lanes, model.threads(), kMaxColumns * size_t(spec.padded_hidden())};
   }
 
+  // A bias to a thread's rows of some columns' outputs. A matrix ends in a tile of its own: padding is nobody
+  // else's.
+  void add_bias(const float* bias, const Matrix& rows, float* y, size_t stride, size_t columns) const {
+    for (size_t c = 0; c < columns; ++c)
+      kernels.add(y + c * stride + rows.first_row, bias + rows.first_row,
+                  static_cast<int>(round_up(rows.rows, 16)));
+  }
+
   const Model& model;
   const Kernels& kernels;
   Products products;

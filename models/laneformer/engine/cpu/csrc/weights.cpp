@@ -13,7 +13,8 @@ Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int thre
       dtype_(dtype),
       embedding_dtype_(embedding_dtype),
       plans_(plan_tapes(spec, threads, team.size(), dtype)),
-      team_(team) {
+      team_(team),
+      biases_(spec_) {
   const ThreadPlan &first = plans_[team.first()], &last = plans_[team.first() + team.size() - 1];
   if (first.leader != team.first() || last.leader + last.members > team.first() + team.size())
     throw std::invalid_argument("a lane's threads must be in one process");
@@ -21,7 +22,6 @@ Model::Model(const ModelSpec& spec, DType dtype, DType embedding_dtype, int thre
   for (const ThreadPlan& plan : plans_) tapes_.emplace_back(plan.tape_bytes, true);
   embedding_ = Pages(embedding_bytes());
   norms_ = floats(spec.norms() * scales() * size_t(spec.padded_hidden()));
-  if (spec.qkv_bias) biases_ = floats(size_t(spec.all_layers()) * spec.lanes * round_up(spec.qkv_rows(), 32));
   if (spec.head_norms) head_norms_ = floats(size_t(spec.all_layers()) * 2 * round_up(spec.head_norm_size(false), 16));
 }
 
@@ -200,17 +200,6 @@ void Model::set_rope(const float* cosine, const float* sine) {
 }
 
 void Model::set_query_scales(const float* scales) { query_scales_.assign(scales, scales + spec_.context); }
-
-bool Model::set_bias(const std::string& part, int layer, const void* data, DType from) {
-  const int rows = part == "wq" ? spec_.q_rows() : spec_.kv_rows();
-  const int first = part == "wq" ? 0 : spec_.q_rows() + (part == "wv" ? spec_.kv_rows() : 0);
-  bool finite = true;
-  for (int lane = 0; lane < spec_.lanes; ++lane) {
-    const char* own = static_cast<const char*>(data) + size_t(lane) * rows * bytes_of(from);
-    finite &= convert(own, from, rows, bias(layer, lane) + first, DType::fp32);
-  }
-  return finite;
-}
 
 bool Model::set_head_norm(const std::string& part, int layer, const void* data, DType from) {
   const bool of_keys = part == "k_norm";

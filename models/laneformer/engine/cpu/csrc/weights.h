@@ -1,12 +1,13 @@
 // A model's weights as a pass reads them: matrices packed on a tape for each thread, and what all threads
 // read beside them.
 //
-// Other families' models have more than a Laneformer: biases of queries, keys and values, norms of queries
-// and keys, and embeddings that are tied to the head, read from its packed rows.
+// Other families' models have more than a Laneformer: biases (biases.h), norms of queries and keys, and
+// embeddings that are tied to the head, read from its packed rows.
 #pragma once
 #include <string>
 #include <vector>
 
+#include "biases.h"
 #include "model.h"
 #include "system.h"
 #include "team.h"
@@ -27,7 +28,6 @@ class Model {
   bool set_norm(int index, const void* data, DType from);  // as ModelSpec counts them
   void set_rope(const float* cosine, const float* sine);    // (tables, context, d / 2) each
   void set_query_scales(const float* scales);               // (context,) of queries by their position
-  bool set_bias(const std::string& part, int layer, const void* data, DType from);       // wq, wk or wv
   bool set_head_norm(const std::string& part, int layer, const void* data, DType from);  // q_norm or k_norm
   bool loaded() const { return !cosine_.empty(); }
 
@@ -54,10 +54,9 @@ class Model {
   const float* norm_scale(int index, int lane) const {
     return norms_.floats() + (size_t(index) * scales() + (scales() > 1 ? lane : 0)) * spec_.padded_hidden();
   }
-  // Of a lane: (qkv rows,) padded; of heads: (head_norm_size,) padded.
-  float* bias(int layer, int lane) const {
-    return biases_.floats() + (size_t(layer) * spec_.lanes + lane) * round_up(spec_.qkv_rows(), 32);
-  }
+  Biases& biases() { return biases_; }
+  const Biases& biases() const { return biases_; }
+  // Of heads: (head_norm_size,) padded.
   float* head_norm(int layer, bool of_keys) const {
     return head_norms_.floats() + (size_t(layer) * 2 + of_keys) * round_up(spec_.head_norm_size(false), 16);
   }
@@ -81,7 +80,8 @@ class Model {
   Team& team_;
   std::vector<Pages> tapes_;  // those of other processes are reserved, but never touched
   Pages embedding_, norms_;
-  Pages biases_, head_norms_;  // (layers, lanes, qkv rows), (layers, 2, size of queries'); padded
+  Biases biases_;
+  Pages head_norms_;  // (layers, 2, size of queries'), padded
   std::vector<float> cosine_, sine_, query_scales_;
   bool mapped_ = false;  // tapes or embedding are read-only
 };

@@ -36,6 +36,15 @@ void gelu_gate(const float* gate_up, int tiles, float* out) {
   }
 }
 
+// gpt-oss: gates are at most 7, ups from -7 to 7 and one more; of the gate a SiLU whose sigmoid is steeper.
+void swiglu_oai_gate(const float* gate_up, int tiles, float* out) {
+  const V16 one = splat(1.0f), steep = splat(-1.702f), limit = splat(7.0f), lowest = splat(-7.0f);
+  for (int t = 0; t < tiles; ++t) {
+    const V16 gate = min(load(gate_up + 32 * t), limit), up = max(min(load(gate_up + 32 * t + 16), limit), lowest);
+    store(out + 16 * t, gate / (one + exp(steep * gate)) * (up + one));
+  }
+}
+
 void add(float* h, const float* p, int n) {
   for (int i = 0; i < n; i += 16) store(h + i, load(h + i) + load(p + i));
 }

@@ -17,7 +17,7 @@ constexpr int kOffset = 128;
 constexpr int kOffset = 0;
 #endif
 template <DType T>
-constexpr bool kSigned = T == DType::int8 || T == DType::q8 || T == DType::iq4;
+constexpr bool kSigned = T == DType::int8 || T == DType::q8 || T == DType::iq4 || T == DType::mxfp4;
 template <DType T>
 constexpr int kScales = traits_of(T).scales == 2 ? 2 : 1;
 template <DType T>
@@ -148,6 +148,7 @@ INLINE I load_word(const char* w, int group, int part, int word, int pairs) {
     const I bits = (word % 2 ? (I)((U)both >> 4) : both) & 0x0f0f0f0f;
     if constexpr (T == DType::int4) return levels_of(kLevels, bits);
     if constexpr (T == DType::iq4) return levels_of(kUnevenLevels, bits);
+    if constexpr (T == DType::mxfp4) return levels_of(kFloatLevels, bits);
     if constexpr (T == DType::q5_min) return bits | ((I)((U)(*(const I*)(w + 512 + at)) >> word) & 0x01010101) << 4;
     if constexpr (T == DType::q6) {
       const I high = *(const I*)(w + 512 + word / 4 * 128 + at);
@@ -162,6 +163,15 @@ constexpr int kRoundedColumns = 4, kRoundedGroups = kParts == 1 ? 2 : 1;  // wha
 INLINE V16 halves(const char* w) {
   V16 v;
   EACH_PART v.part[i] = half_part((const uint16_t*)w + i * kWidth);
+  return v;
+}
+
+template <DType T>
+INLINE V16 scales_at(const char* w) {
+  typedef uint16_t H __attribute__((vector_size(2 * kWidth), may_alias));
+  if constexpr (T != DType::mxfp4) return halves(w);
+  V16 v;
+  EACH_PART v.part[i] = (F)(__builtin_convertvector(*(const H*)((const uint16_t*)w + i * kWidth), I) << 16);
   return v;
 }
 
@@ -198,11 +208,11 @@ INLINE void add_scaled(const char* w, int first, int word, int words, int pairs,
         }
       }
     }
-  const char* const scales_at = w + group_bytes(T) - 64 * (kScales<T> + kMinima<T>) + (word ? 64 : 0);
+  const char* const scaled_by = w + group_bytes(T) - 64 * (kScales<T> + kMinima<T>) + (word ? 64 : 0);
 #pragma GCC unroll 2
   for (int g = 0; g < kRoundedGroups; ++g) {
     V16 scales = splat(1.0f);
-    if constexpr (T != DType::int8) scales = halves(scales_at + 32 * (first + g));
+    if constexpr (T != DType::int8) scales = scales_at<T>(scaled_by + 32 * (first + g));
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c) {
       const auto* in = (const RoundedGroup*)(x + c * stride);
@@ -212,7 +222,7 @@ INLINE void add_scaled(const char* w, int first, int word, int words, int pairs,
       total[first + g][c] = total[first + g][c] + scale * sum;
       if constexpr (kMinima<T> != 0)
         total[first + g][c] =
-            total[first + g][c] + halves(scales_at + 64 + 32 * (first + g)) * splat(in->scale * (float)in->offset);
+            total[first + g][c] + halves(scaled_by + 64 + 32 * (first + g)) * splat(in->scale * (float)in->offset);
     }
   }
 }

@@ -74,6 +74,10 @@ INLINE V16 max(V16 a, V16 b) {
   EACH_PART a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
   return a;
 }
+INLINE V16 min(V16 a, V16 b) {
+  EACH_PART a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i];
+  return a;
+}
 
 #if defined(__AVX512F__) || defined(__F16C__)
 INLINE F half_part(const uint16_t* x) {
