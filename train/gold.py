@@ -100,7 +100,9 @@ def gold_cost(job: Any) -> dict[str, float] | None:
     there are none.
     """
     found = gold_items(job)
-    return found and {"items": len(found.lines), "per_task": found.per_task, "share": found.share}
+    if found is None:
+        return None
+    return {"items": len(found.lines), "per_task": found.per_task, "share": found.share}
 
 
 class GoldBits:

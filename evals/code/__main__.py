@@ -179,7 +179,7 @@ def main(
         raise ValueError(
             "--dataset, --results or --out, and either a model folder or --base-url are required"
         )
-    data, search = open_dataset(dataset), overlap and Overlap(overlap)
+    data, search = open_dataset(dataset), Overlap(overlap) if overlap else None
     sandbox = find_sandbox(scoring.unsafe_no_sandbox)
     model = Model(hf_dir, source, is_chat(prompt, hf_dir), sampling)
     folder = results or results_of(about, settings_of(data, model))

@@ -56,7 +56,7 @@ def main(
         counts = plan(Encoder(hf_dir), length, tasks, settings)
         show_plan(counts, tokens_per_s)
         return counts | {"tokens_per_s": tokens_per_s}
-    search = overlap and Overlap(overlap)
+    search = Overlap(overlap) if overlap else None
     chosen, _ = tasks.chosen(settings.labels())
     data_sha256 = hashlib.sha256("".join(tasks.sha256(task) for task in chosen).encode()).hexdigest()
     scorer = open_scorer(hf_dir, source)

@@ -243,7 +243,7 @@ def main(
     """Score a model on lm-eval's tasks, or on task files of your own. The last line on stdout
     is the record, JSON.
     """
-    search = overlap and Overlap(overlap)
+    search = Overlap(overlap) if overlap else None
     names, lengths, hf_dir = expand_tasks(asked.tasks), lengths_of(asked.lengths), hf_dir.resolve()
     about = replace(about, out=about.out and about.out.resolve())  # data_folder changes the working directory
     with data_folder(asked.data.resolve(), names) if asked.data else contextlib.nullcontext():

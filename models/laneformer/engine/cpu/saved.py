@@ -137,8 +137,8 @@ class SavedPrefixes:
             found = self.decoder.begin_saving(what)
             if found is None:
                 return False
-            cache, *contents = found
-            part, done, prefix = None, False, Prefix(*contents)
+            cache, ids, starts, dropped = found
+            part, done, prefix = None, False, Prefix(ids, starts, dropped)
             try:
                 part = self.folder.part(prefix)
                 read = functools.partial(self.decoder.segment, cache)
