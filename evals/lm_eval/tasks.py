@@ -24,7 +24,6 @@ import contextlib
 import importlib.util
 import os
 import random
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -108,7 +107,7 @@ def check_packages(names: Sequence[str]) -> None:
 
 
 def is_installed(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None
+    return importlib.util.find_spec(name) is not None
 
 
 def first_documents(task: Task, limit: int | None) -> list[int]:

@@ -5,14 +5,12 @@ on lm-eval's stock tasks.
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -502,18 +500,14 @@ def test_ifeval_as_the_job_of_sft_asks_it(
     """lm-eval's own task and checks of instructions, through the chat template, from local files."""
     with pytest.raises(ValueError, match=r"google/IFEval/ifeval_input_data\.jsonl is missing"):
         check_present(tmp_path, ["ifeval"])
-    if importlib.util.find_spec("langdetect") is None:
-        with pytest.raises(ValueError, match=r"ifeval needs langdetect.*pip install 'lm-eval\[ifeval\]'"):
+    with monkeypatch.context() as bare:
+        bare.setattr("evals.lm_eval.tasks.is_installed", lambda name: name != "langdetect")
+        with pytest.raises(ValueError, match=r"ifeval needs langdetect: pip install 'lm-eval\[ifeval\]'"):
             check_packages(["ifeval"])
-        # neither is asked anything by the instructions below
-        monkeypatch.setitem(sys.modules, "langdetect", ModuleType("langdetect"))
-        frozen = ModuleType("immutabledict")
-        frozen.immutabledict = dict  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "immutabledict", frozen)
     (tmp_path / "google/IFEval").mkdir(parents=True)
     rows = [
-        {"key": i, "prompt": f"Write about {what} without any commas.", "instruction_id_list": ["punctuation:no_comma"],
-         "kwargs": [{}]}
+        {"key": i, "prompt": f"Write about {what} without any commas.", "kwargs": [{}, {"language": "en"}],
+         "instruction_id_list": ["punctuation:no_comma", "language:response_language"]}
         for i, what in enumerate(("rivers", "towns"))
     ]  # fmt: skip
     (tmp_path / "google/IFEval/ifeval_input_data.jsonl").write_text(
@@ -528,7 +522,8 @@ def test_ifeval_as_the_job_of_sft_asks_it(
     def generate(self: EngineScorer, ids: list[int], *args: Any, **sampling: Any) -> Answer:
         asked = self._tokenizer.decode(ids, skip_special_tokens=False)
         assert asked.count(">user<") == 1
-        return Answer("They flow, slowly." if "rivers" in asked else "They grow slowly.", "stop")
+        comma = "," if "rivers" in asked else ""
+        return Answer(f"What begins between the mountains{comma} ends at the shore of the wide sea.", "stop")
 
     monkeypatch.setattr(EngineScorer, "generate", generate)
     questions = Questions("ifeval", limit=2, chat_template=True, data=tmp_path)
