@@ -49,9 +49,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from ..engine import Engine
 
-SWITCH_S = (
-    0.0005  # that one thread keeps others waiting; Python's own 5 ms add up in an event of several turns
-)
+SWITCH_S = 0.0005  # that one thread keeps others waiting; Python's own 5 ms add up over several turns
 UNANSWERED = 70  # status of the process where the device does not answer (EX_SOFTWARE)
 UNANSWERED_S = 5.0  # until then /health says so
 PLAYGROUND = Path(__file__).with_name("playground")

@@ -120,10 +120,8 @@ class Choices:
         """options: None to generate nothing. score_top: score the prompts, with this many likeliest ids.
         grammar: every choice gets a copy. with_control_tokens: spell them out in the text.
         """
-        for prompt in prompts:
-            context.scheduler.engine.load_prefix(
-                prompt
-            )  # here, in a thread of its own, others do not wait for it
+        for prompt in prompts:  # here, in a thread of its own: no stream waits for the disk
+            context.scheduler.engine.load_prefix(prompt)
         self.context, self.prompts, self.n = context, prompts, n
         self.generated = [0] * (len(prompts) * n)  # tokens of each choice
         self.options, self._stops, self._score_top, self._grammar = options, stops, score_top, grammar

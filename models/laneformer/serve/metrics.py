@@ -12,8 +12,8 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
+    Metric,
 )
-from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from .scheduler import Scheduler
@@ -25,19 +25,15 @@ COUNTERS = {
     "generated_tokens": "New tokens",
     "proposed_tokens": "Draft tokens",
     "accepted_tokens": "Draft tokens that were right",
+    "saved_hits": "Prefixes that were loaded from --cache-dir",
+    "saved_hit_tokens": "Tokens of prompts that need not be read for that",
 }
-BYTES = {
+GAUGES = {
     "kv_bytes": "Keys and values held now, those that are kept for later prompts among them",
     "cache_bytes": "Limit of the keys and values that are kept: --cache-bytes",
-}
-SAVED = {
-    "files": "Prefixes that are kept in --cache-dir for this model",
-    "bytes": "Of their files",
-    "limit_bytes": "Of all files in --cache-dir: --cache-dir-bytes",
-}
-SAVED_COUNTERS = {
-    "hits": "Prefixes that were loaded from --cache-dir",
-    "hit_tokens": "Tokens of prompts that need not be read for that",
+    "saved_files": "Prefixes that are kept in --cache-dir for this model",
+    "saved_bytes": "Of their files",
+    "saved_limit_bytes": "Of all files in --cache-dir: --cache-dir-bytes",
 }
 
 
@@ -57,44 +53,33 @@ class Metrics(Collector):
         scheduler, totals = self._scheduler, self._scheduler.totals
         labels = {name: str(value) for name, value in self._facts.items()}
         yield InfoMetricFamily("laneformer_engine", "The model and how it is decoded", labels)
-        yield GaugeMetricFamily("laneformer_waiting", "Requests in the queue", len(scheduler.waiting))
-        yield GaugeMetricFamily("laneformer_running", "Requests that decode", len(scheduler.running))
-        for name, size in scheduler.engine.kv_cache.items():
-            yield GaugeMetricFamily(f"laneformer_{name}", BYTES[name], size)
-        if saved := scheduler.engine.saved_prefixes:
-            for name, text in SAVED.items():
-                yield GaugeMetricFamily(f"laneformer_saved_{name}", text, saved[name])
-            for name, text in SAVED_COUNTERS.items():
-                yield CounterMetricFamily(f"laneformer_saved_{name}", text, saved[name])
+        yield gauge("waiting", "Requests in the queue", len(scheduler.waiting))
+        yield gauge("running", "Requests that decode", len(scheduler.running))
+        saved = {f"saved_{name}": value for name, value in scheduler.engine.saved_prefixes.items()}
+        known = {**vars(totals), **scheduler.engine.kv_cache, **saved}
+        yield from (gauge(name, text, known[name]) for name, text in GAUGES.items() if name in known)
         for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"laneformer_{name}", text, getattr(totals, name))
-        yield histogram(
-            "time_to_first_token", "From a request's arrival to its first token", totals.first_token
-        )
+            if name in known:
+                yield CounterMetricFamily(f"laneformer_{name}", text, known[name])
+        yield histogram("time_to_first_token", "From arrival to the first token", totals.first_token)
         yield histogram("token_gap", "Between the tokens of a request", totals.gap)
-        ended = CounterMetricFamily(
-            "laneformer_ended", "Requests of the engine by their end", labels=["reason"]
-        )
+        ended = CounterMetricFamily("laneformer_ended", "Requests by their end", labels=["reason"])
         for reason, count in list(totals.ended.items()):
             ended.add_metric([reason], count)
         yield ended
         last = "while the request decoded that ended last"
-        yield GaugeMetricFamily(
-            "laneformer_tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s
-        )
-        if totals.processor_share is not None:
+        yield gauge("tokens_per_second", f"New tokens a second {last}", totals.tokens_per_s)
+        if (share := totals.processor_share) is not None:
             told = f"Of the engine's threads' time, while they had a processor, {last}"
-            yield GaugeMetricFamily("laneformer_processor_share", told, totals.processor_share)
+            yield gauge("processor_share", told, share)
         if (probe := self._facts["probe_bytes_per_s"]) is not None:
-            yield GaugeMetricFamily(
-                "laneformer_probe_bytes_per_second",
-                "Read by all threads without requests: the most so far",
-                probe,
-            )
+            yield gauge("probe_bytes_per_second", "Most read by all threads, without requests", probe)
             used = totals.passes_per_s * self._facts["weight_bytes"] / probe
-            yield GaugeMetricFamily(
-                "laneformer_bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used
-            )
+            yield gauge("bandwidth_ratio", f"Weights read, as a part of the probe, {last}", used)
+
+
+def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"laneformer_{name}", text, value)
 
 
 def histogram(name: str, text: str, found: Distribution) -> HistogramMetricFamily:

@@ -58,13 +58,9 @@ class ServerOptions:
             object.__setattr__(self, "api_key", os.environ.get("LANEFORMER_API_KEY"))
         key = self.api_key
         if key is not None and not (key.isascii() and key.strip() == key != ""):
-            raise ValueError(
-                "the API key must be ASCII text without spaces around it, at least one character"
-            )
+            raise ValueError("the API key must be ASCII text without spaces around it, and not empty")
         if not self.model or not self.host:
-            raise ValueError(
-                f"model = {self.model!r} and host = {self.host!r} must have at least one character"
-            )
+            raise ValueError(f"model = {self.model!r} and host = {self.host!r} must not be empty")
         for name, (kind, low, high) in RANGES.items():
             object.__setattr__(self, name, in_range(name, getattr(self, name), kind, low, high))
 
