@@ -13,6 +13,7 @@ BENCHMARKS = {
     "latency": "what the delay hides: tokens/s against an injected latency of the link between lanes",
     "drafts": "what drafts are worth, by kind of text and type of weights",
     "load": "time from packed weights to the first token",
+    "restart": "a long prompt after a restart: computed, and resumed from --cache-dir",
     "loader": "training data loaders on the same windows",
     "text": "filtering and tokenizing text on one core",
     "encode": "the fast encoder against tiktoken and tokenizers on a gigabyte of text",
