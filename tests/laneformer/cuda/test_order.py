@@ -77,8 +77,8 @@ FAULTS = {
         "deadlock: .* or has a wrong epoch(.|\n)*for inbox",
     ),
     "a lane sends nothing": Fault(
-        "block.cuh", "if (now || kBroadcasts[module][layer])",
-        "if (!(HERE && lane == 1) && (now || kBroadcasts[module][layer]))",
+        "block.cuh", "if (now || kBroadcasts[module][layer] ||",
+        "if (!(HERE && lane == 1) && (now || kBroadcasts[module][layer]) ||",
         "deadlock: nothing can go on(.|\n)*for inbox 0.*which holds epoch 0",
     ),
     "a word of the stream is not published": Fault(
