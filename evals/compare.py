@@ -25,6 +25,7 @@ from evals.core.evaluate import core_differences
 from evals.tables import show_table
 from records.files import JsonObject, read_lines
 from records.items import Pair, bits_change, error_of_mean, mean_of_bits, paired, read_items
+from records.run import places_of
 
 ONLY = ("only_a", "only_b")
 # two files that differ in one of these asked other things, or in another way
@@ -91,8 +92,9 @@ def files_of(where: str, kind: str) -> list[Path]:
         return [Path(where)]
     run, _, at = where.partition("@")
     records = [
-        record
-        for record in read_lines(Path(run) / "evals.jsonl")
+        {**record, "items": place / record["items"]}
+        for place in places_of(Path(run))
+        for record in read_lines(place / "evals.jsonl")
         if record.get("kind") == kind and record.get("items")
     ]
     chosen = [r for r in records if at in ("", str(r.get("step")), r.get("phase"))]
@@ -100,7 +102,7 @@ def files_of(where: str, kind: str) -> list[Path]:
         known = ", ".join(dict.fromkeys(f"{r.get('step')} ({r.get('phase')})" for r in records)) or "none"
         raise ValueError(f"{where}: no record of {kind} with items; steps of {run}/evals.jsonl: {known}")
     newest = max(record["step"] or 0 for record in chosen)
-    return [Path(run) / r["items"] for r in reversed(chosen) if (r["step"] or 0) == newest]
+    return [r["items"] for r in reversed(chosen) if (r["step"] or 0) == newest]
 
 
 def compare_named(a: str, b: str, kind: str) -> JsonObject:
@@ -114,27 +116,39 @@ def compare_named(a: str, b: str, kind: str) -> JsonObject:
     raise problems[0]
 
 
-def plus_minus(row: JsonObject, value: str, error: str) -> str:
-    return f"{row[value]:+.4f} ± {row[error]:.4f}" if row.get(value) is not None else ""
+Change = tuple[float, float] | None  # a difference and its standard error
+
+
+def changes(found: JsonObject) -> dict[str, tuple[Change, Change]]:
+    """Of each task, of each category of CORE and of all: the change of the score, and of gold bits per byte."""
+
+    def change(row: JsonObject, value: str, error: str) -> Change:
+        return (row[value], row[error]) if row.get(value) is not None else None
+
+    rows = [(task, row, "difference", "standard_error") for task, row in found["tasks"].items()]
+    for name, row in found.get("categories", {}).items():
+        rows.append((f"{name}, centered", row, "centered_v2", "centered_v2_se"))
+    rows.append(("CORE v2" if "core_v2" in found else "mean", found, "core_v2", "core_v2_se"))
+    bits = ("bits_difference", "bits_standard_error")
+    return {name: (change(row, *score), change(row, *bits)) for name, row, *score in rows}
+
+
+def plus_minus(change: Change) -> str:
+    return f"{change[0]:+.4f} ± {change[1]:.4f}" if change else ""
 
 
 def show(found: JsonObject) -> None:
     """Print the differences as a table on stderr."""
     columns = ("task", "n", "a", "b", "b - a", "only a right", "only b right", "gold bits/byte")
-    bits = ("bits_difference", "bits_standard_error")
     rows = []
-    for task, row in found["tasks"].items():
-        counts = (plus_minus(row, "difference", "standard_error"), *(str(row.get(k, "")) for k in ONLY))
-        shares = (f"{row[side]:.4f}" if side in row else "" for side in "ab")
-        rows.append([task, str(row["n"]), *shares, *counts, plus_minus(row, *bits)])
-    for name, row in found.get("categories", {}).items():
-        change = plus_minus(row, "centered_v2", "centered_v2_se")
-        if change or "bits_difference" in row:
-            rows.append([f"{name}, centered", *[""] * 3, change, "", "", plus_minus(row, *bits)])
-    if "core_v2" in found or "bits_difference" in found:
-        core = "core_v2" in found
-        change = plus_minus(found, "core_v2", "core_v2_se") or "tasks missing" * core
-        rows.append(["CORE v2" if core else "mean", *[""] * 3, change, "", "", plus_minus(found, *bits)])
+    for name, (score, bits) in changes(found).items():
+        row = found["tasks"].get(name, {})
+        told = plus_minus(score) or "tasks missing" * (name == "CORE v2")
+        if row or told or bits:
+            shares = (f"{row[side]:.4f}" if side in row else "" for side in "ab")
+            counts = (str(row.get(key, "")) for key in ("n", *ONLY))
+            n, *only = counts
+            rows.append([name, n, *shares, told, *only, plus_minus(bits)])
     names = f"{Path(found['b']).name} minus {Path(found['a']).name}"
     show_table(f"{names}; ± is a paired standard error", columns, rows)
 

@@ -51,6 +51,7 @@ class Run:
     """One run, all phases."""
 
     name: str
+    folder: Path = Path()
     note: str = ""  # note.txt: what the page says under the name
     segments: list[Segment] = field(default_factory=list)
     evals: list[Record] = field(default_factory=list)
@@ -185,9 +186,8 @@ class Following:
                 f"{self.folder} is not a run folder: it holds no metrics.jsonl, config.toml or model.json"
             )
         note = self.folder / NOTE
-        run = Run(
-            self.folder.resolve().name, note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-        )
+        told = note.read_text(encoding="utf-8").strip() if note.is_file() else ""
+        run = Run(self.folder.resolve().name, self.folder, told)
         rows: list[Row] = []
         for place in places:
             name = "training" if place == self.folder else place.name

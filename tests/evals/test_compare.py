@@ -143,6 +143,9 @@ def test_runs_checkpoints_and_phases_are_compared_by_name(tmp_path: Path) -> Non
     assert change(f"{run}@10", f"{run}@20") == 0.5
     assert change(f"{run}@phase1", f"{run}@phase2") == -1, "the last checkpoint of each"
     assert change(run, other) == 1
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "phase1").symlink_to(tmp_path / "y")
+    assert change(run, str(tmp_path / "w")) == 1, "records of a phase's folder"
     record("z", 7, "phase1", [True, True, True], limit=9)
     assert change(f"{run}@20", str(tmp_path / "z")) == pytest.approx(1 / 3), "the record that asked the same"
     with pytest.raises(ValueError, match=r"were not asked the same: limit 4 and 9"):

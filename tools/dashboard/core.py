@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
+from evals.intervals import Z95
 from records.evals import with_current_names
 from records.page import (
     NEUTRAL,
@@ -21,9 +22,7 @@ from records.page import (
     card,
     chart,
     colour,
-    fold,
     measured,
-    missing,
     none,
     table,
 )
@@ -93,6 +92,26 @@ def settings_text(record: Point) -> str:
         f"{record['protocol'] or 'protocol not recorded'}, {f'{most} items a task' if most else 'all items'}"
     )
     return f"{text}, {record['not_core']}" if record["not_core"] else text
+
+
+def how_asked(point: Point) -> str:
+    """What a record says of the way it asked, each part after a comma."""
+    how = [f"{point['num_fewshot']}-shot"] if point["num_fewshot"] is not None else []
+    how += [f"limit {point['limit']}"] if point["limit"] is not None else []
+    how += ["chat template"] if point["chat_template"] else []
+    how += ["without BOS"] if point["add_bos"] is False else []
+    how += [f"{cut} prompts cut"] if (cut := point["cut_prompts"]) else []
+    return "".join(f", {part}" for part in how)
+
+
+def interval_text(ends: Sequence[float]) -> str:
+    """ " ± half of it in percent", or "" where there is no interval."""
+    return f" <small>± {50 * (ends[1] - ends[0]):.1f}</small>" if ends else ""
+
+
+def normal(value: float | None, error: float | None) -> Sequence[float]:
+    """The interval of 95 % of a mean with a standard error; () where that is not known."""
+    return () if value is None or error is None else (value - Z95 * error, value + Z95 * error)
 
 
 def core_curves(runs: Sequence[Run]) -> list[Curve]:
@@ -211,17 +230,12 @@ def drawn_of(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def core_of_all(runs: Sequence[Run]) -> str:
-    """CORE of several runs in one figure, and the newest accuracy of every task side by side."""
+    """CORE of several runs in one figure, and the newest values."""
     curves = core_curves(runs)
     if not curves:
         return ""
     head = ("at the last checkpoint", *(c.name for c in curves))
     rows = [[f"CORE {v}", *(aggregate(c.last, v) for c in curves)] for v in VERSIONS]
-    tasks = []
-    for task in tasks_of(point for c in curves for point in c.points):
-        found = [figure_of(c.last, task, "accuracy") for c in curves]
-        tasks.append([escape(task), *(missing("missing") if y is None else f"{y:.4f}" for y in found)])
     drawn = drawn_of(curves)
     figure = chart(core_figure(drawn), "core-comparison") if drawn else ""
-    every = fold("Accuracy of every task at the last checkpoint", table(head, tasks))
-    return card("CORE of all runs", figure + table(head, rows) + every)
+    return card("CORE of all runs", figure + table(head, rows))

@@ -5,28 +5,25 @@ A missing score is red, and then there is no mean: the mean of the others would 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from evals.intervals import Z95, wilson
 from evals.lm_eval.tasks import RULER_TASKS
 from records.page import (
     card,
     chart,
-    code,
     fold,
-    missing,
     none,
     percent,
     short,
     table,
 )
 from records.run import Record, Run, number
-from tools.dashboard.core import Point, newest, points_of, where_evaluated
+from tools.dashboard.core import Point, how_asked, interval_text, newest, normal, points_of, where_evaluated
 from tools.dashboard.figures import Series, checkpoint_figure
-from tools.dashboard.references import CODE, LM_EVAL, MODEL, RULER, RULER_LENGTHS
+from tools.dashboard.references import CODE, LM_EVAL, MODEL
+from tools.dashboard.ruler import ruler_series, ruler_table
 
 NAMES = {
     "humaneval+": "HumanEval+",
@@ -46,8 +43,7 @@ def scores_card(run: Run) -> str:
         f"<div><h3>{title} <small>{unit}</small></h3>{panel(series, f'{title.split()[0].lower()}-{run.name}')}</div>"
         for title, (unit, series) in groups.items() if series
     )  # fmt: skip
-    tables = {"Code: settings and control": code_table(run), "Questions: settings": lm_eval_table(run)}
-    details = "".join(fold(title, body) for title, body in tables.items() if body)
+    details = fold("Code: settings and control", rows) if (rows := code_table(run)) else ""
     body = (f'<div class="triple">{panels}</div>' if panels else "") + ruler_table(run) + details
     caption = f"Bars, ±: 95 %. Published, and dotted: what {MODEL}'s authors give for their instruction-tuned model, "
     caption += "beside what was asked in the same way only."
@@ -89,16 +85,6 @@ def published_code(point: Point) -> float | None:
     return CODE.get((str(point["dataset"]), str(point["version"]))) if same else None
 
 
-def interval_text(ends: Sequence[float]) -> str:
-    """ " ± half of it in percent", or "" where there is no interval."""
-    return f" <small>± {50 * (ends[1] - ends[0]):.1f}</small>" if ends else ""
-
-
-def normal(value: float | None, error: float | None) -> Sequence[float]:
-    """The interval of 95 % of a mean with a standard error; () where that is not known."""
-    return () if value is None or error is None else (value - Z95 * error, value + Z95 * error)
-
-
 def lm_eval_series(run: Run) -> list[Series]:
     """Each of lm-eval's tasks but RULER's, in the metric of the published value, else acc_norm
     or the first one.
@@ -135,22 +121,6 @@ def metrics_of(point: Point) -> dict[str, dict[str, float | None]]:
     tasks = {task: metrics for task, metrics in (point["tasks"] or {}).items() if isinstance(metrics, dict)}
     return {task: {name.removesuffix(",none"): number(value) for name, value in metrics.items()}
             for task, metrics in tasks.items() if task not in RULER_TASKS}  # fmt: skip
-
-
-def ruler_series(run: Run) -> list[Series]:
-    """The mean of RULER's tasks by length, of the checkpoints that have them all, asked as the newest one."""
-    series = []
-    for length, entries in sorted(
-        ruler_scores(points_of(run, "lm_eval")).items(), key=lambda item: int(item[0])
-    ):
-        whole = [e for e in entries if e.how == entries[-1].how and len(e.scores) == len(RULER_TASKS)]
-        points = [(e.point, fmean(e.scores.values())) for e in whole]
-        if whole:
-            published = fmean(RULER[length].values()) if whole[-1].conversation and length in RULER else None
-            series.append(
-                Series(f"{int(length):,} tokens", points, published, [e.mean_ends() for e in whole])
-            )
-    return series
 
 
 def code_table(run: Run) -> str:
@@ -193,124 +163,3 @@ def control_text(control: dict[str, Any]) -> str:
     if unknown := control["unexpected_failures"]:
         said += f' <small class="missing">fail here: {escape(", ".join(unknown))}</small>'
     return said
-
-
-def lm_eval_table(run: Run) -> str:
-    """lm-eval's tasks but RULER's, the newest record of each, beside the published values."""
-    latest = {
-        task: (point, metrics)
-        for point in points_of(run, "lm_eval")
-        for task, metrics in metrics_of(point).items()
-    }
-    rows = []
-    for task, (point, metrics) in latest.items():
-        errors = {
-            name: interval_text(normal(value, metrics.get(f"{name}_stderr")))
-            for name, value in metrics.items()
-        }
-        results = [f"{name} {percent(value)}{errors.get(name, '')}" for name, value in metrics.items()
-                   if not name.endswith("_stderr") and value is not None]  # fmt: skip
-        metric, value = LM_EVAL.get(task, ("", None))
-        published = f"{metric} {percent(value)}" if value is not None and zero_shot(point) else none("none")
-        how = escape(how_asked(point).removeprefix(", "))
-        rows.append([escape(task), "<br>".join(results), published, how, escape(where_evaluated(point))])
-    return table(("task", "result", f"{MODEL}, 0-shot", "how", "checkpoint"), rows) if rows else ""
-
-
-def ruler_table(run: Run) -> str:
-    """RULER: eleven tasks by length, ours beside the published; a length's mean only when
-    all tasks are there.
-    """
-    newest_of = {length: entries[-1] for length, entries in ruler_scores(points_of(run, "lm_eval")).items()}
-    if not newest_of:
-        return ""
-    lengths = sorted({*newest_of, *RULER_LENGTHS}, key=int)
-    columns: list[tuple[str, Mapping[str, float], str]] = []  # title, scores, what a gap reads
-    for length in lengths:
-        entry = newest_of.get(length)
-        columns += [
-            (
-                f"{int(length):,} tokens",
-                entry.scores if entry else {},
-                missing("missing") if entry else none(),
-            )
-        ]
-        same = length in RULER and (entry is None or entry.conversation)
-        columns += [("published", RULER[length], "")] if same else []
-    asked = {f"{int(length):,} tokens": entry for length, entry in newest_of.items()}
-
-    def cell(task: str, title: str, scores: Mapping[str, float], gap: str) -> str:
-        ends = asked[title].ends(task) if title in asked and task in scores else ()
-        return percent(scores[task]) + interval_text(ends) if task in scores else gap
-
-    rows = [[escape(task), *(cell(task, *column) for column in columns)] for task in RULER_TASKS]
-    means = [f"<b>{percent(fmean(scores.values()))}</b>" if len(scores) == len(RULER_TASKS) else
-             '<b class="missing">N/A</b>' if scores else "" for _, scores, _ in columns]  # fmt: skip
-    rows.append([f"<b>mean of {len(RULER_TASKS)}</b>", *means])
-    caption = "; ".join(f"{int(length):,} tokens: {entry.source}" for length, entry in newest_of.items())
-    text = table(("task", *(title for title, *_ in columns)), rows, "numbers")
-    return f'<h3>RULER by task</h3>{text}<p class="caption">{caption}.</p>'
-
-
-class RulerEntry(NamedTuple):
-    """RULER of one checkpoint at one length, asked in one way."""
-
-    point: Point
-    how: str  # HTML
-    scores: dict[str, float]  # task -> share
-
-    def ends(self, task: str) -> Sequence[float]:
-        """Wilson's interval of a task's score, its documents as sample; () where their number is not known."""
-        documents = number((self.point["prompts"] or {}).get(task, {}).get("documents"))  # of all lengths
-        each = documents and documents / len(self.point["ruler"])
-        asked = min(filter(None, (each, number(self.point["limit"]))), default=None)
-        if not asked:
-            return ()
-        middle, half = wilson(round(self.scores[task] * asked), round(asked))
-        return middle - half, middle + half
-
-    def mean_ends(self) -> Sequence[float]:
-        """The interval of the mean of the tasks, from theirs."""
-        ends = [self.ends(task) for task in self.scores]
-        half = sum((end[1] - end[0]) ** 2 for end in ends if end) ** 0.5 / 2 / len(ends)
-        mean = fmean(self.scores.values())
-        return (mean - half, mean + half) if all(ends) else ()
-
-    @property
-    def conversation(self) -> bool:
-        """Whether the prompts were messages, as those of the published model."""
-        return bool(self.point["chat_template"])
-
-    @property
-    def source(self) -> str:
-        return f"{escape(where_evaluated(self.point))}, {self.how}"
-
-
-def ruler_scores(points: Sequence[Point]) -> dict[str, list[RulerEntry]]:
-    """Length -> what was scored, in the order of the run.
-
-    Scores of different checkpoints, haystacks or tokenizers (which cut the documents) are never together.
-    """
-    found: dict[str, list[RulerEntry]] = {}
-    for point in points:
-        how = f"{escape(str(point['haystack']))} haystack, tokenizer {code(point['tokenizer_sha256'])}"
-        how += escape(how_asked(point))
-        for length, tasks in (point["ruler"] or {}).items():
-            if not str(length).isdigit():
-                continue
-            entries, entry = found.setdefault(length, []), RulerEntry(point, how, {})
-            if not entries or entries[-1].source != entry.source:
-                entries.append(entry)
-            known = {task: v for task, value in tasks.items() if (v := number(value)) is not None and v >= 0}
-            entries[-1].scores.update(known)
-    return {length: kept for length, entries in found.items() if (kept := [e for e in entries if e.scores])}
-
-
-def how_asked(point: Point) -> str:
-    """What a record says of the way it asked, each part after a comma."""
-    how = [f"{point['num_fewshot']}-shot"] if point["num_fewshot"] is not None else []
-    how += [f"limit {point['limit']}"] if point["limit"] is not None else []
-    how += ["chat template"] if point["chat_template"] else []
-    how += ["without BOS"] if point["add_bos"] is False else []
-    how += [f"{cut} prompts cut"] if (cut := point["cut_prompts"]) else []
-    return "".join(f", {part}" for part in how)

@@ -16,13 +16,13 @@ from tools.dashboard.core import (
     core_curves,
     figure_of,
     newest,
+    normal,
     points_of,
     settings_text,
     tasks_of,
     where_evaluated,
 )
 from tools.dashboard.figures import Series, checkpoint_figure
-from tools.dashboard.scores import normal
 
 BETTER = "#2f6fe0"  # than the baseline; BAD is worse
 DRAWN = 200  # points of a task's curve

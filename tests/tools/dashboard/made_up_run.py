@@ -232,6 +232,16 @@ def wilson_of(share: float, items: int) -> list[float]:
     return [middle - half, middle + half]
 
 
+def needles(length: str, ruler: dict[str, float]) -> dict[str, Any]:
+    """Counts of 50 documents a task; fewer needles are found in the middle, and in longer prompts."""
+    lost = 0.6 if length == "4096" else 0.3
+    depths = {
+        task: [[round(5 * score * (1 - lost * (1 - abs(2 * i - 9) / 9))), 5] for i in range(10)]
+        for task, score in ruler.items() if task.startswith("niah")
+    }  # fmt: skip
+    return {"documents": dict.fromkeys(ruler, 50), "depths": depths}
+
+
 def scores(origin: dict[str, Any], share: float = 1.0, whole_ruler: bool = True) -> list[dict[str, Any]]:
     """Code, lm-eval with RULER, and contamination of a checkpoint; share: of the last one's scores."""
     code = {"kind": "code", "evalplus": "0.3.1", "prompt": "chat", "top_p": 1.0, "seed": 0, "max_new_tokens": 768,
@@ -272,7 +282,8 @@ def scores(origin: dict[str, Any], share: float = 1.0, whole_ruler: bool = True)
         {**origin, **asked, "kind": "lm_eval", "tasks": arc, "limit": None, "num_fewshot": 0, "haystack": "upstream",
          "ruler": {}, "prompts": {}},
         {**origin, **asked, "chat_template": True, "kind": "lm_eval", "tasks": numbers, "limit": 50,
-         "num_fewshot": None, "haystack": "offline", "ruler": ruler, "prompts": prompts},
+         "num_fewshot": None, "haystack": "offline", "ruler": ruler, "prompts": prompts,
+         "ruler_counts": {length: needles(length, of) for length, of in ruler.items()}},
         {**origin, "kind": "contamination", "benchmarks": found, "phase": "phase1"},
     ]  # fmt: skip
 

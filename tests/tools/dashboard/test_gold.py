@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from evals.compare import compare_named
 from evals.intervals import Z95
+from records.items import write_items
 from records.run import Run, read_run
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import FIGURE, page
+from tools.dashboard.comparison import paired_card
 from tools.dashboard.listings import contamination_card
 from tools.dashboard.rows import prepare
 from tools.dashboard.tasks import gold_card
@@ -74,3 +77,33 @@ def test_scores_stand_beside_those_of_clean_items(tmp_path: Path) -> None:
     assert "All and clean" in page([run], 1.79e9)
     run.evals = [record for record in run.evals if record["kind"] == "core"]
     assert "All and clean" in contamination_card(run), "without a record of contamination"
+
+
+def test_runs_are_compared_with_paired_errors(tmp_path: Path) -> None:
+    """Every figure is that of evals.compare; what was asked otherwise is refused with the reason."""
+
+    def run(name: str, right: list[bool], nats: list[float], limit: int = 4) -> Run:
+        lines = [
+            {"task": "copa", "item": i, "right": r, "losses": [n, None], "nats": n, "bytes": 4}
+            for i, (r, n) in enumerate(zip(right, nats, strict=True))
+        ]
+        head = {"kind": "core", "step": 60, "protocol": "nanochat", "data_sha256": "ab", "limit": limit}
+        folder = tmp_path / name
+        folder.mkdir()
+        items = write_items(folder / "evals.jsonl", head, lines)
+        return run_with(folder, {"kind": "core", "step": 60, "phase": "phase1", "items": items, "tasks": {}})
+
+    a = run("a", [True, False] * 20, [1.0] * 40)
+    b = run("b", [True, True] * 20, [0.5] * 40)
+    text = paired_card([a, b])
+    found = compare_named(str(a.folder), str(b.folder), "core")["tasks"]["copa"]
+    assert found["difference"] == 0.5
+    score = f"<b>+0.5000 ± {Z95 * found['standard_error']:.4f}</b>"
+    assert f"<tr><td>copa</td><td>{score}</td><td><b>-0.1803 ± 0.0000</b></td></tr>" in text
+    assert "b minus a: CORE" in text
+    same = paired_card([a, run("same", [True, False] * 20, [1.0] * 40)])
+    assert "<td>+0.0000 ± " in same, "a change within chance is not bold"
+    other = paired_card([a, run("other", [True, False], [1.0] * 2, limit=2)])
+    assert "not compared" in other
+    assert "limit 4 and 2" in other
+    assert paired_card([a, run_with(tmp_path / "none")]) == ""

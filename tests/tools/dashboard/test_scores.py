@@ -21,7 +21,7 @@ from laneformer.flops import flops_per_token
 from records.page import colour
 from records.run import Record, as_record, read_run
 from tests.tools.dashboard import made_up_run
-from tools.dashboard.__main__ import PARTS, write_page
+from tools.dashboard.__main__ import FIGURE, PARTS, write_page
 from tools.dashboard.cards import tiles_of
 from tools.dashboard.comparison import side_by_side
 from tools.dashboard.core import (
@@ -36,11 +36,10 @@ from tools.dashboard.figures import curve
 from tools.dashboard.listings import contamination_card, evaluations_card
 from tools.dashboard.references import CORE_REFERENCES, RULER
 from tools.dashboard.rows import prepare
+from tools.dashboard.ruler import depth_map, ruler_series, ruler_table
 from tools.dashboard.scores import (
     code_series,
     lm_eval_series,
-    ruler_series,
-    ruler_table,
     scores_card,
 )
 from tools.dashboard.tasks import heat_figure, missing_part, task_table, tasks_card
@@ -173,12 +172,7 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
         '<small class="missing">fail here: HumanEval/83</small>',
     ):  # fmt: skip
         assert told in text, told
-    for told in (
-        "acc_norm 30.3 % <small>± 2.6</small>",
-        "acc_norm 31.1 %",
-        "acc_norm 47.9 %",
-        "0-shot",
-    ):  # ARC
+    for told in ("30.3 % <small>± 2.6</small>", "31.1 %", "47.9 %", "shots 0"):  # ARC
         assert told in text, told
     ruler = text[text.index("<h3>RULER") : text.index("Code: settings")]
     rows = re.findall(r"<tr><td>(\w+)</td>(.*?)</tr>", ruler)
@@ -195,7 +189,7 @@ def test_tasks_code_arc_ruler_and_contamination_beside_published_values(whole: P
     assert "4,096 tokens" in ruler
     assert "offline haystack" in ruler
     assert "limit 50" in ruler
-    assert "ruler_vt" not in text[text.index("Questions: settings") : text.index("<h2>Samples")]
+    assert "ruler_vt" not in text[text.index("<h3>Questions") : text.index("<h3>Long context")]
 
 
 def test_published_ruler_scores_are_those_of_the_model_card() -> None:
@@ -233,7 +227,7 @@ def test_scores_are_curves_over_checkpoints_beside_the_published_value(tmp_path:
         "another temperature is another curve"
     )
     assert (at_02.name, len(at_02.points)) == ("MBPP+, sampled at 0.2", 1)
-    assert scores_card(run).count("</script>") == 3, "a figure each"
+    assert scores_card(run).count("</script>") == 4, "a figure each, and the map of depths"
 
 
 def test_core_stands_above_loss_and_learning_rate_with_the_phases(whole: Path) -> None:
@@ -263,6 +257,33 @@ def test_records_say_results_and_by_what_and_not_settings(whole: Path, tmp_path:
         assert told in text, told
     for told in ("max_length", "cut_prompts", "top_p"):
         assert told not in text, told
+
+
+def test_needles_stand_by_length_and_depth(whole: Path) -> None:
+    """Every cell counts the needles of the record, of all tasks or of one."""
+    counted = next(r for r in reversed(records(whole, "lm_eval")) if r["ruler"])["ruler_counts"]
+    text = scores_card(read_run(whole))
+    (drawn,) = [json.loads(figure) for name, figure in FIGURE.findall(text) if name.startswith("depths-")]
+    (trace,) = drawn["data"]
+    assert trace["x"] == ["2,048", "4,096"]
+    assert (trace["y"][0], trace["y"][-1]) == ("0 – 10 %", "90 – 100 %")
+    for task, cells in trace["meta"]["task"].items():
+        for column, length in enumerate(counted):
+            depths = counted[length]["depths"]
+            parts = [depths[name] for name in (depths if task == "all" else [task])]
+            for row in range(10):
+                found, asked = (sum(part[row][i] for part in parts) for i in (0, 1))
+                assert cells["text"][row][column] == f"{found}/{asked}", (task, length, row)
+                assert cells["z"][row][column] == found / asked
+    assert (
+        drawn["layout"]["meta"]["task"].keys()
+        == trace["meta"]["task"].keys()
+        == {"all", *counted["2048"]["depths"]}
+    )
+    assert depth_map({"2048": {"a": [[1, 2]]}, "4096": {}}, ["a"]) == {
+        "z": [[0.5, None]],
+        "text": [["1/2", ""]],
+    }
 
 
 def test_ruler_of_two_checkpoints_is_never_in_one_column(whole: Path, tmp_path: Path) -> None:
@@ -342,7 +363,7 @@ def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> 
     assert [(t["line"]["color"], t["legendgroup"]) for t in json.loads(figure)["data"]] == [
         (colour(1), "whole: nanochat, 500 items a task")
     ], "the colour that the run has in the figure of losses, though it is the only one with a CORE"
-    assert '<span class="missing">missing</span>' in head
+    assert '<b class="missing">N/A</b>' in head
     assert len(re.findall(r'id="(core-[a-z0-9]+)"', text)) == 2, "the comparison, and the run that has a CORE"
     ids = re.findall(r'<div id="([^"]+)"></div><script', text)
     assert len(ids) == len(set(ids)), ids
