@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from evals.intervals import wilson
 from evals.items import Partial
+from evals.lm_eval.needles import counts, needles_of
 from evals.lm_eval.tasks import (
     RULER_TASKS,
     SEEDS,
@@ -189,7 +191,7 @@ def prompt_figures(model: ScorerLM, samples: list[JsonObject]) -> dict[str, int]
 
 def answers_of(samples: dict[str, list[JsonObject]]) -> Iterator[JsonObject]:
     """The lines of the file of items: right where the task scores it, losses in nats (not per
-    token) of the choices.
+    token) of the choices; of RULER length and needles, see needles.py.
     """
     for name, of_task in samples.items():
         for sample in of_task:
@@ -200,6 +202,8 @@ def answers_of(samples: dict[str, list[JsonObject]]) -> Iterator[JsonObject]:
                 if isinstance(r, list | tuple) and isinstance(r[0], float)
             ]
             item = {"task": name, "item": sample["doc_id"], "right": None if right is None else bool(right)}
+            if length := sample["doc"].get("max_length"):  # of RULER
+                item |= {"length": length, "needles": needles_of(sample["doc"], sample["filtered_resps"][0])}
             yield item | {"losses": [-score for score in scored]}
 
 
@@ -224,13 +228,20 @@ def show(figures: JsonObject) -> None:
     if figures["ruler"]:
         rows = []
         for name in [name for name in figures["tasks"] if name in RULER_TASKS]:
-            scores = (of_length.get(name) for of_length in figures["ruler"].values())
-            rows.append([name, *("-" if score is None else f"{score:.3f}" for score in scores)])
+            rows.append([name, *(ruler_text(figures, length, name) for length in figures["ruler"])])
         show_table(f"RULER by length, {figures['haystack']} haystack", ("task", *figures["ruler"]), rows)
     if figures["cut_prompts"]:
         console.print(
             f"[bold red]{figures['cut_prompts']} prompts lost their head: give a longer --max-length"
         )
+
+
+def ruler_text(figures: JsonObject, length: str, task: str) -> str:
+    """A score, half of its Wilson interval of 95 %, and the documents."""
+    if (score := figures["ruler"][length].get(task)) is None:
+        return "-"
+    asked = figures["ruler_counts"][length]["documents"][task]
+    return f"{score:.3f} ± {wilson(score * asked, asked)[1]:.3f} of {asked}"
 
 
 def main(
@@ -257,12 +268,14 @@ def main(
             num_fewshot=asked.num_fewshot, apply_chat_template=asked.chat_template,
         )  # fmt: skip
     settings = settings_figures(asked, names, model.add_bos)
+    lines = list(answers_of(result["samples"]))
     figures = settings | figures_of(result, model, lengths)
+    figures |= {"ruler_counts": counts(lines, lengths), "prompt_tokens": model.prompt_tokens}
+    figures["reused_tokens"] = model.scorer.reused_tokens
     show(figures)
     model.scorer.close()
     who = origin_of | {"data_sha256": documents_sha256(result["samples"])}
     head = {"kind": "lm_eval", "step": about.step, **settings, **who}
-    lines = list(answers_of(result["samples"]))
     documents = {(task, each["doc_id"]): each["doc"] for task, of in result["samples"].items() for each in of}
     figures["clean"] = clean_figures(search, lines, documents)
     figures["items"] = write_items(about.out, head, lines)

@@ -48,7 +48,7 @@ class ScorerLM(TemplateLM):
         self.tokenizer = fast_tokenizer(self.folder)
         self.add_bos = add_bos and self.tokenizer.bos_token_id is not None
         self.max_length, self.scoring_room = self.scorer.max_length, self.scorer.scoring_room
-        self.cut_prompts = 0
+        self.cut_prompts = self.prompt_tokens = 0
         self.partial = Partial()  # answers of an evaluation that was interrupted
 
     @property
@@ -158,6 +158,7 @@ class ScorerLM(TemplateLM):
                 f"max_gen_toks = {limit} leaves no room for a prompt in {self.max_length} tokens"
             )
         ids = self._fitting(prompt, self.max_length - limit)
+        self.prompt_tokens += len(ids)
         return self.scorer.generate(ids, limit, [stop for stop in stops if stop], **options).text
 
     def _fitting(self, ids: list[int], room: int) -> list[int]:

@@ -129,7 +129,8 @@ class Scorer(Encoder):
     """A model that can be asked. backend, device, dtype: of the record. max_length: context in tokens.
 
     scoring_room: ids of the longest prompt with what is scored. parallel: requests that are
-    answered at a time.
+    answered at a time. reused_tokens: of all prompts that were generated from, those whose keys and values were
+    left from an earlier one; None where the scorer does not know.
     """
 
     backend: str
@@ -138,6 +139,7 @@ class Scorer(Encoder):
     max_length: int
     scoring_room: int
     parallel: int
+    reused_tokens: int | None = None
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         """Scores of every prompt, item by item. Prompts of one item (the options of a question)

@@ -18,6 +18,7 @@ class EngineScorer(Scorer):
     """
 
     backend, parallel = "engine", 1
+    reused_tokens: int
 
     def __init__(self, folder: Path, device: str = "auto", max_length: int | None = None, **options: Any):
         from laneformer import Engine
@@ -31,7 +32,7 @@ class EngineScorer(Scorer):
         )
         self.device, self.dtype = ",".join(on_gpu) or "cpu", str(self.engine.dtype)
         self.max_length = self.engine.config.max_position_embeddings
-        self.scoring_room = self.max_length + 1
+        self.scoring_room, self.reused_tokens = self.max_length + 1, 0
 
     def score(self, items: Iterable[Sequence[Prompt]]) -> Iterator[list[Scores]]:
         for item in items:
@@ -55,6 +56,7 @@ class EngineScorer(Scorer):
         assert self.engine.tokenizer is not None, "the folder has a tokenizer.json"
         text, stop_strings = TextStream(self.engine.tokenizer, ids), StopStrings(stops)
         answer = "".join(text_of(tokens, text, stop_strings))
+        self.reused_tokens += self.engine.statistics.reused_tokens
         ended = stop_strings.found or text.ids[-1] in self.engine.eos_ids
         return Answer(answer, "stop" if ended else "length")
 

@@ -3,6 +3,7 @@
 Prompts of a pass are padded on the right, which no earlier position sees, so neither a mask nor positions are
 needed. Options of an item whose common prefix is long are read behind one copy of it: the prefix once, then
 all options in one pass on its keys and values. Everything else is packed into passes of similar lengths.
+A prompt that is generated from goes on from the keys and values that it shares with the one before it.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class TransformersScorer(Scorer):
     """A model folder in Transformers, on one device ("cpu", "cuda", "cuda:1") in the folder's own data type."""
 
     backend, parallel = "transformers", 1
+    reused_tokens: int
 
     def __init__(self, folder: Path, device: str = "cpu", max_length: int | None = None, dtype: Any = "auto"):
         super().__init__(folder)
@@ -94,7 +96,8 @@ class TransformersScorer(Scorer):
         self.device, self.dtype = device, str(self._model.dtype).removeprefix("torch.")
         config = self._model.config.get_text_config()
         self.max_length = int(max_length or getattr(config, "max_position_embeddings", None) or 1 << 30)
-        self.scoring_room = self.max_length + 1
+        self.scoring_room, self.reused_tokens = self.max_length + 1, 0
+        self._last: tuple[list[int], Any] = [], None  # ids that were read, and their keys and values
         # a recurrent state cannot be copied for every option
         self._keeps_prefix = not getattr(self._model, "_is_stateful", False)
         takes = inspect.signature(self._model.forward).parameters
@@ -183,17 +186,34 @@ class TransformersScorer(Scorer):
             options |= {"stop_strings": list(stops), "tokenizer": fast_tokenizer(self.folder)}
         given, room = torch.tensor([ids], device=self._device), self.room(ids, max_new_tokens)
         with torch.inference_mode():
+            options |= self._prefix_of(ids)
             out = self._model.generate(
                 given, attention_mask=torch.ones_like(given), max_new_tokens=room, **options
             )
+            self._last = out[0].tolist(), options.get(self._cache)
         new = out[0, len(ids) :].tolist()
         whole = self.text_after(ids, new)
         text, eos = cut(whole, stops), self._model.generation_config.eos_token_id
         ended = len(text) < len(whole) or new[-1] in (eos if isinstance(eos, list) else [eos])
         return Answer(text, "stop" if ended else "length")
 
+    def _prefix_of(self, ids: Sequence[int]) -> dict[str, Any]:
+        """The option of `generate` with the keys and values of what the prompt shares with the one before it."""
+        if not self._keeps_prefix:
+            return {}
+        from transformers import DynamicCache
+
+        (before, cache), self._last = self._last, ([], None)  # a pass that fails leaves neither
+        shared = min(common_prefix(before, ids), len(ids) - 1)  # the last id is read again, for its logits
+        if not shared or cache is None:
+            return {self._cache: DynamicCache()}
+        if (beyond := cache.get_seq_length() - shared) > 0:
+            cache.crop(-beyond)
+        self.reused_tokens += cache.get_seq_length()
+        return {self._cache: cache}
+
     def close(self) -> None:
-        del self._model
+        del self._model, self._last
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

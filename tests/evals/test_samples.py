@@ -74,6 +74,10 @@ def test_both_backends_generate_the_models_own_tokens(folder: Path, tmp_path: Pa
         assert scorer.generate(ids, 8, [text[3:5]]) == (text[: text.index(text[3:5])], "stop"), kind
         with pytest.raises(ValueError, match="top_q"):
             scorer.generate(ids, 8, top_q=1)
+        before = scorer.reused_tokens
+        other = [*ids[:-2], ids[-1]]
+        assert scorer.generate(other, 8).text == scorer.text_after(other, greedy(model, other, 8)), kind
+        assert scorer.reused_tokens - before == len(ids) - 2, "the prefix of the prompt before it"
         sampled = [scorer.generate(ids, 8, temperature=0.9, seed=seed) for seed in (0, 0, 1)]
         assert sampled[0] == sampled[1] != sampled[2]
         scorer.close()

@@ -16,6 +16,7 @@ from lm_eval.tasks.ruler import vt_utils
 import evals.lm_eval.models
 from evals.lm_eval.__main__ import Questions, lengths_of, main
 from evals.lm_eval.models import ScorerLM
+from evals.lm_eval.needles import counts, needles_of
 from evals.lm_eval.tasks import (
     ARC_TASKS,
     RULER_TASKS,
@@ -30,7 +31,7 @@ from records.evals import About
 from records.run import read_run
 from tests.evals.lm_eval.lm_eval_assets import QUESTIONS, export_tiny, write_data
 from tests.laneformer.hf.hf_assets import sentencepiece_model
-from tools.dashboard.scores import ruler_table
+from tools.dashboard.ruler import ruler_table
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.distributed is disabled")
 
@@ -99,10 +100,35 @@ def test_all_eleven_tasks_are_scored_at_both_lengths(
         assert prompts["documents"] == 2, "one of each length"
         assert 2048 < prompts["longest_tokens"] <= record["max_length"] == 4224
     assert record["cut_prompts"] == 0
+    assert 0 < record["reused_tokens"] < record["prompt_tokens"], "lm-eval's essays begin alike"
+    for length, of in record["ruler_counts"].items():
+        assert of["documents"] == dict.fromkeys(RULER_TASKS, 1)
+        assert of["depths"].keys() == {task for task in RULER_TASKS if task.startswith("niah")}
+        for task, parts in of["depths"].items():
+            needles = sum(asked for _, asked in parts)
+            assert needles == (4 if task in ("niah_multiquery", "niah_multivalue") else 1)
+            assert sum(right for right, _ in parts) == record["ruler"][length][task] * needles
     card = ruler_table(read_run(tmp_path))
     assert card.count("<td>100.0 % <small>± 39.7</small></td>") == len(RULER_TASKS), "of one document"
     assert "published" not in card, "that was asked in a conversation"
     assert "missing" not in card
+
+
+def test_needles_are_counted_at_their_depth() -> None:
+    text = "A special magic number is hidden. " + "x" * 65 + "1234567" + "x" * 94
+    asked = {"input": text, "outputs": ["1234567"]}
+    assert needles_of(asked, "it is 1234567.") == [(0.495, True)]
+    assert needles_of(asked, "it is 123456.") == [(0.495, False)]
+    assert needles_of({"input": "no needle 1", "outputs": ["1"]}, "1") == []
+    lines = [
+        {"task": "a", "length": 512, "needles": [[depth, depth > 0.5]]}
+        for depth in (0, 0.05, 0.1, 0.999, 1.0)
+    ]
+    lines += [{"task": "b", "length": 512, "needles": []}, {"task": "arc_easy"}]
+    found = counts(lines, [512, 1024])
+    assert found.keys() == {"512"}
+    assert found["512"]["documents"] == {"a": 5, "b": 1}
+    assert found["512"]["depths"] == {"a": [[0, 2], [0, 1], *[[0, 0]] * 7, [2, 2]]}
 
 
 def inputs(name: str, folder: Path, data: Path) -> list[str]:

@@ -1,0 +1,42 @@
+"""Where RULER's needles lay and whether they were found: counts by length and depth.
+
+lm-eval does not record at which depth it hid a needle. Its value, a random number or UUID, stands in the prompt
+only there, so the place of the value in the text is the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from records.files import JsonObject
+
+DEPTHS = 10  # equal parts of a prompt, the beginning first
+
+
+def needles_of(document: JsonObject, answer: str) -> list[tuple[float, bool]]:
+    """(depth, whether the answer names it) of every needle that is asked for; depth: 0 to 1, a share of the
+    characters of the prompt. [] of a task without needles, whose answers stand in many places.
+    """
+    text: str = document.get("input", "")
+    values: list[str] = document.get("outputs", [])
+    if "special magic" not in text:
+        return []
+    return [(round(text.index(v) / len(text), 4), v.lower() in answer.lower()) for v in values]
+
+
+def counts(lines: Iterable[JsonObject], lengths: Iterable[int]) -> dict[str, JsonObject]:
+    """By length in tokens: documents by task, and of needles by task [found, asked] at each of DEPTHS parts.
+
+    lines: items with task, length and needles.
+    """
+    found: dict[str, JsonObject] = {str(length): {"documents": {}, "depths": {}} for length in lengths}
+    for line in lines:
+        if (of_length := found.get(str(line.get("length")))) is None:
+            continue
+        task = line["task"]
+        of_length["documents"][task] = of_length["documents"].get(task, 0) + 1
+        for depth, seen in line["needles"]:
+            parts = of_length["depths"].setdefault(task, [[0, 0] for _ in range(DEPTHS)])
+            part = parts[min(int(DEPTHS * depth), DEPTHS - 1)]
+            part[0], part[1] = part[0] + seen, part[1] + 1
+    return {length: of_length for length, of_length in found.items() if of_length["documents"]}
