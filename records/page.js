@@ -42,7 +42,7 @@ function fit(data, layout, {x, whole, off}) {
     }
     if (!values.length) continue;
     values.sort((a, b) => a - b);
-    const last = values.length - 1, top = values[whole || last < SPIKES ? last : Math.floor(0.995 * last)];
+    const last = values.length - 1, top = values[whole || x || last < SPIKES ? last : Math.floor(0.995 * last)];
     const low = layout[name].rangemode === 'tozero' && !log ? Math.min(0, values[0]) : values[0];
     const margin = 0.05 * (top - low) || 0.05 * Math.abs(top) || 0.1;
     layout[name].range = [low && low - margin, top + margin];
@@ -50,7 +50,7 @@ function fit(data, layout, {x, whole, off}) {
 }
 async function render(place) {
   const {figure, state} = place, layout = structuredClone(figure.layout), choices = layout.meta ?? {};
-  const data = figure.data.map(trace => {
+  const data = (state.x && place.rows || figure.data).map(trace => {
     const shown = {...trace};
     for (const [name, option] of Object.entries(state.chosen)) Object.assign(shown, trace.meta?.[name]?.[option]);
     if (state.off.has(trace.legendgroup)) shown.visible = false;
@@ -67,6 +67,20 @@ async function render(place) {
     button.setAttribute('aria-pressed', choice ? state.chosen[choice] === option : !state.off.has(group));
   }
 }
+// a served page gets the rows of the range that is zoomed to; a file has those of the whole run
+async function zoomRows(place) {
+  const {x, chosen} = place.state, version = document.body.dataset.version;
+  const query = x && version && /^(training|machine|sources)-/.test(place.id)
+    && new URLSearchParams({chart: place.id, axis: chosen.x ?? 'steps', low: x[0], high: x[1]}).toString();
+  place.asked = query;
+  place.rows = null;
+  if (!query) return;
+  const answer = await fetch(`rows.json?${query}`);
+  const rows = answer.ok ? await answer.json() : null;
+  if (place.asked !== query) return;  // meanwhile another zoom
+  place.rows = rows;
+  await render(place);
+}
 function reset(place) {
   Object.assign(place.state, {x: null, y: {}, whole: false});
   return render(place);
@@ -77,6 +91,7 @@ function zoom(place, change) {
   if (names.includes('xaxis')) Object.assign(place.state, {x: ends('xaxis'), y: {}});
   for (const name of names) if (name !== 'xaxis') place.state.y[name] = ends(name);
   if (names.length) render(place);
+  if (names.includes('xaxis')) zoomRows(place);
 }
 const ACTS = {autoscale: 'fit y to all that is visible', reset: 'as at first; so does a double click'};
 const STROKES = {dash: 'dashed', dot: 'dotted'};
@@ -118,6 +133,7 @@ async function draw(root, figures) {
     place.state ??= {chosen: firsts(place.figure.layout.meta), off: new Set(), x: null, y: {}, whole: false};
     place.closest('.figure').querySelector('.tools').replaceChildren(...controls(place.figure));
     if (!place.closest('details:not([open])')) await render(place);  // else once it is unfolded
+    if (place.state.x) zoomRows(place);
   }
 }
 // a hover shows in every chart of the run on the same axis that is in sight

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import tyro
 from plotly.offline import get_plotlyjs
+from plotly.utils import PlotlyJSONEncoder
 
 from records.files import JsonObject, write_atomically
 from records.page import html_page, utc
@@ -38,6 +39,7 @@ from tools.dashboard.listings import contamination_card, evaluations_card, sampl
 from tools.dashboard.rows import prepare
 from tools.dashboard.scores import scores_card
 from tools.dashboard.tasks import gold_card, tasks_card
+from tools.dashboard.zoom import CHARTS, traces_in
 
 HOST = "127.0.0.1"
 PARTS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
@@ -100,6 +102,16 @@ def read_runs(followed: Sequence[Following], whole: bool = False) -> list[Run]:
     return runs
 
 
+def prepared(followed: Sequence[Following], thinned: bool = True) -> list[Run]:
+    """All runs as they are now, with what figures need."""
+    runs = read_runs(followed)
+    if not all(prepare(run, thinned) for run in runs):
+        runs = read_runs(followed, whole=True)
+        for run in runs:
+            prepare(run, thinned)
+    return runs
+
+
 def write_page(folders: Sequence[Path], out: Path, now: float | None = None) -> list[Run]:
     """Write the page of these run folders to `out`, whole or not at all; returns what was read."""
     runs = read_runs(list(map(Following, folders)))
@@ -131,18 +143,24 @@ class Live:
     contents: dict[str, JsonObject] = field(default_factory=dict)  # of the latest versions, see `content_of`
     not_before: float = 0.0  # on the monotonic clock
     followed: list[Following] = field(default_factory=list)
+    every_row: list[Following] = field(
+        default_factory=list
+    )  # the runs with all rows, once a reader has zoomed
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.followed = list(map(Following, self.folders))
 
-    def body(self) -> str:
-        runs = read_runs(self.followed)
-        if not all(prepare(run) for run in runs):
-            runs = read_runs(self.followed, whole=True)
-            for run in runs:
-                prepare(run)
-        return page_body(runs, time.time())
+    def zoomed(self, chart: str, axis: str, low: str, high: str) -> list[JsonObject] | None:
+        """See `traces_in`; ValueError for a chart of no run."""
+        with self.lock:
+            self.every_row = self.every_row or list(map(Following, self.folders))
+            for run in prepared(self.every_row, thinned=False):
+                if (name := chart.removesuffix(f"-{run.name}")) in CHARTS:
+                    return traces_in(run, name, axis, float(low), float(high))
+        raise ValueError(
+            f"{chart} is no chart of rows: {', '.join(CHARTS)}, with the name of a run behind it"
+        )
 
     def page(self, version: str, main: str) -> str:
         return html_page(self.title, main, get_plotlyjs(), self.script, version, connect="'self'")
@@ -152,7 +170,7 @@ class Live:
         with self.lock:
             version, now = version_of(self.folders), time.monotonic()
             if version != self.version and now >= self.not_before:
-                main = self.body()
+                main = page_body(prepared(self.followed), time.time())
                 self.contents = dict([*self.contents.items(), (version, content_of(main))][-VERSIONS:])
                 self.main, self.version = main, version
                 self.not_before = time.monotonic() + self.rest * (time.monotonic() - now)
@@ -189,7 +207,8 @@ def difference(old: Any, new: Any) -> JsonObject | None:
 
 
 def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page at /, and its changes at /data.json, until the process is interrupted.
+    """Serve the page at /, its changes at /data.json and the rows of a zoom at /rows.json, until the process is
+    interrupted.
 
     port: 0 takes a free one. ready: receives the address.
     """
@@ -199,17 +218,26 @@ def serve(live: Live, port: int, ready: Callable[[str], None]) -> None:
             address = urlsplit(self.path)
             if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
                 return self.send_error(403)  # a name that some web page made point here
-            if address.path not in ("/", "/data.json"):
+            if address.path not in ("/", "/data.json", "/rows.json"):
                 return self.send_error(404)
+            asked = parse_qs(address.query)
+            if address.path == "/rows.json":
+                return self.rows(*(asked.get(name, [""])[0] for name in ("chart", "axis", "low", "high")))
             version, main = live.newest()
             if address.path == "/":
                 self.answer(live.page(version, main), "text/html; charset=utf-8")
                 return None
-            asked = parse_qs(address.query)
             if asked.get("version") == [version]:
                 self.send_response(204)
                 return self.end_headers()
             self.answer(json.dumps(live.changes(asked.get("held", [None])[-1])), "application/json")
+
+        def rows(self, *asked: str) -> None:
+            try:
+                traces = live.zoomed(*asked)
+            except ValueError:
+                return self.send_error(400)
+            return self.answer(json.dumps(traces, cls=PlotlyJSONEncoder), "application/json")
 
         def answer(self, text: str, kind: str) -> None:
             self.send_response(200)

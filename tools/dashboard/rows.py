@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 from laneformer.config import LaneformerConfig
@@ -19,6 +20,7 @@ from records.run import FIGURES, Run, number
 from records.usage import RECENT
 
 Rows = Sequence[dict[str, Any]]
+SPIKE = 8  # median distances from the median; of 128 normal values the largest has 4
 SHORT = 8  # a half-life of means, in rows, up to which all rows are drawn
 # all that a figure may draw of the rows of a bucket
 EVERYTHING = [
@@ -32,7 +34,8 @@ def sample(
     rows: Rows, width: int, extremes: Sequence[tuple[str, Callable[..., int]]]
 ) -> list[dict[str, Any]]:
     """The rows to draw: of each bucket of `width` neighbouring rows the last one, also of each source, those of
-    the extremes, and those with a validation; and the first row of an attempt.
+    the extremes, and those with a validation; and the first row of an attempt. A spike keeps the rows beside it, so
+    that a zoom shows it as narrow as it is.
 
     extremes: (key, a choice among indices by `key=`, such as min). Buckets begin at multiples of `width`, so what
     is drawn of earlier rows stays when others follow.
@@ -46,8 +49,16 @@ def sample(
         chosen.update(i for i in inside if rows[i]["n"] == 0 or rows[i].get("valid_loss") is not None)
         for key, extreme in extremes:
             if known := [i for i in inside if rows[i].get(key) is not None]:
-                chosen.add(extreme(known, key=lambda i, key=key: rows[i][key]))
+                chosen.add(peak := extreme(known, key=lambda i, key=key: rows[i][key]))
+                if stands_out(rows[peak][key], [rows[i][key] for i in known]):
+                    chosen.update(i for i in (peak - 1, peak + 1) if i in inside)
     return [rows[i] for i in sorted(chosen)]
+
+
+def stands_out(value: float, values: Sequence[float]) -> bool:
+    """Whether the value is further from the median than noise takes it, as a spike is."""
+    middle = median(values)
+    return abs(value - middle) > SPIKE * median(abs(each - middle) for each in values)
 
 
 class Mean:
@@ -81,11 +92,12 @@ def width_of(run: Run) -> int:
     return run.half_life // 2 if run.half_life > SHORT else 1
 
 
-def prepare(run: Run) -> bool:
+def prepare(run: Run, thinned: bool = True) -> bool:
     """Set what figures need of the rows since the last call, phase by phase, and thin what is finished.
 
     Of a row that is `smooth_loss`, `smooth_by_source` and `x_flops`, of an event `x_flops`. Returns False, and does
     nothing, if the run has grown beyond the means and buckets of its earlier rows: they are to be read again.
+    thinned: of rows that are finished keep only what some figure of the whole run draws.
     """
     half_life, flops = half_life_rows(sum(s.logged for s in run.segments if s.kept)), flops_of(run)
     if run.half_life not in (0, half_life):
@@ -99,7 +111,8 @@ def prepare(run: Run) -> bool:
             if segment.kept:
                 add_means(row, means, half_life, last=row is new[-1] and segment is run.segments[-1])
         segment.prepared = segment.logged - (segment is run.segments[-1])
-        thin(segment, width_of(run))
+        if thinned:
+            thin(segment, width_of(run))
     for event in run.events:
         event["x_flops"] = flops_at(event, flops)
     return True

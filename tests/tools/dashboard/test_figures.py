@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from itertools import combinations, product
 from typing import Any
 
@@ -30,10 +31,18 @@ def test_sampling_keeps_spikes_and_ends_and_is_bounded() -> None:
     rows[31_337]["loss"], rows[4242]["grad_norm"], rows[777]["tokens_per_s"] = 9.0, 50.0, 1.0
     chosen = [row["n"] for row in sample(rows, 128, extremes_of(TRAINING))]
     assert {0, 31_337, 4242, 777, 49_999} <= set(chosen)
+    assert {31_336, 31_338, 4241, 4243, 776, 778} <= set(chosen), "under zoom a spike is one row wide"
     assert len(chosen) <= 5 * math.ceil(50_000 / 128) + 1
     assert [row["n"] for row in sample(rows[:40_000], 128, extremes_of(TRAINING))][:-1] == chosen[
         : sum(n < 40_000 for n in chosen) - (39_999 in chosen)
     ], "what is drawn of earlier rows stays"
+
+
+def test_noise_keeps_no_more_than_its_extremes() -> None:
+    draw = random.Random(0)
+    rows = [{"n": i, "loss": 2 + draw.gauss(0, 0.1)} for i in range(12_800)]
+    chosen = sample(rows, 128, [("loss", min), ("loss", max)])
+    assert len(chosen) <= 3 * 100 + 1, "the last row of a bucket and its two extremes"
 
 
 def test_a_mean_of_a_constant_is_the_constant_and_skips_gaps() -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from records.run import read_run
+from records.run import Following, read_run
 from tests.browser import browse, needs_browser
 from tests.tools.dashboard import made_up_run
-from tools.dashboard.__main__ import Live, content_of, serve
+from tools.dashboard.__main__ import Live, content_of, prepared, serve
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -200,3 +200,40 @@ def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path)
     steps_of_phase_1 = 60
     assert told == ["the same element", [10, 50], "steps", steps_of_phase_1 + 33, 1, 1]
     assert len(re.findall(r'<svg[^>]*class="main-svg"', dom)) >= 4 * 3, "four charts of three layers each"
+
+
+def test_a_zoom_gets_every_row_of_its_range(tmp_path: Path) -> None:
+    """Of a run whose overview draws groups of rows; with the rows next to the range, so that lines leave it."""
+    folder = made_up_run.write_run(tmp_path / "long", steps=4000, every=1)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    spike = json.loads(lines[2000]) | {"loss": 9.75}
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:2000], json.dumps(spike), *lines[2001:]]) + "\n")
+    live = Live([folder], "long", "")
+    (run,) = prepared([Following(folder)], thinned=False)
+    places = [row["x_step"] for row in run.kept_rows if 1800 <= row["x_step"] <= 2200]
+    overview = loss_of(content_of(live.newest()[1])["figures"]["training-long"]["data"])
+    inside = [x for x in overview["meta"]["x"]["steps"]["x"] if 1800 <= x <= 2200]
+    assert len(inside) < len(places) / 2, "the overview has groups"
+    drawn = live.zoomed("training-long", "steps", "1800", "2200")
+    assert drawn is not None
+    x = [x for trace in drawn if is_loss(trace) for x in trace["meta"]["x"]["steps"]["x"]]
+    assert set(places) <= set(x)
+    assert len(set(x)) <= len(places) + 4, "and no more than the neighbours of each end"
+    peak = next(trace for trace in drawn if is_loss(trace) and 9.75 in trace["y"])
+    assert peak["y"][peak["y"].index(9.75) - 1] < 9 > peak["y"][peak["y"].index(9.75) + 1]
+    assert live.zoomed("training-long", "steps", "1e9", "2e9") is None
+    for wrong in (
+        ("training-other", "steps", "1", "2"),
+        ("training-long", "hours", "1", "2"),
+        ("", "", "", ""),
+    ):
+        with pytest.raises(ValueError, match="no "):
+            live.zoomed(*wrong)
+
+
+def is_loss(trace: dict[str, Any]) -> bool:
+    return trace.get("name") == "Loss" and trace.get("yaxis") == "y1"
+
+
+def loss_of(traces: list[dict[str, Any]]) -> dict[str, Any]:
+    return max(filter(is_loss, traces), key=lambda trace: len(trace["y"]))
