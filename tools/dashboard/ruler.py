@@ -79,7 +79,10 @@ def depth_part(depths: Mapping[str, Mapping[str, Parts]], name: str) -> str:
     tasks = list(dict.fromkeys(task for of in depths.values() for task in of))
     if not tasks:
         return ""
-    maps = {"all": depth_map(depths, tasks), **{task: depth_map(depths, [task]) for task in tasks}}
+    maps = {
+        "all": depth_map(depths, tasks),
+        **{task.removeprefix("niah_"): depth_map(depths, [task]) for task in tasks},
+    }
     rows = len(maps["all"]["z"])
     ends = [100 * i // rows for i in range(rows + 1)]
     figure = go.Figure(layout={**PLOT, "height": 110 + 24 * rows, "hovermode": "closest"})
