@@ -37,8 +37,8 @@ def traces_in(run: Run, chart: str, axis: str, low: float, high: float) -> list[
     for segment in run.segments:
         places = [row[key] or 0.0 for row in segment.rows]
         begin, end = bisect.bisect_left(places, low), bisect.bisect_right(places, high)
-        if rows := segment.rows[max(0, begin - 1) : end + 1]:
-            segments.append(replace(segment, rows=rows))
+        if begin < end:
+            segments.append(replace(segment, rows=segment.rows[max(0, begin - 1) : end + 1]))
     count = sum(len(segment.rows) for segment in segments if segment.kept)
     width = 1 << max(0, math.ceil(math.log2(max(count, 1) / BUCKETS)))
     part = replace(run, segments=segments, half_life=SHORT if width == 1 else max(2 * width, 2 * SHORT))
