@@ -50,6 +50,7 @@ class MixtureLoader(BaseDataLoader):
         self.contents = self.mixture.contents  # {source: SHA-256}, of this phase and those before it
         self.offsets: dict[str, int] = {}  # windows of each source that earlier phases used up
         self.left_out: dict[str, int] = {}  # those among them that were skipped
+        self.lengths: dict[str, int] = {}  # by source, tokens of the windows of `offsets`
         self.begin_again = begin_again  # sources that may have other text than that of the same name before
         self.read: dict[str, list[str]] = {}  # by source, `Mixture.read_files` of what earlier phases used up
         self.sequences = 0  # positions that the trainer has taken, all ranks together
@@ -102,6 +103,7 @@ class MixtureLoader(BaseDataLoader):
             return {names.get(name, name): value for name, value in values.items()}
 
         self.contents, self.read = renamed(before) | now, renamed(used.get("read", {}))
+        self.lengths = renamed(used.get("lengths", {}))
         self.begin_at(renamed(used["windows"]), renamed(used["windows_left_out"]))
 
     def begin_at(self, offsets: dict[str, int], left_out: dict[str, int]) -> None:
@@ -142,14 +144,22 @@ class MixtureLoader(BaseDataLoader):
 
     def tokens_per_source(self) -> dict[str, int]:
         """Tokens of every source that this phase and those before it were trained on."""
-        left_out = self.left_out_per_source()
-        return {
-            n: (w - left_out.get(n, 0)) * self.mixture.seq_len for n, w in self.windows_per_source().items()
-        }
+        return self._tokens_of(self.windows_per_source(), self.left_out_per_source())
 
     def tokens_before(self) -> int:
         """Tokens that the phases before this one were trained on."""
-        return (sum(self.offsets.values()) - sum(self.left_out.values())) * self.mixture.seq_len
+        return sum(self._tokens_of(self.offsets, self.left_out).values())
+
+    def _tokens_of(self, windows: dict[str, int], left_out: dict[str, int]) -> dict[str, int]:
+        lengths = self._window_lengths()
+        return {name: (w - left_out.get(name, 0)) * lengths[name] for name, w in windows.items()}
+
+    def _window_lengths(self) -> dict[str, int]:
+        """Of every source that was read; one of another phase may have windows of another length."""
+        names = {**self.offsets, **self.mixture.contents}
+        ours = self.mixture.source_names
+        seq_len = self.mixture.seq_len
+        return {name: seq_len if name in ours else self.lengths.get(name, seq_len) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """One JSON string, equal on all ranks: position, mixture, and the windows of every
@@ -164,6 +174,7 @@ class MixtureLoader(BaseDataLoader):
             "left_out": self.left_out,
             "windows": self.windows_per_source(),
             "windows_left_out": self.left_out_per_source(),
+            "lengths": self._window_lengths(),
             "rule": self.mixture.rule(self.skips.used(self.sequences)),
             "read": self.read | self._read_files(),
         }
@@ -186,7 +197,7 @@ class MixtureLoader(BaseDataLoader):
                 "change only windows that lie ahead, or start from an older checkpoint"
             )
         self.contents = state.get("contents", {}) | self.mixture.contents
-        self.read = state.get("read", {})
+        self.read, self.lengths = state.get("read", {}), state.get("lengths", {})
         self.begin_at(state["offsets"], state["left_out"])
 
 

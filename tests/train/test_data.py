@@ -147,6 +147,21 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: 
     assert last.offsets == used["windows"]
 
 
+def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lock: Path) -> None:
+    """Phase 3 of long windows behind phase 1 and 2 of short ones, through a checkpoint of each."""
+    (one,) = job(lock, 1, 1)
+    before = {"windows": {"long": 10}, "windows_left_out": {"long": 2}, "contents": {"long": "0" * 64}}
+    one.begin_after({**before, "lengths": {"long": 512}})
+    train([one], steps=3)
+    (again,) = job(lock, 1, 1)
+    again.load_state_dict(one.state_dict())
+    (next_phase,) = job(lock, 1, 1)
+    next_phase.begin_after(json.loads(one.state_dict()["mixture"]))
+    assert (one.tokens_before(), again.tokens_before()) == (8 * 512, 8 * 512)
+    assert one.tokens_per_source()["long"] == again.tokens_per_source()["long"] == 8 * 512
+    assert next_phase.tokens_before() == 8 * 512 + 3 * GLOBAL_BATCH * 32
+
+
 def test_a_mixture_that_changes_under_a_run_continues_or_is_refused(
     prepared_data: Path, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ TOKEN_BUDGETS = {
     "records": 13_170,
     "laneformer": 125_750,
     "data_mixtures": 62_200,
-    "train": 38_150,
+    "train": 38_300,
     "evals": 39_600,
     "tools": 136_600,
 }
