@@ -19,6 +19,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from evals.trackers import SETTINGS, Trackers, scalars
 from records.job import Job, JobSections, Metrics
+from tests.evals.not_nice import NOT_NICE
 from tests.tools.dashboard import made_up_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ enable_tensorboard = true
 
 def forward(run: Path) -> None:
     """`evals.watch` on a run without checkpoints: it has nothing to do but this."""
-    env = {**os.environ, "WANDB_MODE": "offline"}
+    env = {**os.environ, **NOT_NICE, "WANDB_MODE": "offline"}
     command = [sys.executable, "-m", "evals.watch", "--run", str(run), "--once"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ from evals.watch import Watcher, only_watcher
 from records.events import DONE, STOPPED, write_outcome
 from records.files import hold_lock
 from records.job import Checkpoint, Evals, Job, JobSections, Training
+from tests.evals.not_nice import NOT_NICE
 from tests.train.supervised import ROOT, arguments, environment
 
 STEPS = 4
@@ -51,7 +52,7 @@ def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     commands = f"{command(prepared_data)},decode_speed --device nowhere"  # TorchTitan's way of a list
     done = subprocess.run(
         [*launch, *job, "--validation.no-enable", "--resilience.hang_timeout_s", "300", *evals, commands],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=550,
+        cwd=ROOT, env=environment() | NOT_NICE, capture_output=True, text=True, timeout=550,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return run
@@ -61,17 +62,10 @@ def command(data: Path) -> str:
     return f"bits_per_byte --data {data} --limit 2"
 
 
-# at the lowest priority it would wait for all other tests on a machine that is busy with them
-NOT_NICE = """
-import os, runpy
-os.nice = lambda by: 0
-runpy.run_module("evals.watch", run_name="__main__", alter_sys=True)
-"""
-
-
-def watcher(run: Path, *options: str, program: tuple[str, ...] = ("-c", NOT_NICE)) -> subprocess.Popen[str]:
-    command = [sys.executable, *program, "--run", str(run), "--every-s", "0.2", *options]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+def watcher(run: Path, *options: str, priority: dict[str, str] = NOT_NICE) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "evals.watch", "--run", str(run), "--every-s", "0.2", *options]
+    env = environment() | priority
+    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -121,7 +115,7 @@ def test_sigterm_ends_it_and_what_it_started(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text('[evals]\nevery_steps = 1\ncommands = ["decode_speed"]\n')
-    process = watcher(run, program=("-m", "evals.watch"))
+    process = watcher(run, priority={})
     while not (run / ".evals-watch.lock").exists() and process.poll() is None:
         time.sleep(0.02)
     assert process.poll() is None, "no checkpoint yet: it waits"

@@ -15,10 +15,12 @@ import pytest
 
 from tests.train.runs import ROOT, metrics, run_job
 
+# what its commands run, which the imports of this file do not show
+PROGRAMS = ("train/**/*.py", "data_mixtures/**/*.py", "records/*.py", "models/laneformer/titan/**/*.py")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),  # 3 minutes of one core, beside whatever else runs
-    pytest.mark.proof("configs/debug_phase1.toml", "configs/mtp.toml", "data_mixtures/demo.toml"),
+    pytest.mark.proof("configs/debug_phase1.toml", "configs/mtp.toml", "data_mixtures/demo.toml", *PROGRAMS),
 ]
 BASE_STEPS, HEAD_STEPS, SEQ_LEN = 200, 160, 256
 ASKED = 0.6  # of the first draft
