@@ -53,7 +53,8 @@ def test_sigterm_while_weights_load() -> None:
 import time
 from laneformer.cli import main
 from laneformer.cli.options import ModelOptions
-ModelOptions.load = lambda *_: print("loading", flush=True) or time.sleep(60)
+# short pauses: a signal just before one is handled behind it
+ModelOptions.load = lambda *_: print("loading", flush=True) or [time.sleep(0.05) for _ in range(1200)]
 main(["serve", ".", "--port=0"])
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
