@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
@@ -355,3 +355,27 @@ def test_a_model_in_parts(tmp_path: Path, metadata: Any) -> None:
     second.unlink()
     with pytest.raises(ValueError, match=r"of which model-00002-of-00003\.gguf are missing beside it"):
         GgufFile(first)
+
+
+@pytest.mark.parametrize("order", [GGUFEndian.LITTLE, GGUFEndian.BIG])
+def test_fields_are_those_of_the_package_and_a_cut_file_is_refused(order: GGUFEndian, tmp_path: Path) -> None:
+    path = tmp_path / "fields.gguf"
+    writer = GGUFWriter(path, "llama", endianess=order)
+    writer.add_array("words", ["", "one", "zwölf", "\u2581a" * 40])
+    writer.add_array("scores", [0.5, -1e30, 3.0])
+    writer.add_array("kinds", [1, 3, -6])
+    writer.add_array("flags", [True, False])
+    writer.add_string("after", "the arrays")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = gguf_module.open_file(path).fields, GGUFReader(path).fields
+    assert list(ours) == list(theirs)
+    for name, field in theirs.items():
+        assert (ours[name].contents(), ours[name].types) == (field.contents(), field.types)
+    whole = path.read_bytes()
+    for size in (whole.index(b"zw"), whole.index(b"scores") + 30):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="cannot be read as a GGUF file"):
+            gguf_module.open_file(path)
