@@ -73,6 +73,7 @@ class Terminal:
         self.conversation, self.options, self.console = conversation, options, console
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.left = False
+        self.thought = False  # reasoning was the last that was printed
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
         if self.interactive:
             with contextlib.suppress(ImportError):
@@ -87,7 +88,15 @@ class Terminal:
         self.console.print(text.translate(CONTROLS), style="dim")
 
     def show(self, piece: str) -> None:
+        if self.thought:
+            self.note("\n")
+            self.thought = False
         print(piece.translate(CONTROLS), end="", flush=True)
+
+    def think(self, piece: str) -> None:
+        """Reasoning, beside the answer as notes are."""
+        self.console.print(piece.translate(CONTROLS), style="dim", end="")
+        self.thought = True
 
     def converse(self) -> None:
         while not self.left:
@@ -141,8 +150,8 @@ class Terminal:
         reply = self.conversation.fitted(messages)
         if dropped := len(messages) - len(reply.messages):
             self.note(f"the context is full: the {dropped} oldest messages are dropped")
-        self.conversation.complete(reply, self.show, **self.options)
-        print(flush=True)
+        self.conversation.complete(reply, self.show, self.think, **self.options)
+        self.show("\n")
         self.note(self.figures(reply))
 
     def figures(self, reply: Reply) -> str:

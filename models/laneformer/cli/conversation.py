@@ -18,6 +18,7 @@ from typing import Any
 
 from ..chat import ASSISTANT, SYSTEM, USER
 from ..engine import Engine, Statistics, TextStream
+from ..engine.channels import Harmony, Thinking, begun, speaks_harmony
 from ..prompts import PromptEncoder
 
 Message = dict[str, str]  # "role" and "content"
@@ -29,13 +30,16 @@ KEPT = (
 
 @dataclass
 class Reply:
-    """What comes after messages, as text and as ids. times_s: of each id, since the start."""
+    """What comes after messages, as text and as ids. text: all of it; content: without the reasoning.
+    times_s: of each id, since the start.
+    """
 
     messages: list[Message]
     rendered: str
     prompt: list[int]
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    content: str = ""
     times_s: list[float] = field(default_factory=list)
     interrupted: bool = False
     statistics: Statistics = field(init=False)
@@ -99,29 +103,40 @@ class Conversation:
                 return Reply(messages, rendered, last.prompt + body + closing)
         return Reply(messages, rendered, self.encoder.encode(rendered))
 
-    def complete(self, reply: Reply, show: Callable[[str], None], **options: Any) -> None:
-        """Generate the reply and `show` its text in pieces; Ctrl-C ends it early.
+    def complete(
+        self, reply: Reply, show: Callable[[str], None], think: Callable[[str], None], **options: Any
+    ) -> None:
+        """Generate the reply, `show` its content in pieces, and `think` its reasoning; Ctrl-C ends it early.
 
-        It joins the conversation with its messages, unless there is nothing of it.
+        It joins the conversation with its messages, unless there is nothing of it; its reasoning does not.
         """
-        stream, start_s = TextStream(self.tokenizer, reply.prompt), time.monotonic()
+        harmony, inside = speaks_harmony(self.engine.tokenizer_config), begun(self.tokenizer, reply.prompt)
+        said: Harmony | Thinking = Harmony() if harmony else Thinking(inside)
+        stream, start_s = TextStream(self.tokenizer, reply.prompt, not harmony), time.monotonic()
 
-        def add(piece: str) -> None:
-            reply.text += piece
-            show(piece)
+        def add(reasoning: str, content: str) -> None:
+            reply.content += content
+            if reasoning:
+                think(reasoning)
+            if content:
+                show(content)
 
         try:
             with one_interrupt(), contextlib.closing(self.engine.stream(reply.prompt, **options)) as tokens:
                 for token in tokens:
                     reply.ids.append(token)
                     reply.times_s.append(time.monotonic() - start_s)
-                    add(stream.push(token))
+                    if token not in self.engine.eos_ids:
+                        reply.text += (piece := stream.push(token))
+                        add(*said.push(piece))
         except KeyboardInterrupt:
             reply.interrupted = True
-        add(stream.finish())
+        reply.text += (piece := stream.finish())
+        add(*said.push(piece))
+        add(*said.finish())
         reply.statistics = self.engine.statistics
         if reply.ids:
-            self.messages = [*reply.messages, {"role": ASSISTANT, "content": reply.text}]
+            self.messages = [*reply.messages, {"role": ASSISTANT, "content": reply.content}]
             self.last = reply
 
 

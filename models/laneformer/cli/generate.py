@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from ..chat import SYSTEM, USER
-from ..engine import Engine, GenerationOptions
+from ..engine import Engine, GenerationOptions, StopStrings, TextStream
+from ..engine.channels import Harmony, speaks_harmony
+from ..engine.text import text_of
 from ..prompts import PromptEncoder
 from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
 
@@ -50,9 +55,12 @@ class Generate:
             raise ValueError("--system is a message of a conversation; add --chat")
         with self.model.load(self.hf_dir) as engine:
             prompt = conversation(engine, self.prompt, self.system) if self.chat else self.prompt
-            for piece in engine.stream_text(
-                prompt, stop=self.stop, **lengths, **self.sampling.of(engine, self.chat)
-            ):
+            options: dict[str, Any] = {"stop": self.stop, **lengths, **self.sampling.of(engine, self.chat)}
+            harmony = self.chat and speaks_harmony(engine.tokenizer_config)
+            stream: Callable[..., Iterator[str]] = engine.stream_text
+            if harmony:
+                stream = partial(in_harmony, engine)
+            for piece in stream(prompt, **options):
                 print(piece, end="", flush=True)
             print(flush=True)
             figures = engine.statistics
@@ -61,6 +69,17 @@ class Generate:
                     f"{figures.accepted_tokens} of {figures.proposed_tokens} draft tokens were right",
                     file=sys.stderr,
                 )
+
+
+def in_harmony(engine: Engine, prompt: list[int], stop: Sequence[str], **options: Any) -> Iterator[str]:
+    """The answer of a model that writes the harmony format; its reasoning goes to stderr."""
+    assert engine.tokenizer is not None, "a conversation has one"
+    said, text = Harmony(), TextStream(engine.tokenizer, prompt, skip_special_tokens=False)
+    for piece in text_of(engine.stream(prompt, **options), text, StopStrings(stop)):
+        reasoning, content = said.push(piece)
+        print(reasoning, end="", file=sys.stderr, flush=True)
+        yield content
+    yield said.finish()[1]
 
 
 def conversation(engine: Engine, prompt: str, system: str | None) -> list[int]:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..engine import GenerationOptions
+from ..engine.channels import BEGIN, speaks_harmony
 from ..engine.options import checked_ids, conversation_defaults
 from ..prompts import SECRET_DIGITS, PromptEncoder
 from .bodies import MAX_VALUES, RequestError
 from .grammar import Grammars
-from .reasoning import BEGIN
 from .schema import Sampled
 from .tool_calls import ToolCalling
 
@@ -42,6 +42,7 @@ class ServingContext:
         self.scheduler, self.model, self.tokenizer = scheduler, model, engine.tokenizer
         self.vocab_size, self.context_tokens = engine.config.vocab_size, engine.config.max_position_embeddings
         self.eos_ids, self.reasoning_budget = engine.eos_ids, budget
+        self.harmony = speaks_harmony(engine.tokenizer_config)
         self.reasons = BEGIN in str(engine.tokenizer_config.get("chat_template"))
         self.completion_defaults = {**engine.sampling_defaults, "speculate": speculate}
         self.conversation_defaults = {
@@ -49,7 +50,7 @@ class ServingContext:
             "speculate": speculate,
         }
         self.prompts = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
-        self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids)
+        self.grammars = Grammars(engine.tokenizer, self.vocab_size, engine.eos_ids, self.harmony)
         self.grammars.prepare()  # before requests come, whose streams it would stall
         self.tool_calling = ToolCalling(engine.tokenizer_config, self.grammars)
         identity = repr((__version__, engine.config, engine.dtype, engine.math, engine.kv_dtype, model))

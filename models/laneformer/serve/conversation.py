@@ -8,21 +8,20 @@ of a call or more of its arguments.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..engine.channels import ANSWER, NEXT, Harmony, Thinking, begun
 from ..engine.text import TextStream
 from .bodies import RequestError
 from .choices import Choices, Piece
 from .context import ServingContext
-from .reasoning import BEGIN, ENDING, UNLIMITED, Budget, Thinking
+from .reasoning import ENDING, UNLIMITED, Budget
 from .scheduler import Grammar
 from .schema import ConversationRequest, texts_of
 from .tool_calls import CallParser, ToolUse
-
-PROMPT_END_TOKENS = 8  # among them is a <think> with which a template opens the answer
 
 
 class Said(NamedTuple):
@@ -36,8 +35,8 @@ class Said(NamedTuple):
 class Speaker:
     """The text of one choice as deltas: reasoning, content, calls."""
 
-    def __init__(self, parser: CallParser | None, inside: bool):
-        self.parser, self.thinking = parser, Thinking(inside)
+    def __init__(self, parser: CallParser | None, thinking: Thinking | Harmony):
+        self.parser, self.thinking = parser, thinking
         self.reasoning_tokens = 0
 
     def push(self, piece: Piece) -> Said:
@@ -67,11 +66,15 @@ class Conversation:
         self.request, self.context = request, context
         tools, self.prompt = prepared(request, context)
         grammar = self._grammar(tools)
-        opened = context.tokenizer.decode(self.prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         forced = grammar is not None and not (tools.names and tools.optional)
-        inside = opened.rstrip().endswith(BEGIN) and not forced
-        self.choices = self._choices(tools, grammar if forced else self._budget(tools, grammar, inside))
-        self.speakers = [Speaker(tools.parser(), inside) for _ in range(request.n)]
+        inside = not forced and begun(context.tokenizer, self.prompt)
+        self.thinking: Callable[[], Thinking | Harmony] = partial(Thinking, inside)
+        if context.harmony:
+            self.thinking = partial(Harmony, bool(tools.names))
+        if context.harmony or (not forced and (inside or context.reasons)):
+            grammar = self._budget(tools, grammar)
+        self.choices = self._choices(tools, grammar)
+        self.speakers = [Speaker(tools.parser(), self.thinking()) for _ in range(request.n)]
 
     def begin(self) -> None:
         """On the event loop; what `Scheduler.submit` raises."""
@@ -96,16 +99,22 @@ class Conversation:
             )
         return calls or form
 
-    def _budget(self, tools: ToolUse, grammar: Grammar | None, inside: bool) -> Grammar | None:
+    def _budget(self, tools: ToolUse, grammar: Grammar | None) -> Grammar | None:
         """The grammar, or one that also ends a reasoning that takes too long."""
         context, tokens = self.context, self.request.reasoning_budget
         tokens = context.reasoning_budget if tokens is None else tokens
-        if tokens == UNLIMITED or not (inside or context.reasons):
+        if tokens == UNLIMITED:
             return grammar
-        tokenizer, hidden = context.tokenizer, not tools.names
-        ending = tokenizer.encode(ENDING, add_special_tokens=False).ids
-        stream = partial(TextStream, tokenizer, (), hidden)
-        return Budget(tokens, inside, ending, stream, context.vocab_size, grammar)
+        tokenizer, ending = context.tokenizer, ENDING
+        if context.harmony:  # a grammar allows no second reasoning; without one the answer is begun
+            ending = NEXT if grammar else f"{NEXT}{ANSWER}"
+        ids = tokenizer.encode(ending, add_special_tokens=False).ids
+        stream = partial(TextStream, tokenizer, (), not self._shows_control(tools))
+        return Budget(tokens, self.thinking, ids, stream, context.vocab_size, grammar)
+
+    def _shows_control(self, tools: ToolUse) -> bool:
+        """Whether control tokens are read as text: around calls, and between harmony's messages."""
+        return bool(tools.names) or self.context.harmony
 
     def _choices(self, tools: ToolUse, grammar: Grammar | None) -> Choices:
         request, context = self.request, self.context
@@ -119,7 +128,7 @@ class Conversation:
             options = dataclasses.replace(options, prediction=ids)
         return Choices(
             context, [self.prompt], request.n, options, request.stop,
-            grammar=grammar, with_control_tokens=bool(tools.names),
+            grammar=grammar, with_control_tokens=self._shows_control(tools),
         )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..engine.channels import ANSWER, CHANNEL, CONSTRAIN, MESSAGE, NEXT
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
@@ -37,11 +39,12 @@ class Grammars:
     large, or without llguidance.
 
     vocab_size: V, rows of the embedding table, which may be more than the tokenizer has ids. eos_ids:
-    what ends a text.
+    what ends a text. harmony: answers are written in that format.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], harmony: bool = False):
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, tuple(eos_ids)
+        self.harmony = harmony
 
     def prepare(self) -> None:
         """Make now what the first grammar would wait for; nothing where there can be none."""
@@ -86,7 +89,20 @@ class Grammars:
 
     def of_schema(self, schema: Any, what: str) -> Grammar:
         """JSON that the schema allows, keys in its order; `what` names it in errors."""
-        return self.of_lark(f"start: {self.json_rule(schema, what)}")
+        rule = self.json_rule(schema, what)
+        return self.of_lark(self.in_harmony(f"final {rule}") if self.harmony else f"start: {rule}")
+
+    def in_harmony(self, said: str) -> str:
+        """Rules of an answer: one reasoning or none, then `said`. In that, `final` begins a message for
+        people, `preamble` is one before a call, and `kind` comes between a function and its arguments.
+        """
+        return f"""start: (analysis TEXT more)? {said}
+            analysis: {self.literal(CHANNEL + "analysis" + MESSAGE)}
+            preamble: {self.literal(CHANNEL + "commentary" + MESSAGE)} TEXT more
+            more: {self.literal(NEXT)}
+            final: {self.literal(ANSWER)}
+            kind: ({self.literal(f" {CONSTRAIN}json")} | " json")? {self.literal(MESSAGE)}
+            TEXT: /(.|\\n)*/"""
 
     def json_rule(self, schema: Any, what: str, lenient: bool = False) -> str:
         """The part of a Lark grammar that stands for JSON of a schema; ValueError says where

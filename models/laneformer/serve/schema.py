@@ -21,6 +21,7 @@ DEFAULT_TOKENS = 16  # of a completion: OpenAI's
 MAX_CHOICES = 128  # of one request, all its prompts together
 MAX_PARTS = 2**12  # of a content, and tools: the longer a list, the longer its check holds up other threads
 MAX_MESSAGES = 2**16
+EFFORTS = "low", "medium", "high"  # of reasoning
 MAX_STOPS = 16  # OpenAI has 4; evaluations send more
 MIN_TOP_P = 1e-12  # for 0, which OpenAI allows: the likeliest token alone
 
@@ -72,14 +73,9 @@ class Sampled(Body):
 
     unused = {"user": None}
     neutral = {
-        "typical_p": [1],
-        "tfs_z": [1],
-        "top_a": [0],
-        "mirostat": [0],
-        "xtc_probability": [0],
-        "dry_multiplier": [0],
-        "dynatemp_range": [0],
-    }
+        "typical_p": [1], "tfs_z": [1], "top_a": [0], "mirostat": [0], "xtc_probability": [0],
+        "dry_multiplier": [0], "dynatemp_range": [0],
+    }  # fmt: skip
     renamed = {"repeat_penalty": "repetition_penalty"}
 
     model: str | None = None
@@ -278,17 +274,10 @@ class ConversationRequest(Sampled):
         "thinking_budget": "reasoning_budget",
     }
     unused = {
-        **Sampled.unused,
-        "metadata": None,
-        "prompt_cache_key": None,
-        "prompt_cache_options": None,
-        "prompt_cache_retention": ["in_memory"],
-        "reasoning_effort": ["none"],
-        "safety_identifier": None,
-        "service_tier": ["auto", "default"],
-        "store": [False],
-        "verbosity": ["medium"],
-    }
+        **Sampled.unused, "metadata": None, "prompt_cache_key": None, "prompt_cache_options": None,
+        "prompt_cache_retention": ["in_memory"], "reasoning_effort": ["none", *EFFORTS],
+        "safety_identifier": None, "service_tier": ["auto", "default"], "store": [False], "verbosity": ["medium"],
+    }  # fmt: skip
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool = False
@@ -307,11 +296,12 @@ class ConversationRequest(Sampled):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_thinking(cls, data: Any) -> Any:
-        """What templates call the effort of "none"."""
-        if isinstance(data, dict) and data.get("reasoning_effort") == "none":
+    def _effort(cls, data: Any) -> Any:
+        """As variables of templates, which know them or not."""
+        effort = data.get("reasoning_effort") if isinstance(data, dict) else None
+        if effort == "none":
             return {"chat_template_kwargs": {"enable_thinking": False}, **data}
-        return data
+        return {"chat_template_kwargs": {"reasoning_effort": effort}, **data} if effort in EFFORTS else data
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

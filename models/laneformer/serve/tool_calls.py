@@ -13,11 +13,12 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..chat import ASSISTANT, SYSTEM, USER, ChatError, ChatTemplate
+from ..engine.channels import CALL, CHANNEL, ENDS, FUNCTIONS, speaks_harmony
 from ..engine.text import StopStrings
 from .grammar import NAME, Grammar, Grammars
 
@@ -70,6 +71,9 @@ HERMES = CallForm(
 )
 
 
+HARMONY = CallForm(*CALL, None, ENDS[1])  # its template shows another spelling of the header
+
+
 def form_of(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> CallForm | None:
     """The form in which a template renders calls; None where it knows none, or none with arguments as JSON."""
     name, answer, arguments = "probed_function", "probed_answer", {"probed_key": "probed_value"}
@@ -118,7 +122,8 @@ class ToolCalling:
         except ValueError:
             return  # what needs one says so
         probe: dict[str, Any] = {"name": "x", "description": "x", "parameters": NO_PARAMETERS}
-        if form := form_of(template, [{"type": "function", "function": probe}]):
+        form = form_of(template, [{"type": "function", "function": probe}])
+        if form := HARMONY if speaks_harmony(tokenizer_config) else form:
             self.form, self.described = form, False
         try:
             messages = [{"role": SYSTEM, "content": "probed_text"}, {"role": USER, "content": "x"}]
@@ -168,6 +173,8 @@ class ToolUse:
         found = copy.deepcopy([dict(message) for message in messages])
         if self.calling.described:
             return self._without_tools(found)
+        if self.calling.form is HARMONY:
+            found = list(_in_harmony(found))
         for call in [call for message in found for call in message.get("tool_calls") or ()]:
             if self.calling.form.as_text:
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -199,18 +206,28 @@ class ToolUse:
         """Of the answer: calls alone where they are demanded, else text up to the first; None without tools."""
         if not self.names:
             return None
-        form, literal = self.calling.form, self.calling.grammars.literal
+        form, grammars = self.calling.form, self.calling.grammars
+        literal = grammars.literal
         rules, called = [], []
         for number, function in enumerate(self.functions):
             if function["name"] in self.names:
                 what = f"tools[{number}].function.parameters"
-                rule = self.calling.grammars.json_rule(_closed(function["parameters"]), what, lenient=True)
+                rule = grammars.json_rule(_closed(function["parameters"]), what, lenient=True)
                 rules.append(f"a{number}: {rule}")
-                called.append(f"{literal(function['name'] + form.middle)} a{number}")
+                name = function["name"]
+                if form is HARMONY:  # the function stands in either place of a header
+                    said = literal(f" to={FUNCTIONS}{name}{CHANNEL}commentary")
+                    called.append(f"({literal(form.begin + name)} | {said}) kind a{number}")
+                else:
+                    called.append(f"{literal(name + form.middle)} a{number}")
+        call = f"call: {' | '.join(called)}"
+        if form is HARMONY:
+            said = "preamble? (call | final TEXT)" if self.optional else "call"
+            return grammars.of_lark("\n".join([grammars.in_harmony(said), call, *rules]))
         more = f"({literal(form.between)} call)*" if self.parallel and form.between is not None else ""
         calls = f"call {more} {literal(form.end)}"
         marker, rest = form.marker, f"{literal(form.begin.removeprefix(form.marker))} {calls}"
-        token = self.calling.grammars.text_tokens(but=marker)
+        token = grammars.text_tokens(but=marker)
         if not self.optional:
             start = f"start: {literal(form.begin)} {calls}"
         elif marker == "{":
@@ -221,7 +238,7 @@ class ToolUse:
             called_by_token = f"| TEXT {single} {rest}" if single.startswith("<[") else ""
             start = f"start: {before} (TEXT | head {rest} {called_by_token})\nhead[lazy]: TEXT {json.dumps(marker)}"
         rules += ["TEXT: /(.|\\n)*/"]
-        return self.calling.grammars.of_lark("\n".join([start, f"call: {' | '.join(called)}", *rules]))
+        return grammars.of_lark("\n".join([start, call, *rules]))
 
     def parser(self) -> CallParser | None:
         """For the text of one answer, control tokens spelled out."""
@@ -299,6 +316,28 @@ class CallParser:
         if text[:end]:
             self._tell({"function": {"arguments": text[:end]}})
         return end
+
+
+def _in_harmony(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """As gpt-oss's template takes them: reasoning as `thinking`, which with a call is all that it says, and
+    one call a message, with what it gave behind it.
+    """
+    gave = [message for message in messages if message["role"] == "tool"]
+    for message in messages:
+        thought, calls = message.pop("reasoning_content", None), message.get("tool_calls") or ()
+        if calls:
+            message |= {"thinking": "\n".join(filter(None, [thought, message["content"]])), "content": ""}
+        elif message["role"] != "tool":
+            yield message
+        elif message in gave:
+            gave.remove(message)
+            yield message
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            message["thinking"] = ""
+            if result := next((m for m in gave if m.get("tool_call_id") == call.get("id")), None):
+                gave.remove(result)
+                yield result
 
 
 def _functions(tools: Any) -> list[dict[str, Any]]:

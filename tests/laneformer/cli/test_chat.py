@@ -13,16 +13,22 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from tokenizers import AddedToken
 
 from laneformer.cli import main
-from laneformer.cli.chat import CONTROLS
+from laneformer.cli.chat import CONTROLS, Terminal
 from laneformer.cli.conversation import Conversation
+from laneformer.cli.generate import in_harmony
 from laneformer.engine import Engine
-from tests.laneformer.cli.conftest import BEGIN, END, talker
+from tests.laneformer.cli.conftest import BEGIN, END, TEMPLATE, talker, tokenizer
 from tests.laneformer.engine.assets import random_model, small_config
 
 
@@ -76,7 +82,7 @@ def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
         for turn, text in enumerate(("hi", "there", "you")):
             reply = conversation.fitted([*conversation.messages, {"role": "user", "content": text}])
             before = conversation.last
-            conversation.complete(reply, lambda piece: None, max_new_tokens=20, temperature=1.0, seed=turn)
+            conversation.complete(reply, print, print, max_new_tokens=20, temperature=1.0, seed=turn)
             if before:
                 ids = before.ids if before.ids[-1] != END else before.ids[:-1]
                 known = [*before.prompt, *ids]
@@ -87,6 +93,48 @@ def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
                 assert engine.tokenizer.encode(before.text).ids != ids
                 assert reply.statistics.reused_tokens >= len(known) - 1
         assert conversation.fitted(conversation.messages[:-1]).prompt == reply.prompt, "once more"
+
+
+HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|return|>"]  # and <|end|>
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.<|end|>", ""),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+         "{# <|channel|>analysis #}"),
+    ],
+    ids=["think", "harmony"],
+)  # fmt: skip
+def test_reasoning_is_beside_the_answer(text, more, monkeypatch, capsys):
+    made = tokenizer()
+    made.add_special_tokens([AddedToken(name, special=True) for name in HARMONY])
+    ids = made.encode(text, add_special_tokens=False).ids
+
+    def stream(prompt: list[int], **options: object) -> Iterator[int]:
+        yield from ids
+
+    engine: Any = SimpleNamespace(
+        tokenizer=made, tokenizer_config={"chat_template": TEMPLATE + more}, eos_ids=(ids[-1],),
+        config=small_config(max_position_embeddings=999), stream=stream,
+        statistics=SimpleNamespace(reused_tokens=0, proposed_tokens=0),
+    )  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    conversation = Conversation(engine, [])
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    terminal = Terminal(conversation, {"max_new_tokens": 999}, console)
+    for asked in ("hi", "so?"):
+        terminal.answer([*conversation.messages, {"role": "user", "content": asked}])
+        printed = capsys.readouterr()
+        assert printed.out == "Yes.\n"
+        assert printed.err.startswith("Hm.")
+        assert "<" not in printed.err
+    assert [message["content"] for message in conversation.messages] == ["hi", "Yes.", "so?", "Yes."]
+    assert "Hm." not in conversation.last.rendered, "the next prompt is without it"
+    if more:  # laneformer generate --chat
+        assert "".join(in_harmony(engine, [5], ["s."])) == "Ye"
+        assert capsys.readouterr().err == "Hm."
 
 
 def test_text_of_a_user_forms_no_control_token(folder, monkeypatch):

@@ -86,13 +86,13 @@ def test_without_a_limit_the_context_is_filled(tiny, engine):
 
 
 def test_fields_without_effect_are_named(tiny, server, model_folder):
-    body = {"messages": TALK, "max_tokens": 2, "reasoning_effort": "low", "keep_alive": "5m"}
+    body = {"messages": TALK, "max_tokens": 2, "verbosity": "low", "keep_alive": "5m"}
     for stream in (False, True):
         answer = httpx.post(f"{tiny.url}/v1/chat/completions", json={**body, "stream": stream})
-        assert (answer.status_code, answer.headers["warnings"]) == (200, "reasoning_effort, keep_alive")
+        assert (answer.status_code, answer.headers["warnings"]) == (200, "verbosity, keep_alive")
     one = server(model_folder, strict=True)
     answer = httpx.post(f"{one.url}/v1/chat/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "verbosity")
 
 
 def test_a_stream(client, tiny):

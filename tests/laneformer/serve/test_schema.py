@@ -38,7 +38,7 @@ NEUTRAL: dict[type[Sampled], dict[str, tuple[Any, Any]]] = {  # a value that is 
     ConversationRequest: {
         "metadata": ({"a": "b"}, None), "modalities": (["text"], ["text", "audio"]), "prompt_cache_key": ("k", None),
         "prompt_cache_options": ({"mode": "implicit"}, None), "prompt_cache_retention": ("in_memory", "24h"),
-        "reasoning_effort": ("none", "high"), "safety_identifier": ("me", None), "service_tier": ("auto", "flex"),
+        "reasoning_effort": ("high", "ultra"), "safety_identifier": ("me", None), "service_tier": ("auto", "flex"),
         "store": (False, True), "verbosity": ("medium", "low"), **WITHOUT_EFFECT,
     },
 }  # fmt: skip
@@ -271,10 +271,21 @@ def leniently(body: type[Sampled], **fields: Any) -> tuple[Any, str]:
     return read, reading.headers.get("warnings", "")
 
 
+def test_efforts_are_variables_of_the_template():
+    for effort, expected in (("none", {"enable_thinking": False}), ("high", {"reasoning_effort": "high"})):
+        read, warnings = leniently(ConversationRequest, reasoning_effort=effort)
+        assert (read.chat_template_kwargs, warnings) == (expected, "")
+    own = {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert (
+        leniently(ConversationRequest, reasoning_effort="high", **own)[0].chat_template_kwargs
+        == own.popitem()[1]
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "warnings"),
     [
-        ({"reasoning_effort": "low", "keep_alive": "5m"}, "reasoning_effort, keep_alive"),
+        ({"reasoning_effort": "ultra", "keep_alive": "5m"}, "reasoning_effort, keep_alive"),
         ({"service_tier": "flex", "verbosity": "low"}, "service_tier, verbosity"),
         ({"service_tier": "auto", "store": False, "metadata": {"a": 1}}, ""),
         ({"thinking": {"type": "enabled"}, "cache_prompt": True, "typical_p": 1.0}, "thinking, cache_prompt"),

@@ -56,7 +56,8 @@ class Asked(Body):
         options = dict(self.options)
         if (limit := options.pop("num_predict", None)) is not None:
             options["max_tokens"] = max(limit, -1) if isinstance(limit, int) else limit
-        think = {"enable_thinking": self.think is not False} if self.think is not None else None
+        think = None if self.think is None else {"enable_thinking": self.think is not False}
+        think = {**(think or {}), "reasoning_effort": self.think} if isinstance(self.think, str) else think
         return {**options, "response_format": form, "chat_template_kwargs": think}
 
 

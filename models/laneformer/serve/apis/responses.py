@@ -65,7 +65,7 @@ class ResponsesRequest(Body):
             "tools": tools,
             "tool_choice": choice if tools or choice != "auto" else None,
             "response_format": form,
-            "reasoning_effort": "none" if self.reasoning.get("effort") == "none" else None,
+            "reasoning_effort": self.reasoning.get("effort"),
             **{n: getattr(self, n) for n in ("parallel_tool_calls", "temperature", "top_p", "top_k")},
         }
 
