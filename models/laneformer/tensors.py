@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -43,6 +45,25 @@ def type_of(tensors: Mapping[str, Tensor], name: str) -> str:
     """What the tensor of this name comes as; a GGUF file knows without widening it."""
     known = getattr(tensors, "type_of", None)
     return known(name) if known else tensors[name].dtype
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a folder: those that its index names, else all model*.safetensors.
+
+    ValueError where there is none, or one is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        if files := sorted(folder.glob("model*.safetensors")):
+            return files
+        raise ValueError(f"{folder} holds no model*.safetensors")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index with a weight_map: {error!r}") from None
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{index} lists files that are missing: {missing}; fetch them, or the folder again")
+    return [folder / name for name in names]
 
 
 def check_shapes(

@@ -22,7 +22,7 @@ from ..llama.gguf import GgufFile
 from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
-from ..tensors import AS_IN_FILE, STORED_TYPES, Tensor, check_shapes
+from ..tensors import AS_IN_FILE, STORED_TYPES, Tensor, check_shapes, weight_files
 from .machine import memory_bytes, this_machine
 from .options import sampling_defaults
 
@@ -185,20 +185,6 @@ def eos_ids(folder: Path, config_values: dict[str, Any], config: LaneformerConfi
                 f"eos_token_id {token!r} is not a token id between 0 and {config.vocab_size - 1}"
             )
     return tuple(ids)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(f"{index} lists files that are missing: {missing}")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no model*.safetensors")
-    return files
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..config import DRAFT_IDS, LaneformerConfig, plain_name
 from ..old_spellings import MODEL_TYPES, modern_spelling
-from ..tensors import check_shapes
+from ..tensors import check_shapes, weight_files
 from .configuration_laneformer import FIELDS
 from .export import staged_folder
 from .tokenizer import CHAT_TEMPLATE
@@ -80,11 +80,8 @@ def read_weights(hf: Path, config: LaneformerConfig) -> dict[str, Tensor]:
 
     ValueError if a tensor is missing, unknown, or not of the config's shape.
     """
-    files = sorted(hf.glob("model*.safetensors"))
-    if not files:
-        raise ValueError(f"{hf} holds no model*.safetensors")
     weights: dict[str, Tensor] = {}
-    for file in files:
+    for file in weight_files(hf):
         with safe_open(file, framework="pt") as tensors:
             weights |= {plain_name(name): tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     check_shapes(str(hf), {name: tensor.shape for name, tensor in weights.items()}, config.tensor_shapes())

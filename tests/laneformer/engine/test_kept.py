@@ -66,9 +66,31 @@ def test_what_has_lost_its_model_is_removed(models: list[Path]) -> None:
     foreign = path.parent.parent / "0123456789abcdef" / "0.bin"  # of a version that did not say whose it is
     foreign.parent.mkdir()
     foreign.write_bytes(b"12345678901")
+    named = foreign.with_name("1.bin")  # of this layout: nothing says whose
+    shutil.copyfile(path, named)
+    other = foreign.parent.parent / "cubins" / "0.bin"  # of another cache
+    other.parent.mkdir()
+    other.write_bytes(b"12345678901")
     start(models[0])
     assert not path.parent.exists()
-    assert not foreign.exists()
+    assert not foreign.parent.exists()
+    assert other.exists()
+
+
+def test_what_nobody_can_use_is_removed_of_every_model(models: list[Path]) -> None:
+    first = start(models[0])
+    old, part, mark = (first.with_name(f"0{suffix}") for suffix in (".bin", ".7.part", ".checked"))
+    young = first.with_name("0.8.part")
+    old.write_bytes(b"12345678901")
+    for path in (part, young):
+        path.write_bytes(b"unfinished")
+    os.utime(part, (0, 0))
+    (lost := first.with_name("1.checked")).write_text("")
+    mark.write_text("")
+    second = start(models[1])
+    assert sorted(first.parent.iterdir()) == sorted([first, first.with_suffix(".checked"), young])
+    assert {one.path for one in kept.kept()} == {first, second}
+    assert not lost.exists()
 
 
 def test_a_file_larger_than_the_budget_is_not_kept(

@@ -40,4 +40,11 @@ def test_import_refuses_what_is_not_a_laneformer(tmp_path: Path, exported: tuple
         ValueError, match=r"tok_embeddings.weight has shape \(1024, 128\), the config says \(2048, 128\)"
     ):
         import_folder(hf, tmp_path / "run")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index.json lists files that are missing: \['model-00002-of-00002"):
+        import_folder(hf, tmp_path / "run")
+    (hf / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"index.json is no index with a weight_map: KeyError"):
+        import_folder(hf, tmp_path / "run")
     assert not (tmp_path / "run").exists()

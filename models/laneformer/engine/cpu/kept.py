@@ -17,13 +17,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 FOLDER = ".packed"
 SOURCE = "source"  # the file with the model's path
+OURS = "[0-9a-f]" * 16  # names of models' directories in the user's cache, where other things lie as well
 BUDGET = "LANEFORMER_PACKED_BYTES"
 DEFAULT_BYTES = 32 * 10**9
 MAX_PLANS = 4  # of one model
@@ -71,22 +72,30 @@ def register(source: Path) -> None:
 def kept() -> list[Kept]:
     """All files of packed weights, those used longest ago first."""
     found = []
-    for note in user_cache().glob(f"*/{SOURCE}"):
-        source = Path(note.read_text())
-        for directory in (note.parent, source / FOLDER):
-            for path in directory.glob("*.bin"):
-                with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                    found.append(Kept(path, source, path.stat().st_size, used_s(path)))
+    for directory, source in directories().items():
+        for path in directory.glob("*.bin"):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                found.append(Kept(path, source, path.stat().st_size, used_s(path)))
     return sorted(found, key=lambda one: one.used_s)
+
+
+def directories() -> dict[Path, Path]:
+    """Where packed weights lie, and of which model."""
+    found: dict[Path, Path] = {}
+    for note in user_cache().glob(f"{OURS}/{SOURCE}"):
+        source = Path(note.read_text())
+        found |= {note.parent: source, source / FOLDER: source}
+    return found
 
 
 def remove_others(new: Path, layout: int) -> None:
     """Remove what the file that was just written leaves no room for: first of all what nobody can use."""
-    for path in unusable(new.parent, layout):
+    for directory in user_cache().glob(OURS):
+        note = directory / SOURCE
+        if not note.exists() or not Path(note.read_text()).exists():
+            remove_directory(directory)
+    for path in unusable({new.parent, *directories()}, layout):
         remove(path)
-    for note in user_cache().glob(f"*/{SOURCE}"):
-        if not Path(note.read_text()).exists():
-            remove_directory(note.parent)
     same = [one for one in kept() if one.path.parent == new.parent]
     for one in same[: max(0, len(same) - MAX_PLANS)]:
         remove(one.path)
@@ -97,16 +106,17 @@ def remove_others(new: Path, layout: int) -> None:
             total -= one.bytes
 
 
-def unusable(directory: Path, layout: int) -> Iterator[Path]:
-    """Files of other layouts, those of the user's cache that name no model, and what a writer that died has
-    left.
-    """
-    unnamed = [path for path in user_cache().glob("*/*.bin") if not (path.parent / SOURCE).exists()]
-    yield from (path for path in {*directory.glob("*.bin"), *unnamed} if layout_of(path) != layout)
-    for path in directory.glob("*.part"):
+def unusable(places: Iterable[Path], layout: int) -> Iterator[Path]:
+    """Files of other layouts, marks of files that are gone, and what a writer that died has left."""
+    for path in [path for directory in places for path in directory.glob("*.*")]:
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > ABANDONED_S:
-                yield path
+            match path.suffix:
+                case ".bin" if layout_of(path) != layout:
+                    yield path
+                case ".checked" if not path.with_suffix(".bin").exists():
+                    yield path
+                case ".part" if time.time() - path.stat().st_mtime > ABANDONED_S:
+                    yield path
 
 
 def remove(path: Path) -> bool:
@@ -126,7 +136,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_directory(directory: Path) -> None:
-    """Of a model that is gone."""
+    """Of a model that is gone, or that nothing names."""
     held = [path for path in directory.glob("*.bin") if not remove(path)]
     if not held:
         shutil.rmtree(directory, ignore_errors=True)
