@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,6 +151,9 @@ MEANINGS = {
     "per_layer": "sizes that differ from layer to layer", "bias": "a bias of the output projection or of the MLP",
 }  # fmt: skip
 
+GATED = "gated attention among layers of linear attention"
+BY_NAME = {"qwen35": GATED, "qwen3next": GATED}  # by beginnings of names
+
 
 def config_of_llama(values: Mapping[str, Any], lanes: int) -> LaneformerConfig:
     """The architecture with its heads and MLP rows on `lanes` lanes. ValueError names what is not supported."""
@@ -273,13 +276,9 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """The family that `model_type` names, after every key has been looked at."""
     name = values.get("model_type")
     if name not in FAMILIES:
-        near = difflib.get_close_matches(str(name), (*FAMILIES, *TEXT_OF), n=1)
-        reasons = {meaning for key, value in values.items() if value and (meaning := meaning_of(key))}
         raise ValueError(
-            f"model_type = {name!r} is not supported"
-            + (f" ({', '.join(sorted(reasons))})" if reasons else "")
-            + (f"; the nearest that is: {near[0]!r}" if near else "")
-            + f"; supported are folders of this project, and {SUPPORTED}"
+            f"model_type = {name!r} is not supported{why_not(str(name), (*FAMILIES, *TEXT_OF), values)}; "
+            f"supported are folders of this project, and {SUPPORTED}"
         )
     family = FAMILIES[name]
     given = values.get("architectures") or family.architectures
@@ -308,6 +307,17 @@ def check_key(key: str, value: Any, family: Family) -> None:
         f"config.json: {key} = {value!r} is not supported" + (f" ({meaning})" if meaning else "") + only +
         ("" if only else f"; it may change what the model computes. Supported is {SUPPORTED}")
     )  # fmt: skip
+
+
+def why_not(name: str, known: Iterable[str], values: Mapping[str, Any]) -> str:
+    """Of a family, or a GGUF file's architecture, that is not known: what it has, and the nearest that is."""
+    text = values.get("text_config")
+    said = {**values, **text} if isinstance(text, Mapping) else values
+    reasons = {meaning for key, value in said.items() if value and (meaning := meaning_of(key))}
+    reasons |= {meaning for start, meaning in BY_NAME.items() if name.replace("_", "").startswith(start)}
+    near = difflib.get_close_matches(name.removesuffix("_text"), known, n=1)
+    why = f" ({', '.join(sorted(reasons))})" if reasons else ""
+    return why + (f"; the nearest that is: {near[0]!r}" if near else "")
 
 
 def meaning_of(key: str) -> str | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..tensors import AS_IN_FILE, Tensor
+from .config import why_not
 from .gguf_values import ARCHITECTURES, LONGROPE, ROPE_FACTORS, config_values
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class GgufFile(Mapping[str, Tensor]):
             tensors += [tensor for part in self.files[1:] for tensor in open_file(part).tensors]
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
-                f"{path}: architecture {self.architecture!r} is not read; {tuple(ARCHITECTURES)} are"
+                f"{path}: architecture {self.architecture!r} is not read"
+                f"{why_not(str(self.architecture), ARCHITECTURES, {})}; {tuple(ARCHITECTURES)} are"
             )
         self._stored: dict[str, ReaderTensor] = {hf_name(t.name, self.architecture): t for t in tensors}
         for tensor in tensors:

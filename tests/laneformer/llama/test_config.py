@@ -134,6 +134,7 @@ def test_a_variant_is_the_same_from_a_file(family: str) -> None:
 
 
 QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None, "num_experts": 8}
+QWEN35 = r"is not supported \(.*gated attention among layers of linear attention.*\); the nearest that is: "
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,10 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None, "num_experts": 8}
             {"model_type": "qwen2_moe", "num_experts": 8},
             r"'qwen2_moe' is not supported \(a mixture of experts\); the nearest that is: 'qwen3_moe'; supp",
         ),
+        ({"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 16}}, QWEN35 + "'qwen3'; supp"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["full_attention"] * 3}, QWEN35 + "'qwen3'; supp"),
+        ({"model_type": "qwen3_5_moe_text", "num_experts": 8}, QWEN35 + "'qwen3_moe'; supp"),
+        ({"model_type": "qwen3_next"}, QWEN35 + "'qwen3_moe'; supp"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, r"sparse_step = 2 is not .* .dense layers among .*; only 1"),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported .dense layers"),
         (QWEN3_MOE | {"num_experts_per_tok": 9}, r"total=8, active=9.* must be from 1 to `total`"),

@@ -268,6 +268,19 @@ def test_a_scaling_that_is_not_llama_3_s_is_refused(tmp_path: Path) -> None:
     ("architecture", "key", "value", "says"),
     [
         ("gemma2", "", 0, "architecture 'gemma2' is not read"),
+        (
+            "qwen35",
+            "",
+            0,
+            r"'qwen35' is not read \(gated attention among .*; the nearest that is: 'qwen3'; ",
+        ),
+        (
+            "qwen3next",
+            "",
+            0,
+            r"'qwen3next' is not read \(gated attention among .*; the nearest that is: 'qwen3",
+        ),
+        ("qwen35moe", "", 0, r"'qwen35moe' is not .*; the nearest that is: 'qwen3moe'; .*'gpt-oss'\) are"),
         ("llama", "llama.expert_count", 8, "llama.expert_count = 8: experts are not supported"),
         ("llama", "llama.rope.dimension_count", 8, "llama.rope.dimension_count = 8, but heads have 16"),
         ("qwen2", "qwen2.attention.sliding_window", 64, "sliding_window = 64: which layers"),
