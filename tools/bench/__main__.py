@@ -9,6 +9,7 @@ from tools.bench import harness
 
 BENCHMARKS = {
     "decode": "decode speed on the CPU, alternating with llama.cpp and Transformers",
+    "amx": "the same with the matrix unit beside the level below; writes its page",
     "serve": "the server over HTTP, alternating with llama.cpp's servers; its cost over the engine",
     "latency": "what the delay hides: tokens/s against an injected latency of the link between lanes",
     "drafts": "what drafts are worth, by kind of text and type of weights",

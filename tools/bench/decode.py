@@ -12,7 +12,9 @@ says how trials, probes and ratios are taken.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,6 +78,8 @@ class Options(harness.Options):
     """
     math: tuple[Math, ...] = ("auto",)
     """Arithmetic of our engine; each further one is a candidate of its own."""
+    isa: tuple[str, ...] = ("auto",)
+    """Instruction sets of our engine, such as avx512 avx2; likewise, and compared with the first."""
     threads: int = 2
     """Threads of every candidate and of the probe."""
     pairs: int = 8
@@ -99,9 +103,9 @@ class Options(harness.Options):
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
         check_at_least(self, threads=1, pairs=1, new_tokens=1, beside=0)
-        if not self.workloads() or not self.math:
+        if not self.workloads() or not self.math or not self.isa:
             raise ValueError(
-                "nothing to measure: give at least one of depth, prefill and batch, and one math"
+                "nothing to measure: give at least one of depth, prefill and batch, one math, one isa"
             )
         if self.model is not None and not self.model.is_file():
             raise ValueError(f"model = {self.model} is not a file; give a GGUF file")
@@ -109,7 +113,11 @@ class Options(harness.Options):
         for name in baselines:
             if name not in (known := INSTALL.keys() - {OURS}):
                 raise ValueError(f"unknown baseline {name!r}; choose from {sorted(known)}")
-        ours = [OURS, *(f"{OURS} math={math}" for math in self.math[1:])]
+        first = {"isa": self.isa[0], "math": self.math[0]}
+        ours = []
+        for isa, arithmetic in itertools.product(self.isa, self.math):
+            own = [f"{k}={v}" for k, v in {"isa": isa, "math": arithmetic}.items() if v != first[k]]
+            ours.append(" ".join([OURS, *own]))
         return ours + [each for name in dict.fromkeys(baselines) for each in names_of(name, self.dtype)]
 
     def check_room(self, context: int) -> None:
@@ -125,7 +133,8 @@ class Options(harness.Options):
 
 def candidate(name: str, options: Options) -> Candidate:
     threads, source = str(options.threads), str(options.model or options.flavor)
-    command = ["-m", "tools.bench.decode_candidates", name, source, options.dtype, options.math[0], threads]
+    ours = [options.dtype, options.math[0], options.isa[0]]
+    command = ["-m", "tools.bench.decode_candidates", name, source, *ours, threads]
     return Candidate(name, command, {"OMP_NUM_THREADS": threads}, SETTLE_S)
 
 
@@ -209,7 +218,8 @@ def measured(load: Workload, options: Options, candidates: Result, vocab_size: i
     return {
         "kind": load.kind, "size": load.size, "name": str(load), "rounds": rounds,
         "candidates": {n: {key: spread([r["figures"][n][key] for r in rounds]) for key in FIGURES} for n in candidates},
-        "ratios": [ratio(rounds, n, b) for n in candidates if n.startswith(OURS) for b in baselines],
+        "ratios": [ratio(rounds, n, b) for n in candidates if n.startswith(OURS) for b in baselines]
+                  + [ratio(rounds, first, n) for n in candidates if (first := first_isa(n)) != n],
     }  # fmt: skip
 
 
@@ -220,6 +230,11 @@ def trial(candidate: Any, load: Workload, options: Options, prompt: list[int]) -
     wanted: Result = {"prompt": prompt} if load.kind == "decode" else {"sequences": load.size}
     answer = candidate.ask(load.kind, new_tokens=options.new_tokens, **wanted)
     return answer["tokens_per_s"], answer["bytes_per_token"]
+
+
+def first_isa(name: str) -> str:
+    """The candidate of the same arithmetic on the first instruction set."""
+    return re.sub(r" isa=\w+", "", name)
 
 
 def ratio(rounds: list[Result], ours: str, baseline: str) -> Result:
@@ -253,6 +268,8 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         f"(p10 {bench['percent_of_probe_p10']:.0f}%, p90 {bench['percent_of_probe_p90']:.0f}%); "
         f"{1e3 * bench['token_s_p50']:.1f} ms per token, p99 {1e3 * bench['token_s_p99']:.1f} ms.",
     ]
+    if share := bench.get("percent_of_product_probe"):
+        parts[-1] += f" Its prompts: {share:.0f}% of its probe of matrix products."
     name = f"`{options.flavor}`" if options.model is None else options.model.name
     beside = f", beside {options.beside} busy programs" if options.beside else ""
     return f"{name} in {options.dtype}, {options.threads} threads{beside}", "\n\n".join(parts)

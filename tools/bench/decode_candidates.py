@@ -41,7 +41,7 @@ def names_of(baseline: str, dtype: Dtype) -> list[str]:
     return [] if dtype in QUANTISED else [baseline]
 
 
-def main(name: str, model: str, dtype: str, math: str, threads: int) -> None:
+def main(name: str, model: str, dtype: str, math: str, isa: str, threads: int) -> None:
     """Answer commands until stdin ends: facts, settings, decode, prefill, batch; ours also probe and bench.
 
     model: a flavor or a GGUF file. Speeds are tokens/s; the first token is not counted.
@@ -52,7 +52,8 @@ def main(name: str, model: str, dtype: str, math: str, threads: int) -> None:
     def made() -> OurEngine | Baseline:
         source = LaneformerConfig.from_flavor(model) if model in FLAVORS else Path(model)
         if engine == "laneformer":
-            return OurEngine(source, dtype, variant.removeprefix("math=") or math, threads)
+            own = dict(part.split("=") for part in variant.split())
+            return OurEngine(source, dtype, own.get("math", math), own.get("isa", isa), threads)
         if engine == "llamacpp":
             return LlamaCpp(source, variant or dtype, threads)
         return TransformersLlama(
@@ -73,10 +74,10 @@ def main(name: str, model: str, dtype: str, math: str, threads: int) -> None:
 class OurEngine:
     """Our engine through its public interface: the stream a user would read."""
 
-    def __init__(self, source: LaneformerConfig | Path, dtype: str, math: str, threads: int):
+    def __init__(self, source: LaneformerConfig | Path, dtype: str, math: str, isa: str, threads: int):
         from laneformer import Engine
 
-        options: Result = {"device": "cpu", "threads": threads}
+        options: Result = {"device": "cpu", "threads": threads, "isa": isa}
         if math != "auto":
             options["math"] = math
         if isinstance(source, Path):
@@ -129,5 +130,5 @@ class OurEngine:
 
 
 if __name__ == "__main__":
-    _, own_name, source, weights, arithmetic, count = sys.argv
-    main(own_name, source, weights, arithmetic, int(count))
+    _, own_name, source, weights, arithmetic, level, count = sys.argv
+    main(own_name, source, weights, arithmetic, level, int(count))
