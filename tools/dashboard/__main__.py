@@ -170,11 +170,14 @@ class Live:
         with self.lock:
             version, now = version_of(self.folders), time.monotonic()
             if version != self.version and now >= self.not_before:
-                main = page_body(prepared(self.followed), time.time())
+                main = self.body()
                 self.contents = dict([*self.contents.items(), (version, content_of(main))][-VERSIONS:])
                 self.main, self.version = main, version
                 self.not_before = time.monotonic() + self.rest * (time.monotonic() - now)
             return self.version, self.main
+
+    def body(self) -> str:
+        return page_body(prepared(self.followed), time.time())
 
     def changes(self, held: str | None) -> JsonObject:
         """What a reader who has the content of version `held` needs for the newest; all of it if that is too old."""

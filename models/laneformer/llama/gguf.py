@@ -250,7 +250,7 @@ def open_file(path: Path) -> GGUFReader:
 
 def strings(data: np.ndarray, at: int, count: int) -> tuple[list[np.ndarray], int]:
     """The bytes of `count` strings that begin at `at`, each behind its length of 8 bytes; and their end."""
-    found, whole = [], memoryview(data)
+    found, whole = [], data.data
     for _ in range(count):
         begin, at = at + 8, at + 8 + int.from_bytes(whole[at : at + 8], "little")
         found.append(data[begin:at])

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rich.console import Console
-from safetensors.torch import save_file
 
-from laneformer import Laneformer, LaneformerConfig
+from laneformer import LaneformerConfig
 from tools.bench import decode, decode_baselines, decode_candidates, llamacpp
 from tools.bench.__main__ import main
 from tools.bench.decode import OURS, Options, candidate
@@ -275,38 +274,6 @@ def test_transformers_runs():
         assert answer["bytes_per_token"] == 2 * (count["total"] - count["embedding"]) + cached
     assert "depth 3: " in process.ask("settings")
     process.close()
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    config = LaneformerConfig.from_flavor("tiny")
-    model = Laneformer(config)
-    model.init_weights()
-    state = model.state_dict()
-    named = {n if n == "lm_head.weight" else f"model.{n}": p.contiguous() for n, p in state.items()}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "laneformer", **config.to_dict()}))
-    save_file(named, tmp_path / "model.safetensors")
-    return tmp_path
-
-
-def test_a_start_is_compared_with_a_read_of_the_same_file(folder, tmp_path, capsys):
-    out = tmp_path / "load.md"
-    main(["load", str(folder), "--rounds", "3", "--out", str(out)])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["file_bytes"] == next((folder / ".packed").glob("*.bin")).stat().st_size
-    ratios = [(r["load_s"] + r["first_token_s"]) / r["read_s"] for r in report["rounds"]]
-    assert report["start_over_read"] == sorted(ratios)[1]
-    assert report["start_over_read_worst"] == max(ratios)
-    assert f"{report['start_over_read']:.2f} (worst {max(ratios):.2f})" in out.read_text()
-
-
-def test_without_a_packed_file_it_says_so(folder, monkeypatch, capsys):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 0}))
-    with pytest.raises(SystemExit) as stopped:
-        main(["load", str(folder)])
-    assert stopped.value.code == 2
-    assert f"load: {folder} keeps no packed weights" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The load benchmark on a small model: every start and read is timed, and nothing stays in the page cache unasked."""
+"""The load benchmark on a small model: every start and read is timed, and first starts keep nothing."""
 
 from __future__ import annotations
 
@@ -11,17 +11,35 @@ from tests.laneformer.engine.assets import random_model, small_config, write_fol
 from tools.bench.__main__ import main
 
 
-def test_a_first_start_and_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    folder = write_folder(tmp_path / "hf", random_model(small_config(), dtype="bf16"))
-    main(
-        ["load", str(folder), "--rounds", "2", "--threads", "1", "--json", "--out", str(tmp_path / "page.md")]
-    )
+    return write_folder(tmp_path / "hf", random_model(small_config(), dtype="bf16"))
+
+
+def test_starts_are_compared_with_reads_of_the_same_files(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    main(["load", str(folder), "--rounds", "3", "--threads", "1", "--json", "--out", str(page)])
     found = json.loads(capsys.readouterr().out)
-    assert len(found["rounds"]) == 2
     assert all(seconds > 0 for each in found["rounds"] for seconds in each.values())
+    (packed,) = (folder / ".packed").glob("*.bin")  # first starts keep nothing
+    assert found["file_bytes"] == packed.stat().st_size
     assert found["own_bytes"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert "| first, from the disk |" in (tmp_path / "page.md").read_text()
-    assert len(list((folder / ".packed").glob("*.bin"))) == 1, "first starts keep nothing"
+    for start, read, ratio in (("first_disk_s", "own_disk_read_s", "first_disk_over_read"),
+                               ("first_cached_s", "own_cached_read_s", "first_cached_over_read")):  # fmt: skip
+        assert found[ratio] == sorted(each[start] / each[read] for each in found["rounds"])[1]
+    ratios = [(each["load_s"] + each["first_token_s"]) / each["read_s"] for each in found["rounds"]]
+    assert (found["start_over_read"], found["start_over_read_worst"]) == (sorted(ratios)[1], max(ratios))
+    assert f"| {found['first_disk_over_read']:.2f} |" in page.read_text().splitlines()[-1]
+
+
+def test_without_a_packed_file_it_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 0}))
+    with pytest.raises(SystemExit) as stopped:
+        main(["load", str(folder)])
+    assert stopped.value.code == 2
+    assert f"load: {folder} keeps no packed weights" in capsys.readouterr().err

@@ -122,7 +122,7 @@ def test_layers_are_heat_maps_that_keep_a_spike(folder: Path) -> None:
     ]
     run.segments, run.half_life = [Segment("phase1", 1, True, list(many), len(many))], 0
     assert prepare(run)
-    assert len(run.kept_rows) < 0.2 * len(many)
+    assert len(run.kept_rows) < 0.25 * len(many), "groups' extremes, and the row before and behind a spike"
     text = layers_card(run)
     assert len(text) < 400_000
     assert "7.0" in text, "the spike is in none of the first rows"

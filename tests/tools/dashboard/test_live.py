@@ -167,9 +167,12 @@ PROBE = """
   await Plotly.relayout(chart, {'xaxis.range': [10, 50]});
   while (!document.querySelector('.state').textContent.includes('step 33')) await wait(100);
   await wait(500);
-  const now = document.getElementById('training-made-up'), xs = now.data.map(trace => Math.max(...trace.x));
-  console.log('TOLD ' + JSON.stringify([now.mark, now.layout.xaxis.range, chosen(),
-    Math.max(...xs), document.querySelectorAll('#training-made-up').length, document.querySelectorAll('main').length]));
+  const now = document.getElementById('training-made-up'), range = now.layout.xaxis.range;
+  now.closest('.figure').querySelector('[data-act=reset]').click();  // zoomed, it has the rows of the range
+  await wait(300);
+  const xs = now.data.map(trace => Math.max(...trace.x));
+  console.log('TOLD ' + JSON.stringify([now.mark, range, chosen(), Math.max(...xs),
+    document.querySelectorAll("#training-made-up").length, document.querySelectorAll('main').length]));
 })();
 """
 

@@ -56,8 +56,8 @@ class Asked(Body):
         options = dict(self.options)
         if (limit := options.pop("num_predict", None)) is not None:
             options["max_tokens"] = max(limit, -1) if isinstance(limit, int) else limit
-        think = None if self.think is None else {"enable_thinking": self.think is not False}
-        think = {**(think or {}), "reasoning_effort": self.think} if isinstance(self.think, str) else think
+        think: Any = None if self.think is None else {"enable_thinking": self.think is not False}
+        think = {**think, "reasoning_effort": self.think} if isinstance(self.think, str) else think
         return {**options, "response_format": form, "chat_template_kwargs": think}
 
 
