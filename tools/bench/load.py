@@ -21,7 +21,7 @@ from tools.markdown import table
 
 BUFFER_BYTES = 1 << 20
 PROMPT_LENGTH = 8
-FILE_START = "# From packed weights to the first token"
+FILE_START = "# From the disk to the first token"
 
 
 @dataclass(kw_only=True)
@@ -134,11 +134,5 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         [name, f"{start:.2f}", f"{size:.2f}", f"{result[read]:.2f}", f"{result[f'{ratio}_over_read']:.2f}"]
         for name, start, size, read, ratio in rows
     ]
-    head = [
-        "start",
-        "to the first token, s",
-        "GB",
-        "a plain read of them, s",
-        "start over read, within a round",
-    ]
+    head = ["start", "to the first token, s", "GB", "a plain read, s", "start over read, within a round"]
     return f"`{options.model.name}`, {options.rounds} rounds, medians", table(head, text)

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from laneformer.chat import ChatTemplate
 from laneformer.engine import Engine
-from laneformer.engine.channels import CALL, CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, START, Harmony
+from laneformer.engine.channels import CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, START, Harmony
 from laneformer.serve.app import create_app
 from laneformer.serve.choices import Choices, Piece
 from laneformer.serve.grammar import Grammars
@@ -40,42 +40,6 @@ SCRIPT = [
     ("Rome?", f"{THOUGHT}{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CALLED}{ARGUMENTS}"),
     ("21 degrees", f"{CHANNEL}final{MESSAGE}It is warm."),
 ]
-
-
-def told(pieces: list[str], calls: bool) -> tuple[str, str]:
-    reader, found = Harmony(calls), ["", ""]
-    for reasoning, content in [*map(reader.push, pieces), reader.finish()]:
-        found[0] += reasoning
-        found[1] += content
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize(
-    ("text", "calls", "reasoning", "content"),
-    [
-        ("Hello", False, "", "Hello"),
-        (" <b> to=", False, "", " <b> to="),
-        ("to", False, "", "to"),
-        ("", False, "", ""),
-        (f"{CHANNEL}anal", False, "", ""),
-        (f"{THOUGHT}{CHANNEL}final{MESSAGE}Yes. <a|", False, "They greet.", "Yes. <a|"),
-        (f"{CHANNEL}analysis{MESSAGE}cut <|en", False, "cut <|en", ""),
-        (f"{CHANNEL}final{MESSAGE}Yes{ENDS[2]}", False, "", "Yes"),
-        (f"{THOUGHT}{CALLED}{ARGUMENTS}{ENDS[1]}", True, "They greet.", ARGUMENTS.join(["weather".join(CALL), ""])),
-        (f" to=functions.weather{CHANNEL}commentary json{MESSAGE}1", True, "", "weather".join(CALL) + "1"),
-        (f"{CALLED}{ARGUMENTS}", False, ARGUMENTS, ""),
-        (f"{CHANNEL}analysis to=python code{MESSAGE}1+1", True, "1+1", ""),
-        (f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CHANNEL}final{MESSAGE}So.", False, "", "I look.\n\nSo."),
-        (f"{CHANNEL}final{MESSAGE}a{CHANNEL}analysis{MESSAGE}b", False, "b", "a"),
-        (f"{CHANNEL}final{MESSAGE}a{MESSAGE}b", False, "", "ab"),
-    ],
-)  # fmt: skip
-def test_channels_are_told_apart(text: str, calls: bool, reasoning: str, content: str) -> None:
-    assert told([text], calls) == (reasoning, content)
-    assert told(list(text), calls) == (reasoning, content)
-    for cuts in itertools.combinations(range(0, len(text), 3), 2):
-        pieces = [text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]]
-        assert told(pieces, calls) == (reasoning, content), pieces
 
 
 def test_text_is_told_as_it_comes() -> None:

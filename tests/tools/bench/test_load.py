@@ -1,4 +1,4 @@
-"""The load benchmark on a small model: every start and read is timed, and first starts keep nothing."""
+"""The load benchmark on a small model: every start and read is timed, and first starts use nothing that was kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from laneformer.engine.cpu.packed import PackedWeights
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
 from tools.bench.__main__ import main
 
@@ -18,13 +19,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_starts_are_compared_with_reads_of_the_same_files(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "page.md"
+    page, mapped = tmp_path / "page.md", list[bool]()
+    load = PackedWeights.load
+    monkeypatch.setattr(PackedWeights, "load", lambda *args: mapped.append(load(*args)) or mapped[-1])
     main(["load", str(folder), "--rounds", "3", "--threads", "1", "--json", "--out", str(page)])
     found = json.loads(capsys.readouterr().out)
     assert all(seconds > 0 for each in found["rounds"] for seconds in each.values())
-    (packed,) = (folder / ".packed").glob("*.bin")  # first starts keep nothing
+    assert mapped == [False, *[True] * 3], "one packs and keeps, one a round maps; first starts do neither"
+    (packed,) = (folder / ".packed").glob("*.bin")
     assert found["file_bytes"] == packed.stat().st_size
     assert found["own_bytes"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     for start, read, ratio in (("first_disk_s", "own_disk_read_s", "first_disk_over_read"),
