@@ -8,6 +8,11 @@ module reaches by imports (conftest files included), of the files that the mark'
 compilers, wheels, processor flags and switches below. When it has passed, its key is left in the cache; the next
 test with this key skips itself and says since when it is proved. Failures and skips leave nothing.
 
+    pytestmark = pytest.mark.proof(*CORE_SOURCES, programs=True)
+
+A module so marked runs programs that it compiles from these files, and uses no fixture of a conftest file and none of
+the engine's Python: its conftest files, and what they import, do not count.
+
 The cache is ${LANEFORMER_CACHE:-~/.cache/laneformer}/ci. `make nightly` starts from an empty one.
 """
 
@@ -52,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if mark := item.get_closest_marker("proof"):
-        key = key_of(item.nodeid.split("@tests/")[0], Path(str(item.path)), mark.args)
+        name, module = item.nodeid.split("@tests/")[0], Path(str(item.path))
+        key = key_of(name, module, mark.args, programs=mark.kwargs.get("programs", False))
         item.stash[KEY] = key
         proved = CACHE / "proofs" / key
         if proved.exists():
@@ -81,10 +87,10 @@ def leave(key: str) -> None:
     partial.rename(CACHE / "proofs" / key)
 
 
-def key_of(name: str, module: Path, patterns: tuple[str, ...]) -> str:
+def key_of(name: str, module: Path, patterns: tuple[str, ...], programs: bool = False) -> str:
     """The hash of all that decides a test; ValueError for a pattern that matches no file."""
     whole = hashlib.sha256(f"{name}\n{surroundings()}\n".encode())
-    for path in sorted({*reached(module), *matched(patterns)}):
+    for path in sorted({*reached(module, programs), *matched(patterns)}):
         whole.update(f"{path.relative_to(ROOT)} {content_hash(path)}\n".encode())
     return whole.hexdigest()
 
@@ -137,9 +143,11 @@ def cpu_flags() -> str:
 
 
 @functools.cache
-def reached(module: Path) -> frozenset[Path]:
-    """The files of this repository that a module imports, directly or not, itself and its conftest files included."""
-    todo, found = [module, *conftests(module)], set()
+def reached(module: Path, programs: bool = False) -> frozenset[Path]:
+    """The files of this repository that a module imports, directly or not, itself and its conftest files included;
+    programs: without these.
+    """
+    todo, found = [module, *([] if programs else conftests(module))], set()
     while todo:
         path = todo.pop()
         if path not in found:

@@ -74,6 +74,16 @@ def test_one_changed_byte_is_another_proof(checkout: Path, changed: str) -> None
     assert outcomes(checkout) == ".Fs"
 
 
+@pytest.mark.parametrize(("changed", "letters"), [("tests/conftest.py", "sFs"), ("kernels/a.cu", ".Fs")])
+def test_programs_alone_do_not_depend_on_conftest_files(checkout: Path, changed: str, letters: str) -> None:
+    test = checkout / "tests/test_it.py"
+    test.write_text(TEST.replace('"kernels/*.cu"', '"kernels/*.cu", programs=True'))
+    assert outcomes(checkout) == ".Fs"
+    with (checkout / changed).open("a") as file:
+        file.write("\n")
+    assert outcomes(checkout) == letters
+
+
 def test_an_input_that_matches_nothing_is_an_error(checkout: Path) -> None:
     (checkout / "kernels/a.cu").unlink()
     assert "E" in outcomes(checkout)

@@ -23,7 +23,7 @@ from tests.laneformer.engine.assets import (
     torch_logits,
     usable_isas,
 )
-from tests.laneformer.engine.test_native import build, hashes, run
+from tests.laneformer.engine.test_native import build
 from tests.proofs import CORE_SOURCES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -130,21 +130,6 @@ def test_batches_drafts_and_reused_prefixes_give_the_same_tokens():
                 assert result.ids == expected.ids
                 gaps = [a.logprob - b.logprob for a, b in zip(result.tokens, expected.tokens, strict=True)]
                 assert np.abs(gaps).max() < NEAR
-
-
-@pytest.mark.proof(*CORE_SOURCES)
-@pytest.mark.timeout(2400)
-@pytest.mark.slow
-def test_each_product_alone_and_all_kinds_of_requests_under_sanitizers():
-    program = build("address,undefined", "tiles", LANEFORMER_EMULATED_TILES="ON")
-    assert {"portable", "amx", "amx_rounded"} <= hashes(program).keys()
-    done = run(program, "products")
-    assert done.returncode == 0, done.stdout + done.stderr
-    errors = {(isa, math): float(error) for isa, math, error in map(str.split, done.stdout.splitlines())}
-    assert {isa for isa, _ in errors} == {"amx", "portable"}
-    for (isa, math), error in errors.items():
-        assert error < 5e-7, (isa, math)
-        assert error < 3 * errors["portable", math], (isa, math)
 
 
 @pytest.mark.proof(*CORE_SOURCES)
