@@ -18,6 +18,11 @@ from typing import Any, Literal
 
 import tyro
 
+Change = Literal[
+    "rope_theta", "window_rope_theta", "rope_scaling", "nope_layers", "sliding_window", "swa_layers",
+    "max_position_embeddings",
+]  # fmt: skip
+
 
 @dataclass
 class Job:
@@ -147,9 +152,7 @@ class Checkpoint:
     """
     allow_fresh_start: bool = False
     """Whether the job may start from random weights (phase 1); otherwise a missing checkpoint is an error"""
-    allow_changes: list[Literal["rope_theta", "sliding_window", "max_position_embeddings"]] = field(
-        default_factory=list
-    )
+    allow_changes: list[Change] = field(default_factory=list)
     """Fields of the architecture that may differ from initial_load_path's, for a phase with longer sequences.
     Any other difference is refused, and so is every difference when a run continues from its own checkpoints
     """

@@ -33,7 +33,7 @@ Architecture = dataclasses.make_dataclass(
     [
         (name, typing.Optional[hint], field(default=None))  # noqa: UP045
         for name, hint in typing.get_type_hints(LaneformerConfig).items()
-        if name in LaneformerConfig.__dataclass_fields__ and name != "rope_scaling"
+        if name in LaneformerConfig.__dataclass_fields__
     ],
 )
 

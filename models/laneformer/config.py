@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from .variant import NO_VARIANT, Variant
+from .ropes import check_scaling, own_ropes
+from .variant import NO_VARIANT, Rope, Variant
 
 MODULES = ("attention", "mlp")
 MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
@@ -32,7 +34,6 @@ HEAD_FIELDS = ["num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"]
 DRAFT_IDS = (
     "mtp.draft_ids"  # int32, ascending: the rows of the head that drafts are scored with; no parameter
 )
-ROPE_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 class Join(str, enum.Enum):  # noqa: UP042  (StrEnum needs Python 3.11, exported folders also run on 3.10)
@@ -56,8 +57,9 @@ class LaneformerConfig:
     """Shapes and switches of one Laneformer. Invalid values raise ValueError on construction.
 
     head_dim to variant are there for checkpoints of other families (llama/): head_dim None is hidden_size over
-    num_attention_heads; attention_bias adds to queries, keys and values; nope_layers are those without RoPE;
-    variant is the rest (variant.py).
+    num_attention_heads; attention_bias adds to queries, keys and values; variant is the rest (variant.py).
+
+    nope_layers are those without RoPE; window_rope_theta and rope_scaling are explained in ropes.py.
 
     num_nextn_predict_layers 1 adds a head that drafts tokens (model.py's MTPHead). Its block counts as layer
     `num_hidden_layers`. draft_vocab_size: ids that it can draft, listed in the tensor `mtp.draft_ids`; 0
@@ -77,7 +79,7 @@ class LaneformerConfig:
     vocab_size: int = 32000
     lm_head_type: str = "vocab_parallel"
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: dict[str, float | str | bool] | None = None
     norm_eps: float = 1e-5
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -93,6 +95,7 @@ class LaneformerConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     nope_layers: tuple[int, ...] = ()
+    window_rope_theta: float | None = None
     variant: Variant = NO_VARIANT
     num_nextn_predict_layers: int = 0
     draft_vocab_size: int = 0
@@ -104,6 +107,16 @@ class LaneformerConfig:
         object.__setattr__(self, "variant", Variant.of(self.variant))
         for check in (_check_sizes, _check_lanes, _check_heads, _check_choices, _check_drafts):
             check(self)
+
+    @functools.cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """By kind of layer (ropes.py); none where `rope_theta` and Llama 3's scaling say it all."""
+        own = own_ropes(self.rope_theta, self.window_rope_theta, self.rope_scaling, self.head_dim)
+        return self.variant.ropes or own
+
+    def rope_of(self, layer: int) -> int:
+        """Which of the ropes a layer has; 0 where there is one, or none."""
+        return int(layer in self.swa_layers and len(self.ropes) > 1)
 
     @property
     def query_size(self) -> int:
@@ -120,17 +133,10 @@ class LaneformerConfig:
 
     def borrowed(self) -> dict[str, Any]:
         """The fields that only models of other families (llama/) set, where they differ from a Laneformer's."""
-        plain: dict[str, Any] = {"head_dim": self.hidden_size / self.num_attention_heads, "nope_layers": ()}
-        plain |= {"attention_bias": False, "qk_norm": False}
+        usual = self.hidden_size / self.num_attention_heads
+        plain: dict[str, Any] = {"head_dim": usual, "attention_bias": False, "qk_norm": False}
         found = {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
         return found | self.variant.differences()
-
-    def refuse_unsupported(self, who: str) -> None:
-        """ValueError, with their names, for what other families' models have and `who` has not."""
-        found = self.borrowed() | ({"tie_word_embeddings": True} if self.tie_word_embeddings else {})
-        if found:
-            listing = ", ".join(f"{name} = {value}" for name, value in found.items())
-            raise ValueError(f"{who} does not support {listing}; the engine and the plain PyTorch model do")
 
     def join(self, layer: int, module: str) -> Join:
         """How the outputs of `module` ("attention" or "mlp") in `layer` join the residual stream."""
@@ -153,9 +159,7 @@ class LaneformerConfig:
         return self.rebroadcast_early or self.join(layer, module) is not Join.PRESENT
 
     def adds_delayed(self, layer: int, module: str) -> bool:
-        """Whether the other lanes' partial outputs of `broadcast_delay` layers ago join the
-        stream in this layer.
-        """
+        """Whether the other lanes' partial outputs of `broadcast_delay` layers ago join in this layer."""
         return self.join(layer, module) == Join.PAST and self.broadcasts(layer - self.broadcast_delay, module)
 
     def delivers(self, layer: int, module: str) -> bool:
@@ -201,12 +205,8 @@ class LaneformerConfig:
     def head_shape(self) -> tuple[int, ...]:
         """Of the head's weight, which is the embedding's in another shape where they are tied."""
         lanes, d, v = self.num_lanes, self.hidden_size, self.vocab_size
-        shapes = {
-            "vocab_parallel": (lanes, v // lanes, d),
-            "replicate": (v, d),
-            "lane": (lanes, v, d // lanes),
-        }
-        return shapes[self.lm_head_type]
+        other = (v, d) if self.lm_head_type == "replicate" else (lanes, v, d // lanes)
+        return (lanes, v // lanes, d) if self.lm_head_type == "vocab_parallel" else other
 
     def parameter_count(self) -> dict[str, int]:
         """Parameters by part: embedding, one layer's matrices, head, norms, the head that drafts, total."""
@@ -246,10 +246,11 @@ class LaneformerConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; without later fields (other families', of drafts, of joins) where they say nothing."""
-        plain = {"head_dim", "attention_bias", "qk_norm", "nope_layers"} - self.borrowed().keys()
+        plain = {"head_dim", "attention_bias", "qk_norm"} - self.borrowed().keys()
         plain |= set() if self.variant.differences() else {"variant"}
         plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
-        plain |= {name for name in ("first_late_layer", "flush") if not getattr(self, name)}
+        later = ("first_late_layer", "flush", "nope_layers", "window_rope_theta")
+        plain |= {name for name in later if not getattr(self, name)}
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -291,8 +292,8 @@ def _check_sizes(config: LaneformerConfig) -> None:
         raise ValueError(
             f"broadcast_delay = {config.broadcast_delay!r} must be an integer >= 0 (counted in layers)"
         )
-    for name in ("rope_theta", "norm_eps", "initializer_range"):
-        if not getattr(config, name) > 0:
+    for name in ("rope_theta", "window_rope_theta", "norm_eps", "initializer_range"):
+        if (value := getattr(config, name)) is not None and not value > 0:
             raise ValueError(f"{name} = {getattr(config, name)!r} must be greater than 0")
 
 
@@ -345,11 +346,11 @@ def _check_choices(config: LaneformerConfig) -> None:
     if config.tie_word_embeddings and config.lm_head_type == "lane":
         raise ValueError("tie_word_embeddings needs lm_head_type 'vocab_parallel' or 'replicate', not 'lane'")
     if config.rope_scaling is not None:
-        missing = [k for k in ROPE_SCALING_KEYS if k not in config.rope_scaling]
-        if missing:
-            raise ValueError(
-                f"rope_scaling lacks {missing}; it needs {list(ROPE_SCALING_KEYS)} (Llama-3 style)"
-            )
+        check_scaling(config.rope_scaling, config.window_rope_theta)
+    if config.variant.ropes and (config.rope_scaling or config.window_rope_theta):
+        raise ValueError(
+            "ropes of a variant take the place of rope_scaling and window_rope_theta: leave those out"
+        )
 
 
 def _check_drafts(config: LaneformerConfig) -> None:

@@ -71,7 +71,7 @@ class LaneAttention(nn.Module):
         lanes, d_model, bias = config.num_lanes, config.hidden_size, config.attention_bias
         self.layer, self.num_lanes, self.head_dim = layer, lanes, config.head_dim
         self.rotates, self.variant = layer not in config.nope_layers, config.variant
-        self.rope = config.variant.rope_of(layer in config.swa_layers)
+        self.rope, self.ropes = config.rope_of(layer), len(config.ropes)
         kv_size = config.head_dim * config.num_key_value_heads
         self.wq = LaneLinear(lanes, d_model, config.query_size, fan="out", bias=bias)
         self.wk = LaneLinear(lanes, d_model, kv_size, fan="out", bias=bias)
@@ -103,9 +103,8 @@ class LaneAttention(nn.Module):
         return x.flatten(2).unflatten(-1, (-1, self.head_dim))  # (B, S, L, n) -> (B, S, heads, d)
 
     def _own(self, rope: tuple[Tensor, Tensor], of_queries: bool = False) -> tuple[Tensor, Tensor]:
-        ropes, grows = self.variant.ropes, self.variant.query_growth is not None
-        at = self.rope + len(ropes) * (grows and of_queries)
-        return (rope[0][at], rope[1][at]) if ropes else rope
+        at = self.rope + self.ropes * (of_queries and self.variant.query_growth is not None)
+        return (rope[0][at], rope[1][at]) if self.ropes else rope
 
     def _normed_heads(self, x: Tensor, norm: LaneRMSNorm | None) -> Tensor:
         if norm is not None and self.variant.joint_qk_norm:

@@ -6,6 +6,7 @@ B batch   S query positions   T key positions   d head dimension
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def rope_frequencies(config: LaneformerConfig, device: torch.device | None = Non
     frequency = 1.0 / (config.rope_theta**exponent)
     if config.rope_scaling is None:
         return frequency
-    s = config.rope_scaling
+    s: Any = config.rope_scaling
     turns = s["original_max_position_embeddings"] * frequency / (2 * math.pi)
     blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
     blend = blend.clamp(0.0, 1.0)  # 0: long wavelengths, stretched by the factor; 1: short ones, kept
@@ -29,17 +30,19 @@ def rope_frequencies(config: LaneformerConfig, device: torch.device | None = Non
 def rope_table(config: LaneformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, each (B or 1, S, 1, d/2) float32, for integer positions (S,) or (B, S).
 
-    Where the variant has ropes of its own both have an axis of those in front; with `query_growth` that of queries
-    follows, as many again.
+    Where the config has `ropes` both have an axis of those in front; with `query_growth` that of queries follows, as
+    many again.
     """
     positions = positions if positions.dim() == 2 else positions[None]
     at = positions[..., None].float()
-    ropes, growth = config.variant.ropes, config.variant.query_growth
+    ropes, growth = config.ropes, config.variant.query_growth
     if not ropes:
         angle = at * rope_frequencies(config, positions.device)
         return angle.cos()[:, :, None], angle.sin()[:, :, None]
     pairs = [rope.of_pairs(config.max_position_embeddings, config.head_dim // 2) for rope in ropes]
-    frequency, scale = torch.tensor(pairs, dtype=torch.float32, device=positions.device).unbind(1)
+    # copied without waiting: the host stays ahead of a GPU
+    numbers = torch.tensor(pairs, dtype=torch.float32, device="cpu").to(positions.device, non_blocking=True)
+    frequency, scale = numbers.unbind(1)
     angle, scale = at * frequency[:, None, None], scale[:, None, None]
     tables = (angle.cos() * scale)[..., None, :], (angle.sin() * scale)[..., None, :]
     if growth is None:

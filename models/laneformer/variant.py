@@ -1,7 +1,7 @@
 """What models of other families (llama/) compute otherwise than a Laneformer, as data.
 
 Such a model is never trained here: it is read, each of its lanes waits for the others, and whoever cannot run it names
-what it has (`LaneformerConfig.refuse_unsupported`).
+what it has (supports.py).
 """
 
 from __future__ import annotations
@@ -109,10 +109,6 @@ class Variant:
             shapes |= {"feed_forward.w2.bias": (total, d), "feed_forward.router.bias": (total,)}
         return shapes
 
-    def rope_of(self, windowed: bool) -> int:
-        """Which of the ropes a layer has; 0 where there is one, or none of its own."""
-        return int(windowed and len(self.ropes) > 1)
-
     def differences(self) -> dict[str, Any]:
         """The fields that are not a Laneformer's, by name; of ropes how many there are."""
         pairs = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
@@ -126,12 +122,6 @@ class Variant:
                 "broadcast_delay = 0, replicated_rmsn_scale, no head that drafts; joint_qk_norm num_lanes = 1"
             )
             raise ValueError(f"{', '.join(found)} need {needs}")
-
-    def refuse(self, who: str, fix: str) -> None:
-        """ValueError, with the names, where there is any difference."""
-        if found := self.differences():
-            listing = ", ".join(f"{name} = {value}" for name, value in found.items())
-            raise ValueError(f"{who} does not support {listing}; {fix}")
 
 
 NO_VARIANT = Variant()

@@ -7,6 +7,8 @@ architecture. `plant` puts one known error in, so that a comparison can show tha
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from laneformer import LaneformerConfig
@@ -19,14 +21,41 @@ def rms_norm(x: np.ndarray, scale: np.ndarray, lane: int, eps: float) -> np.ndar
     return x / np.sqrt((x * x).mean() + eps) * own_scale
 
 
-def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """One head's vector as d/2 complex numbers, each turned by its own angle."""
-    d = len(x)
-    turned = np.empty(d)
-    for j in range(d // 2):
-        z = complex(x[2 * j], x[2 * j + 1]) * np.exp(1j * position * theta ** (-2 * j / d))
+def rotate(x: np.ndarray, position: int, rope: tuple[list[float], float] | None) -> np.ndarray:
+    """One head's vector as d/2 complex numbers, each turned by its own angle and scaled; None: as it is."""
+    if rope is None:
+        return x
+    turned = np.empty(len(x))
+    for j, frequency in enumerate(rope[0]):
+        z = complex(x[2 * j], x[2 * j + 1]) * np.exp(1j * position * frequency) * rope[1]
         turned[2 * j], turned[2 * j + 1] = z.real, z.imag
     return turned
+
+
+def layer_rope(c: LaneformerConfig, layer: int) -> tuple[list[float], float] | None:
+    """A layer's radians per position and scale, by the paper of YaRN (arXiv 2309.00071, 3.2 to 3.4) where it is on."""
+    windowed = layer in c.swa_layers
+    if layer in c.nope_layers:
+        return None
+    theta = c.window_rope_theta if windowed and c.window_rope_theta else c.rope_theta
+    plain = [theta ** (-2 * j / c.head_dim) for j in range(c.head_dim // 2)]
+    s = c.rope_scaling
+    if s is None or (windowed and s.get("layers") == "full"):
+        return plain, 1.0
+    borders = []  # the pairs that turn 32 times and once in the length that was trained
+    for turns, rounds in ((s.get("beta_fast", 32), math.floor), (s.get("beta_slow", 1), math.ceil)):
+        pair = (
+            c.head_dim
+            / 2
+            * math.log(s["original_max_position_embeddings"] / (2 * math.pi * turns))
+            / math.log(theta)
+        )
+        borders.append(rounds(pair))
+    low, high = max(borders[0], 0), min(borders[1], c.head_dim - 1)
+    high += 0.001 * (low == high)
+    kept = [1 - min(max((j - low) / (high - low), 0), 1) for j in range(len(plain))]
+    mixed = [f * k + f / s["factor"] * (1 - k) for f, k in zip(plain, kept, strict=True)]
+    return mixed, s.get("attention_factor", 0.1 * math.log(s["factor"]) + 1)
 
 
 def attend(query: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
@@ -46,7 +75,8 @@ def lane_attention(
         c.num_key_value_heads // c.num_lanes,
     )
     own = [slice(h * d, (h + 1) * d) for h in range(heads)]  # the rows of one head
-    keys = [[rotate((wk @ row)[own[k]], t, c.rope_theta) for t, row in enumerate(x)] for k in range(kv_heads)]
+    rope = layer_rope(c, layer)
+    keys = [[rotate((wk @ row)[own[k]], t, rope) for t, row in enumerate(x)] for k in range(kv_heads)]
     values = [[(wv @ row)[own[k]] for row in x] for k in range(kv_heads)]
     partial = []
     for t, row in enumerate(x):
@@ -54,7 +84,7 @@ def lane_attention(
         joined = []
         for h in range(heads):
             kv = h // (heads // kv_heads)
-            query = rotate((wq @ row)[own[h]], t, c.rope_theta)
+            query = rotate((wq @ row)[own[h]], t, rope)
             joined.append(attend(query, keys[kv][first : t + 1], values[kv][first : t + 1]))
         partial.append(wo @ np.concatenate(joined))
     return partial

@@ -9,7 +9,10 @@ import torch
 
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import FLAVORS, LM_HEAD_TYPES, Join, hf_name, plain_name
+from laneformer.ropes import LLAMA3_KEYS
+from laneformer.supports import refuse_unsupported
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
 PUBLISHED_2B = 15 * 141_557_760 + 2 * 98_304_000 + 31 * 3072
 
 
@@ -83,6 +86,24 @@ def test_dictionary_round_trip(flavor: str) -> None:
         ({"head_dim": 33}, r"head dimension 33 is odd"),
         ({"nope_layers": (15,)}, r"nope_layers holds \[15\], but the layers are 0 to 14"),
         ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling lacks \['low_freq_factor'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_type = 'linear'; choose from 'llama3' and 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, r"lacks \['factor', 'original_max.*\(YaRN\)"),
+        (
+            {"rope_scaling": {**YARN, "layer": "full"}},
+            r"has unknown keys \['layer'\]; choose from .*'layers'",
+        ),
+        ({"rope_scaling": {**YARN, "layers": "some"}}, r"layers = 'some' .* choose from \('all', 'full'\)"),
+        ({"rope_scaling": {**YARN, "factor": "8"}}, "factor = '8' in rope_scaling must be a number greater"),
+        ({"rope_scaling": {**YARN, "truncate": "False"}}, "truncate = 'False' .* must be true or false"),
+        ({"window_rope_theta": 0.0}, "window_rope_theta = 0.0 must be greater than 0"),
+        (
+            {"rope_scaling": dict.fromkeys(LLAMA3_KEYS, 1.0), "window_rope_theta": 1e4},
+            "goes with no rope_scaling",
+        ),
+        (
+            {"window_rope_theta": 1e4, "broadcast_delay": 0, "variant": {"ropes": [[[1.0], 1.0, [], 0]]}},
+            "ropes of a variant take the place of rope_scaling and window_rope_theta",
+        ),
     ],
 )
 def test_bad_values_are_named(overrides: dict, message: str) -> None:
@@ -94,7 +115,6 @@ BORROWED = {
     "head_dim": 24,
     "attention_bias": True,
     "qk_norm": True,
-    "nope_layers": (1,),
     "tie_word_embeddings": True,
 }
 
@@ -111,14 +131,14 @@ def test_what_other_families_have(head: str) -> None:
     assert config.parameter_count()["total"] == sum(p.numel() for p in model.parameters())
     assert LaneformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(
-        ValueError, match=r"training does not support head_dim = 24, nope.*, attention_bias.*qk.*, tie"
+        ValueError, match=r"training does not support head_dim = 24, attention_bias.*qk.*, tie"
     ):
-        config.refuse_unsupported("training")
+        refuse_unsupported(config, "training")
 
 
 def test_a_laneformer_has_none_of_it() -> None:
     config = LaneformerConfig.from_flavor("tiny")
-    config.refuse_unsupported("training")
+    refuse_unsupported(config, "training")
     assert not BORROWED.keys() - {"tie_word_embeddings"} & config.to_dict().keys()
 
 

@@ -9,13 +9,16 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli
+import tomli_w
 import torch
 
 from data_mixtures.mixture import Mixture
-from laneformer import Laneformer
+from laneformer import Laneformer, LaneformerConfig
 from records.checkpoints import read_checksums
 from records.events import REFUSED
 from tests.train.runs import (
@@ -134,6 +137,42 @@ def test_a_phase_may_change_what_it_names(whole_run: Path, prepared_data: Path, 
     run = tmp_path / "b"
     succeed(run, lock, *longer, "--checkpoint.allow_changes", "rope_theta", config="debug_phase2")
     assert json.loads((run / "checkpoint/step-1/model.json").read_text())["rope_theta"] == 5e5
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "layers": "full"}
+
+
+def test_a_phase_goes_on_with_another_rope(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Only what is said changes: its first loss is that of the same weights with YaRN on full layers, one of them
+    without rotation, and windows' own base; each of these alone is refused where the job does not name it.
+    """
+    run, lock = tmp_path / "yarn", prepared_data / "phase2.lock.json"
+    job = tomli.loads((ROOT / "configs/debug_phase2.toml").read_text())
+    job["architecture"] = {"rope_scaling": YARN, "nope_layers": [3]}
+    job["checkpoint"]["allow_changes"] = ["rope_scaling", "rope_theta", "window_rope_theta"]
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(job))
+    path = os.path.relpath(tmp_path / "job", ROOT / "configs")
+    arguments = (
+        "--checkpoint.initial_load_path",
+        str(whole_run / "checkpoint/step-4"),
+        "--training.steps",
+        "1",
+    )
+    arguments += ("--architecture.rope_theta", "1e3", "--architecture.window_rope_theta", "1e4")
+    assert "nope_layers = () (this job: (3,))" in fail(run, lock, *arguments, config=path)
+    allowed = ("rope_scaling", "rope_theta", "window_rope_theta", "nope_layers")
+    rows = succeed(run, lock, *arguments, "--checkpoint.allow_changes", *allowed, config=path)
+    own = replace(SMALL, rope_scaling=YARN, nope_layers=(3,), rope_theta=1e3, window_rope_theta=1e4)
+    assert LaneformerConfig.from_dict(json.loads((run / "model.json").read_text())) == own
+    used = Mixture.open(prepared_data / "phase1.lock.json").windows_per_source(STEPS * GLOBAL_BATCH)
+    mixture = Mixture.open(lock, {k: used[k] for k in Mixture.open(lock).source_names if k in used})
+    losses = []
+    for config in (own, SMALL):
+        model = Laneformer(config)
+        model.load_state_dict(weights(whole_run))
+        losses.append(batch_loss(model, mixture))
+    rounding = 8 * torch.finfo(torch.float32).eps * losses[0]
+    assert abs(rows[0]["loss"] - losses[0]) < rounding < abs(losses[0] - losses[1])
 
 
 def test_phase_switch_keeps_the_model(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:

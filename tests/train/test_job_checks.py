@@ -58,7 +58,7 @@ BAD: dict[tuple[str, str], str] = {
     (
         "checkpoint.allow_changes",
         '["num_lanes"]',
-    ): "choose from max_position_embeddings, rope_theta, sliding_window",
+    ): "choose from max_position_embeddings, nope_layers, rope_scaling, rope_theta, sliding_window",
     ("mixture.lok", '"x"'): "lok",
     ("mixtur.lock", '"x"'): "mixtur",
 }

@@ -49,8 +49,8 @@ EFFORT = {  # what the steps take, and how long a launch and a step may
 }  # fmt: skip
 SOURCES = {  # folder of the checkout -> what the bundle imports
     "models": (
-        "laneformer/__init__.py", "laneformer/config.py", "laneformer/variant.py", "laneformer/engine/__init__.py",
-        "laneformer/engine/sampling.py", "laneformer/engine/cuda/__init__.py",
+        "laneformer/__init__.py", "laneformer/config.py", "laneformer/ropes.py", "laneformer/variant.py",
+        "laneformer/engine/__init__.py", "laneformer/engine/sampling.py", "laneformer/engine/cuda/__init__.py",
         "laneformer/engine/cuda/structures.py", "laneformer/engine/cuda/bandwidth.py",
     ),
     ".": ("tools/__init__.py", "tools/bench/__init__.py", "tools/bench/bare/*.py"),

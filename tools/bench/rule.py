@@ -19,6 +19,7 @@ from laneformer.engine.cuda.geometry import OPS, Geometry
 from laneformer.engine.cuda.memory import PARTS
 from laneformer.engine.cuda.tape import steps
 from laneformer.engine.cuda.tape_model import tensor_rows
+from laneformer.supports import refuse_unsupported
 from tools.check.reference import Weights
 
 EMBEDDING_SEED, NORM_SEED, SEEDS = len(OPS), len(OPS) + 1, len(OPS) + 2
@@ -54,7 +55,7 @@ def weights_by_rule(config: LaneformerConfig, geometry: Geometry) -> tuple[Weigh
     """The model's weights, and the sum of all tapes' 32-bit words modulo 2^32. ValueError for what has more
     tensors.
     """
-    config.refuse_unsupported("the rule of fill.cu")
+    refuse_unsupported(config, "the rule of fill.cu")
     powers, weights, total = exponents(config, geometry), Weights(), 0
     for op, layer in steps(geometry):
         matrix = geometry.matrix(op)

@@ -29,6 +29,7 @@ from data_mixtures.prepare import prepare
 from data_mixtures.stages.run import Options
 from laneformer.flops import flops_per_token
 from laneformer.llama.config import config_of_llama
+from laneformer.supports import refuse_unsupported
 from records.files import file_sha256, model_sha256, write_atomically
 from records.workers import usable_cpus
 
@@ -99,7 +100,7 @@ def delay_a_model(
         raise ValueError(f"{model} has no tokenizer.json")
     if "recover" in stages:
         check(given.late, len(cut_model.layers), given.steps)
-        cut_model.config.refuse_unsupported(f"{model}: recovery (`--stages map` works)")
+        refuse_unsupported(cut_model.config, f"{model}: recovery (`--stages map` works)")
     content = model_sha256(model) if model.is_dir() else file_sha256(model)
     about = {"model": model.name, "model_sha256": content, "lanes": given.lanes}
     for name in ("damage.jsonl", "recovery.jsonl"):

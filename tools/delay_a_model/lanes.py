@@ -28,6 +28,7 @@ from laneformer.config import Join
 from laneformer.engine.folder import Checkpoint, read_checkpoint
 from laneformer.model import LaneformerLayer, join_lanes
 from laneformer.positions import rope_table
+from laneformer.supports import refuse_variant
 from tools.check.reference import weights_of
 
 ENDS = ("dropped", "flushed")
@@ -75,7 +76,7 @@ def cut(path: Path, lanes: int) -> tuple[Laneformer, Checkpoint]:
     ValueError for lanes that it cannot have.
     """
     dense = read_checkpoint(path, lanes=1).config
-    dense.variant.refuse(f"{path}: delaying a model", "take one of Llama, Mistral, Qwen or SmolLM")
+    refuse_variant(dense, f"{path}: delaying a model", "take one of Llama, Mistral, Qwen or SmolLM")
     sizes = dense.num_attention_heads, dense.num_key_value_heads, dense.intermediate_size
     possible = [n for n in range(1, min(sizes) + 1) if math.gcd(*sizes) % n == 0]
     if lanes not in possible:

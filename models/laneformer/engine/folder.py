@@ -246,12 +246,12 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin (context, d/2) float32, bit for bit those of model.py (each float32 step rounded once); of a
-    variant's ropes one table after the other, (ropes, context, d/2).
+    """cos and sin (context, d/2) float32, bit for bit those of model.py (each float32 step rounded once);
+    of `config.ropes` one table after the other, (ropes, context, d/2).
     """
     context = config.max_position_embeddings
-    if config.variant.ropes:
-        pairs = [rope.of_pairs(context, config.head_dim // 2) for rope in config.variant.ropes]
+    if config.ropes:
+        pairs = [rope.of_pairs(context, config.head_dim // 2) for rope in config.ropes]
         tables = [cos_and_sin(np.array(pair[0], np.float32), context) for pair in pairs]
         scales = [np.array(pair[1], np.float32) for pair in pairs]
         cosine, sine = (
@@ -261,7 +261,7 @@ def rope_tables(config: LaneformerConfig) -> tuple[np.ndarray, np.ndarray]:
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequency = np.float32(1) / np.power(config.rope_theta, exponent.astype(np.float64)).astype(np.float32)
     if config.rope_scaling is not None:
-        s = config.rope_scaling
+        s: Any = config.rope_scaling
         turns = s["original_max_position_embeddings"] * frequency / np.float32(2 * np.pi)
         blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
         blend = blend.clip(0, 1).astype(np.float32)

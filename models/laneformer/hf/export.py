@@ -247,6 +247,7 @@ def write_code(folder: Path) -> None:
         "model.py",
         "norms.py",
         "positions.py",
+        "ropes.py",
         "variant.py",
     )
     for source in (*ours, "hf/configuration_laneformer.py", "hf/modeling_laneformer.py"):

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ROPE_SCALING_KEYS
+from ..ropes import LLAMA3_KEYS, float32, plain, wavelengths, yarn
 from ..variant import Rope
 
 KINDS = ("full_attention", "sliding_attention")
 PLAIN = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}
 KEYS = {  # that a type reads
     "default": set(),
-    "llama3": set(ROPE_SCALING_KEYS),
+    "llama3": set(LLAMA3_KEYS),
     "linear": {"factor"},
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
@@ -43,7 +43,7 @@ def rope_fields(read: Mapping[str, Any], head_dim: int, by_kind: Mapping[str, fl
         return {"ropes": tuple(rope_of(kind, read, head_dim) for kind in (full, sliding))}
     plain = full["partial_rotary_factor"] == 1.0 and not full.get("llama_4_scaling_beta")
     if plain and full["rope_type"] in ("default", "llama3"):
-        scaling = {name: full[name] for name in ROPE_SCALING_KEYS if full.get(name) is not None}
+        scaling = {name: full[name] for name in LLAMA3_KEYS if full.get(name) is not None}
         return {
             "rope_theta": full["rope_theta"],
             "rope_scaling": scaling if full["rope_type"] == "llama3" else None,
@@ -70,48 +70,25 @@ def completed(given: Mapping[str, Any], read: Mapping[str, Any], theta: float) -
 
 def rope_of(given: Mapping[str, Any], read: Mapping[str, Any], head_dim: int) -> Rope:
     rotated = int(head_dim * given["partial_rotary_factor"])
-    exponent = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
-    wavelength = np.power(given["rope_theta"], exponent.astype(np.float64)).astype(np.float32)
     trained = read.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     trained = trained or read["max_position_embeddings"]
     factor = given.get("factor") or read["max_position_embeddings"] / trained
     if given["rope_type"] == "yarn":
-        return yarn(given, wavelength, trained, factor)
+        return yarn({**given, "factor": factor}, given["rope_theta"], rotated, trained)
     if given["rope_type"] == "longrope":
-        return longrope(given, wavelength, trained, factor)
+        return longrope(
+            given, np.array(wavelengths(given["rope_theta"], rotated), np.float32), trained, factor
+        )
     if given["rope_type"] == "llama3":
         raise ValueError("rope_type 'llama3' is supported for all layers and all pairs of a head alone")
-    return Rope(as_numbers(1 / wavelength / np.float32(factor if given["rope_type"] == "linear" else 1)))
+    factor = factor if given["rope_type"] == "linear" else 1
+    return Rope(
+        tuple(float32(each / float32(factor)) for each in plain(given["rope_theta"], rotated).frequencies)
+    )
 
 
 def as_numbers(frequencies: np.ndarray) -> tuple[float, ...]:
     return tuple(frequencies.astype(np.float32).tolist())
-
-
-def yarn(given: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float) -> Rope:
-    """Long wavelengths stretched by the factor, short ones kept (arXiv 2309.00071)."""
-
-    def grown(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    pairs, base = len(wavelength), given["rope_theta"]
-    over, under = given.get("mscale"), given.get("mscale_all_dim")
-    scale = given.get("attention_factor")
-    if scale is None:
-        scale = grown(over) / grown(under) if over and under else grown(1.0)
-
-    def pair_that_turns(times: float) -> float:
-        return 2 * pairs * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = (pair_that_turns(given.get(name) or n) for name, n in (("beta_fast", 32), ("beta_slow", 1)))
-    if given.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * pairs - 1)
-    ramp = (np.arange(pairs, dtype=np.float32) - np.float32(low)) / np.float32((high - low) or 0.001)
-    kept = 1 - ramp.clip(0, 1)
-    return Rope(
-        as_numbers(1 / (np.float32(factor) * wavelength) * (1 - kept) + 1 / wavelength * kept), float(scale)
-    )
 
 
 def longrope(given: Mapping[str, Any], wavelength: np.ndarray, trained: int, factor: float) -> Rope:

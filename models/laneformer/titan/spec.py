@@ -17,6 +17,7 @@ from ..flops import flops_per_token
 from ..initialization import init_parameter
 from ..model import Laneformer, MTPHead, run_layers
 from ..positions import rope_table
+from ..supports import refuse_unsupported
 from .attention import document_ids, training_masks
 from .float8 import Float8, check_shapes, float8_of
 from .fused_layer import FusedLayer
@@ -46,7 +47,7 @@ class LaneformerArgs(BaseModelArgs):
         section = vars(job_config.architecture)
         overrides = {key: value for key, value in section.items() if value is not None}
         self.config = LaneformerConfig.from_dict({**self.config.to_dict(), **overrides})
-        self.config.refuse_unsupported("training")
+        refuse_unsupported(self.config, "training")
         self.init_seed = job_config.debug.seed or 0
         self.attention = choose_attention(job_config)
         self.join_norm = choose_join_norm(job_config)

@@ -35,6 +35,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 SWITCHES = {
     "published": {},
     "tensor_parallel": {"broadcast_delay": 0},
@@ -65,6 +66,10 @@ SWITCHES = {
     "no_window": {"swa_layers": ()},
     "window_of_one": {"sliding_window": 1},
     "rope_scaling": {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500.0},
+    "window_theta": {"rope_theta": 4000.0, "window_rope_theta": 250.0},
+    "yarn": {"rope_scaling": YARN},
+    "yarn_on_full_layers": {"rope_scaling": YARN | {"layers": "full"}, "broadcast_delay": 1, "flush": True},
+    "full_layers_without_rope": {"nope_layers": (2, 4), "window_rope_theta": 250.0},
     "one_lane": {"num_lanes": 1},
     "two_lanes": {"num_lanes": 2},
     "wide_heads": {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 2, "num_lanes": 2},

@@ -207,7 +207,7 @@ def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> Non
     files = {
         "README.md", "chat_template.jinja", "config.json", "config.py", "configuration_laneformer.py",
         "experts.py", "generation_config.json", "initialization.py", "linear.py", "model.py", "model.safetensors",
-        "modeling_laneformer.py", "norms.py", "positions.py",
+        "modeling_laneformer.py", "norms.py", "positions.py", "ropes.py",
         "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "variant.py",
     }  # fmt: skip
     assert {path.name for path in out.iterdir()} == files

@@ -15,6 +15,9 @@ from tests.laneformer.hf.hf_assets import VOCAB_SIZE, random_model, small_config
 
 # float32, other kernels for other masks: six layers of sums, each off by some 2^-24 of logits of about 10
 FLOAT32_TOLERANCE = 10 * 50 * 2.0**-24
+FLOAT64_TOLERANCE = (
+    10 * 1e4 * 2.0**-53
+)  # even if 10^4 operations pulled one way; a wrong angle is off by 1e-3
 
 
 def wrap(plain: Laneformer) -> LaneformerForCausalLM:
@@ -168,6 +171,26 @@ def test_rope_scaling_survives_the_config(tmp_path: Path) -> None:
     }
     LaneformerHFConfig(**small_config(rope_scaling=scaling).to_dict()).save_pretrained(tmp_path)
     assert LaneformerHFConfig.from_pretrained(tmp_path).to_lanes().rope_scaling == scaling
+
+
+@pytest.mark.parametrize("kind", ["full", "all"])
+def test_rope_by_kind_of_layer_survives_the_folder(tmp_path: Path, ids: torch.Tensor, kind: str) -> None:
+    """Its logits are the plain model's, at once and token by token."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "layers": kind}
+    reference = random_model(rope_scaling=scaling, window_rope_theta=500.0, nope_layers=(4,))
+    own = reference.config
+    wrap(reference).save_pretrained(tmp_path)
+    loaded = LaneformerForCausalLM.from_pretrained(tmp_path).eval().double()
+    assert loaded.config.to_lanes() == own
+    assert loaded.config.to_lanes().ropes == own.ropes
+    with torch.no_grad():
+        expected = reference.double()(ids)
+        assert (loaded(ids).logits - expected).abs().max() < FLOAT64_TOLERANCE
+        cache, steps = None, []
+        for at in range(ids.shape[1]):
+            out = loaded(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            cache, steps = out.past_key_values, [*steps, out.logits]
+        assert (torch.cat(steps, 1) - expected).abs().max() < FLOAT64_TOLERANCE
 
 
 def test_refusals(model: LaneformerForCausalLM) -> None:

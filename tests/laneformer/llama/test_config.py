@@ -10,6 +10,7 @@ import pytest
 
 from laneformer.llama.config import config_of_llama, lanes_for
 from laneformer.llama.tensors import laneformer_of, source_of
+from laneformer.supports import refuse_unsupported, refuse_variant
 from laneformer.tensors import Tensor
 
 LLAMA: dict[str, Any] = {
@@ -93,7 +94,7 @@ def test_what_a_family_has() -> None:
     assert config_of_llama(values_of("qwen2"), 1).borrowed() == {"attention_bias": True}
     assert config_of_llama(values_of("qwen3"), 1).borrowed() == {"head_dim": 128, "qk_norm": True}
     smollm3 = config_of_llama(values_of("smollm3"), 1)
-    assert smollm3.borrowed() == {"nope_layers": (3,)}
+    assert (smollm3.borrowed(), smollm3.nope_layers) == ({}, (3,))
     assert (smollm3.rope_theta, smollm3.tie_word_embeddings) == (2000000.0, True)
 
 
@@ -128,9 +129,9 @@ def test_a_variant_is_the_same_from_a_file(family: str) -> None:
     config = config_of_llama(values_of(family, rope_scaling={"rope_type": "linear", "factor": 8.0}), 1)
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ValueError, match=r"the CUDA engine does not support .*ropes = \d.*; use the CPU"):
-        config.variant.refuse("the CUDA engine", "use the CPU")
+        refuse_variant(config, "the CUDA engine", "use the CPU")
     with pytest.raises(ValueError, match=r"training does not support .*ropes = \d"):
-        config.refuse_unsupported("training")
+        refuse_unsupported(config, "training")
 
 
 QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None, "num_experts": 8}

@@ -303,9 +303,8 @@ def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[s
     return {
         **dataclasses.asdict(config),
         **variant_spec(config.variant),
-        "rope": [
-            -1 if i in config.nope_layers else config.variant.rope_of(i in config.swa_layers) for i in layers
-        ],
+        "rope": [-1 if i in config.nope_layers else config.rope_of(i) for i in layers],
+        "ropes": max(1, len(config.ropes)),
         "held": [],
         "head": LM_HEAD_TYPES.index(config.lm_head_type),
         "broadcast_delay": min(config.broadcast_delay, config.num_hidden_layers),
@@ -319,7 +318,6 @@ def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[s
 
 def variant_spec(variant: Variant) -> dict[str, Any]:
     return {
-        "ropes": max(1, len(variant.ropes)),
         "pre_norms": variant.pre_norms,
         "post_norms": variant.post_norms,
         "joint_qk_norm": variant.joint_qk_norm,

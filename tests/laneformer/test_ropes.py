@@ -1,0 +1,156 @@
+"""RoPE by kind of layer, YaRN and layers without rotation, in a model whose lanes are late: against float64 loops at
+every position, and against Transformers' tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from laneformer import Laneformer, LaneformerConfig, positions
+from laneformer.engine.folder import rope_tables
+from laneformer.positions import rope_table
+from laneformer.supports import refuse_variant
+from tests.laneformer.lane_reference import layer_rope, reference_logits
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
+KINDS: dict[str, dict[str, Any]] = {
+    "theta of windows": {"rope_theta": 4000.0, "window_rope_theta": 100.0},
+    "yarn on all": {"rope_theta": 100.0, "rope_scaling": YARN},
+    "yarn on full": {"rope_theta": 100.0, "rope_scaling": YARN | {"layers": "full", "beta_fast": 8}},
+    "yarn and theta": {
+        "rope_theta": 4000.0, "window_rope_theta": 100.0, "rope_scaling": YARN | {"attention_factor": 1.3},
+    },
+    "no rotation on full": {"rope_theta": 100.0, "nope_layers": (2, 4, 5)},
+}  # fmt: skip
+SHAPE = {
+    "hidden_size": 48, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_lanes": 2, "sliding_window": 4, "swa_layers": (0, 1, 3),
+    "max_position_embeddings": 64, "vocab_size": 40,
+}  # fmt: skip
+LENGTH = 20
+# float32 tables in a float64 model: an angle of at most LENGTH is off by some units of 2^-24, and six layers of weights
+# of unit gain multiply that by less than a hundred
+TOLERANCE = 100 * LENGTH * 2.0**-24
+
+
+def built(kind: str, delay: int = 2) -> Laneformer:
+    model = Laneformer(LaneformerConfig(**SHAPE, broadcast_delay=delay, **KINDS[kind])).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else noise / p.shape[-1] ** 0.5)
+    return model
+
+
+def error(model: Laneformer, config: LaneformerConfig) -> float:
+    """The largest difference of a logit, over all positions, from the reference of `config`."""
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, LENGTH).tolist()
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        return float(
+            np.abs(model(torch.tensor([ids]))[0].numpy() - reference_logits(config, weights, ids)).max()
+        )
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_position_is_the_references(kind: str, delay: int) -> None:
+    model = built(kind, delay)
+    assert error(model, model.config) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_of_the_other_kind_is_noticed(kind: str) -> None:
+    """Planted: the last layer with windows' table, or rotated where it is not to be; YaRN without its scale."""
+    model = built(kind)
+    last = model.layers[-1].attention
+    if len(model.config.ropes) > 1:
+        last.rope = 1
+    elif model.config.nope_layers:
+        last.rotates = True
+    else:
+        unscaled = tuple(each._replace(scale=1.0) for each in model.config.ropes)
+        model.config.__dict__["ropes"] = unscaled
+    assert error(model, model.config) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("layers", ["all", "full"])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+def test_yarn_is_transformers_at_every_position(layers: str, theta: float) -> None:
+    """To the last bit of the frequencies at 131,072 positions; windows keep their base and no scale."""
+    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    config = LaneformerConfig.from_flavor(
+        "2b", rope_theta=theta, window_rope_theta=1e4, rope_scaling=scaling | {"layers": layers},
+        max_position_embeddings=131_072,
+    )  # fmt: skip
+    engines = rope_tables(config)
+    for kind in range(len(config.ropes)):
+        base = 1e4 if kind else theta
+        plain = {"rope_type": "default"} if kind and layers == "full" else scaling
+        llama = LlamaConfig(
+            hidden_size=3072, num_attention_heads=32, max_position_embeddings=131_072,
+            rope_parameters={**plain, "rope_theta": base},
+        )  # fmt: skip
+        rotary, differ = LlamaRotaryEmbedding(llama), 0.0
+        own = torch.tensor(config.ropes[kind].frequencies)
+        # torch's float32 power is off by two units at most, ours is rounded once
+        assert ((rotary.inv_freq / own - 1).abs() <= 2 * 2.0**-23).all()
+        rotary.inv_freq = own
+        for first in range(0, 131_072, 16_384):
+            at = torch.arange(first, first + 16_384)
+            theirs = rotary(torch.zeros(1), at[None])
+            for i, ours in enumerate(rope_table(config, at)):
+                assert torch.equal(ours[kind, 0, :, 0], theirs[i][0, :, :48])
+                # the engine's cosines are float64's, rounded once; torch's are within two units
+                differ = max(differ, np.abs(engines[i][kind, at] - ours[kind, 0, :, 0].numpy()).max())
+        assert differ <= 4 * 2.0**-24
+
+
+def test_one_table_a_kind() -> None:
+    counts = {kind: len(built(kind).config.ropes) for kind in KINDS}
+    assert counts == dict(zip(KINDS, (2, 1, 2, 2, 0), strict=True))
+    assert LaneformerConfig(window_rope_theta=1e4).ropes == LaneformerConfig(window_rope_theta=1e4).ropes
+    assert len(LaneformerConfig(rope_theta=1e4, window_rope_theta=1e4).ropes) == 1, "two of the same are one"
+    found = positions.rope_table(built("yarn on full").config, torch.arange(4))
+    assert found[0].shape == (2, 1, 4, 1, 6)
+
+
+def test_a_config_without_them_is_as_it_was() -> None:
+    config = LaneformerConfig()
+    assert not config.ropes
+    assert not {"window_rope_theta", "nope_layers"} & config.to_dict().keys()
+    again = LaneformerConfig.from_dict(built("yarn and theta").config.to_dict())
+    assert again == built("yarn and theta").config
+    assert again.ropes == built("yarn and theta").config.ropes
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "no rotation" not in kind])
+def test_the_cuda_engine_names_what_it_has_not(kind: str) -> None:
+    config = built(kind).config
+    with pytest.raises(
+        ValueError, match=r"CUDA engine does not support .*rope_scaling = .*; use device = 'cpu'"
+    ):
+        refuse_variant(config, "the CUDA engine", "use device = 'cpu'")
+    plain = dataclasses.replace(config, rope_scaling=None, window_rope_theta=None)
+    refuse_variant(plain, "it", "")
+
+
+def test_the_reference_is_another_writing() -> None:
+    """It shares no line with the model: a wrong border of YaRN in the model is seen."""
+    own = {"rope_theta": 1e4, "rope_scaling": YARN | {"original_max_position_embeddings": 4096}}
+    config = LaneformerConfig(**SHAPE, **own)
+    frequencies, scale = layer_rope(config, 0)  # type: ignore[misc]
+    assert np.allclose(config.ropes[0].frequencies, frequencies, rtol=4 * 2.0**-24, atol=0)
+    assert config.ropes[0].scale == pytest.approx(scale)
+    with patch("laneformer.ropes.math.floor", lambda x: int(x) + 2):
+        wrong = LaneformerConfig.from_dict(config.to_dict())
+        assert not np.allclose(wrong.ropes[0].frequencies, frequencies, rtol=1e-3)
