@@ -12,6 +12,7 @@ says how trials, probes and ratios are taken.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import re
@@ -25,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from laneformer import LaneformerConfig
-from tools.bench import harness
+from tools.bench import experts, harness
 from tools.bench.decode_baselines import LONG_PROMPT
 from tools.bench.decode_candidates import INSTALL, Dtype, Math, names_of
 from tools.bench.harness import Candidate, Result, alternate, check_at_least, spread
@@ -66,8 +67,10 @@ class Options(harness.Options):
 
     against: str = "llamacpp,transformers"
     """Comma-separated baselines; one that is not installed is reported as such, and the others still run."""
-    flavor: Literal["2b", "300m", "tiny"] = "300m"
-    """Shape of the model, with random weights."""
+    flavor: Literal["2b", "300m", "tiny"] | experts.Flavor = "300m"
+    """Shape of the model, with random weights; qwen3moe and gpt-oss are four layers of Qwen3-30B-A3B and gpt-oss-20b
+    in a GGUF file, with --dtype gguf.
+    """
     model: Path | None = None
     """A GGUF file of a Llama-family model instead; others than 16-bit ones are converted to
     bf16 for everyone first.
@@ -141,9 +144,15 @@ def candidate(name: str, options: Options) -> Candidate:
 def measure(options: Options, console: Any) -> Result:
     """Every figure of the report. RuntimeError if our own engine does not start."""
     names, facts = options.names(), dict[str, Result]()
+    if options.model is None and options.flavor in experts.FIELDS:
+        if options.dtype != "gguf":
+            raise ValueError(f"flavor = {options.flavor!r} is a GGUF file; give --dtype gguf")
+        options = dataclasses.replace(options, model=experts.random_experts(options.flavor))
     if options.model is None:
         if options.dtype == "gguf":
-            raise ValueError("dtype = 'gguf' takes a file as it is; give --model FILE.gguf")
+            raise ValueError(
+                f"dtype = 'gguf' takes a file as it is; give --model FILE.gguf, or --flavor {list(experts.FIELDS)}"
+            )
         options.check_room(LaneformerConfig.from_flavor(options.flavor).max_position_embeddings)
     candidates = {name: candidate(name, options) for name in names}
     try:

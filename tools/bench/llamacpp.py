@@ -24,6 +24,7 @@ FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none 
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
 BATCH_POSITIONS = 512  # of each sequence
 MAX_SEQUENCES = 8
+DEVIATION = 0.02  # of random weights, as at the start of training
 MAX_CONTEXT = 8192  # its keys and values are allocated at once
 
 
@@ -165,15 +166,25 @@ def sizes_of(path: Path) -> tuple[int, int, int, int]:
     reader = gguf.GGUFReader(path)
     tensors = {t.name: t for t in reader.tensors}
     tied = "output.weight" not in tensors
-    read = sum(int(t.n_bytes) for name, t in tensors.items() if tied or name != "token_embd.weight")
+    said = {name.partition(".")[2]: f for name, f in reader.fields.items()}
+    taken = (
+        said["expert_used_count"].contents() / said["expert_count"].contents()
+        if "expert_count" in said
+        else 1
+    )
+    read = sum(
+        int(t.n_bytes) * (taken if "_exps." in name else 1)
+        for name, t in tensors.items()
+        if tied or name != "token_embd.weight"
+    )
     width = sum(
         int(t.shape[1]) for name, t in tensors.items() if name.endswith(("attn_k.weight", "attn_v.weight"))
     )
-    context = next(f.contents() for name, f in reader.fields.items() if name.endswith(".context_length"))
-    return int(tensors["token_embd.weight"].shape[1]), width, read, int(context)
+    context = said["context_length"].contents()
+    return int(tensors["token_embd.weight"].shape[1]), width, int(read), int(context)
 
 
-def as_gguf(path: Path, kind: str) -> Path:
+def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
     """The model in this type of weights: the file itself, always with "gguf", or a copy that llama.cpp converts
     once and keeps.
 
@@ -184,14 +195,15 @@ def as_gguf(path: Path, kind: str) -> Path:
     import gguf
 
     wanted = "F16" if kind == "fp16" else kind.upper()
-    types = {t.tensor_type.name for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2}
+    matrices = [t for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1 and t.name.endswith(".weight")]
+    types = {t.tensor_type.name for t in matrices if ".ffn_gate_inp." not in t.name}  # a router stays in F32
     if kind in ("bf16", "fp16") and types == {wanted}:
         return path
     if types != {"BF16"} and kind != "bf16":
-        return as_gguf(as_gguf(path, "bf16"), kind)
+        return as_gguf(as_gguf(path, "bf16", folder), kind, folder)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
-    out = CACHE_FOLDER / f"{path.stem.removesuffix('-bf16')}-{digest}-{kind}.gguf"
+    out = folder / f"{path.stem.removesuffix('-bf16')}-{digest}-{kind}.gguf"
 
     def convert(temporary: Path) -> None:
         api = library()
@@ -237,31 +249,40 @@ def random_gguf(config: LaneformerConfig, dtype: str, folder: Path = CACHE_FOLDE
     c = config
     layout = f"{c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size}-{c.num_attention_heads}"
     path = folder / f"llama-{layout}-{c.num_key_value_heads}-{c.vocab_size}-{dtype}.gguf"
-    return written_once(path, lambda temporary: write_random_gguf(config, dtype, temporary))
-
-
-def write_random_gguf(c: LaneformerConfig, dtype: str, path: Path) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "llama")
-    shape = {
+    fields = {
         "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size,
         "block_count": c.num_hidden_layers, "feed_forward_length": c.intermediate_size,
         "head_count": c.num_attention_heads, "head_count_kv": c.num_key_value_heads,
         "layer_norm_rms_eps": c.norm_eps, "rope_dimension_count": c.head_dim, "vocab_size": c.vocab_size,
     }  # fmt: skip
-    for name, value in shape.items():
+    return written_once(
+        path, lambda temporary: write_random_gguf(temporary, "llama", fields, gguf_shapes(c), dtype)
+    )
+
+
+def write_random_gguf(
+    path: Path, architecture: str, fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], dtype: str
+) -> None:
+    """fields: by names of GGUFWriter's methods, without `add_`. Biases, sinks and routers are float32, as in
+    converted files.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in fields.items():
         getattr(writer, f"add_{name}")(value)
-    add_dummy_vocabulary(writer, c.vocab_size)
+    add_dummy_vocabulary(writer, fields["vocab_size"])
     rng = np.random.default_rng(0)
-    for name, size in gguf_shapes(c).items():
-        values = rng.standard_normal(size, np.float32) * np.float32(c.initializer_range)
-        if len(size) == 1:
+    for name, size in shapes.items():
+        values = rng.standard_normal(size, np.float32) * np.float32(DEVIATION)
+        if name.endswith("norm.weight"):
             writer.add_tensor(name, np.ones(size, np.float32))
+        elif len(size) == 1 or name.endswith(".bias") or ".ffn_gate_inp." in name:
+            writer.add_tensor(name, values)
         elif dtype == "fp16":
             writer.add_tensor(name, values.astype(np.float16))
         else:  # the upper half of a float32; truncation instead of rounding does not matter here
-            upper = np.ascontiguousarray(values.view(np.uint16)[:, 1::2])
+            upper = np.ascontiguousarray(values.view(np.uint16).reshape(*size, 2)[..., 1])
             writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
     for step in (
         writer.write_header_to_file,

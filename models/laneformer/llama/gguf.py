@@ -111,7 +111,7 @@ class GgufFile(Mapping[str, Tensor]):
             data = rows.swapaxes(1, 2).reshape(data.shape)
         if stored.tensor_type.name in STORED:
             return Tensor(kind, data if kind == "fp32" else data.view(np.uint16))
-        if self._is_held(name):
+        if self.dtype == AS_IN_FILE:  # the engine holds blocks, and widens those of an embedding apart
             return Tensor(kind, data)
         return Tensor(kind, widened(data, stored.tensor_type, kind))
 
@@ -134,15 +134,10 @@ class GgufFile(Mapping[str, Tensor]):
     def type_of(self, name: str) -> str:
         """What the tensor of this name comes as."""
         kind = self._stored[name].tensor_type.name
-        if kind in STORED or self._is_held(name):
+        if kind in STORED or self.dtype == AS_IN_FILE:
             return STORED.get(kind, kind.lower())
         half = name.startswith("model.embed") and self.dtype not in ("bf16", "fp32")  # it is held as it comes
         return "fp16" if half else "fp32"
-
-    def _is_held(self, name: str) -> bool:
-        """Whether the engine takes its blocks: of matrices, and of the embedding if it is the head too."""
-        untied = "lm_head.weight" in self._stored
-        return self.dtype == AS_IN_FILE and not (untied and name.startswith("model.embed"))
 
     def _best_dtype(self, blocks: bool) -> str:
         """What dtype="auto" means: the type of most weights, and of quantised ones where blocks are not held int8."""
@@ -229,9 +224,7 @@ def open_file(path: Path) -> GGUFReader:
                 return super()._get_field_parts(orig_offs, raw_type)
             item = GGUFValueType(self._get(orig_offs, np.uint32)[0])
             count, at = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
-            if (
-                item == GGUFValueType.ARRAY or self.byte_order == "S"
-            ):  # of arrays, or from a machine of other order
+            if item == GGUFValueType.ARRAY or self.byte_order == "S":  # nested, or of the other byte order
                 return super()._get_field_parts(orig_offs, raw_type)
             if item == GGUFValueType.STRING:
                 parts, at = strings(self.data, at, count)

@@ -70,7 +70,12 @@ void load_random(Model& model, const ModelSpec& s) {
   const size_t hidden = s.hidden, kv = size_t(s.kv_rows()) * s.lanes, wide = s.intermediate;
   const std::vector<float> ones(hidden, 1.0f), angles(size_t(s.context) * s.head_dim() / 2, 0.7f);
   model.set_rope(angles.data(), angles.data());
-  if (!s.tied) model.set_embedding(random(s.vocab * hidden), DType::bf16);
+  if (!s.tied) {
+    const BlockFormat& format = *block_format("q8_0");
+    const std::vector<char> blocks(s.vocab * hidden / format.inputs * format.bytes);
+    model.set_embedding(blocks.data(), DType::fp32, &format);  // widened within its bounds, then written over
+    model.set_embedding(random(s.vocab * hidden), DType::bf16);
+  }
   for (int norm = 0; norm < s.norms(); ++norm) model.set_norm(norm, ones.data(), DType::fp32);
   for (int layer = 0; layer < s.all_layers(); ++layer) {
     for (const char* part : {"wq", "wo"}) model.set_matrix(part, layer, random(hidden * hidden), DType::bf16);

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from tokenizers import pre_tokenizers
 
@@ -122,6 +122,19 @@ def test_a_file_is_served_as_it_is(tmp_path: Path, kind: Any, tied: bool) -> Non
     assert difference(alone, exact) < 0.03
     np.testing.assert_array_equal(logits_of(path, threads=3, lanes=1), alone)
     assert difference(logits_of(path, threads=2, lanes=2), exact) < 0.03
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_an_embedding_apart_is_widened_to_halves(tmp_path: Path, kind: str) -> None:
+    """As ggml does, rounded once; a product of two scales is rounded before."""
+    path = written(tmp_path, kind, tie_word_embeddings=False)
+    stored = next(t for t in GGUFReader(path).tensors if t.name == "token_embd.weight")
+    expected = dequantize(stored.data, stored.tensor_type).astype(np.float16)
+    with Engine.from_pretrained(path, cache=False, threads=3, lanes=1) as engine:
+        decoder = engine._open()
+        held = decoder.part(decoder.parts - 1)[: expected.nbytes].view(np.float16).reshape(expected.shape)
+        error = np.abs(held.astype(single) - expected).max() / np.abs(expected).astype(single).max()
+    assert error <= (2.0**-9 if BLOCKS[kind][0] == 256 else 0)
 
 
 def test_what_cannot_be_held_is_rounded_to_eight_bits(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ class CpuDecoder(_core.Decoder):
         embedding, held = self.dtype, held_types(config, tensors) if self.dtype == AS_IN_FILE else []
         if self.dtype in ("int8", "int4", AS_IN_FILE):
             embedding = "fp16" if config.tie_word_embeddings else type_of(tensors, EMBEDDING)
+            embedding = "fp16" if embedding in _core.BLOCKS else embedding
         machine = this_machine()
         self.machine, pinned = machine, machine.nodes > 1 if pin is None else pin
         super().__init__(
@@ -178,7 +179,7 @@ class CpuDecoder(_core.Decoder):
             tensor = tensors[name]
             if not self.chosen and setter.__name__ in ("set_matrix", "set_embedding") and ROUTER not in name:
                 self._expect_dtype(name, tensor.dtype)
-            if tensor.dtype in _core.BLOCKS:
+            if tensor.dtype in _core.BLOCKS and setter.__name__ == "set_matrix":
                 setter = self.set_blocks
             if not setter(*where, np.ascontiguousarray(tensor.values), tensor.dtype):
                 raise ValueError(

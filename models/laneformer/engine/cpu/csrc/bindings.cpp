@@ -131,22 +131,29 @@ bool set_matrix(Decoder& decoder, const std::string& part, int layer, Bytes data
   return decoder.model.set_matrix(part, layer, data.data(), from);
 }
 
-bool set_blocks(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& type) {
-  const BlockFormat& blocks = blocks_named(type);
-  const size_t expected = matrix_values(decoder.model.spec(), part) / blocks.inputs * blocks.bytes;
+void expect_blocks(const Bytes& data, const BlockFormat& blocks, size_t values, const std::string& part) {
+  const size_t expected = values / blocks.inputs * blocks.bytes;
   if (data.nbytes() != expected)
     throw std::invalid_argument(part + " has " + std::to_string(data.nbytes()) + " bytes; expected " +
                                 std::to_string(expected));
+}
+
+bool set_blocks(Decoder& decoder, const std::string& part, int layer, Bytes data, const std::string& type) {
+  const BlockFormat& blocks = blocks_named(type);
+  expect_blocks(data, blocks, matrix_values(decoder.model.spec(), part), part);
   expect_layer(decoder, layer);
   nb::gil_scoped_release release;
   return decoder.model.set_blocks(part, layer, data.data(), blocks);
 }
 
+// In plain values, or in rows of blocks.
 bool set_embedding(Decoder& decoder, Bytes data, const std::string& dtype) {
-  const DType from = dtype_named(dtype);
-  expect_values(data, from, size_t(decoder.model.spec().vocab) * decoder.model.spec().hidden, "tok_embeddings");
+  const size_t values = size_t(decoder.model.spec().vocab) * decoder.model.spec().hidden;
+  const BlockFormat* blocks = block_format(dtype);
+  const DType from = blocks ? DType::fp32 : dtype_named(dtype);
+  blocks ? expect_blocks(data, *blocks, values, "tok_embeddings") : expect_values(data, from, values, "tok_embeddings");
   nb::gil_scoped_release release;
-  return decoder.model.set_embedding(data.data(), from);
+  return decoder.model.set_embedding(data.data(), from, blocks);
 }
 
 bool set_norm(Decoder& decoder, int index, Bytes data, const std::string& dtype) {

@@ -291,6 +291,20 @@ bool convert(const void* source, DType from, size_t count, void* out, DType to) 
   return finite;
 }
 
+bool convert_blocks(const void* source, const BlockFormat& blocks, size_t count, void* out, DType to) {
+  bool finite = true;
+  float values[kGroupInputs];
+  for (size_t i = 0; i < count; i += kGroupInputs) {
+    BlockGroup group;
+    const char* block = static_cast<const char*>(source) + i / blocks.inputs * blocks.bytes;
+    read_group(blocks, block, static_cast<int>(i % blocks.inputs / kGroupInputs), group);
+    finite &= is_finite(group, blocks.held);
+    widen(group, blocks.held, values);
+    finite &= convert(values, DType::fp32, kGroupInputs, static_cast<char*>(out) + i * bytes_of(to), to);
+  }
+  return finite;
+}
+
 // Uniform, not normal: a benchmark needs plausible magnitudes, and four values come out of one multiplication
 // chain.
 void fill_random(void* out, DType dtype, size_t count, uint64_t key, float deviation) {

@@ -153,6 +153,7 @@ bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape);
 float quantise_row(const std::vector<float>& row, int8_t* out);  // to int8; its scale, not finite where a value is not
 void unpack_row(const Matrix& matrix, int row, const char* tape, float* out);  // of the matrix's own rows
 bool convert(const void* source, DType from, size_t count, void* out, DType to);  // the same, for plain rows
+bool convert_blocks(const void* source, const BlockFormat& blocks, size_t count, void* out, DType to);
 inline uint64_t mix_bits(uint64_t x) {  // splitmix64's finaliser
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;

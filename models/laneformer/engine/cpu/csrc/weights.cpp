@@ -157,15 +157,19 @@ bool Model::pack_draft_rows(int owner, const PackJob& whole) {
   return finite;
 }
 
-bool Model::set_embedding(const void* data, DType from) {
+bool Model::set_embedding(const void* data, DType from, const BlockFormat* blocks) {
   expect_writable();
+  const size_t row = blocks ? size_t(spec_.hidden) / blocks->inputs * blocks->bytes : spec_.hidden * bytes_of(from);
   std::atomic<bool> finite{true};
   team_.run([&](int t) {  // each touches a part first, so every memory node holds some of it
     const int share = t - team_.first(), shares = team_.size();
     const size_t first = size_t(spec_.vocab) * share / shares, end = size_t(spec_.vocab) * (share + 1) / shares;
-    const char* rows = static_cast<const char*>(data) + first * spec_.hidden * bytes_of(from);
+    const char* rows = static_cast<const char*>(data) + first * row;
     char* to = embedding_.bytes() + first * spec_.hidden * bytes_of(embedding_dtype_);
-    if (!convert(rows, from, (end - first) * spec_.hidden, to, embedding_dtype_)) finite = false;
+    const size_t values = (end - first) * spec_.hidden;
+    if (!(blocks ? convert_blocks(rows, *blocks, values, to, embedding_dtype_)
+                 : convert(rows, from, values, to, embedding_dtype_)))
+      finite = false;
   });
   return finite;
 }

@@ -24,7 +24,7 @@ class Model {
   bool set_matrix(const std::string& part, int layer, const void* data, DType from);
   // The same from the whole matrix (out, in) of a GGUF file, whose rows are blocks.
   bool set_blocks(const std::string& part, int layer, const void* data, const BlockFormat& blocks);
-  bool set_embedding(const void* data, DType from);
+  bool set_embedding(const void* data, DType from, const BlockFormat* blocks = nullptr);  // rows of blocks
   bool set_norm(int index, const void* data, DType from);  // as ModelSpec counts them
   void set_rope(const float* cosine, const float* sine);    // (tables, context, d / 2) each
   void set_query_scales(const float* scales);               // (context,) of queries by their position
