@@ -38,7 +38,7 @@ def load(run: Path, step: int, longest: int) -> Laneformer:
 def loss_by_position(model: Laneformer, text: Path, lock: Path, borders: list[int]) -> dict[str, float]:
     """Mean loss, in nats a token, of held-out long texts between the borders: "64-256" has positions 64 to 255."""
     tokenizer, length = processor(tokenizer_path(lock.parent)), borders[-1]
-    losses = []
+    losses: list[np.ndarray] = []
     for words in long_texts(split(text, True), 6 * length):
         ids = [tokenizer.bos_id(), *tokenizer.encode(words)][: length + 1]
         if len(ids) == length + 1 and len(losses) < TEXTS:
@@ -81,7 +81,7 @@ def lose_keys(model: Laneformer, lane: int = 0) -> None:
     """Plant a fault: this lane's keys, in the layers that see everything, are all the same."""
     for i, layer in enumerate(model.layers):
         if model.config.window(i) is None:
-            layer.attention.wk.weight.data[lane] = 0  # type: ignore[union-attr]
+            layer.attention.wk.weight.data[lane] = 0  # type: ignore[union-attr, operator]
 
 
 def measured(
