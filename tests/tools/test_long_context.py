@@ -1,0 +1,120 @@
+"""The long-context experiment: its documents, the whole path at toy size: data, trunk, branch,
+score, report, resume.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from laneformer import Laneformer, LaneformerConfig
+from records.files import read_lines
+from tools.long_context import __main__ as command
+from tools.long_context import run
+from tools.long_context.measure import lose_keys
+from tools.long_context.plan import Plan
+from tools.long_context.report import control, rises, wilson
+from tools.long_context.tasks import HOPS, KINDS, document
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "job": str(ROOT / "configs/ablation_job.toml"),
+    "seeds": [0], "batch_tokens": 2048, "task_percent": 60, "delays": [1],
+    "shape": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "num_lanes": 2, "sliding_window": 8, "vocab_size": 384},
+    "layouts": {"last": [1]},
+    "ropes": {"yarn_full": {"rope_scaling": {"rope_type": "yarn", "layers": "full"}}},
+    "stages": [{"seq_len": 256, "tokens": 4096, "learning_rate": 1e-3},
+               {"seq_len": 512, "tokens": 4096, "learning_rate": 1e-3}],
+    "scored": {"256": 1, "512": 1},
+}  # fmt: skip
+
+
+def follow(lines: list[str], name: str) -> tuple[str, int]:
+    """The value of a name by the facts alone, and how many lines lead to it."""
+    told = {line.split()[0]: line.split()[2] for line in lines if line.endswith(" .") and line[2:3] == "="}
+    hops = 0
+    while name in told:
+        name, hops = told[name], hops + 1
+    return name, hops
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_questions_have_the_answers_that_the_facts_give(kind: str) -> None:
+    seen = set()
+    for seed in range(40):
+        each = document(kind, seed, 250, ["some words here"], lambda line: len(line.split()), told=False)
+        assert not [line for line in each.lines if line.startswith("?")]
+        assert len(each.text.split()) + 4 * len(each.questions) <= 250
+        for question in each.questions:
+            assert follow(list(each.lines), question.name) == (question.value, question.hops)
+            seen.add(question.hops)
+        trained = document(kind, seed, 250, ["some words here"], lambda line: len(line.split()), told=True)
+        for at, line in enumerate(trained.lines):
+            if line.startswith("?"):  # what is asked can be answered from what stands before
+                assert follow(list(trained.lines[:at]), line.split()[1])[0] == line.split()[2]
+    assert seen == (set(range(1, HOPS + 1)) if kind == "hops" else {1})
+
+
+def test_the_shipped_plan() -> None:
+    plan = Plan.read(ROOT / "configs/long_context.toml")
+    jobs = [job for group in plan.groups() for job in group]
+    assert len(jobs) == 6 * (1 + 4 * 2)
+    assert len({job.name for job in jobs}) == len(jobs)
+    configs = {job.name: LaneformerConfig(**job.model) for job in jobs}
+    last = configs["delay2-interleaved-seed0-yarn_full-stage2"]
+    assert (last.max_position_embeddings, len(last.ropes)) == (4096, 2)
+    assert last.rope_scaling["factor"] == 16  # type: ignore[index]
+    assert configs["delay0-last_third-seed0-nope_full-stage1"].nope_layers == (8, 9, 10, 11)
+    assert plan.stages[1].tokens == plan.stages[2].tokens == 0.05 * plan.stages[0].tokens
+
+
+def test_keys_are_lost_where_all_is_seen() -> None:
+    model = Laneformer(LaneformerConfig(**TINY["shape"], swa_layers=[0], broadcast_delay=0))  # type: ignore[arg-type]
+    model.init_weights()
+    lose_keys(model)
+    lanes = [[bool(weight.any()) for weight in layer.attention.wk.weight] for layer in model.layers]
+    assert lanes == [[True, True], [False, True]]
+
+
+def test_intervals_and_verdicts() -> None:
+    low, high = wilson(8, 10)
+    assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    whole = {f"{kind}-256": {"1": [90, 100]} for kind in KINDS}
+    broken = {f"{kind}-256": {"1": [40, 100]} for kind in KINDS}
+    assert control([{"answered": whole, "control": broken}], 256).count("| found |") == 3
+    assert control([{"answered": whole, "control": whole}], 256).count("NOT FOUND") == 3
+    rising = {"name": "late", "loss_by_position": {"0-64": 3.0, "64-256": 2.0, "256-1024": 2.5}}
+    assert "late (2.000 to 2.500)" in rises([rising], [256, 1024])[0]
+
+
+@pytest.mark.slow
+def test_the_whole_path_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    words = ["".join(draw.choices("etaoinshrdlu", k=2 + n % 7)) for n in range(300)]
+    text = tmp_path / "text.jsonl"
+    lines = ["\n".join(" ".join(draw.choices(words, k=6)) for _ in range(60)) for _ in range(200)]
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    (tmp_path / "plan.toml").write_text(tomli_w.dumps(TINY))
+    monkeypatch.chdir(ROOT)
+    page = tmp_path / "page.md"
+    options = command.Options(tmp_path / "plan.toml", tmp_path / "out", text, page=page)
+    command.main(options)
+    first, second = read_lines(tmp_path / "out/results.jsonl")
+    assert (first["stage"], second["stage"], second["rope"]) == (0, 1, "yarn_full")
+    assert second["answered"].keys() == {f"{kind}-{n}" for kind in KINDS for n in (256, 512)}
+    assert list(second["loss_by_position"]) == ["0-8", "8-256", "256-512"]
+    lineage = json.loads((tmp_path / "out/runs" / second["name"] / "lineage.json").read_text())
+    assert lineage["parent"].endswith("runs/delay1-last-seed0/checkpoint/step-2")
+    assert "2 of 2 runs" in page.read_text()
+    assert not list((tmp_path / "out/runs").glob("*/checkpoint"))
+    monkeypatch.setattr(run, "train", lambda *_, **__: 1 / 0)
+    command.main(options)  # nothing is left to train
+    kept = (tmp_path / "out/results.jsonl").read_text().replace('"batch_tokens": 2048', '"batch_tokens": 512')
+    (tmp_path / "out/results.jsonl").write_text(kept)
+    with pytest.raises(ValueError, match="holds results of another batch_tokens; choose another --out"):
+        command.main(options)

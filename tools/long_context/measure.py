@@ -1,0 +1,101 @@
+"""What a trained run can do, at every length: loss by position, and questions answered, by kind and hops.
+
+A question counts as answered where every token of its value is the likeliest. The control loses the keys of one lane
+in the layers that see everything: what those layers fetch must get worse.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from data_mixtures.shards import tokenizer_path
+from laneformer import Laneformer, LaneformerConfig
+from laneformer.hf.export import load_weights
+
+from .data import long_texts, processor, scored_documents, split
+from .tasks import KINDS, Document
+
+TEXTS = 8  # long ones, for the loss by position
+
+
+def load(run: Path, step: int, longest: int) -> Laneformer:
+    """The run's model, whose weights fit any length."""
+    values = json.loads((run / "model.json").read_text(encoding="utf-8"))
+    model = Laneformer(LaneformerConfig.from_dict({**values, "max_position_embeddings": longest}))
+    model.load_state_dict(load_weights(run / f"checkpoint/step-{step}", model.config))
+    return model.float().eval()
+
+
+@torch.no_grad()
+def loss_by_position(model: Laneformer, text: Path, lock: Path, borders: list[int]) -> dict[str, float]:
+    """Mean loss, in nats a token, of held-out long texts between the borders: "64-256" has positions 64 to 255."""
+    tokenizer, length = processor(tokenizer_path(lock.parent)), borders[-1]
+    losses: list[np.ndarray] = []
+    for words in long_texts(split(text, True), 6 * length):
+        ids = [tokenizer.bos_id(), *tokenizer.encode(words)][: length + 1]
+        if len(ids) == length + 1 and len(losses) < TEXTS:
+            logits = model(torch.tensor([ids[:-1]]))[0]
+            losses.append(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none").numpy())
+    if not losses:
+        raise ValueError(f"{text} has no held-out text of {length} tokens; give more text")
+    mean = np.mean(losses, 0)
+    return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip([0, *borders], borders, strict=False)}
+
+
+def answers(document: Document, lock: Path) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
+    """Its ids, and of each question where its value begins and ends, and its hops."""
+    tokenizer = processor(tokenizer_path(lock.parent))
+    ids = [tokenizer.bos_id(), *tokenizer.encode(document.text)]
+    places = []
+    for question in document.questions:
+        before, whole = (
+            tokenizer.encode(text) for text in (f"? {question.name}", f"? {question.name} {question.value}")
+        )
+        assert whole[: len(before)] == before, "a name and its value are words of their own"
+        places.append((len(ids) + len(before), len(ids) + len(whole), question.hops))
+        ids += tokenizer.encode(question.line)
+    yield ids, places
+
+
+@torch.no_grad()
+def answered(model: Laneformer, documents: list[Document], lock: Path) -> dict[str, list[int]]:
+    """By hops, of how many questions how many are answered: {"1": [answered, asked]}."""
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for ids, places in (each for document in documents for each in answers(document, lock)):
+        likeliest = model(torch.tensor([ids]))[0].argmax(-1).tolist()
+        for begin, end, hops in places:
+            found[str(hops)][0] += likeliest[begin - 1 : end - 1] == ids[begin:end]
+            found[str(hops)][1] += 1
+    return dict(sorted(found.items()))
+
+
+def lose_keys(model: Laneformer, lane: int = 0) -> None:
+    """Plant a fault: this lane's keys, in the layers that see everything, are all the same."""
+    for i, layer in enumerate(model.layers):
+        if model.config.window(i) is None:
+            layer.attention.wk.weight.data[lane] = 0  # type: ignore[union-attr, operator]
+
+
+def measured(
+    run: Path, step: int, text: Path, lock: Path, lengths: list[int], scored: dict[str, int]
+) -> dict[str, Any]:
+    """Everything about one run, as JSON values. scored: documents of each kind, by length."""
+    model = load(run, step, lengths[-1])
+    borders = sorted({model.config.sliding_window, *lengths})
+    documents = {
+        (kind, length): scored_documents(text, lock, kind, length, scored[str(length)])
+        for kind in KINDS for length in lengths
+    }  # fmt: skip
+    found = {f"{kind}-{length}": answered(model, each, lock) for (kind, length), each in documents.items()}
+    positions = loss_by_position(model, text, lock, borders)
+    lose_keys(model)
+    control = {f"{kind}-{lengths[0]}": answered(model, documents[kind, lengths[0]], lock) for kind in KINDS}
+    return {"loss_by_position": positions, "answered": found, "control": control}
