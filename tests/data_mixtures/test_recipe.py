@@ -84,6 +84,24 @@ def test_with_code_contents_the_same_sources_and_two_more_that_take_their_share(
         assert sum(changed.values()) == 0
 
 
+def test_long_windows_have_three_fifths_of_phase_2_and_long_documents_by_length():
+    long, short = (recipe_file.load(FOLDER / f"nemotron{profile}.toml") for profile in ("-64k", ""))
+    own = ("seq_len", "packing", "windows_per_shard", "seed", "sources", "phases", "keep")
+    assert replace(long, **{key: getattr(short, key) for key in own}) == short
+    assert long.seq_len * long.windows_per_shard == short.seq_len * short.windows_per_shard
+    (weights,) = long.phases.values()
+    of_phase_2 = {name: weight for name, weight in short.phases["phase2"].items() if weight}
+    buckets = {name: weight for name, weight in weights.items() if name not in of_phase_2}
+    assert weights == weights | of_phase_2
+    assert sum(of_phase_2.values()) / sum(weights.values()) == 0.6
+    for size in ("8k", "16k", "32k"):
+        share = sum(weight for name, weight in buckets.items() if name.endswith(f"-{size}"))
+        assert share == pytest.approx(sum(buckets.values()) / 3, abs=1)
+    for name in buckets:
+        assert long.source(name).expected_tokens_b is None, "nobody has counted"
+        assert long.source(name).steps
+
+
 def test_a_shared_list_gives_what_is_said_of_a_repository_and_what_a_source_says_instead():
     sources = {source.name: source for source in recipe_file.load(FOLDER / "nemotron.toml").sources}
     assert "fact-seeking" not in sources, "listed, and in no phase"

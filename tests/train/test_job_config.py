@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data_mixtures import recipe_file
 from laneformer import LaneformerConfig
 from records.events import REFUSED
 from tests.records.test_job import JOBS
@@ -38,14 +39,21 @@ def test_every_config_builds_its_model(facts: dict[str, dict]) -> None:
 
 
 def test_phases_agree_where_they_must() -> None:
-    one, two = (tomllib.loads((ROOT / f"configs/phase{n}.toml").read_text()) for n in (1, 2))
+    one, two, three = (tomllib.loads((ROOT / f"configs/phase{n}.toml").read_text()) for n in (1, 2, 3))
     for section, key in (("model", "flavor"), ("training", "seq_len"), ("training", "global_batch_size")):
         assert one[section][key] == two[section][key], key
-    steps = one["training"]["steps"]
-    assert two["checkpoint"]["initial_load_path"] == f"{one['job']['dump_folder']}/checkpoint/step-{steps}"
     assert one["checkpoint"]["allow_fresh_start"]
-    assert not two["checkpoint"]["allow_fresh_start"]
-    for job in (one, two):
+    for before, after in ((one, two), (two, three)):
+        last = f"{before['job']['dump_folder']}/checkpoint/step-{before['training']['steps']}"
+        assert after["checkpoint"]["initial_load_path"] == last
+        assert not after["checkpoint"]["allow_fresh_start"]
+    assert three["model"]["flavor"] == two["model"]["flavor"]
+    assert set(three["architecture"]) == set(three["checkpoint"]["allow_changes"])
+    of_two = recipe_file.load(ROOT / "data_mixtures/nemotron.toml").phases["phase2"]
+    of_three = recipe_file.load(ROOT / "data_mixtures/nemotron-64k.toml").phases["phase3"]
+    again = {name for name, weight in of_two.items() if weight} & set(of_three)
+    assert set(three["mixture"]["begin_again"]) == again, "other windows of sources that phase 2 has read"
+    for job in (one, two, three):
         gpus = (
             job["parallelism"]["data_parallel_replicate_degree"]
             * job["parallelism"]["data_parallel_shard_degree"]

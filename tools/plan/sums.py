@@ -134,7 +134,7 @@ def kept_per_token(job: Job, layer: int) -> float:
     Its input streams, which are one as long as the lanes' are equal, the streams between attention and MLP,
     both also normed, and the narrow products; without checkpointing that is the most, as the compiler may
     recompute some. In float8 the MLP's normed streams and w2's input are a byte each. Full keeps inputs
-    alone, and so the delayed attention output.
+    alone, and so the delayed attention output, until the layer's backward pass computes the rest again.
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size
@@ -161,7 +161,10 @@ def memory(job: Job) -> dict[str, float]:
     # a chunk's logits, widened, and their gradient; the head's gradient in float32; streams,
     # normed, their gradient
     head = chunk * config.vocab_size * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
-    kept = sum(kept_per_token(job, i) for i in range(config.num_hidden_layers)) * micro * job.param_bytes
+    by_layer = [kept_per_token(job, i) for i in range(config.num_hidden_layers)]
+    whole = dataclasses.replace(job, checkpointing="none")
+    # of the layer whose backward pass is under way: what it has not kept
+    again = max(kept_per_token(whole, i) - kept for i, kept in enumerate(by_layer)) * micro * job.param_bytes
     # unsharded gradients
     in_flight = LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)
     parts = {
@@ -169,8 +172,8 @@ def memory(job: Job) -> dict[str, float]:
         "moments": MOMENTS * FP32 * own,
         "gradients": FP32 * own,
         "gathered": job.param_bytes * gathered + in_flight,
-        "kept_activations": kept,
-        "working_set": max(head, WIDE_IN_BACKWARD[job.float8] * wide),
+        "kept_activations": sum(by_layer) * micro * job.param_bytes,
+        "working_set": max(head, WIDE_IN_BACKWARD[job.float8] * wide + again),
     }
     return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
 

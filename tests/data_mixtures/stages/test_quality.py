@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
+from data_mixtures import recipe_file
 from data_mixtures.stages import filter, quality, stage
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
 
@@ -58,6 +59,30 @@ def test_what_a_step_drops_is_counted_under_its_name_and_changed_text_has_its_ow
     assert do_all(done) == 0
     other = replace(done.recipe, filter=replace(done.recipe.filter, steps=("pii",)))
     assert do_all(replace(done, recipe=other)) == 1, "other steps, other documents"
+
+
+LONG = {"8k": (32_000, 64_000), "16k": (64_000, 128_000), "32k": (128_000, 10_000_000)}  # characters
+
+
+@pytest.mark.parametrize("size", LONG)
+def test_each_bucket_of_the_long_mixture_gets_exactly_its_own_documents(size, tmp_path):
+    shipped = recipe_file.load(Path(recipe_file.__file__).with_name("nemotron-64k.toml"))
+    step, *others = (shipped.source(f"{kind}-{size}").steps for kind in ("cc2-hq", "cc-code", "cc-math"))
+    assert others == [step, step]
+    low, high = LONG[size]
+    ends = sorted({end for bounds in LONG.values() for end in bounds if end < 10_000_000})
+    lengths = [100, 5_000, *(end + d for end in ends for d in (-1, 0, 1)), 500_000]
+    texts = [("ü.\n" * (n // 3) + "x" * (n % 3 + 1))[-n:] for n in lengths]
+    assert [len(text) for text in texts] == lengths
+    wanted = make_recipe(["notes"], Path("none"))
+    own = replace(wanted.sources[0], steps=step)
+    done = filtered(
+        tmp_path / "a", {"notes": [texts]}, replace(wanted, sources=(own,), max_document_chars=None)
+    )
+    folder, receipt = stage.result(done.out, "filter", stage.Unit("notes", 0))
+    kept = [len(text) for text in pq.read_table(folder / stage.DOCUMENTS).column("text").to_pylist()]
+    assert kept == [n for n in lengths if low <= n < high] != []
+    assert receipt["counts"]["dropped"]["regex"] == len(lengths) - len(kept)
 
 
 def test_a_source_has_steps_of_its_own_and_what_is_kept_is_judged_by_the_text_as_it_is_written(tmp_path):

@@ -20,7 +20,7 @@ def check_disk(config: str, run: Path, gpus: int) -> dict:
     return NodeChecks(arguments, {"gpus": gpus, "free_disk_gib": None}).disk()
 
 
-@pytest.mark.parametrize("config", ["phase1.toml", "phase2.toml", "sft.toml"])
+@pytest.mark.parametrize("config", ["phase1.toml", "phase2.toml", "phase3.toml", "sft.toml"])
 def test_a_container_without_shared_memory_is_refused_for_the_jobs_of_the_2b(config, tmp_path, monkeypatch):
     """Their saves stage the node's part of the state in /dev/shm, and end in SIGBUS in a container's 64 MB."""
     free_gib = {node_checks.SHARED_MEMORY: 1 / 16}
