@@ -50,6 +50,8 @@ def test_every_evaluation_is_a_command() -> None:
 def test_shipped_job_files_ask_for_what_can_run() -> None:
     asked = 0
     for path in sorted((ROOT / "configs").glob("*.toml")):
+        if "[job]" not in path.read_text():
+            continue  # an experiment's, which names a job file
         job = read_job(["--job.config_file", str(path)])
         if job.evals.every_steps:
             check(job)
