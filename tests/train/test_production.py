@@ -1,4 +1,4 @@
-"""configs/phase1.toml and phase2.toml as shipped, on CPU ranks: only shapes, lengths and places differ
+"""configs/phase1.toml, phase2.toml and phase3.toml as shipped, on CPU ranks: only shapes, lengths and places differ
 from the 2B run.
 
 The 2B flavor's 15 layers, 8 lanes, windows and delay, compiled layers and loss, bfloat16 compute, selective
@@ -84,3 +84,21 @@ def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
     assert_checkpoints(second)
     production.assert_prepared_as_the_job_file_says(second)
     production.assert_nothing_else_deviates("phase2", second)
+
+
+@pytest.mark.slow
+def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings(
+    prepared_data: Path, second: Path
+) -> None:
+    lock = prepared_data / "phase2.lock.json"
+    more = {
+        "checkpoint.initial_load_path": second / f"checkpoint/step-{STEPS}",
+        "mixture.begin_again": ",".join(source["name"] for source in json.loads(lock.read_text())["sources"]),
+    }
+    run = train(production.torchrun(2), "phase3", second.with_name("run3"), lock, more)
+    rows = production.rows(run)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[0]["tokens_total"] > production.rows(second)[-1]["tokens_total"]
+    assert_checkpoints(run)
+    production.assert_prepared_as_the_job_file_says(run)
+    production.assert_nothing_else_deviates("phase3", run, "mixture.begin_again")
