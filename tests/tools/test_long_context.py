@@ -17,7 +17,7 @@ from tools.long_context import __main__ as command
 from tools.long_context import run
 from tools.long_context.measure import lose_keys
 from tools.long_context.plan import Plan
-from tools.long_context.report import control, rises, wilson
+from tools.long_context.report import control, ends, rises
 from tools.long_context.tasks import HOPS, KINDS, document
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_keys_are_lost_where_all_is_seen() -> None:
 
 
 def test_intervals_and_verdicts() -> None:
-    low, high = wilson(8, 10)
+    low, high = ends(8, 10)
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
     whole = {f"{kind}-256": {"1": [90, 100]} for kind in KINDS}
     broken = {f"{kind}-256": {"1": [40, 100]} for kind in KINDS}

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from evals.intervals import wilson
 from tools.ablate.page import heading
 from tools.ablate.report import interval
 from tools.markdown import table
@@ -20,16 +21,12 @@ ROUNDING = 0.02  # nats by which a mean of eight texts may rise without a cause
 FACTORS = ("delay", "layout", "rope")
 
 
-def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share."""
+def ends(right: int, asked: int) -> tuple[float, float]:
+    """Of Wilson's 95% interval of a share."""
     if not asked:
         return 0.0, 1.0
-    z, share = 1.959964, right / asked
-    middle, width = (
-        share + z * z / (2 * asked),
-        z * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked**2)),
-    )
-    return (middle - width) / (1 + z * z / asked), (middle + width) / (1 + z * z / asked)
+    middle, half = wilson(right, asked)
+    return middle - half, middle + half
 
 
 def counts(
@@ -43,7 +40,7 @@ def counts(
 def percent(right: int, asked: int) -> str:
     if not asked:
         return "-"
-    low, high = wilson(right, asked)
+    low, high = ends(right, asked)
     return f"{100 * right / asked:.0f} ({100 * low:.0f}-{100 * high:.0f})"
 
 
@@ -142,7 +139,7 @@ def control(results: Sequence[Result], length: int) -> str:
     for kind in KINDS:
         hops = (1,) if kind != "hops" else (1, 2, 3, 4)
         whole, without = (counts(results, kind, length, hops, where) for where in ("answered", "control"))
-        found = wilson(*without)[1] < wilson(*whole)[0]
+        found = ends(*without)[1] < ends(*whole)[0]
         lines.append((kind, percent(*whole), percent(*without), "found" if found else "NOT FOUND"))
     head = ["questions", "answered, %", "one lane's keys lost, %", "the fault is"]
     return table(head, lines)
