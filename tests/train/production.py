@@ -104,10 +104,12 @@ def assert_nothing_else_deviates(config: str, folder: Path, *more: str) -> None:
     }
     assert different <= {*PLACES, *SHAPES, *DEVIATIONS, *more}
     model = json.loads((folder / "model.json").read_text())
-    flavor = LaneformerConfig.from_flavor("2b").to_dict()
+    flavor = LaneformerConfig.from_flavor("2b", **shipped.get("architecture", {})).to_dict()
+    assert model.keys() == flavor.keys()
     changed = {key for key in flavor if model[key] != flavor[key]}
-    shapes = {name.removeprefix("architecture.") for name in SHAPES if name.startswith("architecture.")}
-    assert changed == shapes | shipped.get("architecture", {}).keys()
+    assert changed == {
+        name.removeprefix("architecture.") for name in SHAPES if name.startswith("architecture.")
+    }
 
 
 def assert_prepared_as_the_job_file_says(folder: Path) -> None:

@@ -282,11 +282,8 @@ def test_a_model_of_random_weights_under_grammars_and_a_budget(client: TestClien
             (call,) = found["message"]["tool_calls"]
             jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
     assert calls
-    ids = {
-        text: known.tokenizer.encode(text, add_special_tokens=False).ids
-        for text in (f"{CHANNEL}analysis{MESSAGE}", NEXT)
-    }
-    thinks, ending = ids.values()
+    head = f"{CHANNEL}analysis{MESSAGE}"
+    thinks, ending = (known.tokenizer.encode(text, add_special_tokens=False).ids for text in (head, NEXT))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [17]}}}
     body = {
         "messages": HELLO,
@@ -298,6 +295,7 @@ def test_a_model_of_random_weights_under_grammars_and_a_budget(client: TestClien
     body |= {"logit_bias": {str(i): 30 for i in thinks}, "reasoning_budget": BUDGET}
     found = client.post("/v1/chat/completions", json=body).json()["choices"][0]
     assert (found["message"]["content"], found["finish_reason"]) == ("17", "stop")
-    assert found["token_ids"][: len(thinks)] == thinks
+    text = known.tokenizer.decode(found["token_ids"], skip_special_tokens=False)
+    assert text.startswith(head), "in whatever tokens"
     assert found["message"]["reasoning_content"]
     assert found["token_ids"][BUDGET : BUDGET + len(ending)] == ending
