@@ -221,13 +221,14 @@ std::string product_hash(const Kernels* kernels, const PackJob& job, DType dtype
   const int stride_x = static_cast<int>(round_up(job.inputs, 32));
   std::vector<float> x(kColumns * stride_x), y(kColumns * job.rows);
   fill_random(x.data(), DType::fp32, x.size(), 2, 3.0f);
-  const Matrix matrix{job.rows, job.inputs, dtype};
+  const Matrix matrix{job.rows, job.inputs, dtype, 0, 0, groups_before(job.first_input)};
   const Product& how = kernels->products[int(Math::int8)][int(dtype)];
   const size_t stride = how.column_bytes(matrix.k_pairs());
   const Pages tape(matrix.bytes()), prepared(kColumns * stride);
   pack_rows(job, matrix, tape.bytes());
   how.prepare(x.data(), stride_x, matrix.k_pairs(), kColumns, prepared.bytes());
-  how.multiply(tape.bytes(), job.rows, matrix.k_pairs(), {prepared.bytes(), stride, 0}, y.data(), job.rows, kColumns);
+  const Inputs inputs{prepared.bytes(), stride, 0, matrix.groups_before};
+  how.multiply(tape.bytes(), job.rows, matrix.k_pairs(), inputs, y.data(), job.rows, kColumns);
   return content_hash(y.data(), y.size() * sizeof(float), 1);
 }
 
@@ -241,7 +242,7 @@ std::string same_product(const std::vector<const char*>& isas, const PackJob& jo
 
 // " product_NAME=HASH" of every type of weights that is multiplied as integers; nothing where they disagree.
 std::string product_hashes(const std::vector<const char*>& isas) {
-  constexpr int kRows = 40, kOdd = 140, kWhole = 512;
+  constexpr int kRows = 40, kOdd = 140, kWhole = 512, kCut = 160;  // inputs; those before a lane's
   std::string hashes;
   const auto add = [&](const char* name, const PackJob& job, DType dtype) {
     const std::string hash = same_product(isas, job, dtype);
@@ -256,7 +257,8 @@ std::string product_hashes(const std::vector<const char*>& isas) {
   for (size_t i = 0; i < bytes.size(); ++i)  // numbers in fp16, which begin at even places, are finite
     bytes[i] = static_cast<uint8_t>(mix_bits(i) & (i % 2 ? 0xbf : 0xff));
   for (const BlockFormat& blocks : block_formats()) {
-    PackJob job{bytes.data(), DType::fp32, kRows, kWhole};
+    PackJob job{bytes.data(), DType::fp32, kRows, kWhole - kCut};
+    job.first_input = kCut;
     job.blocks = &blocks, job.row_bytes = size_t(kWhole / blocks.inputs) * blocks.bytes;
     if (blocks.held == DType::mxfp4)  // exponents of weights of about one
       for (size_t at = 0; at < bytes.size(); at += blocks.bytes) bytes[at] = static_cast<uint8_t>(120 + at % 11);

@@ -27,7 +27,7 @@ from ..machine import boot, file_system, memory_bytes, this_machine
 from . import _core
 from .kept import BUDGET, FOLDER, hold, own_directory, packed_bytes, register, remove_others
 
-LAYOUT_VERSION = 4  # of tiles, tapes and this file; raise it when any of them changes
+LAYOUT_VERSION = 5  # of tiles, tapes and this file; raise it when any of them changes
 SMALL_PAGES = ("tmpfs", "ramfs")  # file systems that map 4 KiB pages
 ALIGNMENT = 2 << 20
 log = logging.getLogger(__name__)

@@ -261,7 +261,7 @@ nb::tuple quantise_rows(Floats weights) {
 nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::string& math, const std::string& isa) {
   const int rows = job.rows, inputs = job.inputs;
   const int columns = static_cast<int>(x.shape(0)), stride = static_cast<int>(round_up(inputs, kTileRows));
-  const Matrix matrix{rows, inputs, dtype};
+  const Matrix matrix{rows, inputs, dtype, 0, 0, groups_before(job.first_input)};
   const Product& how = choose_kernels(isa.c_str())->products[int(math_named(math))][int(matrix.dtype)];
   if (!how.multiply || x.shape(1) != size_t(inputs)) throw std::invalid_argument("no such product");
   Pages tape(matrix.bytes()), padded(size_t(columns) * stride * sizeof(float)), prepared;
@@ -275,6 +275,7 @@ nb::tuple multiply_packed(const PackJob& job, Floats x, DType dtype, const std::
     how.prepare(padded.floats(), stride, matrix.k_pairs(), columns, prepared.bytes());
     columns_of = {prepared.bytes(), how.column_bytes(matrix.k_pairs()), 0};
   }
+  columns_of.groups_before = matrix.groups_before;
   std::vector<float> y(size_t(columns) * rows);
   how.multiply(tape.bytes(), rows, matrix.k_pairs(), columns_of, y.data(), rows, columns);
   return nb::make_tuple(to_numpy(std::vector<uint8_t>(tape.bytes(), tape.bytes() + matrix.bytes())), to_numpy(y));
@@ -288,17 +289,17 @@ nb::tuple multiply(Floats weights, Floats x, const std::string& dtype, const std
   return multiply_packed({weights.data(), DType::fp32, rows, inputs}, x, dtype_named(dtype, kDTypeCount), math, isa);
 }
 
-nb::tuple multiply_blocks(Bytes data, Floats x, const std::string& type, const std::string& isa) {
+nb::tuple multiply_blocks(Bytes data, Floats x, const std::string& type, const std::string& isa, int first_input) {
   const BlockFormat& blocks = blocks_named(type);
-  const int inputs = static_cast<int>(x.shape(1));
-  PackJob job{data.data(), DType::fp32, 0, inputs};
-  job.blocks = &blocks, job.row_bytes = size_t(inputs) / blocks.inputs * blocks.bytes;
-  job.rows = static_cast<int>(data.nbytes() / job.row_bytes);
+  const int inputs = static_cast<int>(x.shape(1)), before = groups_before(first_input);
+  PackJob job{data.data(), DType::fp32, static_cast<int>(data.shape(0)), inputs};
+  job.blocks = &blocks, job.row_bytes = data.shape(1), job.first_input = first_input;
   const nb::tuple product = multiply_packed(job, x, blocks.held, "int8", isa);
   const auto tape = nb::cast<nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>>(product[0]);
   std::vector<float> rows(size_t(job.rows) * inputs);
   for (int r = 0; r < job.rows; ++r)
-    unpack_row({job.rows, inputs, blocks.held}, r, reinterpret_cast<const char*>(tape.data()), rows.data() + size_t(r) * inputs);
+    unpack_row({job.rows, inputs, blocks.held, 0, 0, before}, r, reinterpret_cast<const char*>(tape.data()),
+               rows.data() + size_t(r) * inputs);
   return nb::make_tuple(to_numpy(rows), product[1]);
 }
 
@@ -387,7 +388,7 @@ NB_MODULE(_core, m) {
   m.def("sample", &sample, "logits"_a, "request"_a, "prompt"_a, "output"_a, "position"_a);
   m.def("scalar_logits", &scalar, "spec"_a, "tensors"_a, "ids"_a);
   m.def("quantise_rows", &quantise_rows, "weights"_a);
-  m.def("multiply_blocks", &multiply_blocks, "data"_a, "x"_a, "type"_a, "isa"_a);
+  m.def("multiply_blocks", &multiply_blocks, "data"_a, "x"_a, "type"_a, "isa"_a, "first_input"_a = 0);
   m.def("multiply", &multiply, "weights"_a, "x"_a, "dtype"_a, "math"_a, "isa"_a);
   m.def("time_exchange", &time_exchange, "file"_a, "rank"_a, "floats"_a, "rounds"_a, "to_and_fro"_a,
         nb::call_guard<nb::gil_scoped_release>());

@@ -1,5 +1,6 @@
 #include "blocks.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -87,8 +88,8 @@ void read_k_scales(const uint8_t* block, int group, BlockGroup& out) {
     scale = (s[j + 8] & 15) | s[j] >> 6 << 4;
     minimum = s[j + 8] >> 4 | s[j + 4] >> 6 << 4;
   }
-  out.scale[0] = float_to_half(float_at(block, 0) * static_cast<float>(scale));
-  out.minimum = float_to_half(-float_at(block, 2) * static_cast<float>(minimum));
+  out.scale[0] = static_cast<uint16_t>(scale), out.minimum = static_cast<uint16_t>(minimum);
+  out.super[0] = half_at(block, 0), out.super[1] = half_at(block, 2) ^ 0x8000;
 }
 
 // 32 bytes for two groups: the first in the low halves.
@@ -112,8 +113,8 @@ void read_q6_k(const uint8_t* block, int group, BlockGroup& out) {  // nibbles, 
   const uint8_t *low = block + half * 64 + quarter % 2 * 32, *high = block + 128 + half * 32;
   for (int i = 0; i < kGroupInputs; ++i)
     out.bits[i] = static_cast<uint8_t>((low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4);
-  for (int i = 0; i < 2; ++i)
-    out.scale[i] = float_to_half(float_at(block, 208) * static_cast<int8_t>(block[192 + 2 * group + i]));
+  for (int i = 0; i < 2; ++i) out.scale[i] = block[192 + 2 * group + i];
+  out.super[0] = half_at(block, 208);
 }
 
 void read_iq4_xs(const uint8_t* block, int group, BlockGroup& out) {  // d, high bits of scales, low ones, nibbles
@@ -134,8 +135,8 @@ void read_mxfp4(const uint8_t* block, int, BlockGroup& out) {
 constexpr BlockFormat kFormats[] = {
     {"q4_0", 32, 18, DType::q4, read_q4_0},          {"q4_1", 32, 20, DType::q4_min, read_q4_1},
     {"q5_0", 32, 22, DType::q5_min, read_q5_0},      {"q5_1", 32, 24, DType::q5_min, read_q5_1},
-    {"q8_0", 32, 34, DType::q8, read_q8_0},          {"q4_k", 256, 144, DType::q4_min, read_q4_k},
-    {"q5_k", 256, 176, DType::q5_min, read_q5_k},    {"q6_k", 256, 210, DType::q6, read_q6_k},
+    {"q8_0", 32, 34, DType::q8, read_q8_0},          {"q4_k", 256, 144, DType::q4_k, read_q4_k},
+    {"q5_k", 256, 176, DType::q5_k, read_q5_k},    {"q6_k", 256, 210, DType::q6_k, read_q6_k},
     {"iq4_nl", 32, 18, DType::iq4, read_q4_0},       {"iq4_xs", 256, 136, DType::iq4, read_iq4_xs},
     {"mxfp4", 32, 17, DType::mxfp4, read_mxfp4},
 };
@@ -143,15 +144,20 @@ constexpr BlockFormat kFormats[] = {
 // --- tiles --------------------------------------------------------------------------------------------------------
 
 struct Place {  // of a row in a tile's group of inputs
-  Place(DType held, int row)
-      : traits(traits_of(held)),
-        line(row / 16 * 64 + row % 16 * 4),
-        lines(traits.bits == 8 ? 8 : 4),
-        planes(traits.bits == 8 ? 0 : traits.bits - 4),
-        scales(group_bytes(held) - 64 * (traits.scales + traits.minima) + 2 * row) {}
+  Place(DType held, int row, int index, int groups_before)
+      : traits(traits_of(held)), lines(traits.bits == 8 ? 8 : 4), planes(traits.bits == 8 ? 0 : traits.bits - 4),
+        scale_size(scale_bytes(held)), group(group_at(index, held, groups_before)) {
+    const int first = std::max(0, (groups_before + index) / kSuperGroups * kSuperGroups - groups_before);
+    line = group + row / 16 * 64 + row % 16 * 4;
+    scales = group + group_bytes(held) - kTileRows * scale_size * (traits.scales + traits.minima) + scale_size * row;
+    super = group_at(first, held, groups_before) - super_bytes(held) + 2 * row;
+  }
+  size_t scale(int i) const { return scales + kTileRows * scale_size * i; }  // the minimum's is after them
+  int supers() const { return traits.super ? 1 + traits.minima : 0; }
 
   const DTypeTraits& traits;
-  int line, lines, planes, scales;  // of a line and of scales: where; of lines and planes: how many
+  const int lines, planes, scale_size;            // how many, and bytes of one
+  size_t group, line = 0, scales = 0, super = 0;  // where
 };
 
 }  // namespace
@@ -173,27 +179,28 @@ bool is_finite(const BlockGroup& group, DType held) {
   const uint16_t exponent = held == DType::mxfp4 ? 0x7f80 : 0x7c00;
   const auto finite = [=](uint16_t half) { return (half & exponent) != exponent; };
   const DTypeTraits& traits = traits_of(held);
-  return finite(group.scale[0]) && (traits.scales < 2 || finite(group.scale[1])) &&
-         (!traits.minima || finite(group.minimum));
+  if (traits.super) return finite(group.super[0]) && (!traits.minima || finite(group.super[1]));
+  return finite(group.scale[0]) && (!traits.minima || finite(group.minimum));
 }
 
 void widen(const BlockGroup& group, DType held, float* out) {
   const DTypeTraits& traits = traits_of(held);
-  const float minimum = traits.minima ? half_to_float(group.minimum) : 0.0f;
+  const auto number = [&](uint16_t scale, int super) {
+    if (traits.super) return static_cast<float>(static_cast<int8_t>(scale)) * half_to_float(group.super[super]);
+    return held == DType::mxfp4 ? std::bit_cast<float>(uint32_t(scale) << 16) : half_to_float(scale);
+  };
+  const float minimum = traits.minima ? number(group.minimum, 1) : 0.0f;
   for (int i = 0; i < kGroupInputs; ++i) {
     const int bits = held == DType::iq4     ? kUnevenLevels[group.bits[i]]
                      : held == DType::mxfp4 ? kFloatLevels[group.bits[i]]
                      : held == DType::q8    ? static_cast<int8_t>(group.bits[i])
                                             : group.bits[i] - traits.zero;
-    const uint16_t half = group.scale[traits.scales == 2 ? i / 16 : 0];
-    const float scale =
-        held == DType::mxfp4 ? std::bit_cast<float>(uint32_t(half) << 16) : half_to_float(half);
-    out[i] = static_cast<float>(bits) * scale + minimum;
+    out[i] = static_cast<float>(bits) * number(group.scale[traits.scales == 2 ? i / 16 : 0], 0) + minimum;
   }
 }
 
-void place_group(const BlockGroup& group, DType held, int row, char* w) {
-  const Place place(held, row);
+void place_group(const BlockGroup& group, DType held, int row, char* tile, int index, int groups_before) {
+  const Place place(held, row, index, groups_before);
   uint32_t word[8], high[2] = {};  // of four inputs each
   std::memcpy(word, group.bits, sizeof word);
   for (int i = 0; i < 8; ++i) {
@@ -202,19 +209,20 @@ void place_group(const BlockGroup& group, DType held, int row, char* w) {
   }
   for (int i = 0; i < 4 && held != DType::q8; ++i)
     word[i] = (word[2 * i] & 0x0f0f0f0f) | (word[2 * i + 1] & 0x0f0f0f0f) << 4;
-  for (int i = 0; i < place.lines; ++i) std::memcpy(w + 128 * i + place.line, &word[i], sizeof word[i]);
-  for (int i = 0; i < place.planes; ++i)
-    std::memcpy(w + 128 * (place.lines + i) + place.line, &high[i], sizeof high[i]);
-  for (int i = 0; i < place.traits.scales; ++i)
-    std::memcpy(w + place.scales + 64 * i, &group.scale[i], sizeof group.scale[i]);
-  if (place.traits.minima) std::memcpy(w + place.scales + 64, &group.minimum, sizeof group.minimum);
+  const auto put = [=](size_t at, const auto& value, size_t size) { std::memcpy(tile + at, &value, size); };
+  for (int i = 0; i < place.lines; ++i) put(place.line + 128 * i, word[i], sizeof word[i]);
+  for (int i = 0; i < place.planes; ++i) put(place.line + 128 * (place.lines + i), high[i], sizeof high[i]);
+  for (int i = 0; i < place.traits.scales; ++i) put(place.scale(i), group.scale[i], place.scale_size);
+  if (place.traits.minima) put(place.scale(place.traits.scales), group.minimum, place.scale_size);
+  for (int i = 0; i < place.supers(); ++i) put(place.super + 64 * i, group.super[i], sizeof group.super[i]);
 }
 
-void take_group(const char* w, DType held, int row, BlockGroup& out) {
-  const Place place(held, row);
+void take_group(const char* tile, DType held, int row, int index, int groups_before, BlockGroup& out) {
+  const Place place(held, row, index, groups_before);
+  const auto take = [=](size_t at, auto& value, size_t size) { std::memcpy(&value, tile + at, size); };
   const auto line = [&](int i) {
     uint32_t bits;
-    std::memcpy(&bits, w + 128 * i + place.line, sizeof bits);
+    take(place.line + 128 * i, bits, sizeof bits);
     return bits;
   };
   uint32_t word[8];
@@ -224,9 +232,9 @@ void take_group(const char* w, DType held, int row, BlockGroup& out) {
     if (place.planes == 2) word[i] |= (line(4 + i / 4) >> i % 4 * 2 & 0x03030303) << 4;
   }
   std::memcpy(out.bits, word, sizeof word);
-  for (int i = 0; i < place.traits.scales; ++i)
-    std::memcpy(&out.scale[i], w + place.scales + 64 * i, sizeof out.scale[i]);
-  if (place.traits.minima) std::memcpy(&out.minimum, w + place.scales + 64, sizeof out.minimum);
+  for (int i = 0; i < place.traits.scales; ++i) take(place.scale(i), out.scale[i], place.scale_size);
+  if (place.traits.minima) take(place.scale(place.traits.scales), out.minimum, place.scale_size);
+  for (int i = 0; i < place.supers(); ++i) take(place.super + 64 * i, out.super[i], sizeof out.super[i]);
 }
 
 }  // namespace laneformer

@@ -1,8 +1,8 @@
 // Weights as GGUF files hold them: blocks of 32 or 256 inputs of a row, and the type of tape that takes their bits as
 // they are (kernels.h). Layouts are those of ggml's ggml-common.h.
 //
-// Only a block's scale of scales times a group's is rounded, to fp16; of blocks of 32 inputs nothing is.
-// MXFP4's scales are powers of two, many beyond the range of fp16, and are held in bf16.
+// Nothing is rounded but IQ4_XS's scale of scales times a group's, to fp16: blocks of Q4_K, Q5_K and Q6_K stay
+// superblocks. MXFP4's scales are powers of two, many beyond the range of fp16, and are held in bf16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,10 +14,11 @@
 namespace laneformer {
 
 // 32 inputs of a row: a weight is (bits - zero) * scale + minimum, by the traits of the tape's type. Scales and minimum
-// are fp16, mxfp4's scales bf16; scale[0] is of the first 16 inputs.
+// are fp16, mxfp4's scales bf16, and of a superblock signed bytes over `super`, fp16 too; scale[0] is of the first 16
+// inputs.
 struct BlockGroup {
   uint8_t bits[kGroupInputs];
-  uint16_t scale[2], minimum;
+  uint16_t scale[2], minimum, super[2];  // of the scales, of the minimum
 };
 
 struct BlockFormat {
@@ -33,8 +34,9 @@ const BlockFormat* block_format(const std::string& name);  // null where there i
 void read_group(const BlockFormat& format, const void* row, int group, BlockGroup& out);  // of a row of whole blocks
 bool is_finite(const BlockGroup& group, DType held);
 void widen(const BlockGroup& group, DType held, float* out);  // (32,)
-void place_group(const BlockGroup& group, DType held, int row, char* w);  // into a tile's group of inputs at `w`
-void take_group(const char* w, DType held, int row, BlockGroup& out);     // out of it
+// Into a tile, whose group of inputs `index` is the superblock's `groups_before` + `index`; and out of it.
+void place_group(const BlockGroup& group, DType held, int row, char* tile, int index, int groups_before);
+void take_group(const char* tile, DType held, int row, int index, int groups_before, BlockGroup& out);
 
 float half_to_float(uint16_t half);
 uint16_t float_to_half(float x);  // to the nearest even; too large becomes infinity

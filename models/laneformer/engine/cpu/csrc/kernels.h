@@ -16,23 +16,29 @@
 // The types after int4 hold what GGUF files hold (blocks.h), in groups of 32 inputs too: lines as int4's, or
 // for q8 eight times a line of each group of rows with one input in a byte; then for each higher bit of a
 // weight a line of both groups of rows, a word a row: q5_min's bit 8 b + w is of input 4 w + b, q6 has two
-// bits of it in the first line (w < 4) or the second, at 8 b + 2 (w % 4). Then come 32 scales in fp16, of q6
-// two times 32 for 16 inputs each, and with `_min` 32 minima. A weight is (bits - zero) * scale + minimum;
-// iq4's bits stand for kUnevenLevels. mxfp4's stand for kFloatLevels, which are twice the values of its four-bit
-// floats; its scales, half a power of two, are in bf16, which holds every exponent of eight bits.
+// bits of it in the first line (w < 4) or the second, at 8 b + 2 (w % 4). Then come 32 scales in fp16, and with
+// `_min` 32 minima. A weight is (bits - zero) * scale + minimum; iq4's bits stand for kUnevenLevels. mxfp4's
+// stand for kFloatLevels, which are twice the values of its four-bit floats; its scales, half a power of two, are
+// in bf16, which holds every exponent of eight bits.
+//
+// `_k` types have superblocks of eight groups, as the file has: before the first of them 32 scales in fp16, and
+// with minima 32 negated scales of minima; a group's own, of q6_k two times 32 for 16 inputs each, are signed
+// bytes, and a scale or a minimum is their product, which float32 holds exactly. A lane's inputs may begin within
+// a superblock of the file (`groups_before`), whose groups on the tape are then fewer.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace laneformer {
 
-enum class DType : int { bf16, fp16, fp32, int8, int4, q4, q4_min, q5_min, q6, q8, iq4, mxfp4 };
+enum class DType : int { bf16, fp16, fp32, int8, int4, q4, q4_min, q4_k, q5_min, q5_k, q6_k, q8, iq4, mxfp4 };
 enum class Gate : int { silu, gelu, swiglu_oai };  // of an MLP, in the order of variant.py's GATES
 enum class Math : int { exact = 0, bf16 = 1, int8 = 2 };  // of the activations: fp32, or rounded to bf16 or int8
-constexpr int kDTypeCount = 12, kMaths = 3, kGates = 3;
+constexpr int kDTypeCount = 14, kMaths = 3, kGates = 3;
 constexpr const char* kMathNames[kMaths] = {"exact", "bf16", "int8"};
 constexpr int kTileRows = 32, kMaxColumns = 128;
 constexpr int kGroupInputs = 32;      // that share a scale: of int4 weights, and of activations rounded to int8
+constexpr int kSuperGroups = 8;       // of a superblock
 constexpr int kChunkPositions = 256;  // of attention
 constexpr int kStateExtra = 16;       // floats of a query's state besides its mixed values
 constexpr float kLowestScore = -1e29f;
@@ -51,22 +57,33 @@ struct DTypeTraits {
   const char* name;
   int bytes;  // of one value; 0 where groups of inputs share a scale
   int bits = 0, zero = 0, scales = 0, minima = 0;  // of such a group
+  bool super = false;                              // in superblocks
 };
 constexpr DTypeTraits kDTypes[kDTypeCount] = {  // by DType
     {"bf16", 2}, {"fp16", 2}, {"fp32", 4}, {"int8", 1}, {"int4", 0, 4, kZeroLevel, 1},
-    {"q4", 0, 4, 8, 1}, {"q4_min", 0, 4, 0, 1, 1}, {"q5_min", 0, 5, 0, 1, 1}, {"q6", 0, 6, 32, 2}, {"q8", 0, 8, 0, 1},
+    {"q4", 0, 4, 8, 1}, {"q4_min", 0, 4, 0, 1, 1}, {"q4_k", 0, 4, 0, 1, 1, true}, {"q5_min", 0, 5, 0, 1, 1},
+    {"q5_k", 0, 5, 0, 1, 1, true}, {"q6_k", 0, 6, 32, 2, 0, true}, {"q8", 0, 8, 0, 1},
     {"iq4", 0, 4, 0, 1}, {"mxfp4", 0, 4, 0, 1}};
 static constexpr const DTypeTraits& traits_of(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }
 
 static inline int bytes_of(DType dtype) { return traits_of(dtype).bytes; }
 static inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 static inline size_t groups_of(size_t k_pairs) { return (2 * k_pairs + kGroupInputs - 1) / kGroupInputs; }
+static constexpr int scale_bytes(DType dtype) { return traits_of(dtype).super ? 1 : 2; }  // of a group's and a row's
 static constexpr int group_bytes(DType dtype) {  // of a tile
   const DTypeTraits& t = traits_of(dtype);
-  return kTileRows * (kGroupInputs / 8 * t.bits + 2 * (t.scales + t.minima));
+  return kTileRows * (kGroupInputs / 8 * t.bits + scale_bytes(dtype) * (t.scales + t.minima));
 }
-static inline size_t tile_bytes(size_t k_pairs, DType dtype) {
-  if (traits_of(dtype).bits) return groups_of(k_pairs) * group_bytes(dtype);
+static constexpr int super_bytes(DType dtype) {  // before a superblock's groups
+  const DTypeTraits& t = traits_of(dtype);
+  return t.super ? 2 * kTileRows * (1 + t.minima) : 0;
+}
+static inline size_t group_at(size_t group, DType dtype, int groups_before) {  // in a tile
+  const size_t superblocks = (groups_before + group) / kSuperGroups + 1;
+  return group * group_bytes(dtype) + superblocks * super_bytes(dtype);
+}
+static inline size_t tile_bytes(size_t k_pairs, DType dtype, int groups_before = 0) {
+  if (traits_of(dtype).bits) return group_at(groups_of(k_pairs) - 1, dtype, groups_before) + group_bytes(dtype);
   return k_pairs * 2 * kTileRows * bytes_of(dtype) + (dtype == DType::int8 ? kTileRows * sizeof(float) : 0);
 }
 
@@ -75,6 +92,7 @@ struct Inputs {
   const char* data;
   size_t stride;  // bytes from one column to the next
   size_t ahead;   // bytes of weights to prefetch ahead; changes no result
+  int groups_before = 0;  // of the weights' first superblock
 };
 
 // One way to multiply by packed tiles: y[c][r] = sum_k W[r][k] x[c][k]. Every column is computed as if it

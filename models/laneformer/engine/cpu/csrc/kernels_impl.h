@@ -42,8 +42,10 @@ constexpr Kernels kernels_named(const char* isa) {
   rounded[(int)DType::int4] = kIntegerProduct<DType::int4>;
   rounded[(int)DType::q4] = kIntegerProduct<DType::q4>;
   rounded[(int)DType::q4_min] = kIntegerProduct<DType::q4_min>;
+  rounded[(int)DType::q4_k] = kIntegerProduct<DType::q4_k>;
   rounded[(int)DType::q5_min] = kIntegerProduct<DType::q5_min>;
-  rounded[(int)DType::q6] = kIntegerProduct<DType::q6>;
+  rounded[(int)DType::q5_k] = kIntegerProduct<DType::q5_k>;
+  rounded[(int)DType::q6_k] = kIntegerProduct<DType::q6_k>;
   rounded[(int)DType::q8] = kIntegerProduct<DType::q8>;
   rounded[(int)DType::iq4] = kIntegerProduct<DType::iq4>;
   rounded[(int)DType::mxfp4] = kIntegerProduct<DType::mxfp4>;

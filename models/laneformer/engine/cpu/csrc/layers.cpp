@@ -266,7 +266,7 @@ double Layers::multiply_cached(int t) {
   double products = 0.0;
   for (const LaneLayer& lane : shared_.model.plan(t).layers[spec_.layers / 2])
     for (const Matrix& matrix : lane.matrices(1)) {
-      const int most = static_cast<int>(std::max(size_t{1}, kCached / tile_bytes(matrix.k_pairs(), matrix.dtype)));
+      const int most = static_cast<int>(std::max(size_t{1}, kCached / matrix.tile_bytes()));
       const int stride = static_cast<int>(round_up(matrix.inputs, 32));
       const Inputs x = shared_.products.prepare(matrix, w.x.floats(), stride, kMaxColumns, w.prepared);
       for (int tile = 0; tile < matrix.tiles(); tile += most) {

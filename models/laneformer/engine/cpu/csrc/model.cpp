@@ -121,11 +121,11 @@ int odd_after_even(DType dtype) { return dtype == DType::bf16 || dtype == DType:
 // One row of blocks into its tile, group by group.
 bool pack_blocks(const PackJob& job, const char* in, int row, DType to, char* tile) {
   bool finite = true;
-  for (int k = 0; k < job.inputs; k += kGroupInputs, tile += group_bytes(to)) {
+  for (int k = 0, index = 0; k < job.inputs; k += kGroupInputs, ++index) {
     BlockGroup group;
     read_group(*job.blocks, in, (job.first_input + k) / kGroupInputs, group);
     finite &= is_finite(group, to);
-    place_group(group, to, row, tile);
+    place_group(group, to, row, tile, index, groups_before(job.first_input));
   }
   return finite;
 }
@@ -245,23 +245,23 @@ bool pack_rows(const PackJob& job, const Matrix& matrix, char* tape) {
     const int row = whole - matrix.first_row;
     count = std::min(together - (row % together + together) % together, job.rows - r);
     if (row < 0 || row >= matrix.rows) continue;
-    char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(matrix.k_pairs(), matrix.dtype);
+    char* tile = tape + matrix.offset + row / kTileRows * matrix.tile_bytes();
     finite &= pack_run(job, r, std::min(count, matrix.rows - row), row % kTileRows, matrix, tile);
   }
   return finite;
 }
 
 static void unpack_groups(const Matrix& matrix, int row, const char* tile, float* out) {
-  for (int k = 0; k < matrix.inputs; k += kGroupInputs, tile += group_bytes(matrix.dtype)) {
-    BlockGroup group;
-    take_group(tile, matrix.dtype, row, group);
+  for (int k = 0, index = 0; k < matrix.inputs; k += kGroupInputs, ++index) {
+    BlockGroup group{};
+    take_group(tile, matrix.dtype, row, index, matrix.groups_before, group);
     widen(group, matrix.dtype, out + k);
   }
 }
 
 void unpack_row(const Matrix& matrix, int row, const char* tape, float* out) {
   const int pairs = matrix.k_pairs(), in_tile = row % kTileRows;
-  const char* tile = tape + matrix.offset + row / kTileRows * tile_bytes(pairs, matrix.dtype);
+  const char* tile = tape + matrix.offset + row / kTileRows * matrix.tile_bytes();
   if (traits_of(matrix.dtype).bits) return unpack_groups(matrix, in_tile, tile, out);
   const int even = first_in_tile(in_tile, matrix.dtype), odd = even + odd_after_even(matrix.dtype);
   for (int k = 0; k < matrix.inputs; ++k) {

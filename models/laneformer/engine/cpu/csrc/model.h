@@ -86,6 +86,8 @@ struct ModelSpec {
   int cache_slots() const { return static_cast<int>(round_up(context, 16)); }
 };
 
+inline int groups_before(int first_input) { return first_input / kGroupInputs % kSuperGroups; }
+
 // One packed matrix, or the rows of it from `first_row` that one member of a lane's group owns, at `offset`
 // bytes of its thread's tape.
 struct Matrix {
@@ -93,13 +95,15 @@ struct Matrix {
   DType dtype = DType::fp32;
   size_t offset = 0;
   int first_row = 0;
+  int groups_before = 0;  // of the first superblock, which another lane's inputs are
   int k_pairs() const { return (inputs + 1) / 2; }
   int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
-  size_t bytes() const { return tiles() * tile_bytes(k_pairs(), dtype); }
+  size_t tile_bytes() const { return laneformer::tile_bytes(k_pairs(), dtype, groups_before); }
+  size_t bytes() const { return tiles() * tile_bytes(); }
   Matrix tiles_from(int tile, int count) const {
     const int skipped = tile * kTileRows, most = count * kTileRows, left = rows - skipped;
-    const size_t at = offset + tile * tile_bytes(k_pairs(), dtype);
-    return {left < most ? left : most, inputs, dtype, at, first_row + skipped};
+    const size_t at = offset + tile * tile_bytes();
+    return {left < most ? left : most, inputs, dtype, at, first_row + skipped, groups_before};
   }
 };
 

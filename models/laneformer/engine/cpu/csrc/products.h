@@ -36,6 +36,7 @@ class Products {
 
   // y[c][matrix.first_row ...] of all columns, from the tape of `owner`.
   void multiply(int owner, const Matrix& matrix, Inputs x, float* y, int y_stride, int columns) const {
+    x.groups_before = matrix.groups_before;
     of(matrix.dtype).multiply(model_.tiles(owner, matrix), matrix.rows, matrix.k_pairs(), x, y + matrix.first_row,
                               y_stride, columns);
   }

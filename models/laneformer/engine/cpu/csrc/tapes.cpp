@@ -79,29 +79,34 @@ class TapePlanner {
     return part == kRouter ? DType::fp32 : matrix_dtype(spec_, dtype_, layer_, part);
   }
 
-  // One of `parts` parts of a matrix, whose rows begin at `base`.
-  void add(Matrix& matrix, Part kind, int rows, int inputs, int part, int parts, int base) {
+  // One of `parts` parts of a matrix, whose rows begin at `base`, and in the file its inputs at `first_input`.
+  void add(Matrix& matrix, Part kind, int rows, int inputs, int part, int parts, int base, int first_input = 0) {
     const int tiles = (rows + kTileRows - 1) / kTileRows;
     const int first = tiles * part / parts * kTileRows, end = tiles * (part + 1) / parts * kTileRows;
-    matrix = {std::min(end, rows) - std::min(first, rows), inputs, type(kind), plan_.tape_bytes, base + first};
+    matrix = {std::min(end, rows) - std::min(first, rows), inputs, type(kind), plan_.tape_bytes, base + first,
+              groups_before(first_input)};
     plan_.tape_bytes += matrix.bytes();
   }
 
-  void add_own(Matrix& matrix, Part kind, int rows, int inputs, int base = 0) {
-    add(matrix, kind, rows, inputs, thread_ - plan_.leader, plan_.members, base);
+  void add_own(Matrix& matrix, Part kind, int rows, int inputs, int base = 0, int first_input = 0) {
+    add(matrix, kind, rows, inputs, thread_ - plan_.leader, plan_.members, base, first_input);
+  }
+
+  int index_of(const LaneLayer& lane) const {
+    return plan_.first_lane + static_cast<int>(&lane - plan_.layers[layer_].data());
   }
 
   void add_layer() {
     for (LaneLayer& lane : plan_.layers[layer_]) {
       add_qkv(lane.qkv);
-      add_own(lane.wo, kWo, spec_.hidden, spec_.q_rows());
+      add_own(lane.wo, kWo, spec_.hidden, spec_.q_rows(), 0, index_of(lane) * spec_.q_rows());
     }
     for (LaneLayer& lane : plan_.layers[layer_]) {
       if (spec_.experts) add_own(lane.router, kRouter, spec_.experts, spec_.hidden);
       lane.mlps.resize(spec_.mlps());
       for (Mlp& mlp : lane.mlps) {
         add_own(mlp.gate_up, kW1, spec_.gate_up_rows(), spec_.hidden);
-        add_own(mlp.w2, kW2, spec_.hidden, spec_.ff_rows());
+        add_own(mlp.w2, kW2, spec_.hidden, spec_.ff_rows(), 0, index_of(lane) * spec_.ff_rows());
       }
       const Mlp& any = lane.mlps.front();
       if (spec_.experts) resting_bytes_ += (spec_.experts - spec_.active) * (any.gate_up.bytes() + any.w2.bytes());
@@ -123,11 +128,13 @@ class TapePlanner {
   void add_head(std::vector<Matrix>& heads, const Rows& rows_of_lane) {
     const bool whole = spec_.head == Head::replicate;
     heads.resize(whole ? 1 : plan_.last_lane - plan_.first_lane);
-    for (int lane = plan_.first_lane; Matrix& head : heads)
+    for (int lane = plan_.first_lane; Matrix& head : heads) {
+      const int first_input = spec_.head == Head::lane ? lane * spec_.head_inputs() : 0;
       if (whole)
         add(head, kHead, rows_of_lane(0), spec_.hidden, thread_, threads_, 0);
       else
-        add_own(head, kHead, rows_of_lane(lane++), spec_.head_inputs());
+        add_own(head, kHead, rows_of_lane(lane++), spec_.head_inputs(), 0, first_input);
+    }
   }
 
   const ModelSpec& spec_;

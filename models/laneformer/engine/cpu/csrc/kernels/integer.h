@@ -23,6 +23,8 @@ constexpr int kScales = traits_of(T).scales == 2 ? 2 : 1;
 template <DType T>
 constexpr int kMinima = traits_of(T).minima;
 template <DType T>
+constexpr bool kSuper = traits_of(T).super;
+template <DType T>
 constexpr int kBias = kMinima<T> ? -1 : kSigned<T> ? kOffset : traits_of(T).zero;
 
 struct RoundedGroup {
@@ -149,8 +151,9 @@ INLINE I load_word(const char* w, int group, int part, int word, int pairs) {
     if constexpr (T == DType::int4) return levels_of(kLevels, bits);
     if constexpr (T == DType::iq4) return levels_of(kUnevenLevels, bits);
     if constexpr (T == DType::mxfp4) return levels_of(kFloatLevels, bits);
-    if constexpr (T == DType::q5_min) return bits | ((I)((U)(*(const I*)(w + 512 + at)) >> word) & 0x01010101) << 4;
-    if constexpr (T == DType::q6) {
+    if constexpr (T == DType::q5_min || T == DType::q5_k)
+      return bits | ((I)((U)(*(const I*)(w + 512 + at)) >> word) & 0x01010101) << 4;
+    if constexpr (T == DType::q6_k) {
       const I high = *(const I*)(w + 512 + word / 4 * 128 + at);
       return bits | ((I)((U)high >> (word % 4 * 2)) & 0x03030303) << 4;
     }
@@ -166,9 +169,26 @@ INLINE V16 halves(const char* w) {
   return v;
 }
 
+INLINE V16 signed_bytes(const char* w) {
+  V16 v;
+  EACH_PART {
+    const char* from = w + i * kWidth;
+#if defined(__AVX512F__)
+    v.part[i] = (F)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, *(const __m128i*)from));
+#elif defined(__AVX2__)
+    v.part[i] = (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    v.part[i] = __builtin_convertvector(__builtin_convertvector(*(const Narrow*)from, I), F);
+#endif
+  }
+  return v;
+}
+
+// The scales, or minima, of 16 rows in fp32; in a superblock, over the scales of them, `supers`.
 template <DType T>
-INLINE V16 scales_at(const char* w) {
+INLINE V16 scales_at(const char* w, const float* supers) {
   typedef uint16_t H __attribute__((vector_size(2 * kWidth), may_alias));
+  if constexpr (kSuper<T>) return load(supers) * signed_bytes(w);
   if constexpr (T != DType::mxfp4) return halves(w);
   V16 v;
   EACH_PART v.part[i] = (F)(__builtin_convertvector(*(const H*)((const uint16_t*)w + i * kWidth), I) << 16);
@@ -176,10 +196,10 @@ INLINE V16 scales_at(const char* w) {
 }
 
 // Adds the inputs that share a scale, `pairs` pairs from `word` on, of kRoundedGroups groups of 16 rows times COLUMNS
-// columns.
+// columns. `supers` (1 + minima, 32): the superblock's scales.
 template <DType T, int COLUMNS>
-INLINE void add_scaled(const char* w, int first, int word, int words, int pairs, const char* x, size_t stride,
-                       V16 (&total)[2][COLUMNS]) {
+INLINE void add_scaled(const char* w, const float* supers, int first, int word, int words, int pairs, const char* x,
+                       size_t stride, V16 (&total)[2][COLUMNS]) {
   I sums[kRoundedGroups][COLUMNS][kParts];
 #pragma GCC unroll 8
   for (int c = 0; c < COLUMNS; ++c) {
@@ -208,11 +228,15 @@ INLINE void add_scaled(const char* w, int first, int word, int words, int pairs,
         }
       }
     }
-  const char* const scaled_by = w + group_bytes(T) - 64 * (kScales<T> + kMinima<T>) + (word ? 64 : 0);
+  constexpr int kLine = kTileRows * scale_bytes(T);  // of scales
+  const char* const scaled_by = w + group_bytes(T) - kLine * (kScales<T> + kMinima<T>) + (word ? kLine : 0);
 #pragma GCC unroll 2
   for (int g = 0; g < kRoundedGroups; ++g) {
-    V16 scales = splat(1.0f);
-    if constexpr (T != DType::int8) scales = scales_at<T>(scaled_by + 32 * (first + g));
+    V16 scales = splat(1.0f), minima = splat(0.0f);
+    const char* const by = scaled_by + kLine / 2 * (first + g);
+    const float* const over = supers + 16 * (first + g);
+    if constexpr (T != DType::int8) scales = scales_at<T>(by, over);
+    if constexpr (kMinima<T> != 0) minima = scales_at<T>(by + kLine, over + kTileRows);
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c) {
       const auto* in = (const RoundedGroup*)(x + c * stride);
@@ -221,34 +245,43 @@ INLINE void add_scaled(const char* w, int first, int word, int words, int pairs,
       EACH_PART sum.part[i] = __builtin_convertvector(sums[g][c][i], F);
       total[first + g][c] = total[first + g][c] + scale * sum;
       if constexpr (kMinima<T> != 0)
-        total[first + g][c] =
-            total[first + g][c] + halves(scaled_by + 64 + 32 * (first + g)) * splat(in->scale * (float)in->offset);
+        total[first + g][c] = total[first + g][c] + minima * splat(in->scale * (float)in->offset);
     }
   }
 }
 
 // Adds `pairs` pairs of inputs, at most a group's.
 template <DType T, int COLUMNS>
-INLINE void add_rounded(const char* w, int first, int pairs, const char* x, size_t stride, V16 (&total)[2][COLUMNS]) {
+INLINE void add_rounded(const char* w, const float* supers, int first, int pairs, const char* x, size_t stride,
+                        V16 (&total)[2][COLUMNS]) {
   constexpr int kWords = kGroupInputs / 4 / kScales<T>;
   const int words = kScales<T> == 1 && pairs < kGroupInputs / 2 ? (pairs + 1) / 2 : kWords;
-  add_scaled<T, COLUMNS>(w, first, 0, words, pairs, x, stride, total);
-  if constexpr (kScales<T> == 2) add_scaled<T, COLUMNS>(w, first, kWords, 2 * kWords, pairs, x, stride, total);
+  add_scaled<T, COLUMNS>(w, supers, first, 0, words, pairs, x, stride, total);
+  if constexpr (kScales<T> == 2) add_scaled<T, COLUMNS>(w, supers, first, kWords, 2 * kWords, pairs, x, stride, total);
 }
 
 // One tile times COLUMNS columns.
 template <DType T, int COLUMNS>
-void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, size_t ahead, float* y,
-                           int y_stride, int valid) {
+void multiply_rounded_tile(const char* w, int k_pairs, const char* x, size_t stride, size_t ahead, int groups_before,
+                           float* y, int y_stride, int valid) {
   constexpr int kBytes = T == DType::int8 ? 1024 : group_bytes(T);
   V16 total[2][COLUMNS];
   for (auto& group : total)
     for (V16& t : group) t = splat(0.0f);
   const char* const row_scales = w + (size_t)k_pairs * 64;  // of int8
-  for (int pairs = k_pairs; pairs > 0; pairs -= kGroupInputs / 2, x += sizeof(RoundedGroup), w += kBytes) {
+  float supers[2 * kTileRows];
+  int group = groups_before;
+  for (int pairs = k_pairs; pairs > 0; pairs -= kGroupInputs / 2, x += sizeof(RoundedGroup), w += kBytes, ++group) {
+    if (kSuper<T> && (pairs == k_pairs || group % kSuperGroups == 0)) {
+      for (int at = 0; at < super_bytes(T); at += 64) {
+        __builtin_prefetch(w + ahead + at);
+        for (int half = 0; half < 2; ++half) store(supers + at / 2 + 16 * half, halves(w + at + 32 * half));
+      }
+      w += super_bytes(T);
+    }
     for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(w + ahead + line);
 #pragma GCC unroll 2
-    for (int g = 0; g < 2; g += kRoundedGroups) add_rounded<T, COLUMNS>(w, g, pairs, x, stride, total);
+    for (int g = 0; g < 2; g += kRoundedGroups) add_rounded<T, COLUMNS>(w, supers, g, pairs, x, stride, total);
   }
   for (int g = 0, row = 0; g < 2; ++g, row += 16)
     for (int c = 0; c < COLUMNS; ++c) {
@@ -264,11 +297,11 @@ void multiply_integers(const void* tiles, int rows, int k_pairs, Inputs in, floa
       multiply_rounded_tile<T, 1>, multiply_rounded_tile<T, 2>, multiply_rounded_tile<T, 3>,
       multiply_rounded_tile<T, 4>};
   const char* w = (const char*)tiles;
-  for (int row = 0; row < rows; row += kTileRows, w += tile_bytes(k_pairs, T))
+  for (int row = 0; row < rows; row += kTileRows, w += tile_bytes(k_pairs, T, in.groups_before))
     for (int c = 0, block; c < columns; c += block) {
       block = block_of(columns - c, kRoundedColumns);
       kByColumns[block - 1](w, k_pairs, in.data + c * in.stride, in.stride, c ? 0 : in.ahead,
-                            y + (size_t)c * y_stride + row, y_stride, rows - row);
+                            in.groups_before, y + (size_t)c * y_stride + row, y_stride, rows - row);
     }
 }
 
