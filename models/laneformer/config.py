@@ -220,9 +220,9 @@ class LaneformerConfig:
             "total": sum(sizes.values()),
         }
 
-    def cached_bytes(self, positions: float, element_bytes: int) -> float:
-        """Bytes of keys and values that decoding reads for one token after this many positions."""
-        per_position = 2 * element_bytes * self.head_dim * self.num_key_value_heads
+    def cached_bytes(self, positions: float, element_bytes: int, scale_bytes: int = 0) -> float:
+        """Bytes of keys and values that decoding reads for one token after this many positions; scales are a head's."""
+        per_position = 2 * (element_bytes * self.head_dim + scale_bytes) * self.num_key_value_heads
         windows = map(self.window, range(self.num_hidden_layers))
         return per_position * sum(min(positions, window or positions) for window in windows)
 

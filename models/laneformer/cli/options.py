@@ -33,8 +33,10 @@ class ModelOptions:
     int4 and gguf weights, bf16 for bf16 ones where the CPU multiplies bf16, else exact. exact: keeps fp32
     activations; not for int4 and gguf. auto: exact where the weights permit it. CPU only.
     """
-    kv_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. CPU only."""
+    kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    """Type of cached keys and values; auto: fp32 for fp32 weights, else fp16. int8 takes nearly half of it, with
+    a scale for each head and position. CPU only.
+    """
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
     processes: int = 1

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import MATRICES
-from .decoder import CUDA
+from .decoder import CUDA, KV_BYTES
 from .options import MAX_DRAFT_TOKENS, in_range
 
 if TYPE_CHECKING:
@@ -180,8 +180,7 @@ def on_and_off(
 
 def bytes_per_token(engine: Engine, positions: float) -> float:
     """Bytes of weights, keys and values that the CPU engine reads for one token after this many positions."""
-    kv_bytes = 4 if engine.kv_dtype == "fp32" else 2
-    return engine.weight_bytes + engine.config.cached_bytes(positions, kv_bytes)
+    return engine.weight_bytes + engine.config.cached_bytes(positions, *KV_BYTES[engine.kv_dtype])
 
 
 def probe(engine: Engine) -> float:

@@ -16,6 +16,8 @@ import numpy as np
 from .sampling import Sampling
 
 MAX_SEQUENCES = 8  # that decode together
+# of cached keys and values: bytes of an element, and of the scale that a head has at each position
+KV_BYTES = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "int8": (1, 4)}
 CUDA = "cuda"  # the `isa` of the decoder on GPUs
 
 

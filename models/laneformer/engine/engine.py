@@ -74,7 +74,8 @@ class Engine:
             `laneformer` commands take, is "int8" for int8 weights, too, and "bf16" for bf16 ones where the CPU
             multiplies those.
         kv_dtype: of cached keys and values. "auto": "fp32" for fp32 weights, else "fp16", which raises ValueError
-            for values beyond 65,504; "bf16" holds them.
+            for values beyond 65,504; "bf16" holds them. "int8": integers with a scale for each head and position,
+            nearly half of 16 bits (docs/long-context.md has what it costs).
         processes: share the lanes over that many processes, `threads` threads each (default: an equal part of the
             cores). Losing one raises RuntimeError and closes the engine.
         isa: "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2" or "portable"; default from
@@ -169,9 +170,9 @@ class Engine:
         checkpoint = read_checkpoint(
             Path(path), lanes, threads and threads * options.get("processes", 1), dtype, gpus
         )
-        config = (
-            checkpoint.config if context_tokens is None else with_context(checkpoint.config, context_tokens)
-        )
+        config = checkpoint.config
+        if context_tokens is not None:
+            config = with_context(config, context_tokens, options.get("kv_dtype", "auto"))
         if not gpus:
             options["source"] = functools.partial(read_tensors, Path(path).resolve(), config.num_lanes, dtype)
         if cache and not gpus:

@@ -23,6 +23,7 @@ from ..llama.tensors import laneformer_of
 from ..llama.tokenizer import tokenizer_of
 from ..old_spellings import MODEL_TYPES, modern_spelling
 from ..tensors import AS_IN_FILE, STORED_TYPES, Tensor, check_shapes, weight_files
+from .decoder import KV_BYTES
 from .machine import memory_bytes, this_machine
 from .options import sampling_defaults
 
@@ -90,10 +91,14 @@ def read_tensors(path: Path, lanes: int, dtype: str) -> Mapping[str, Tensor]:
     return read_checkpoint(path, lanes, None, dtype).tensors
 
 
-def with_context(config: LaneformerConfig, tokens: int) -> LaneformerConfig:
+def with_context(config: LaneformerConfig, tokens: int, kv_dtype: str = "auto") -> LaneformerConfig:
     """The config with this context; ValueError where the machine has no memory for it."""
     drafts = 4 * config.num_nextn_predict_layers * config.head_dim * config.num_key_value_heads * tokens
-    needed = config.cached_bytes(tokens, 2) + drafts + 4 * config.head_dim * tokens
+    needed = (
+        config.cached_bytes(tokens, *KV_BYTES.get(kv_dtype, KV_BYTES["fp16"]))
+        + drafts
+        + 4 * config.head_dim * tokens
+    )
     if needed > (there := memory_bytes()):
         raise ValueError(
             f"context_tokens = {tokens} needs {needed / 1e9:,.1f} GB of keys, values, rotary tables; "

@@ -325,6 +325,7 @@ struct Case {
   bool other_family = false;
   int experts = 0, first_late = 0;
   bool biased = false;
+  DType kv_dtype = DType::fp32;
 };
 
 }  // namespace
@@ -345,7 +346,9 @@ int main(int count, char** arguments) {
                              {"gpt_oss_int4", best, Head::replicate, DType::int4, Math::int8, false, 5, 0, true},
                              {"int8_rounded", best, Head::replicate, DType::int8, Math::int8},
                              {"int4", best, Head::vocab_parallel, DType::int4, Math::int8},
-                             {"flush", best, Head::replicate, DType::bf16, Math::exact, false, 0, 3}};
+                             {"flush", best, Head::replicate, DType::bf16, Math::exact, false, 0, 3},
+                             {"fp16_kv", best, Head::replicate, DType::fp32, Math::exact, false, 0, 0, false, DType::fp16},
+                             {"int8_kv", best, Head::replicate, DType::fp32, Math::exact, false, 0, 0, false, DType::int8}};
   for (const char* isa : isas) cases.push_back({isa, isa, Head::vocab_parallel});
   if (std::string(isas.back()) == "amx") cases.push_back({"amx_rounded", "amx", Head::lane, DType::bf16, Math::bf16});
   if (std::string(best) != "portable") {  // else they were the automatic choice already
@@ -356,10 +359,9 @@ int main(int count, char** arguments) {
   for (const Case& c : cases) {
     // what a type of weights or an instruction set changes does not depend on the number of threads
     const bool every_plan = c.isa == c.name && (c.isa == best || std::string(c.isa) == "portable");
-    const std::vector<float> logits =
-        check_plans(small_spec(c.head, c.other_family, c.experts, c.first_late, c.biased), c.isa, c.dtype, c.math,
-                    every_plan)
-            .logits;
+    ModelSpec spec = small_spec(c.head, c.other_family, c.experts, c.first_late, c.biased);
+    spec.kv_dtype = c.kv_dtype;
+    const std::vector<float> logits = check_plans(spec, c.isa, c.dtype, c.math, every_plan).logits;
     if (logits.empty()) return EXIT_FAILURE;
     hashes += std::string(" ") + c.name + "=" + content_hash(logits.data(), logits.size() * sizeof(float), 1);
   }

@@ -126,7 +126,7 @@ def test_scoring_takes_one_id_more_than_the_context(engine):
         ({"isa": "sse9"}, "isa = 'sse9' cannot run here"),
         ({"math": "quick"}, "math = 'quick' is unknown"),
         ({"math": "bf16"}, "needs bf16 weights"),
-        ({"kv_dtype": "int8"}, "kv_dtype = 'int8' is unknown"),
+        ({"kv_dtype": "int4"}, "kv_dtype = 'int4' is unknown"),
     ],
 )
 def test_engine_options(folder, options, message):

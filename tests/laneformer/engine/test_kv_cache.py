@@ -1,4 +1,4 @@
-"""Cached keys and values in 16 bits, and attention in blocks of queries and chunks of positions.
+"""Cached keys and values in 16 and 8 bits, and attention in blocks of queries and chunks of positions.
 
 Contexts are longer than two chunks (256 positions each), so that chunks are merged, cut by
 windows, and shared out.
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import laneformer.model
+from laneformer.engine.decoder import KV_BYTES
 from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
     engine_of,
@@ -44,7 +45,7 @@ def long_model(dtype="bf16", **overrides):
     return random_model(small_config(**{**LONG, **overrides}), seed=3, dtype=dtype)
 
 
-@pytest.mark.parametrize("kv_dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_BYTES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
     """One position a pass, passes of 128, and 16 threads on the lanes."""
@@ -65,7 +66,7 @@ def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kv_dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_BYTES)
 def test_vector_widths_agree(kv_dtype):
     wide = [isa for isa in usable_isas() if isa != "portable"]
     model = long_model(sliding_window=300)
@@ -88,7 +89,7 @@ def test_long_contexts_are_right(shape, isa):
         assert np.abs(engine.logits(ids) - reference).max() < 4 * float32_error(model, ids, reference)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp16", "int8"])
 @pytest.mark.parametrize("isa", usable_isas())
 def test_keys_and_values_are_rounded_and_nothing_else(isa, kv_dtype, monkeypatch):
     """The float64 model with rounded keys and values differs by the few that float32 errors
@@ -99,9 +100,14 @@ def test_keys_and_values_are_rounded_and_nothing_else(isa, kv_dtype, monkeypatch
     exact = torch_logits(model, ids)
     attend = torch.nn.functional.scaled_dot_product_attention
 
+    def narrow(x):
+        if kv_dtype != "int8":
+            return x.to(TORCH_DTYPES[kv_dtype]).to(x.dtype)
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return (x / scale).round() * scale
+
     def rounded(query, key, value, **options):
-        narrow = [x.to(TORCH_DTYPES[kv_dtype]).to(x.dtype) for x in (key, value)]
-        return attend(query, *narrow, **options)
+        return attend(query, narrow(key), narrow(value), **options)
 
     monkeypatch.setattr(laneformer.model.F, "scaled_dot_product_attention", rounded)
     expected = torch_logits(model, ids)
@@ -129,5 +135,6 @@ def test_values_beyond_fp16_end_the_request():
                 engine.generate(ids, max_new_tokens=4)
         with pytest.raises(OverflowError, match="beyond fp16"):
             list(engine.stream(ids, max_new_tokens=4))
-    with engine_of(model, kv_dtype="bf16") as engine:
-        assert len(engine.generate(ids, max_new_tokens=4)) == 4
+    for kv_dtype in ("bf16", "int8"):
+        with engine_of(model, kv_dtype=kv_dtype) as engine:
+            assert len(engine.generate(ids, max_new_tokens=4)) == 4

@@ -162,7 +162,7 @@ def test_a_request_copies_from_one_that_runs(threads):
         (1, "fp32", 7, 1.0),
         (2, "fp16", 7, 3.0),
         (3, "fp32", 90, 2.0),
-        (4, "fp16", 300, 1.5),
+        (4, "int8", 300, 1.5),
         (2, "fp32", 20, 0.0),
     ],
 )

@@ -61,7 +61,7 @@ def kept(model: Laneformer, talk: list[int], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "int8"])
 def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv_dtype):
     options: Any = {"threads": threads, "kv_dtype": kv_dtype}
     with engine_of(model, **options) as fresh, engine_of(model, **options, cache_dir=tmp_path) as engine:

@@ -31,7 +31,7 @@ from ...config import (
 )
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
 from ...variant import GATES, Variant
-from ..decoder import Collected, Ended, Request
+from ..decoder import KV_BYTES, Collected, Ended, Request
 from ..folder import query_scales, rope_tables
 from ..machine import Machine, free_memory_bytes, this_machine
 from . import _core
@@ -41,7 +41,6 @@ from .saved import DEFAULT_BYTES, SavedPrefixes, max_reusable, model_key
 MAX_THREADS = 1024
 CACHED_SHARE = 4  # of the memory that is left, for keys and values
 GROUP_INPUTS = 32  # that blocks give a scale
-KV_DTYPES = ("fp32", "bf16", "fp16")
 EXPERTS = ("experts", "active", "normed_weights", "expert_bias")  # in the core's words
 MATHS = {  # how activations enter matrix products, and the weights that they meet
     "exact": ("bf16", "fp16", "fp32", "int8"),
@@ -112,8 +111,8 @@ class CpuDecoder(_core.Decoder):
             raise ValueError(
                 f"math = {math!r} needs {needed} weights, these are {self.dtype}; use math = {fitting}"
             )
-        if kv_dtype not in ("auto", *KV_DTYPES):
-            raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_DTYPES)}")
+        if kv_dtype not in ("auto", *KV_BYTES):
+            raise ValueError(f"kv_dtype = {kv_dtype!r} is unknown; choose from {('auto', *KV_BYTES)}")
         check_sizes(cache_bytes, cache_dir_bytes)
         self.kv_dtype = kv_dtype if kv_dtype != "auto" else "fp32" if self.dtype == "fp32" else "fp16"
         embedding, held = self.dtype, held_types(config, tensors) if self.dtype == AS_IN_FILE else []

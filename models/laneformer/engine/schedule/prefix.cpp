@@ -187,7 +187,7 @@ bool Prefixes::refused() {
 std::string Prefixes::refusal() const {
   return "keys and values of " + std::to_string(shape_.context) + " positions need more than " +
          std::to_string(bytes_of(shape_.context) >> 20) + " MiB, which the system does not give; use a smaller " +
-         "context_tokens, or kv_dtype = 'fp16'";
+         "context_tokens, or kv_dtype = 'int8'";
 }
 
 // --- memory -----------------------------------------------------------------------------------------------------

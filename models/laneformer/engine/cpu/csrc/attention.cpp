@@ -27,7 +27,7 @@ void Attention::reserve(int t) {
   Scratch& w = scratch_[t];
   w.query = floats(queries * dim), w.mixed = floats(queries * dim), w.states = floats(queries * (dim + kStateExtra));
   w.scores = floats(queries * kChunkPositions), w.totals = floats(2 * queries);
-  w.widened = floats(2 * kChunkPositions * dim);
+  w.widened = floats(2 * kChunkPositions * (dim + 1));
   if (spec_.joint_head_norms) w.normed = floats(round_up(spec_.q_rows(), 16));
   const ThreadPlan& plan = shared_.model.plan(t);
   if (plan.leader == t && plan.members > 1)
@@ -92,23 +92,39 @@ void Attention::cache_positions(const Lane& lane) {
 void Attention::cache_position(const Lane& lane, const float* key, Column at) {
   Scratch& w = scratch_[lane.t];
   const int d = spec_.head_dim(), dim = spec_.padded_head_dim();
-  const int slot = at.position, bytes = bytes_of(spec_.kv_dtype);
+  const int bytes = bytes_of(spec_.kv_dtype), tile = at.position / 16, place = at.position % 16;
+  const size_t skipped = tile * 16 * kv_position_bytes(dim, spec_.kv_dtype), scales = size_t(16) * dim * bytes;
   const float* value = key + spec_.kv_rows();
   float* rotated = w.mixed.floats();
-  char* narrow = w.scores.bytes();
+  char* narrowed = w.scores.bytes();
   for (int head = 0; head < kv_heads_; ++head) {
     const int index = lane.own * kv_heads_ + head;
     shared_.model.rotate(key + head * d, rotated, lane.layer, at.position);
-    bool fits = convert(rotated, DType::fp32, d, narrow, spec_.kv_dtype);
-    char* to = kv_.keys(lane.t, at.cache, lane.layer, index) + (size_t(slot / 16) * 16 * dim + slot % 16) * bytes;
-    for (int j = 0; j < d; ++j) std::memcpy(to + size_t(j) * 16 * bytes, narrow + j * bytes, bytes);
-    fits &= convert(value + head * d, DType::fp32, d,
-                    kv_.values(lane.t, at.cache, lane.layer, index) + size_t(slot) * dim * bytes, spec_.kv_dtype);
+    char* keys = kv_.keys(lane.t, at.cache, lane.layer, index) + skipped;
+    bool fits = narrow(rotated, narrowed, reinterpret_cast<float*>(keys + scales) + place);
+    for (int j = 0; j < d; ++j) std::memcpy(keys + (size_t(j) * 16 + place) * bytes, narrowed + j * bytes, bytes);
+    char* values = kv_.values(lane.t, at.cache, lane.layer, index) + skipped;
+    fits &= narrow(value + head * d, values + size_t(place) * dim * bytes,
+                   reinterpret_cast<float*>(values + scales) + place);
     if (!fits && spec_.kv_dtype == DType::fp16) {
       shared_.orders.kv_overflowed.fetch_or(1u << at.sequence);
       shared_.orders.overflowed.fetch_or(1u << at.sequence);
     }
   }
+}
+
+// The values of a head in the cache's type, in int8 with what their integers are to be multiplied by; false where
+// fp16 does not hold one.
+bool Attention::narrow(const float* x, char* out, float* scale) const {
+  const int d = spec_.head_dim();
+  if (spec_.kv_dtype != DType::int8) return convert(x, DType::fp32, d, out, spec_.kv_dtype);
+  float largest = 0.0f;
+  for (int j = 0; j < d; ++j)
+    if (!(std::abs(x[j]) <= largest)) largest = std::abs(x[j]);  // not a number stays one
+  *scale = largest / 127;
+  const float inverse = std::isfinite(127 / largest) && std::isfinite(largest) ? 127 / largest : 0.0f;
+  for (int j = 0; j < d; ++j) out[j] = static_cast<char>(std::isfinite(x[j]) ? std::lrintf(x[j] * inverse) : 0);
+  return true;
 }
 
 // The query heads of one KV head, of `count` columns of one sequence that follow each other.

@@ -38,6 +38,7 @@ class Attention {
   void norm_jointly(const Lane& lane);
   void cache_positions(const Lane& lane);
   void cache_position(const Lane& lane, const float* key, Column at);
+  bool narrow(const float* x, char* out, float* scale) const;
   AttendArgs queries_of(const Lane& lane, const Block& block) const;
   void attend_from_nothing(const AttendArgs& a) const;
   void finish(const Lane& lane, const Block& block, const float* states) const;

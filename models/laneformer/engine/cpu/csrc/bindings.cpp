@@ -21,7 +21,7 @@ namespace {
 
 using Bytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
-DType dtype_named(const std::string& name, int count = 3) {  // int8 and int4 are for packed matrices alone
+DType dtype_named(const std::string& name, int count = 3) {  // others are for matrices, and int8 for the cache
   std::string known;
   for (int i = 0; i < count; ++i) {
     if (name == kDTypes[i].name) return static_cast<DType>(i);
@@ -92,7 +92,7 @@ ModelSpec spec_from(nb::dict d) {
     s.held.emplace_back();
     for (int part = 0; part < kMatrices; ++part) s.held.back()[part] = dtype_named(names.at(part), kDTypeCount);
   }
-  s.kv_dtype = dtype_named(nb::cast<std::string>(d["kv_dtype"]));
+  s.kv_dtype = dtype_named(nb::cast<std::string>(d["kv_dtype"]), 4);
   s.window = nb::cast<std::vector<int>>(d["window"]);
   const auto joins = nb::cast<std::vector<std::vector<int>>>(d["join"]);
   const auto delayed = nb::cast<std::vector<std::vector<int>>>(d["adds_delayed"]);

@@ -108,8 +108,14 @@ struct Product {
 };
 static inline bool prepares(const Product& how, int columns) { return how.prepare && columns >= how.min_columns; }
 
-// Queries of one sequence at consecutive positions, and one KV head's cache: keys in tiles of 16 positions
-// [slot / 16][dim][16], values [slot][dim]; slot = position % slots. Positions are attended to in chunks,
+// Bytes of a position of a KV head's keys, or values; in int8 each has a scale in fp32.
+static inline size_t kv_position_bytes(int dim, DType dtype) {
+  return size_t(dim) * bytes_of(dtype) + (dtype == DType::int8 ? sizeof(float) : 0);
+}
+
+// Queries of one sequence at consecutive positions, and one KV head's cache in tiles of 16 positions: keys
+// [slot / 16][dim][16], values [slot / 16][16][dim], in int8 followed by 16 scales; slot = position % slots.
+// Positions are attended to in chunks,
 // which are merged in order into each query's state: [dim] mixed values, the highest score, the sum of
 // exponentials.
 struct AttendArgs {
@@ -125,7 +131,7 @@ struct AttendArgs {
   // scratch
   float *scores, *mixed;  // [queries][kChunkPositions], [queries][dim]
   float *tops, *totals;   // [queries]
-  float* widened;         // [2][kChunkPositions][dim]
+  float* widened;         // [2][kChunkPositions / 16] tiles in fp32, with room for scales
 };
 
 struct Kernels {

@@ -11,7 +11,7 @@ namespace laneformer {
 KvMemory::KvMemory(const ModelSpec& spec, std::vector<int> heads)
     : spec_(spec),
       heads_(std::move(heads)),
-      position_bytes_(spec.padded_head_dim() * bytes_of(spec.kv_dtype)),
+      position_bytes_(kv_position_bytes(spec.padded_head_dim(), spec.kv_dtype)),
       head_bytes_(round_up(spec.cache_slots() * position_bytes_, page_bytes())),
       all_heads_(std::accumulate(heads_.begin(), heads_.end(), 0)) {
   for (const int count : heads_) bytes_.push_back(2 * spec.all_layers() * count * head_bytes_);

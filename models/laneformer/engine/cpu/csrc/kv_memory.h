@@ -28,7 +28,7 @@ class KvMemory {
   int apply(const Pass& pass);
   void copy(int t, const Pass& pass) const;  // the copies, by every thread
 
-  // Of one of thread t's KV heads: keys [position / 16][d][position % 16], values [position][d]; d is padded.
+  // Of one of thread t's KV heads, in tiles of 16 positions (AttendArgs).
   char* keys(int t, int cache, int layer, int head) const {
     return caches_[cache][t].bytes() + at(layer, head, t);
   }

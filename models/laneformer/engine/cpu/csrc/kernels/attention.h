@@ -12,7 +12,7 @@ namespace {
 constexpr float kMasked = 10.0f * kLowestScore;  // its exponential is exactly zero beside any score
 constexpr int kScoredTiles = 4, kScoredPositions = 16 * kScoredTiles;  // of keys, at a time
 constexpr int kMixedPositions = 64;              // whose values stay in the first-level cache for all queries
-constexpr int kFewQueries = 16;                  // more are worth a widened copy of 16-bit keys and values
+constexpr int kFewQueries = 16;                  // more are worth a widened copy of narrow keys and values
 constexpr int kValuesAhead = 4096;               // bytes
 constexpr int kQueryRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;  // most queries that share a key in a register
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;                // registers
@@ -42,6 +42,11 @@ INLINE V16 load_cached(const char* at) {
   typedef uint16_t H __attribute__((vector_size(2 * kWidth), may_alias));
   if constexpr (T == DType::fp32) return load((const float*)at);
   V16 v;
+  if constexpr (T == DType::int8) {
+    typedef int8_t B __attribute__((vector_size(kWidth), may_alias));
+    EACH_PART v.part[i] = __builtin_convertvector(__builtin_convertvector(((const B*)at)[i], I), F);
+    return v;
+  }
   EACH_PART {
     const uint16_t* x = (const uint16_t*)at + i * kWidth;
     if constexpr (T == DType::bf16)
@@ -53,17 +58,21 @@ INLINE V16 load_cached(const char* at) {
 }
 
 template <DType T>
-constexpr int kElementBytes = T == DType::fp32 ? 4 : 2;
+constexpr int kElementBytes = T == DType::fp32 ? 4 : T == DType::int8 ? 1 : 2;
 
-// Positions in tiles of 16 * dim elements; tile `origin` lies first.
+// Positions in tiles of 16 * dim elements, which 16 scales may follow; tile `origin` lies first.
 struct Ring {
   const char* base;
   int tiles, origin, tile_bytes;
   INLINE const char* at(int tile) const { return base + (size_t)((tile - origin) % tiles) * tile_bytes; }
 };
+template <DType T>
+INLINE V16 scales_of(const char* tile, int dim) {
+  return load((const float*)(tile + 16 * dim * kElementBytes<T>));
+}
 
 // Scores of 64 positions for ROWS queries, which share every key that is loaded; the next 64 are prefetched.
-template <DType T, int ROWS>
+template <DType T, bool SCALED, int ROWS>
 INLINE void score_tiles(const float* query, const char* const* tiles, int dim, float scale, float* scores) {
   constexpr int kRegisters = kAccumulators / kParts / ROWS, kBytes = 16 * kElementBytes<T>;
   constexpr int kTiles = kRegisters >= 4 ? 4 : kRegisters >= 2 ? 2 : 1;
@@ -85,8 +94,11 @@ INLINE void score_tiles(const float* query, const char* const* tiles, int dim, f
         for (int i = 0; i < kTiles; ++i) s[r][i] = fma(x, keys[i], s[r][i]);
       }
     }
-    for (int r = 0; r < ROWS; ++r)
-      for (int i = 0; i < kTiles; ++i) store(scores + r * kChunkPositions + 16 * (tile + i), s[r][i] * splat(scale));
+    for (int i = 0; i < kTiles; ++i) {
+      V16 by = splat(scale);
+      if constexpr (SCALED) by = by * scales_of<T>(tiles[tile + i], dim);
+      for (int r = 0; r < ROWS; ++r) store(scores + r * kChunkPositions + 16 * (tile + i), s[r][i] * by);
+    }
   }
 }
 
@@ -157,7 +169,7 @@ INLINE Range seen(const AttendArgs& a, int chunk, int from, int to) {
   return {a.window && oldest > start ? oldest : start, last < end ? last : end};
 }
 
-template <DType T>
+template <DType T, bool SCALED>
 INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk) {
   const int start = chunk * kChunkPositions, dim = a.dim;
   const Range all = seen(a, chunk, 0, a.queries);
@@ -168,7 +180,7 @@ INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk)
       constexpr int kRows = decltype(rows)::count;
       const Range range = seen(a, chunk, q, q + kRows);
       if (at > range.last || at + kScoredPositions <= range.first) return;
-      score_tiles<T, kRows>(a.query + q * dim, tiles, dim, a.scale, a.scores + q * kChunkPositions + at - start);
+      score_tiles<T, SCALED, kRows>(a.query + q * dim, tiles, dim, a.scale, a.scores + q * kChunkPositions + at - start);
     });
   }
   for (int q = 0; q < a.queries; ++q) {
@@ -181,6 +193,10 @@ INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk)
     for (int p = range.last + 1 > from ? range.last + 1 : from; p < to; ++p) scores[p - start] = kMasked;
     a.totals[q] = exponentials(scores + from - start, to - from, a.tops[q]);
     for (int j = 0; j < dim; j += 16) store(a.mixed + q * dim + j, splat(0.0f));
+    for (int tile = all.first / 16; SCALED && tile <= all.last / 16; ++tile) {
+      float* weights = scores + 16 * tile - start;
+      store(weights, load(weights) * scales_of<T>(values.at(tile), dim));
+    }
   }
   for (int at = all.first; at <= all.last; at = (at / kMixedPositions + 1) * kMixedPositions)
     each_group(a.queries, [&](int q, auto rows) {
@@ -191,7 +207,8 @@ INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk)
       while (p < end && p <= range.last) {
         // as far as the values lie one after the other
         const int stop = end <= range.last ? end : range.last + 1, tile = p / 16;
-        const int before_wrap = (values.tiles - (tile - values.origin) % values.tiles) * 16 - p % 16;
+        const int in_a_row = SCALED ? 1 : values.tiles - (tile - values.origin) % values.tiles;
+        const int before_wrap = in_a_row * 16 - p % 16;
         const int count = stop - p < before_wrap ? stop - p : before_wrap;
         mix_from<T, kRows, (kMost >= 8 ? 8 : kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1)>(
             a.scores + q * kChunkPositions + p - start, values.at(tile) + p % 16 * dim * kElementBytes<T>, count, dim, 0,
@@ -203,35 +220,38 @@ INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk)
     merge(a.states + (size_t)q * (dim + kStateExtra), a.mixed + q * dim, a.tops[q], a.totals[q], dim);
 }
 
-template <DType T>
+template <DType T, bool SCALED>
 INLINE void widen_tiles(const Ring& from, int first, int last, int dim, float* to) {
-  for (int tile = first; tile <= last; ++tile, to += 16 * dim)
+  for (int tile = first; tile <= last; ++tile, to += 16 * (dim + SCALED)) {
     for (int i = 0; i < 16 * dim; i += 16) store(to + i, load_cached<T>(from.at(tile) + i * kElementBytes<T>));
+    if constexpr (SCALED) store(to + 16 * dim, scales_of<T>(from.at(tile), dim));
+  }
 }
 
 template <DType T>
 INLINE void attend_cached(const AttendArgs& a) {
-  const int tile_bytes = 16 * a.dim * kElementBytes<T>;
+  constexpr bool kScaled = T == DType::int8;
+  const int tile_bytes = 16 * (int)kv_position_bytes(a.dim, T), wide = 16 * (a.dim + kScaled);
   const Ring keys{a.keys, a.slots / 16, 0, tile_bytes}, values{a.values, a.slots / 16, 0, tile_bytes};
   for (int chunk = a.first_chunk; chunk <= a.last_chunk; ++chunk) {
     if (T == DType::fp32 || a.queries <= kFewQueries) {
-      attend_chunk<T>(a, keys, values, chunk);
+      attend_chunk<T, kScaled>(a, keys, values, chunk);
       continue;
     }
     const Range all = seen(a, chunk, 0, a.queries);
     const int first = all.first / 16, tiles = kChunkPositions / 16;
-    float* wide_values = a.widened + kChunkPositions * a.dim;
-    widen_tiles<T>(keys, first, all.last / 16, a.dim, a.widened + (first % tiles) * 16 * a.dim);
-    widen_tiles<T>(values, first, all.last / 16, a.dim, wide_values + (first % tiles) * 16 * a.dim);
-    const int wide_bytes = 16 * a.dim * 4;
-    attend_chunk<DType::fp32>(a, {(const char*)a.widened, tiles, 0, wide_bytes},
-                              {(const char*)wide_values, tiles, 0, wide_bytes}, chunk);
+    float* wide_values = a.widened + tiles * wide;
+    widen_tiles<T, kScaled>(keys, first, all.last / 16, a.dim, a.widened + (first % tiles) * wide);
+    widen_tiles<T, kScaled>(values, first, all.last / 16, a.dim, wide_values + (first % tiles) * wide);
+    attend_chunk<DType::fp32, kScaled>(a, {(const char*)a.widened, tiles, 0, 4 * wide},
+                                       {(const char*)wide_values, tiles, 0, 4 * wide}, chunk);
   }
 }
 
 void attend(const AttendArgs& a) {
   if (a.dtype == DType::bf16) return attend_cached<DType::bf16>(a);
   if (a.dtype == DType::fp16) return attend_cached<DType::fp16>(a);
+  if (a.dtype == DType::int8) return attend_cached<DType::int8>(a);
   attend_cached<DType::fp32>(a);
 }
 
