@@ -32,6 +32,8 @@ class Options:
     """A folder or GGUF file, as `laneformer generate` takes."""
     text: Path
     """A long text in UTF-8."""
+    dtype: str = "auto"
+    """Of the weights; fp32 and bf16 are computed with exactly, and int8 products add noise of their own."""
     windows: int = 2
     """Windows of the text that are scored, each as long as the context."""
     context_tokens: int = 8192
@@ -61,6 +63,7 @@ def main(options: Options) -> None:
     for kind in track(KV_BYTES, "types of keys and values"):
         engine = Engine.from_pretrained(
             options.model,
+            dtype=options.dtype,
             context_tokens=options.context_tokens,
             kv_dtype=kind,
             threads=options.threads,
