@@ -25,6 +25,7 @@ from tools.dashboard.figures import (
     add_smoothing,
     curve,
     key_curve,
+    rounded,
     switch_x,
 )
 from tools.dashboard.rows import sample, width_of
@@ -174,9 +175,21 @@ def draw_panels(figure: go.Figure, run: Run, panels: Sequence[Panel]) -> list[Pa
                 if key == first:
                     trace = figure.data[-1]
                     trace.update(text=steps, hovertemplate=f"{trace.hovertemplate}  %{{text}}")
+                if band := band_of(joined, key, tint(run, place)):
+                    figure.add_trace(band.update({**look, "name": f"{panel.title}, lowest and highest"}))
         last = rows[-1:]
     lay_out(figure, panels)
     return panels
+
+
+def band_of(rows: Sequence[dict[str, Any]], key: str, tint: str) -> go.Scatter | None:
+    """The area from the lowest to the highest value of what rows are the middles of; None of rows as logged."""
+    known = [(row, row["band"][key]) for row in rows if key in row.get("band", ())]
+    if not known:
+        return None
+    outline = [(row, rounded(band[1])) for row, band in known]
+    outline += [(row, rounded(band[0])) for row, band in reversed(known)]
+    return curve(outline, tint, 1, fill="toself", opacity=0.4, hoverinfo="skip")
 
 
 def domains(panels: Sequence[Panel]) -> list[tuple[float, float]]:

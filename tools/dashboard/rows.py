@@ -55,6 +55,21 @@ def sample(
     return [rows[i] for i in sorted(chosen)]
 
 
+def middles(rows: Rows, width: int, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each bucket of `width` neighbouring rows: its last one, with the median of each figure among
+    `keys`, and as `band` what it ranges over, {key: (lowest, highest)}. A bucket ends early at a validation.
+    """
+    validations = itertools.accumulate((row.get("valid_loss") is not None for row in rows), initial=0)
+    places = ((row["n"] // width, before) for row, before in zip(rows, validations, strict=False))
+    found, buckets = [], itertools.groupby(zip(rows, places, strict=True), lambda pair: pair[1])
+    for bucket in ([row for row, _ in pairs] for _, pairs in buckets):
+        values = {key: [row[key] for row in bucket if row.get(key) is not None] for key in keys}
+        known = {key: of for key, of in values.items() if of}
+        band = {key: (min(of), max(of)) for key, of in known.items()}
+        found.append(bucket[-1] | {key: median(of) for key, of in known.items()} | {"band": band})
+    return found
+
+
 def stands_out(value: float, values: Sequence[float]) -> bool:
     """Whether the value is further from the median than noise takes it, as a spike is."""
     middle = median(values)

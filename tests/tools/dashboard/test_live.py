@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from records.run import Following, read_run
 from tests.browser import browse, needs_browser
 from tests.tools.dashboard import made_up_run
 from tools.dashboard.__main__ import Live, content_of, prepared, serve
+from tools.dashboard.zoom import traces_in
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -233,6 +235,50 @@ def test_a_zoom_gets_every_row_of_its_range(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="no "):
             live.zoomed(*wrong)
+
+
+def test_a_zoom_to_more_rows_than_pixels_has_medians_and_a_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The range of another figure than the last row's is in the band, a spike of one row too; validations stay."""
+    folder = made_up_run.write_run(tmp_path / "long", steps=2000, every=1)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["loss"] = 9.75 if (row["phase"], row["step"]) == ("phase1", 1001) else row["loss"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = prepared([Following(folder)], thinned=False)
+    monkeypatch.setattr("tools.dashboard.zoom.BUCKETS", 32)
+    drawn = traces_in(run, "training", "steps", 950, 1150)
+    assert drawn is not None
+    (medians,) = [trace for trace in drawn if is_loss(trace)]
+    (band,) = [trace for trace in drawn if trace.get("name") == "Loss, lowest and highest"]
+    count = len(medians["y"])
+    assert 200 / 8 <= count <= 200 / 8 + 6, "one point a group of 8 rows, more at ends and validations"
+    assert len(band["y"]) == 2 * count
+    assert band["fill"] == "toself"
+    high, low = band["y"][:count], band["y"][: count - 1 : -1]
+    assert all(a <= b <= c for a, b, c in zip(low, medians["y"], high, strict=True))
+    assert max(medians["y"]) < 9 < max(high) == 9.75
+    at = high.index(9.75)
+    (spike,) = [row for row in run.kept_rows if row["loss"] == 9.75]
+    bucket = [r["loss"] for r in run.kept_rows if r["phase"] == "phase1" and r["n"] // 8 == spike["n"] // 8]
+    assert medians["y"][at] == pytest.approx(median(bucket), rel=1e-5)
+    assert max(high[at - 1], high[at + 1]) < 9
+    validated = [x for x in validations(drawn) if 950 < x < 1150]
+    assert validated == [r["x_step"] for r in run.kept_rows if r["valid_loss"] and 950 < r["x_step"] < 1150]
+    few = traces_in(run, "training", "steps", 1000, 1010)
+    assert few is not None
+    assert not any(trace.get("fill") for trace in few), "of few rows all are drawn"
+
+
+def validations(traces: list[dict[str, Any]]) -> list[int]:
+    """The steps of the drawn validations."""
+    return [
+        x
+        for trace in traces
+        if trace.get("name") == "validation loss"
+        for x in trace["meta"]["x"]["steps"]["x"]
+    ]
 
 
 def is_loss(trace: dict[str, Any]) -> bool:
