@@ -32,6 +32,8 @@ class Options:
     """Sizes of the config to train."""
     variants: tuple[str, ...] = ()
     """Variants of the config; default: all."""
+    learning_rates: tuple[float, ...] = ()
+    """Learning rates of every variant; default: the config's."""
     workers: int = 2
     """Runs side by side, one thread each on a CPU."""
     device: str | None = None
@@ -82,6 +84,7 @@ class Plan:
         shared = values["training"] | (on_cuda if options.device == "cuda" else {})
         given = {"device": options.device, "lock": options.lock, "steps": options.steps}
         shared |= {key: value for key, value in given.items() if value is not None}
+        values["learning_rates"] = list(options.learning_rates) or values["learning_rates"]
         shared["job"] = read_sections(Path(shared["job"]))
         for kind, names in (("sizes", options.sizes), ("variants", options.variants or values["variants"])):
             check_known(f"name for --{kind}:", names, values[kind])
