@@ -152,9 +152,15 @@ def training_caption(run: Run) -> str:
         sum(s.logged for s in run.segments if s.kept in which) for which in ((True, False), (False,))
     )
     absent = panels.not_measured(run, panels.TRAINING)
+    width = width_of(run)
+    groups = (
+        f"drawn from groups of {width} neighbouring logged steps with the extremes of each"
+        if width > 1
+        else "all drawn"
+    )
     text = (
-        f"{logged:,} logged steps, drawn from groups of {width_of(run)} neighbouring logged steps with the extremes of "
-        f"each. Bold: the exponential mean (half-life {run.half_life} logged steps); faint: the logged value; dotted: "
+        f"{logged:,} logged steps, {groups}. "
+        f"Bold: the exponential mean (half-life {run.half_life} logged steps); faint: the logged value; dotted: "
         f"{again:,} steps that a restart or roll-back repeated and that no longer count. ↻ marks where an attempt took "
         "over, ▾ an event of the job. The loss axis leaves out the steepest start and the tips of spikes. Drag to zoom "
         "either axis, double-click to reset; a click in a legend hides, a double click isolates."
