@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 from rich.progress import track
+from tokenizers import Tokenizer
 
 from laneformer.engine import Engine
 from laneformer.engine.decoder import KV_BYTES
@@ -78,6 +79,8 @@ def main(options: Options) -> None:
 
 
 def measure(engine: Engine, options: Options) -> Kind:
+    if engine.tokenizer is None:
+        raise ValueError(f"{options.model} has no tokenizer")
     ids = engine.tokenizer.encode(options.text.read_text(encoding="utf-8")).ids
     size = options.context_tokens
     if len(ids) < options.windows * size:
@@ -86,7 +89,10 @@ def measure(engine: Engine, options: Options) -> Kind:
         )
     windows = [ids[i * size : (i + 1) * size] for i in range(options.windows)]
     logprobs = np.stack([engine.logprobs(window, start=1) for window in windows])
-    found = {length: needles(engine, ids, length, options.needles) for length in (size // 4, size // 2, size)}
+    found = {
+        length: needles(engine, engine.tokenizer, ids, length, options.needles)
+        for length in (size // 4, size // 2, size)
+    }
     return Kind(
         engine.config.cached_bytes(1, *KV_BYTES[engine.kv_dtype]),
         logprobs,
@@ -95,11 +101,11 @@ def measure(engine: Engine, options: Options) -> Kind:
     )
 
 
-def needles(engine: Engine, ids: list[int], length: int, count: int) -> int:
+def needles(engine: Engine, tokenizer: Tokenizer, ids: list[int], length: int, count: int) -> int:
     """How many numbers the model says again, hidden at depths from the beginning to the end of `length` tokens."""
 
     def encode(text: str) -> list[int]:
-        return engine.tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
     found, rng = 0, np.random.default_rng(0)
     for i in range(count):
@@ -108,7 +114,7 @@ def needles(engine: Engine, ids: list[int], length: int, count: int) -> int:
         hay = ids[: max(0, length - len(needle) - len(question) - 8)]
         at = len(hay) * (2 * i + 1) // (2 * count)
         made = engine.generate([*hay[:at], *needle, *hay[at:], *question], max_new_tokens=8, ignore_eos=True)
-        found += number in engine.tokenizer.decode(made)
+        found += number in tokenizer.decode(made)
     return found
 
 
