@@ -120,7 +120,7 @@ Change = tuple[float, float] | None  # a difference and its standard error
 
 
 def changes(found: JsonObject) -> dict[str, tuple[Change, Change]]:
-    """Of each task, of each category of CORE and of all: the change of the score, and of gold bits per byte."""
+    """Of each task, each category of CORE and all: the change of the score, and of gold bits per byte."""
 
     def change(row: JsonObject, value: str, error: str) -> Change:
         return (row[value], row[error]) if row.get(value) is not None else None

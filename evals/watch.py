@@ -102,7 +102,7 @@ class Watcher:
                 time.sleep(every_s)
 
     def next_work(self) -> Work | None:
-        """The next complete checkpoint with missing records; reports checkpoints deleted before their turn."""
+        """The next complete checkpoint with missing records; reports those deleted before their turn."""
         known, waiting, unfinished = self.recorded(), [], set[str]()
         for step, folder in step_folders(self.job.checkpoints).items():
             with contextlib.suppress(OSError):  # not saved yet, or being deleted

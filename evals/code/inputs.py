@@ -55,7 +55,7 @@ CHANGE_OF = {task: change for tasks, change in CHANGES.items() for task in tasks
 
 
 def arguments_of(task_id: str, inputs: list[Arguments]) -> list[Any]:
-    """For each test of a problem, the arguments of its function. task_id: such as "Mbpp/2" or "HumanEval/0"."""
+    """For each test of a problem, the arguments of its function. task_id: "Mbpp/2", "HumanEval/0"."""
     prefix, _, number = task_id.partition("/")
     change = CHANGE_OF.get(int(number)) if prefix == "Mbpp" else None
     return inputs if change is None else [change(arguments) for arguments in inputs]

@@ -1,4 +1,4 @@
-"""Scores solutions, each on the base and the plus tests in a sandbox of its own: a line of JSON for each check.
+"""Scores solutions, each on the base and plus tests in a sandbox of its own: a line of JSON a check.
 
     python -m evals.code.judge REQUEST.json
 
@@ -74,7 +74,7 @@ def outputs(request: Request, problem: Problem, inputs: list[Any]) -> tuple[list
 
 
 class Expected:
-    """What reference solutions return: a file of [task, tests, seconds] with a line of JSON for each output below.
+    """What reference solutions return: a file of [task, tests, seconds] with a line of JSON an output.
 
     It takes half a gigabyte for a whole data set, so a check reads its own part alone. Made where it is missing.
     """

@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def are_plain(items: Sequence[Any]) -> bool:
-    """Whether all are JSON as they are, told at the speed of C: an answer may hold a hundred million numbers."""
+    """Whether all are JSON as they are, at the speed of C: an answer may hold 100 million numbers."""
     types = set(map(type, items))
     if int not in types:
         return types <= {bool, str, float, type(None)}

@@ -28,12 +28,12 @@ ORDER_SEED = 1337
 
 
 class Unscorable(ValueError):
-    """An item that cannot be scored: its answer exceeds the model's context, or there are too few examples."""
+    """An item that cannot be scored: its answer exceeds the context, or there are too few examples."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt per option and the index of the right one; a single prompt if the answer must be produced."""
+    """One prompt an option, and the right one's index; a single prompt if the answer is to be produced."""
 
     prompts: list[Prompt]
     gold: int

@@ -102,7 +102,7 @@ def evaluate(
     limit: int | None = None,
     **options: Any,
 ) -> JsonObject:
-    """Run stock tasks; the result of `lm_eval.simple_evaluate`, samples included. options: of that function."""
+    """Run stock tasks; the result of `lm_eval.simple_evaluate` with samples. options: of that function."""
     import lm_eval
 
     manager, tasks = load_tasks(names, lengths, tokenizer)

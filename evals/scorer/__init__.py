@@ -1,4 +1,4 @@
-"""One way to ask a model: the engine, Transformers or an OpenAI-compatible server behind the same few calls."""
+"""One way to ask a model: the engine, Transformers or an OpenAI-compatible server, by the same calls."""
 
 from __future__ import annotations
 

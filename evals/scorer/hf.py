@@ -52,7 +52,7 @@ class Pass(NamedTuple):
 
 
 def packed(items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bool = True) -> Iterator[Pass]:
-    """The passes that score a window of items on "cuda" or "cpu"; prompts without an id to score are in none."""
+    """The passes that score a window of items on "cuda" or "cpu"; prompts with nothing to score are in none."""
     loose = []
     for i, item in enumerate(items):
         options = [(i, k) for k, prompt in enumerate(item) if prompt.start < len(prompt.ids)]
@@ -75,7 +75,7 @@ def packed(items: Sequence[Sequence[Prompt]], device_type: str, keeps_prefix: bo
 
 
 class TransformersScorer(Scorer):
-    """A model folder in Transformers, on one device ("cpu", "cuda", "cuda:1") in the folder's own data type."""
+    """A model folder in Transformers, on one device ("cpu", "cuda", "cuda:1") in its own data type."""
 
     backend, parallel = "transformers", 1
     reused_tokens: int

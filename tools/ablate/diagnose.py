@@ -60,7 +60,7 @@ class Options:
 
 
 class LaneWatch:
-    """Sums over what the lanes hold after each layer; `rows` gives the means. Close it to remove its hooks."""
+    """Sums of what the lanes hold after each layer; `rows` gives the means. Close it to remove hooks."""
 
     def __init__(self, model: Laneformer):
         config, self.positions = model.config, 0

@@ -1,4 +1,4 @@
-"""The benchmark page: a section for the ablation and one for each diagnosis, written from the figures alone."""
+"""The benchmark page: a section for the ablation and one for each diagnosis, from the figures alone."""
 
 from __future__ import annotations
 

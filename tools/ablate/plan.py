@@ -100,7 +100,7 @@ class Plan:
         return Job(size, variant, seed, rate, model, joins, offset)
 
     def jobs(self) -> Iterator[Job]:
-        """Every learning rate on every seed; a rate chosen on one seed would be chosen by that seed's luck."""
+        """Every learning rate on every seed; a rate chosen on one is chosen by that seed's luck."""
         for size in self.sizes:
             for rate in self.learning_rates:
                 for seed in self.seeds:

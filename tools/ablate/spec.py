@@ -1,4 +1,4 @@
-"""The shipped trainer for neighbours (`experimental.custom_import = "tools.ablate.spec"`, `[variant] joins`)."""
+"""The shipped trainer for neighbours (`custom_import = "tools.ablate.spec"`, `[variant] joins`)."""
 
 from __future__ import annotations
 
