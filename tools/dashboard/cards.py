@@ -112,7 +112,11 @@ def tiles_of(run: Run) -> str:
         number(decode["percent_of_probe"]),
         recent(run, "mfu"),
     )
-    of_decode = "tokens per second at batch 1" + (f", {used:.0f} % of the read bandwidth" if used else "")
+    of_decode = "tokens per second at batch 1"
+    if used:  # beyond what memory gives only where it is not read
+        of_decode += (
+            f", {used:.0f} % of the read bandwidth" if used <= 100 else ", from weights in the caches"
+        )
     return tiles((
         core_tile(run),
         ("loss", measured(losses[-1]["loss"] if losses else None, ".4f"), first),

@@ -329,7 +329,10 @@ def test_a_toy_bundle_shows_its_tasks_and_one_line_about_the_rest(whole: Path, t
     assert "heat-toy" not in text, "one checkpoint"
     assert "arc_easy" in text
     assert [len(c.points) for c in core_curves([read_run(folder)])] == [6, 1], "never on the curve of CORE"
-    assert "21 of its 22 tasks evaluated" in tiles_of(read_run(folder))
+    assert "21 of its 22 tasks evaluated" in (tiles := tiles_of(read_run(folder)))
+    assert "74 % of the read bandwidth" in tiles
+    append(folder, {**records(folder, "decode_speed")[-1], "percent_of_probe": 162.0})
+    assert "at batch 1, from weights in the caches" in tiles_of(read_run(folder))
 
 
 def test_an_old_record_has_a_standard_error_and_a_new_one_an_interval_and_few_items_are_noisy() -> None:
