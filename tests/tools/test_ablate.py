@@ -271,6 +271,11 @@ def test_every_variant_and_size_of_the_shipped_config_builds():
     assert sorted(parameters.values()) == list(parameters.values())
 
 
+def test_rates_that_are_asked_for_take_the_place_of_the_configs():
+    options = Options(SHIPPED, Path("unused"), variants=("delay_0",), learning_rates=(7e-4, 3e-3))
+    assert {job.learning_rate for job in Plan.read(options).jobs()} == {7e-4, 3e-3}
+
+
 @pytest.mark.slow
 def test_the_shipped_trainer_trains_neighbours_and_delay_0_to_the_last_bit(
     prepared_data: Path, tmp_path: Path
