@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,24 +15,28 @@ TINY = LaneformerConfig.from_flavor("tiny")
 
 
 def test_our_server_streams_random_weights() -> None:
-    """Greedy tokens of the random model: the client sees as many as it asked for, some in one text."""
+    """Greedy tokens of the random model: the client sees as many as it asked for, some in one text, which
+    thousands a second make long.
+    """
     ours = cuda_server.servers("tiny", "bf16")[0]
     ours.command = [*ours.command, "--device", "cpu"]
     with ours:
-        answer = ours.ask("/v1/completions", prompt=[5], max_tokens=9, ignore_eos=True)
-    assert (answer.tokens, len(answer.arrivals_s)) in [(9, texts) for texts in range(2, 10)]
+        answer = ours.ask("/v1/completions", prompt=[5], max_tokens=400, ignore_eos=True)
+    assert answer.tokens == 400
+    assert 2 <= len(answer.arrivals_s) <= 400
     assert answer.tokens_per_s > 1
 
 
 def test_sglang_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_server.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ours, other = cuda_server.servers("tiny", "bf16")
     assert "laneformer[serve]" in ours.missing
     assert other.missing == "not installed: pip install 'sglang==0.5.18'"
 
 
 def test_sglang_has_a_llama_of_the_same_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_server.importlib.util, "find_spec", lambda name: True)
+    real = importlib.util.find_spec  # transformers asks it, too
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: name == "sglang" or real(name, *of))
     monkeypatch.setattr(cuda_server, "LLAMA", tmp_path)
     command = cuda_server.sglang("tiny", "bf16").command
     assert command[1:3] == ["-m", "sglang.launch_server"]
