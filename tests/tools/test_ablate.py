@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.engine.folder import read_checkpoint
 from laneformer.flops import flops_per_token
 from laneformer.positions import rope_table
-from records.events import STOPPED, read_outcome
+from records.events import DONE, STOPPED, read_outcome
 from records.files import hold_lock
 from tests.neighbours import build
 from tests.train.runs import GLOBAL_BATCH, ask, succeed
@@ -36,7 +38,7 @@ from tools.ablate.__main__ import check_origin
 from tools.ablate.page import ablation_section, put_section
 from tools.ablate.plan import Options, Plan, price_section
 from tools.ablate.report import detectable, interval, noise_floor, paired, read_results, together
-from tools.ablate.training import Job, Training, job_file
+from tools.ablate.training import Job, Training, job_file, run_job
 
 SHIPPED = Path("configs/ablation.toml")
 SMALL = {
@@ -430,6 +432,30 @@ def test_a_run_that_diverges_has_no_loss_and_ends_nothing(prepared_data: Path, t
     assert [(row["learning_rate"], row["valid_loss"] is None) for row in rows] == [
         (1e30, True), (1e30, True), (3e-3, False), (3e-3, False),
     ]  # fmt: skip
+
+
+def test_runs_that_end_at_once_are_exported_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plan, alone = Plan.read(Options(SHIPPED, tmp_path)), threading.Lock()
+    jobs = list(plan.jobs())[:2]
+
+    def export(*_: object, **__: object) -> None:
+        assert alone.acquire(blocking=False), "two exports at once"
+        time.sleep(0.1)
+        alone.release()
+
+    for job in jobs:
+        (tmp_path / "runs" / job.name / "checkpoint").mkdir(parents=True)
+        (tmp_path / "runs" / job.name / "metrics.jsonl").write_text('{"loss": 2.0, "valid_loss": 2.0}\n')
+        (tmp_path / "runs" / job.name / "model.json").write_text(json.dumps(CONFIG.to_dict()))
+    monkeypatch.setattr("laneformer.hf.export.export", export)
+    monkeypatch.setattr("tools.ablate.training.write_job", lambda *_: None)
+    monkeypatch.setattr("tools.ablate.training.job_file", lambda *_: {})
+    monkeypatch.setattr("tools.ablate.training.read_outcome", lambda _: {"code": DONE})
+    with ThreadPoolExecutor(2) as pool:
+        each = list(pool.map(lambda job: run_job(job, plan.training, tmp_path, keep_weights=True), jobs))
+    assert [one["valid_loss"] for one in each] == [2.0, 2.0]
 
 
 @pytest.mark.slow

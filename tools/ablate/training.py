@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from records.files import read_lines
 from .trainer import train, with_sections, write_job
 
 ENDS = (DONE, BAD_STEP)  # a run that has diverged is over, too
+EXPORTING = threading.Lock()  # an import of Transformers fails where two threads begin it at once
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict
     if code == DONE and keep_weights and job.joins is None and checkpoints.exists():
         from laneformer.hf.export import export  # imports Transformers
 
-        export(checkpoints / f"step-{training.steps}", out / "weights" / job.name, "float32", overwrite=True)
+        with EXPORTING:
+            export(checkpoints / f"step-{training.steps}", out / "weights" / job.name, "float32", overwrite=True)
     shutil.rmtree(checkpoints, ignore_errors=True)
     config = LaneformerConfig.from_dict(json.loads((run / "model.json").read_text(encoding="utf-8")))
     return {
