@@ -23,13 +23,13 @@ from tools.long_context.tasks import HOPS, KINDS, document
 ROOT = Path(__file__).parents[2]
 TINY = {
     "job": str(ROOT / "configs/ablation_job.toml"),
-    "seeds": [0], "batch_tokens": 2048, "task_percent": 60, "delays": [1],
+    "seeds": [0], "task_percent": 60, "delays": [1],
     "shape": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
               "num_key_value_heads": 2, "num_lanes": 2, "sliding_window": 8, "vocab_size": 384},
     "layouts": {"last": [1]},
     "ropes": {"yarn_full": {"rope_scaling": {"rope_type": "yarn", "layers": "full"}}},
-    "stages": [{"seq_len": 256, "tokens": 4096, "learning_rate": 1e-3},
-               {"seq_len": 512, "tokens": 4096, "learning_rate": 1e-3}],
+    "stages": [{"seq_len": 256, "tokens": 4096, "batch_tokens": 2048, "learning_rate": 1e-3},
+               {"seq_len": 512, "tokens": 4096, "batch_tokens": 2048, "learning_rate": 1e-3}],
     "scored": {"256": 1, "512": 1},
 }  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_the_whole_path_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list((tmp_path / "out/runs").glob("*/checkpoint"))
     monkeypatch.setattr(run, "train", lambda *_, **__: 1 / 0)
     command.main(options)  # nothing is left to train
-    kept = (tmp_path / "out/results.jsonl").read_text().replace('"batch_tokens": 2048', '"batch_tokens": 512')
+    kept = (tmp_path / "out/results.jsonl").read_text().replace('"learning_rate": 0.001', '"learning_rate": 0.1')
     (tmp_path / "out/results.jsonl").write_text(kept)
-    with pytest.raises(ValueError, match="holds results of another batch_tokens; choose another --out"):
+    with pytest.raises(ValueError, match="holds results of another stage_of; choose another --out"):
         command.main(options)

@@ -21,6 +21,7 @@ class Stage:
 
     seq_len: int
     tokens: int
+    batch_tokens: int
     learning_rate: float
     compile: str | None = None
 
@@ -60,7 +61,6 @@ class Plan:
 
     job: dict[str, Any]
     seeds: list[int]
-    batch_tokens: int
     task_percent: int
     shape: dict[str, Any]
     stages: list[Stage]
@@ -89,7 +89,8 @@ class Plan:
         return plan
 
     def steps(self, stage: int) -> int:
-        return max(1, round(self.stages[stage].tokens / self.batch_tokens))
+        own = self.stages[stage]
+        return max(1, round(own.tokens / own.batch_tokens))
 
     def model(self, delay: int, layout: str, rope: str, stage: int) -> dict[str, Any]:
         length, full = self.stages[stage].seq_len, self.layouts[layout]
@@ -115,8 +116,8 @@ class Plan:
     def groups(self) -> Iterator[list[Job]]:
         """Each a trunk and what branches from it, in the order in which they are trained."""
         for seed in self.seeds:
-            for layout in self.layouts:
-                for delay in self.delays:
+            for delay in self.delays:
+                for layout in self.layouts:
                     base = Job(delay, layout, seed, "", 0, self.model(delay, layout, "", 0))
                     yield [base] + [
                         Job(delay, layout, seed, rope, stage, self.model(delay, layout, rope, stage))

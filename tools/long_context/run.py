@@ -41,7 +41,7 @@ class Place:
 def job_file(job: Job, plan: Plan, place: Place) -> dict[str, dict[str, Any]]:
     """The sections of the trainer's job file of one run; a seed has batches of its own in the trunk."""
     stage, steps = plan.stages[job.stage], plan.steps(job.stage)
-    batch = max(1, plan.batch_tokens // stage.seq_len)
+    batch = max(1, stage.batch_tokens // stage.seq_len)
     first = 0 if job.stage else job.seed * steps * batch
     checkpoint: dict[str, Any] = {"keep_latest_k": 2}
     if job.parent:
@@ -82,7 +82,7 @@ def origin_of(job: Job, plan: Plan, place: Place) -> dict[str, Any]:
     """What a kept result has to come from."""
     stage = plan.stages[job.stage]
     data = Mixture.open(place.locks[stage.seq_len]).fingerprint
-    return {"model": job.model, "stage_of": asdict(stage), "batch_tokens": plan.batch_tokens, "data": data}
+    return {"model": job.model, "stage_of": asdict(stage), "data": data}
 
 
 def run_group(jobs: list[Job], plan: Plan, place: Place) -> None:
