@@ -114,7 +114,9 @@ def test_the_whole_path_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list((tmp_path / "out/runs").glob("*/checkpoint"))
     monkeypatch.setattr(run, "train", lambda *_, **__: 1 / 0)
     command.main(options)  # nothing is left to train
-    kept = (tmp_path / "out/results.jsonl").read_text().replace('"learning_rate": 0.001', '"learning_rate": 0.1')
+    kept = (
+        (tmp_path / "out/results.jsonl").read_text().replace('"learning_rate": 0.001', '"learning_rate": 0.1')
+    )
     (tmp_path / "out/results.jsonl").write_text(kept)
     with pytest.raises(ValueError, match="holds results of another stage_of; choose another --out"):
         command.main(options)

@@ -112,7 +112,9 @@ def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict
         from laneformer.hf.export import export  # imports Transformers
 
         with EXPORTING:
-            export(checkpoints / f"step-{training.steps}", out / "weights" / job.name, "float32", overwrite=True)
+            export(
+                checkpoints / f"step-{training.steps}", out / "weights" / job.name, "float32", overwrite=True
+            )
     shutil.rmtree(checkpoints, ignore_errors=True)
     config = LaneformerConfig.from_dict(json.loads((run / "model.json").read_text(encoding="utf-8")))
     return {
