@@ -50,7 +50,7 @@ from tools.delay_a_model.lanes import (
     run_late,
     shares,
 )
-from tools.delay_a_model.recovery import check, job_of, measure, train, write_dense
+from tools.delay_a_model.recovery import check, job_of, measure, train, write_dense, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 DEPTH = 4
@@ -258,7 +258,8 @@ def prepared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the command leaves before the recovery: the cut model, and data in its tokens."""
     out = tmp_path_factory.mktemp("prepared")
     model, checkpoint = cut(folder, 3)
-    write_dense(model, checkpoint, out / "dense")
+    write_tokenizer(checkpoint, out / "dense")
+    write_dense(model, LATE, out / "dense")
     text(Plan.read(write_config(folder, out)), out)
     return out
 
@@ -353,9 +354,7 @@ def test_the_folder_is_the_late_model(
     (model, checkpoint), out = cut(folder, 3), tmp_path / "hf"
     shares = [0.0] * late.first_late_layer + [1.0] * (DEPTH - late.first_late_layer)
     expected = late_logits(model, ids, shares, late.delay, late.end).numpy()
-    made = late_folder.write_folder(
-        late, checkpoint, prepared / "dense/checkpoint/step-0", out, "a card", "float32"
-    )
+    made = late_folder.write_folder(late, checkpoint, model.state_dict(), out, "a card", "float32")
     assert made["out"] == str(out)
     theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -1,9 +1,11 @@
 """`python -m tools.delay_a_model MODEL --config FILE --out DIR`: turn a dense model into one
 whose lanes are late.
 
-Text is prepared with the model's tokenizer (DIR/data), then there are two stages. `map`: held-out loss with a
-delay in layers >= k, for every k, without training (DIR/damage.*). `recover`: the trainer makes the upper layers
-late step by step and distils them against the same weights at delay 0 (the run folder DIR/run, DIR/recovery.*).
+Text is prepared with the model's tokenizer (DIR/data), and the config's rule says which units share a lane
+(DIR/layout.json). Then there are stages. `map`: held-out loss with a delay in layers >= k, for every k, without
+training (DIR/damage.*). `recover`: the trainer makes the upper layers late step by step and distils them against the
+same weights at delay 0 (the run folder DIR/run, DIR/recovery.*). Instead of these `layouts`: what the damage is with
+every rule (DIR/layouts.*).
 In the end DIR/hf holds the late model, which `laneformer chat` and Transformers run. The same command goes on after
 an interruption.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,21 +25,37 @@ import tomli_w
 import torch
 import tyro
 from rich.console import Console
+from torch import Tensor
 
 from data_mixtures.mixture import Mixture, valid_windows
 from data_mixtures.prepare import prepare
 from data_mixtures.stages.run import Options
+from laneformer import Laneformer
+from laneformer.engine.folder import Checkpoint
 from laneformer.flops import flops_per_token
 from laneformer.llama.config import config_of_llama
 from laneformer.supports import refuse_unsupported
-from records.files import file_sha256, model_sha256, write_atomically
+from records.files import write_atomically
 from records.workers import usable_cpus
 
+from . import adapter
+from .apply import apply, sha256_of
 from .damage import damage_map, kept_rows, report
-from .folder import card_of, write_folder
+from .folder import bits_per_byte, card_of, write_folder
 from .job_config import Late
 from .lanes import cut
-from .recovery import check, job_of, measure, train, write_dense
+from .layout import Layout, Module, capture, laid_out
+from .layouts import SEARCHED, compare, kept_layout, layout_of, table
+from .recovery import (
+    check,
+    job_of,
+    load_adapter,
+    measure,
+    train,
+    trained_weights,
+    write_dense,
+    write_tokenizer,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +75,9 @@ class Plan:
     held_out_windows: int  # of each source
     delays: tuple[int, ...] = (1, 2)  # of the map
     batch_sequences: int = 2  # of held-out losses
+    layout: str = "identity"  # of RULES in layout.py
+    layout_windows: int = 4  # of training text, which the layout is searched on
+    layouts_first: tuple[int, ...] = ()  # first late layers of the stage `layouts`; default: that of [late]
     device: str = "cpu"  # of held-out losses; the trainer takes a GPU where there is one
 
     @classmethod
@@ -75,9 +96,10 @@ def delay_a_model(
     config: Path,
     model: tyro.conf.Positional[Path] = Path("model"),
     out: Path = Path("runs/delay"),
-    stages: tuple[Literal["map", "recover"], ...] = ("map", "recover"),
+    stages: tuple[Literal["map", "recover", "layouts"], ...] = ("map", "recover"),
     steps: int = sys.maxsize,
     minutes: float = math.inf,
+    lora_rank: int | None = None,
     plan: bool = False,
 ) -> None:
     """Cut a model into lanes and make its upper layers late.
@@ -89,44 +111,126 @@ def delay_a_model(
         stages: what to do.
         steps: stop the recovery at this step; the same command without it goes on.
         minutes: stop the recovery after this time.
+        lora_rank: train an adapter of this rank instead of the late layers' weights, and leave it in DIR/adapter
+            (`python -m tools.delay_a_model.apply`); default: late.lora_rank of the config.
         plan: only print what the recovery would cost.
     """
     given = Plan.read(config)
+    if lora_rank is not None:
+        given = with_rank(given, lora_rank)
     if plan:
         print(cost(given))
         return
-    cut_model, checkpoint = cut(model, given.lanes)
-    if checkpoint.tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer.json")
-    if "recover" in stages:
-        check(given.late, len(cut_model.layers), given.steps)
-        refuse_unsupported(cut_model.config, f"{model}: recovery (`--stages map` works)")
-    content = model_sha256(model) if model.is_dir() else file_sha256(model)
-    about = {"model": model.name, "model_sha256": content, "lanes": given.lanes}
-    for name in ("damage.jsonl", "recovery.jsonl"):
-        kept_rows(out / name, about)
-    write_dense(cut_model, checkpoint, out / "dense")
-    lock, windows = text(given, out)
-    about |= {"mixture": Mixture.open(lock).fingerprint, "windows": list(windows.shape)}
-    cut_model.to(given.device)
-    parts = windows.split(given.batch_sequences)
+    work = prepared(given, model, out, recovers="recover" in stages)
+    if "layouts" in stages:
+        print(compared(work))
+        return
+    layout = lay_out(work)
+    write_dense(work.model, given.late, out / "dense")
+    work.model.to(given.device)
     if "map" in stages:
-        rows = damage_map(cut_model, parts, given.delays, out / "damage.jsonl", about)
+        rows = damage_map(work.model, work.parts, given.delays, out / "damage.jsonl", work.about)
         report(rows, ("first_late_layer", "delay"), out / "damage", "delay")
     if "recover" in stages:
-        measure(cut_model, parts, given.late, out, about)
-        reached = train(job_of(given.job, out, lock), out, steps, minutes)
-        rows = measure(cut_model, parts, given.late, out, about)
-        report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None)
-        if reached < given.steps:
-            print("to be continued by the same command")
-            return
-        card = card_of(given.late, model.stem, checkpoint, rows, windows)
-        step = out / "run" / "checkpoint" / f"step-{reached}"
-        print(json.dumps(write_folder(given.late, checkpoint, step, out / "hf", card)))
+        print(recovered(work, layout, steps, minutes))
 
 
-def text(plan: Plan, out: Path) -> tuple[Path, torch.Tensor]:
+@dataclass
+class Work:
+    """A cut model with its text; about: what results depend on."""
+
+    plan: Plan
+    path: Path
+    out: Path
+    model: Laneformer
+    checkpoint: Checkpoint
+    lock: Path
+    windows: Tensor  # held out, (n, S + 1)
+    about: dict[str, Any]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.windows.split(self.plan.batch_sequences)
+
+    def captured(self) -> list[Module]:
+        """Of the model with one lane, on training text."""
+        ids = torch.from_numpy(
+            Mixture.open(self.lock).sequences(0, self.plan.layout_windows)[0].astype(np.int64)
+        )
+        return capture(cut(self.path, 1)[0], ids[:, :-1].split(1), every=2)
+
+
+def prepared(plan: Plan, path: Path, out: Path, recovers: bool) -> Work:
+    """ValueError for a model, a plan or results of others that do not fit."""
+    model, checkpoint = cut(path, plan.lanes)
+    if checkpoint.tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer.json")
+    if recovers:
+        check(plan.late, len(model.layers), plan.steps)
+        refuse_unsupported(model.config, f"{path}: recovery (`--stages map` works)")
+    about = {"model": path.name, "model_sha256": sha256_of(path), "lanes": plan.lanes}
+    for name in ("damage.jsonl", "recovery.jsonl", "layouts.jsonl"):
+        kept_rows(out / name, about)
+    write_tokenizer(checkpoint, out / "dense")
+    lock, windows = text(plan, out)
+    about |= {"mixture": Mixture.open(lock).fingerprint, "windows": list(windows.shape)}
+    return Work(plan, path, out, model, checkpoint, lock, windows, about)
+
+
+def compared(work: Work) -> str:
+    """The table of all rules."""
+    plan, out, origin = work.plan, work.out, {**work.about, "layout_windows": work.plan.layout_windows}
+    firsts = plan.layouts_first or (plan.late.first_late_layer,)
+    rows = compare(
+        work.model, work.captured(), work.parts, plan.delays, firsts, out / "layouts.jsonl", origin
+    )
+    assert work.checkpoint.tokenizer is not None, "prepared() refuses a model without one"
+    found = table(rows, bits_per_byte(work.checkpoint.tokenizer, work.windows))
+    write_atomically(out / "layouts.md", found + "\n")
+    return found
+
+
+def lay_out(work: Work) -> Layout:
+    """Give the cut model's units the places of the plan's rule."""
+    plan = work.plan
+    late = plan.late.delay, plan.late.first_late_layer
+
+    def made() -> tuple[Layout, dict[str, Any]]:
+        modules = work.captured() if plan.layout in SEARCHED else []
+        return layout_of(plan.layout, work.model, modules, *late)
+
+    origin = {**work.about, "layout": plan.layout, "late": list(late), "layout_windows": plan.layout_windows}
+    layout = kept_layout(work.out / "layout.json", origin, made)
+    work.model.load_state_dict(laid_out(work.model.state_dict(), layout), assign=True)
+    work.about["layout"] = plan.layout
+    return layout
+
+
+def recovered(work: Work, layout: Layout, steps: int, minutes: float) -> str:
+    """Train as far as allowed; what was left of it, in words or JSON."""
+    plan, late, out, config = work.plan, work.plan.late, work.out, work.model.config
+    measure(work.model, work.parts, late, out, work.about)
+    reached = train(job_of(plan.job, out, work.lock), out, steps, minutes)
+    rows = measure(work.model, work.parts, late, out, work.about)
+    report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None)
+    if reached < plan.steps:
+        return "to be continued by the same command"
+    card = card_of(late, work.path.stem, work.checkpoint, rows, work.windows)
+    step = out / "run" / "checkpoint" / f"step-{reached}"
+    if not late.lora_rank:
+        trained = trained_weights(step, config, late)
+        return json.dumps(write_folder(late, work.checkpoint, trained, out / "hf", card))
+    adapter.write(out / "adapter", load_adapter(step, config, late), layout, late, work.about)
+    (out / "adapter" / "README.md").write_text(card)
+    return json.dumps(apply(out / "adapter", work.path, out / "hf"))
+
+
+def with_rank(plan: Plan, rank: int) -> Plan:
+    late = {**plan.job["late"], "lora_rank": rank}
+    return replace(plan, late=Late(**late), job={**plan.job, "late": late})
+
+
+def text(plan: Plan, out: Path) -> tuple[Path, Tensor]:
     """The lock of OUT/data, prepared if it is not there, and its held-out windows, token ids (n, S + 1)."""
     recipe, lock = out / "recipe.toml", out / "data" / "phase1.lock.json"
     if not lock.exists():

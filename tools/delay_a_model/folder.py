@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,6 @@ from laneformer import LaneformerConfig
 from laneformer.engine.folder import Checkpoint
 from laneformer.hf.export import (
     DType,
-    load_weights,
     rounded,
     staged_folder,
     verify,
@@ -66,15 +65,21 @@ def late_config(config: LaneformerConfig, late: Late) -> LaneformerConfig:
 
 
 def write_folder(
-    late: Late, checkpoint: Checkpoint, step: Path, out: Path, card: str, dtype: DType = "bfloat16"
+    late: Late,
+    checkpoint: Checkpoint,
+    trained: Mapping[str, Tensor],
+    out: Path,
+    card: str,
+    dtype: DType = "bfloat16",
 ) -> dict[str, Any]:
-    """`out` from the weights of the trained checkpoint `step`; the folder is loaded back and compared.
+    """`out` from trained weights; the folder is loaded back and compared.
 
-    checkpoint: the dense model. Returns out, dtype, and the largest difference of Transformers' logits from the
-    plain model's. ValueError for weights that are not finite.
+    trained: the late model's; what the config does not name is left out. checkpoint: the dense model. Returns out,
+    dtype, and the largest difference of Transformers' logits from the plain model's. ValueError for weights that are
+    not finite.
     """
     config = late_config(checkpoint.config, late)
-    weights = {name: rounded(name, w, dtype) for name, w in load_weights(step, config).items()}
+    weights = {name: rounded(name, trained[name], dtype) for name in config.tensor_shapes()}
     with staged_folder(out, overwrite=True) as folder:
         write_weights(folder, weights)
         write_text_files(checkpoint, folder)

@@ -20,6 +20,14 @@ class Late:
     """Steps in which the late share of a group of layers grows from 0 to 1"""
     layers_at_once: int = 1
     """Layers of a group; the last ones become late first"""
+    lora_rank: int = 0
+    """Of the adapter that is trained in place of the layers' weights (adapter.py); 0: the weights"""
+    lora_first_layer: int = 0
+    """The first layer with an adapter; 0: the first late one"""
+
+    @property
+    def first_adapted(self) -> int:
+        return self.lora_first_layer or self.first_late_layer
 
 
 @dataclass

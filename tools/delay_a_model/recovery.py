@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from laneformer import Laneformer
+from laneformer import Laneformer, LaneformerConfig
 from laneformer.engine.folder import Checkpoint
 from laneformer.hf.export import load_weights
 from records.checkpoints import newest_saved_step, step_folders, write_checksums
@@ -23,6 +24,7 @@ from records.files import read_lines, write_atomically
 from tools.ablate import trainer
 from tools.ablate.trainer import with_sections, write_job
 
+from .adapter import first_adapter, merged, scales
 from .damage import Row, keep, kept_rows
 from .job_config import Late
 from .lanes import ENDS, embedded, held_out_losses, late_model, shares
@@ -39,6 +41,12 @@ def check(late: Late, depth: int, steps: int) -> None:
             f"not {late.end!r}, {late.delay}, {late.first_late_layer}, {steps}"
         )
 
+    if late.lora_rank < 0 or not late.first_late_layer <= late.first_adapted < depth:
+        raise ValueError(
+            f"[late] needs lora_rank >= 0 and lora_first_layer 0 or in {late.first_late_layer} to {depth - 1}, "
+            f"not {late.lora_rank}, {late.lora_first_layer}"
+        )
+
 
 def job_of(tables: dict[str, Any], out: Path, lock: Path) -> dict[str, Any]:
     """The trainer's job: the config's tables with this run folder, data and dense model."""
@@ -52,20 +60,41 @@ def job_of(tables: dict[str, Any], out: Path, lock: Path) -> dict[str, Any]:
     return with_sections(tables, added)
 
 
-def write_dense(model: Laneformer, checkpoint: Checkpoint, folder: Path) -> None:
-    """The cut model as a run folder with its tokenizer, which text is prepared with; once."""
-    if (folder / "model.json").exists():
-        return
+def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """The dense model's, which text is prepared with."""
     assert checkpoint.tokenizer is not None, "the command refuses a model without one"
-    step = folder / "checkpoint" / "step-0"
-    dcp.save(dict(model.state_dict()), checkpoint_id=step, no_dist=True)
-    write_checksums(step)
+    folder.mkdir(parents=True, exist_ok=True)
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
-    for name, values in (
-        ("tokenizer_config.json", checkpoint.tokenizer_config),
-        ("model.json", model.config.to_dict()),  # the last: it says that the rest is there
-    ):
-        write_atomically(folder / name, json.dumps(values, indent=2) + "\n")
+    values = json.dumps(checkpoint.tokenizer_config, indent=2)
+    write_atomically(folder / "tokenizer_config.json", values + "\n")
+
+
+def write_dense(model: Laneformer, late: Late, folder: Path) -> None:
+    """The cut model as a run folder, once, with the adapter that training begins with."""
+    own = json.dumps([late.lora_rank, late.first_adapted] if late.lora_rank else [])
+    done = folder / "model.json", folder / "adapter.json"
+    if all(path.exists() for path in done) and done[1].read_text() == own:
+        return
+    step = folder / "checkpoint" / "step-0"
+    adapter = first_adapter(model.config, late) if late.lora_rank else {}
+    dcp.save({**model.state_dict(), **adapter}, checkpoint_id=step, no_dist=True)
+    write_checksums(step)
+    values = json.dumps(model.config.to_dict(), indent=2)
+    write_atomically(folder / "model.json", values + "\n")
+    write_atomically(folder / "adapter.json", own)  # the last: it says that the rest is there
+
+
+def trained_weights(step: Path, config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
+    """The late model's weights of a checkpoint, its adapter merged."""
+    weights = load_weights(step, config)
+    return merged(weights, load_adapter(step, config, late)) if late.lora_rank else weights
+
+
+def load_adapter(step: Path, config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
+    shapes = config.tensor_shapes()
+    adapter = first_adapter(config, late) | {name: torch.empty(shapes[name]) for name in scales(config, late)}
+    dcp.load(adapter, checkpoint_id=step, no_dist=True)
+    return adapter
 
 
 def train(job: dict[str, Any], out: Path, steps: int, minutes: float) -> int:
@@ -96,7 +125,9 @@ def measure(model: Laneformer, parts: Sequence[Tensor], late: Late, out: Path, a
     for step in sorted(saved.keys() - {row["step"] for row in rows}):
         if not (saved[step] / ".metadata").exists():  # a save that was interrupted
             continue
-        student = late_model(model.config, load_weights(saved[step], model.config)).to(parts[0].device)
+        student = late_model(model.config, trained_weights(saved[step], model.config, late)).to(
+            parts[0].device
+        )
         row = logged.get(step, {"gpu_hours": 0.0, "loss": None})
         trained = {
             "step": step, "seconds": round(3600 * row["gpu_hours"], 1), "kl": row["loss"],

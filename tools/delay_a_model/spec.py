@@ -2,7 +2,8 @@
 
 Layers below `first_late_layer` stay as they are, so their output is computed once for teacher and student. The
 teacher is the dense model's upper layers, the student starts as a copy of them; embedding, final norm and head
-are shared and frozen. The loss of a token is KL(teacher || student) of the prediction of the next one.
+are shared and frozen. With `lora_rank` so are the layers' matrices, and what is trained is the adapter. The loss
+of a token is KL(teacher || student) of the prediction of the next one.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
 from laneformer import LaneformerConfig
 from laneformer.hf.export import load_weights
-from laneformer.model import run_layers
+from laneformer.model import LaneAttention, LaneFeedForward, run_layers
+from laneformer.titan.attention import TitanAttention
 from laneformer.titan.layer import TitanLayer
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from train.spec import SPEC, register
 
+from .adapter import adapt, scales
 from .job_config import Late
 from .lanes import LateLayer, late_model, late_streams, logits_of, set_shares, shares
 
@@ -46,6 +49,18 @@ class LateTitanLayer(LateLayer, TitanLayer):
     """The trainer's modules, joined as `LateLayer` does."""
 
 
+class AdaptedAttention(TitanAttention):
+    project = LaneAttention.project  # by calls of the matrices: each has a change of its own
+
+
+class AdaptedLayer(LateTitanLayer):
+    """A layer whose matrices can have changes (adapter.py)."""
+
+    def __init__(self, config: LaneformerConfig, layer: int):
+        super().__init__(config, layer)
+        self.attention, self.feed_forward = AdaptedAttention(config, layer), LaneFeedForward(config)
+
+
 class LateLaneformer(TitanLaneformer):
     """The student; the teacher stands in a list, so that it is no part of the parameters or of a checkpoint."""
 
@@ -54,10 +69,18 @@ class LateLaneformer(TitanLaneformer):
         self.late, self.teacher_dtype = model_args.late, TORCH_DTYPE_MAP[model_args.teacher_dtype]
         self.teacher: list[nn.Module] = []
         first, depth = self.late.first_late_layer, self.config.num_hidden_layers
-        kinds = [TitanLayer] * first + [LateTitanLayer] * (depth - first)
+        adapted = self.late.first_adapted if self.late.lora_rank else depth
+        kinds = (
+            [TitanLayer] * first + [LateTitanLayer] * (adapted - first) + [AdaptedLayer] * (depth - adapted)
+        )
         self.layers = nn.ModuleList(kind(self.config, i) for i, kind in enumerate(kinds))
         self.requires_grad_(False)
-        self.layers[first:].requires_grad_()
+        if self.late.lora_rank:
+            self.adapters = adapt({i: self.layers[i] for i in range(adapted, depth)}, self.late.lora_rank)
+            for name in scales(self.config, self.late):
+                self.get_parameter(name).requires_grad_()
+        else:
+            self.layers[first:].requires_grad_()
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         """TorchTitan's, before a checkpoint is loaded; the teacher is read here, once there is a device."""
