@@ -77,7 +77,7 @@ def test_captured_modules_write_what_the_model_adds(
     model: Laneformer, modules: list[Module], ids: Tensor
 ) -> None:
     embedding = model.tok_embeddings(ids)
-    written = sum(m.written(torch.zeros(len(m.out), dtype=torch.int64), 1)[0] for m in modules)
+    written: Any = sum(m.written(torch.zeros(len(m.out), dtype=torch.int64), 1)[0] for m in modules)
     logits = model.lm_head(embedding[:, :, None] + written.view(*ids.shape, 1, -1), model.norm)
     expected = late_logits(model, ids, 0.0)
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -72,7 +72,8 @@ def key(layer: int, name: str) -> str:
 
 def first_adapter(config: LaneformerConfig, late: Late, seed: int = 0) -> dict[str, Tensor]:
     """The parameters before training, by their names in a checkpoint: the dense model."""
-    shapes, found = config.tensor_shapes(), {}
+    shapes = config.tensor_shapes()
+    found: dict[str, Tensor] = {}
     for i in range(late.first_adapted, config.num_hidden_layers):
         for name in MATRICES:
             lanes, rows, columns = shapes[f"layers.{i}.{name}.weight"]

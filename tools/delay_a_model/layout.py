@@ -62,7 +62,7 @@ def capture(dense: Laneformer, windows: Sequence[Tensor], every: int = 1, seed: 
     every: T of the values counts each so many tokens once; gradients are those of all.
     """
     taken: list[dict[str, list[Tensor]]] = [{"values": [], "scale": []} for _ in range(2 * len(dense.layers))]
-    moments: list[Tensor | None] = [None] * len(taken)
+    moments: list[Any] = [None] * len(taken)
     generator = torch.Generator().manual_seed(seed)
     for ids in windows:
         projected: list[list[Tensor]] = [[] for _ in taken]
@@ -104,7 +104,8 @@ def capture(dense: Laneformer, windows: Sequence[Tensor], every: int = 1, seed: 
 def modules_of(model: Laneformer) -> list[tuple[Any, list[Any], Any]]:
     """(norm, the matrices that read it, the matrix that writes) of attention and MLP of every layer."""
     found = []
-    for layer in model.layers:
+    layers: Any = model.layers
+    for layer in layers:
         attention, mlp = layer.attention, layer.feed_forward
         found.append((layer.attention_norm, [attention.wq, attention.wk, attention.wv], attention.wo))
         found.append((layer.ffn_norm, [mlp.w1, mlp.w3], mlp.w2))
@@ -140,7 +141,8 @@ def through(dense: Laneformer, embedding: Tensor) -> Tensor:
     h = embedding[:, :, None]
     for layer, mask in zip(dense.layers, masks, strict=True):
         h, _ = layer(h, (None, None), rope, mask)
-    return dense.lm_head(h, dense.norm)  # type: ignore[no-any-return]
+    logits: Tensor = dense.lm_head(h, dense.norm)
+    return logits
 
 
 class Search:

@@ -50,7 +50,8 @@ def kept_layout(path: Path, about: Row, made: Any) -> Layout:
         write_atomically(path, json.dumps({"about": about, **told, "layout": layout}) + "\n")
     found = json.loads(path.read_text(encoding="utf-8"))
     same_origin([found["about"]], about, path)
-    return found["layout"]  # type: ignore[no-any-return]
+    layout: Layout = found["layout"]
+    return layout
 
 
 @torch.no_grad()
