@@ -46,8 +46,8 @@ def layout_of(
 def kept_layout(path: Path, about: Row, made: Any) -> Layout:
     """The layout of a file, or what `made()` returns, which is written there. ValueError for one of another origin."""
     if not path.exists():
-        layout, told = made()
-        write_atomically(path, json.dumps({"about": about, **told, "layout": layout}) + "\n")
+        own, told = made()
+        write_atomically(path, json.dumps({"about": about, **told, "layout": own}) + "\n")
     found = json.loads(path.read_text(encoding="utf-8"))
     same_origin([found["about"]], about, path)
     layout: Layout = found["layout"]
