@@ -5,14 +5,20 @@ score, report, resume.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import tomli_w
 
 from laneformer import Laneformer, LaneformerConfig
+from records.events import STOPPED, read_outcome
 from records.files import read_lines
+from tests.train.runs import ask
 from tools.long_context import __main__ as command
 from tools.long_context import run
 from tools.long_context.measure import lose_keys
@@ -32,6 +38,14 @@ TINY = {
                {"seq_len": 512, "tokens": 4096, "batch_tokens": 2048, "learning_rate": 1e-3}],
     "scored": {"256": 1, "512": 1},
 }  # fmt: skip
+
+
+def made_up_text(folder: Path) -> Path:
+    draw, path = random.Random(0), folder / "text.jsonl"
+    words = ["".join(draw.choices("etaoinshrdlu", k=2 + n % 7)) for n in range(300)]
+    lines = ["\n".join(" ".join(draw.choices(words, k=6)) for _ in range(60)) for _ in range(200)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
 
 
 def follow(lines: list[str], name: str) -> tuple[str, int]:
@@ -93,12 +107,39 @@ def test_intervals_and_verdicts() -> None:
 
 
 @pytest.mark.slow
+def test_an_interrupted_experiment_ends_and_its_run_has_saved(tmp_path: Path) -> None:
+    plan = {**TINY, "stages": [{**TINY["stages"][0], "tokens": 300_000}, TINY["stages"][1]]}  # type: ignore[index]
+    (tmp_path / "plan.toml").write_text(tomli_w.dumps(plan))
+    text, out, log, pid = made_up_text(tmp_path), tmp_path / "out", tmp_path / "log", tmp_path / "pid"
+    trained = out / "runs/delay1-last-seed0"
+
+    def interrupt() -> None:
+        while not (trained / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        os.kill(int(pid.read_text()), signal.SIGINT)
+
+    words = [
+        sys.executable,
+        "-m",
+        "tools.long_context",
+        str(tmp_path / "plan.toml"),
+        "--out",
+        str(out),
+        "--text",
+        str(text),
+    ]
+    job = {"command": words, "environment": {}, "log": str(log), "pid": str(pid)}
+    assert ask(job, interrupt) == 130, log.read_text()
+    assert "interrupted; the same command goes on" in log.read_text()
+    outcome = read_outcome(trained)
+    assert outcome is not None
+    assert outcome["code"] == STOPPED
+    assert (trained / f"checkpoint/step-{outcome['step']}").exists()
+
+
+@pytest.mark.slow
 def test_the_whole_path_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(0)
-    words = ["".join(draw.choices("etaoinshrdlu", k=2 + n % 7)) for n in range(300)]
-    text = tmp_path / "text.jsonl"
-    lines = ["\n".join(" ".join(draw.choices(words, k=6)) for _ in range(60)) for _ in range(200)]
-    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    text = made_up_text(tmp_path)
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(TINY))
     monkeypatch.chdir(ROOT)
     page = tmp_path / "page.md"

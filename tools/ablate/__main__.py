@@ -14,11 +14,10 @@ import json
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import tyro
 from rich.console import Console
@@ -33,7 +32,7 @@ from .figure import draw
 from .page import ablation_section, put_section
 from .plan import Options, Plan, price_section
 from .report import Result, paired, read_results
-from .trainer import same_origin
+from .trainer import runs_side_by_side, same_origin
 from .training import Job, Training, run_job
 
 
@@ -73,18 +72,12 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, keep_we
     done = [[r["size"], r["variant"], r["seed"], r["learning_rate"]] for r in there]
     left = [job for job in jobs if job.key not in done]
     origin["commit"] = code_version(ROOT)
-    with Progress(console=Console(stderr=True)) as progress, ThreadPoolExecutor(workers) as pool:
+    with Progress(console=Console(stderr=True)) as progress, runs_side_by_side(workers) as pool:
         task = progress.add_task(f"training runs -> {path}", total=len(jobs), completed=len(jobs) - len(left))
         futures = [pool.submit(run_job, job, training, path.parent, keep_weights) for job in left]
-        try:
-            for future in as_completed(futures):
-                append_line(path, json.dumps({**future.result(), **origin, "time": time.time()}))
-                progress.update(task, advance=1)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in psutil.Process().children():
-                process.terminate()  # it saves a checkpoint first
-            raise
+        for future in as_completed(futures):
+            append_line(path, json.dumps({**future.result(), **origin, "time": time.time()}))
+            progress.update(task, advance=1)
 
 
 def check_origin(results: list[Result], origin: dict[str, Any], path: Path) -> None:

@@ -7,10 +7,12 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tomli_w
 
 from records.files import write_atomically
@@ -65,6 +67,21 @@ def train(
         told = f"its log is {log}, which ends:\n{last_text(log, ERROR_BYTES)}" if log else "see its messages"
         raise ValueError(f"{path.parent} has failed ({exit_words(code)}); {told}")
     return code
+
+
+@contextlib.contextmanager
+def runs_side_by_side(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for calls of `train`. Where one fails or we are interrupted, no other run begins, and those under way
+    save and end.
+    """
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in psutil.Process().children():
+                process.terminate()  # it saves a checkpoint first
+            raise
 
 
 def same_origin(kept: Iterable[Mapping[str, Any]], now: Mapping[str, Any], path: Path) -> None:

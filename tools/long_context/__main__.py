@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from rich.markdown import Markdown
 
 from records.files import hold_lock, read_lines, write_atomically
 from tools.ablate.page import put_section
+from tools.ablate.trainer import runs_side_by_side
 
 from .data import prepared, read_text
 from .plan import Plan
@@ -68,7 +68,7 @@ def train(plan: Plan, options: Options) -> None:
     tokens[0] *= len(plan.seeds)
     locks = prepared(options.out, text, lengths, tokens, plan.task_percent, plan.shape["vocab_size"])
     place = Place(options.out, text, locks)
-    with ThreadPoolExecutor(options.workers) as pool:
+    with runs_side_by_side(options.workers) as pool:
         for _ in pool.map(lambda group: run_group(group, plan, place), plan.groups()):
             pass
 
