@@ -164,7 +164,7 @@ def test_the_command_leaves_an_adapter_and_its_model(folder: Path, tmp_path: Pat
     path = write_config(folder, tmp_path, **changes)
     path.write_text(path.read_text().replace("[delay]\n", '[delay]\nlayout = "activations"\n', 1))
     delay_a_model(path, folder, out, ("layouts",))
-    assert "| 1 | 1 | activations |" in (out / "layouts.md").read_text()
+    assert "| activations | 1 | 1 |" in (out / "layouts.md").read_text()
     delay_a_model(path, folder, out, ("recover",), lora_rank=4)
     late = [row["loss"] for row in read_lines(out / "run" / "metrics.jsonl")]
     assert max(late[:4]) > 1.5 * late[-1] > 0, late

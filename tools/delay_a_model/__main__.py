@@ -45,7 +45,7 @@ from .folder import bits_per_byte, card_of, write_folder
 from .job_config import Late
 from .lanes import cut
 from .layout import Layout, Module, capture, laid_out
-from .layouts import SEARCHED, compare, kept_layout, layout_of, table
+from .layouts import SEARCHED, compare, kept_layout, layout_of, table_of
 from .recovery import (
     check,
     job_of,
@@ -185,7 +185,7 @@ def compared(work: Work) -> str:
         work.model, work.captured(), work.parts, plan.delays, firsts, out / "layouts.jsonl", origin
     )
     assert work.checkpoint.tokenizer is not None, "prepared() refuses a model without one"
-    found = table(rows, bits_per_byte(work.checkpoint.tokenizer, work.windows))
+    found = table_of(rows, bits_per_byte(work.checkpoint.tokenizer, work.windows))
     write_atomically(out / "layouts.md", found + "\n")
     return found
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from laneformer import Laneformer, LaneformerConfig
+from laneformer.model import run_layers
 from laneformer.positions import rope_table
 
 RULES = ("identity", "random", "affinity", "objective", "activations")
@@ -138,9 +139,7 @@ def through(dense: Laneformer, embedding: Tensor) -> Tensor:
     """Logits (B, S, V) of embeddings (B, S, D)."""
     positions = torch.arange(embedding.shape[1])
     rope, masks = rope_table(dense.config, positions), dense.masks(positions, positions)
-    h = embedding[:, :, None]
-    for layer, mask in zip(dense.layers, masks, strict=True):
-        h, _ = layer(h, (None, None), rope, mask)
+    h, _ = run_layers(dense.layers, dense.config, embedding, rope, masks)
     logits: Tensor = dense.lm_head(h, dense.norm)
     return logits
 
@@ -155,10 +154,9 @@ class Search:
         self.reach = 1 if rule == "affinity" else 2 * delay
         self.together = rule == "activations"
         self.lanes = [torch.arange(len(m.out)) * lanes // len(m.out) for m in modules]
-        self.partials = [m.written(at, lanes) for m, at in zip(modules, self.lanes, strict=True)]
-        self.sensitivity = [
-            m.read(at, lanes) for m, at in zip(modules, self.lanes, strict=True)
-        ]  # G, (L, D, D)
+        placed = list(zip(modules, self.lanes, strict=True))
+        self.partials = [m.written(at, lanes) for m, at in placed]
+        self.sensitivity = [m.read(at, lanes) for m, at in placed]  # G, (L, D, D)
 
     def writers(self, reader: int) -> range:
         return range(max(self.first, reader - self.reach), reader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +17,7 @@ from laneformer import Laneformer
 from records.files import write_atomically
 from tools.ablate.report import interval
 from tools.ablate.trainer import same_origin
+from tools.markdown import table
 
 from .damage import Row, keep, kept_rows
 from .lanes import embedded, late_model, logits_of, run_late
@@ -73,17 +74,7 @@ def compare(
     done = {(row["rule"], row["seed"], row["delay"], row["first_late_layer"]) for row in rows}
     runs = [(rule, seed) for rule in RULES for seed in range(SEEDS if rule == "random" else 1)]
     for first in firsts:
-        ends: list[tuple[Tensor, Tensor]] = []  # what layer `first` reads, and the dense model's logits
-        for h in embedded(model, parts):
-            h, _ = run_late(model, h, 0, [0.0] * first, 1)
-            ends.append(
-                (
-                    h,
-                    logits_of(
-                        model, run_late(model, h, first, [0.0] * (len(model.layers) - first), 1), "dropped"
-                    ),
-                )
-            )
+        ends = list(dense_ends(model, parts, first))
         for delay in delays:
             for rule, seed in runs:
                 if (rule, seed, delay, first) in done:
@@ -95,6 +86,14 @@ def compare(
                 row = {"rule": rule, "seed": seed, "delay": delay, "first_late_layer": first, **found, **told}
                 keep(rows, {**row, "about": about}, path)
     return rows
+
+
+def dense_ends(model: Laneformer, parts: Sequence[Tensor], first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What layer `first` reads, and the dense model's logits, of each batch."""
+    for h in embedded(model, parts):
+        h, _ = run_late(model, h, 0, [0.0] * first, 1)
+        upper = run_late(model, h, first, [0.0] * (len(model.layers) - first), 1)
+        yield h, logits_of(model, upper, "dropped")
 
 
 def damage_of(
@@ -116,18 +115,24 @@ def damage_of(
     return found
 
 
-def table(rows: Sequence[Row], bits: float) -> str:
+def table_of(rows: Sequence[Row], bits: float) -> str:
     """Markdown. bits: a nat a token in bits per byte."""
-    lines = [
-        "| late layers from | delay | layout | KL, nats a token | bits per byte above dense | estimate | seconds |"
-    ]
-    lines.append("|---:|---:|---|---:|---:|---:|---:|")
+    head = (
+        "layout",
+        "late layers from",
+        "delay",
+        "KL, nats a token",
+        "bits per byte above dense",
+        "estimate",
+        "s",
+    )
+    lines = []
     for row in sorted(rows, key=lambda row: (row["first_late_layer"], row["delay"])):
         kl, half, _ = interval(row["kl"])
         above = bits * (fmean(row["loss"]) - fmean(row["dense"]))
         name = f"random, seed {row['seed']}" if row["rule"] == "random" else row["rule"]
-        steps, seconds = row.get("estimates"), row.get("seconds", 0)
-        searched = f"{steps[0]:.3f} to {steps[-1]:.3f} | {seconds:.0f}" if steps else "|"
-        where = f"{row['first_late_layer']} | {row['delay']} | {name}"
-        lines.append(f"| {where} | {kl:.3f} ± {half:.3f} | {above:+.3f} | {searched} |")
-    return "\n".join(lines)
+        found = row.get("estimates")
+        searched = f"{found[0]:.3f} to {found[-1]:.3f}" if found else ""
+        measured = f"{kl:.3f} ± {half:.3f}", f"{above:+.3f}", searched, row.get("seconds", "")
+        lines.append((name, row["first_late_layer"], row["delay"], *measured))
+    return table(head, lines)
