@@ -264,10 +264,10 @@ def test_a_worker_lost_between_requests():
 
 
 def shared_files() -> set[Path]:
-    """But for the semaphores of multiprocessing, which other tests use beside this one, and
+    """But for the semaphores of multiprocessing and joblib, which other tests use beside this one, and
     the engine does not.
     """
-    return {path for path in Path("/dev/shm").glob("*") if not path.name.startswith("sem.mp-")}
+    return {path for path in Path("/dev/shm").glob("*") if not path.name.startswith(("sem.mp-", "sem.loky-"))}
 
 
 def test_workers_do_not_outlive_rank_0(tmp_path):
