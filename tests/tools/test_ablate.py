@@ -38,6 +38,7 @@ from tools.ablate.__main__ import check_origin
 from tools.ablate.page import ablation_section, put_section
 from tools.ablate.plan import Options, Plan, price_section
 from tools.ablate.report import detectable, interval, noise_floor, paired, read_results, together
+from tools.ablate.trainer import runs_side_by_side, train, write_job
 from tools.ablate.training import Job, Training, job_file, run_job
 
 SHIPPED = Path("configs/ablation.toml")
@@ -398,6 +399,18 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     assert [attempt["step"] for attempt in attempts] == [0, 1]
     status, said = run(toy(prepared_data, config, "warmup_ratio = 0.5"), tmp_path / "again", *seed)
     assert "holds results of another warmup_ratio" in said
+
+
+def test_where_a_run_fails_only_runs_are_ended(tmp_path: Path):
+    """Other children of this process, as a server of other tests, go on."""
+    child = subprocess.Popen(["sleep", "600"])
+    job, log = tmp_path / "run" / "job.toml", tmp_path / "log"
+    write_job(job, {"job": {"config_file": "none"}})
+    with pytest.raises(ValueError, match="run has failed"), runs_side_by_side(1) as pool:
+        pool.submit(train, job, ends=[0], log=log).result()
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.3)
+    child.kill()
 
 
 @pytest.mark.slow

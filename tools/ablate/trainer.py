@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import tomli_w
 
 from records.files import write_atomically
 from train.supervise.attempt import exit_words, free_port, last_text
 
 ERROR_BYTES = 2000  # of a log whose run has failed
+UNDER_WAY: set[subprocess.Popen[bytes]] = set()  # the trainers of this process, of all threads
 Sections = Mapping[str, Mapping[str, Any]]
 
 
@@ -54,6 +54,7 @@ def train(
             command, env={**os.environ, **rank, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True,  # Ctrl-C is ours to pass on
         )  # fmt: skip
+        UNDER_WAY.add(process)
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -63,6 +64,7 @@ def train(
             raise
         finally:
             code = process.wait()
+            UNDER_WAY.discard(process)
     if code not in ends:
         told = f"its log is {log}, which ends:\n{last_text(log, ERROR_BYTES)}" if log else "see its messages"
         raise ValueError(f"{path.parent} has failed ({exit_words(code)}); {told}")
@@ -79,7 +81,7 @@ def runs_side_by_side(workers: int) -> Iterator[ThreadPoolExecutor]:
             yield pool
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in psutil.Process().children():
+            for process in tuple(UNDER_WAY):
                 process.terminate()  # it saves a checkpoint first
             raise
 
