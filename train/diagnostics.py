@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
 
 
 def gather_ranks(mine: Tensor) -> Tensor:
@@ -27,9 +27,8 @@ class Diagnostics:
     pass, `see_gradients`, `gather`.
     """
 
-    def __init__(self, model: Any, parallel_dims: ParallelDims):
+    def __init__(self, model: Any):
         self.model = model
-        self.replicas = parallel_dims.dp_replicate
         self.watching = False
         for layer in self.model.layers:
             # Dynamo compiles a layer's hooks as well, and one that appends again for every length of the list
@@ -70,10 +69,11 @@ class Diagnostics:
         norms = []
         for layer in self.model.layers:
             gradients = [p.grad for p in layer.parameters() if p.grad is not None]
-            shards = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
+            shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
             found = torch.stack(torch._foreach_norm(shards)) if shards else none
-            norms.append(found.double().square().sum())
-        self.squared_norms = torch.stack(norms) / self.replicas
+            shares = found.new_tensor([1 / copies(grad) for grad in gradients] or [1.0], dtype=torch.float64)
+            norms.append((found.double().square() * shares).sum())
+        self.squared_norms = torch.stack(norms)
 
     def gather(self) -> dict[str, Any]:
         """The values of the row, equal on all ranks.
@@ -98,6 +98,14 @@ class Diagnostics:
             "layer_stream_rms": [math.sqrt(square) for square in sums[layers : 2 * layers]],
             **({"draft_loss": ratios(*sums[2 * layers : -2])} if self.drafts else {}),
         }
+
+
+def copies(gradient: Tensor) -> int:
+    """Ranks that hold the same shard of a gradient: replicas, and ranks of other lanes."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    places = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in places if placement.is_replicate())
 
 
 def ratios(*sums: float) -> list[float]:

@@ -40,7 +40,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, "weights travel in bfloat16"),
     "optimizer.early_step_in_backward": (False, "the guard judges a step before the weights move"),
     "training.enable_cpu_offload": (False, "gradients and moments stay on the GPU"),
-    "parallelism.tensor_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
+    "parallelism.enable_async_tensor_parallel": (False, "lanes' sums are asynchronous where they may come late"),
     "parallelism.pipeline_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
     "parallelism.context_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
     "parallelism.expert_parallel_degree": (1, "the Laneformer has no experts"),
@@ -62,7 +62,7 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 1",
         lambda value: value >= 1,
         "training.steps training.seq_len training.local_batch_size training.global_batch_size training.gc_freq "
-        "lr_scheduler.total_steps parallelism.data_parallel_replicate_degree metrics.log_freq validation.freq "
+        "lr_scheduler.total_steps parallelism.data_parallel_replicate_degree parallelism.tensor_parallel_degree metrics.log_freq validation.freq "
         "validation.local_batch_size validation.windows_per_source mixture.reader_threads checkpoint.interval "
         "resilience.max_failed_saves resilience.skip_steps resilience.max_fruitless_starts comm.init_timeout_seconds "
         "comm.train_timeout_seconds mtp.steps",
@@ -222,26 +222,34 @@ def misfits(job: Any, world_size: int | None) -> Iterator[str]:
     """Batch and mesh that do not fit each other, or the number of workers."""
     training, parallelism = job.training, job.parallelism
     replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    ranks = world_size or (replicas * shards if shards != -1 else None)
+    lane_ranks = parallelism.tensor_parallel_degree
+    ranks = world_size or (replicas * shards * lane_ranks if shards != -1 else None)
     if ranks is None:
         return
-    if ranks % replicas or (shards != -1 and replicas * shards != ranks):
+    if ranks % (replicas * lane_ranks) or (shards != -1 and replicas * shards * lane_ranks != ranks):
+        lanes = f" times tensor_parallel_degree = {lane_ranks}" if lane_ranks > 1 else ""
         yield (
             f"{ranks} workers do not form a mesh of data_parallel_replicate_degree = {replicas} times "
-            f"data_parallel_shard_degree = {shards}; start {replicas * max(shards, 1)}, or change the degrees"
+            f"data_parallel_shard_degree = {shards}{lanes}; start {replicas * max(shards, 1) * lane_ranks}, or change "
+            "the degrees"
         )
-    if problem := batch_problem(training.global_batch_size, training.local_batch_size, ranks):
+    if problem := batch_problem(training.global_batch_size, training.local_batch_size, ranks, lane_ranks):
         yield problem
 
 
-def batch_problem(global_batch: int, local_batch: int, ranks: int) -> str | None:
-    """Why a step's sequences cannot be dealt to the ranks in whole micro-batches; None if they can."""
-    if global_batch % (local_batch * ranks) == 0:
+def batch_problem(global_batch: int, local_batch: int, ranks: int, lane_ranks: int = 1) -> str | None:
+    """Why a step's sequences cannot be dealt to the ranks in whole micro-batches; None if they can.
+
+    lane_ranks: that share each sequence, by its lanes.
+    """
+    groups = ranks // lane_ranks
+    if global_batch % (local_batch * groups) == 0:
         return None
-    fix = f"a number of GPUs that divides {global_batch}"
-    if global_batch % ranks == 0:
-        fix = f"a local batch that divides {global_batch // ranks}"
+    who = "GPUs" if lane_ranks == 1 else f"groups of {lane_ranks} GPUs"
+    fix = f"a number of {who} that divides {global_batch}"
+    if global_batch % groups == 0:
+        fix = f"a local batch that divides {global_batch // groups}"
     return (
-        f"training.global_batch_size = {global_batch} is not a multiple of {ranks} GPUs x local_batch_size = "
+        f"training.global_batch_size = {global_batch} is not a multiple of {groups} {who} x local_batch_size = "
         f"{local_batch}; choose {fix}"
     )

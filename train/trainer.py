@@ -83,7 +83,7 @@ class LaneformerTrainer(torchtitan.train.Trainer):
             record_event(self.run, "kernels_replaced", attempt=self.attempt, reason=model.fallback)
         self.guard = Guard(section)
         self.bad_steps = BadSteps(self.run, self.attempt, job_config, self.dataloader)
-        self.diagnostics = Diagnostics(model, self.parallel_dims)
+        self.diagnostics = Diagnostics(model)
         model.lm_head.z_loss_weight = job_config.training.z_loss_weight
         self.in_loop = InLoop(job_config) if job_config.evals.in_loop else None
         check_vocabulary(self.dataloader, self.model_args.config.vocab_size)
@@ -192,8 +192,9 @@ class LaneformerTrainer(torchtitan.train.Trainer):
         grad_norm = dist_utils.clip_grad_norm_(list(model.parameters()), max_norm, foreach=True)
         self.heartbeat.enter(f"the exchange of step {self.step}")
         loss, max_loss, norm, self.stopping = exchange(
-            torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm, stop_asked(self.run)
-        )
+            torch.stack(parts).sum(), all_tokens / tokens.clamp(min=1), grad_norm, stop_asked(self.run),
+            self.parallel_dims.tp,
+        )  # fmt: skip
         try:
             self.guard.check(loss, norm)
         except BadStep as problem:
@@ -257,14 +258,15 @@ def stop_asked(run: Path) -> bool:
 
 
 def exchange(
-    loss: torch.Tensor, share: torch.Tensor, grad_norm: torch.Tensor, stop: bool
+    loss: torch.Tensor, share: torch.Tensor, grad_norm: torch.Tensor, stop: bool, alike: int
 ) -> tuple[float, float, float, bool]:
     """One all-gather of four numbers a rank: (mean loss, highest loss of a rank, gradient norm, whether any rank
     wants to stop), equal on all ranks.
 
-    loss: this rank's part of the mean; share: all tokens / this rank's.
+    loss: this rank's part of the mean; share: all tokens / this rank's; alike: ranks that have the same sequences,
+    each for its own lanes.
     """
-    mine = torch.stack([loss, loss * share, grad_norm, torch.full_like(loss, float(stop))])
+    mine = torch.stack([loss / alike, loss * share, grad_norm, torch.full_like(loss, float(stop))])
     everyone = gather_ranks(mine.float())
     total, _, highest, norm, stops = torch.cat([everyone[:, :1].sum(dim=0), everyone.amax(dim=0)]).tolist()
     return total, highest, norm, stops > 0

@@ -1,15 +1,41 @@
-"""What modules of lanes are made of: matrices with their biases, gates, attention with sinks.
+"""What modules of lanes are made of: sums, matrices with their biases, gates, attention with sinks.
 
 B batch   S query positions   T key positions   L lanes   H query heads   d head dimension
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 LIMIT, STEEPNESS = 7.0, 1.702  # of swiglu_oai
+
+
+class Lanes:
+    """How lanes' partial outputs meet: here, where one tensor holds all lanes.
+
+    Training may give them to several ranks (titan/lane_axis.py): then `here` of the `total` lanes are this rank's, and
+    L is `here` in its tensors.
+    """
+
+    def __init__(self, total: int):
+        self.total = self.here = total
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Partial outputs (B, S, L or 1, D) -> their sum over all lanes (B, S, 1, D), at once."""
+        return partial.sum(2, keepdim=True)
+
+    def send(self, partial: Tensor) -> Any:
+        """Partial outputs (B, S, L, D) on their way to all lanes: what `receive` takes, later."""
+        return partial
+
+    def receive(self, sent: Any, first_only: bool = False) -> Tensor:
+        """For each lane what the others have sent, (B, S, L, D); for the first one alone (B, S, 1, D)."""
+        partial: Tensor = sent
+        return partial.sum(2, keepdim=True) - (partial[:, :, :1] if first_only else partial)
 
 
 class Weight(nn.Module):

@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from .config import DRAFT_IDS, MODULES, Join, LaneformerConfig
 from .experts import LaneExperts
 from .initialization import init_parameter
-from .linear import LaneLinear, Weight, attend_with_sinks, gated
+from .linear import LaneLinear, Lanes, Weight, attend_with_sinks, gated
 from .norms import LaneRMSNorm, SumNorm
 from .positions import apply_rope, causal_mask, draft_mask, rope_table
 
-# of the last `broadcast_delay` layers, (attention, mlp); None where nobody waits for them
-Partials: TypeAlias = "deque[tuple[Tensor | None, Tensor | None]]"
+# of the last `broadcast_delay` layers, (attention, mlp), as `Lanes.send` gives them; None where nobody waits for them
+Sent: TypeAlias = "tuple[Any | None, Any | None]"
+Partials: TypeAlias = "deque[Sent]"
 
 
 class Cache(Protocol):
@@ -69,7 +70,7 @@ class LaneAttention(nn.Module):
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__()
         lanes, d_model, bias = config.num_lanes, config.hidden_size, config.attention_bias
-        self.layer, self.num_lanes, self.head_dim = layer, lanes, config.head_dim
+        self.layer, self.head_dim = layer, config.head_dim
         self.rotates, self.variant = layer not in config.nope_layers, config.variant
         self.rope, self.ropes = config.rope_of(layer), len(config.ropes)
         kv_size = config.head_dim * config.num_key_value_heads
@@ -115,6 +116,7 @@ class LaneAttention(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         query, key, value = self.project(x)
+        lanes = value.shape[2]
         query, key = self._normed_heads(query, self.q_norm), self._normed_heads(key, self.k_norm)
         value = self._heads(value)
         if self.rotates:
@@ -123,7 +125,7 @@ class LaneAttention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         out = self.attend(query, key, value, mask)
-        return self.wo(out.transpose(1, 2).flatten(2).unflatten(-1, (self.num_lanes, -1)))
+        return self.wo(out.transpose(1, 2).flatten(2).unflatten(-1, (lanes, -1)))
 
 
 class LaneFeedForward(nn.Module):
@@ -145,19 +147,19 @@ class LaneFeedForward(nn.Module):
         return self.w2(gated(self.act, *self.project(x)))
 
 
-def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None) -> Tensor:
+def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Any | None, lanes: Lanes) -> Tensor:
     """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D), or (B, S, 1, D)
     while all are equal.
 
-    `delayed` holds the same module's partials of `broadcast_delay` layers ago; of those a lane adds all but
-    its own, which it added at once. None where they are known to every lane already.
+    `delayed` holds the same module's partials of `broadcast_delay` layers ago, as `lanes` has sent them; of those a
+    lane adds all but its own, which it added at once. None where they are known to every lane already.
     """
     if how == Join.PRESENT:
-        return h + partial.sum(2, keepdim=True)
+        return h + lanes.sum(partial)
     if how == Join.NO_REDUCE:
-        return h + math.sqrt(partial.shape[2]) * partial
+        return h + math.sqrt(lanes.total) * partial
     h = h + partial
-    return h if delayed is None else h + (delayed.sum(2, keepdim=True) - delayed)
+    return h if delayed is None else h + lanes.receive(delayed)
 
 
 class LaneformerLayer(nn.Module):
@@ -166,6 +168,7 @@ class LaneformerLayer(nn.Module):
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__()
         self.joins = config.join(layer, "attention"), config.join(layer, "mlp")
+        self.lanes = Lanes(config.num_lanes)
         attention, mlp = (config.broadcasts(layer, m) or config.delivers(layer, m) for m in MODULES)
         self.broadcasts = attention, mlp
         pre, self.post_norms = config.variant.pre_norms, config.variant.post_norms
@@ -179,29 +182,30 @@ class LaneformerLayer(nn.Module):
     def forward(
         self,
         h: Tensor,
-        delayed: tuple[Tensor | None, Tensor | None],
+        delayed: Sent,
         rope: tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    ) -> tuple[Tensor, Sent]:
         """Streams (B, S, L, D) -> streams, and the partials (attention, mlp) that are to
-        be broadcast, else None.
+        be broadcast, sent as soon as they exist, else None.
         """
         attention = self.attention(self.attention_norm(h), rope, mask, cache)
         if self.post_norms:  # what joins is one output for all lanes
             attention = self.attention_post_norm(attention)
+        first = self.lanes.send(attention) if self.broadcasts[0] else None
         h, x = self.join_and_norm(h, attention, self.joins[0], delayed[0], self.ffn_norm)
         mlp = self.feed_forward(x)
         if self.post_norms:
             mlp = self.ffn_post_norm(mlp)
-        h = join_lanes(h, mlp, self.joins[1], delayed[1])
-        return h, (attention if self.broadcasts[0] else None, mlp if self.broadcasts[1] else None)
+        second = self.lanes.send(mlp) if self.broadcasts[1] else None
+        return join_lanes(h, mlp, self.joins[1], delayed[1], self.lanes), (first, second)
 
     def join_and_norm(
-        self, h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None, norm: LaneRMSNorm
+        self, h: Tensor, partial: Tensor, how: Join, delayed: Any | None, norm: LaneRMSNorm
     ) -> tuple[Tensor, Tensor]:
         """The streams with `partial` joined, and the same normed: the input of the next module."""
-        h = join_lanes(h, partial, how, delayed)
+        h = join_lanes(h, partial, how, delayed, self.lanes)
         return h, norm(h)
 
 
@@ -243,17 +247,19 @@ def run_layers(
     masks: Sequence[Tensor | None],
     cache: Cache | None = None,
     share_equal_streams: bool = False,
+    lanes: Lanes | None = None,
 ) -> tuple[Tensor, Partials]:
     """Embeddings (B, S, D) through all layers -> the lanes' streams (B, S, L, D), flushed where the config
     says so, and the partials (attention, mlp) that `deliver` still needs; `masks` holds one entry per layer.
 
     share_equal_streams: one stream (B, S, 1, D) stands for all lanes until a join tells them apart; if
     none does, one is what comes back. The same mathematics, rounded otherwise: products of equal
-    streams become larger ones.
+    streams become larger ones. lanes: those of the layers, all of them by default.
     """
+    lanes = lanes or Lanes(config.num_lanes)
     h = embedding[:, :, None]
     if not share_equal_streams:
-        h = h.expand(-1, -1, config.num_lanes, -1)
+        h = h.expand(-1, -1, lanes.here, -1)
     # partials of at most `broadcast_delay` layers are in flight: each is L streams wide and freed once
     # it has arrived
     in_flight: Partials = deque([(None, None)] * max(config.broadcast_delay, 1))
@@ -261,18 +267,18 @@ def run_layers(
         h, partials = layer(h, in_flight.popleft(), rope, mask, cache)
         in_flight.append(partials)
     if config.flush:
-        return deliver(h, in_flight, config).expand(-1, -1, config.num_lanes, -1), deque()
+        return deliver(h, in_flight, config, lanes).expand(-1, -1, lanes.here, -1), deque()
     return h, in_flight
 
 
-def deliver(h: Tensor, tail: Partials, config: LaneformerConfig) -> Tensor:
+def deliver(h: Tensor, tail: Partials, config: LaneformerConfig, lanes: Lanes | None = None) -> Tensor:
     """Streams (B, S, L, D) and what `run_layers` returns with them -> streams that have every lane's
     partials: (B, S, 1, D), one for all, where they are equal up to rounding.
     """
-    lanes = slice(0, 1) if config.equal_delivered_streams else slice(None)
-    h = h[:, :, lanes]
-    for partial in (p for partials in tail for p in partials if p is not None):
-        h = h + (partial.sum(2, keepdim=True) - partial[:, :, lanes])
+    lanes, one_for_all = lanes or Lanes(config.num_lanes), config.equal_delivered_streams
+    h = h[:, :, :1] if one_for_all else h
+    for sent in (each for partials in tail for each in partials if each is not None):
+        h = h + lanes.receive(sent, one_for_all)
     return h
 
 
@@ -309,7 +315,7 @@ class MTPHead(nn.Module):
         ropes, masks: one a step, of `draft_mask`. Columns whose token is not known get the first ones':
         the last k of step k mean nothing.
         """
-        lanes = self.layer.attention.num_lanes
+        lanes = self.layer.lanes.here
         cache = KVCache(1 + self.layer.attention.layer) if len(masks) > 1 else None
         outputs = []
         for step, (rope, mask) in enumerate(zip(ropes, masks, strict=True), 1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def watched_steps(layers: int, mesh: DeviceMesh) -> int:
     job.compile.enable, job.compile.backend, job.activation_checkpoint.mode = True, "eager", "none"
     checkpoint_and_compile(model, job)
     apply_fsdp(model, mesh, job)
-    diagnostics = Diagnostics(model, SimpleNamespace(dp_replicate=1))  # type: ignore[arg-type]
+    diagnostics = Diagnostics(model)
     tokens = torch.randint(3, 64, (1, 9))
     for logged in (True, False, True):
         if logged:

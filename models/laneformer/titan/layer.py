@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..config import Join, LaneformerConfig
@@ -47,7 +49,7 @@ class TitanLayer(LaneformerLayer):
         return self.joins[module] == Join.PRESENT and not self.broadcasts[module]
 
     def join_and_norm(
-        self, h: Tensor, partial: Tensor, how: Join, delayed: Tensor | None, norm: LaneRMSNorm
+        self, h: Tensor, partial: Tensor, how: Join, delayed: Any | None, norm: LaneRMSNorm
     ) -> tuple[Tensor, Tensor]:
-        h = keep(join_lanes(h, partial, how, delayed))
+        h = keep(join_lanes(h, partial, how, delayed, self.lanes))
         return h, norm(h)

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from ..config import LaneformerConfig
+from ..linear import Lanes
 from ..model import LaneRMSNorm, LMHead
+from .lane_axis import LaneAxis
 
 IGNORE_INDEX = -100  # TorchTitan's, and PyTorch's default
 CHUNK_TOKENS = 2048  # the 2B model's chunk: 2048 x 32000 logits; enough rows to fill a GPU's matrix units
@@ -30,26 +32,42 @@ def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor
     """logits (L, n, v), labels (n,) -> losses (n,), 0 where ignored; the
     softmax's log-denominators, largest logits.
     """
-    _, count, slice_size = logits.shape
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    peak = wide.amax((0, 2))
-    denominator = (wide - peak[None, :, None]).exp().sum((0, 2)).log() + peak
-    place = labels.clamp(min=0)
-    chosen = wide[place // slice_size, torch.arange(count, device=labels.device), place % slice_size]
+    denominator, peak, chosen = softmax_parts(logits, labels)
     return torch.where(labels == IGNORE_INDEX, 0.0, denominator - chosen), denominator, peak
 
 
+def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """logits (L, n, v) of the vocabulary from id `first` on -> the softmax's log-denominators, largest logits, and the
+    labels' logits, 0 for a label that is not among them; each (n,).
+    """
+    lanes, count, slice_size = logits.shape
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    peak = wide.amax((0, 2))
+    denominator = (wide - peak[None, :, None]).exp().sum((0, 2)).log() + peak
+    place = labels - first
+    own = (place >= 0) & (place < lanes * slice_size)
+    place = torch.where(own, place, 0)
+    chosen = wide[place // slice_size, torch.arange(count, device=labels.device), place % slice_size]
+    return denominator, peak, torch.where(own, chosen, 0.0)
+
+
 def logits_gradient(
-    logits: Tensor, denominator: Tensor, labels: Tensor, gradient: Tensor, z_loss_weight: float = 0.0
+    logits: Tensor,
+    denominator: Tensor,
+    labels: Tensor,
+    gradient: Tensor,
+    z_loss_weight: float = 0.0,
+    first: int = 0,
 ) -> Tensor:
     """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each
     token's own gradient (n,).
 
-    With a z-loss, z_loss_weight times the squared log-denominator: its gradient is the softmax's, too.
+    With a z-loss, z_loss_weight times the squared log-denominator: its gradient is the softmax's, too. The logits are
+    those of the vocabulary from id `first` on.
     """
     lanes, _, slice_size = logits.shape
     wide = logits.to(denominator.dtype)
-    columns = torch.arange(lanes * slice_size, device=labels.device).view(lanes, 1, slice_size)
+    columns = torch.arange(first, first + lanes * slice_size, device=labels.device).view(lanes, 1, slice_size)
     one_hot = columns == labels[None, :, None]
     weight = torch.where(labels == IGNORE_INDEX, 0.0, gradient)
     softmax = (wide - denominator[None, :, None]).exp()
@@ -67,7 +85,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Losses (N,) of streams (N, L, D) scored by a vocabulary-parallel head (L, v, D); labels int64 (N,).
 
     Returns log-denominators and largest logits (N,) as well, for the log. The losses leave the z-loss out,
-    their gradients contain it.
+    their gradients contain it. axis: whose lanes the streams and the head are, if not all; the losses are of the
+    whole vocabulary, and the gradients this rank's.
     """
 
     @staticmethod
@@ -79,13 +98,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         backend: str | None,
         z_loss_weight: float = 0.0,
+        axis: LaneAxis | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        function = _compiled(token_losses, backend) if backend else token_losses
+        function = _compiled(softmax_parts, backend) if backend else softmax_parts
+        ctx.first = 0 if axis is None else axis.first * weight.shape[1]
         parts = [
-            function(torch.bmm(part.transpose(0, 1), weight.mT), label)
+            function(torch.bmm(part.transpose(0, 1), weight.mT), label, ctx.first)
             for part, label in zip(x.split(chunk), labels.split(chunk), strict=True)
         ]
-        losses, denominators, peaks = (torch.cat(each) for each in zip(*parts, strict=True))
+        denominators, peaks, chosen = (torch.cat(each) for each in zip(*parts, strict=True))
+        if axis is not None:
+            denominators, peaks, chosen = axis.together(denominators, peaks, chosen)
+        losses = torch.where(labels == IGNORE_INDEX, 0.0, denominators - chosen)
         ctx.save_for_backward(x, weight, labels, denominators)
         ctx.mark_non_differentiable(denominators, peaks)
         ctx.chunk, ctx.backend, ctx.z_loss_weight = chunk, backend, z_loss_weight
@@ -103,13 +127,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             *(t.split(ctx.chunk) for t in (x, labels, denominators, gradients[0])), strict=True
         ):
             rows = part.transpose(0, 1)
-            d_logits = function(torch.bmm(rows, weight.mT), denominator, label, gradient, ctx.z_loss_weight)
+            logits = torch.bmm(rows, weight.mT)
+            d_logits = function(logits, denominator, label, gradient, ctx.z_loss_weight, ctx.first)
             x_gradient[at : at + len(part)] = torch.bmm(d_logits, weight).transpose(0, 1)
             if weighs:
                 weight_gradient += torch.bmm(d_logits.mT, rows)
             at += len(part)
         found = weight_gradient.to(weight.dtype) if weighs else None
-        return x_gradient, found, None, None, None, None
+        return x_gradient, found, None, None, None, None, None
 
 
 class TitanHead(LMHead):
@@ -117,7 +142,7 @@ class TitanHead(LMHead):
 
     def __init__(self, config: LaneformerConfig):
         super().__init__(config)
-        self.chunk_tokens = CHUNK_TOKENS
+        self.lanes, self.chunk_tokens = Lanes(config.num_lanes), CHUNK_TOKENS
         self.compile_backend: str | None = None  # set by parallelize when compile.components has "loss"
         self.z_loss_weight = 0.0  # set by the trainer
         self.seen: tuple[Tensor, Tensor] | None = (
@@ -139,13 +164,15 @@ class TitanHead(LMHead):
         assert self.weight is not None, "a model that is trained has a head of its own"
         if norm is not None:
             h = norm(h.sum(2, keepdim=True) if self.sum_before_norm else h)
+        axis = self.lanes if isinstance(self.lanes, LaneAxis) else None
         if labels is None:
+            assert axis is None, "no rank has all lanes' logits; with labels there are losses"
             return self.score(h, self.weight)
         if self.keep_chosen and not self.training:
             self.chosen = self.likeliest(h.detach())
         if self.kind == "vocab_parallel":
             x, targets = h.flatten(0, 1), labels.flatten()
-            options = self.chunk_tokens, self.compile_backend, self.z_loss_weight
+            options = self.chunk_tokens, self.compile_backend, self.z_loss_weight, axis
             count = (
                 len(targets)
                 if trained is None

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -31,12 +31,13 @@ from ..model import Laneformer
 from .fused_layer import FusedLayer
 from .join_norm import check_kernels, fuse_join_norm
 from .kernel_check import with_working_kernels
-from .private_torch import allow_variants, checkpoint_wrapper
+from .lane_axis import LaneAxis, give_lanes_to_ranks
+from .private_torch import EXCHANGES, allow_variants, checkpoint_wrapper
 from .products import lower_keep_to_nothing
 from .spec import TitanLaneformer
 
 RECOMPILE_LIMIT = 64
-KEPT_OPS = {
+KEPT_OPS = EXCHANGES | {
     torch.ops.laneformer.keep.default,
     torch.ops.laneformer.join.default,
     torch.ops.laneformer.rms_norm.default,
@@ -65,15 +66,28 @@ def parallelize_laneformer(
         check_kernels()
     model = with_working_kernels(model, job_config, checkpoint_and_compile)
     logger.info(f"Joins and norms: {model.model_args.join_norm}; attention: {model.model_args.attention}")
+    mesh, axis = meshes(parallel_dims)
+    if axis is not None:
+        give_lanes_to_ranks(model, axis)
     checkpoint_and_compile(model, job_config)
-    mesh = parallel_dims.world_mesh
-    if parallel_dims.fsdp_enabled:
-        mesh = parallel_dims.get_mesh(
-            ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-        )
-    # one device is a mesh of one: the same mixed precision everywhere; under autocast sums would widen the streams
     apply_fsdp(model, mesh, job_config)
     return model
+
+
+def meshes(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Of FSDP or HSDP, and of the lanes if they are on several ranks.
+
+    One device is an FSDP mesh of one: the same mixed precision everywhere; under autocast sums would widen the streams.
+    """
+    lanes = parallel_dims.get_mesh("tp") if parallel_dims.tp_enabled else None
+    if parallel_dims.fsdp_enabled:
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        return parallel_dims.get_mesh(names), lanes
+    world = parallel_dims.world_mesh
+    if lanes is None:
+        return world, None
+    both = init_device_mesh(world.device_type, (1, lanes.size()), mesh_dim_names=("fsdp", "tp"))
+    return both["fsdp"], both["tp"]
 
 
 def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
@@ -82,6 +96,8 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
     checkpointing = job_config.activation_checkpoint
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         apply_selective_checkpointing(model)
+    elif checkpointing.mode == "full" and isinstance(getattr(model.layers[0], "lanes", None), LaneAxis):
+        apply_selective_checkpointing(model, EXCHANGES)  # a sum comes over the network once
     elif checkpointing.mode != "none":
         apply_ac(
             model, checkpointing, model_compile_enabled=compile_model, base_folder=job_config.job.dump_folder
@@ -102,11 +118,11 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
         model.lm_head.compile_backend = job_config.compile.backend
 
 
-def apply_selective_checkpointing(model: Laneformer) -> None:
-    """Wrap every layer so that its backward pass keeps the results of KEPT_OPS and recomputes the rest."""
+def apply_selective_checkpointing(model: Laneformer, kept: frozenset[Any] = KEPT_OPS) -> None:
+    """Wrap every layer so that its backward pass keeps the results of these operations and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(
@@ -130,13 +146,18 @@ def apply_fsdp(model: Laneformer, mesh: DeviceMesh, job_config: JobConfig) -> No
         cast_forward_inputs=False,  # the rotary table enters each layer in float32 and has to stay so
     )
 
+    def cut(parameter: nn.Parameter) -> Shard:
+        # a lane axis that is cut already is left alone: a checkpoint's pieces are then plain blocks
+        lanes = int(isinstance(parameter, DTensor) and parameter.placements[0].is_shard())
+        return Shard(lanes + shard_dimension(parameter.shape[lanes:], degree))
+
     def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
         fully_shard(
             modules,
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=reshard,
-            shard_placement_fn=lambda p: Shard(shard_dimension(p.shape, degree)),
+            shard_placement_fn=cut,
         )
 
     reshard = job_config.parallelism.fsdp_reshard_after_forward != "never"

@@ -13,8 +13,12 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass as GraphPass
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-__all__ = ["GraphPass", "allow_variants", "checkpoint_wrapper", "forget_compiled", "lower_to_nothing",
-           "pass_after_autograd", "varies"]  # fmt: skip
+__all__ = ["EXCHANGES", "GraphPass", "allow_variants", "arrived", "checkpoint_wrapper", "forget_compiled",
+           "lower_to_nothing", "pass_after_autograd", "start_reduction", "varies"]  # fmt: skip
+# what a lane's rank gets from others: under checkpointing never asked for again
+EXCHANGES = frozenset(
+    {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default}
+)
 
 
 def lower_to_nothing(operation: Any) -> None:
@@ -42,6 +46,18 @@ def allow_variants(count: int) -> None:
 def varies(x: Tensor, dimension: int) -> None:
     """Another size of this dimension must not compile anything again."""
     torch._dynamo.mark_dynamic(x, dimension)
+
+
+def start_reduction(x: Tensor, group: str, how: str = "sum") -> Tensor:
+    """An all-reduce that is under way when this returns: its result must not be read before `arrived`."""
+    started: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group)
+    return started
+
+
+def arrived(started: Tensor) -> Tensor:
+    """The result of `start_reduction`, once it is there."""
+    found: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return found
 
 
 def forget_compiled() -> None:

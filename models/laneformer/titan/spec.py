@@ -15,12 +15,14 @@ from torchtitan.protocols.model import BaseModelArgs
 from ..config import FLAVORS, MTP, LaneformerConfig
 from ..flops import flops_per_token
 from ..initialization import init_parameter
+from ..linear import Lanes
 from ..model import Laneformer, MTPHead, run_layers
 from ..positions import rope_table
 from ..supports import refuse_unsupported
 from .attention import document_ids, training_masks
 from .float8 import Float8, check_shapes, float8_of
 from .fused_layer import FusedLayer
+from .lane_axis import check_lane_axis
 from .layer import TitanLayer
 from .loss import TitanHead
 from .mtp import Drafted, DraftTraining, losses_with_drafts
@@ -50,6 +52,7 @@ class LaneformerArgs(BaseModelArgs):
         refuse_unsupported(self.config, "training")
         self.init_seed = job_config.debug.seed or 0
         self.attention = choose_attention(job_config)
+        check_lane_axis(self.config, job_config)
         self.join_norm = choose_join_norm(job_config)
         self.mask_documents = job_config.model.mask_documents
         self.mtp = DraftTraining.of(job_config, self.config)
@@ -80,10 +83,11 @@ def choose_attention(job_config: JobConfig) -> str:
 
 
 def choose_join_norm(job_config: JobConfig) -> str:
-    """What `model.join_norm` names, "triton" or "plain"; "auto" is triton on a GPU."""
+    """What `model.join_norm` names, "triton" or "plain"; "auto" is triton on a GPU that has all lanes."""
     kind = job_config.model.join_norm
     if kind == "auto":
-        kind = "triton" if torch.cuda.is_available() else "plain"
+        whole = job_config.parallelism.tensor_parallel_degree == 1
+        kind = "triton" if whole and torch.cuda.is_available() else "plain"
     return kind
 
 
@@ -101,7 +105,7 @@ class TitanLaneformer(Laneformer):
     def __init__(self, model_args: LaneformerArgs):
         config = model_args.config
         super().__init__(config)
-        self.model_args = model_args
+        self.model_args, self.lanes = model_args, Lanes(config.num_lanes)
         layer = FusedLayer if model_args.join_norm == "triton" else TitanLayer
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.lm_head = TitanHead(config)
@@ -151,8 +155,10 @@ class TitanLaneformer(Laneformer):
 
         masks: one a layer; a block mask passes through the layers to TitanAttention.
         """
-        h, _ = run_layers(self.layers, self.config, embedding, rope, masks, share_equal_streams=True)
-        return self.lm_head(h.expand(-1, -1, self.config.num_lanes, -1), self.norm, labels, trained)
+        h, _ = run_layers(
+            self.layers, self.config, embedding, rope, masks, share_equal_streams=True, lanes=self.lanes
+        )
+        return self.lm_head(h.expand(-1, -1, self.lanes.here, -1), self.norm, labels, trained)
 
     def begin_step(self, step: int) -> None:
         """Called by the trainer before each optimizer step, counted from 1; for models that change while they train."""

@@ -1,0 +1,156 @@
+"""One or some lanes a rank: the lanes as an axis of a training job's mesh (TorchTitan's "tp").
+
+Keys, values, heads, MLP rows and streams of a lane live on the rank that owns it, so a sequence's activations are divided
+by the ranks. Lanes exchange sums of their partial outputs alone: at once where a join waits (Join.PRESENT), else by an
+all-reduce that starts when the partial outputs exist and that is waited for `broadcast_delay` layers later; in the
+backward pass the same sums travel the other way, and have as long.
+
+Gradients: of what one rank has (a lane's stream, its partial output, its matrices) a rank has the whole gradient; of what
+all ranks have alike (the embedding, sums, equal streams, norm scales) its own lanes' part, which a sum's backward pass, or
+FSDP for parameters, adds up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from ..config import LaneformerConfig
+from ..linear import LaneLinear, Lanes
+from ..model import LMHead
+from ..norms import LaneRMSNorm
+from .private_torch import arrived, start_reduction
+
+OPTION = "parallelism.tensor_parallel_degree"
+
+
+class _Sum(torch.autograd.Function):
+    """An all-reduce; of the gradients, too, as each rank has those of its own lanes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return arrived(start_reduction(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return arrived(start_reduction(gradient, ctx.group)), None
+
+
+class _Start(torch.autograd.Function):
+    """An all-reduce that begins; in the backward pass the gradients' all-reduce, which `_Arrive` began, ends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return start_reduction(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return arrived(gradient), None
+
+
+class _Arrive(torch.autograd.Function):
+    """The all-reduce that `_Start` began ends; nothing else may read what is under way."""
+
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return arrived(started)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return start_reduction(gradient, ctx.group), None
+
+
+class LaneAxis(Lanes):
+    """This rank's lanes among those of all ranks of a one-dimensional mesh, in its order."""
+
+    def __init__(self, total: int, mesh: DeviceMesh):
+        super().__init__(total)
+        self.here = total // mesh.size()
+        self.first = mesh.get_local_rank() * self.here
+        self.group = mesh.get_group().group_name
+
+    def sum(self, partial: Tensor) -> Tensor:
+        return _Sum.apply(_own_sum(partial), self.group)
+
+    def send(self, partial: Tensor) -> Any:
+        return partial, _Start.apply(_own_sum(partial), self.group)
+
+    def receive(self, sent: Any, first_only: bool = False) -> Tensor:
+        partial, started = sent
+        return _Arrive.apply(started, self.group) - (partial[:, :, :1] if first_only else partial)
+
+
+    def together(self, denominators: Tensor, peaks: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each token (N,), of this rank's part of the vocabulary -> of all of it: log of the softmax's denominator,
+        largest logit, the label's logit (0 where it is another rank's).
+        """
+        peak = arrived(start_reduction(peaks, self.group, "max"))
+        sums = torch.stack([(denominators - peak).exp(), chosen])
+        denominator, label = arrived(start_reduction(sums, self.group))
+        return denominator.log() + peak, peak, label
+
+
+def _own_sum(partial: Tensor) -> Tensor:
+    return partial if partial.shape[2] == 1 else partial.sum(2, keepdim=True)
+
+
+def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
+    """ValueError where a job's lanes cannot be given to several ranks; joins and delays are all possible."""
+    degree, lanes = job_config.parallelism.tensor_parallel_degree, config.num_lanes
+    if degree == 1:
+        return
+    if lanes % degree:
+        choices = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        raise ValueError(f"{OPTION} = {degree} does not divide num_lanes = {lanes}; choose from {choices}")
+    kernels = "plain" if job_config.model.join_norm == "auto" else job_config.model.join_norm
+    needs: dict[str, tuple[Any, Any, str]] = {
+        "lm_head_type": (config.lm_head_type, "vocab_parallel", "every other head needs all lanes' streams in one place"),
+        "num_nextn_predict_layers": (config.num_nextn_predict_layers, 0, "train the head that drafts afterwards"),
+        "model.join_norm": (kernels, "plain", "the kernels need all lanes; set join_norm = 'plain'"),
+        "model.converters": (job_config.model.converters, [], "float8 products are of all lanes"),
+    }
+    for name, (value, only, why) in needs.items():
+        if value != only:
+            raise ValueError(f"{OPTION} = {degree} is not possible with {name} = {value!r}: {why}; or set {OPTION} = 1")
+
+
+def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
+    """Let a model of all lanes compute this rank's alone, in place: what has a lane axis is cut along it, the rest
+    is on every rank.
+    """
+    axis = LaneAxis(model.config.num_lanes, mesh)
+    for module in model.modules():
+        if isinstance(getattr(module, "lanes", None), Lanes):
+            module.lanes = axis
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = Shard(0) if owned_by_lanes(module, parameter) else Replicate()
+            cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            _read_own_part(module, name, placement)
+
+
+def owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether a parameter's first axis is the lanes'."""
+    return isinstance(module, LaneLinear | LMHead) or (isinstance(module, LaneRMSNorm) and parameter.dim() == 2)
+
+
+def _read_own_part(module: nn.Module, name: str, placement: Placement) -> None:
+    """Let the module's code find this rank's part, a plain tensor, under the parameter's name.
+
+    Its gradient is a part of the parameter's or, for what all ranks have, a term of it.
+    """
+    gradient = [placement if placement.is_shard() else Partial()]
+
+    def own(module: nn.Module) -> Tensor | None:
+        parameter = module._parameters[name]
+        gathered = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+        return parameter.to_local(grad_placements=gradient) if gathered else parameter
+
+    kind = type(module)
+    module.__class__ = type(f"Own{kind.__name__}", (kind,), {name: property(own)})
