@@ -1,9 +1,9 @@
 """Losses and gradients of small models whose lanes are on several ranks, in processes of their own.
 
-    python -m tests.laneformer.titan.lane_ranks FOLDER DTYPE SHARDS LANE_RANKS [NAME=VALUE ...]
+    python -m tests.laneformer.titan.lane_ranks FOLDER DTYPE-SHARDSxLANE_RANKS[-FAULT] ...
 
-Trains on SHARDS x LANE_RANKS gloo ranks one batch of each of CASES, and leaves FOLDER/NAME.pt: losses (B, S), what the
-head has seen, and the whole gradient of each parameter. "plant" is a fault: "own-twice" or "no-sum".
+For each mesh, on so many gloo ranks, one batch of each of CASES: FOLDER/MESH/CASE.pt holds losses (B, S), what the head
+has seen, and the whole gradient of each parameter. FAULT is one of FAULTS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from train.job_config import patch_torch_for_cpu
 patch_torch_for_cpu()  # before TorchTitan is imported
 
 import torch  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
 
@@ -49,13 +49,12 @@ CASES: dict[str, dict[str, Any]] = {
 BATCH, LENGTH = 2, 12
 
 
-def config(name: str) -> LaneformerConfig:
-    return LaneformerConfig.from_flavor("tiny", **{**SHAPES, **CASES[name]})
+def config(name: str, **change: Any) -> LaneformerConfig:
+    return LaneformerConfig.from_flavor("tiny", **{**SHAPES, **CASES[name], **change})
 
 
 def tokens() -> torch.Tensor:
-    found = torch.randint(3, SHAPES["vocab_size"], (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(7))
-    return found
+    return torch.randint(3, SHAPES["vocab_size"], (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(7))
 
 
 def build(name: str) -> TitanLaneformer:
@@ -64,11 +63,13 @@ def build(name: str) -> TitanLaneformer:
     return model
 
 
-def measure(model: TitanLaneformer, batch: torch.Tensor) -> dict[str, Any]:
+def measure(model: TitanLaneformer, part: int = 0, parts: int = 1) -> dict[str, Any]:
+    """Of one of so many equal parts of the batch."""
+    batch, weights = tokens(), torch.linspace(0.5, 1.5, BATCH * LENGTH).view(BATCH, LENGTH)
     labels = batch[:, 1:].clone()
     labels[0, :3] = -100
-    losses = model(batch[:, :-1], labels)
-    weights = torch.linspace(0.5, 1.5, losses.numel(), dtype=losses.dtype).view_as(losses)
+    inputs, labels, weights = (each.chunk(parts)[part] for each in (batch[:, :-1], labels, weights))
+    losses = model(inputs, labels)
     (losses * weights).sum().backward()
     gradients = {
         name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()
@@ -77,13 +78,11 @@ def measure(model: TitanLaneformer, batch: torch.Tensor) -> dict[str, Any]:
     return {"losses": losses.detach(), "seen": model.lm_head.seen, "gradients": whole}
 
 
-def one_case(name: str, dtype: str, shards: int, lane_ranks: int, plant: str) -> dict[str, Any]:
+def one_case(name: str, dtype: str, mesh: DeviceMesh) -> dict[str, Any]:
     job = JobConfig()
     job.training.mixed_precision_param = job.training.mixed_precision_reduce = dtype
     job.activation_checkpoint.mode = name if name in ("full", "selective") else "none"
     job.activation_checkpoint.selective_ac_option = "op"
-    mesh = init_device_mesh("cpu", (shards, lane_ranks), mesh_dim_names=("fsdp", "tp"))
-    torch.set_default_dtype(getattr(torch, dtype))
     with torch.device("meta"):
         model = build(name)
     lane_axis.give_lanes_to_ranks(model, mesh["tp"])
@@ -91,41 +90,48 @@ def one_case(name: str, dtype: str, shards: int, lane_ranks: int, plant: str) ->
     parallelize.apply_fsdp(model, mesh["fsdp"], job)
     model.to_empty(device="cpu")
     model.init_weights()
-    batch = tokens().chunk(shards)[mesh.get_local_rank("fsdp")]
-    torch.manual_seed(0)
-    return measure(model, batch)
+    return measure(model, mesh.get_local_rank("fsdp"), mesh.size(0))
 
 
-def rank_main(rank: int, folder: Path, dtype: str, shards: int, lane_ranks: int, plant: str) -> None:
-    size = shards * lane_ranks
+def own_twice(self: lane_axis.LaneAxis, sent: Any, first_only: bool = False) -> torch.Tensor:
+    """`receive` with the lane's own partial output, which it has added at once."""
+    return lane_axis._Arrive.apply(sent[1], self.group)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "own_twice": (lane_axis.LaneAxis, "receive", own_twice),
+    "no_sum": (lane_axis, "Partial", Replicate),  # a gradient of what all ranks have is taken for the whole
+    "part_of_vocabulary": (lane_axis.LaneAxis, "together", lambda self, *parts: parts),
+}
+
+
+def rank_main(rank: int, size: int, folder: Path, dtype: str, shards: int, fault: str) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), size)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=size, store=store)
+    mesh = init_device_mesh("cpu", (shards, size // shards), mesh_dim_names=("fsdp", "tp"))
+    torch.set_default_dtype(getattr(torch, dtype))
     parallelize.TORCH_DTYPE_MAP["float64"] = torch.float64
-    if plant == "own-twice":
-        lane_axis.LaneAxis.receive = lambda self, sent, first_only=False: lane_axis._Arrive.apply(sent[1], self.group)
-    if plant == "no-sum":
-        lane_axis.Partial = Replicate
-    for name in CASES:
-        found = one_case(name, dtype, shards, lane_ranks, plant)
+    if fault:
+        setattr(*FAULTS[fault])
+    for name in CASES if not fault else ("delay-2",):
+        found = one_case(name, dtype, mesh)
         everyone: list[Any] = [None] * size
         torch.distributed.all_gather_object(everyone, found["losses"])
-        for at, losses in enumerate(everyone):
-            assert torch.equal(losses, everyone[at // lane_ranks * lane_ranks]), "ranks of one batch agree"
-        found["losses"] = torch.cat(everyone[::lane_ranks])
+        found["losses"] = torch.cat(everyone[:: mesh.size(1)])
         if rank == 0:
             torch.save(found, folder / f"{name}.pt")
     torch.distributed.destroy_process_group()
 
 
-def main() -> int:
-    folder, dtype, (shards, lane_ranks) = Path(sys.argv[1]), sys.argv[2], map(int, sys.argv[3:5])
-    plant = sys.argv[5] if len(sys.argv) > 5 else ""
-    torch.set_num_threads(1)
+def run_mesh(folder: Path, mesh: str) -> int:
+    dtype, sizes, *fault = mesh.split("-")
+    shards, lane_ranks = map(int, sizes.split("x"))
+    folder.mkdir()
     children = []
     for rank in range(shards * lane_ranks):
         if (child := os.fork()) == 0:
             try:
-                rank_main(rank, folder, dtype, shards, lane_ranks, plant)
+                rank_main(rank, shards * lane_ranks, folder, dtype, shards, *fault or [""])
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -135,4 +141,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    sys.exit(max(run_mesh(Path(sys.argv[1]) / mesh, mesh) for mesh in sys.argv[2:]))
