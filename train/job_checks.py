@@ -40,7 +40,10 @@ ONLY: dict[str, tuple[Any, str]] = {
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, "weights travel in bfloat16"),
     "optimizer.early_step_in_backward": (False, "the guard judges a step before the weights move"),
     "training.enable_cpu_offload": (False, "gradients and moments stay on the GPU"),
-    "parallelism.enable_async_tensor_parallel": (False, "lanes' sums are asynchronous where they may come late"),
+    "parallelism.enable_async_tensor_parallel": (
+        False,
+        "lanes' sums are asynchronous where they may come late",
+    ),
     "parallelism.pipeline_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
     "parallelism.context_parallel_degree": (1, "use data_parallel_shard_degree (FSDP)"),
     "parallelism.expert_parallel_degree": (1, "the Laneformer has no experts"),
@@ -62,7 +65,8 @@ BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 1",
         lambda value: value >= 1,
         "training.steps training.seq_len training.local_batch_size training.global_batch_size training.gc_freq "
-        "lr_scheduler.total_steps parallelism.data_parallel_replicate_degree parallelism.tensor_parallel_degree metrics.log_freq validation.freq "
+        "lr_scheduler.total_steps parallelism.data_parallel_replicate_degree metrics.log_freq validation.freq "
+        "parallelism.tensor_parallel_degree "
         "validation.local_batch_size validation.windows_per_source mixture.reader_threads checkpoint.interval "
         "resilience.max_failed_saves resilience.skip_steps resilience.max_fruitless_starts comm.init_timeout_seconds "
         "comm.train_timeout_seconds mtp.steps",

@@ -154,6 +154,7 @@ def facts(titan_job: Any, gpus: int) -> sums.Job:
     args.update_from_config(titan_job)
     training, mesh, checkpoint = titan_job.training, titan_job.parallelism, titan_job.checkpoint
     shard, replicate = mesh.data_parallel_shard_degree, mesh.data_parallel_replicate_degree
+    lane_ranks = mesh.tensor_parallel_degree
     bytes_of = {"bfloat16": sums.BF16, "float32": sums.FP32}
     float8 = float8_of(titan_job)
     return sums.Job(
@@ -162,8 +163,9 @@ def facts(titan_job: Any, gpus: int) -> sums.Job:
         steps=training.steps,
         global_batch=training.global_batch_size,
         local_batch=training.local_batch_size,
-        shard=gpus // replicate if shard == -1 else shard,
+        shard=gpus // (replicate * lane_ranks) if shard == -1 else shard,
         replicate=replicate,
+        lane_ranks=lane_ranks,
         checkpointing=titan_job.activation_checkpoint.mode,
         reshard=mesh.fsdp_reshard_after_forward != "never",
         checkpoint_interval=checkpoint.interval,
@@ -217,7 +219,12 @@ def phase_plan(
         epochs = so_far / source["expected_tokens"] if source["expected_tokens"] else None
         data.append({**source, "tokens": tokens, "tokens_so_far": so_far, "epochs_so_far": epochs})
     return {
-        "job": {**asdict(job), "config": job.config.to_dict(), "micro_batches": job.micro_batches},
+        "job": {
+            **asdict(job),
+            "config": job.config.to_dict(),
+            "micro_batches": job.micro_batches,
+            "mesh": job.mesh,
+        },
         "tokens_per_s_per_gpu": cluster.tokens_per_s_per_gpu,
         "parameters": sums.parameters(job.config),
         "compute": compute,
@@ -230,8 +237,8 @@ def phase_plan(
         "checkpoints": sums.checkpoints(job, cluster),
         "data": data,
         "traffic": {
-            f"{job.replicate} x {job.shard}": sums.traffic(job, cluster, job.shard, job.replicate),
-            f"flat {cluster.gpus}": sums.traffic(job, cluster, cluster.gpus, 1),
+            job.mesh: sums.traffic(job, cluster, job.shard, job.replicate),
+            f"flat {cluster.gpus}": sums.traffic(job, cluster, cluster.gpus // job.lane_ranks, 1),
         },
     }
 
@@ -312,10 +319,6 @@ def show_table(console: Console, title: str, columns: list[str], rows: list[list
     console.print(title, Markdown(table(columns, rows)))
 
 
-def gb(value: float) -> str:
-    return f"{value / 1e9:,.2f} GB"
-
-
 def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, columns, rows) of the tables of one phase."""
     parts, c, job, saved, g = (phase[k] for k in ("parameters", "compute", "job", "checkpoints", "gold"))
@@ -323,7 +326,7 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
     yield "parameters", ["part", "count", "share"], rows
     yield "compute", ["", ""], [
         ["batch", f"{job['global_batch']} sequences x {job['seq_len']} = {c['tokens_per_step']:,} tokens a step"],
-        ["mesh", f"{job['replicate']} x {job['shard']} GPUs"],
+        ["mesh", f"{job['mesh']} GPUs" + (", the last ones by lane" if job["lane_ranks"] > 1 else "")],
         ["micro-batches", f"{job['micro_batches']} of {job['local_batch']} sequences a GPU"],
         ["tokens", f"{c['steps']:,} steps = {c['tokens']:.4g}"],
         ["FLOPs", f"{c['flops_per_token'] / 1e9:.2f}e9 a token (causal and windowed keys only) = {c['flops']:.4g}"],
@@ -337,13 +340,13 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
     yield memory_table(phase, result["gpu"])
     lost = f"{saved['hours_lost_per_failure']:.2f} h = {saved['gpu_hours_lost_per_failure']:.0f} GPU-hours"
     yield "checkpoints", ["", ""], [
-        ["one, with optimizer", gb(saved["bytes"])],
+        ["one, with optimizer", speed.gb(saved["bytes"])],
         ["every", f"{job['checkpoint_interval']} steps = {saved['every_s'] / 60:.1f} min"],
         ["written in all", f"{saved['written']:,} = {saved['bytes_written'] / 1e12:,.1f} TB"],
-        ["kept at most", gb(saved["bytes_kept"])],
+        ["kept at most", speed.gb(saved["bytes_kept"])],
         ["lost per failure, on average", lost],
     ]  # fmt: skip
-    yield traffic_table(phase, result["network_gbit_per_s"])
+    yield speed.traffic_table(phase, result["network_gbit_per_s"])
     if phase["data"]:
         yield data_table(phase["data"])
 
@@ -358,28 +361,14 @@ def modelled(tokens_per_s: dict[str, float], phase: Result) -> str:
 def memory_table(phase: Result, gpu: str) -> tuple[str, list[str], list[list[str]]]:
     m = phase["memory"]
     parts = ("weights", "moments", "gradients", "gathered", "kept_activations", "working_set", "total")
-    rows = [[n.replace("_", " "), gb(m[n]), f"{100 * m[n] / phase['gpu_memory_bytes']:.0f}%"] for n in parts]
+    rows = [
+        [n.replace("_", " "), speed.gb(m[n]), f"{100 * m[n] / phase['gpu_memory_bytes']:.0f}%"] for n in parts
+    ]
     fits = "fits" if m["total"] <= phase["usable_bytes"] else "DOES NOT FIT"
-    rows.append([f"usable of one {gpu}", gb(phase["usable_bytes"]), fits])
+    rows.append([f"usable of one {gpu}", speed.gb(phase["usable_bytes"]), fits])
     rows.append(["largest local batch that fits", str(phase["largest_local_batch"]), ""])
-    rows.append(["(logits in float32, were they whole)", gb(m["logits_whole_fp32"]), "never made"])
+    rows.append(["(logits in float32, were they whole)", speed.gb(m["logits_whole_fp32"]), "never made"])
     return "memory per GPU at the peak (activations are an estimate)", ["", "bytes", "of the GPU"], rows
-
-
-def traffic_table(phase: Result, gbit_per_s: float) -> tuple[str, list[str], list[list[str]]]:
-    meshes, step_s = phase["traffic"].values(), phase["compute"]["step_s"]
-    names = ("all_gather_bytes", "reduce_scatter_bytes", "all_reduce_bytes", "nic_bytes", "nic_bytes_worst")
-    rows = [[n.removesuffix("_bytes").replace("_", " "), *(gb(mesh[n]) for mesh in meshes)] for n in names]
-    for key, label in (
-        ("nvlink_s", "over NVLink"),
-        ("nic_s", "over the network"),
-        ("nic_s_worst", "at worst"),
-    ):
-        cells = [f"{1e3 * mesh[key]:.0f} ms, {100 * mesh[key] / step_s:.0f}%" for mesh in meshes]
-        rows.append([f"{label}, of a step", *cells])
-    rows.append(["ranks in the longest ring", *(str(mesh["ring_ranks"]) for mesh in meshes)])
-    title = f"received by a GPU in a step ({gbit_per_s:g} Gb/s a GPU), before any overlap"
-    return title, ["mesh", *phase["traffic"]], rows
 
 
 def data_table(data: list[Result]) -> tuple[str, list[str], list[list[str]]]:

@@ -105,6 +105,38 @@ def type_table(by_type: list[dict[str, Any]], gpu: str) -> tuple[str, list[str],
     return title, ["", "tokens/s", "MFU, of the bf16 peak", "delay 0, tokens/s", "lane tax"], rows
 
 
+def gb(value: float) -> str:
+    return f"{value / 1e9:,.2f} GB"
+
+
+def traffic_table(phase: dict[str, Any], gbit_per_s: float) -> tuple[str, list[str], list[list[str]]]:
+    """Title, columns and rows of what `sums.traffic` says of some meshes."""
+    meshes, step_s = phase["traffic"].values(), phase["compute"]["step_s"]
+    names = (
+        "lanes_bytes",
+        "all_gather_bytes",
+        "reduce_scatter_bytes",
+        "all_reduce_bytes",
+        "nic_bytes",
+        "nic_bytes_worst",
+    )
+    rows = [[n.removesuffix("_bytes").replace("_", " "), *(gb(mesh[n]) for mesh in meshes)] for n in names]
+    rows.insert(
+        1, ["of one layer in a micro-batch", *(gb(mesh["lanes_of_a_layer_bytes"]) for mesh in meshes)]
+    )
+    for key, label in (
+        ("lanes_s", "sums of lanes over NVLink"),
+        ("nvlink_s", "shards over NVLink"),
+        ("nic_s", "over the network"),
+        ("nic_s_worst", "at worst"),
+    ):
+        cells = [f"{1e3 * mesh[key]:.0f} ms, {100 * mesh[key] / step_s:.0f}%" for mesh in meshes]
+        rows.append([f"{label}, of a step", *cells])
+    rows.append(["ranks in the longest ring", *(str(mesh["ring_ranks"]) for mesh in meshes)])
+    title = f"received by a GPU in a step ({gbit_per_s:g} Gb/s a GPU), before any overlap"
+    return title, ["mesh", *phase["traffic"]], rows
+
+
 def arriving(config: LaneformerConfig, layer: int) -> str:
     """What a layer reads: streams that are equal in all lanes, own ones, or own ones and delayed partials."""
     if config.adds_delayed(layer, "attention") or config.adds_delayed(layer, "mlp"):

@@ -5,6 +5,8 @@ Everything follows from the job file, the architecture and a datasheet, but for 
 as such, the usable share of a GPU's memory, and one figure counted in generated code, what a
 layer's backward pass allocates.
 
+Where lanes are on several ranks (`lane_ranks`), all of it is calculated from how they exchange; no GPU has shown it.
+
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from laneformer.config import Join, LaneformerConfig
+from laneformer.config import MODULES, Join, LaneformerConfig
 from laneformer.flops import flops_per_token
 from laneformer.titan.loss import CHUNK_TOKENS
 from tools.cards import Card
@@ -50,8 +52,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """The job settings that the sums need. `shard` and `replicate` are the mesh: HSDP, or
-    FSDP with replicate 1.
+    """The job settings that the sums need. `shard`, `replicate` and `lane_ranks` are the mesh: HSDP, or
+    FSDP with replicate 1, of groups of ranks that share a sequence by its lanes.
     """
 
     config: LaneformerConfig
@@ -61,6 +63,7 @@ class Job:
     local_batch: int
     shard: int
     replicate: int = 1
+    lane_ranks: int = 1
     checkpointing: str = "selective"  # or none, full
     reshard: bool = True  # layers are gathered again for the backward pass
     checkpoint_interval: int = 1
@@ -75,19 +78,23 @@ class Job:
         return self.global_batch * self.seq_len
 
     @property
+    def mesh(self) -> str:
+        return f"{self.replicate} x {self.shard}" + (f" x {self.lane_ranks}" if self.lane_ranks > 1 else "")
+
+    @property
     def micro_batches(self) -> int:
         return self.global_batch // (self.local_batch * self.shard * self.replicate)
 
 
 def check(job: Job, cluster: Cluster) -> None:
     """ValueError when mesh, batch and cluster do not fit each other."""
-    mesh = job.shard * job.replicate
+    mesh = job.shard * job.replicate * job.lane_ranks
     if mesh != cluster.gpus:
         raise ValueError(
-            f"the mesh has {job.replicate} x {job.shard} = {mesh} GPUs, --gpus is {cluster.gpus}; give --gpus {mesh} "
+            f"the mesh has {job.mesh} = {mesh} GPUs, --gpus is {cluster.gpus}; give --gpus {mesh} "
             "or --parallelism.data_parallel_replicate_degree and --parallelism.data_parallel_shard_degree"
         )
-    if problem := batch_problem(job.global_batch, job.local_batch, mesh):
+    if problem := batch_problem(job.global_batch, job.local_batch, mesh, job.lane_ranks):
         raise ValueError(problem)
 
 
@@ -128,43 +135,71 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
     }
 
 
+def rank_parameters(job: Job) -> Facts:
+    """Of one rank of a group, before FSDP cuts them: a layer's matrices, the head, what every rank has, total."""
+    counts = job.config.parameter_count()
+    layer, head = (counts[name] / job.lane_ranks for name in ("layer", "lm_head"))
+    common = counts["embedding"] + (counts["norms"] if job.config.replicated_rmsn_scale else 0)
+    total = common + (counts["total"] - common) / job.lane_ranks
+    return {"layer": layer, "lm_head": head, "common": common, "total": total}
+
+
+def exchanged(job: Job, layer: int) -> int:
+    """Sums (B, S, D) over all lanes that the ranks of a group make of a layer's outputs; none where a rank has all."""
+    config = job.config
+    if job.lane_ranks == 1:
+        return 0
+    return sum(
+        config.join(layer, module) == Join.PRESENT
+        or config.broadcasts(layer, module)
+        or config.delivers(layer, module)
+        for module in MODULES
+    )
+
+
 def kept_per_token(job: Job, layer: int) -> float:
     """Values (not bytes) of one token that a compiled layer keeps from its forward for its backward pass.
 
     Its input streams, which are one as long as the lanes' are equal, the streams between attention and MLP,
     both also normed, and the narrow products; without checkpointing that is the most, as the compiler may
     recompute some. In float8 the MLP's normed streams and w2's input are a byte each. Full keeps inputs
-    alone, and so the delayed attention output, until the layer's backward pass computes the rest again.
+    alone, and so the delayed attention output, until the layer's backward pass computes the rest again. Sums over ranks
+    are always kept: they are not sent for twice.
     """
     config = job.config
-    d, wide = config.hidden_size, config.num_lanes * config.hidden_size
+    d, wide = config.hidden_size, config.num_lanes * config.hidden_size / job.lane_ranks
+    sums = exchanged(job, layer) * d
     equal = config.equal_streams(layer)
     before = d if equal else wide
     if job.checkpointing == "full":
-        return before + (wide if config.adds_delayed(layer, "attention") else 0)
+        return before + sums + (wide if config.adds_delayed(layer, "attention") else 0)
     between = d if equal and config.join(layer, "attention") == Join.PRESENT else wide
     kv = config.head_dim * config.num_key_value_heads
-    narrow = 2 * d + 2 * kv + 2 * config.intermediate_size
+    narrow = (2 * d + 2 * kv + 2 * config.intermediate_size) / job.lane_ranks
     if job.float8:
         return 2 * before + between + narrow + (between + config.intermediate_size) / job.param_bytes
-    return 2 * (before + between) + narrow
+    return 2 * (before + between) + narrow + sums
 
 
 def memory(job: Job) -> dict[str, float]:
     """Bytes on one GPU at the peak: states exactly, gathers and activations as estimated."""
-    config, counts = job.config, job.config.parameter_count()
+    config, counts = job.config, rank_parameters(job)
     micro = job.local_batch * job.seq_len
-    wide = micro * config.num_lanes * config.hidden_size * job.param_bytes
+    stream = micro * config.hidden_size * job.param_bytes
+    wide = stream * config.num_lanes / job.lane_ranks
     own = counts["total"] / job.shard
     gathered = LAYERS_IN_FLIGHT * counts["layer"] + counts["lm_head"] if job.reshard else counts["total"]
     chunk = min(CHUNK_TOKENS, micro) if config.lm_head_type == "vocab_parallel" else micro
     # a chunk's logits, widened, and their gradient; the head's gradient in float32; streams,
     # normed, their gradient
-    head = chunk * config.vocab_size * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
+    vocabulary = config.vocab_size / job.lane_ranks
+    head = chunk * vocabulary * (job.param_bytes + 2 * FP32) + FP32 * counts["lm_head"] + 3 * wide
     by_layer = [kept_per_token(job, i) for i in range(config.num_hidden_layers)]
     whole = dataclasses.replace(job, checkpointing="none")
     # of the layer whose backward pass is under way: what it has not kept
     again = max(kept_per_token(whole, i) - kept for i, kept in enumerate(by_layer)) * micro * job.param_bytes
+    # gradients of sums on their way
+    late = 0 if job.lane_ranks == 1 else len(MODULES) * config.broadcast_delay * stream
     # unsharded gradients
     in_flight = LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)
     parts = {
@@ -173,7 +208,7 @@ def memory(job: Job) -> dict[str, float]:
         "gradients": FP32 * own,
         "gathered": job.param_bytes * gathered + in_flight,
         "kept_activations": sum(by_layer) * micro * job.param_bytes,
-        "working_set": max(head, WIDE_IN_BACKWARD[job.float8] * wide + again),
+        "working_set": max(head, WIDE_IN_BACKWARD[job.float8] * wide + again + late),
     }
     return {**parts, "total": sum(parts.values()), "logits_whole_fp32": micro * config.vocab_size * FP32}
 
@@ -209,21 +244,31 @@ def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
     Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over
     NVLink. Shards across nodes pass the network: at best a node receives each byte once and its NICs
     share the work (`nic_bytes`), while a ring over all ranks that ignores the nodes brings every byte
-    over every NIC (`nic_bytes_worst`).
+    over every NIC (`nic_bytes_worst`). Ranks of one group exchange sums of their lanes over NVLink: `lanes_bytes`, and
+    of one layer in one micro-batch.
     """
-    counts = job.config.parameter_count()
+    counts, group = rank_parameters(job), job.lane_ranks
     # the head is gathered once
     gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]
     others = (shard - 1) / shard
     all_gather = job.micro_batches * job.param_bytes * gathers * others
     reduce_scatter = job.micro_batches * job.reduce_bytes * counts["total"] * others
     all_reduce = job.reduce_bytes * counts["total"] / shard * 2 * (replicate - 1) / replicate
-    nodes = -(-shard // cluster.gpus_per_node)
+    # a group's ranks are neighbours, so its shards are that far apart
+    nodes, in_node = -(-shard * group // cluster.gpus_per_node), max(cluster.gpus_per_node // group, 1)
     within = all_gather + reduce_scatter
     # of what a GPU needs from other shards, the part that other nodes hold
     outside = within / others * (nodes - 1) / nodes if nodes > 1 else 0.0
-    nic, nic_worst = all_reduce + outside / min(shard, cluster.gpus_per_node), all_reduce + outside
+    nic, nic_worst = all_reduce + outside / min(shard, in_node), all_reduce + outside
+    # a layer's sums, forward and backward, and the gradients of what every lane has; each an all-reduce
+    stream = job.local_batch * job.seq_len * job.config.hidden_size * job.param_bytes
+    ring = 2 * (group - 1) / group
+    layers = [2 * exchanged(job, i) * stream * ring for i in range(job.config.num_hidden_layers)]
+    lanes = job.micro_batches * (sum(layers) + counts["common"] * job.param_bytes * ring)
     return {
+        "lanes_bytes": lanes,
+        "lanes_of_a_layer_bytes": max(layers),
+        "lanes_s": lanes / cluster.gpu.link_bytes_per_s,
         "all_gather_bytes": all_gather,
         "reduce_scatter_bytes": reduce_scatter,
         "all_reduce_bytes": all_reduce,

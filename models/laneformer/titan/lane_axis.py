@@ -1,13 +1,13 @@
 """One or some lanes a rank: the lanes as an axis of a training job's mesh (TorchTitan's "tp").
 
-Keys, values, heads, MLP rows and streams of a lane live on the rank that owns it, so a sequence's activations are divided
-by the ranks. Lanes exchange sums of their partial outputs alone: at once where a join waits (Join.PRESENT), else by an
-all-reduce that starts when the partial outputs exist and that is waited for `broadcast_delay` layers later; in the
-backward pass the same sums travel the other way, and have as long.
+Keys, values, heads, MLP rows and streams of a lane live on the rank that owns it, so a sequence's activations are
+divided by the ranks. Lanes exchange sums of their partial outputs alone: at once where a join waits (Join.PRESENT),
+else by an all-reduce that starts when the partial outputs exist and that is waited for `broadcast_delay` layers later;
+in the backward pass the same sums travel the other way, and have as long.
 
-Gradients: of what one rank has (a lane's stream, its partial output, its matrices) a rank has the whole gradient; of what
-all ranks have alike (the embedding, sums, equal streams, norm scales) its own lanes' part, which a sum's backward pass, or
-FSDP for parameters, adds up.
+Gradients: of what one rank has (a lane's stream, its partial output, its matrices) a rank has the whole gradient; of
+what all ranks have alike (the embedding, sums, equal streams, norm scales) its own lanes' part, which a sum's backward
+pass, or FSDP for parameters, adds up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..config import LaneformerConfig
 from ..linear import LaneLinear, Lanes
@@ -85,7 +85,6 @@ class LaneAxis(Lanes):
         partial, started = sent
         return _Arrive.apply(started, self.group) - (partial[:, :, :1] if first_only else partial)
 
-
     def together(self, denominators: Tensor, peaks: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token (N,), of this rank's part of the vocabulary -> of all of it: log of the softmax's denominator,
         largest logit, the label's logit (0 where it is another rank's).
@@ -110,14 +109,24 @@ def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
         raise ValueError(f"{OPTION} = {degree} does not divide num_lanes = {lanes}; choose from {choices}")
     kernels = "plain" if job_config.model.join_norm == "auto" else job_config.model.join_norm
     needs: dict[str, tuple[Any, Any, str]] = {
-        "lm_head_type": (config.lm_head_type, "vocab_parallel", "every other head needs all lanes' streams in one place"),
-        "num_nextn_predict_layers": (config.num_nextn_predict_layers, 0, "train the head that drafts afterwards"),
+        "lm_head_type": (
+            config.lm_head_type,
+            "vocab_parallel",
+            "every other head needs all lanes' streams in one place",
+        ),
+        "num_nextn_predict_layers": (
+            config.num_nextn_predict_layers,
+            0,
+            "train the head that drafts afterwards",
+        ),
         "model.join_norm": (kernels, "plain", "the kernels need all lanes; set join_norm = 'plain'"),
         "model.converters": (job_config.model.converters, [], "float8 products are of all lanes"),
     }
     for name, (value, only, why) in needs.items():
         if value != only:
-            raise ValueError(f"{OPTION} = {degree} is not possible with {name} = {value!r}: {why}; or set {OPTION} = 1")
+            raise ValueError(
+                f"{OPTION} = {degree} is not possible with {name} = {value!r}: {why}; or set {OPTION} = 1"
+            )
 
 
 def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
@@ -132,25 +141,39 @@ def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
             placement = Shard(0) if owned_by_lanes(module, parameter) else Replicate()
             cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-            _read_own_part(module, name, placement)
+            _read_own_part(module, name)
 
 
 def owned_by_lanes(module: nn.Module, parameter: Tensor) -> bool:
     """Whether a parameter's first axis is the lanes'."""
-    return isinstance(module, LaneLinear | LMHead) or (isinstance(module, LaneRMSNorm) and parameter.dim() == 2)
+    return isinstance(module, LaneLinear | LMHead) or (
+        isinstance(module, LaneRMSNorm) and parameter.dim() == 2
+    )
 
 
-def _read_own_part(module: nn.Module, name: str, placement: Placement) -> None:
-    """Let the module's code find this rank's part, a plain tensor, under the parameter's name.
+def _read_own_part(module: nn.Module, name: str) -> None:
+    """Let the module's code find, under the parameter's name, what `own_parts` has put beside it."""
+    kind, beside = type(module), f"own_{name}"
+    module.__class__ = type(
+        f"Own{kind.__name__}", (kind,), {name: property(lambda module: getattr(module, beside))}
+    )
 
-    Its gradient is a part of the parameter's or, for what all ranks have, a term of it.
+
+def own_parts(*units: nn.Module) -> None:
+    """Before each forward pass of a unit that FSDP gathers, give its modules' code this rank's parts, plain tensors.
+
+    Not inside of what is compiled, whose backward pass could not keep a mesh. A part's gradient is a part of the
+    parameter's or, of what all ranks have, a term.
     """
-    gradient = [placement if placement.is_shard() else Partial()]
+    for unit in units:
+        unit.register_forward_pre_hook(torch.compiler.disable(_own_parts))
 
-    def own(module: nn.Module) -> Tensor | None:
-        parameter = module._parameters[name]
-        gathered = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
-        return parameter.to_local(grad_placements=gradient) if gathered else parameter
 
-    kind = type(module)
-    module.__class__ = type(f"Own{kind.__name__}", (kind,), {name: property(own)})
+def _own_parts(unit: nn.Module, inputs: Any) -> None:
+    for module in unit.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            assert isinstance(parameter, DTensor), f"{name} is on no mesh"
+            (placement,) = parameter.placements
+            gradient = placement if placement.is_shard() else Partial()
+            # not by setattr, which takes it for a parameter
+            vars(module)[f"own_{name}"] = parameter.to_local(grad_placements=[gradient])

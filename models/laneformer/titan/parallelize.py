@@ -31,7 +31,7 @@ from ..model import Laneformer
 from .fused_layer import FusedLayer
 from .join_norm import check_kernels, fuse_join_norm
 from .kernel_check import with_working_kernels
-from .lane_axis import LaneAxis, give_lanes_to_ranks
+from .lane_axis import LaneAxis, give_lanes_to_ranks, own_parts
 from .private_torch import EXCHANGES, allow_variants, checkpoint_wrapper
 from .products import lower_keep_to_nothing
 from .spec import TitanLaneformer
@@ -70,6 +70,8 @@ def parallelize_laneformer(
     if axis is not None:
         give_lanes_to_ranks(model, axis)
     checkpoint_and_compile(model, job_config)
+    if axis is not None:
+        own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
     apply_fsdp(model, mesh, job_config)
     return model
 

@@ -54,7 +54,9 @@ def config(name: str, **change: Any) -> LaneformerConfig:
 
 
 def tokens() -> torch.Tensor:
-    return torch.randint(3, SHAPES["vocab_size"], (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    return torch.randint(
+        3, SHAPES["vocab_size"], (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(7)
+    )
 
 
 def build(name: str) -> TitanLaneformer:
@@ -87,6 +89,7 @@ def one_case(name: str, dtype: str, mesh: DeviceMesh) -> dict[str, Any]:
         model = build(name)
     lane_axis.give_lanes_to_ranks(model, mesh["tp"])
     parallelize.checkpoint_and_compile(model, job)
+    lane_axis.own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
     parallelize.apply_fsdp(model, mesh["fsdp"], job)
     model.to_empty(device="cpu")
     model.init_weights()

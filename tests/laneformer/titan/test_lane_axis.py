@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import JobConfig
 
-from laneformer.titan.lane_axis import check_lane_axis
-from tests.laneformer.titan.lane_ranks import CASES, FAULTS, build, config, measure
+from laneformer.config import MODULES, Join
+from laneformer.titan.lane_axis import check_lane_axis, give_lanes_to_ranks, own_parts
+from laneformer.titan.parallelize import checkpoint_and_compile
+from tests.laneformer.titan.lane_ranks import CASES, FAULTS, build, config, measure, tokens
 from tests.shared import Shared
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +34,12 @@ def measured(shared: Shared) -> Path:
         meshes = (*MESHES, *(f"float64-1x2-{fault}" for fault in FAULTS))
         command = [sys.executable, "-m", "tests.laneformer.titan.lane_ranks", str(folder), *meshes]
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
         )
         assert done.returncode == 0, done.stderr[-3000:]
 
@@ -77,10 +86,57 @@ def test_a_fault_is_found(measured: Path, alone: dict[str, dict[str, Any]], faul
     assert largest(found, alone["delay-2"]) > LARGE
 
 
+class UnderWay(TorchDispatchMode):
+    """Counts the all-reduces that a process asks for, and how many of them are under way at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started, self.now, self.most = 0, 0, 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        starts, ends = ("_c10d_functional.all_reduce" in str(operation), "wait_tensor" in str(operation))
+        self.started, self.now = self.started + starts, self.now + starts - ends
+        self.most = max(self.most, self.now)
+        return operation(*args, **(options or {}))
+
+
+@pytest.mark.parametrize(("case", "late"), [("present", 0), ("delay-1", 1), ("local-start", 2)])
+def test_late_sums_travel_while_layers_compute(tmp_path: Path, case: str, late: int) -> None:
+    """Sums under way at once, forward and backward: those of `late` layers; each is asked for once in each direction,
+    though the backward pass computes the layers again.
+    """
+    store, job = torch.distributed.FileStore(str(tmp_path / "store"), 1), JobConfig()
+    job.activation_checkpoint.mode = "full"
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        model = build(case)
+        model.init_weights()
+        give_lanes_to_ranks(model, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+        checkpoint_and_compile(model, job)
+        own_parts(model.tok_embeddings, *model.layers, model.norm, model.lm_head)
+        with UnderWay() as forward:
+            losses = model(tokens()[:, :-1], tokens()[:, 1:])
+        with UnderWay() as backward:
+            losses.sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    joins = [model.config.join(i, module) for i in range(5) for module in MODULES]
+    sums = joins.count(Join.PRESENT) + sum(
+        model.config.adds_delayed(i, module) for i in range(5) for module in MODULES
+    )
+    assert (forward.started, backward.started) == (sums + 2, sums), "the loss has two"
+    assert (forward.now, backward.now) == (0, 0), "all have arrived"
+    assert forward.most == backward.most == 2 * late + 1, "a layer sends before it waits"
+
+
 @pytest.mark.parametrize(
     ("change", "job_change", "said"),
     [
-        ({}, {"parallelism.tensor_parallel_degree": 3}, "does not divide num_lanes = 8; choose from 1, 2, 4, 8"),
+        (
+            {},
+            {"parallelism.tensor_parallel_degree": 3},
+            "does not divide num_lanes = 8; choose from 1, 2, 4, 8",
+        ),
         ({"lm_head_type": "lane"}, {}, "lm_head_type = 'lane'"),
         ({"num_nextn_predict_layers": 1}, {}, "num_nextn_predict_layers = 1"),
         ({}, {"model.join_norm": "triton"}, "set join_norm = 'plain'"),
