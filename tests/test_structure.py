@@ -53,7 +53,7 @@ INSIDE = {
         "tensors",
         "variant",
     },
-    "titan": {"config", "flops", "initialization", "model", "positions", "supports"},
+    "titan": {"config", "flops", "initialization", "linear", "model", "norms", "positions", "supports"},
     "chat": {"config"},
     "prompts": {"chat"},
     "engine": {"config", "llama", "old_spellings", "supports", "tensors", "variant"},

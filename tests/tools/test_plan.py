@@ -35,6 +35,9 @@ COMMANDS = {
     "with code": ["configs/phase1.toml", "configs/phase2.toml", "--mixture", *2 * ["data_mixtures/nemotron-code.toml"]],
     "h200": ["configs/phase1.toml", "--gpu", "h200", "--json"],
     "long": ["configs/phase3.toml", "--gpus", "64", "--gpu", "h200", "--mfu", "25"],
+    "one lane a GPU": ["configs/phase3.toml", "--gpus", "64", "--mfu", "25",
+                       "--parallelism.tensor_parallel_degree", "8",
+                       "--parallelism.data_parallel_replicate_degree", "1"],
     "float8": ["configs/phase1.toml", "--json", *FLOAT8, "--quantize.linear.float8.recipe_name", "rowwise"],
     "rubin": ["configs/phase1.toml", "--gpu", "rubin"],
     "other mesh": ["configs/phase1.toml", "--gpus", "64"],
@@ -126,6 +129,42 @@ def test_long_windows_fit_an_h200_and_not_80_gb(runs: dict[str, tuple[int, str, 
     page = (ROOT / "configs/phase3.toml").read_text()
     for size in (memory["total"], memory["kept_activations"]):
         assert f"{size / 1e9:.0f} GB" in page, "its figures are those of this command"
+
+
+def test_long_windows_fit_80_gb_with_one_lane_a_gpu(runs: dict[str, tuple[int, str, str]]) -> None:
+    """What configs/phase3.toml says of it; a layer's sums by their definition."""
+    code, said, error = runs["one lane a GPU"]
+    assert code == 0, error
+    assert "DOES NOT FIT" not in said
+    assert "1 x 8 x 8 GPUs, the last ones by lane" in said
+    phase = json.loads(said.splitlines()[-1])["phases"][0]
+    assert phase["job"]["micro_batches"] == 8
+    memory, traffic = phase["memory"], phase["traffic"]["1 x 8 x 8"]
+    page = (ROOT / "configs/phase3.toml").read_text()
+    for size in (memory["total"], memory["kept_activations"], traffic["lanes_bytes"]):
+        assert f"{size / 1e9:.0f} GB" in page
+    stream = 65_536 * 3_072 * sums.BF16
+    assert (
+        traffic["lanes_of_a_layer_bytes"] == 4 * stream * 2 * 7 / 8
+    )  # two modules, forward and backward, in a ring
+    exchanged = 2 * 13  # of 15 layers: PRESENT 0 and 1, and 2 to 12, whose outputs still arrive
+    embedding = 2 * 7 / 8 * sums.BF16 * (32_000 + 31) * 3_072
+    assert traffic["lanes_bytes"] == pytest.approx(8 * (exchanged * 2 * stream * 2 * 7 / 8 + embedding))
+
+
+def test_lanes_on_several_ranks_divide_what_is_theirs() -> None:
+    job = dataclasses.replace(JOB, shard=1, replicate=1, checkpointing="full")
+    whole, parts = (sums.memory(dataclasses.replace(job, lane_ranks=n)) for n in (1, 8))
+    counts = JOB.config.parameter_count()
+    common = counts["embedding"] + counts["norms"]
+    assert parts["weights"] == 4 * (common + (counts["total"] - common) / 8)
+    tokens, d = 8 * 4096, JOB.config.hidden_size
+    kept = sum(sums.kept_per_token(job, i) - d * JOB.config.equal_streams(i) for i in range(15)) / 8
+    kept += (
+        sum(d * JOB.config.equal_streams(i) for i in range(15)) + 26 * d
+    )  # sums that came from other ranks
+    assert parts["kept_activations"] == pytest.approx(kept * tokens * sums.BF16)
+    assert parts["total"] < whole["total"] / 3
 
 
 @pytest.mark.parametrize(("name", "command"), [("nemotron", "published"), ("nemotron-code", "with code")])

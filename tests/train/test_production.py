@@ -87,15 +87,19 @@ def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lane_ranks", [1, 2])
 def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings(
-    prepared_data: Path, second: Path
+    prepared_data: Path, second: Path, lane_ranks: int
 ) -> None:
+    """On GPUs of 80 GB the lanes are on several ranks."""
     lock = prepared_data / "phase2.lock.json"
     more = {
         "checkpoint.initial_load_path": second / f"checkpoint/step-{STEPS}",
         "mixture.begin_again": ",".join(source["name"] for source in json.loads(lock.read_text())["sources"]),
+        "parallelism.tensor_parallel_degree": lane_ranks,
     }
-    run = train(production.torchrun(2), "phase3", second.with_name("run3"), lock, more)
+    launcher = production.torchrun(2 * lane_ranks)
+    run = train(launcher, "phase3", second.with_name(f"run3.{lane_ranks}"), lock, more)
     rows = production.rows(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[0]["tokens_total"] > production.rows(second)[-1]["tokens_total"]
