@@ -234,8 +234,8 @@ def misfits(job: Any, world_size: int | None) -> Iterator[str]:
         lanes = f" times tensor_parallel_degree = {lane_ranks}" if lane_ranks > 1 else ""
         yield (
             f"{ranks} workers do not form a mesh of data_parallel_replicate_degree = {replicas} times "
-            f"data_parallel_shard_degree = {shards}{lanes}; start {replicas * max(shards, 1) * lane_ranks}, or change "
-            "the degrees"
+            f"data_parallel_shard_degree = {shards}{lanes}; start {replicas * max(shards, 1) * lane_ranks}, or "
+            "change the degrees"
         )
     if problem := batch_problem(training.global_batch_size, training.local_batch_size, ranks, lane_ranks):
         yield problem

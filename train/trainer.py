@@ -263,8 +263,8 @@ def exchange(
     """One all-gather of four numbers a rank: (mean loss, highest loss of a rank, gradient norm, whether any rank
     wants to stop), equal on all ranks.
 
-    loss: this rank's part of the mean; share: all tokens / this rank's; alike: ranks that have the same sequences,
-    each for its own lanes.
+    loss: this rank's part of the mean; share: all tokens / this rank's; alike: ranks that have the same
+    sequences, each for its own lanes.
     """
     mine = torch.stack([loss / alike, loss * share, grad_norm, torch.full_like(loss, float(stop))])
     everyone = gather_ranks(mine.float())

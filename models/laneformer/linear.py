@@ -17,8 +17,8 @@ LIMIT, STEEPNESS = 7.0, 1.702  # of swiglu_oai
 class Lanes:
     """How lanes' partial outputs meet: here, where one tensor holds all lanes.
 
-    Training may give them to several ranks (titan/lane_axis.py): then `here` of the `total` lanes are this rank's, and
-    L is `here` in its tensors.
+    Training may give them to several ranks (titan/lane_axis.py): then `here` of the `total` lanes are this
+    rank's, and L is `here` in its tensors.
     """
 
     def __init__(self, total: int):

@@ -32,7 +32,7 @@ from .linear import LaneLinear, Lanes, Weight, attend_with_sinks, gated
 from .norms import LaneRMSNorm, SumNorm
 from .positions import apply_rope, causal_mask, draft_mask, rope_table
 
-# of the last `broadcast_delay` layers, (attention, mlp), as `Lanes.send` gives them; None where nobody waits for them
+# of the last `broadcast_delay` layers, (attention, mlp), as `Lanes.send` gives them; None where nobody waits
 Sent: TypeAlias = "tuple[Any | None, Any | None]"
 Partials: TypeAlias = "deque[Sent]"
 
@@ -147,13 +147,16 @@ class LaneFeedForward(nn.Module):
         return self.w2(gated(self.act, *self.project(x)))
 
 
-def join_lanes(h: Tensor, partial: Tensor, how: Join, delayed: Any | None, lanes: Lanes) -> Tensor:
+def join_lanes(
+    h: Tensor, partial: Tensor, how: Join, delayed: Any | None, lanes: Lanes | None = None
+) -> Tensor:
     """Add partial outputs (B, S, L, D) to the lanes' streams h (B, S, L, D), or (B, S, 1, D)
     while all are equal.
 
-    `delayed` holds the same module's partials of `broadcast_delay` layers ago, as `lanes` has sent them; of those a
-    lane adds all but its own, which it added at once. None where they are known to every lane already.
+    `delayed` holds the same module's partials of `broadcast_delay` layers ago, as `lanes` has sent them; of
+    those a lane adds all but its own, which it added at once. None where they are known to every lane already.
     """
+    lanes = lanes or Lanes(partial.shape[2])
     if how == Join.PRESENT:
         return h + lanes.sum(partial)
     if how == Join.NO_REDUCE:

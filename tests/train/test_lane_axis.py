@@ -1,4 +1,4 @@
-"""Jobs whose lanes are on several ranks: the run of ranks that have all lanes, and its restarts and phases."""
+"""Jobs whose lanes are on several ranks: the run of ranks that have all, its restarts and phases."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def difference(row: dict, other: dict) -> float:
 
 @pytest.fixture(scope="module")
 def on_lanes(prepared_data: Path, items: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps of two lane ranks in each of two shards; each layer is computed again in its backward pass."""
+    """Six steps of two lane ranks in each of two shards; each layer is computed twice."""
     run = tmp_path_factory.mktemp("lanes") / "run"
     more = ("--activation_checkpoint.mode", "full", "--validation.gold_items", str(items))
     train_logged(run, prepared_data / "phase1.lock.json", *mesh(2, 2), *more, ranks=4)

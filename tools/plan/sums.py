@@ -5,7 +5,7 @@ Everything follows from the job file, the architecture and a datasheet, but for 
 as such, the usable share of a GPU's memory, and one figure counted in generated code, what a
 layer's backward pass allocates.
 
-Where lanes are on several ranks (`lane_ranks`), all of it is calculated from how they exchange; no GPU has shown it.
+Where lanes are on several ranks (`lane_ranks`), it is calculated from how they exchange; no GPU has shown it.
 
     P parameters   L lanes   D hidden   F intermediate   V vocabulary   B local batch   S sequence
 """
@@ -136,7 +136,7 @@ def parameters(config: LaneformerConfig) -> dict[str, int]:
 
 
 def rank_parameters(job: Job) -> Facts:
-    """Of one rank of a group, before FSDP cuts them: a layer's matrices, the head, what every rank has, total."""
+    """Of one rank of a group, before FSDP: a layer's matrices, the head, what every rank has, total."""
     counts = job.config.parameter_count()
     layer, head = (counts[name] / job.lane_ranks for name in ("layer", "lm_head"))
     common = counts["embedding"] + (counts["norms"] if job.config.replicated_rmsn_scale else 0)
@@ -145,7 +145,7 @@ def rank_parameters(job: Job) -> Facts:
 
 
 def exchanged(job: Job, layer: int) -> int:
-    """Sums (B, S, D) over all lanes that the ranks of a group make of a layer's outputs; none where a rank has all."""
+    """Sums (B, S, D) over all lanes that a group's ranks make of a layer's outputs; none if a rank has all."""
     config = job.config
     if job.lane_ranks == 1:
         return 0
@@ -163,8 +163,8 @@ def kept_per_token(job: Job, layer: int) -> float:
     Its input streams, which are one as long as the lanes' are equal, the streams between attention and MLP,
     both also normed, and the narrow products; without checkpointing that is the most, as the compiler may
     recompute some. In float8 the MLP's normed streams and w2's input are a byte each. Full keeps inputs
-    alone, and so the delayed attention output, until the layer's backward pass computes the rest again. Sums over ranks
-    are always kept: they are not sent for twice.
+    alone, and so the delayed attention output, until the layer's backward pass computes the rest again. Sums
+    over ranks are always kept: they are not sent for twice.
     """
     config = job.config
     d, wide = config.hidden_size, config.num_lanes * config.hidden_size / job.lane_ranks
@@ -244,8 +244,8 @@ def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
     Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over
     NVLink. Shards across nodes pass the network: at best a node receives each byte once and its NICs
     share the work (`nic_bytes`), while a ring over all ranks that ignores the nodes brings every byte
-    over every NIC (`nic_bytes_worst`). Ranks of one group exchange sums of their lanes over NVLink: `lanes_bytes`, and
-    of one layer in one micro-batch.
+    over every NIC (`nic_bytes_worst`). Ranks of one group exchange sums of their lanes over NVLink:
+    `lanes_bytes`, and of one layer in one micro-batch.
     """
     counts, group = rank_parameters(job), job.lane_ranks
     # the head is gathered once

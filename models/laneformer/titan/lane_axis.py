@@ -1,13 +1,13 @@
 """One or some lanes a rank: the lanes as an axis of a training job's mesh (TorchTitan's "tp").
 
-Keys, values, heads, MLP rows and streams of a lane live on the rank that owns it, so a sequence's activations are
-divided by the ranks. Lanes exchange sums of their partial outputs alone: at once where a join waits (Join.PRESENT),
-else by an all-reduce that starts when the partial outputs exist and that is waited for `broadcast_delay` layers later;
-in the backward pass the same sums travel the other way, and have as long.
+Keys, values, heads, MLP rows and streams of a lane live on the rank that owns it, so a sequence's activations
+are divided by the ranks. Lanes exchange sums of their partial outputs alone: at once where a join waits
+(Join.PRESENT), else by an all-reduce that starts when the partial outputs exist and that is waited for
+`broadcast_delay` layers later; in the backward pass the same sums travel the other way, and have as long.
 
-Gradients: of what one rank has (a lane's stream, its partial output, its matrices) a rank has the whole gradient; of
-what all ranks have alike (the embedding, sums, equal streams, norm scales) its own lanes' part, which a sum's backward
-pass, or FSDP for parameters, adds up.
+Gradients: of what one rank has (a lane's stream, its partial output, its matrices) a rank has the whole
+gradient; of what all ranks have alike (the embedding, sums, equal streams, norm scales) its own lanes' part,
+which a sum's backward pass, or FSDP for parameters, adds up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """An all-reduce that begins; in the backward pass the gradients' all-reduce, which `_Arrive` began, ends."""
+    """An all-reduce that begins; in the backward pass the gradients' one, which `_Arrive` began, ends."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -86,8 +86,8 @@ class LaneAxis(Lanes):
         return _Arrive.apply(started, self.group) - (partial[:, :, :1] if first_only else partial)
 
     def together(self, denominators: Tensor, peaks: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token (N,), of this rank's part of the vocabulary -> of all of it: log of the softmax's denominator,
-        largest logit, the label's logit (0 where it is another rank's).
+        """Of each token (N,), of this rank's part of the vocabulary -> of all of it: log of the softmax's
+        denominator, largest logit, the label's logit (0 where it is another rank's).
         """
         peak = arrived(start_reduction(peaks, self.group, "max"))
         sums = torch.stack([(denominators - peak).exp(), chosen])
@@ -130,8 +130,8 @@ def check_lane_axis(config: LaneformerConfig, job_config: Any) -> None:
 
 
 def give_lanes_to_ranks(model: Any, mesh: DeviceMesh) -> None:
-    """Let a model of all lanes compute this rank's alone, in place: what has a lane axis is cut along it, the rest
-    is on every rank.
+    """Let a model of all lanes compute this rank's alone, in place: what has a lane axis is cut along it, the
+    rest is on every rank.
     """
     axis = LaneAxis(model.config.num_lanes, mesh)
     for module in model.modules():
@@ -160,10 +160,11 @@ def _read_own_part(module: nn.Module, name: str) -> None:
 
 
 def own_parts(*units: nn.Module) -> None:
-    """Before each forward pass of a unit that FSDP gathers, give its modules' code this rank's parts, plain tensors.
+    """Before each forward pass of a unit that FSDP gathers, give its modules' code this rank's parts, plain
+    tensors.
 
-    Not inside of what is compiled, whose backward pass could not keep a mesh. A part's gradient is a part of the
-    parameter's or, of what all ranks have, a term.
+    Not inside of what is compiled, whose backward pass could not keep a mesh. A part's gradient is a part of
+    the parameter's or, of what all ranks have, a term.
     """
     for unit in units:
         unit.register_forward_pre_hook(torch.compiler.disable(_own_parts))

@@ -37,8 +37,8 @@ def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def softmax_parts(logits: Tensor, labels: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """logits (L, n, v) of the vocabulary from id `first` on -> the softmax's log-denominators, largest logits, and the
-    labels' logits, 0 for a label that is not among them; each (n,).
+    """logits (L, n, v) of the vocabulary from id `first` on -> the softmax's log-denominators, largest logits,
+    and the labels' logits, 0 for a label that is not among them; each (n,).
     """
     lanes, count, slice_size = logits.shape
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -62,8 +62,8 @@ def logits_gradient(
     """d loss / d logits (L, n, v) in the logits' dtype: (softmax - one-hot) times each
     token's own gradient (n,).
 
-    With a z-loss, z_loss_weight times the squared log-denominator: its gradient is the softmax's, too. The logits are
-    those of the vocabulary from id `first` on.
+    With a z-loss, z_loss_weight times the squared log-denominator: its gradient is the softmax's, too. The
+    logits are those of the vocabulary from id `first` on.
     """
     lanes, _, slice_size = logits.shape
     wide = logits.to(denominator.dtype)
@@ -85,8 +85,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Losses (N,) of streams (N, L, D) scored by a vocabulary-parallel head (L, v, D); labels int64 (N,).
 
     Returns log-denominators and largest logits (N,) as well, for the log. The losses leave the z-loss out,
-    their gradients contain it. axis: whose lanes the streams and the head are, if not all; the losses are of the
-    whole vocabulary, and the gradients this rank's.
+    their gradients contain it. axis: whose lanes the streams and the head are, if not all; the losses are of
+    the whole vocabulary, and the gradients this rank's.
     """
 
     @staticmethod

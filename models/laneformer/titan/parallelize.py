@@ -31,7 +31,8 @@ from ..model import Laneformer
 from .fused_layer import FusedLayer
 from .join_norm import check_kernels, fuse_join_norm
 from .kernel_check import with_working_kernels
-from .lane_axis import LaneAxis, give_lanes_to_ranks, own_parts
+from .lane_axis import OPTION, LaneAxis, give_lanes_to_ranks, own_parts
+from .layer import TitanLayer
 from .private_torch import EXCHANGES, allow_variants, checkpoint_wrapper
 from .products import lower_keep_to_nothing
 from .spec import TitanLaneformer
@@ -68,6 +69,7 @@ def parallelize_laneformer(
     logger.info(f"Joins and norms: {model.model_args.join_norm}; attention: {model.model_args.attention}")
     mesh, axis = meshes(parallel_dims)
     if axis is not None:
+        refuse_other_layers(model)
         give_lanes_to_ranks(model, axis)
     checkpoint_and_compile(model, job_config)
     if axis is not None:
@@ -76,10 +78,18 @@ def parallelize_laneformer(
     return model
 
 
+def refuse_other_layers(model: TitanLaneformer) -> None:
+    """ValueError for an experiment's model, whose lanes may exchange in a way of their own."""
+    if own := {type(part) for part in (model, *model.layers)} - {TitanLaneformer, TitanLayer}:
+        names = ", ".join(sorted(kind.__name__ for kind in own))
+        raise ValueError(f"{OPTION} > 1 is not possible with {names}; set {OPTION} = 1")
+
+
 def meshes(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Of FSDP or HSDP, and of the lanes if they are on several ranks.
 
-    One device is an FSDP mesh of one: the same mixed precision everywhere; under autocast sums would widen the streams.
+    One device is an FSDP mesh of one: the same mixed precision everywhere; under autocast sums would widen the
+    streams.
     """
     lanes = parallel_dims.get_mesh("tp") if parallel_dims.tp_enabled else None
     if parallel_dims.fsdp_enabled:
@@ -121,7 +131,7 @@ def checkpoint_and_compile(model: Laneformer, job_config: JobConfig) -> None:
 
 
 def apply_selective_checkpointing(model: Laneformer, kept: frozenset[Any] = KEPT_OPS) -> None:
-    """Wrap every layer so that its backward pass keeps the results of these operations and recomputes the rest."""
+    """Wrap every layer so that its backward pass keeps these operations' results and recomputes the rest."""
 
     def policy(context: Any, operation: Any, *operands: Any, **options: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -2,8 +2,8 @@
 
     python -m tests.laneformer.titan.lane_ranks FOLDER DTYPE-SHARDSxLANE_RANKS[-FAULT] ...
 
-For each mesh, on so many gloo ranks, one batch of each of CASES: FOLDER/MESH/CASE.pt holds losses (B, S), what the head
-has seen, and the whole gradient of each parameter. FAULT is one of FAULTS.
+For each mesh, on so many gloo ranks, one batch of each of CASES: FOLDER/MESH/CASE.pt holds losses (B, S), what
+the head has seen, and the whole gradient of each parameter. FAULT is one of FAULTS.
 """
 
 from __future__ import annotations

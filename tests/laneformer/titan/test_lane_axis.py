@@ -17,7 +17,8 @@ from torchtitan.config import JobConfig
 
 from laneformer.config import MODULES, Join
 from laneformer.titan.lane_axis import check_lane_axis, give_lanes_to_ranks, own_parts
-from laneformer.titan.parallelize import checkpoint_and_compile
+from laneformer.titan.layer import TitanLayer
+from laneformer.titan.parallelize import checkpoint_and_compile, refuse_other_layers
 from tests.laneformer.titan.lane_ranks import CASES, FAULTS, build, config, measure, tokens
 from tests.shared import Shared
 
@@ -86,6 +87,17 @@ def test_a_fault_is_found(measured: Path, alone: dict[str, dict[str, Any]], faul
     assert largest(found, alone["delay-2"]) > LARGE
 
 
+def test_layers_with_an_exchange_of_their_own_are_refused() -> None:
+    class OwnLayer(TitanLayer):
+        pass
+
+    model = build("delay-2")
+    refuse_other_layers(model)
+    model.layers[1] = OwnLayer(model.config, 1)
+    with pytest.raises(ValueError, match="not possible with OwnLayer"):
+        refuse_other_layers(model)
+
+
 class UnderWay(TorchDispatchMode):
     """Counts the all-reduces that a process asks for, and how many of them are under way at once."""
 
@@ -102,8 +114,8 @@ class UnderWay(TorchDispatchMode):
 
 @pytest.mark.parametrize(("case", "late"), [("present", 0), ("delay-1", 1), ("local-start", 2)])
 def test_late_sums_travel_while_layers_compute(tmp_path: Path, case: str, late: int) -> None:
-    """Sums under way at once, forward and backward: those of `late` layers; each is asked for once in each direction,
-    though the backward pass computes the layers again.
+    """Sums under way at once, forward and backward: those of `late` layers; each is asked for once in each
+    direction, though the backward pass computes the layers again.
     """
     store, job = torch.distributed.FileStore(str(tmp_path / "store"), 1), JobConfig()
     job.activation_checkpoint.mode = "full"
