@@ -142,8 +142,9 @@ def reads(graph: sm90.Graph, wide: int) -> list[tuple[str, int]]:
 # -----------------------------------------------------------------------------------------------------
 
 
-def job(kind: str) -> Any:
-    return SimpleNamespace(model=SimpleNamespace(join_norm=kind))
+def job(kind: str, lane_ranks: int = 1) -> Any:
+    parallelism = SimpleNamespace(tensor_parallel_degree=lane_ranks)
+    return SimpleNamespace(model=SimpleNamespace(join_norm=kind), parallelism=parallelism)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the kernels can run")
@@ -159,6 +160,7 @@ def test_kernels_are_refused_without_a_gpu() -> None:
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     """The compiled kernels at the 2B model's width."""
     assert choose_join_norm(job("auto")) == "triton"
+    assert choose_join_norm(job("auto", 2)) == "plain", "they sum lanes that a rank does not have"
     for how, delay, scale in CASES:
         inputs, gradients = draw(how, 8, 3072, dtype, delay, scale, "cuda")
         found = results(inputs, gradients, how, fused)
