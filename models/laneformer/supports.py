@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .config import LaneformerConfig
@@ -13,12 +14,10 @@ def refuse_unsupported(config: LaneformerConfig, who: str) -> None:
     refuse(config.borrowed() | tied, who, "the engine and the plain PyTorch model do")
 
 
-def refuse_variant(config: LaneformerConfig, who: str, fix: str) -> None:
-    """ValueError, with the names, for a variant, and for RoPE by kind of layer or of type yarn."""
+def refuse_variant(config: LaneformerConfig, who: str, fix: str, has: Sequence[str] = ()) -> None:
+    """ValueError, with their names, for what a variant has and `who` has not, which has these of its fields."""
     found = config.variant.differences()
-    if config.ropes and not config.variant.ropes:
-        found |= {"window_rope_theta": config.window_rope_theta, "rope_scaling": config.rope_scaling}
-    refuse(found, who, fix)
+    refuse({name: value for name, value in found.items() if name not in has}, who, fix)
 
 
 def refuse(found: dict[str, Any], who: str, fix: str) -> None:

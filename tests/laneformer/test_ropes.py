@@ -4,7 +4,6 @@ every position, and against Transformers' tables.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from laneformer import Laneformer, LaneformerConfig, positions
 from laneformer.engine.folder import rope_tables
 from laneformer.positions import rope_table
-from laneformer.supports import refuse_variant
 from tests.laneformer.lane_reference import layer_rope, reference_logits
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
@@ -131,17 +129,6 @@ def test_a_config_without_them_is_as_it_was() -> None:
     again = LaneformerConfig.from_dict(built("yarn and theta").config.to_dict())
     assert again == built("yarn and theta").config
     assert again.ropes == built("yarn and theta").config.ropes
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "no rotation" not in kind])
-def test_the_cuda_engine_names_what_it_has_not(kind: str) -> None:
-    config = built(kind).config
-    with pytest.raises(
-        ValueError, match=r"CUDA engine does not support .*rope_scaling = .*; use device = 'cpu'"
-    ):
-        refuse_variant(config, "the CUDA engine", "use device = 'cpu'")
-    plain = dataclasses.replace(config, rope_scaling=None, window_rope_theta=None)
-    refuse_variant(plain, "it", "")
 
 
 def test_the_reference_is_another_writing() -> None:

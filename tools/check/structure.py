@@ -28,7 +28,7 @@ from .imports import PACKAGES, broken_arrows, circles, edges, folder_edges
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_BUDGETS = {
     "records": 13_170,
-    "laneformer": 130_700,
+    "laneformer": 130_800,
     "data_mixtures": 62_200,
     "train": 38_450,
     "evals": 39_600,

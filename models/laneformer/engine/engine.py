@@ -125,7 +125,7 @@ class Engine:
         with self.request_lock:
             decoder: Decoder
             if devices := cuda_devices(device):
-                refuse_variant(config, "the CUDA engine", "use device = 'cpu'")
+                refuse_variant(config, "the CUDA engine", "use device = 'cpu'", has=("ropes",))
                 from .cuda.decoder import CudaDecoder  # imports torch
 
                 if options.pop("cache_dir", None) is not None:

@@ -94,6 +94,13 @@ SHAPES = {
          "replicated_rmsn_scale": False},
         blocks=3, warps=2, chunk_bytes=1024,
     ),
+    # a base of rotation for windows and YaRN, whose scale layers without rotation have not
+    "ropes": Shape(
+        {"num_hidden_layers": 4, "sliding_window": 5, "swa_layers": (0, 2), "nope_layers": (3,),
+         "rope_theta": 1000.0, "window_rope_theta": 50.0,
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        blocks=3, warps=2, chunk_bytes=1024,
+    ),
     # every layer joins at once, on two GPUs
     "at once": Shape(
         {"broadcast_delay": 5, "num_lanes": 4, "hidden_size": 192, "intermediate_size": 192, "num_attention_heads": 12,

@@ -44,6 +44,25 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"model_type": "qwen3", "head_dim": 40, "num_attention_heads": 8, "tie_word_embeddings": True},
     ),
+    "qwen 3 by YaRN": (
+        2,
+        {
+            "model_type": "qwen3",
+            "head_dim": 40,
+            "num_attention_heads": 8,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "phi 3": (
+        2,
+        {
+            "model_type": "phi3",
+            "head_dim": 40,
+            "partial_rotary_factor": 0.6,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.5] * 12, "long_factor": [4.0] * 12},
+            "original_max_position_embeddings": 16,
+        },
+    ),
     "smollm 3": (1, {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}),
 }
 

@@ -298,9 +298,10 @@ struct Block {
     }
   }
 
-  // of this position; layers without RoPE turn by nothing
+  // of this position; layers without RoPE turn by nothing, as the table's first row says
   DEVICE const float2* turns(int layer) const {
-    return p.weights.rope + (kRotates[layer] ? position : 0) * (kHeadDim / 2);
+    const int first = kTurnsFrom[layer];
+    return p.weights.rope + (first ? first + position : 0) * (kHeadDim / 2);
   }
 
   // Qwen 3: the queries of a KV head, and its key, are normed one by one before they are turned

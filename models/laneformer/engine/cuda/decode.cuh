@@ -10,7 +10,7 @@ struct Weights {
   const float* scales;           // with weights of 8 bits: [layer][op][lane][row], then the head's
   const uint16_t* embedding;     // (V, D)
   const float* norms;            // (2 layers + 1, D), or (2 layers + 1, L, D) where each lane has its own
-  const float2* rope;            // (context, d / 2): cosine, sine
+  const float2* rope;            // (1 + ropes x context, d / 2): cosine, sine
   uint16_t* kv;                  // [lane][layer][KV head][split][slot][key, value][d]
   const float* biases;           // with kQkvBias: [layer][lane of the model][row of q, k, v]
   const float* head_norms;       // with kHeadNorms: [layer][query, key][d]

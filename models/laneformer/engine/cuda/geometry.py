@@ -301,7 +301,9 @@ class Geometry:
             "kParts": [m.parts for m in matrices],
             "kWindows": [c.window(i) or 0 for i in layers],
             "kKvSlots": [self.kv_slots(i) for i in layers],
-            "kRotates": [int(i not in c.nope_layers) for i in layers],
+            "kTurnsFrom": [
+                0 if i in c.nope_layers else 1 + c.rope_of(i) * c.max_position_embeddings for i in layers
+            ],
             "kFlushed": [2 * i + m for i, m in self.flushed] or [0],
         }
         if self.model is not None:

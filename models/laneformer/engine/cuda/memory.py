@@ -59,7 +59,7 @@ class DeviceMemory:
         self.tape_at = self._put(torch.from_numpy(tape_starts(geometry).view(np.int64)))
         if beside is None:
             self.embedding = self._put(finite(tensors, EMBEDDING, TORCH_TYPES[geometry.half]))
-            self.rope = self._put(torch.from_numpy(np.stack(rope_tables(config), -1)))
+            self.rope = self._put(turns(config))
         else:
             self.embedding, self.rope = beside.embedding, beside.rope
         self.norms = self._put(norm_scales(config, tensors, GATES if geometry.model else ()))
@@ -216,6 +216,13 @@ def norm_scales(
     """float32 (2 layers + 1, D) or (2 layers + 1, L, D), in the order of use; then `more`."""
     names = [f"layers.{i}.{norm}.weight" for i in range(config.num_hidden_layers) for norm in NORMS]
     return torch.stack([finite(tensors, name) for name in (*names, "norm.weight", *more)])
+
+
+def turns(config: LaneformerConfig) -> torch.Tensor:
+    """cos and sin, float32 (1 + ropes x context, d/2, 2): of no rotation, then of each rope's positions."""
+    tables = torch.from_numpy(np.stack(rope_tables(config), -1))
+    rows = tables.view(-1, config.head_dim // 2, 2)
+    return torch.cat([torch.tensor([1.0, 0.0]).expand_as(rows[:1]), rows])
 
 
 def biases(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> torch.Tensor:
