@@ -96,6 +96,8 @@ class Options(harness.Options):
     """Lengths of prompts."""
     batch: tuple[int, ...] = ()
     """Numbers of sequences that decode together, 2 to 8."""
+    context_tokens: int | None = None
+    """Context of every candidate; default: the model's, of llama.cpp at most 8,192."""
     beside: int = 0
     """So many other programs do nothing but compute meanwhile, as on a machine that is in use."""
 
@@ -106,6 +108,8 @@ class Options(harness.Options):
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
         check_at_least(self, threads=1, pairs=1, new_tokens=1, beside=0)
+        if self.context_tokens is not None:
+            check_at_least(self, context_tokens=1)
         if not self.workloads() or not self.math or not self.isa:
             raise ValueError(
                 "nothing to measure: give at least one of depth, prefill and batch, one math, one isa"
@@ -137,7 +141,8 @@ class Options(harness.Options):
 def candidate(name: str, options: Options) -> Candidate:
     threads, source = str(options.threads), str(options.model or options.flavor)
     ours = [options.dtype, options.math[0], options.isa[0]]
-    command = ["-m", "tools.bench.decode_candidates", name, source, *ours, threads]
+    sizes = threads, str(options.context_tokens or "")
+    command = ["-m", "tools.bench.decode_candidates", name, source, *ours, *sizes]
     return Candidate(name, command, {"OMP_NUM_THREADS": threads}, SETTLE_S)
 
 
@@ -153,7 +158,8 @@ def measure(options: Options, console: Any) -> Result:
             raise ValueError(
                 f"dtype = 'gguf' takes a file as it is; give --model FILE.gguf, or --flavor {list(experts.FIELDS)}"
             )
-        options.check_room(LaneformerConfig.from_flavor(options.flavor).max_position_embeddings)
+        own = LaneformerConfig.from_flavor(options.flavor).max_position_embeddings
+        options.check_room(options.context_tokens or own)
     candidates = {name: candidate(name, options) for name in names}
     try:
         for name in names:

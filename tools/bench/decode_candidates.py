@@ -41,21 +41,22 @@ def names_of(baseline: str, dtype: Dtype) -> list[str]:
     return [] if dtype in QUANTISED else [baseline]
 
 
-def main(name: str, model: str, dtype: str, math: str, isa: str, threads: int) -> None:
+def main(name: str, model: str, dtype: str, math: str, isa: str, threads: int, context: int | None) -> None:
     """Answer commands until stdin ends: facts, settings, decode, prefill, batch; ours also probe and bench.
 
-    model: a flavor or a GGUF file. Speeds are tokens/s; the first token is not counted.
+    model: a flavor or a GGUF file; context: None for the model's. Speeds are tokens/s; the first token is not counted.
     """
     engine, _, variant = name.partition(" ")
+    longer = {"max_position_embeddings": context} if context else {}
 
     @functools.cache
     def made() -> OurEngine | Baseline:
-        source = LaneformerConfig.from_flavor(model) if model in FLAVORS else Path(model)
+        source = LaneformerConfig.from_flavor(model, **longer) if model in FLAVORS else Path(model)
         if engine == "laneformer":
             own = dict(part.split("=") for part in variant.split())
-            return OurEngine(source, dtype, own.get("math", math), own.get("isa", isa), threads)
+            return OurEngine(source, dtype, own.get("math", math), own.get("isa", isa), threads, context)
         if engine == "llamacpp":
-            return LlamaCpp(source, variant or dtype, threads)
+            return LlamaCpp(source, variant or dtype, threads, context)
         return TransformersLlama(
             as_gguf(source, dtype) if isinstance(source, Path) else source, dtype, threads
         )
@@ -74,7 +75,9 @@ def main(name: str, model: str, dtype: str, math: str, isa: str, threads: int) -
 class OurEngine:
     """Our engine through its public interface: the stream a user would read."""
 
-    def __init__(self, source: LaneformerConfig | Path, dtype: str, math: str, isa: str, threads: int):
+    def __init__(
+        self, source: LaneformerConfig | Path, dtype: str, math: str, isa: str, threads: int, context: int | None
+    ):  # fmt: skip
         from laneformer import Engine
 
         options: Result = {"device": "cpu", "threads": threads, "isa": isa}
@@ -82,7 +85,9 @@ class OurEngine:
             options["math"] = math
         if isinstance(source, Path):
             path = as_gguf(source, dtype if dtype in ("fp16", "gguf") else "bf16")
-            self.engine = Engine.from_pretrained(path, dtype=dtype, cache=False, **options)
+            self.engine = Engine.from_pretrained(
+                path, dtype=dtype, cache=False, context_tokens=context, **options
+            )
         else:
             self.engine = Engine.random(source, dtype, **options)
         self.facts: Result = {
@@ -130,5 +135,5 @@ class OurEngine:
 
 
 if __name__ == "__main__":
-    _, own_name, source, weights, arithmetic, level, count = sys.argv
-    main(own_name, source, weights, arithmetic, level, int(count))
+    _, own_name, source, weights, arithmetic, level, count, positions = sys.argv
+    main(own_name, source, weights, arithmetic, level, int(count), int(positions or 0) or None)

@@ -44,14 +44,14 @@ def library() -> Any:
 class LlamaCpp(Baseline):
     """One llama_decode per token, the largest logit found by NumPy; flash attention on or off."""
 
-    def __init__(self, source: LaneformerConfig | Path, kind: str, threads: int):
+    def __init__(self, source: LaneformerConfig | Path, kind: str, threads: int, context: int | None = None):
         super().__init__()
         self.api, self.threads = library(), threads
         if isinstance(source, LaneformerConfig):
             source = random_gguf(source, "fp16" if kind == "fp16" else "bf16")
         path = as_gguf(source, kind)
         self.vocab_size, self.cache_width, self.weight_bytes, trained = sizes_of(path)
-        self.context_tokens = min(trained, MAX_CONTEXT)
+        self.context_tokens = context or min(trained, MAX_CONTEXT)
         self.contexts: dict[bool, dict[str, Any]] = {}
         mode = self.load(path)
         self.facts = {

@@ -125,6 +125,7 @@ def test_the_section_holds_the_figures(fake):
         ({"against": "llama.cpp"}, "unknown baseline 'llama.cpp'; choose from"),
         ({"against": OURS}, "unknown baseline"),
         ({"pairs": 0}, "pairs = 0 must be at least 1"),
+        ({"context_tokens": 0}, "context_tokens = 0 must be at least 1"),
         ({"flavor": "tiny", "depth": (448,)}, "decode: 448 is outside 0 to 447"),
         ({"batch": (9,)}, "batch: 9 is outside 2 to 8"),
         ({"depth": (), "prefill": ()}, "nothing to measure"),
@@ -167,6 +168,7 @@ def test_ours_alone_from_the_command_line(capsys, tmp_path):
     out = tmp_path / "decode.md"
     arguments = ["--flavor", "tiny", "--against", "", "--pairs", "1", "--new-tokens", "8", "--threads", "1"]
     arguments += ["--prefill", "16", "--batch", "2", "--beside", "1"]
+    arguments += ["--depth", "600", "--context-tokens", "700"]  # the flavor has 512
     main(["decode", *arguments, "--out", str(out)])
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
