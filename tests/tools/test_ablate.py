@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -433,6 +434,43 @@ def test_an_interrupted_ablation_leaves_no_run_behind_and_its_runs_have_saved(
     assert outcome["code"] == STOPPED
     assert (trained / "checkpoint" / f"step-{outcome['step']}").exists()
     assert not (out / "results.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_branches_leave_the_baseline_with_all_that_it_has(prepared_data: Path, tmp_path: Path):
+    """One with the baseline's own joins ends as it does, to the last bit."""
+    config = toy(prepared_data, tmp_path / "toy.toml")
+    config.write_text(config.read_text().replace("seeds = [0, 1]", "seeds = [1]"))
+    variants = ("delay_2_flushed", "delay_0_again", "ladder", "delay_0")
+    flags = ("--branch-at", "0.5", "--page", str(tmp_path / "page.md"), "--variants", *variants)
+    status, said = run(config, tmp_path / "out", *flags)
+    assert status == 0, said
+    found = {variant: loss for (variant, _), loss in losses(tmp_path / "out").items()}
+    assert found["delay_0_again"] == found["delay_0"]
+    assert len({*found.values()}) == 3
+    for variant in variants:
+        folder = tmp_path / "out/runs" / f"0m5-{variant}-1-0.003"
+        (attempt,) = (folder / "attempts.jsonl").read_text().splitlines()
+        assert json.loads(attempt)["step"] == (0 if variant == "delay_0" else 3)
+        assert not (folder / "checkpoint").exists()
+    assert "leaves it after 50% of the steps" in (tmp_path / "page.md").read_text()
+    status, said = run(config, tmp_path / "out", "--variants", "delay_0")
+    assert "holds results of another branch_at" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"branch_at": 1.0}, "branch_at = 1 is step 1500 of 1500; choose one between"),
+        (
+            {"branch_at": 0.8, "variants": ("delay_0", "handicap")},
+            "variant 'handicap' cannot branch off 'delay_0': it has intermediate_share of its own; leave it out",
+        ),
+    ],
+)
+def test_what_cannot_branch_is_named(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Plan.read(Options(SHIPPED, Path("unused"), **options))
 
 
 @pytest.mark.slow

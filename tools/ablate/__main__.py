@@ -74,10 +74,11 @@ def train(jobs: list[Job], training: Training, path: Path, workers: int, keep_we
     origin["commit"] = code_version(ROOT)
     with Progress(console=Console(stderr=True)) as progress, runs_side_by_side(workers) as pool:
         task = progress.add_task(f"training runs -> {path}", total=len(jobs), completed=len(jobs) - len(left))
-        futures = [pool.submit(run_job, job, training, path.parent, keep_weights) for job in left]
-        for future in as_completed(futures):
-            append_line(path, json.dumps({**future.result(), **origin, "time": time.time()}))
-            progress.update(task, advance=1)
+        for wave in ([job for job in left if not job.trunk], [job for job in left if job.trunk]):
+            futures = [pool.submit(run_job, job, training, path.parent, keep_weights) for job in wave]
+            for future in as_completed(futures):
+                append_line(path, json.dumps({**future.result(), **origin, "time": time.time()}))
+                progress.update(task, advance=1)
 
 
 def check_origin(results: list[Result], origin: dict[str, Any], path: Path) -> None:

@@ -50,14 +50,20 @@ def ablation_section(results: Sequence[Result], baseline: str, figure: Path, pag
     before = (
         "" if "job" in training else ", by the loop that tools.ablate had before it used the shipped trainer"
     )
+    branches = (
+        f"Only {words(baseline)} is trained whole: each other run leaves it after {training['branch_at']:.0%} of "
+        "the steps, with its weights, moments and place in the data. "
+        if training.get("branch_at")
+        else ""
+    )
     blocks = [
         heading("Ablation", "python -m tools.ablate"),
         f"{len(results)} runs, {days[0]} to {days[-1]} UTC, {hours:.1f} hours of one thread; commit of the runs: "
         f"{', '.join(commits)}. A run: {training['steps']} steps of {training['batch_sequences']} windows of "
         f"{training['seq_len']} tokens ({rows[0]['tokens']:,} tokens) on {training['device']}"
         f"{', bf16 products' if training.get('bf16') else ', float32'}{before}; data: {', '.join(data)}. "
-        "Each run is a line of the .jsonl beside this page; as OUT/results.jsonl, it is what the command goes on from. "
-        "Without --report, the command trains what is missing.",
+        f"{branches}Each run is a line of the .jsonl beside this page; as OUT/results.jsonl, it is what the command "
+        "goes on from. Without --report, the command trains what is missing.",
         f"Losses in nats a token, means over seeds. rates: how many the variant and {words(baseline)} both ran on "
         "all seeds; rate: the variant's best of these, `edge` where it is the least or the largest; difference: to "
         f"{words(baseline)} at its own best of these; ±: half of its 95% t interval; s.d.: of the paired differences.",

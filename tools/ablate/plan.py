@@ -19,6 +19,7 @@ from records.job import read_sections
 from tools.cards import INPUTS
 from tools.markdown import table
 
+from .job_config import JOINS
 from .training import Job, Training
 
 
@@ -42,6 +43,10 @@ class Options:
     """The mixture; default: the config's."""
     steps: int | None = None
     """Steps of a run; default: the config's."""
+    branch_at: float | None = None
+    """Train the baseline alone whole; the other variants leave its run after this share of the steps. 1 - the job's
+    decay_ratio is where the rate begins to fall. Takes an --out of its own.
+    """
     keep_weights: bool = False
     """Keep a model folder of each run in OUT/weights, for tools.ablate.diagnose; the others' weights are not kept."""
     report: bool = False
@@ -82,7 +87,12 @@ class Plan:
         on_cuda = values["training"].pop("cuda", {})
         check_known(f"key of [training] in {path}", [*values["training"], *on_cuda], of_training)
         shared = values["training"] | (on_cuda if options.device == "cuda" else {})
-        given = {"device": options.device, "lock": options.lock, "steps": options.steps}
+        given = {
+            "device": options.device,
+            "lock": options.lock,
+            "steps": options.steps,
+            "branch_at": options.branch_at,
+        }
         shared |= {key: value for key, value in given.items() if value is not None}
         values["learning_rates"] = list(options.learning_rates) or values["learning_rates"]
         shared["job"] = read_sections(Path(shared["job"]))
@@ -90,14 +100,35 @@ class Plan:
             check_known(f"name for --{kind}:", names, values[kind])
             values[kind] = {name: values[kind][name] for name in names}
         check_known("baseline", [values["baseline"]], values["variants"])
-        return cls(**values | {"training": Training(**shared)})
+        plan = cls(**values | {"training": Training(**shared)})
+        if plan.training.branch_at:
+            plan.check_branches()
+        return plan
+
+    def check_branches(self) -> None:
+        """ValueError for a step at which nothing can branch, or a variant with other weights than the baseline's."""
+        step, steps = self.training.branch_step, self.training.steps
+        if not 0 < step < steps:
+            raise ValueError(
+                f"branch_at = {self.training.branch_at:g} is step {step} of {steps}; choose one between"
+            )
+        base = self.variants[self.baseline]
+        for name, own in self.variants.items():
+            differ = [key for key in {**base, **own} if own.get(key) != base.get(key)]
+            if shapes := [key for key in differ if key not in (*JOINS, "joins", "seed_offset")]:
+                raise ValueError(
+                    f"variant {name!r} cannot branch off {self.baseline!r}: it has {', '.join(shapes)} of its own; "
+                    "leave it out of --variants"
+                )
 
     def job(self, size: str, variant: str, seed: int, rate: float) -> Job:
         own = dict(self.variants[variant])
         joins, offset = own.pop("joins", None), own.pop("seed_offset", 0)
         model = {**self.sizes[size], **own}
         model["intermediate_size"] = round(model["intermediate_size"] * model.pop("intermediate_share", 1.0))
-        return Job(size, variant, seed, rate, model, joins, offset)
+        branches = self.training.branch_at and variant != self.baseline
+        trunk = self.job(size, self.baseline, seed, rate).name if branches else ""
+        return Job(size, variant, seed, rate, model, joins, offset, trunk)
 
     def jobs(self) -> Iterator[Job]:
         """Every learning rate on every seed; a rate chosen on one is chosen by that seed's luck."""

@@ -2,12 +2,15 @@
 
 Paired by design: a seed gives every variant of a size the same batches, those after the ones that smaller seeds
 use, and the same initial weights, since a tensor's numbers depend on its name and the seed (where the number of
-lanes differs, the same numbers in another arrangement). What differs is the joins.
+lanes differs, the same numbers in another arrangement). What differs is the joins. With `branch_at` the baseline
+alone is trained whole, and the others, paired more closely and in a part of the time, leave its run there with all
+that it has: weights, moments, place in the data.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from dataclasses import asdict, dataclass
@@ -19,6 +22,7 @@ from laneformer import LaneformerConfig
 from records.events import BAD_STEP, DONE, read_outcome
 from records.files import read_lines
 
+from .job_config import JOINS
 from .trainer import train, with_sections, write_job
 
 ENDS = (DONE, BAD_STEP)  # a run that has diverged is over, too
@@ -38,6 +42,11 @@ class Training:
     device: str = "cpu"
     bf16: bool = False  # weights and products of the forward pass; master weights and optimizer stay float32
     compile: str | None = None  # a backend of torch.compile
+    branch_at: float = 0.0  # share of the steps after which others leave the baseline's run; 0: they do not
+
+    @property
+    def branch_step(self) -> int:
+        return round(self.steps * self.branch_at)
 
     @property
     def tokens(self) -> int:
@@ -55,6 +64,7 @@ class Job:
     model: dict[str, Any]
     joins: str | None = None
     seed_offset: int = 0  # added to the seed of the initial weights
+    trunk: str = ""  # name of the run that it leaves
 
     @property
     def key(self) -> list[Any]:
@@ -69,6 +79,10 @@ class Job:
 def job_file(job: Job, training: Training, run: Path) -> dict[str, dict[str, Any]]:
     """The sections of the trainer's job file of one run."""
     first = job.seed * training.steps * training.batch_sequences
+    checkpoint: dict[str, Any] = {"interval": training.branch_step} if training.branch_at else {}
+    if job.trunk:
+        start = {"initial_load_path": str(kept(run.parent / job.trunk)), "initial_load_all_states": True}
+        checkpoint = {**start, "allow_changes": list(JOINS), "allow_fresh_start": False}
     own: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(run)},
         "variant": {"joins": job.joins or ""},
@@ -88,10 +102,19 @@ def job_file(job: Job, training: Training, run: Path) -> dict[str, dict[str, Any
         "optimizer": {"lr": job.learning_rate},
         "lr_scheduler": {"warmup_steps": max(1, round(training.steps * training.warmup_ratio))},
         "compile": {"enable": True, "backend": training.compile} if training.compile else {"enable": False},
-        "resilience": {"skip_sequences": [[0, first]] if first else []},
+        "resilience": {
+            "skip_sequences": [[0, first]] if first else [],
+            "keep_every_steps": training.branch_step,
+        },
         "debug": {"seed": job.seed + job.seed_offset},
+        "checkpoint": checkpoint,
     }
     return with_sections(training.job, own)
+
+
+def kept(trunk: Path) -> Path:
+    """The checkpoint of a run at which branches leave it."""
+    return trunk / "branches-from"
 
 
 def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict[str, Any]:
@@ -115,6 +138,8 @@ def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict
             export(
                 checkpoints / f"step-{training.steps}", out / "weights" / job.name, "float32", overwrite=True
             )
+    if code == DONE and training.branch_at and not job.trunk and checkpoints.exists():
+        os.replace(checkpoints / f"step-{training.branch_step}", kept(run))
     shutil.rmtree(checkpoints, ignore_errors=True)
     config = LaneformerConfig.from_dict(json.loads((run / "model.json").read_text(encoding="utf-8")))
     return {
