@@ -275,9 +275,10 @@ def test_every_variant_and_size_of_the_shipped_config_builds():
     assert sorted(parameters.values()) == list(parameters.values())
 
 
-def test_rates_that_are_asked_for_take_the_place_of_the_configs():
-    options = Options(SHIPPED, Path("unused"), variants=("delay_0",), learning_rates=(7e-4, 3e-3))
-    assert {job.learning_rate for job in Plan.read(options).jobs()} == {7e-4, 3e-3}
+def test_rates_and_seeds_that_are_asked_for_take_the_place_of_the_configs():
+    asked: dict[str, Any] = {"learning_rates": (7e-4, 3e-3), "seeds": (0, 9)}
+    jobs = Plan.read(Options(SHIPPED, Path("unused"), variants=("delay_0",), **asked)).jobs()
+    assert {(job.learning_rate, job.seed) for job in jobs} == {(7e-4, 0), (7e-4, 9), (3e-3, 0), (3e-3, 9)}
 
 
 @pytest.mark.slow
@@ -440,9 +441,8 @@ def test_an_interrupted_ablation_leaves_no_run_behind_and_its_runs_have_saved(
 def test_branches_leave_the_baseline_with_all_that_it_has(prepared_data: Path, tmp_path: Path):
     """One with the baseline's own joins ends as it does, to the last bit."""
     config = toy(prepared_data, tmp_path / "toy.toml")
-    config.write_text(config.read_text().replace("seeds = [0, 1]", "seeds = [1]"))
     variants = ("delay_2_flushed", "delay_0_again", "ladder", "delay_0")
-    flags = ("--branch-at", "0.5", "--page", str(tmp_path / "page.md"), "--variants", *variants)
+    flags = ("--branch-at", "0.5", "--seeds", "1", "--page", str(tmp_path / "page.md"), "--variants", *variants)
     status, said = run(config, tmp_path / "out", *flags)
     assert status == 0, said
     found = {variant: loss for (variant, _), loss in losses(tmp_path / "out").items()}

@@ -35,6 +35,8 @@ class Options:
     """Variants of the config; default: all."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates of every variant; default: the config's."""
+    seeds: tuple[int, ...] = ()
+    """Default: the config's; more of them go on from what there is."""
     workers: int = 2
     """Runs side by side, one thread each on a CPU."""
     device: str | None = None
@@ -95,6 +97,7 @@ class Plan:
         }
         shared |= {key: value for key, value in given.items() if value is not None}
         values["learning_rates"] = list(options.learning_rates) or values["learning_rates"]
+        values["seeds"] = list(options.seeds) or values["seeds"]
         shared["job"] = read_sections(Path(shared["job"]))
         for kind, names in (("sizes", options.sizes), ("variants", options.variants or values["variants"])):
             check_known(f"name for --{kind}:", names, values[kind])
