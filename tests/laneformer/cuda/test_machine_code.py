@@ -70,7 +70,7 @@ GATES = {  # every card once, and a shape of the Llama family on each generation
     (H200, "300m", "bf16"): Limits(stack_bytes=392, local=28, instructions=8050),
     ("A100 40 GB, 80 GB", "2b", "int8"): Limits(stack_bytes=584, local=356, instructions=13400),
     (H200, "2b", "int8"): Limits(stack_bytes=472, local=44, instructions=11300),
-    ("B200", "2b", "int8"): Limits(stack_bytes=976, local=6, instructions=11950),
+    ("B200", "2b", "int8"): Limits(stack_bytes=976, local=6, instructions=12000),
 }  # fmt: skip
 EIGHT_GPUS = Limits(stack_bytes=456, local=22, instructions=10100)
 
