@@ -442,7 +442,16 @@ def test_branches_leave_the_baseline_with_all_that_it_has(prepared_data: Path, t
     """One with the baseline's own joins ends as it does, to the last bit."""
     config = toy(prepared_data, tmp_path / "toy.toml")
     variants = ("delay_2_flushed", "delay_0_again", "ladder", "delay_0")
-    flags = ("--branch-at", "0.5", "--seeds", "1", "--page", str(tmp_path / "page.md"), "--variants", *variants)
+    flags = (
+        "--branch-at",
+        "0.5",
+        "--seeds",
+        "1",
+        "--page",
+        str(tmp_path / "page.md"),
+        "--variants",
+        *variants,
+    )
     status, said = run(config, tmp_path / "out", *flags)
     assert status == 0, said
     found = {variant: loss for (variant, _), loss in losses(tmp_path / "out").items()}
