@@ -10,6 +10,7 @@ import torch
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer
+from laneformer.hf.export import load_weights
 from records.files import read_lines
 from tests.train import logged
 from tests.train.logged import train_logged
@@ -66,6 +67,9 @@ def test_every_figure_is_that_of_whole_ranks(on_lanes: Path, logged_run: Path) -
     assert ours.keys() == theirs.keys()
     assert {name: w.shape for name, w in ours.items()} == {name: w.shape for name, w in theirs.items()}
     assert max((ours[name] - w).abs().max().item() for name, w in theirs.items()) < 1e-4
+    exported = load_weights(on_lanes / f"checkpoint/step-{LAST}", SMALL)  # as an export reads them
+    assert exported.keys() == ours.keys()
+    assert all(torch.equal(exported[name], w) for name, w in ours.items())
 
 
 @pytest.mark.parametrize(("lanes", "ranks"), [(4, 4), (1, 1)])
