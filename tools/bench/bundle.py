@@ -19,17 +19,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.bench import weight_bytes
 from laneformer.engine.cuda.compile import compile_cubin
 from laneformer.engine.cuda.geometry import WARP_THREADS, Geometry, Machine, architecture_name
+from laneformer.engine.cuda.memory import turns
 from laneformer.engine.cuda.nvrtc import Nvrtc, compilers
 from laneformer.engine.cuda.planning import plan_builds
 from laneformer.engine.cuda.structures import TRACED
 from laneformer.engine.cuda.tape import tape_starts
-from laneformer.engine.folder import rope_tables
 from tools.bench import harness
 from tools.bench.bare.contents import DESCRIPTION
 from tools.bench.bare.main import VERDICTS
@@ -120,8 +118,7 @@ class Bundle:
             }
             for key, unit in self.units(machine, config).items()
         }
-        rope = np.stack(rope_tables(config), -1).astype("<f4").tobytes()
-        files = {"rope": self.add(rope, "tables")}
+        files = {"rope": self.add(turns(config).numpy().astype("<f4").tobytes(), "tables")}
         return {**self.shape(self.builds(machine, config)), **files, "code": code}
 
     def shape(self, builds: list[Geometry]) -> Facts:

@@ -216,12 +216,14 @@ def test_what_leaves_the_pool_is_saved_and_comes_back(model, tmp_path):
         expected = [answer(fresh, talk) for talk in talks]
         for number in (0, 1, 2):
             assert answer(engine, talks[number]) == expected[number]
-            until(lambda number=number: len(files(tmp_path)) >= number)
+            until(lambda number=number: len(prefixes(engine).folder) >= number)
         for number in (0, 1, 2):
             seen = answer(engine, talks[number])
             assert seen[:2] == expected[number][:2]
             assert seen[2] > 300
-            until(lambda: len(files(tmp_path)) >= 3)  # the last talk left the pool when the first came back
+            until(
+                lambda: len(prefixes(engine).folder) >= 3
+            )  # the last talk left the pool when the first came back
         assert prefixes(engine).hits >= 2
 
 

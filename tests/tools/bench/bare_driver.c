@@ -55,7 +55,7 @@ int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
 int cuMemsetD8_v2(uint64_t at, unsigned char value, size_t count) { return memset((void*)at, value, count), SUCCESS; }
 int cuMemcpyHtoD_v2(uint64_t at, const void* from, size_t count) {
   memcpy((void*)at, from, count);
-  if (fault("wrong numbers") && count % 64 == 0) memset((void*)at, 0, count / 2);  // of the cosines and sines
+  if (fault("wrong numbers") && count == 33 * 32) memset((void*)at, 0, count / 2);  // of the cosines and sines
   return SUCCESS;
 }
 int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t count) { return memcpy(to, (void*)from, count), SUCCESS; }
