@@ -287,7 +287,7 @@ def section(options: Options, result: Result) -> tuple[str, str]:
         parts[-1] += f" Its prompts: {share:.0f}% of its probe of matrix products."
     name = f"`{options.flavor}`" if options.model is None else options.model.name
     beside = f", beside {options.beside} busy programs" if options.beside else ""
-    return f"{name} in {options.dtype}, {options.threads} threads{beside}", "\n\n".join(parts)
+    return f"{name} in {options.dtype}, {options.threads} threads{beside}", "\n\n".join(filter(None, parts))
 
 
 def speeds(workloads: list[Result]) -> str:
@@ -314,4 +314,4 @@ def ratios(workloads: list[Result]) -> str:
          *(f"{r[k]:.2f}" for k in ("median", "min", "max")), f"{r['ahead']} of {r['pairs']}"]
         for load in workloads for r in load["ratios"]
     ]  # fmt: skip
-    return table(columns, rows)
+    return table(columns, rows) if rows else ""
