@@ -441,28 +441,21 @@ def test_an_interrupted_ablation_leaves_no_run_behind_and_its_runs_have_saved(
 def test_branches_leave_the_baseline_with_all_that_it_has(prepared_data: Path, tmp_path: Path):
     """One with the baseline's own joins ends as it does, to the last bit."""
     config = toy(prepared_data, tmp_path / "toy.toml")
-    variants = ("delay_2_flushed", "delay_0_again", "ladder", "delay_0")
-    flags = (
-        "--branch-at",
-        "0.5",
-        "--seeds",
-        "1",
-        "--page",
-        str(tmp_path / "page.md"),
-        "--variants",
-        *variants,
-    )
+    same = "same = { broadcast_delay = 0 }\ndelay_1 = {"
+    config.write_text(config.read_text().replace("delay_1 = {", same))
+    variants, page = ("delay_2_flushed", "same", "ladder", "delay_0"), tmp_path / "page.md"
+    flags = ("--branch-at", "0.5", "--seeds", "1", "--page", str(page), "--variants", *variants)
     status, said = run(config, tmp_path / "out", *flags)
     assert status == 0, said
     found = {variant: loss for (variant, _), loss in losses(tmp_path / "out").items()}
-    assert found["delay_0_again"] == found["delay_0"]
+    assert found["same"] == found["delay_0"]
     assert len({*found.values()}) == 3
     for variant in variants:
         folder = tmp_path / "out/runs" / f"0m5-{variant}-1-0.003"
         (attempt,) = (folder / "attempts.jsonl").read_text().splitlines()
         assert json.loads(attempt)["step"] == (0 if variant == "delay_0" else 3)
         assert not (folder / "checkpoint").exists()
-    assert "leaves it after 50% of the steps" in (tmp_path / "page.md").read_text()
+    assert "leaves it after 50% of the steps" in page.read_text()
     status, said = run(config, tmp_path / "out", "--variants", "delay_0")
     assert "holds results of another branch_at" in said
 
@@ -470,6 +463,13 @@ def test_branches_leave_the_baseline_with_all_that_it_has(prepared_data: Path, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {
+                "branch_at": 0.8,
+                "variants": ("delay_0", "delay_0_again"),
+            },  # it would seem to be a noise floor of 0
+            "variant 'delay_0_again' cannot branch off 'delay_0': it has seed_offset of its own",
+        ),
         ({"branch_at": 1.0}, "branch_at = 1 is step 1500 of 1500; choose one between"),
         (
             {"branch_at": 0.8, "variants": ("delay_0", "handicap")},
@@ -480,6 +480,12 @@ def test_branches_leave_the_baseline_with_all_that_it_has(prepared_data: Path, t
 def test_what_cannot_branch_is_named(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Plan.read(Options(SHIPPED, Path("unused"), **options))
+
+
+def test_a_run_that_nothing_can_leave_is_named(tmp_path: Path):
+    plan = Plan.read(Options(SHIPPED, Path("unused"), variants=("delay_0", "delay_1"), branch_at=0.8))
+    with pytest.raises(ValueError, match=r"cannot leave 0m5-delay_0-0-.*, which has diverged or was trained"):
+        run_job(plan.job("0m5", "delay_1", 0, 3e-3), plan.training, tmp_path, keep_weights=False)
 
 
 @pytest.mark.slow

@@ -140,9 +140,15 @@ def test_long_windows_fit_80_gb_with_one_lane_a_gpu(runs: dict[str, tuple[int, s
     phase = json.loads(said.splitlines()[-1])["phases"][0]
     assert phase["job"]["micro_batches"] == 8
     memory, traffic = phase["memory"], phase["traffic"]["1 x 8 x 8"]
-    page = (ROOT / "configs/phase3.toml").read_text()
+    config, why = (
+        (ROOT / name).read_text() for name in ("configs/phase3.toml", "docs/decisions/training.md")
+    )
     for size in (memory["total"], memory["kept_activations"], traffic["lanes_bytes"]):
-        assert f"{size / 1e9:.0f} GB" in page
+        assert f"{size / 1e9:.0f} GB" in config
+    total = f"{memory['total'] / 1e9:.0f} GB"
+    assert f"it is {total}" in (ROOT / "docs/long-context.md").read_text()
+    assert f"{total} a GPU" in why
+    assert f"{traffic['lanes_s']:.2f} s of {phase['compute']['step_s']:.1f} s if nothing hid them" in why
     stream = 65_536 * 3_072 * sums.BF16
     assert (
         traffic["lanes_of_a_layer_bytes"] == 4 * stream * 2 * 7 / 8

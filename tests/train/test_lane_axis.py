@@ -29,14 +29,8 @@ def mesh(lanes: int, shards: int) -> tuple[str, ...]:
 
 def difference(row: dict, other: dict) -> float:
     """Largest relative one of what a step logs of the model."""
-    names = [
-        "loss",
-        "max_loss",
-        "grad_norm",
-        "z_loss",
-        "max_logit",
-        *(["valid_loss"] if "valid_loss" in other else []),
-    ]
+    validated = ["valid_loss"] * ("valid_loss" in other)
+    names = ["loss", "max_loss", "grad_norm", "z_loss", "max_logit", *validated]
     pairs = [(row[name], other[name]) for name in names]
     for name in ("layer_grad_norm", "layer_stream_rms"):
         pairs += zip(row[name], other[name], strict=True)

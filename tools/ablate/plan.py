@@ -118,9 +118,9 @@ class Plan:
         base = self.variants[self.baseline]
         for name, own in self.variants.items():
             differ = [key for key in {**base, **own} if own.get(key) != base.get(key)]
-            if shapes := [key for key in differ if key not in (*JOINS, "joins", "seed_offset")]:
+            if others := [key for key in differ if key not in (*JOINS, "joins")]:
                 raise ValueError(
-                    f"variant {name!r} cannot branch off {self.baseline!r}: it has {', '.join(shapes)} of its own; "
+                    f"variant {name!r} cannot branch off {self.baseline!r}: it has {', '.join(others)} of its own; "
                     "leave it out of --variants"
                 )
 

@@ -125,6 +125,11 @@ def run_job(job: Job, training: Training, out: Path, keep_weights: bool) -> dict
     """
     run = out / "runs" / job.name
     path, checkpoints = run / "job.toml", run / "checkpoint"
+    if job.trunk and not kept(run.parent / job.trunk).exists():
+        raise ValueError(
+            f"{run} cannot leave {job.trunk}, which has diverged or was trained elsewhere: leave its rate and "
+            "seed out, or remove its line from results.jsonl to train it here"
+        )
     write_job(path, job_file(job, training, run))
     code = (read_outcome(run) or {}).get("code")
     if code not in ENDS:

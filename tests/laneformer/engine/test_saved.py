@@ -221,9 +221,8 @@ def test_what_leaves_the_pool_is_saved_and_comes_back(model, tmp_path):
             seen = answer(engine, talks[number])
             assert seen[:2] == expected[number][:2]
             assert seen[2] > 300
-            until(
-                lambda: len(prefixes(engine).folder) >= 3
-            )  # the last talk left the pool when the first came back
+            # the last talk left the pool when the first came back
+            until(lambda: len(prefixes(engine).folder) >= 3)
         assert prefixes(engine).hits >= 2
 
 
