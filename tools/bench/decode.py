@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import re
 import subprocess
@@ -33,6 +34,7 @@ from tools.bench.harness import Candidate, Result, alternate, check_at_least, sp
 from tools.markdown import table
 
 OURS = "laneformer"
+OWN = ("isa", "math", "kv_dtype")  # options of our engine; each value of each makes a candidate
 SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
 KINDS = {"decode": "decode at depth", "prefill": "prompt of", "batch": "batch of"}
 FIGURES = ("tokens_per_s", "percent_of_probe", "other_cpus")
@@ -83,6 +85,8 @@ class Options(harness.Options):
     """Arithmetic of our engine; each further one is a candidate of its own."""
     isa: tuple[str, ...] = ("auto",)
     """Instruction sets of our engine, such as avx512 avx2; likewise, and compared with the first."""
+    kv_dtype: tuple[str, ...] = ("auto",)
+    """Types of our keys and values, such as fp16 int8; likewise."""
     threads: int = 2
     """Threads of every candidate and of the probe."""
     pairs: int = 8
@@ -105,14 +109,18 @@ class Options(harness.Options):
         sizes = {"decode": self.depth, "prefill": self.prefill, "batch": self.batch}
         return [Workload(kind, size) for kind, values in sizes.items() for size in values]
 
+    def first(self) -> dict[str, str]:
+        """What a candidate of ours has unless its name says otherwise."""
+        return {key: getattr(self, key)[0] for key in OWN}
+
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
         check_at_least(self, threads=1, pairs=1, new_tokens=1, beside=0)
         if self.context_tokens is not None:
             check_at_least(self, context_tokens=1)
-        if not self.workloads() or not self.math or not self.isa:
+        if not self.workloads() or not all(getattr(self, key) for key in OWN):
             raise ValueError(
-                "nothing to measure: give at least one of depth, prefill and batch, one math, one isa"
+                f"nothing to measure: give at least one of depth, prefill and batch, and one each of {', '.join(OWN)}"
             )
         if self.model is not None and not self.model.is_file():
             raise ValueError(f"model = {self.model} is not a file; give a GGUF file")
@@ -120,10 +128,9 @@ class Options(harness.Options):
         for name in baselines:
             if name not in (known := INSTALL.keys() - {OURS}):
                 raise ValueError(f"unknown baseline {name!r}; choose from {sorted(known)}")
-        first = {"isa": self.isa[0], "math": self.math[0]}
-        ours = []
-        for isa, arithmetic in itertools.product(self.isa, self.math):
-            own = [f"{k}={v}" for k, v in {"isa": isa, "math": arithmetic}.items() if v != first[k]]
+        first, ours = self.first(), []
+        for values in itertools.product(*(getattr(self, key) for key in OWN)):
+            own = [f"{key}={value}" for key, value in zip(OWN, values, strict=True) if value != first[key]]
             ours.append(" ".join([OURS, *own]))
         return ours + [each for name in dict.fromkeys(baselines) for each in names_of(name, self.dtype)]
 
@@ -140,9 +147,9 @@ class Options(harness.Options):
 
 def candidate(name: str, options: Options) -> Candidate:
     threads, source = str(options.threads), str(options.model or options.flavor)
-    ours = [options.dtype, options.math[0], options.isa[0]]
+    own = json.dumps(options.first())
     sizes = threads, str(options.context_tokens or "")
-    command = ["-m", "tools.bench.decode_candidates", name, source, *ours, *sizes]
+    command = ["-m", "tools.bench.decode_candidates", name, source, options.dtype, own, *sizes]
     return Candidate(name, command, {"OMP_NUM_THREADS": threads}, SETTLE_S)
 
 
@@ -234,7 +241,7 @@ def measured(load: Workload, options: Options, candidates: Result, vocab_size: i
         "kind": load.kind, "size": load.size, "name": str(load), "rounds": rounds,
         "candidates": {n: {key: spread([r["figures"][n][key] for r in rounds]) for key in FIGURES} for n in candidates},
         "ratios": [ratio(rounds, n, b) for n in candidates if n.startswith(OURS) for b in baselines]
-                  + [ratio(rounds, first, n) for n in candidates if (first := first_isa(n)) != n],
+                  + [ratio(rounds, first, n) for n in candidates if (first := plainer(n)) != n],
     }  # fmt: skip
 
 
@@ -247,9 +254,9 @@ def trial(candidate: Any, load: Workload, options: Options, prompt: list[int]) -
     return answer["tokens_per_s"], answer["bytes_per_token"]
 
 
-def first_isa(name: str) -> str:
-    """The candidate of the same arithmetic on the first instruction set."""
-    return re.sub(r" isa=\w+", "", name)
+def plainer(name: str) -> str:
+    """The candidate of the same arithmetic on the first instruction set, with the first keys and values."""
+    return re.sub(r" (isa|kv_dtype)=\w+", "", name)
 
 
 def ratio(rounds: list[Result], ours: str, baseline: str) -> Result:

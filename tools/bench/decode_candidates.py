@@ -8,6 +8,7 @@ same bytes; none tokenizes.
 from __future__ import annotations
 
 import functools
+import json
 import sys
 import time
 from pathlib import Path
@@ -41,10 +42,11 @@ def names_of(baseline: str, dtype: Dtype) -> list[str]:
     return [] if dtype in QUANTISED else [baseline]
 
 
-def main(name: str, model: str, dtype: str, math: str, isa: str, threads: int, context: int | None) -> None:
+def main(name: str, model: str, dtype: str, first: dict[str, str], threads: int, context: int | None) -> None:
     """Answer commands until stdin ends: facts, settings, decode, prefill, batch; ours also probe and bench.
 
-    model: a flavor or a GGUF file; context: None for the model's. Speeds are tokens/s; the first token is not counted.
+    model: a flavor or a GGUF file; first: options of our engine that its name does not change; context: None for the
+    model's. Speeds are tokens/s; the first token is not counted.
     """
     engine, _, variant = name.partition(" ")
     longer = {"max_position_embeddings": context} if context else {}
@@ -54,7 +56,7 @@ def main(name: str, model: str, dtype: str, math: str, isa: str, threads: int, c
         source = LaneformerConfig.from_flavor(model, **longer) if model in FLAVORS else Path(model)
         if engine == "laneformer":
             own = dict(part.split("=") for part in variant.split())
-            return OurEngine(source, dtype, own.get("math", math), own.get("isa", isa), threads, context)
+            return OurEngine(source, dtype, first | own, threads, context)
         if engine == "llamacpp":
             return LlamaCpp(source, variant or dtype, threads, context)
         return TransformersLlama(
@@ -76,13 +78,11 @@ class OurEngine:
     """Our engine through its public interface: the stream a user would read."""
 
     def __init__(
-        self, source: LaneformerConfig | Path, dtype: str, math: str, isa: str, threads: int, context: int | None
+        self, source: LaneformerConfig | Path, dtype: str, own: dict[str, str], threads: int, context: int | None
     ):  # fmt: skip
         from laneformer import Engine
 
-        options: Result = {"device": "cpu", "threads": threads, "isa": isa}
-        if math != "auto":
-            options["math"] = math
+        options: Result = {"device": "cpu", "threads": threads, **own}
         if isinstance(source, Path):
             path = as_gguf(source, dtype if dtype in ("fp16", "gguf") else "bf16")
             self.engine = Engine.from_pretrained(
@@ -92,7 +92,8 @@ class OurEngine:
             self.engine = Engine.random(source, dtype, **options)
         self.facts: Result = {
             "version": f"laneformer {version('laneformer')}",
-            "about": f"isa {self.engine.isa}, math {self.engine.math}, {self.engine.config.num_lanes} lanes",
+            "about": f"isa {self.engine.isa}, math {self.engine.math}, keys and values in {self.engine.kv_dtype}, "
+            f"{self.engine.config.num_lanes} lanes",
             "context_tokens": self.engine.config.max_position_embeddings,
             "vocab_size": self.engine.config.vocab_size,
         }
@@ -135,5 +136,5 @@ class OurEngine:
 
 
 if __name__ == "__main__":
-    _, own_name, source, weights, arithmetic, level, count, positions = sys.argv
-    main(own_name, source, weights, arithmetic, level, int(count), int(positions or 0) or None)
+    _, own_name, source, weights, own, count, positions = sys.argv
+    main(own_name, source, weights, json.loads(own), int(count), int(positions or 0) or None)

@@ -105,6 +105,17 @@ def test_four_bits_meet_every_format_of_about_that_size_and_each_math_is_a_candi
     assert [(r["ours"], r["over"]) for r in batch["ratios"]] == [(o, f) for o in ours for f in formats]
 
 
+def test_each_type_of_keys_is_a_candidate_compared_with_the_first(fake):
+    result = run(
+        pairs=1, kv_dtype=("fp16", "int8"), isa=("avx2", "avx512"), against="", depth=(9,), prefill=()
+    )
+    (behind,) = result["workloads"]
+    others = ["kv_dtype=int8", "isa=avx512", "isa=avx512 kv_dtype=int8"]
+    assert [(r["ours"], r["over"]) for r in behind["ratios"]] == [
+        (OURS, f"{OURS} {other}") for other in others
+    ]
+
+
 def test_long_prompts_get_half_the_rounds_and_are_new_every_time(fake):
     long, short = run(pairs=4, depth=(), prefill=(2000, 500), against="llamacpp")["workloads"]
     assert [len(load["rounds"]) for load in (long, short)] == [2, 4]
@@ -208,6 +219,15 @@ def test_a_candidate_sleeps_between_its_trials_and_refuses_unknown_commands():
     with pytest.raises(RuntimeError, match="no attribute 'juggle'"):
         process.ask("juggle")
     process.close()
+
+
+def test_a_candidates_name_says_what_it_has_of_its_own():
+    options, read = Options(flavor="tiny", threads=1, kv_dtype=("fp16", "int8")), {}
+    for name in options.names()[:2]:
+        process = candidate(name, options)
+        read[name] = process.ask("decode", prompt=[5] * 100, new_tokens=4)["bytes_per_token"]
+        process.close()
+    assert read[f"{OURS} kv_dtype=int8"] < read[OURS]
 
 
 def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkeypatch, tmp_path):
