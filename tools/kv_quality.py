@@ -68,7 +68,6 @@ def main(options: Options) -> None:
             context_tokens=options.context_tokens,
             kv_dtype=kind,
             threads=options.threads,
-            math="auto",
         )
         with engine:
             kinds[kind] = measure(engine, options)

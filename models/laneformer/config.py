@@ -90,6 +90,7 @@ class LaneformerConfig:
     pre_norm_lane_agg: bool = False
     rebroadcast_early: bool = False
     first_late_layer: int = 0  # before it lanes wait for each other, whatever the delay
+    early_layers: int = 0  # with use_early_comm: so many of those before the delay wait; 0: all
     flush: bool = False  # before the final norm they wait once, for what was never sent
     head_dim: int = None  # type: ignore[assignment]
     attention_bias: bool = False
@@ -145,11 +146,10 @@ class LaneformerConfig:
             return Join.PRESENT  # a draft waits for its lanes
         if not (self.use_attention_comm if module == "attention" else self.use_mlp_comm):
             return Join.NO_REDUCE
-        if self.broadcast_delay == 0 or layer < self.first_late_layer:
+        delay, early = self.broadcast_delay, self.early_layers or self.broadcast_delay
+        if not delay or layer < self.first_late_layer or (self.use_early_comm and layer < min(early, delay)):
             return Join.PRESENT  # PAST with delay 0 is p + (P - p) = P
-        if layer >= self.broadcast_delay:
-            return Join.PAST
-        return Join.PRESENT if self.use_early_comm else Join.NO_REDUCE
+        return Join.PAST if layer >= delay else Join.NO_REDUCE
 
     def broadcasts(self, layer: int, module: str) -> bool:
         """Whether the partial outputs of `layer` are added by the other lanes `broadcast_delay` layers later."""
@@ -249,7 +249,7 @@ class LaneformerConfig:
         plain = {"head_dim", "attention_bias", "qk_norm"} - self.borrowed().keys()
         plain |= set() if self.variant.differences() else {"variant"}
         plain |= set() if self.num_nextn_predict_layers else set(HEAD_FIELDS)
-        later = ("first_late_layer", "flush", "nope_layers", "window_rope_theta")
+        later = ("first_late_layer", "early_layers", "flush", "nope_layers", "window_rope_theta")
         plain |= {name for name in later if not getattr(self, name)}
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in plain}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -333,10 +333,11 @@ def _check_choices(config: LaneformerConfig) -> None:
             raise ValueError(
                 f"{name} holds {outside}, but the layers are 0 to {config.num_hidden_layers - 1}"
             )
-    if config.first_late_layer not in range(config.num_hidden_layers):
-        raise ValueError(
-            f"first_late_layer = {config.first_late_layer!r} must be 0 to {config.num_hidden_layers - 1}"
-        )
+    for name in ("first_late_layer", "early_layers"):
+        if getattr(config, name) not in range(config.num_hidden_layers):
+            raise ValueError(
+                f"{name} = {getattr(config, name)!r} must be 0 to {config.num_hidden_layers - 1}"
+            )
     if config.lm_head_type not in LM_HEAD_TYPES:
         raise ValueError(f"lm_head_type = {config.lm_head_type!r} is unknown; choose from {LM_HEAD_TYPES}")
     if config.pre_norm_lane_agg and config.lm_head_type != "replicate":

@@ -104,9 +104,8 @@ def update(
     p, lanes = outputs[layer], c.num_lanes
     delay = c.broadcast_delay
     first = c.first_late_layer + (plant == "border")
-    early = [  # PRESENT layers, if the module talks
-        i < first or (i < delay and c.use_early_comm) for i in range(c.num_hidden_layers)
-    ]
+    waiting = min(delay, c.early_layers or delay) if c.use_early_comm else 0
+    early = [i < max(first, waiting) for i in range(c.num_hidden_layers)]  # PRESENT, if the module talks
     source = layer - delay + (1 if plant == "delay" and delay > 1 else 0)
     for t in range(h.shape[0]):
         for lane in range(lanes):

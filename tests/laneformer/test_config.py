@@ -74,6 +74,7 @@ def test_dictionary_round_trip(flavor: str) -> None:
         ({"hidden_size": 3072.0}, r"hidden_size = 3072.0 must be a positive integer"),
         ({"broadcast_delay": -1}, r"broadcast_delay = -1 must be an integer >= 0"),
         ({"first_late_layer": 15}, r"first_late_layer = 15 must be 0 to 14"),
+        ({"early_layers": -1}, r"early_layers = -1 must be 0 to 14"),
         ({"norm_eps": 0.0}, r"norm_eps = 0.0 must be greater than 0"),
         ({"swa_layers": (0, 15)}, r"swa_layers holds \[15\], but the layers are 0 to 14"),
         ({"lm_head_type": "tied"}, r"lm_head_type = 'tied' is unknown; choose from"),
@@ -170,6 +171,21 @@ def test_joins_of_late_upper_layers() -> None:
         "flush",
         "first_late_layer",
     }
+
+
+def test_a_part_of_the_early_layers_waits() -> None:
+    config = LaneformerConfig.from_flavor("2b", broadcast_delay=3, early_layers=1)
+    assert [config.join(i, "mlp") for i in range(4)] == [
+        Join.PRESENT,
+        Join.NO_REDUCE,
+        Join.NO_REDUCE,
+        Join.PAST,
+    ]
+    assert [i for i in range(15) if config.broadcasts(i, "attention")] == list(range(1, 12))
+    assert LaneformerConfig.from_dict(config.to_dict()) == config
+    without = LaneformerConfig.from_flavor("2b", broadcast_delay=3, early_layers=1, use_early_comm=False)
+    assert {without.join(i, "attention") for i in range(3)} == {Join.NO_REDUCE}
+    assert "early_layers" not in LaneformerConfig().to_dict()
 
 
 def test_windows_of_the_published_model() -> None:

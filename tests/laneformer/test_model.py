@@ -96,6 +96,21 @@ def test_late_upper_layers_and_the_flush_are_the_update_table(delay: int, first:
         assert np.abs(lane_batched_logits(model, IDS) - transcribed(model, IDS)).max() < FLOAT64_TOLERANCE
 
 
+@pytest.mark.parametrize("early", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_number_of_early_sums_is_the_update_table(early: int, first: int) -> None:
+    for delay in (1, 2, 3):
+        joins = {
+            "broadcast_delay": delay,
+            "first_late_layer": first,
+            "early_layers": early,
+            "flush": early == 1,
+        }
+        model = build(**joins)
+        difference = np.abs(lane_batched_logits(model, IDS) - transcribed(model, IDS)).max()
+        assert difference < FLOAT64_TOLERANCE, joins
+
+
 def test_a_flushed_model_is_the_sum_of_all_outputs() -> None:
     """By its definition: the head reads the embedding and every output of every lane, and all streams are equal."""
     model = build(broadcast_delay=2, first_late_layer=3, flush=True)

@@ -41,7 +41,7 @@ def words(variant: str) -> str:
 
 def is_plain(row: Row) -> bool:
     """A config's own joins, everything else as in the baseline: of the curves over delay and lanes."""
-    other = {"use_early_comm", "use_attention_comm", "use_mlp_comm", "lm_head_type", "flush"}
+    other = {"use_early_comm", "early_layers", "use_attention_comm", "use_mlp_comm", "lm_head_type", "flush"}
     return row["joins"] is None and row["role"] in (None, "baseline") and not other & row["model"].keys()
 
 

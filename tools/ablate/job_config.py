@@ -11,7 +11,8 @@ import records.job
 import train.job_config
 
 Joins = typing.Literal[
-    "broadcast_delay", "use_early_comm", "use_attention_comm", "use_mlp_comm", "first_late_layer", "flush",
+    "broadcast_delay", "use_early_comm", "use_attention_comm", "use_mlp_comm", "first_late_layer",
+    "early_layers", "flush",
 ]  # fmt: skip
 JOINS: tuple[str, ...] = typing.get_args(Joins)
 Change = typing.Literal[records.job.Change, Joins]

@@ -51,6 +51,7 @@ SWITCHES = {
     "rebroadcast_early": {"rebroadcast_early": True, "broadcast_delay": 1},
     "flush": {"flush": True},
     "flush_beyond_half": {"flush": True, "broadcast_delay": 3, "use_early_comm": False},
+    "one_early_sum_of_three": {"broadcast_delay": 3, "early_layers": 1},
     "late_upper_layers": {"first_late_layer": 3, "broadcast_delay": 1},
     "late_upper_layers_flushed": {"first_late_layer": 3, "flush": True, "lm_head_type": "replicate"},
     "flush_scale_per_lane": {"flush": True, "lm_head_type": "lane", "replicated_rmsn_scale": False},

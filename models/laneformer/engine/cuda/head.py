@@ -53,7 +53,7 @@ def block_config(config: LaneformerConfig, rows: int) -> LaneformerConfig:
     return dataclasses.replace(
         config, num_hidden_layers=1, broadcast_delay=0, use_attention_comm=True, use_mlp_comm=True, swa_layers=(),
         nope_layers=(), num_nextn_predict_layers=0, draft_vocab_size=0, vocab_size=rows * config.num_lanes,
-        first_late_layer=0, flush=False,
+        first_late_layer=0, early_layers=0, flush=False,
     )  # fmt: skip
 
 
