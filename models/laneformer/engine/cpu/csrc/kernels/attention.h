@@ -41,12 +41,8 @@ template <DType T>
 INLINE V16 load_cached(const char* at) {
   typedef uint16_t H __attribute__((vector_size(2 * kWidth), may_alias));
   if constexpr (T == DType::fp32) return load((const float*)at);
+  if constexpr (T == DType::int8) return signed_bytes(at);
   V16 v;
-  if constexpr (T == DType::int8) {
-    typedef int8_t B __attribute__((vector_size(kWidth), may_alias));
-    EACH_PART v.part[i] = __builtin_convertvector(__builtin_convertvector(((const B*)at)[i], I), F);
-    return v;
-  }
   EACH_PART {
     const uint16_t* x = (const uint16_t*)at + i * kWidth;
     if constexpr (T == DType::bf16)
@@ -105,6 +101,7 @@ INLINE void score_tiles(const float* query, const char* const* tiles, int dim, f
 // Adds the weighted values of some positions to `out` (ROWS, dim), from dimension `from` on, 16 * VECTORS at a time.
 template <DType T, int ROWS, int VECTORS>
 INLINE void mix_from(const float* weights, const char* values, int positions, int dim, int from, float* out) {
+  constexpr int kPassBytes = 16 * VECTORS * kElementBytes<T>;
   for (; from + 16 * VECTORS <= dim; from += 16 * VECTORS) {
     V16 s[ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -112,12 +109,15 @@ INLINE void mix_from(const float* weights, const char* values, int positions, in
       for (int i = 0; i < VECTORS; ++i) s[r][i] = load(out + r * dim + from + 16 * i);
     const char* value = values + from * kElementBytes<T>;
     for (int p = 0; p < positions; ++p, value += dim * kElementBytes<T>) {
+      if (from == 0) {  // the whole row, whatever this pass takes of it: memory is read best in order
+#pragma GCC unroll 8
+        for (int line = 0; line < kPassBytes; line += 64) __builtin_prefetch(value + line + kValuesAhead);
+        for (int line = kPassBytes; line < dim * kElementBytes<T>; line += 64)
+          __builtin_prefetch(value + line + kValuesAhead);
+      }
       V16 v[VECTORS];
 #pragma GCC unroll 8
-      for (int i = 0; i < VECTORS; ++i) {
-        if (i * 16 * kElementBytes<T> % 64 == 0) __builtin_prefetch(value + 16 * i * kElementBytes<T> + kValuesAhead);
-        v[i] = load_cached<T>(value + 16 * i * kElementBytes<T>);
-      }
+      for (int i = 0; i < VECTORS; ++i) v[i] = load_cached<T>(value + 16 * i * kElementBytes<T>);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) {
         const V16 weight = splat(weights[r * kChunkPositions + p]);
@@ -175,7 +175,10 @@ INLINE void attend_chunk(const AttendArgs& a, Ring keys, Ring values, int chunk)
   const Range all = seen(a, chunk, 0, a.queries);
   for (int at = all.first / kScoredPositions * kScoredPositions; at <= all.last; at += kScoredPositions) {
     const char* tiles[kScoredTiles];
-    for (int i = 0; i < kScoredTiles; ++i) tiles[i] = keys.at(at / 16 + i);
+    for (int i = 0; i < kScoredTiles; ++i) {
+      tiles[i] = keys.at(at / 16 + i);
+      if constexpr (SCALED) __builtin_prefetch(values.at(at / 16 + i) + 16 * dim * kElementBytes<T>);
+    }
     each_group(a.queries, [&](int q, auto rows) {
       constexpr int kRows = decltype(rows)::count;
       const Range range = seen(a, chunk, q, q + kRows);

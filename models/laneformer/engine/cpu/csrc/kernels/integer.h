@@ -35,7 +35,6 @@ struct RoundedGroup {
 
 typedef int16_t I16 __attribute__((vector_size(4 * kWidth), may_alias));
 typedef uint32_t U __attribute__((vector_size(4 * kWidth), may_alias));
-typedef int8_t Narrow __attribute__((vector_size(kWidth), may_alias, aligned(1)));
 
 size_t rounded_group_bytes(int k_pairs) { return sizeof(RoundedGroup) * groups_of(k_pairs); }
 
@@ -166,21 +165,6 @@ constexpr int kRoundedColumns = 4, kRoundedGroups = kParts == 1 ? 2 : 1;  // wha
 INLINE V16 halves(const char* w) {
   V16 v;
   EACH_PART v.part[i] = half_part((const uint16_t*)w + i * kWidth);
-  return v;
-}
-
-INLINE V16 signed_bytes(const char* w) {
-  V16 v;
-  EACH_PART {
-    const char* from = w + i * kWidth;
-#if defined(__AVX512F__)
-    v.part[i] = (F)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, *(const __m128i*)from));
-#elif defined(__AVX2__)
-    v.part[i] = (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-    v.part[i] = __builtin_convertvector(__builtin_convertvector(*(const Narrow*)from, I), F);
-#endif
-  }
   return v;
 }
 

@@ -28,6 +28,7 @@ constexpr int kParts = 16 / kWidth;
 
 typedef float F __attribute__((vector_size(4 * kWidth), may_alias));
 typedef int32_t I __attribute__((vector_size(4 * kWidth), may_alias));
+typedef int8_t Narrow __attribute__((vector_size(kWidth), may_alias, aligned(1)));
 typedef float FU __attribute__((vector_size(4 * kWidth), may_alias, aligned(4)));
 
 struct V16 {
@@ -95,6 +96,25 @@ INLINE F half_part(const uint16_t* x) {  // finite fp16 only: the exponent is mo
   return (F)((I)magnitude | ((bits & 0x8000) << 16));
 }
 #endif
+
+// 16 integers of 8 bits. By instructions: compilers (GCC 12) take a conversion to 32 bits apart, byte by byte.
+INLINE V16 signed_bytes(const char* w) {
+  V16 v;
+  EACH_PART {
+    const char* from = w + i * kWidth;
+#if defined(__AVX512F__)
+    v.part[i] = (F)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, *(const __m128i*)from));
+#elif defined(__AVX2__)
+    v.part[i] = (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#elif defined(__aarch64__)
+    const int8x8_t bytes = vreinterpret_s8_u32(vld1_dup_u32((const uint32_t*)from));
+    v.part[i] = (F)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
+#else
+    v.part[i] = __builtin_convertvector(__builtin_convertvector(*(const Narrow*)from, I), F);
+#endif
+  }
+  return v;
+}
 
 INLINE float sum(V16 v) {  // pairwise, the same tree for every width
   float x[16];
