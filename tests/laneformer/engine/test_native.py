@@ -128,7 +128,7 @@ def test_neon_gives_the_bits_of_avx2(watched):
     assert (there["portable"], there["fp16"], there["fp32"]) == (here["avx2"], here["fp16"], here["fp32"])
     products = [name for name in here if name.startswith("product_")]
     assert len(products) == 13, "int8, int4, and the eleven types of blocks in GGUF files"
-    for name in (*products, "int4", "int8_rounded"):
+    for name in (*products, "int4", "int8_rounded", "fp16_kv", "int8_kv"):
         assert there[name] == here[name], name
     assert here["avx2"] != here["portable"], (
         "fused and unfused sums cannot agree: the comparison sees nothing"
