@@ -5,6 +5,7 @@ window, which `data_mixtures.prepare` makes. Equal on every machine: text of pac
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,9 +22,8 @@ from records.files import write_atomically
 
 from .tasks import KINDS, Document, document
 
-FILLER_CHARACTERS = (12, 48)  # of a line
-HELD_OUT_EVERY = 20  # of the text's documents, for the loss by position; none of their lines is in training
-SHORTEST = 2  # a training document has from half of the window's tokens to all
+HELD_OUT_EVERY = 20  # of the text's documents, for the loss by position; not in training
+SHORTEST = 64  # tokens of a training document: short ones are what the tasks are learned on
 
 
 def read_text(path: Path | None, out: Path) -> Path:
@@ -45,15 +45,6 @@ def split(path: Path, held_out: bool) -> list[str]:
     return [text for i, text in enumerate(texts(path)) if (i % HELD_OUT_EVERY == 0) == held_out]
 
 
-@functools.cache
-def filler(path: Path, held_out: bool) -> tuple[str, ...]:
-    """Lines of the text, each at least of three words and without a digit or the tasks' signs."""
-    low, high = FILLER_CHARACTERS
-    lines = {line.strip() for text in split(path, held_out)[:4000] for line in text.split("\n")}
-    fits = (line for line in lines if low <= len(line) <= high and len(line.split()) >= 3)
-    return tuple(sorted(line for line in fits if line.isascii() and not set(line) & set("=?0123456789")))
-
-
 def long_texts(pieces: Iterable[str], characters: int) -> Iterator[str]:
     """Texts in a row, cut to so many characters each."""
     held = ""
@@ -64,13 +55,13 @@ def long_texts(pieces: Iterable[str], characters: int) -> Iterator[str]:
             held = held[characters:]
 
 
-def task_texts(path: Path, seq_len: int, tokens: int, count: functools.partial[int]) -> Iterator[str]:
-    """Training documents of all kinds, until there are so many tokens."""
-    draw, made, lines = random.Random(f"lengths {seq_len}"), 0, filler(path, False)
+def task_texts(seq_len: int, tokens: int, count: functools.partial[int]) -> Iterator[str]:
+    """Training documents of all kinds and, by octaves, of all lengths, until there are so many tokens."""
+    draw, made = random.Random(f"lengths {seq_len}"), 0
     for seed in range(1_000_000_000):
-        length = draw.randint(seq_len // SHORTEST, seq_len - 2)  # two places for the ends of a document
+        length = round(SHORTEST * ((seq_len - 2) / SHORTEST) ** draw.random())  # 2 for the ends of a document
         kind = KINDS[seed % len(KINDS)]
-        yield document(kind, seed, length, lines, count, told=True).text
+        yield document(kind, seed, length, count, told=True).text
         made += length
         if made >= tokens:
             return
@@ -94,9 +85,12 @@ def prepared(
         trained = model.exists()
         counter = functools.partial(count_tokens, model if trained else None)
         wanted = read * 5 // 4  # some are held out, some windows are not filled
-        write_jsonl(folder / "tasks.jsonl", task_texts(text, seq_len, wanted * task_percent // 100, counter))
+        write_jsonl(folder / "tasks.jsonl", task_texts(seq_len, wanted * task_percent // 100, counter))
         characters = seq_len if seq_len == lengths[0] else seq_len * 2  # about two of a token
-        write_jsonl(folder / "text.jsonl", bounded(long_texts(split(text, False), characters), wanted * 4))
+        write_jsonl(
+            folder / "text.jsonl",
+            itertools.islice(long_texts(split(text, False), characters), 1 + wanted * 4 // characters),
+        )
         own = {"vocab_size": vocab_size, "train_bytes": 2_000_000, "character_coverage": 0.9995}
         names = {
             kind: f"{kind}{seq_len}" for kind in ("tasks", "text")
@@ -114,14 +108,6 @@ def prepared(
     return locks
 
 
-def bounded(each: Iterable[str], characters: int) -> Iterator[str]:
-    for text in each:
-        if characters <= 0:
-            return
-        yield text
-        characters -= len(text)
-
-
 @functools.cache
 def processor(model: Path) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
@@ -135,8 +121,7 @@ def count_tokens(model: Path | None, line: str) -> int:
     return len(processor(model).encode(line))
 
 
-def scored_documents(text: Path, lock: Path, kind: str, seq_len: int, number: int) -> list[Document]:
-    """For scoring: with filler that no training document has, and other seeds."""
-    count, lines = functools.partial(count_tokens, tokenizer_path(lock.parent)), filler(text, True)
-    seeds = range(1_000_000_000, 1_000_000_000 + number)
-    return [document(kind, seed, seq_len - 2, lines, count, told=False) for seed in seeds]
+def scored_documents(lock: Path, kind: str, seq_len: int, number: int) -> list[Document]:
+    """For scoring: of other seeds than the training documents."""
+    count, first = functools.partial(count_tokens, tokenizer_path(lock.parent)), 1_000_000_000
+    return [document(kind, first + i, seq_len - 2, count, told=False) for i in range(number)]

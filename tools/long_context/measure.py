@@ -1,4 +1,4 @@
-"""What a trained run can do, at every length: loss by position, and questions answered, by kind and hops.
+"""What a trained run can do, at every length that it has seen: loss by position, questions answered by hops.
 
 A question counts as answered where every token of its value is the likeliest. The control loses the keys of one lane
 in the layers that see everything: what those layers fetch must get worse.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def loss_by_position(model: Laneformer, text: Path, lock: Path, borders: list[in
     return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip([0, *borders], borders, strict=False)}
 
 
-def answers(document: Document, lock: Path) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
+def answers(document: Document, lock: Path) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Its ids, and of each question where its value begins and ends, and its hops."""
     tokenizer = processor(tokenizer_path(lock.parent))
     ids = [tokenizer.bos_id(), *tokenizer.encode(document.text)]
@@ -62,14 +61,14 @@ def answers(document: Document, lock: Path) -> Iterator[tuple[list[int], list[tu
         assert whole[: len(before)] == before, "a name and its value are words of their own"
         places.append((len(ids) + len(before), len(ids) + len(whole), question.hops))
         ids += tokenizer.encode(question.line)
-    yield ids, places
+    return ids, places
 
 
 @torch.no_grad()
 def answered(model: Laneformer, documents: list[Document], lock: Path) -> dict[str, list[int]]:
     """By hops, of how many questions how many are answered: {"1": [answered, asked]}."""
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for ids, places in (each for document in documents for each in answers(document, lock)):
+    for ids, places in (answers(document, lock) for document in documents):
         likeliest = model(torch.tensor([ids]))[0].argmax(-1).tolist()
         for begin, end, hops in places:
             found[str(hops)][0] += likeliest[begin - 1 : end - 1] == ids[begin:end]
@@ -91,7 +90,7 @@ def measured(
     model = load(run, step, lengths[-1])
     borders = sorted({model.config.sliding_window, *lengths})
     documents = {
-        (kind, length): scored_documents(text, lock, kind, length, scored[str(length)])
+        (kind, length): scored_documents(lock, kind, length, scored[str(length)])
         for kind in KINDS for length in lengths
     }  # fmt: skip
     found = {f"{kind}-{length}": answered(model, each, lock) for (kind, length), each in documents.items()}

@@ -62,7 +62,7 @@ def section(results: Sequence[Result], plan: Plan) -> str:
     for stage in range(last + 1):
         if own := [r for r in measured if r["stage"] == stage]:
             name = f"after windows of {lengths[stage]}"
-            parts += [f"### {name[0].upper()}{name[1:]}", losses(own), accuracies(own, lengths)]
+            parts += [f"### {name[0].upper()}{name[1:]}", losses(own), accuracies(own, lengths[: stage + 1])]
     if final := [r for r in measured if r["stage"] == last]:
         parts += ["### Each factor, all else paired", *effects(final, lengths[-1]), *rises(final, lengths)]
     return "\n\n".join([*parts, "### The planted fault", control(measured, lengths[0])])

@@ -1,42 +1,59 @@
 """Documents that ask for what stands far before, made by code: a document is a function of its seed and length.
 
-    a = K .       a fact: name, value
-    b = a .       the same value by one more hop
-    ? b K .       a question, which the token after the name answers
+    가            a fact: one sign that says a name (α) and its value (Α)
+    귀            a link, one sign as well: a name and the name whose value it has
+    ?αΑ           a question, which the sign after the name answers
 
-Facts stand in random order of places among lines of filler text; a chain's lines keep their order.
+A fact is one token, so that to find it takes attention at a distance and nothing else. Of lines of several tokens
+(`a = K`) models of this size learn in the tokens that they get here only that some value follows, not whose.
+
+Facts stand at random places among RULER's noise sentences; a chain's keep their order.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from string import ascii_lowercase, ascii_uppercase
 
 KINDS = ("recall", "keys", "hops")
-FACTS = {"recall": 2, "keys": 10}
-CHAINS, HOPS = 5, 4
+NAMES, VALUES = "αβγδεζηθικ", "ΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠ"
+FACTS = {"recall": 2, "keys": len(NAMES)}
+CHAINS, HOPS = 2, 4
 TOLD_WITHIN = 0.9  # of a document stand the facts; questions that are scored come behind
-CHANCE = 1 / len(ascii_uppercase)
+ASKED_SHARE = 0.5  # of a training document are questions
+CHANCE = 1 / len(VALUES)
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+WHAT = VALUES + NAMES
+FIRST_SIGN, SIGN_STEP = 0xAC00, 28  # Hangul syllables without a final consonant
+
+
+def sign(name: str, what: str) -> str:
+    """Of a fact or a link."""
+    return chr(FIRST_SIGN + SIGN_STEP * (len(WHAT) * NAMES.index(name) + WHAT.index(what)))
 
 
 @dataclass(frozen=True)
 class Question:
     name: str
     value: str
-    hops: int  # lines that lead to the value
+    hops: int  # signs that lead to the value
 
     @property
     def line(self) -> str:
-        return f"? {self.name} {self.value} ."
+        return f"?{self.name}{self.value}"
 
 
 @dataclass(frozen=True)
 class Document:
     """lines before the questions; nothing of a question stands in them."""
 
-    kind: str
     lines: tuple[str, ...]
     questions: tuple[Question, ...]
 
@@ -46,42 +63,45 @@ class Document:
         return " ".join(self.lines)
 
 
-def facts(kind: str, draw: random.Random) -> tuple[list[list[str]], list[Question]]:
-    """Chains of lines that belong together, in their order, and what can be asked."""
-    names, values = (draw.sample(letters, len(letters)) for letters in (ascii_lowercase, ascii_uppercase))
-    length = HOPS if kind == "hops" else 1
+def facts(kind: str, draw: random.Random, told: bool) -> tuple[list[list[str]], list[list[Question]]]:
+    """Chains of signs that belong together, in their order, and what can be asked of each chain."""
+    names, values = (draw.sample(letters, len(letters)) for letters in (NAMES, VALUES))
+    length, number = (HOPS, CHAINS) if kind == "hops" else (1, FACTS[kind])
+    if told and kind != "hops":
+        number = draw.randint(min(FACTS.values()), max(FACTS.values()))
     chains, asked = [], []
-    for number in range(CHAINS if kind == "hops" else FACTS[kind]):
-        own, value = names[number * length : (number + 1) * length], values[number]
-        chains.append([f"{name} = {before} ." for name, before in zip(own, [value, *own], strict=False)])
-        asked += [Question(name, value, hops) for hops, name in enumerate(own, 1)]
+    for i in range(number):
+        own, value = names[i * length : (i + 1) * length], values[i]
+        chains.append([sign(name, before) for name, before in zip(own, [value, *own], strict=False)])
+        asked.append([Question(name, value, hops) for hops, name in enumerate(own, 1)])
     return chains, asked
 
 
-def document(
-    kind: str, seed: int, tokens: int, filler: Sequence[str], count: Callable[[str], int], told: bool
-) -> Document:
+def document(kind: str, seed: int, tokens: int, count: Callable[[str], int], told: bool) -> Document:
     """At most so many tokens, as `count` counts them, with its questions.
 
-    told: for training: every name may be asked as soon as it can be answered. Otherwise questions are scored: one of
-    each chain, as an answer would tell the chain's other ones, and they stand at the end.
+    told: for training: every name may be asked, again and again, as soon as it can be answered. Otherwise
+    questions are scored: one of each chain, as an answer would tell the chain's others, and they stand at the end.
     """
     draw = random.Random(f"{kind} {seed}")
-    chains, asked = facts(kind, draw)
-    by_chain = [asked[i : i + len(chains[0])] for i in range(0, len(asked), len(chains[0]))]
-    questions = 2 * asked if told else [draw.choice(each) for each in by_chain]
-    draw.shuffle(questions)
-    lines = [(sorted(draw.uniform(0, TOLD_WITHIN) for _ in chain), chain) for chain in chains]
-    placed = [pair for places, chain in lines for pair in zip(places, chain, strict=True)]
+    chains, asked = facts(kind, draw, told)
+    placed: list[tuple[float, str]] = []
+    begins: dict[str, float] = {}
+    for chain, own in zip(chains, asked, strict=True):
+        places = sorted(draw.uniform(0, TOLD_WITHIN) for _ in chain)
+        placed += zip(places, chain, strict=True)
+        begins |= zip((question.name for question in own), places, strict=True)
     left = tokens - sum(count(line) for _, line in placed)
+    cost, questions = count(asked[0][0].line), [draw.choice(own) for own in asked]
     if told:
-        said = {line.split()[0]: place for place, line in placed}
-        for question in questions[: max(0, left) // count(questions[0].line)]:
-            placed.append((draw.uniform(said[question.name], 1), question.line))
-            left -= count(question.line)
+        for _ in range(int(left * ASKED_SHARE) // cost):
+            question = draw.choice(draw.choice(asked))
+            placed.append((draw.uniform(begins[question.name], 1), question.line))
+            left -= cost
     else:
-        left -= sum(count(question.line) for question in questions)
-    while (cost := count(line := draw.choice(filler))) <= left:
+        draw.shuffle(questions)
+        left -= cost * len(questions)
+    while (cost := count(line := draw.choice(NOISE))) <= left:
         placed.append((draw.random(), line))
         left -= cost
-    return Document(kind, tuple(line for _, line in sorted(placed)), () if told else tuple(questions))
+    return Document(tuple(line for _, line in sorted(placed)), () if told else tuple(questions))
