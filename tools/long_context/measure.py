@@ -58,7 +58,7 @@ def answers(document: Document, lock: Path) -> tuple[list[int], list[tuple[int, 
         before, whole = (
             tokenizer.encode(text) for text in (f"? {question.name}", f"? {question.name} {question.value}")
         )
-        assert whole[: len(before)] == before, "a name and its value are words of their own"
+        assert whole[: len(before)] == before, "a name and its value are pieces of their own"
         places.append((len(ids) + len(before), len(ids) + len(whole), question.hops))
         ids += tokenizer.encode(question.line)
     return ids, places

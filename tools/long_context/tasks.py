@@ -1,8 +1,8 @@
 """Documents that ask for what stands far before, made by code: a document is a function of its seed and length.
 
-    가            a fact: one sign that says a name (α) and its value (Α)
-    귀            a link, one sign as well: a name and the name whose value it has
-    ?αΑ           a question, which the sign after the name answers
+    가            a fact: one sign that says a name (α) and its value (Б)
+    규            a link, one sign as well: a name (α) and the name whose value it has (β)
+    ?αБ           a question, which the sign after the name answers
 
 A fact is one token, so that to find it takes attention at a distance and nothing else. Of lines of several tokens
 (`a = K`) models of this size learn in the tokens that they get here only that some value follows, not whose.
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 KINDS = ("recall", "keys", "hops")
-NAMES, VALUES = "αβγδεζηθικ", "ΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠ"
+# of two scripts, which SentencePiece never joins to one piece
+NAMES, VALUES = "αβγδεζηθικ", "БГДЖЗИЙЛПФЦЧШЩЭЮ"
 FACTS = {"recall": 2, "keys": len(NAMES)}
 CHAINS, HOPS = 2, 4
 TOLD_WITHIN = 0.9  # of a document stand the facts; questions that are scored come behind
