@@ -84,6 +84,8 @@ def test_questions_have_the_answers_that_the_facts_give(kind: str) -> None:
 def test_a_sign_is_one_character_and_no_other_sign() -> None:
     assert len(SIGNS) == len(NAMES) * (len(VALUES) + len(NAMES))
     assert all(len(each) == 1 and unicodedata.normalize("NFKC", each) == each for each in SIGNS)
+    scripts = [{unicodedata.name(letter).split()[0] for letter in letters} for letters in (NAMES, VALUES)]
+    assert scripts == [{"GREEK"}, {"CYRILLIC"}]  # of one script a tokenizer joins a name and its value
 
 
 def test_the_shipped_plan() -> None:
