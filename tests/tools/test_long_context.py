@@ -4,6 +4,7 @@ score, report, resume.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tomli_w
 
 from laneformer import Laneformer, LaneformerConfig
@@ -23,7 +25,8 @@ from records.files import read_lines
 from tests.train.runs import ask
 from tools.long_context import __main__ as command
 from tools.long_context import run
-from tools.long_context.measure import lose_keys
+from tools.long_context.data import count_tokens, processor, task_texts
+from tools.long_context.measure import answers, without_keys
 from tools.long_context.plan import Plan
 from tools.long_context.report import control, ends, rises
 from tools.long_context.tasks import HOPS, KINDS, NAMES, VALUES, document, sign
@@ -104,9 +107,31 @@ def test_the_shipped_plan() -> None:
 def test_keys_are_lost_where_all_is_seen() -> None:
     model = Laneformer(LaneformerConfig(**TINY["shape"], swa_layers=[0], broadcast_delay=0))  # type: ignore[arg-type]
     model.init_weights()
-    lose_keys(model)
-    lanes = [[bool(weight.any()) for weight in layer.attention.wk.weight] for layer in model.layers]
+    broken = without_keys(model, 0)
+    lanes = [[bool(weight.any()) for weight in layer.attention.wk.weight] for layer in broken.layers]
     assert lanes == [[True, True], [False, True]]
+    assert all(layer.attention.wk.weight.any() for layer in model.layers)
+
+
+def tokenizer_of_tasks(folder: Path) -> Path:
+    """Trained as data_mixtures.prepare does, on task documents alone."""
+    texts = list(task_texts(256, 60_000, functools.partial(count_tokens, None)))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / "tokenizer"), vocab_size=640,
+        model_type="bpe", byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    return folder / "tokenizer.model"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_scored_has_the_tokens_that_training_has(kind: str, tmp_path: Path) -> None:
+    tokenizer = processor(tokenizer_of_tasks(tmp_path))
+    each = document(kind, 7, 250, functools.partial(count_tokens, tmp_path / "tokenizer.model"), told=False)
+    ids, places = answers(each, tmp_path / "phase1.lock.json")
+    assert len(ids) <= 251  # the beginning's token is not the document's
+    whole = " ".join([each.text, *(question.line for question in each.questions)])
+    assert ids[1:] == tokenizer.encode(whole)
+    assert [tokenizer.id_to_piece(ids[at]) for at, _ in places] == [q.value for q in each.questions]
 
 
 def test_intervals_and_verdicts() -> None:

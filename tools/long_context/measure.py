@@ -1,11 +1,12 @@
 """What a trained run can do, at every length that it has seen: loss by position, questions answered by hops.
 
-A question counts as answered where every token of its value is the likeliest. The control loses the keys of one lane
-in the layers that see everything: what those layers fetch must get worse.
+A question counts as answered where its value is the likeliest token. The control loses the keys of one lane in the
+layers that see everything, the lane by which `recall` suffers most: what is fetched must get worse.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -49,18 +50,14 @@ def loss_by_position(model: Laneformer, text: Path, lock: Path, borders: list[in
     return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip([0, *borders], borders, strict=False)}
 
 
-def answers(document: Document, lock: Path) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Its ids, and of each question where its value begins and ends, and its hops."""
+def answers(document: Document, lock: Path) -> tuple[list[int], list[tuple[int, int]]]:
+    """Its ids, as a training document has them, and of each question the place of its value and its hops."""
     tokenizer = processor(tokenizer_path(lock.parent))
-    ids = [tokenizer.bos_id(), *tokenizer.encode(document.text)]
-    places = []
+    ids, places = [tokenizer.bos_id(), *tokenizer.encode(document.text)], []
     for question in document.questions:
-        before, whole = (
-            tokenizer.encode(text) for text in (f"? {question.name}", f"? {question.name} {question.value}")
-        )
-        assert whole[: len(before)] == before, "a name and its value are pieces of their own"
-        places.append((len(ids) + len(before), len(ids) + len(whole), question.hops))
         ids += tokenizer.encode(question.line)
+        assert tokenizer.id_to_piece(ids[-1]) == question.value, "a value is a piece of its own"
+        places.append((len(ids) - 1, question.hops))
     return ids, places
 
 
@@ -70,17 +67,19 @@ def answered(model: Laneformer, documents: list[Document], lock: Path) -> dict[s
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for ids, places in (answers(document, lock) for document in documents):
         likeliest = model(torch.tensor([ids]))[0].argmax(-1).tolist()
-        for begin, end, hops in places:
-            found[str(hops)][0] += likeliest[begin - 1 : end - 1] == ids[begin:end]
+        for at, hops in places:
+            found[str(hops)][0] += likeliest[at - 1] == ids[at]
             found[str(hops)][1] += 1
     return dict(sorted(found.items()))
 
 
-def lose_keys(model: Laneformer, lane: int = 0) -> None:
+def without_keys(model: Laneformer, lane: int) -> Laneformer:
     """Plant a fault: this lane's keys, in the layers that see everything, are all the same."""
-    for i, layer in enumerate(model.layers):
+    broken = copy.deepcopy(model)
+    for i, layer in enumerate(broken.layers):
         if model.config.window(i) is None:
             layer.attention.wk.weight.data[lane] = 0  # type: ignore[union-attr, operator]
+    return broken
 
 
 def measured(
@@ -94,7 +93,13 @@ def measured(
         for kind in KINDS for length in lengths
     }  # fmt: skip
     found = {f"{kind}-{length}": answered(model, each, lock) for (kind, length), each in documents.items()}
-    positions = loss_by_position(model, text, lock, borders)
-    lose_keys(model)
-    control = {f"{kind}-{lengths[0]}": answered(model, documents[kind, lengths[0]], lock) for kind in KINDS}
-    return {"loss_by_position": positions, "answered": found, "control": control}
+    short = {kind: documents[kind, lengths[0]] for kind in KINDS}
+    broken = [without_keys(model, lane) for lane in range(model.config.num_lanes)]
+    by_lane = [answered(each, short["recall"], lock)["1"][0] for each in broken]
+    worst = broken[by_lane.index(min(by_lane))]
+    return {
+        "loss_by_position": loss_by_position(model, text, lock, borders),
+        "answered": found,
+        "recall_without_lane": by_lane,
+        "control": {f"{kind}-{lengths[0]}": answered(worst, each, lock) for kind, each in short.items()},
+    }
