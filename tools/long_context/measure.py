@@ -1,4 +1,4 @@
-"""What a trained run can do, at every length that it has seen: loss by position, questions answered by hops.
+"""What a trained run can do, at every length that it has seen and at the next: loss by position, answers by hops.
 
 A question counts as answered where its value is the likeliest token. The control loses the keys of one lane in the
 layers that see everything, the lane by which `recall` suffers most: what is fetched must get worse.
@@ -62,14 +62,16 @@ def answers(document: Document, lock: Path) -> tuple[list[int], list[tuple[int, 
 
 
 @torch.no_grad()
-def answered(model: Laneformer, documents: list[Document], lock: Path) -> dict[str, list[int]]:
-    """By hops, of how many questions how many are answered: {"1": [answered, asked]}."""
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+def answered(model: Laneformer, documents: list[Document], lock: Path) -> dict[str, list[float]]:
+    """By hops, questions answered, questions asked, and the nats of all answers: {"1": [9, 10, 2.5]}."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for ids, places in (answers(document, lock) for document in documents):
-        likeliest = model(torch.tensor([ids]))[0].argmax(-1).tolist()
+        logits = model(torch.tensor([ids[:-1]]))[0]
+        losses = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none").tolist()
+        likeliest = logits.argmax(-1).tolist()
         for at, hops in places:
-            found[str(hops)][0] += likeliest[at - 1] == ids[at]
-            found[str(hops)][1] += 1
+            for i, more in enumerate((int(likeliest[at - 1] == ids[at]), 1, losses[at - 1])):
+                found[str(hops)][i] += more
     return dict(sorted(found.items()))
 
 

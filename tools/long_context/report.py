@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from tools.ablate.report import interval
 from tools.markdown import table
 
 from .plan import Plan
-from .tasks import CHANCE, KINDS
+from .tasks import CHANCE, HOPS, KINDS
 
 Result = dict[str, Any]
 ROUNDING = 0.02  # nats by which a mean of eight texts may rise without a cause
@@ -30,23 +29,23 @@ def ends(right: int, asked: int) -> tuple[float, float]:
 
 
 def counts(
-    results: Iterable[Result], kind: str, length: int, hops: Iterable[int], where: str = "answered"
-) -> tuple[int, int]:
-    """Questions of these results together: answered, asked."""
-    found = [r[where][f"{kind}-{length}"].get(str(h), [0, 0]) for r in results for h in hops]
-    return sum(right for right, _ in found), sum(asked for _, asked in found)
+    results: Iterable[Result], kind: str, length: int, hops: int = 1, where: str = "answered"
+) -> list[float]:
+    """Questions of these results together: answered, asked, and the loss of all answers."""
+    found = [r[where][f"{kind}-{length}"].get(str(hops), [0, 0, 0.0]) for r in results]
+    return [sum(each) for each in zip(*found, strict=True)]
 
 
-def percent(right: int, asked: int) -> str:
+def said(right: float, asked: float, nats: float) -> str:
     if not asked:
         return "-"
-    low, high = ends(right, asked)
-    return f"{100 * right / asked:.0f} ({100 * low:.0f}-{100 * high:.0f})"
+    low, high = ends(int(right), int(asked))
+    return f"{100 * right / asked:.0f} ({100 * low:.0f}-{100 * high:.0f}), {nats / asked:.2f}"
 
 
-def columns(length: int) -> list[tuple[str, str, tuple[int, ...], int]]:
-    own = [("recall", "recall", (1,)), ("keys", "keys", (1,))]
-    return [(*each, length) for each in [*own, *((f"{h} hops", "hops", (h,)) for h in (2, 3, 4))]]
+def columns(length: int) -> list[tuple[str, str, int, int]]:
+    hops = [(f"{h} hops", "hops", h) for h in range(2, HOPS + 1)]
+    return [(*each, length) for each in [("recall", "recall", 1), ("keys", "keys", 1), *hops]]
 
 
 def section(results: Sequence[Result], plan: Plan) -> str:
@@ -62,9 +61,10 @@ def section(results: Sequence[Result], plan: Plan) -> str:
     for stage in range(last + 1):
         if own := [r for r in measured if r["stage"] == stage]:
             name = f"after windows of {lengths[stage]}"
-            parts += [f"### {name[0].upper()}{name[1:]}", losses(own), accuracies(own, lengths[: stage + 1])]
+            tables = [losses(own), rises(own, lengths[0]), accuracies(own, lengths[: stage + 2])]
+            parts += [f"### {name[0].upper()}{name[1:]}", *tables]
     if final := [r for r in measured if r["stage"] == last]:
-        parts += ["### Each factor, all else paired", *effects(final, lengths[-1]), *rises(final, lengths)]
+        parts += ["### Each factor, all else paired", *effects(final, lengths[-1])]
     return "\n\n".join([*parts, "### The planted fault", control(measured, lengths[0])])
 
 
@@ -84,11 +84,11 @@ def losses(results: Sequence[Result]) -> str:
 
 
 def accuracies(results: Sequence[Result], lengths: Sequence[int]) -> str:
-    """Percent of questions answered, with intervals, at each length."""
+    """Percent of questions answered, with intervals, and nats an answer, at each length."""
     asked = [each for length in lengths for each in columns(length)]
     head = ["delay", "full layers", "rope", "seed", *(f"{name} @ {length}" for name, *_, length in asked)]
     rows = [
-        [*arm(r), *(percent(*counts([r], kind, length, hops)) for _, kind, hops, length in asked)]
+        [*arm(r), *(said(*counts([r], kind, length, hops)) for _, kind, hops, length in asked)]
         for r in results
     ]
     return table(head, rows)
@@ -102,44 +102,42 @@ def effects(results: Sequence[Result], length: int) -> list[str]:
         for r in results:
             by_rest[tuple(r[name] for name in (*FACTORS, "seed") if name != factor)][r[factor]] = r
         first, *others = dict.fromkeys(r[factor] for r in results)
-        for other, (name, kind, hops, _) in itertools.product(others, columns(length)):
+        for other, (name, *what) in itertools.product(others, columns(length)):
             pairs = [(own[other], own[first]) for own in by_rest.values() if {first, other} <= own.keys()]
-            differences = [share(a, kind, length, hops) - share(b, kind, length, hops) for a, b in pairs]
-            if len(differences) > 1:
-                mean, half, _ = interval(differences)
-                lines.append(
-                    (factor, f"{other} - {first}", name, len(pairs), f"{100 * mean:+.1f} ± {100 * half:.1f}")
-                )
-    head = ["factor", "difference", f"questions at {length}", "pairs", "points, 95% t interval"]
+            if len(pairs) > 1:
+                points, nats = (difference(pairs, what, i) for i in (0, 2))
+                lines.append((factor, f"{other} - {first}", name, len(pairs), points, nats))
+    head = ["factor", "difference", f"questions at {length}", "pairs", "share answered", "nats an answer"]
     return [table(head, lines)] if lines else []
 
 
-def share(r: Result, kind: str, length: int, hops: tuple[int, ...]) -> float:
-    right, asked = counts([r], kind, length, hops)
-    return right / asked if asked else math.nan
+def difference(pairs: Sequence[tuple[Result, Result]], what: Sequence[Any], i: int) -> str:
+    """Mean over the pairs, with its 95% t interval, of a count for each question that is asked."""
+    kind, hops, length = what
+    each = [
+        [found[i] / found[1] for found in (counts([r], kind, length, hops) for r in pair)] for pair in pairs
+    ]
+    mean, half, _ = interval([a - b for a, b in each])
+    return f"{mean:+.3f} ± {half:.3f}"
 
 
-def rises(results: Sequence[Result], lengths: Sequence[int]) -> list[str]:
-    """Whether the loss rises beyond the trunk's length, by arm."""
+def rises(results: Sequence[Result], trunk: int) -> str:
+    """Whose loss rises behind the trunk's length."""
     rising = []
     for r in results:
-        inside, beyond = (
-            [x for name, x in r["loss_by_position"].items() if (int(name.split("-")[1]) > lengths[0]) == far]
-            for far in (False, True)
-        )
-        if max(beyond) > inside[-1] + ROUNDING:
+        means = [(int(name.split("-")[1]) > trunk, x) for name, x in r["loss_by_position"].items()]
+        inside, beyond = ([x for far, x in means if far == which] for which in (False, True))
+        if max(beyond, default=0) > inside[-1] + ROUNDING:
             rising.append(f"{r['name']} ({inside[-1]:.3f} to {max(beyond):.3f})")
-    said = "; ".join(rising) or "none"
-    return [f"Loss by position that rises beyond {lengths[0]} by more than {ROUNDING} nats: {said}."]
+    return f"Loss that rises behind {trunk} by more than {ROUNDING} nats: {'; '.join(rising) or 'none'}."
 
 
 def control(results: Sequence[Result], length: int) -> str:
     """What a lane whose keys are lost answers less, over all runs."""
     lines = []
     for kind in KINDS:
-        hops = (1,) if kind != "hops" else (1, 2, 3, 4)
-        whole, without = (counts(results, kind, length, hops, where) for where in ("answered", "control"))
-        found = ends(*without)[1] < ends(*whole)[0]
-        lines.append((kind, percent(*whole), percent(*without), "found" if found else "NOT FOUND"))
-    head = ["questions", "answered, %", "one lane's keys lost, %", "the fault is"]
+        whole, without = (counts(results, kind, length, where=where) for where in ("answered", "control"))
+        (high, low) = (ends(int(each[0]), int(each[1])) for each in (without, whole))
+        lines.append((kind, said(*whole), said(*without), "found" if high[1] < low[0] else "NOT FOUND"))
+    head = ["questions of one hop", "answered, %, nats", "one lane's keys lost", "the fault is"]
     return table(head, lines)

@@ -112,7 +112,7 @@ def run_group(jobs: list[Job], plan: Plan, place: Place) -> None:
 
 def result_of(job: Job, codes: list[int], plan: Plan, place: Place) -> dict[str, Any]:
     last = (read_lines(place.run(job.name) / "metrics.jsonl") or [{}])[-1]
-    lengths = [stage.seq_len for stage in plan.stages[: job.stage + 1]]
+    lengths = [stage.seq_len for stage in plan.stages[: job.stage + 2]]
     lock, found = place.locks[plan.stages[job.stage].seq_len], {}
     if set(codes) == {DONE}:
         found = measured(place.run(job.name), plan.steps(job.stage), place.text, lock, lengths, plan.scored)

@@ -20,9 +20,10 @@ KINDS = ("recall", "keys", "hops")
 # of two scripts, which SentencePiece never joins to one piece
 NAMES, VALUES = "αβγδεζηθικ", "БГДЖЗИЙЛПФЦЧШЩЭЮ"
 FACTS = {"recall": 2, "keys": len(NAMES)}
-CHAINS, HOPS = 2, 4
+CHAINS, HOPS = 5, 2
 TOLD_WITHIN = 0.9  # of a document stand the facts; questions that are scored come behind
-ASKED_SHARE = 0.5  # of a training document are questions
+ASKED_SHARE = 0.5  # of a training document are questions, but for "hops"
+AT_ONCE = 0.5  # of the questions of "hops" follow their sign
 CHANCE = 1 / len(VALUES)
 NOISE = (
     "The grass is green.",
@@ -81,8 +82,9 @@ def facts(kind: str, draw: random.Random, told: bool) -> tuple[list[list[str]], 
 def document(kind: str, seed: int, tokens: int, count: Callable[[str], int], told: bool) -> Document:
     """At most so many tokens, as `count` counts them, with its questions.
 
-    told: for training: every name may be asked, again and again, as soon as it can be answered. Otherwise
-    questions are scored: one of each chain, as an answer would tell the chain's others, and they stand at the end.
+    told: for training: every name may be asked, again and again, as soon as it can be answered; in "hops" once, as
+    a second time the first answer tells it. Otherwise questions are scored: one of each chain, as an answer would
+    tell the chain's others, and they stand at the end.
     """
     draw = random.Random(f"{kind} {seed}")
     chains, asked = facts(kind, draw, told)
@@ -95,9 +97,14 @@ def document(kind: str, seed: int, tokens: int, count: Callable[[str], int], tol
     left = tokens - sum(count(line) for _, line in placed)
     cost, questions = count(asked[0][0].line), [draw.choice(own) for own in asked]
     if told:
-        for _ in range(int(left * ASKED_SHARE) // cost):
-            question = draw.choice(draw.choice(asked))
-            placed.append((draw.uniform(begins[question.name], 1), question.line))
+        every = [question for own in asked for question in own]
+        if kind != "hops":
+            every = draw.choices(every, k=int(left * ASKED_SHARE) // cost)
+        draw.shuffle(every)
+        for question in every[: left // cost]:
+            begin = begins[question.name]
+            at_once = kind == "hops" and draw.random() < AT_ONCE
+            placed.append((begin + 1e-9 if at_once else draw.uniform(begin, 1), question.line))
             left -= cost
     else:
         draw.shuffle(questions)
