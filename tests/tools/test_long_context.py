@@ -28,7 +28,7 @@ from tools.long_context import run
 from tools.long_context.data import count_tokens, processor, task_texts
 from tools.long_context.measure import answers, without_keys
 from tools.long_context.plan import Plan
-from tools.long_context.report import control, ends, rises
+from tools.long_context.report import control, effects, ends, rises
 from tools.long_context.tasks import CHAINS, HOPS, KINDS, NAMES, VALUES, document, sign
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +145,17 @@ def test_intervals_and_verdicts() -> None:
     assert "late (2.000 to 2.500)" in rises([rising], 256)
 
 
+def test_ropes_of_one_trunk_count_once_where_trunks_differ() -> None:
+    results = [
+        {"delay": delay, "layout": "last", "seed": seed, "rope": rope,
+         "answered": {f"{kind}-256": {"1": [90 - 10 * delay - i, 100, 20.0 + 10 * delay]} for kind in KINDS}}
+        for delay in (0, 2) for seed in (0, 1, 2) for i, rope in enumerate(("theta", "yarn"))
+    ]  # fmt: skip
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in effects(results, 256).splitlines()]
+    assert ["delay", "2 - 0", "recall", "3", "-0.200 ± 0.000", "+0.200 ± 0.000"] in lines
+    assert ["rope", "yarn - theta", "keys", "6", "-0.010 ± 0.000", "+0.000 ± 0.000"] in lines
+
+
 @pytest.mark.slow
 def test_an_interrupted_experiment_ends_and_its_run_has_saved(tmp_path: Path) -> None:
     plan = {**TINY, "stages": [{**TINY["stages"][0], "tokens": 300_000}, TINY["stages"][1]]}  # type: ignore[index]
@@ -184,7 +195,8 @@ def test_the_whole_path_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(TINY))
     monkeypatch.chdir(ROOT)
     page = tmp_path / "page.md"
-    options = command.Options(tmp_path / "plan.toml", tmp_path / "out", text, page=page)
+    out = Path(os.path.relpath(tmp_path / "out"))  # as people give it
+    options = command.Options(tmp_path / "plan.toml", out, text, page=page)
     command.main(options)
     first, second = read_lines(tmp_path / "out/results.jsonl")
     assert (first["stage"], second["stage"], second["rope"]) == (0, 1, "yarn_full")

@@ -97,7 +97,7 @@ def prepared(
         }  # a phase goes on in a source of the same name
         recipe = {
             "seed": 38, "seq_len": seq_len, "packing": "best_fit", "windows_per_shard": 4096, "valid_per_10000": 500,
-            "tokenizer": str(model) if trained else own,
+            "tokenizer": str(model.resolve()) if trained else own,
             "sources": {
                 name: {"inputs": [{"kind": "jsonl", "paths": [f"{kind}.jsonl"]}]} for kind, name in names.items()
             },

@@ -24,7 +24,6 @@ CHAINS, HOPS = 5, 2
 TOLD_WITHIN = 0.9  # of a document stand the facts; questions that are scored come behind
 ASKED_SHARE = 0.5  # of a training document are questions, but for "hops"
 AT_ONCE = 0.5  # of the questions of "hops" follow their sign
-CHANCE = 1 / len(VALUES)
 NOISE = (
     "The grass is green.",
     "The sky is blue.",
