@@ -26,7 +26,7 @@ from tests.train.runs import ask
 from tools.long_context import __main__ as command
 from tools.long_context import run
 from tools.long_context.data import count_tokens, processor, task_texts
-from tools.long_context.measure import answers, without_keys
+from tools.long_context.measure import answers, loss_by_position, without_keys
 from tools.long_context.plan import Plan
 from tools.long_context.report import control, effects, ends, rises
 from tools.long_context.tasks import CHAINS, HOPS, KINDS, NAMES, VALUES, document, sign
@@ -141,8 +141,24 @@ def test_intervals_and_verdicts() -> None:
     broken = {f"{kind}-256": {"1": [40, 100, 200.0]} for kind in KINDS}
     assert control([{"answered": whole, "control": broken}], 256).count("| found |") == 3
     assert control([{"answered": whole, "control": whole}], 256).count("NOT FOUND") == 3
-    rising = {"name": "late", "loss_by_position": {"0-64": 3.0, "64-256": 2.0, "256-1024": 2.5}}
-    assert "late (2.000 to 2.500)" in rises([rising], 256)
+    near = {"0-64": 3.0, "64-256": 2.0, "256-1024": 2.5}
+    late, well = ({"name": name, "loss_near": near, "loss_by_position": near | {"256-1024": x}}
+                  for name, x in (("late", 2.6), ("well", 2.4)))  # fmt: skip
+    assert "each: late at 256-1024 (2.600, 2.500)." in rises([late, well], 256)
+
+
+def test_the_loss_with_little_context_is_that_of_short_windows(tmp_path: Path) -> None:
+    tokenizer_of_tasks(tmp_path)
+    shape = {**TINY["shape"], "swa_layers": [], "initializer_range": 0.5}  # type: ignore[dict-item]
+    model = Laneformer(LaneformerConfig(**shape))
+    model.init_weights()
+    text, lock = made_up_text(tmp_path), tmp_path / "phase1.lock.json"
+    loss = functools.partial(loss_by_position, model, text, lock, [16, 48, 56])
+    whole, near = loss(), loss(context=16)  # 56 is no multiple of it
+    assert whole.keys() == near.keys() == {"0-16", "16-48", "48-56"}
+    assert (near["0-16"], loss(context=56)) == (pytest.approx(whole["0-16"]), pytest.approx(whole))
+    assert near["16-48"] != pytest.approx(whole["16-48"], abs=1e-3)
+    assert near["48-56"] != pytest.approx(whole["48-56"], abs=1e-3)
 
 
 def test_ropes_of_one_trunk_count_once_where_trunks_differ() -> None:

@@ -35,18 +35,26 @@ def load(run: Path, step: int, longest: int) -> Laneformer:
 
 
 @torch.no_grad()
-def loss_by_position(model: Laneformer, text: Path, lock: Path, borders: list[int]) -> dict[str, float]:
-    """Mean loss, in nats a token, of held-out long texts between the borders: "64-256" has positions 64 to 255."""
+def loss_by_position(
+    model: Laneformer, text: Path, lock: Path, borders: list[int], context: int | None = None
+) -> dict[str, float]:
+    """Mean loss, in nats a token, of held-out long texts between the borders: "64-256" has positions 64 to 255.
+
+    context: every token is seen with so many before it, and up to twice as many; default: with all.
+    """
     tokenizer, length = processor(tokenizer_path(lock.parent)), borders[-1]
-    losses: list[np.ndarray] = []
+    step, losses = context or length, list[float]()
     for words in long_texts(split(text, True), 6 * length):
-        ids = [tokenizer.bos_id(), *tokenizer.encode(words)][: length + 1]
-        if len(ids) == length + 1 and len(losses) < TEXTS:
-            logits = model(torch.tensor([ids[:-1]]))[0]
-            losses.append(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none").numpy())
+        ids = torch.tensor([tokenizer.bos_id(), *tokenizer.encode(words)][: length + 1])
+        for begin in (
+            range(0, length, step) if len(ids) == length + 1 and len(losses) < TEXTS * length else ()
+        ):
+            seen = ids[max(0, begin - step) : begin + step + 1]
+            each = F.cross_entropy(model(seen[None, :-1])[0], seen[1:], reduction="none")
+            losses += each[-min(step, length - begin) :].tolist()
     if not losses:
         raise ValueError(f"{text} has no held-out text of {length} tokens; give more text")
-    mean = np.mean(losses, 0)
+    mean = np.reshape(losses, (-1, length)).mean(0)
     return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip([0, *borders], borders, strict=False)}
 
 
@@ -101,6 +109,7 @@ def measured(
     worst = broken[by_lane.index(min(by_lane))]
     return {
         "loss_by_position": loss_by_position(model, text, lock, borders),
+        "loss_near": loss_by_position(model, text, lock, borders, lengths[0] // 2),
         "answered": found,
         "recall_without_lane": by_lane,
         "control": {f"{kind}-{lengths[0]}": answered(worst, each, lock) for kind, each in short.items()},

@@ -17,7 +17,7 @@ from .plan import Plan
 from .tasks import VALUES
 
 Result = dict[str, Any]
-ROUNDING = 0.02  # nats by which a mean of eight texts may rise without a cause
+ROUNDING = 0.02  # nats by which a mean of eight texts may differ without a cause
 TRUNK = ("delay", "layout", "seed")
 QUESTIONS = {
     "recall": ("recall", "1"),
@@ -107,14 +107,17 @@ def difference(pairs: Sequence[tuple[list[Result], ...]], question: str, length:
 
 
 def rises(results: Sequence[Result], trunk: int) -> str:
-    """Whose loss rises behind the trunk's length."""
-    rising = []
-    for r in results:
-        means = [(int(name.split("-")[1]) > trunk, x) for name, x in r["loss_by_position"].items()]
-        inside, beyond = ([x for far, x in means if far == which] for which in (False, True))
-        if max(beyond, default=0) > inside[-1] + ROUNDING:
-            rising.append(f"{r['name']} ({inside[-1]:.3f} to {max(beyond):.3f})")
-    return f"Loss that rises behind {trunk} by more than {ROUNDING} nats: {'; '.join(rising) or 'none'}."
+    """Whose loss behind the trunk's length is above that of the same tokens with little before them."""
+    rising = [
+        f"{r['name']} at {name} ({own:.3f}, {r['loss_near'][name]:.3f})"
+        for r in results
+        for name, own in r["loss_by_position"].items()
+        if int(name.split("-")[1]) > trunk and own > r["loss_near"][name] + ROUNDING
+    ]
+    return (
+        f"Of {len(results)} runs those whose loss behind {trunk} is more than {ROUNDING} nats above that of the same "
+        f"tokens with {trunk // 2} to {trunk} before each: {'; '.join(rising) or 'none'}."
+    )
 
 
 def control(results: Sequence[Result], length: int) -> str:
