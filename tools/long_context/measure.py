@@ -1,7 +1,8 @@
-"""What a trained run can do, at every length that it has seen and at the next: loss by position, answers by hops.
+"""What a trained run can do, at every length that it has seen and at the next: loss by position, answers by
+hops.
 
-A question counts as answered where its value is the likeliest token. The control loses the keys of one lane in the
-layers that see everything, the lane by which `recall` suffers most: what is fetched must get worse.
+A question counts as answered where its value is the likeliest token. The control loses the keys of one lane
+in the layers that see everything, the lane by which `recall` suffers most: what is fetched must get worse.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def load(run: Path, step: int, longest: int) -> Laneformer:
 def loss_by_position(
     model: Laneformer, text: Path, lock: Path, borders: list[int], context: int | None = None
 ) -> dict[str, float]:
-    """Mean loss, in nats a token, of held-out long texts between the borders: "64-256" has positions 64 to 255.
+    """Mean loss, in nats a token, of held-out long texts between the borders: "64-256" is positions 64 to 255.
 
     context: every token is seen with so many before it, and up to twice as many; default: with all.
     """

@@ -56,8 +56,8 @@ def section(results: Sequence[Result], plan: Plan) -> str:
     planned = sum(len(group) for group in plan.groups())
     parts = [
         heading("Delay, layout and rope at long context", "python -m tools.long_context"),
-        f"{len(results)} of {planned} runs; {len(results) - len(measured)} have diverged. By position: nats a "
-        "token of held-out text. Of questions: the percentage answered, its 95% interval, and the nats of an answer "
+        f"{len(results)} of {planned} runs; {len(results) - len(measured)} have diverged. By position: nats "
+        "a token of held-out text. Of questions: percentage answered, its 95% interval, nats of an answer "
         f"({math.log(len(VALUES)):.2f} where any value is as likely as another).",
     ]
     for stage, length in enumerate(lengths):
@@ -82,8 +82,8 @@ def arms(results: Sequence[Result], lengths: Sequence[int]) -> str:
 
 
 def effects(results: Sequence[Result], length: int) -> str:
-    """Of every factor, each value against the first. The ropes of a trunk are not independent, so where the trunks
-    differ, all ropes of a trunk count as one.
+    """Of every factor, each value against the first. The ropes of a trunk are not independent, so where the
+    trunks differ, all ropes of a trunk count as one.
     """
     lines = []
     for factor in ("delay", "layout", "rope"):
@@ -115,8 +115,8 @@ def rises(results: Sequence[Result], trunk: int) -> str:
         if int(name.split("-")[1]) > trunk and own > r["loss_near"][name] + ROUNDING
     ]
     return (
-        f"Of {len(results)} runs those whose loss behind {trunk} is more than {ROUNDING} nats above that of the same "
-        f"tokens with {trunk // 2} to {trunk} before each: {'; '.join(rising) or 'none'}."
+        f"Of {len(results)} runs those whose loss behind {trunk} is more than {ROUNDING} nats above that of "
+        f"the same tokens with {trunk // 2} to {trunk} before each: {'; '.join(rising) or 'none'}."
     )
 
 

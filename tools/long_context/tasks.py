@@ -81,9 +81,9 @@ def facts(kind: str, draw: random.Random, told: bool) -> tuple[list[list[str]], 
 def document(kind: str, seed: int, tokens: int, count: Callable[[str], int], told: bool) -> Document:
     """At most so many tokens, as `count` counts them, with its questions.
 
-    told: for training: every name may be asked, again and again, as soon as it can be answered; in "hops" once, as
-    a second time the first answer tells it. Otherwise questions are scored: one of each chain, as an answer would
-    tell the chain's others, and they stand at the end.
+    told: for training: every name may be asked, again and again, as soon as it can be answered; in "hops" once,
+    as a second time the first answer tells it. Otherwise questions are scored: one of each chain, as an answer
+    would tell the chain's others, and they stand at the end.
     """
     draw = random.Random(f"{kind} {seed}")
     chains, asked = facts(kind, draw, told)
