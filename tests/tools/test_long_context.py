@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tomli_w
+import torch
 
 from laneformer import Laneformer, LaneformerConfig
 from records.events import STOPPED, read_outcome
@@ -150,6 +151,7 @@ def test_intervals_and_verdicts() -> None:
 def test_the_loss_with_little_context_is_that_of_short_windows(tmp_path: Path) -> None:
     tokenizer_of_tasks(tmp_path)
     shape = {**TINY["shape"], "swa_layers": [], "initializer_range": 0.5}  # type: ignore[dict-item]
+    torch.manual_seed(0)
     model = Laneformer(LaneformerConfig(**shape))
     model.init_weights()
     text, lock = made_up_text(tmp_path), tmp_path / "phase1.lock.json"
