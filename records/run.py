@@ -28,7 +28,12 @@ FIGURES = (
     "seconds", "data_s", "loss_z", "grad_norm_z", "checkpoint_s", "checkpoint_total_s", "memory_gib", "valid_loss",
     "z_loss", "max_logit",
 )  # fmt: skip
-BY_SOURCE = ("loss_by_source", "valid_loss_by_source", "tokens_by_source")  # {source: figure}
+BY_SOURCE = (  # {source: figure}, of positions {source: {first position of an octave: figure}}
+    "loss_by_source",
+    "valid_loss_by_source",
+    "valid_loss_by_position",
+    "tokens_by_source",
+)
 LINES = ("metrics.jsonl", "evals.jsonl", "events.jsonl", "attempts.jsonl")
 OBJECTS = ("config.toml", "model.json", "lineage.json")
 NOTE = "note.txt"

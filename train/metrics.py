@@ -231,32 +231,13 @@ class RunMetrics(MetricsProcessor):
             "seconds": seconds,
         }
 
-    def log_held_out(
-        self,
-        step: int,
-        loss: float,
-        by_source: dict[str, float],
-        seconds: float,
-        drafts: dict[str, list[float]],
-    ) -> None:
-        """Add a validation, with lists over the steps of a head that drafts, to the row of its step; its
-        time is excluded from the throughput.
-        """
+    def log_held_out(self, step: int, seconds: float, figures: dict[str, Any]) -> None:
+        """Add a validation's figures to the row of its step; its time is excluded from the throughput."""
         self.time_last_log += seconds
-        row = {
-            **self.row,
-            "valid_loss": loss,
-            "valid_loss_by_source": by_source,
-            "valid_s": seconds,
-            **drafts,
-        }
-        scalars = {
-            "valid_loss": loss,
-            **{f"valid_loss_by_source/{name}": value for name, value in by_source.items()},
-            **{f"{key}/{step}": value for key, each in drafts.items() for step, value in enumerate(each, 1)},
-        }
-        self.survive(lambda: self.logger.log(scalars, step))
-        accepted = ", ".join(f"{odds:.3f}" for odds in drafts.get("valid_acceptance", ()))
+        row = {**self.row, **figures, "valid_s": seconds}
+        loss = figures["valid_loss"]
+        self.survive(lambda: self.logger.log(_flat(figures), step))
+        accepted = ", ".join(f"{odds:.3f}" for odds in figures.get("valid_acceptance", ()))
         drafted = f"  drafts accepted: {accepted}" if accepted else ""
         logger.info(f"validation  step: {step}  loss: {loss:.4f}{drafted}  {seconds:.1f} s")
         if torch.distributed.get_rank() == 0:
@@ -284,14 +265,20 @@ def _scalars(row: dict[str, Any]) -> dict[str, float]:
     """The scalars that TensorBoard and wandb get beyond TorchTitan's own; figures by
     source are named group/source.
     """
-    keys = ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s", "gpu_hours",
-            "gpu_hours_left", "cost", "z_loss", "max_logit")  # fmt: skip
-    scalars = {key: row[key] for key in keys if row.get(key) is not None}
-    for key in ("loss_by_source", "tokens_by_source"):
-        scalars |= {f"{key}/{name}": value for name, value in row[key].items()}
-    for key in ("layer_grad_norm", "layer_stream_rms", "draft_loss"):
-        scalars |= {f"{key}/{place}": value for place, value in enumerate(row.get(key, ()))}
-    return scalars
+    keys = ("loss_z", "grad_norm_z", "tokens_total", "tokens_per_s", "checkpoint_s", "checkpoint_total_s",
+            "gpu_hours", "gpu_hours_left", "cost", "z_loss", "max_logit", "loss_by_source",
+            "tokens_by_source", "layer_grad_norm", "layer_stream_rms", "draft_loss")  # fmt: skip
+    return _flat({key: row[key] for key in keys if row.get(key) is not None})
+
+
+def _flat(figures: dict[Any, Any]) -> dict[str, float]:
+    """{"a": {"b": 1}, "c": [2, 3]} -> {"a/b": 1, "c/0": 2, "c/1": 3}."""
+    flat: dict[str, float] = {}
+    for key, value in figures.items():
+        parts = dict(enumerate(value)) if isinstance(value, list) else value
+        inner = _flat(parts) if isinstance(parts, dict) else {"": parts}
+        flat |= {f"{key}/{name}" if name else str(key): each for name, each in inner.items()}
+    return flat
 
 
 def _json_line(row: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""Validation loss on fixed held-out windows, by source: the same windows at every step, on
-any number of ranks.
+"""Validation loss on fixed held-out windows, by source and position: the same windows at every
+step, on any number of ranks.
 
 All windows form one list, cut into micro-batches for all ranks. The list is padded to a whole number of them,
 since every rank must run the same number of forward passes (FSDP gathers weights in each); the padding is
@@ -24,14 +24,16 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from data_mixtures.mixture import PACKING, TRAINED, read_lock, valid_windows
+from data_mixtures.mixture import PACKING, read_lock, valid_windows
 from laneformer.titan.mtp import Drafted
 
 from .data import inputs_and_labels
 from .diagnostics import ratios
 from .gold import GoldBits, gold_items
-from .metrics import RunMetrics, sequence_losses
+from .metrics import RunMetrics
 from .supervise.heartbeat import enter
+
+FIRST_OCTAVE = 16  # tokens; the positions before it are one bin
 
 
 def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndarray]]:
@@ -92,10 +94,7 @@ class HeldOutValidator(BaseValidator):
         self.names, self.metrics = list(found), metrics_processor
         self.mesh = parallel_dims.get_optional_mesh("loss")
         self.weights = [weights[name] for name in self.names]
-        self.tokens_per_source = [
-            int(np.count_nonzero(flags[0][:, 1:] & TRAINED)) if flags else windows[:, 1:].size
-            for windows, *flags in found.values()
-        ]
+        self.octaves = octaves(job_config.training.seq_len)
         source = np.repeat(np.arange(len(found)), [len(windows) for windows, *_ in found.values()])
         dealt = [
             deal_out(np.concatenate(part), source, dp_world_size, section.local_batch_size, unread=len(found))
@@ -138,31 +137,64 @@ class HeldOutValidator(BaseValidator):
             batch = tokens.to(utils.device_type, torch.int64)
             marks = None if flags is None else flags.to(utils.device_type, torch.int64)
             inputs, labels = inputs_and_labels(batch, marks)
+            documents = inputs.get("documents")
             with self.context():
-                losses = sequence_losses(model(inputs["input"], labels, inputs.get("documents")))
+                losses = model(inputs["input"], labels, documents)
             drafted: Any = model.drafted
-            found = torch.cat([losses[:, None], draft_sums(drafted, len(losses))], 1)
+            found = torch.cat(
+                [octave_sums(losses, labels, documents, self.octaves), draft_sums(drafted, len(losses))], 1
+            )
             sums = sums.expand(-1, found.shape[1]).index_add(0, source.to(utils.device_type), found)
         model.train()
         if self.mesh is not None:
             torch.distributed.all_reduce(sums, group=self.mesh.get_group())
-        rows = sums.tolist()[:-1]
-        means = [row[0] / count for row, count in zip(rows, self.tokens_per_source, strict=True)]
-        by_source = dict(zip(self.names, means, strict=True))
-        drafts = [draft_figures(row[1:]) for row in rows]
-        figures = {
-            f"valid_{name}": [
-                self._weighted(column) for column in zip(*(each[name] for each in drafts), strict=True)
-            ]
-            for name in drafts[0]
-        }
-        self.metrics.log_held_out(
-            step, self._weighted(means), by_source, time.perf_counter() - started, figures
-        )
+        self.metrics.log_held_out(step, time.perf_counter() - started, self._figures(sums.tolist()))
         self.measure_gold(model, step)
+
+    def _figures(self, sums: list[list[float]]) -> dict[str, Any]:
+        """What the row of a validation gets of the sums of each source."""
+        of, n = dict(zip(self.names, sums, strict=False)), len(self.octaves)  # the last sums are padding's
+        by_source = {name: sum(row[:n]) / sum(row[n : 2 * n]) for name, row in of.items()}
+        drafts = [draft_figures(row[2 * n :]) for row in of.values()]
+        return {
+            "valid_loss": self._weighted(list(by_source.values())),
+            "valid_loss_by_source": by_source,
+            "valid_loss_by_position": {name: self._by_octave(row) for name, row in of.items()},
+            **{
+                f"valid_{name}": [
+                    self._weighted(column) for column in zip(*(each[name] for each in drafts), strict=True)
+                ]
+                for name in drafts[0]
+            },
+        }
+
+    def _by_octave(self, sums: list[float]) -> dict[int, float]:
+        """{first position of an octave: mean loss}, without octaves that have no token."""
+        octaves = zip(self.octaves, sums, sums[len(self.octaves) :], strict=False)
+        return {first: loss / tokens for first, loss, tokens in octaves if tokens}
 
     def _weighted(self, by_source: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self.weights, by_source, strict=True)) / sum(self.weights)
+
+
+def octaves(seq_len: int) -> list[int]:
+    """The first position of each bin of positions below seq_len: 0, 16, 32, 64 ..."""
+    return [0, *(1 << power for power in range(FIRST_OCTAVE.bit_length() - 1, (seq_len - 1).bit_length()))]
+
+
+def octave_sums(
+    losses: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor | None, firsts: Sequence[int]
+) -> torch.Tensor:
+    """Losses and labels (B, S) -> for each sequence the sums of the loss, then the numbers of tokens, in the
+    n bins of positions that `firsts` begin, float64 (B, 2 n). A position counts from the beginning of the
+    token's document, or of the window if documents (B, S) are not known or it begins inside one.
+    """
+    position = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    if documents is not None:
+        position = position - torch.searchsorted(documents, documents)
+    octave = torch.bucketize(position, torch.tensor(firsts[1:], device=labels.device), right=True)
+    parts = torch.stack([losses.detach(), labels != IGNORE_INDEX], 1).double()
+    return (parts @ nn.functional.one_hot(octave, len(firsts)).double()).flatten(1)
 
 
 def draft_sums(drafted: Drafted | None, sequences: int) -> torch.Tensor:

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torchtitan.components.loss import IGNORE_INDEX
 
 from data_mixtures.mixture import Mixture, valid_windows
 from tests.train.logged import (
@@ -20,7 +22,7 @@ from tests.train.logged import (
     rows_of,
     train_logged,
 )  # fmt: skip
-from train.validate import deal_out
+from train.validate import deal_out, octave_sums, octaves
 
 
 def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, prepared_data: Path) -> None:
@@ -37,6 +39,43 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, pre
         assert abs(loss - expected[name]) < rounding, name
     assert abs(rows[-1]["valid_loss"] - total) < rounding
     assert abs(rows[2]["valid_loss"] - total) > rounding, "step 3 has other weights"
+
+
+@torch.no_grad()
+def test_loss_by_position_is_the_checkpoints_loss_at_each_place(
+    logged_run: Path, prepared_data: Path
+) -> None:
+    """Windows of 32 tokens without marks of documents: two bins, each the mean of its own places."""
+    last, model = rows_of(logged_run)[-1], checkpoint_model(logged_run, STEPS)
+    assert octaves(SEQ_LEN) == [0, 16]
+    for name, found in last["valid_loss_by_position"].items():
+        batch = torch.from_numpy(valid_windows(prepared_data, name, WINDOWS).astype(np.int64))
+        logits = model(batch[:, :-1]).double().transpose(1, 2)
+        losses = torch.nn.functional.cross_entropy(logits, batch[:, 1:], reduction="none")
+        for first, part in {"0": losses[:, :16], "16": losses[:, 16:]}.items():
+            assert abs(found[first] - part.mean().item()) < 2 * SEQ_LEN * EPSILON * losses.mean().item()
+    assert list(last["valid_loss_by_position"]) == list(last["valid_loss_by_source"])
+
+
+def test_a_position_counts_from_the_beginning_of_its_document() -> None:
+    """Two documents of 40 and 24 tokens in a window, then one of 64; every fourth token is untrained."""
+    assert octaves(64) == [0, 16, 32]
+    assert octaves(65) == [0, 16, 32, 64]
+    assert octaves(16) == [0]
+    documents = torch.tensor([[1] * 40 + [2] * 24, [1] * 64])
+    losses = torch.arange(128, dtype=torch.float32).view(2, 64)
+    labels = torch.where(torch.arange(64) % 4 == 3, IGNORE_INDEX, 5).expand(2, 64)
+    losses[labels == IGNORE_INDEX] = 0
+    places = [[range(40), range(24)], [range(64)]]
+    expected = torch.zeros(2, 6, dtype=torch.float64)
+    for row, of_documents in enumerate(places):
+        for column, place in enumerate(place for each in of_documents for place in each):
+            octave = sum(place >= first for first in (16, 32))
+            expected[row, octave] += losses[row, column]
+            expected[row, 3 + octave] += labels[row, column] != IGNORE_INDEX
+    assert torch.equal(octave_sums(losses, labels, documents, octaves(64)), expected)
+    whole = octave_sums(losses[:1], labels[:1], None, octaves(64))
+    assert whole[0, 3:].tolist() == [12, 12, 24], "without marks of documents a position is one in the window"
 
 
 def test_one_rank_validates_and_resumes_the_same(

@@ -44,7 +44,7 @@ from tools.dashboard.zoom import CHARTS, traces_in
 HOST = "127.0.0.1"
 PARTS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their names in the jump links
     "CORE": core_card, "Training": cards.training_card, "Gold bits": gold_card,
-    "Sources": cards.sources_card, "Held-out text": cards.bits_card,
+    "Sources": cards.sources_card, "Positions": cards.positions_card, "Held-out text": cards.bits_card,
     "Tasks": tasks_card, "Scores": scores_card, "Samples": samples_card, "Decode speed": cards.decode_card,
     "Drafts": drafts_card, "Machine": cards.machine_card, "Layers": layers_card, "Cost": usage_card,
     "Incidents": incidents_card,

@@ -193,6 +193,22 @@ def sources_card(run: Run) -> str:
     return card("Loss by source", figure + table(head, rows, "numbers"), caption)
 
 
+def positions_card(run: Run) -> str:
+    """What more context is worth: the newest validation by position, beside the first one of its phase."""
+    rows = [row for row in run.kept_rows if row["valid_loss_by_position"]]
+    if not rows:
+        return ""
+    first = next(row for row in rows if row["phase"] == rows[-1]["phase"])
+    caption = (
+        "Validation loss by how many tokens of its document a token has before it, or of its window where the "
+        f"mixture does not mark documents. Bold: step {rows[-1]['step']:,}; dotted: step {first['step']:,}, the "
+        "same tokens. Longer documents are other text, so read a source against its dotted curve: where only "
+        "the far end stays behind, the model does not use what is so far away."
+    )
+    figure = chart(figures.positions_figure(run, first, rows[-1]), f"positions-{run.name}")
+    return card("Loss by position", figure, caption)
+
+
 def bits_card(run: Run) -> str:
     points = [p for p in points_of(run, "bits_per_byte") if isinstance(p["sources"], dict)]
     if not points:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 
 from records.page import PLOT, colour, dash
-from records.run import Run, number
+from records.run import Row, Run, number
 from tools.dashboard.rows import sample, width_of
 
 Rows = Sequence[dict[str, Any]]
@@ -178,8 +178,8 @@ def comparison_figure(runs: Sequence[Run]) -> go.Figure:
 
 
 def sources_of(run: Run) -> list[str]:
-    """All sources that any phase trains on, in order."""
-    keys = ("loss_by_source", "tokens_by_source")
+    """All sources that any phase trains on or validates, in order."""
+    keys = ("loss_by_source", "tokens_by_source", "valid_loss_by_position")
     return list(dict.fromkeys(name for row in run.kept_rows for key in keys for name in row[key]))
 
 
@@ -202,3 +202,21 @@ def sources_figure(run: Run) -> go.Figure:
         smoothed = [row["smooth_by_source"].get(name) for row in rows]
         curves += loss_curves(rows, width_of(run), name, places[name], smoothed, logged, valid)
     return add_smoothing(lines_figure(curves))
+
+
+def positions_figure(run: Run, first: Row, last: Row) -> go.Figure:
+    """Validation loss by octave of positions, a curve for each source; dotted: the same in the `first` row."""
+    figure, places = go.Figure(layout={**PLOT, "margin_t": 10}), source_places(run)
+    known = {int(octave) for losses in last["valid_loss_by_position"].values() for octave in losses}
+    for row, dotted in ((last, False), (first, True)):
+        for name, losses in row["valid_loss_by_position"].items():
+            tint = colour(places[name])
+            look = {"line_dash": "dot", "opacity": 0.6} if dotted else {}
+            figure.add_scatter(
+                x=list(losses), y=[rounded(number(loss)) for loss in losses.values()], name=name,
+                legendgroup=name, line_color=tint, mode="lines" if dotted else "lines+markers", **look,
+                hovertemplate=f"%{{y:.4f}}  step {row['step']:,}",
+            )  # fmt: skip
+    figure.update_xaxes(type="category", categoryarray=[str(octave) for octave in sorted(known)])
+    figure.update_xaxes(title_text="first position of an octave, tokens", title_font_size=12)
+    return figure.update_yaxes(zeroline=False, nticks=7)

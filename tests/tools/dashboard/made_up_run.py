@@ -3,7 +3,7 @@
 Two phases, attempts that fall back to a checkpoint, a warmup-stable-decay schedule in each
 phase, noise and spikes.
 
-    python tests/tools/dashboard/made_up_run.py FOLDER [--long | --published] [--missing]    (writes a run to look at)
+    python -m tests.tools.dashboard.made_up_run FOLDER [--long | --published] [--missing]    (writes a run to look at)
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ def metric(
         valid = {
             "valid_loss": curve + 0.03,
             "valid_loss_by_source": {n: v + 0.03 for n, v in by_source.items()},
+            "valid_loss_by_position": {
+                n: {str(at): v + 0.6 / (1 + i) for i, at in enumerate((0, 16, 32, 64, 128, 256))}
+                for n, v in by_source.items()
+            },
         }
     return {
         "step": step, "phase": phase, "attempt": attempt,

@@ -18,7 +18,8 @@ from records.page import short
 from records.run import Record, read_run
 from records.usage import RECENT, money, usage_of, whole
 from tests.tools.dashboard import made_up_run
-from tools.dashboard.cards import tiles_of
+from tools.dashboard.cards import positions_card, tiles_of
+from tools.dashboard.figures import positions_figure
 from tools.dashboard.health import drafts_card, incidents_card, layers_card, layers_figure, usage_card
 from tools.dashboard.listings import samples_card
 from tools.dashboard.rows import prepare
@@ -169,3 +170,29 @@ def test_drafts_of_the_newest_validation(folder: Path, tmp_path: Path) -> None:
     append(tmp_path / "metrics.jsonl", *rows)
     text = drafts_card(read_run(tmp_path))
     assert all(each in text for each in ("<td>2</td>", "2.500, 3.250", "0.500, 0.400", "<td>1.70</td>"))
+
+
+def test_loss_by_position_of_the_newest_phase(folder: Path, tmp_path: Path) -> None:
+    """Bold the newest validation, dotted the first one of its phase; octaves in order, gaps where none was measured."""
+    assert "Loss by position" in positions_card(read_run(folder))
+    rows = [{"step": step, "phase": "phase3", "attempt": 1, "loss": 2.0} for step in (1, 2, 3)]
+    rows[0] |= {
+        "valid_loss_by_position": {"web": {"0": 5.0, "16": 4.0}, "books": {"0": 5.5, "16": 4.5, "128": 4.25}}
+    }
+    rows[2] |= {
+        "valid_loss_by_position": {"web": {"0": 3.0, "16": None}, "books": {"0": 3.5, "16": 2.5, "128": 2.0}}
+    }
+    append(tmp_path / "metrics.jsonl", {**rows[0], "phase": "phase2", "valid_loss_by_position": None})
+    assert positions_card(read_run(tmp_path)) == ""
+    append(tmp_path / "metrics.jsonl", *rows)
+    run = read_run(tmp_path)
+    assert "Bold: step 3; dotted: step 1" in positions_card(run)
+    figure = positions_figure(run, run.kept_rows[1], run.kept_rows[3])
+    drawn = [(trace.name, trace.line.dash, list(trace.x), list(trace.y)) for trace in figure.data]
+    assert drawn == [
+        ("web", None, ["0", "16"], [3.0, None]),
+        ("books", None, ["0", "16", "128"], [3.5, 2.5, 2.0]),
+        ("web", "dot", ["0", "16"], [5.0, 4.0]),
+        ("books", "dot", ["0", "16", "128"], [5.5, 4.5, 4.25]),
+    ]
+    assert list(figure.layout.xaxis.categoryarray) == ["0", "16", "128"]
