@@ -87,22 +87,23 @@ def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane_ranks", [1, 2])
+@pytest.mark.parametrize(("before", "lane_ranks"), [("second", 1), ("second", 2), ("first", 1)])
 def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings(
-    prepared_data: Path, second: Path, lane_ranks: int
+    prepared_data: Path, request: pytest.FixtureRequest, before: str, lane_ranks: int
 ) -> None:
-    """On GPUs of 80 GB the lanes are on several ranks."""
-    lock = prepared_data / "phase2.lock.json"
+    """On GPUs of 80 GB the lanes are on several ranks. From phase 1 it is the gate of docs/long-context.md."""
+    lock, parent = prepared_data / "phase2.lock.json", request.getfixturevalue(before)
     more = {
-        "checkpoint.initial_load_path": second / f"checkpoint/step-{STEPS}",
+        "checkpoint.initial_load_path": parent / f"checkpoint/step-{STEPS}",
         "mixture.begin_again": ",".join(source["name"] for source in json.loads(lock.read_text())["sources"]),
         "parallelism.tensor_parallel_degree": lane_ranks,
     }
     launcher = production.torchrun(2 * lane_ranks)
-    run = train(launcher, "phase3", second.with_name(f"run3.{lane_ranks}"), lock, more)
+    run = train(launcher, "phase3", parent.with_name(f"run3.{before}.{lane_ranks}"), lock, more)
     rows = production.rows(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[0]["tokens_total"] > production.rows(second)[-1]["tokens_total"]
+    assert rows[0]["tokens_total"] > production.rows(parent)[-1]["tokens_total"]
+    assert all(set(each) <= {"0", "16"} for each in rows[-1]["valid_loss_by_position"].values())
     assert_checkpoints(run)
     production.assert_prepared_as_the_job_file_says(run)
     production.assert_nothing_else_deviates("phase3", run, "mixture.begin_again")
