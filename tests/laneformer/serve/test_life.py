@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.laneformer.serve.conftest import ROOT, Server, start
+from tests.laneformer.serve.conftest import ROOT, Server, start, write_model
 from tests.laneformer.serve.test_server import error_of
 
 LONG = {"prompt": "The quick", "max_tokens": 8000, "ignore_eos": True}
@@ -117,6 +117,33 @@ def test_deadlines(slow_folder: Path, server: Callable[..., Server]) -> None:
     assert "deadline of 0.3 s" in json.loads(events[-3].removeprefix("data: "))["error"]["message"]
     assert events[-2] == "data: [DONE]"
     assert metric(one, "running") == 0
+
+
+@pytest.mark.slow
+def test_the_limits_hold_at_a_context_of_131072_tokens(tmp_path: Path, server: Callable[..., Server]) -> None:
+    """Of prompts of 100,000 tokens eight run, one waits and the next is refused at once. The deadline ends them, what
+    is kept of them stays within its bytes, and the next request is answered.
+    """
+    sizes = {"hidden_size": 128, "num_hidden_layers": 8, "max_position_embeddings": 131_072}
+    kept_bytes = 4 << 20
+    one = server(
+        write_model(tmp_path / "deep", **sizes),
+        engine={"cache_bytes": kept_bytes},
+        deadline_s=6,
+        max_waiting=1,
+    )
+    too_long = post(one, prompt=[5] * 131_072, max_tokens=1)
+    assert too_long.status_code == 400
+    assert "131072" in error_of(too_long)["message"].replace(",", "")
+    with concurrent.futures.ThreadPoolExecutor(9) as threads:
+        answers = [threads.submit(post, one, prompt=[10 + i] * 100_000, max_tokens=4) for i in range(9)]
+        wait_until(lambda: metric(one, "waiting") == 1)
+        assert post(one, prompt=[9] * 100_000).status_code == 429
+    for answer in answers:
+        assert answer.result().status_code == 503
+        assert "deadline of 6 s" in error_of(answer.result())["message"]
+    assert post(one, max_tokens=3).status_code == 200
+    assert 0 < metric(one, "kv_bytes") <= kept_bytes
 
 
 @pytest.mark.slow
