@@ -91,7 +91,7 @@ def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
 def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings(
     prepared_data: Path, request: pytest.FixtureRequest, before: str, lane_ranks: int
 ) -> None:
-    """On GPUs of 80 GB the lanes are on several ranks. From phase 1 it is the gate of docs/long-context.md."""
+    """With 80 GB the lanes are on several ranks; from phase 1 it is the gate of docs/long-context.md."""
     lock, parent = prepared_data / "phase2.lock.json", request.getfixturevalue(before)
     more = {
         "checkpoint.initial_load_path": parent / f"checkpoint/step-{STEPS}",

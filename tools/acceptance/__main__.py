@@ -4,12 +4,12 @@
     python -m tools.check train --nproc 8           and with HSDP over the GPUs of a node
     python -m tools.check train --device cpu        the same path, shrunk: what CI runs
 
-The job is configs/phase1.toml with one layer of each kind: windowed with equal streams, windowed with own ones,
-windowed and whole with delayed outputs. It runs with the kernels that it chooses (on a GPU fused joins, FlexAttention,
-Inductor) and with plain ones, eager; how far bf16 may be from float32 in 20 losses is not guessed: the plain job
-shows it, and with emulated float8 products what those may cost. Then documents in one window against each alone, a
-job that is killed and resumed, peak memory against tools.plan, the fused kernels' bytes/s, and the speed of a dense
-twin.
+The job is configs/phase1.toml with one layer of each kind: windowed with equal streams, windowed with own
+ones, windowed and whole with delayed outputs. It runs with the kernels that it chooses (on a GPU fused
+joins, FlexAttention, Inductor) and with plain ones, eager; how far bf16 may be from float32 in 20 losses is
+not guessed: the plain job shows it, and with emulated float8 products what those may cost. Then documents
+in one window against each alone, a job that is killed and resumed, peak memory against tools.plan, the
+fused kernels' bytes/s, and the speed of a dense twin.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ a layer measured here.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +41,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a flavor, and what differs 
 MIN_TOKENS = 6  # of a trial
 FILE_START = """# What the delay hides: tokens/s against the latency of the link
 
-Each section is one run of its command. Two lanes on two threads, as on two devices; one request, greedy, bf16 weights.
-**The latency is injected in software**: what a thread publishes becomes readable by the other lane's thread that long
-after it was published, and the reader spins until then; nothing here is a network. One more exchange a token, which
-nothing hides, agrees on the token. Variants and latencies alternate within a round; a trial's figure is its median
-token, a row's the median over rounds. "Predicted": tokens/s at latency 0 and what the recurrence of
-`tools/timeline.py` adds to it, with the time of a layer from this run (that of a model with half as many
-layers, subtracted); nothing is fitted to the measured delays. Tokens were equal at every latency, or the run would have
-failed."""
+Each section is one run of its command. Two lanes on two threads, as on two devices; one request, greedy,
+bf16 weights. **The latency is injected in software**: what a thread publishes becomes readable by the other
+lane's thread that long after it was published, and the reader spins until then; nothing here is a network.
+One more exchange a token, which nothing hides, agrees on the token. Variants and latencies alternate within
+a round; a trial's figure is its median token, a row's the median over rounds. "Predicted": tokens/s at
+latency 0 and what the recurrence of `tools/timeline.py` adds to it, with the time of a layer from this run
+(that of a model with half as many layers, subtracted); nothing is fitted to the measured delays. Tokens
+were equal at every latency, or the run would have failed."""
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,15 @@ def section(options: Options, result: Result) -> tuple[str, str]:
     parts = []
     for model in result["models"]:
         attention_us, mlp_us = (1e6 * seconds for seconds in model["module_s"])
+        token_us = 1e6 / float(
+            np.median([row["tokens_per_s"] for row in model["rows"] if not row["link_us"]])
+        )
         parts.append(
             f"### `{model['model']}`: {model['layers']} layers, hidden size {model['hidden']}\n\n"
             f"A layer takes {attention_us + mlp_us:.3g} us (attention {attention_us:.3g}, MLP {mlp_us:.3g}, by their "
-            f"weights). Tokens/s, and in brackets what is predicted; {model['rounds']} rounds."
+            f"weights), a token {token_us / model['layers']:.3g} us for each, its head included. Tokens/s, and "
+            f"in brackets what is predicted; {model['rounds']} rounds. By fit: what is hidden if a layer takes as "
+            "long as fits best."
         )
         parts += [speeds(model), difference(model)]
     if result["exchanges"]:
@@ -227,14 +233,30 @@ def speeds(model: Result) -> str:
     lines = []
     for name, variant in VARIANTS.items():
         cells = [f"{row['tokens_per_s']:.4g} ({row['predicted']:.4g})" for row in of_variant(model, name)]
-        lines.append([name, f"{1e6 * variant.knee_s(model['module_s']):.3g}", *cells])
-    return table(["link, us", "hides, us", *links], lines)
+        knee_us, farthest_us = 1e6 * variant.knee_s(model["module_s"]), float(links[-1])
+        found = f"{knee_us * fitted(model, name):.3g}" if 0 < knee_us < farthest_us else ""
+        lines.append([name, f"{knee_us:.3g}", found, *cells])
+    return table(["link, us", "hides, us", "by fit", *links], lines)
 
 
-def predicted_share(model: Result, name: str, link_us: float) -> float:
-    """Of the speed without latency."""
+def fitted(model: Result, name: str) -> float:
+    """What to multiply the modules' times by for the best prediction, by least squares of logarithms."""
+
+    def error(scale: float) -> float:
+        rows = of_variant(model, name)
+        shares = [predicted_share(model, name, row["link_us"], scale) for row in rows]
+        return sum(
+            math.log(row["of_no_latency"] / share) ** 2 for row, share in zip(rows, shares, strict=True)
+        )
+
+    return min(np.linspace(0.3, 2, 171).tolist(), key=error)
+
+
+def predicted_share(model: Result, name: str, link_us: float, scale: float = 1.0) -> float:
+    """Of the speed without latency; scale: of the modules' times."""
     variant, base_s = VARIANTS[name], 1 / of_variant(model, name)[0]["tokens_per_s"]
-    config, modules = variant.config(model["model"]), model["module_s"]
+    config = variant.config(model["model"])
+    modules: Any = [scale * seconds for seconds in model["module_s"]]
     added_s = variant.token_s(config, modules, link_us / 1e6) - variant.token_s(config, modules, 0.0)
     return base_s / (base_s + added_s)
 

@@ -205,7 +205,7 @@ def sources_figure(run: Run) -> go.Figure:
 
 
 def positions_figure(run: Run, first: Row, last: Row) -> go.Figure:
-    """Validation loss by octave of positions, a curve for each source; dotted: the same in the `first` row."""
+    """Validation loss by octave of positions, a curve for each source; dotted: that of the `first` row."""
     figure, places = go.Figure(layout={**PLOT, "margin_t": 10}), source_places(run)
     known = {int(octave) for losses in last["valid_loss_by_position"].values() for octave in losses}
     for row, dotted in ((last, False), (first, True)):

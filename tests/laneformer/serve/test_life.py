@@ -121,8 +121,8 @@ def test_deadlines(slow_folder: Path, server: Callable[..., Server]) -> None:
 
 @pytest.mark.slow
 def test_the_limits_hold_at_a_context_of_131072_tokens(tmp_path: Path, server: Callable[..., Server]) -> None:
-    """Of prompts of 100,000 tokens eight run, one waits and the next is refused at once. The deadline ends them, what
-    is kept of them stays within its bytes, and the next request is answered.
+    """Of prompts of 100,000 tokens eight run, one waits and the next is refused at once. The deadline ends
+    them, what is kept of them stays within its bytes, and the next request is answered.
     """
     sizes = {"hidden_size": 128, "num_hidden_layers": 8, "max_position_embeddings": 131_072}
     kept_bytes = 4 << 20

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tools.bench import exchange, latency
 from tools.bench.__main__ import main
-from tools.bench.latency import HALF, VARIANTS, Options, predicted_share, sweep
+from tools.bench.latency import HALF, VARIANTS, Options, fitted, predicted_share, sweep
 
 MODULES_S = (4e-6, 6e-6)
 
@@ -32,6 +32,20 @@ def test_the_prediction_adds_what_no_variant_hides():
     assert predicted_share(model, "delay 1", 10) == pytest.approx(1000 / (1000 + 3 * 10))  # one early layer
     assert predicted_share(model, "delay 4", 40) == pytest.approx(1000 / (1000 + 9 * 40))  # four of them
     assert predicted_share(model, "delay 2, no early sums", 20) == pytest.approx(1000 / (1000 + 20))
+
+
+def test_the_fit_finds_the_time_of_a_layer_that_the_speeds_were_made_with():
+    """Three quarters of what the model says: seen from the speeds alone, links on both sides of the knees."""
+    model = rows_of("small")
+    links = [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 20.0, 30.0, 40.0]
+    model["rows"] = [
+        {"variant": name, "link_us": link, "tokens_per_s": 1000 * share, "of_no_latency": share}
+        for name in VARIANTS
+        for link in links
+        if (share := predicted_share({**model, "rows": rows_of("small")["rows"]}, name, link, 0.75))
+    ]
+    for name in ("Ladder", "delay 1", "delay 2", "delay 2, no early sums"):
+        assert fitted(model, name) == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(

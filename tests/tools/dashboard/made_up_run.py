@@ -3,7 +3,7 @@
 Two phases, attempts that fall back to a checkpoint, a warmup-stable-decay schedule in each
 phase, noise and spikes.
 
-    python -m tests.tools.dashboard.made_up_run FOLDER [--long | --published] [--missing]    (writes a run to look at)
+    python -m tests.tools.dashboard.made_up_run FOLDER [--long | --published] [--missing]
 """
 
 from __future__ import annotations

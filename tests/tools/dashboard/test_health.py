@@ -173,7 +173,7 @@ def test_drafts_of_the_newest_validation(folder: Path, tmp_path: Path) -> None:
 
 
 def test_loss_by_position_of_the_newest_phase(folder: Path, tmp_path: Path) -> None:
-    """Bold the newest validation, dotted the first one of its phase; octaves in order, gaps where none was measured."""
+    """Bold the newest validation, dotted the first one of its phase; octaves in order."""
     assert "Loss by position" in positions_card(read_run(folder))
     rows = [{"step": step, "phase": "phase3", "attempt": 1, "loss": 2.0} for step in (1, 2, 3)]
     rows[0] |= {
