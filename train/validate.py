@@ -170,8 +170,8 @@ class HeldOutValidator(BaseValidator):
 
     def _by_octave(self, sums: list[float]) -> dict[int, float]:
         """{first position of an octave: mean loss}, without octaves that have no token."""
-        octaves = zip(self.octaves, sums, sums[len(self.octaves) :], strict=False)
-        return {first: loss / tokens for first, loss, tokens in octaves if tokens}
+        bins = zip(self.octaves, sums, sums[len(self.octaves) :], strict=False)
+        return {first: loss / tokens for first, loss, tokens in bins if tokens}
 
     def _weighted(self, by_source: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self.weights, by_source, strict=True)) / sum(self.weights)
