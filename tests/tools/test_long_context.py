@@ -224,6 +224,7 @@ def test_the_whole_path_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lineage = json.loads((tmp_path / "out/runs" / second["name"] / "lineage.json").read_text())
     assert lineage["parent"].endswith("runs/delay1-last-seed0/checkpoint/step-2")
     assert "2 of 2 runs" in page.read_text()
+    assert page.with_suffix(".svg").read_text().lstrip().startswith("<?xml")
     assert not list((tmp_path / "out/runs").glob("*/checkpoint"))
     monkeypatch.setattr(run, "train", lambda *_, **__: 1 / 0)
     command.main(options)  # nothing is left to train

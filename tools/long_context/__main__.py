@@ -23,6 +23,7 @@ from tools.ablate.page import put_section
 from tools.ablate.trainer import runs_side_by_side
 
 from .data import prepared, read_text
+from .figure import draw
 from .plan import Plan
 from .report import section
 from .run import Place, run_group
@@ -41,7 +42,7 @@ class Options:
     report: bool = False
     """Train nothing; report what there is."""
     page: Path | None = None
-    """Markdown page whose section about these results is to be written, and PAGE.jsonl beside it."""
+    """Markdown page whose section about these results is written, and beside it its .jsonl and .svg."""
 
 
 def main(options: Options) -> None:
@@ -57,6 +58,7 @@ def main(options: Options) -> None:
     write_atomically(options.out / "report.md", text + "\n")
     if options.page:
         put_section(options.page, text)
+        draw(results, plan, options.page.with_suffix(".svg"))
         write_atomically(options.page.with_suffix(".jsonl"), path.read_text(encoding="utf-8"))
 
 
