@@ -189,9 +189,10 @@ def octave_sums(
     n bins of positions that `firsts` begin, float64 (B, 2 n). A position counts from the beginning of the
     token's document, or of the window if documents (B, S) are not known or it begins inside one.
     """
-    position = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    position = torch.arange(labels.shape[1], device=labels.device).repeat(len(labels), 1)
     if documents is not None:
-        position = position - torch.searchsorted(documents, documents)
+        documents = documents.contiguous()
+        position -= torch.searchsorted(documents, documents)
     octave = torch.bucketize(position, torch.tensor(firsts[1:], device=labels.device), right=True)
     parts = torch.stack([losses.detach(), labels != IGNORE_INDEX], 1).double()
     return (parts @ nn.functional.one_hot(octave, len(firsts)).double()).flatten(1)

@@ -30,7 +30,7 @@ TOKEN_BUDGETS = {
     "records": 13_170,
     "laneformer": 130_800,
     "data_mixtures": 62_200,
-    "train": 38_710,
+    "train": 38_720,
     "evals": 39_600,
     "tools": 157_000,
 }
