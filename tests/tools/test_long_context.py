@@ -27,6 +27,7 @@ from tests.train.runs import ask
 from tools.long_context import __main__ as command
 from tools.long_context import run
 from tools.long_context.data import count_tokens, processor, task_texts
+from tools.long_context.figure import draw
 from tools.long_context.measure import answers, loss_by_position, without_keys
 from tools.long_context.plan import Plan
 from tools.long_context.report import control, effects, ends, rises
@@ -225,6 +226,12 @@ def test_the_whole_path_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert lineage["parent"].endswith("runs/delay1-last-seed0/checkpoint/step-2")
     assert "2 of 2 runs" in page.read_text()
     assert page.with_suffix(".svg").read_text().lstrip().startswith("<?xml")
+    plan = command.Plan.read(options.config)
+    plan.delays.append(3)  # none of its runs is over
+    draw([first, second], plan, tmp_path / "more.svg")
+    draw([first], plan, tmp_path / "trunk.svg")
+    assert (tmp_path / "more.svg").exists()
+    assert not (tmp_path / "trunk.svg").exists()
     assert not list((tmp_path / "out/runs").glob("*/checkpoint"))
     monkeypatch.setattr(run, "train", lambda *_, **__: 1 / 0)
     command.main(options)  # nothing is left to train

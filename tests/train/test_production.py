@@ -103,7 +103,9 @@ def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings
     rows = production.rows(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[0]["tokens_total"] > production.rows(parent)[-1]["tokens_total"]
-    assert all(set(each) <= {"0", "16"} for each in rows[-1]["valid_loss_by_position"].values())
+    by_position = rows[-1]["valid_loss_by_position"]
+    assert by_position.keys() == rows[-1]["valid_loss_by_source"].keys() != set()
+    assert all("0" in each.keys() <= {"0", "16"} for each in by_position.values())
     assert_checkpoints(run)
     production.assert_prepared_as_the_job_file_says(run)
     production.assert_nothing_else_deviates("phase3", run, "mixture.begin_again")

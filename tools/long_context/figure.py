@@ -16,10 +16,12 @@ QUESTION = "keys"
 
 def draw(results: Sequence[Result], plan: Plan, path: Path) -> None:
     """Curves by delay with Wilson's 95% intervals, both layouts together; dashed: before the last stage of
-    windows. The file is the same each time.
+    windows. The file is the same each time. Nothing is drawn before a rope has been trained.
     """
     pyplot, lengths = figure_style(), [stage.seq_len for stage in plan.stages]
     ropes = [rope for rope in dict.fromkeys(r["rope"] for r in results) if rope]
+    if not ropes:  # trunks alone so far
+        return
     figure, panels = pyplot.subplots(
         1, len(ropes), figsize=(2.1 * len(ropes), 2.4), sharey=True, squeeze=False
     )
@@ -27,8 +29,8 @@ def draw(results: Sequence[Result], plan: Plan, path: Path) -> None:
         for color, delay in zip(COLORS, sorted(plan.delays), strict=False):
             for stage in range(1, len(lengths)):
                 own = [r for r in results if (r["delay"], r["rope"], r["stage"]) == (delay, rope, stage)]
-                measured = [r for r in own if "answered" in r]
-                draw_curve(axes, measured, lengths[: stage + 2], color, delay, stage == len(lengths) - 1)
+                if measured := [r for r in own if "answered" in r]:
+                    draw_curve(axes, measured, lengths[: stage + 2], color, delay, stage == len(lengths) - 1)
         axes.set(xscale="log", ylim=(0, 1.04), title=rope, xlabel="tokens of the document")
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axes.minorticks_off()
