@@ -6,9 +6,10 @@ mixture.
     DIR/own_outputs/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
     DIR/own_outputs.lock.json
 
-A head that drafts tokens learns from these (configs/mtp.toml). The prompts begin texts of another mixture:
-the first tokens of a window, or what comes before the first reply of a conversation. They are inputs only; the
-continuations are trained. Killed at any moment, it goes on with the first prompt that has no line.
+A head that drafts tokens learns from these (configs/mtp.toml), as does a model made late (configs/delay_smollm2.toml).
+The prompts begin texts of another mixture: the first tokens of a window, or what comes before the first reply of a
+conversation. They are inputs only; the continuations are trained. Killed at any moment, it goes on with the first
+prompt that has no line.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from data_mixtures import mixture, shards
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture
 from data_mixtures.tokenizer import facts
 from laneformer import Engine
+from laneformer.chat import ASSISTANT, ChatError
+from laneformer.prompts import PromptEncoder
 from records.files import file_sha256, hold_lock, read_lines
 
-from .sft.conversations import Conversation
+from .sft.conversations import Conversation, messages, rows
 from .sft.source import Rules, facts_of, write_source
 
 SOURCE = "own_outputs"
@@ -44,11 +47,15 @@ class Arguments:
     """Whose outputs, on what, and how many."""
 
     model: tyro.conf.Positional[Path]
-    """Hugging Face folder of the model that the head will draft for"""
+    """Hugging Face folder, or GGUF file, of the model that writes"""
     lock: Path
     """Lock file of the mixture whose texts are begun, such as that of the last phase"""
     out: Path
     """The data folder that is written"""
+    conversations: tuple[str, ...] = ()
+    """Files or datasets as for `train.sft`: after each text of the mixture one of these is begun, in the model's own
+    chat template, until all have been
+    """
     prompts: int = 20_000
     """Texts that are begun"""
     prompt_tokens: int = 64
@@ -94,6 +101,7 @@ def run(arguments: Arguments) -> Path:
             **{
                 key: getattr(arguments, key) for key in ("prompt_tokens", "new_tokens", "temperature", "seed")
             },
+            "conversations": list(arguments.conversations) or None,
         }
         check_same_outputs(out / "outputs.json", made_by)
         generate(arguments, given, out / OUTPUTS)
@@ -104,10 +112,10 @@ def run(arguments: Arguments) -> Path:
                 shutil.copyfile(path, copy)
         seq_len = arguments.seq_len or given.seq_len
         rules = Rules(seq_len, arguments.seed, round(arguments.holdout * 10_000), cut_long=True)
-        rows = read_lines(out / OUTPUTS)[: arguments.prompts]
-        kept = {each.key: each for row in rows if (each := as_conversation(row, seq_len)) is not None}
+        lines = read_lines(out / OUTPUTS)[: arguments.prompts]
+        kept = {each.key: each for line in lines if (each := as_conversation(line, seq_len)) is not None}
         ordered = [kept[key] for key in sorted(kept)]
-        counts = {"read": len(rows), "kept": len(ordered)}
+        counts = {"read": len(lines), "kept": len(ordered)}
         made = facts_of(out / SOURCE, rules, facts(tokenizer[0]) | made_by)
         write_source(out / SOURCE, made, ordered, counts, rules)
         return mixture.pin(
@@ -115,11 +123,11 @@ def run(arguments: Arguments) -> Path:
         )
 
 
-def model_identity(folder: Path) -> list[str]:
-    """Hashes of a folder's weights."""
-    files = sorted(folder.glob("*.safetensors"))
+def model_identity(model: Path) -> list[str]:
+    """Hashes of a folder's weights, or of a file."""
+    files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no *.safetensors; give the folder that tools.export_hf wrote")
+        raise ValueError(f"{model} holds no *.safetensors; give the folder that tools.export_hf wrote")
     return [file_sha256(path) for path in files]
 
 
@@ -148,19 +156,42 @@ def prompts_of(given: Mixture, prompt_tokens: int) -> Iterator[list[int]]:
                 yield text[:first].tolist()
 
 
+def first_messages(arguments: Arguments, encoder: PromptEncoder) -> Iterator[list[int]]:
+    """What comes before the first reply of each of `arguments.conversations` that has any."""
+    for row in itertools.chain.from_iterable(map(rows, arguments.conversations)):
+        try:
+            asked = list(itertools.takewhile(lambda message: message["role"] != ASSISTANT, messages(row)))
+            prompt = encoder.conversation(asked)
+        except (ChatError, KeyError, TypeError):  # no messages, or none that the template takes
+            continue
+        if asked and len(prompt) <= arguments.prompt_tokens:
+            yield prompt
+
+
+def all_prompts(arguments: Arguments, given: Mixture, engine: Engine) -> Iterator[list[int]]:
+    """Of the mixture, and of the conversations in turn with them."""
+    texts = prompts_of(given, arguments.prompt_tokens)
+    if not arguments.conversations:
+        return texts
+    if engine.tokenizer is None:
+        raise ValueError(f"--conversations: {arguments.model} has no tokenizer.json")
+    asked = first_messages(arguments, PromptEncoder(engine.tokenizer, engine.tokenizer_config))
+    return itertools.chain.from_iterable(zip(texts, asked, strict=False))
+
+
 def generate(arguments: Arguments, given: Mixture, path: Path) -> None:
     """Append a line for each prompt that has none yet."""
-    rows = read_lines(path)
-    done = len(rows)
+    lines = read_lines(path)
+    done = len(lines)
     if done and not path.read_bytes().endswith(b"\n"):  # killed in the middle of a line
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if done >= arguments.prompts:
         return
-    prompts = itertools.islice(prompts_of(given, arguments.prompt_tokens), done, arguments.prompts)
     with (
         Engine.from_pretrained(arguments.model, device="auto", dtype=arguments.dtype) as engine,
         path.open("a") as file,
     ):
+        prompts = itertools.islice(all_prompts(arguments, given, engine), done, arguments.prompts)
         while group := list(itertools.islice(prompts, arguments.at_a_time)):
             options = {"max_new_tokens": arguments.new_tokens, "temperature": arguments.temperature}
             answers = engine.generate_batch(group, **options, seed=arguments.seed + done)

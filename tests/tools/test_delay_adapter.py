@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli
+import tomli_w
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -163,12 +165,18 @@ def test_the_command_leaves_an_adapter_and_its_model(folder: Path, tmp_path: Pat
         "optimizer__lr": 1e-2,
     }
     path = write_config(folder, tmp_path, **changes)
-    path.write_text(path.read_text().replace("[delay]\n", '[delay]\nlayout = "activations"\n', 1))
+    given = tomli.loads(path.read_text())
+    given["delay"] |= {"layout": "activations", "own_outputs": {"prompts": 80, "prompt_tokens": 4, "new_tokens": 12, "holdout": 0.1}}  # fmt: skip  # noqa: E501
+    given["model"]["mask_documents"] = True
+    path.write_text(tomli_w.dumps(given))
     delay_a_model(path, folder, out, ("layouts",))
     assert "| activations | 1 | 1 |" in (out / "layouts.md").read_text()
     delay_a_model(path, folder, out, ("recover",), lora_rank=4)
     late = [row["loss"] for row in read_lines(out / "run" / "metrics.jsonl")]
     assert max(late[:4]) > 1.5 * late[-1] > 0, late
+    written = {tuple(row["ids"]) for row in read_lines(out / "own/outputs.jsonl")}
+    trained = Mixture.open(out / "own/own_outputs.lock.json").sequences(0, 1)[0][0]
+    assert len(written) > 1 and any(tuple(trained[: len(ids)].tolist()) == ids for ids in written)  # noqa: PT018
     about = json.loads((out / "adapter/adapter.json").read_text())
     assert about["layout"] == "activations"
     assert (out / "adapter/README.md").read_text() == (out / "hf/README.md").read_text()

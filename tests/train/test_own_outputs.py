@@ -17,6 +17,7 @@ from laneformer import Engine
 from laneformer.config import DRAFT_IDS, hf_name
 from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder
+from laneformer.prompts import PromptEncoder
 from records.files import read_lines
 from tests.train import production
 from tests.train.logged import STEPS
@@ -65,6 +66,33 @@ def test_only_continuations_are_trained(made: Path) -> None:
         found += len(pieces)
     manifest = json.loads((made.parent / "own_outputs/source.json").read_text())
     assert 0 < found < manifest["documents"] <= PROMPTS, "the rest is held out"
+
+
+def test_conversations_are_begun_in_the_models_own_template(
+    model: Path, prepared_data: Path, tmp_path: Path
+) -> None:
+    """In turn with texts; a row is passed over that has no question, or whose question is too long."""
+    said = [["2 + 3?", "5"], ["one" * 99, "!"], ["a b", "c"], ["who?", "me"]]
+    lines = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in said
+    ]
+    lines[2]["messages"].pop(0)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"text": "nobody asks"}]))
+    wide, lock = shutil.copytree(model, tmp_path / "wide"), prepared_data / "phase1.lock.json"
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    options = {"conversations": (str(asked),), "prompt_tokens": 90, "seq_len": 128, "holdout": 0.5}
+    run(arguments(wide, lock, tmp_path / "own", **options))
+    rows, given = read_lines(tmp_path / "own/outputs.jsonl"), Mixture.open(lock)
+    prompts = [row["ids"][: row["prompt_tokens"]] for row in rows]
+    with Engine.from_pretrained(wide, device="cpu") as engine:
+        encoder = PromptEncoder(engine.tokenizer, engine.tokenizer_config)
+    expected = [encoder.conversation([{"role": "user", "content": text}]) for text in ("2 + 3?", "who?")]
+    assert prompts[1::2] == expected
+    assert prompts[0::2] == [given.sequences(i, 1)[0][0, :-1].tolist() for i in range(2)]
+    with pytest.raises(ValueError, match="outputs made with another conversations"):
+        run(arguments(wide, lock, tmp_path / "own", **options | {"conversations": ()}))
 
 
 def test_it_goes_on_where_it_was_killed(made: Path, model: Path, prepared_data: Path, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ whose lanes are late.
 Text is prepared with the model's tokenizer (DIR/data), and the config's rule says which units share a lane
 (DIR/layout.json). Then there are stages. `map`: held-out loss with a delay in layers >= k, for every k, without
 training (DIR/damage.*). `recover`: the trainer makes the upper layers late step by step and distils them against the
-same weights at delay 0 (the run folder DIR/run, DIR/recovery.*). Instead of these `layouts`: what the damage is with
+same weights at delay 0 (the run folder DIR/run, DIR/recovery.*), on the text or on what the dense model itself writes
+([delay.own_outputs], DIR/own). Instead of these `layouts`: what the damage is with
 every rule (DIR/layouts.*).
 In the end DIR/hf holds the late model, which `laneformer chat` and Transformers run. The same command goes on after
 an interruption.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from laneformer.llama.config import config_of_llama
 from laneformer.supports import refuse_unsupported
 from records.files import write_atomically
 from records.workers import usable_cpus
+from train import own_outputs
 
 from . import adapter
 from .apply import apply, sha256_of
@@ -77,6 +79,8 @@ class Plan:
     batch_sequences: int = 2  # of held-out losses
     layout: str = "identity"  # of RULES in layout.py
     layout_windows: int = 4  # of training text, which the layout is searched on
+    # of train.own_outputs: what the dense model writes after the beginnings of the text is trained on in its place
+    own_outputs: dict[str, Any] = field(default_factory=dict)
     layouts_first: tuple[int, ...] = ()  # first late layers of the stage `layouts`; default: that of [late]
     device: str = "cpu"  # of held-out losses; the trainer takes a GPU where there is one
 
@@ -210,7 +214,7 @@ def recovered(work: Work, layout: Layout, steps: int, minutes: float) -> str:
     """Train as far as allowed; what was left of it, in words or JSON."""
     plan, late, out, config = work.plan, work.plan.late, work.out, work.model.config
     measure(work.model, work.parts, late, out, work.about)
-    reached = train(job_of(plan.job, out, work.lock), out, steps, minutes)
+    reached = train(job_of(plan.job, out, trained_text(work)), out, steps, minutes)
     rows = measure(work.model, work.parts, late, out, work.about)
     report(rows, ("step", "late_layers", "kl", "seconds"), out / "recovery", None, [late.end])
     if reached < plan.steps:
@@ -223,6 +227,20 @@ def recovered(work: Work, layout: Layout, steps: int, minutes: float) -> str:
     adapter.write(out / "adapter", load_adapter(step, config, late), layout, late, work.about)
     (out / "adapter" / "README.md").write_text(card)
     return json.dumps(apply(out / "adapter", work.path, out / "hf"))
+
+
+def trained_text(work: Work) -> Path:
+    """The lock of the recipe's text, or of what the dense model writes itself (DIR/own), which is finished first."""
+    plan = work.plan
+    if not plan.own_outputs:
+        return work.lock
+    try:
+        given = own_outputs.Arguments(
+            work.path, work.lock, work.out / "own", seq_len=plan.seq_len, **plan.own_outputs
+        )
+    except TypeError as error:
+        raise ValueError(f"[delay.own_outputs]: {error}") from None
+    return own_outputs.run(given)
 
 
 def with_rank(plan: Plan, rank: int) -> Plan:
