@@ -35,10 +35,9 @@ from tests.neighbours import build
 from tests.train.runs import GLOBAL_BATCH, ask, succeed
 from tests.train.runs import SMALL as TRAINED
 from tools import export_hf
-from tools.ablate.__main__ import check_origin
-from tools.ablate.page import ablation_section, put_section
+from tools.ablate.page import put_section
 from tools.ablate.plan import Options, Plan, price_section
-from tools.ablate.report import detectable, interval, noise_floor, paired, read_results, together
+from tools.ablate.report import detectable, interval, noise_floor, paired, together
 from tools.ablate.trainer import runs_side_by_side, train, write_job
 from tools.ablate.training import Job, Training, job_file, run_job
 
@@ -215,18 +214,6 @@ def test_a_section_of_the_page_is_replaced_and_others_stay(tmp_path: Path):
     assert page.read_text().endswith("\n\n## A\n\nthree\n\n## B\n\ntwo\n")
 
 
-def test_results_of_the_loop_before_the_shipped_trainer_are_refused(tmp_path: Path):
-    """Not gone on from, as another training's; the report names the loop."""
-    published = Path("docs/benchmarks/2026-11-23-ablation.jsonl")
-    old = [json.loads(line) for line in published.read_text().splitlines()]
-    training = {**old[0]["training"], "job": {}}
-    with pytest.raises(ValueError, match=r"another job; choose another --out"):
-        check_origin(old, {"training": training, "data": old[0]["data"]}, published)
-    section = ablation_section(read_results(published), "delay_0", tmp_path / "it.svg", None)
-    assert "by the loop that tools.ablate had before it used the shipped trainer" in section
-    assert "| delay 2 |" in section
-
-
 def test_a_seed_has_batches_and_weights_of_its_own(prepared_data: Path):
     shape = {"seq_len": 32, "batch_sequences": 2, "lock": str(prepared_data / "phase1.lock.json")}
     training = Training(**shape, steps=5, job={"optimizer": {"lr": 9.0, "eps": 1e-8}})
@@ -245,7 +232,7 @@ def test_the_plan_of_the_h100_runs_is_a_calculation_with_its_price():
     text = price_section(plan, mfu_percent=10, gpu_hour_price=3)
     flops = (
         2
-        * 9
+        * 5
         * 3000
         * 8
         * 4096
@@ -336,8 +323,7 @@ def toy(prepared_data: Path, path: Path, more: str = "") -> Path:
     shrunk = {
         'lock = "data/ablation/phase1.lock.json"': f'lock = "{prepared_data}/phase1.lock.json"\n{more}',
         "steps = 1500": "steps = 6", "seq_len = 256 ": "seq_len = 32 ", "batch_sequences = 4": "batch_sequences = 2",
-        "num_hidden_layers = 8": "num_hidden_layers = 3", "seeds = [0, 1, 2]": "seeds = [0, 1]",
-        "learning_rates = [3e-3, 1.5e-3, 6e-3]": "learning_rates = [3e-3]",
+        "num_hidden_layers = 8": "num_hidden_layers = 3", "seeds = [0, 1, 2, 3, 4]": "seeds = [0, 1]",
     }  # fmt: skip
     text = SHIPPED.read_text()
     for old, new in shrunk.items():
@@ -385,7 +371,7 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     assert other[0] == 1
     assert "holds results of another data" in other[1]
     # a run that was stopped goes on at its checkpoint, and ends as if it had not been: the same losses to the last bit
-    stopped = tmp_path / "again" / "runs" / "0m5-ladder-1-0.003"
+    stopped = tmp_path / "again" / "runs" / "1m-ladder-1-0.003"
     stopped.mkdir(parents=True)
     (stopped / "stop").touch()
     seed = ("--variants", "delay_0", "ladder")
@@ -421,7 +407,7 @@ def test_an_interrupted_ablation_leaves_no_run_behind_and_its_runs_have_saved(
 ):
     config, out = toy(prepared_data, tmp_path / "toy.toml"), tmp_path / "out"
     config.write_text(config.read_text().replace("steps = 6", "steps = 500"))
-    log, pid, trained = tmp_path / "log", tmp_path / "pid", out / "runs" / "0m5-delay_0-0-0.003"
+    log, pid, trained = tmp_path / "log", tmp_path / "pid", out / "runs" / "1m-delay_0-0-0.003"
 
     def interrupt() -> None:
         while not (trained / "metrics.jsonl").exists():
@@ -451,7 +437,7 @@ def test_branches_leave_the_baseline_with_all_that_it_has(prepared_data: Path, t
     assert found["same"] == found["delay_0"]
     assert len({*found.values()}) == 3
     for variant in variants:
-        folder = tmp_path / "out/runs" / f"0m5-{variant}-1-0.003"
+        folder = tmp_path / "out/runs" / f"1m-{variant}-1-0.003"
         (attempt,) = (folder / "attempts.jsonl").read_text().splitlines()
         assert json.loads(attempt)["step"] == (0 if variant == "delay_0" else 3)
         assert not (folder / "checkpoint").exists()
@@ -484,8 +470,8 @@ def test_what_cannot_branch_is_named(options: dict[str, Any], message: str):
 
 def test_a_run_that_nothing_can_leave_is_named(tmp_path: Path):
     plan = Plan.read(Options(SHIPPED, Path("unused"), variants=("delay_0", "delay_1"), branch_at=0.8))
-    with pytest.raises(ValueError, match=r"cannot leave 0m5-delay_0-0-.*, which has diverged or was trained"):
-        run_job(plan.job("0m5", "delay_1", 0, 3e-3), plan.training, tmp_path, keep_weights=False)
+    with pytest.raises(ValueError, match=r"cannot leave 1m-delay_0-0-.*, which has diverged or was trained"):
+        run_job(plan.job("1m", "delay_1", 0, 3e-3), plan.training, tmp_path, keep_weights=False)
 
 
 @pytest.mark.slow
@@ -538,7 +524,7 @@ def test_the_gpus_path_at_toy_size_on_a_cpu(prepared_data: Path, tmp_path: Path)
         assert gpu[key] != loss
         assert gpu[key] == pytest.approx(loss, rel=2**-6)
     assert sorted(path.name for path in (tmp_path / "gpu" / "weights").iterdir()) == [
-        f"0m5-delay_{delay}-{seed}-0.003" for delay in (0, 1) for seed in (0, 1)
+        f"1m-delay_{delay}-{seed}-0.003" for delay in (0, 1) for seed in (0, 1)
     ]
-    folder = tmp_path / "plain" / "weights" / "0m5-delay_1-0-0.003"
+    folder = tmp_path / "plain" / "weights" / "1m-delay_1-0-0.003"
     assert read_checkpoint(folder).config.broadcast_delay == 1

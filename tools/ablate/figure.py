@@ -1,5 +1,5 @@
 """The ablation's figure: differences to the baseline against delay, lanes and size, and
-the neighbours as points.
+every variant as a point.
 """
 
 from __future__ import annotations
@@ -92,32 +92,26 @@ def points(
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Panels of the finite differences with 95% intervals, zero line and the band of the noise floor.
 
-    The panel over sizes is there only where there are several.
+    Curves over delays, lanes and sizes are there only where there are several.
     """
     rows = [{**row["model"], **row} for row in rows if math.isfinite(row["difference"])]
     for row in rows:
         row["lanes_log2"] = math.log2(row["num_lanes"])
     sizes = list(dict.fromkeys(row["size"] for row in rows))
-    below = ["size" if len(sizes) > 1 else "neighbours", "neighbours"]
-    figure, panels = figure_style().subplot_mosaic(
-        [["delay", "lanes"], below], figsize=(7.6, 6), layout="constrained"
-    )
     lanes = next((row["num_lanes"] for row in rows if row["role"] == "baseline"), None)
-    others = [row for row in rows if not is_plain(row) and row["variant"] != NO_EARLY]
-    others.sort(key=lambda row: row["role"] is not None)  # the controls last
-    heights = {name: -i for i, name in enumerate(dict.fromkeys(row["variant"] for row in others))}
+    several = {"delay": ("broadcast_delay", 4), "lanes": ("num_lanes", 2), "size": ("size", 2)}
+    curves = [name for name, (key, least) in several.items() if len({row[key] for row in rows}) >= least]
+    mosaic = [curves, ["variants"] * len(curves)] if curves else [["variants"]]
+    height = 3 * len(mosaic)
+    figure, panels = figure_style().subplot_mosaic(mosaic, figsize=(7.6, height), layout="constrained")
     for number, (size, color) in enumerate(zip(sizes, COLORS, strict=False)):
         own, shift = [row for row in rows if row["size"] == size], 0.1 * (number - (len(sizes) - 1) / 2)
         draw_size(panels, own, lanes, color, shift)
-        beside = [row for row in others if row["size"] == size]
-        places = [heights[row["variant"]] - 2 * shift for row in beside]
-        x, half = ([row[key] for row in beside] for key in ("difference", "half_width_95"))
-        panels["neighbours"].errorbar(x, places, xerr=half, fmt="o", color=color)
-    panels["neighbours"].set_yticks([*heights.values()], [words(name) for name in heights])
-    panels["neighbours"].axvline(0.0, color="gray", linewidth=0.8)
-    panels["neighbours"].set_xlabel("nats a token above delay 0")
-    finish(panels["delay"], f"delay, layers ({lanes} lanes)", xticks=range(5))
-    finish(panels["lanes"], "lanes", xticks=range(4), xticklabels=["1", "2", "4", "8"])
+    draw_variants(panels["variants"], rows, sizes)
+    if by_delay := panels.get("delay"):
+        finish(by_delay, f"delay, layers ({lanes} lanes)", xticks=range(5))
+    if by_lanes := panels.get("lanes"):
+        finish(by_lanes, "lanes", xticks=range(4), xticklabels=["1", "2", "4", "8"])
     if by_size := panels.get("size"):
         curve = [row for row in rows if is_plain(row) and row["num_lanes"] == lanes and not row["role"]]
         for name, color in zip(dict.fromkeys(row["variant"] for row in curve), COLORS, strict=False):
@@ -131,16 +125,36 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
+def draw_variants(axes: Any, rows: Sequence[Row], sizes: Sequence[str]) -> None:
+    """A line of each variant: its pairs, their mean and its interval; the controls last."""
+    others = sorted(
+        (row for row in rows if row["role"] != "baseline"), key=lambda row: row["role"] is not None
+    )
+    heights = {name: -i for i, name in enumerate(dict.fromkeys(row["variant"] for row in others))}
+    for number, (size, color) in enumerate(zip(sizes, COLORS, strict=False)):
+        own = [row for row in others if row["size"] == size]
+        places = [heights[row["variant"]] - 0.2 * (number - (len(sizes) - 1) / 2) for row in own]
+        x, half = ([row[key] for row in own] for key in ("difference", "half_width_95"))
+        axes.errorbar(x, places, xerr=half, fmt="o", color=color)
+        for place, row in zip(places, own, strict=True):
+            axes.plot(row["pairs"], [place + 0.2] * len(row["pairs"]), "o", mfc="none", color=color)
+    axes.set_yticks([*heights.values()], [words(name) for name in heights])
+    axes.axvline(0.0, color="gray", linewidth=0.8)
+    axes.set_xlabel("nats a token above delay 0 (circles: one seed)")
+
+
 def draw_size(panels: dict[str, Any], rows: Sequence[Row], lanes: Any, color: str, shift: float) -> None:
     """The noise floor of one size, and its curves over delays and lanes; sizes stand beside each other."""
     floor, plain = noise_floor(rows), [row for row in rows if is_plain(row)]
-    for band in (panels["delay"].axhspan, panels["lanes"].axhspan, panels["neighbours"].axvspan):
+    for name, axes in panels.items():
+        band = axes.axvspan if name == "variants" else axes.axhspan
         band(-floor, floor, color=color, alpha=0.1, linewidth=0)
-    own = [row for row in plain if row["num_lanes"] == lanes]
-    label = f"{rows[0]['parameters'] / 1e6:.3g}M parameters"
-    points(panels["delay"], own, "broadcast_delay", "o-", color, label, shift)
-    own = [row for row in rows if row["variant"] == NO_EARLY]
-    points(panels["delay"], own, "broadcast_delay", "x", color, "no early joins", shift + 0.25)
-    for delay, fmt in ((2, "o-"), (0, "s")):
+    if by_delay := panels.get("delay"):
+        own = [row for row in plain if row["num_lanes"] == lanes]
+        label = f"{rows[0]['parameters'] / 1e6:.3g}M parameters"
+        points(by_delay, own, "broadcast_delay", "o-", color, label, shift)
+        own = [row for row in rows if row["variant"] == NO_EARLY]
+        points(by_delay, own, "broadcast_delay", "x", color, "no early joins", shift + 0.25)
+    for delay, fmt in ((2, "o-"), (0, "s")) if "lanes" in panels else ():
         own = [row for row in plain if row["broadcast_delay"] == delay]
         points(panels["lanes"], own, "lanes_log2", fmt, color, f"delay {delay}", shift)

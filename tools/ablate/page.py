@@ -47,9 +47,6 @@ def ablation_section(results: Sequence[Result], baseline: str, figure: Path, pag
     commits = sorted({r.get("commit", "not recorded") for r in results})
     data = sorted({r.get("data", "not recorded")[:12] for r in results})
     training, hours = results[-1]["training"], sum(r["seconds"] for r in results) / 3600
-    before = (
-        "" if "job" in training else ", by the loop that tools.ablate had before it used the shipped trainer"
-    )
     branches = (
         f"Only {words(baseline)} is trained whole: each other run leaves it after {training['branch_at']:.0%} of "
         "the steps, with its weights, moments and place in the data. "
@@ -61,7 +58,7 @@ def ablation_section(results: Sequence[Result], baseline: str, figure: Path, pag
         f"{len(results)} runs, {days[0]} to {days[-1]} UTC, {hours:.1f} hours of one thread; commit of the runs: "
         f"{', '.join(commits)}. A run: {training['steps']} steps of {training['batch_sequences']} windows of "
         f"{training['seq_len']} tokens ({rows[0]['tokens']:,} tokens) on {training['device']}"
-        f"{', bf16 products' if training.get('bf16') else ', float32'}{before}; data: {', '.join(data)}. "
+        f"{', bf16 products' if training.get('bf16') else ', float32'}; data: {', '.join(data)}. "
         f"{branches}Each run is a line of the .jsonl beside this page; as OUT/results.jsonl, it is what the command "
         "goes on from. Without --report, the command trains what is missing.",
         f"Losses in nats a token, means over seeds. rates: how many the variant and {words(baseline)} both ran on "
@@ -74,7 +71,7 @@ def ablation_section(results: Sequence[Result], baseline: str, figure: Path, pag
         blocks += [f"### {own[0]['parameters'] / 1e6:.3g}M parameters (`{size}`)", rows_table(own)]
         blocks += ["\n".join([*conclusions(own), *in_one_analysis(runs, baseline)])]
     blocks += [
-        image(figure, page, "Paired differences against delay, lanes, size, and the neighbours"),
+        image(figure, page, "Paired differences to delay 0, with their 95% intervals"),
         limits(rows),
     ]
     return "\n\n".join(blocks)

@@ -29,7 +29,7 @@ class Options:
     """The variants, sizes, seeds and the training that they share (TOML)."""
     out: Path
     """Folder of results.jsonl, runs, report.json and ablation.svg."""
-    sizes: tuple[str, ...] = ("0m5",)
+    sizes: tuple[str, ...] = ("1m",)
     """Sizes of the config to train."""
     variants: tuple[str, ...] = ()
     """Variants of the config; default: all."""

@@ -50,7 +50,8 @@ def paired(results: Sequence[Result], baseline: str) -> list[Row]:
         own, base = tried[rate], of_base[base_rate]
         if not (seeds := sorted(own.keys() & base.keys())):
             continue
-        mean, half, deviation = interval([own[s]["valid_loss"] - base[s]["valid_loss"] for s in seeds])
+        pairs = [own[s]["valid_loss"] - base[s]["valid_loss"] for s in seeds]
+        mean, half, deviation = interval(pairs)
         one = own[seeds[0]]
         rows.append(
             {
@@ -59,7 +60,7 @@ def paired(results: Sequence[Result], baseline: str) -> list[Row]:
                 "learning_rate": rate, "rates": len(rates),
                 "edge_of_sweep": len(rates) > 1 and rate in (rates[0], rates[-1]),
                 "seeds": len(seeds), "valid_loss": mean_loss({s: own[s] for s in seeds}),
-                "difference": mean, "half_width_95": half, "deviation": deviation,
+                "pairs": pairs, "difference": mean, "half_width_95": half, "deviation": deviation,
             }
         )  # fmt: skip
     return rows
