@@ -61,6 +61,10 @@ class Serve:
     """Most tokens between <think> and </think>, of requests that do not say; then the end tag is forced. -1: any."""
     strict: bool = ServerOptions.strict
     """Refuse fields that are unknown or without effect, instead of naming them in the header `warnings`."""
+    link_us: float = ServerOptions.link_us
+    """Microseconds after which a lane sees what lanes of other threads wrote, as over a link of that latency; how much
+    of the speed is left is measured at the start, and stands on the page. CPU only.
+    """
     open: bool = False
     """Open the playground in this machine's browser."""
     model: ModelFlags = field(default_factory=ModelOptions)

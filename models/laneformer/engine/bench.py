@@ -31,6 +31,7 @@ MIN_SEGMENT_S = 0.25  # long enough that one tick of another process does not de
 PROMPTS = 5
 MIN_TOKENS = 64  # of the context, left to decode
 DRAFTED_TOKENS, DRAFTED_ROUNDS = 192, 5  # a few acceptances more or less do not decide a round
+LINK_TOKENS, LINK_ROUNDS = 24, 5
 
 
 def benchmark(engine: Engine, depth: int = 0, progress: Callable[[str], None] = print) -> dict[str, Any]:
@@ -187,6 +188,24 @@ def probe(engine: Engine) -> float:
     """Bytes/s that the CPU engine's threads read from memory, now."""
     decoder: Any = engine._open()
     return decoder.probe()
+
+
+def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
+    """From now on a lane sees what lanes of other threads wrote so much later, as over a link of that latency.
+
+    Tokens stay the same. Tokens/s with and without it, medians of turns. ValueError on GPUs, and where threads share
+    every lane.
+    """
+    if engine.isa == CUDA:
+        raise ValueError(f"link_us = {link_us:g} is for the CPU engine; use device = 'cpu'")
+    decoder: Any = engine._open()
+    token_s = np.empty((LINK_ROUNDS + 1, 2))  # the first turn warms
+    for turn in token_s:
+        for i, each_us in enumerate((0.0, link_us)):
+            decoder.set_latency(1e-6 * each_us)
+            turn[i] = np.median(after(engine, random_prompt(engine, 1), LINK_TOKENS).whole.token_s)
+    without, now = 1 / np.median(token_s[1:], axis=0)
+    return {"us": link_us, "tokens_per_s": float(now), "tokens_per_s_without": float(without)}
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..engine.bench import probe
+from ..engine.bench import probe, slower_link
 from ..engine.decoder import CUDA
 from ..engine.options import checked_ids
 from .options import ServerOptions
@@ -66,6 +66,7 @@ def create_app(engine: Engine, options: ServerOptions) -> FastAPI:
     facts: dict[str, Any] = {"id": options.model, **{name: getattr(engine, name) for name in names}}
     # before requests come, so that nothing disturbs it, and again between them: other work may have
     facts["probe_bytes_per_s"] = None if engine.isa == CUDA else probe(engine)
+    facts["link"] = slower_link(engine, options.link_us) if options.link_us else None
 
     def probe_again() -> None:
         if engine.isa != CUDA:

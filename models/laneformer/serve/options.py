@@ -20,6 +20,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "keep_alive_s": (float, 0.01, 1e6),
     "speculate": (int, 0, MAX_DRAFT_TOKENS),
     "reasoning_budget": (int, -1, 2**31),
+    "link_us": (float, 0, 1e6),
 }
 
 
@@ -36,6 +37,7 @@ class ServerOptions:
     one request. keep_alive_s: longest silence of a stream before a comment is sent. speculate: most draft tokens
     of requests that do not say; 0: none. reasoning_budget: most tokens of their reasoning; -1: any number.
     strict: refuse unknown fields and those without effect, instead of naming them in the header `warnings`.
+    link_us: latency put between lanes of different threads, and measured at the start; 0: none.
     """
 
     model: str
@@ -52,6 +54,7 @@ class ServerOptions:
     speculate: int = MAX_DRAFT_TOKENS
     reasoning_budget: int = -1
     strict: bool = False
+    link_us: float = 0.0
 
     def __post_init__(self) -> None:
         if self.api_key is None:

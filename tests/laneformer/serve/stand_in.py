@@ -46,6 +46,7 @@ class StandIn(ThreadingHTTPServer):
         self.cancelled = self.at_once = self.max_at_once = 0
         self.key: str | None = None
         self.processor_share = 1.0
+        self.link: dict[str, float] | None = None
         self.refusals = 0  # so many requests are answered with 429
         self.texts: dict[str, str] = {}  # answers by the message
 
@@ -63,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/props":
-            props = {**PROPS, "processor_share": self.server.processor_share}
+            props = {**PROPS, "processor_share": self.server.processor_share, "link": self.server.link}
             return self.send(200, json.dumps(props).encode(), "application/json") if self.allowed() else None
         path = FOLDER / (self.path.removeprefix("/playground/") if self.path != "/" else "index.html")
         self.send(200, path.read_bytes(), TYPES[path.suffix]) if path.is_file() else self.fail(

@@ -383,6 +383,18 @@ def test_a_busy_machine_is_told(page: Page, server: StandIn) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_left_over_a_slower_link_is_told(page: Page, server: StandIn) -> None:
+    assert page.run("document.querySelector('#link').hidden")
+    server.link = {"us": 100.0, "tokens_per_s": 150.0, "tokens_per_s_without": 200.0}
+    page.run("location.reload()")
+    page.until("document.querySelector('#link')?.textContent.includes('75% of')")
+    say(page, "Compare")
+    told = "Lanes hear each other 100 µs late, as over a link: 75% of 200 tokens/s without it."
+    assert text(page, "#link") == told
+    assert page.run("document.querySelector('#link').getBoundingClientRect().height > 0")
+
+
+@pytest.mark.slow
 def test_drafts_are_switched_and_compared(page: Page, server: StandIn) -> None:
     checked = "document.querySelector('#drafts').getAttribute('aria-checked')"
     server.texts["Compare"] = "one lane reads, one lane writes, " * 12

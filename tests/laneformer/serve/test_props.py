@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 
 from laneformer.cli.options import ModelOptions
@@ -56,6 +57,38 @@ def test_the_models_own_head(model_folder: Path) -> None:
     assert said["draft_model"] is None
     assert said["draft_head"]["ids"] == 64
     assert 0 < said["draft_head"]["weight_bytes"] < said["weight_bytes"]
+
+
+def test_a_slower_link_is_measured_and_stays(model_folder: Path) -> None:
+    """1 ms between two lanes: tensor parallelism waits in every module, late joins in fewer; tokens are the same."""
+    with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
+        given, text = (
+            engine.config,
+            {"tokenizer": engine.tokenizer, "tokenizer_config": engine.tokenizer_config},
+        )
+    kept = {}
+    for delay in (0, 1):
+        config = dataclasses.replace(given, broadcast_delay=delay)
+        with Engine.random(config, threads=2, cache_bytes=LIMIT, **text) as engine:
+            before = engine.generate([1, 2, 3], max_new_tokens=5)
+            app = create_app(engine, ServerOptions(model="tiny", api_key=None, link_us=1000.0))
+            with TestClient(app, "http://localhost") as client:
+                link = client.get("/props").json()["link"]
+            assert engine.generate([1, 2, 3], max_new_tokens=5) == before
+        assert link["us"] == 1000.0
+        kept[delay] = link["tokens_per_s"] / link["tokens_per_s_without"]
+        waits = 2 * config.num_hidden_layers if delay == 0 else 2 * delay
+        assert link["tokens_per_s"] < 1000 / waits
+    assert kept[0] < kept[1]
+
+
+def test_a_slower_link_needs_lanes_on_several_threads(model_folder: Path) -> None:
+    options = ServerOptions(model="tiny", api_key=None, link_us=5.0)
+    with (
+        Engine.from_pretrained(model_folder, threads=1, cache=False) as engine,
+        pytest.raises(ValueError, match="1 threads share every lane of .*; take as many threads as lanes"),
+    ):
+        create_app(engine, options)
 
 
 def test_the_command_s_arithmetic_is_the_fast_one_and_said(model_folder: Path) -> None:

@@ -245,6 +245,9 @@ async function learn() {
   const facts = { Model: id, Weights: `${shown.bytes(weight_bytes)}, ${dtype}`, Context: `${context_tokens} tokens`, Threads: threads, Instructions: isa, ...(limit && { "Memory reads": `${shown.bytes(probe)}/s`, Limit: `${shown.rate(limit)} tokens/s` }) };
   $("machine").replaceChildren(...Object.entries(facts).map(([name, fact]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(fact)))));
   $("model").textContent = id;
+  const link = machine.link, left = link && Math.round((100 * link.tokens_per_s) / link.tokens_per_s_without);
+  $("link").hidden = !link;
+  if (link) $("link").textContent = `Lanes hear each other ${link.us} µs late, as over a link: ${left}% of ${shown.rate(link.tokens_per_s_without)} tokens/s without it.`;
   drawSettings();
   if (!limit) return;  // a GPU has not been probed: the page works and shows no limit
   $("promise").replaceChildren(make("b", {}, shown.rate(limit)), " tokens/s");

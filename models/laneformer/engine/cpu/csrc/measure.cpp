@@ -93,6 +93,10 @@ void CpuExecutor::set_latency(const Latency& latency) {
                                 " and " + std::to_string(latency.jitter));
   std::vector<int> first_of_lane;
   for (int t = 0; t < shared_.model.threads(); ++t) first_of_lane.push_back(shared_.model.plan(t).leader);
+  if (latency.link_s > 0.0 && first_of_lane.back() == first_of_lane.front())
+    throw std::invalid_argument(std::to_string(first_of_lane.size()) + " threads share every lane of " +
+                                std::to_string(shared_.model.spec().lanes) +
+                                ", so no link is between lanes; take as many threads as lanes, or a divisor above 1");
   on_all_threads([](int) {});  // throws while a request runs
   shared_.exchange.set_latency(latency, std::move(first_of_lane));
 }
