@@ -6,7 +6,7 @@ mixture.
     DIR/own_outputs/source.json, shard-NNNNN.bin, shard-NNNNN.flags.bin, valid.bin, valid.flags.bin
     DIR/own_outputs.lock.json
 
-A head that drafts tokens learns from these (configs/mtp.toml), as does a model made late (configs/delay_smollm2.toml).
+A head that drafts tokens learns from these (configs/mtp.toml), and a model made late can (tools.delay_a_model).
 The prompts begin texts of another mixture: the first tokens of a window, or what comes before the first reply of a
 conversation. They are inputs only; the continuations are trained. Killed at any moment, it goes on with the first
 prompt that has no line.
