@@ -86,7 +86,7 @@ def test_a_slower_link_needs_lanes_on_several_threads(model_folder: Path) -> Non
     options = ServerOptions(model="tiny", api_key=None, link_us=5.0)
     with (
         Engine.from_pretrained(model_folder, threads=1, cache=False) as engine,
-        pytest.raises(ValueError, match="1 threads share every lane of .*; take as many threads as lanes"),
+        pytest.raises(ValueError, match=r"1 threads share every lane of .*; take as many threads as lanes"),
     ):
         create_app(engine, options)
 
