@@ -74,7 +74,8 @@ def main(options: Options) -> None:
 
 
 def plan_of(options: Options, lock: str) -> Plan:
-    return Plan.read(AblateOptions(options.config, options.out, lock=lock, steps=options.steps))
+    sizes, steps = (options.size,), options.steps
+    return Plan.read(AblateOptions(options.config, options.out, sizes, lock=lock, steps=steps))
 
 
 def bits_of_a_nat(windows: dict[str, Any], data: Path) -> float:

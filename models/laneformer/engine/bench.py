@@ -199,6 +199,11 @@ def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
     if engine.isa == CUDA:
         raise ValueError(f"link_us = {link_us:g} is for the CPU engine; use device = 'cpu'")
     decoder: Any = engine._open()
+    if not decoder.set_latency(0.0):
+        raise ValueError(
+            f"link_us = {link_us:g}: {engine.threads} threads share every lane of {engine.config.num_lanes}, so there "
+            "is no link between lanes; take as many threads as lanes, or a divisor above 1"
+        )
     token_s = np.empty((LINK_ROUNDS + 1, 2))  # the first turn warms
     for turn in token_s:
         for i, each_us in enumerate((0.0, link_us)):

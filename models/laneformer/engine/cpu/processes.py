@@ -105,9 +105,10 @@ class ProcessesDecoder(CpuDecoder):
             self._workers.send("probe_products")
         return super().probe_products()
 
-    def set_latency(self, link_s: float, jitter: float = 0.0, seed: int = 0) -> None:
-        super().set_latency(link_s, jitter, seed)
+    def set_latency(self, link_s: float, jitter: float = 0.0, seed: int = 0) -> bool:
+        between_lanes = super().set_latency(link_s, jitter, seed)
         self._workers.send("set_latency", link_s, jitter, seed)
+        return between_lanes
 
     def close(self) -> None:
         self.leave_all()

@@ -209,8 +209,8 @@ void map_part(Decoder& decoder, int index, Bytes data) {
   decoder.model.map_part(index, data.data());
 }
 
-void set_latency(Decoder& decoder, double link_s, double jitter, uint64_t seed) {
-  decoder.executor.set_latency({link_s, jitter, seed});
+bool set_latency(Decoder& decoder, double link_s, double jitter, uint64_t seed) {
+  return decoder.executor.set_latency({link_s, jitter, seed});
 }
 
 // One draw, for tests: after `prompt` and `output`, with the noise of `position`.
