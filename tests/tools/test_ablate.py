@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ from tests.neighbours import build
 from tests.train.runs import GLOBAL_BATCH, ask, succeed
 from tests.train.runs import SMALL as TRAINED
 from tools import export_hf
+from tools.ablate.__main__ import check_origin
 from tools.ablate.page import put_section
 from tools.ablate.plan import Options, Plan, price_section
-from tools.ablate.report import detectable, interval, noise_floor, paired, together
+from tools.ablate.report import detectable, interval, noise_floor, paired, read_results, together
 from tools.ablate.trainer import runs_side_by_side, train, write_job
 from tools.ablate.training import Job, Training, job_file, run_job
 
@@ -212,6 +213,23 @@ def test_a_section_of_the_page_is_replaced_and_others_stay(tmp_path: Path):
         put_section(page, section)
     assert page.read_text().startswith("# What the delay is worth\n")
     assert page.read_text().endswith("\n\n## A\n\nthree\n\n## B\n\ntwo\n")
+
+
+def test_the_published_runs_can_be_gone_on_from_and_are_what_the_documents_say():
+    published = Path("docs/benchmarks/2026-11-28-ablation.jsonl")
+    plan, runs = Plan.read(Options(SHIPPED, Path("unused"))), read_results(published)
+    training = json.loads(json.dumps(asdict(plan.training)))
+    check_origin(runs, {"training": training, "data": runs[0]["data"]}, published)
+    training["job"]["optimizer"]["lr"] = 1.0
+    with pytest.raises(ValueError, match=r"another job; choose another --out"):
+        check_origin(runs, {"training": training, "data": runs[0]["data"]}, published)
+    said = Path("docs/dtp.md").read_text()
+    nats_a_bit = 1.684 * math.log(2)  # 1.684 bytes a token
+    for row in paired(runs, "delay_0"):
+        by, half = row["difference"], row["half_width_95"]
+        assert row["seeds"] == 5
+        if row["variant"] != "delay_0":
+            assert f"| {by:+.3f} ± {half:.3f} | {by / nats_a_bit:+.3f} |" in said, row["variant"]
 
 
 def test_a_seed_has_batches_and_weights_of_its_own(prepared_data: Path):

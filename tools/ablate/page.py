@@ -28,8 +28,7 @@ what these measured; running a command again replaces its section. The models an
 """
 LIMITS = """What it does not say:
 
-- These models are small and see few tokens; nothing here shows that a difference, or its absence, holds at 2B. The
-  panel over sizes is there to be continued, not to be extrapolated from.
+- These models are small and see few tokens; nothing here shows that a difference, or its absence, holds at 2B.
 - A variant has at most {seeds} pairs of runs, so intervals are wide: "not told apart from zero" is not parity. {power}
 - An interval holds for one comparison. Among {compared} comparisons at 95%, about {wrong:.1f} exclude zero by chance.
 - Learning rates are on a coarse grid, and the least mean of a few is a little optimistic for everyone. Where the best
@@ -157,7 +156,9 @@ def limits(rows: Sequence[Row]) -> str:
     deviation = pooled_deviation(rows)
     power = "Differences have no standard deviation yet, as each variant has one seed."
     if math.isfinite(deviation):
-        found = ", ".join(f"{detectable(deviation, n):.3f} with {n}" for n in (seeds, 5, 10) if n >= seeds)
+        found = ", ".join(
+            f"{detectable(deviation, n):.3f} with {n}" for n in sorted({seeds, 5, 10}) if n >= seeds
+        )
         power = (
             f"With the standard deviation of the paired differences, {deviation:.4f} nats (pooled over variants), a "
             f"test at 5% finds in four of five experiments a difference of {found} pairs."
