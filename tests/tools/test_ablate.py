@@ -193,7 +193,7 @@ def test_a_variant_and_the_baseline_are_compared_at_their_best_of_the_rates_that
 def test_controls_and_edges_are_marked():
     results = [
         result(v, 0, 4.0 + i / 10 + r, r)
-        for i, v in enumerate(("base", "again", "lost", "handicap", "late"))
+        for i, v in enumerate(("base", "again", "lost", "handicap_large", "late"))
         for r in (1, 2, 3)
     ]
     for one in results:
@@ -201,7 +201,7 @@ def test_controls_and_edges_are_marked():
         one |= {"joins": "lost_1" if one["variant"] == "lost" else None}
     rows = {row["variant"]: row for row in paired(results, "base")}
     roles = {"base": "baseline", "again": "noise floor", "lost": "planted fault", "late": None}
-    roles["handicap"] = "planted fault"
+    roles["handicap_large"] = "planted fault"
     assert {name: row["role"] for name, row in rows.items()} == roles
     assert all(row["edge_of_sweep"] for row in rows.values())
     assert noise_floor(list(rows.values())) == pytest.approx(0.1)

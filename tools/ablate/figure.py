@@ -25,6 +25,7 @@ NAMES = {
     "delay_2_flushed": "delay 2, summed before the head",
     "delay_2_replicate": "delay 2, replicated head",
     "handicap": "handicap: an eighth of the MLP less",
+    "handicap_large": "handicap: three eighths of the MLP less",
     "lost_lane": "planted fault: 1 of 8 lanes lost",
     "lost_lanes": "planted fault: 7 of 8 lanes lost",
 }

@@ -72,7 +72,7 @@ def mean_loss(by_seed: dict[int, Result]) -> float:
 
 def role(result: Result, baseline: str) -> str | None:
     """What a variant is there for, beside being compared."""
-    if (result["joins"] or "").startswith("lost_") or result["variant"] == "handicap":
+    if (result["joins"] or "").startswith("lost_") or result["variant"].startswith("handicap"):
         return "planted fault"
     if result["seed_offset"]:
         return "noise floor"
