@@ -24,6 +24,7 @@ NAMES = {
     "delay_1_flushed": "delay 1, summed before the head",
     "delay_2_flushed": "delay 2, summed before the head",
     "delay_2_replicate": "delay 2, replicated head",
+    "delay_2_post": "delay 2, the post's beginning and head",
     "handicap": "handicap: an eighth of the MLP less",
     "handicap_large": "handicap: three eighths of the MLP less",
     "lost_lane": "planted fault: 1 of 8 lanes lost",
