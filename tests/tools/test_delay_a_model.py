@@ -30,6 +30,7 @@ from data_mixtures.mixture import Mixture
 from laneformer import Engine, Laneformer
 from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.export import load_weights
+from records.checkpoints import newest_saved_step
 from records.files import read_lines
 from tests.laneformer.llama.folders import Case, reference, relative_error, write_folder
 from tests.tokenizer_assets import byte_level, save
@@ -452,6 +453,13 @@ def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: P
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 1, errors[-3000:]
     assert "has failed (signal 9, SIGKILL" in errors
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(process, lambda: max(row["step"] for row in read_lines(out / "run/metrics.jsonl")) > 110)
+        process.terminate()
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130, errors[-3000:]
+    stopped = newest_saved_step(out / "run/checkpoint")
+    assert 110 < stopped < 200, "the trainer has not saved"
     part = subprocess.run([*command, "--steps", "300"], capture_output=True, text=True, timeout=600)
     assert part.returncode == 0, part.stderr[-3000:]
     assert "to be continued" in part.stdout
@@ -459,7 +467,7 @@ def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(read_lines(out / "damage.jsonl")) == 2 * DEPTH
-    assert [row["step"] for row in read_lines(out / "recovery.jsonl")] == [0, 100, 200, 300, 400]
+    assert [row["step"] for row in read_lines(out / "recovery.jsonl")] == [0, 100, stopped, 200, 300, 400]
     assert json.loads(done.stdout.splitlines()[-1])["out"] == str(out / "hf")
     config_values = json.loads((out / "hf/config.json").read_text())
     assert config_values["broadcast_delay"] == 1

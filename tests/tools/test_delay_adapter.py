@@ -170,7 +170,7 @@ def test_the_command_leaves_an_adapter_and_its_model(folder: Path, tmp_path: Pat
     given["model"]["mask_documents"] = True
     path.write_text(tomli_w.dumps(given))
     delay_a_model(path, folder, out, ("layouts",))
-    assert "| activations, seed 2 | 1 | 1 |" in (out / "layouts.md").read_text()
+    assert "| activations | 2 | 1 | 1 |" in (out / "layouts.md").read_text()
     delay_a_model(path, folder, out, ("recover",), lora_rank=4)
     late = [row["loss"] for row in read_lines(out / "run" / "metrics.jsonl")]
     assert max(late[:4]) > 1.5 * late[-1] > 0, late

@@ -153,7 +153,7 @@ def test_the_table_is_kept_and_reads_as_measured(
     assert path.read_bytes() == before
     with pytest.raises(ValueError, match="holds results of another windows"):
         compare(model, modules, ids.split(2), (1,), (FIRST,), path, {"windows": 5})
-    assert f"| identity | {FIRST} | 1 | {float(kl.mean()):.3f} ±" in table_of(rows, 1.0)
+    assert f"| identity | 0 | {FIRST} | 1 | {float(kl.mean()):.3f} ±" in table_of(rows, 1.0)
 
 
 def test_a_layout_is_kept(tmp_path: Path, model: Laneformer) -> None:

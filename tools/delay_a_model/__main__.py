@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -256,8 +257,9 @@ def text(plan: Plan, out: Path) -> tuple[Path, Tensor]:
         changed = {"base": str(base), "tokenizer": str(tokenizer), "seq_len": plan.seq_len}
         write_atomically(recipe, tomli_w.dumps(changed))
         prepare(recipe, lock.parent, Options(usable_cpus()), Console(stderr=True))
-    names = Mixture.open(lock).source_names
-    found = [valid_windows(lock.parent, name, plan.held_out_windows) for name in names]
+    found = [
+        valid_windows(lock.parent, name, plan.held_out_windows) for name in Mixture.open(lock).source_names
+    ]
     return lock, torch.from_numpy(np.concatenate(found).astype(np.int64)).to(plan.device)
 
 
@@ -265,10 +267,8 @@ def cost(plan: Plan) -> str:
     """From counted operations a token to hours, with every step."""
     if wrong := {"shape", "peak_flops", "used_ratio"} ^ plan.price.keys():
         raise ValueError(f"--plan: [price] lacks {wrong}, or should not have it")
-    config, speed = (
-        config_of_llama(plan.price["shape"], plan.lanes),
-        plan.price["peak_flops"] * plan.price["used_ratio"],
-    )
+    config = config_of_llama(plan.price["shape"], plan.lanes)
+    speed = plan.price["peak_flops"] * plan.price["used_ratio"]
     check(plan.late, config.num_hidden_layers, plan.steps)
     late, counts = config.num_hidden_layers - plan.late.first_late_layer, config.parameter_count()
     upper, head = late / config.num_hidden_layers, 2 * math.prod(config.head_shape)
@@ -287,6 +287,7 @@ weights, gradients and moments in float32: {(4 * counts["total"] + 16 * late * c
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the trainer is to save, whoever ends this
     try:
         tyro.cli(delay_a_model, prog="python -m tools.delay_a_model", description=__doc__)
     except (ValueError, OSError) as error:

@@ -117,22 +117,13 @@ def damage_of(
 
 def table_of(rows: Sequence[Row], bits: float) -> str:
     """Markdown. bits: a nat a token in bits per byte."""
-    head = (
-        "layout",
-        "late layers from",
-        "delay",
-        "KL, nats a token",
-        "bits per byte above dense",
-        "estimate",
-        "s",
-    )
+    head = ("layout", "seed", "from layer", "delay", "KL, nats a token", "bits per byte", "estimate", "s")
     lines = []
     for row in sorted(rows, key=lambda row: (row["first_late_layer"], row["delay"])):
         kl, half, _ = interval(row["kl"])
         above = bits * (fmean(row["loss"]) - fmean(row["dense"]))
-        name = row["rule"] if row["rule"] == "identity" else f"{row['rule']}, seed {row['seed']}"
         found = row.get("estimates")
         searched = f"{found[0]:.3f} to {found[-1]:.3f}" if found else ""
         measured = f"{kl:.3f} ± {half:.3f}", f"{above:+.3f}", searched, row.get("seconds", "")
-        lines.append((name, row["first_late_layer"], row["delay"], *measured))
+        lines.append((row["rule"], row["seed"], row["first_late_layer"], row["delay"], *measured))
     return table(head, lines)
