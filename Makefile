@@ -7,9 +7,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
 TORCH ?= torch==2.13.0
-# more workers than cores, since many tests wait for processes; with one OpenMP thread each: threads that wait for
-# each other on shared cores spin
-TEST_WORKERS ?= 4
+# one worker more than cores, since many tests wait for processes, and no more, since others start four; with one OpenMP
+# thread each: threads that wait for each other on shared cores spin
+TEST_WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 SERVING := chat,gguf,serve,grammar

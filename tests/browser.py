@@ -34,7 +34,7 @@ def browse(address: str, profile: Path, width: int = 1440, wait_ms: int = 8000) 
         f"--user-data-dir={profile}",
     ]
     command = [str(CHROMIUM), *flags, "--dump-dom", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.stdout, re.findall(r'CONSOLE.*?"(.*)", source', done.stderr)
 
 
@@ -122,7 +122,7 @@ class Page:
             raise RuntimeError(f"{expression}: {done['exceptionDetails']['exception'].get('description')}")
         return done["result"].get("value")
 
-    def until(self, expression: str, limit_s: float = 20) -> None:
+    def until(self, expression: str, limit_s: float = 120) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + limit_s
         while not self.run(f"Boolean({expression})"):

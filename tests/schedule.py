@@ -1,4 +1,4 @@
-"""The order in which pytest-xdist starts tests: groups by file, the longest group first.
+"""The order in which pytest-xdist starts tests: groups by file, the longest group first, proofs behind the others.
 
 A group runs in one worker. Tests that use a fixture of module scope stay together; the others of a long file are
 cut into groups of about GROUP_S. Workers write the groups to a file, which the scheduler reads: the marks of
@@ -21,6 +21,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 GROUPS = "groups.json"
 GROUP_S = 30.0
 UNKNOWN_S, UNKNOWN_SLOW_S = 0.1, 5.0  # of a test that durations.json does not name
+PROOF = "?"  # begins the name of a group of them
 LEAST_S = 1.0  # shorter tests are not listed
 
 
@@ -37,7 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     group_of: dict[pytest.Item, str] = {}
     number: defaultdict[str, int] = defaultdict(int)  # of the group of a file that is being filled
     for item in items:
-        file = group = item.nodeid.split("::")[0]
+        proof = item.get_closest_marker("proof") is not None
+        file = group = f"{PROOF if proof else ''}{item.nodeid.split('::')[0]}"
         slow = item.get_closest_marker("slow") is not None
         duration = durations.get(item.nodeid, UNKNOWN_SLOW_S if slow else UNKNOWN_S)
         if not shares_a_fixture(item):
@@ -46,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             group = f"{file}#{number[file]}"
         seconds[group] += duration
         group_of[item] = group
-    items.sort(key=lambda item: (-seconds[group_of[item]], group_of[item]))
+    items.sort(key=lambda item: (group_of[item][0] == PROOF, -seconds[group_of[item]], group_of[item]))
     folder = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     (folder / GROUPS).write_text(json.dumps({item.nodeid: group for item, group in group_of.items()}))
 

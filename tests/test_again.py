@@ -25,7 +25,7 @@ def run(folder: Path, module: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-m", module], cwd=folder, env={**environment, "PYTHONPATH": str(ROOT)}, text=True,
-        capture_output=True, timeout=60,
+        capture_output=True, timeout=300,
     )  # fmt: skip
 
 

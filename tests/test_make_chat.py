@@ -40,7 +40,7 @@ def test_make_chat(tmp_path: Path) -> None:
         request = urllib.request.Request(
             f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             assert "Paris" in json.load(answer)["choices"][0]["message"]["content"]
         children = subprocess.run(
             ["pgrep", "-g", str(make.pid), "-f", "laneformer serve"], capture_output=True, text=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,10 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def outcomes(checkout: Path) -> str:
+def outcomes(checkout: Path, until: float = float("inf")) -> str:
     """The letters of the three tests, in order."""
     environment = {**os.environ, "LANEFORMER_CACHE": str(checkout / "cache"), "PYTHONPATH": str(checkout)}
+    environment["PROVE_UNTIL"] = str(until)
     command = [
         sys.executable,
         "-m",
@@ -54,7 +56,7 @@ def outcomes(checkout: Path) -> str:
         "no:xdist",
         "tests/test_it.py",
     ]
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout[:1] in tuple(".FsE"), done.stdout + done.stderr
     return done.stdout.split()[0]
 
@@ -62,6 +64,11 @@ def outcomes(checkout: Path) -> str:
 def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout: Path) -> None:
     assert outcomes(checkout) == ".Fs"
     assert outcomes(checkout) == "sFs"
+
+
+def test_behind_the_time_for_proofs_none_begins_and_none_is_remembered(checkout: Path) -> None:
+    assert outcomes(checkout, until=time.time() - 1) == "sss"
+    assert outcomes(checkout, until=time.time() + 100) == ".Fs"
 
 
 @pytest.mark.parametrize(

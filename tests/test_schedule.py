@@ -1,4 +1,4 @@
-"""The longest groups start first, tests that share a module's fixture stay together, and the rest is cut."""
+"""The longest groups start first and proofs last; tests that share a module's fixture stay together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ LONG = """
 import pytest
 @pytest.fixture(scope="module")
 def made(): return 1
+@pytest.mark.proof
+def test_proved(): pass
 def test_alone(): pass
 def test_one(made): pass
 def test_two(made): pass
@@ -24,19 +26,19 @@ def test_last(x): pass
 """
 DURATIONS = {
     "test_long.py::test_alone": 50, "test_long.py::test_one": 40, "test_long.py::test_last[with ] and @]": 200,
-    "test_short.py::test_a": 1,
+    "test_long.py::test_proved": 300, "test_short.py::test_a": 1,
 }  # fmt: skip
 PLUGIN = "import pathlib\nfrom tests import schedule\nschedule.DURATIONS = pathlib.Path('durations.json')\n"
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(PLUGIN)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow: none here\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n slow: none here\n proof: one\n")
     command = [sys.executable, "-m", "pytest", "-v", "-p", "tests.schedule", "--basetemp", "temp", *options]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     return subprocess.run(
         [*command, "--dist", "loadgroup", "--no-loadscope-reorder"], cwd=folder, text=True,
-        env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120,
+        env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=300,
     )  # fmt: skip
 
 
@@ -52,10 +54,11 @@ def test_the_longest_group_starts_first(tmp_path: Path) -> None:
         "test_long.py::test_one",
         "test_long.py::test_two",
         *(f"test_a_short.py::test_{name}" for name in "abc"),
+        "test_long.py::test_proved",
     ], done.stdout + done.stderr
     (groups,) = (json.loads(path.read_text()) for path in tmp_path.glob("temp/popen-*/groups.json"))
     assert list(groups.values()).count("test_long.py") == 2, "those that share a module's fixture"
-    assert len(set(groups.values())) == 4
+    assert len(set(groups.values())) == 5
 
 
 def test_a_group_runs_in_one_worker(tmp_path: Path) -> None:

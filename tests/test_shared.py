@@ -42,7 +42,7 @@ def run(folder: Path, *options: str, fails: bool = False, writes: bool = False) 
     command = [sys.executable, "-m", "pytest", "-p", "tests.shared", "--basetemp", "temp", *options]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr, (folder / "made.log").read_text().count("made")
 
 

@@ -351,7 +351,7 @@ def command(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
         str(folder / "out"),
         *more,
     ]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+    return subprocess.run(line, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow

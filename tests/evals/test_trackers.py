@@ -38,7 +38,7 @@ def forward(run: Path) -> None:
     """`evals.watch` on a run without checkpoints: it has nothing to do but this."""
     env = {**os.environ, **NOT_NICE, "WANDB_MODE": "offline"}
     command = [sys.executable, "-m", "evals.watch", "--run", str(run), "--once"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "got no evaluations" not in done.stderr
 

@@ -52,7 +52,7 @@ def trained(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     commands = f"{command(prepared_data)},decode_speed --device nowhere"  # TorchTitan's way of a list
     done = subprocess.run(
         [*launch, *job, "--validation.no-enable", "--resilience.hang_timeout_s", "300", *evals, commands],
-        cwd=ROOT, env=environment() | NOT_NICE, capture_output=True, text=True, timeout=550,
+        cwd=ROOT, env=environment() | NOT_NICE, capture_output=True, text=True, timeout=1100,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return run

@@ -74,7 +74,7 @@ def fine_tuned(example: str, folder: Path, conversations: Path, out: Path, lr: f
         STEPS,
     ]
     command += ["--batch", BATCH, "--lr", lr]
-    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     logged = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", done.stdout)]
     return [float(row["loss"]) for row in logged]

@@ -36,7 +36,7 @@ print(json.dumps(read))
 
 def parsed(*configs: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-c", LOAD, json.dumps(FLAGS), *configs]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -68,7 +68,7 @@ def test_the_former_name_of_a_key_is_read_by_both(tmp_path: Path, key: str, flag
     with pytest.warns(FutureWarning, match=r"unclean_policy is now called resilience\.on_bad_step"):
         assert read_job(arguments).resilience.on_bad_step == "skip"
     command = [sys.executable, "-m", "train.job_config", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     resolved = tomllib.loads(done.stdout)["resilience"]
     assert resolved["on_bad_step"] == "skip"
     assert "unclean_policy" not in resolved

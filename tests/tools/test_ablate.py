@@ -328,7 +328,7 @@ def run(config: Path, out: Path, *flags: str) -> tuple[int, str]:
 
 def test_one_command_at_a_time_trains_into_a_folder(tmp_path: Path):
     with hold_lock(tmp_path / ".lock", "held"):
-        second = subprocess.run(command(SHIPPED, tmp_path), capture_output=True, text=True, timeout=300)
+        second = subprocess.run(command(SHIPPED, tmp_path), capture_output=True, text=True, timeout=900)
     assert second.returncode == 1
     assert (
         f"tools.ablate: another tools.ablate trains into {tmp_path}; choose another --out (held by"

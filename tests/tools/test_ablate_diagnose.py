@@ -99,7 +99,7 @@ def test_the_command_reads_a_run_of_the_ablation(prepared_data: Path, tmp_path: 
         str(prepared_data),
     ]
     command += ["--windows", "2", "--out", str(tmp_path / "it.json"), "--page", str(tmp_path / "page.md")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "it.json").read_text())
     assert [len(result["layers"]), len(result["losses"])] == [4, 9]

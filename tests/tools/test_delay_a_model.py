@@ -431,6 +431,7 @@ def test_results_of_another_model_are_not_taken(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # five starts of the command, four of a trainer
 def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: Path) -> None:
     config, out = write_config(folder, tmp_path, **for_steps(400, 100)), tmp_path / "out"
     command = [
@@ -450,14 +451,14 @@ def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: P
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         wait_for(process, lambda: (out / "run/checkpoint/step-100/.metadata").exists())
         os.kill(trainer_of(process.pid), signal.SIGKILL)
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=900)
     assert process.returncode == 1, errors[-3000:]
     assert "has failed (signal 9, SIGKILL" in errors
     logged = len(read_lines(out / "run/metrics.jsonl"))  # maybe beyond the checkpoint at which it was killed
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         wait_for(process, lambda: len(read_lines(out / "run/metrics.jsonl")) > logged + 5)
         process.terminate()
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=900)
     assert process.returncode == 130, errors[-3000:]
     stopped = newest_saved_step(out / "run/checkpoint")
     assert 100 < stopped < 200, "the trainer has not saved"

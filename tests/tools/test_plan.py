@@ -66,7 +66,7 @@ print(json.dumps(seen))
 def runs() -> dict[str, tuple[int, str, str]]:
     """Exit code, stdout and stderr of every command."""
     command = [sys.executable, "-c", RUN, json.dumps(COMMANDS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 ENVIRONMENT = dict(os.environ)  # without what imports add to it
 OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # `python -m train` raises it
 GRACE_S = 5.0  # for the other ranks, to say what they saw of a failure
-TIMEOUT_S = 500.0
+TIMEOUT_S = 1100.0
 WARM = (
     "train",
     "train.supervise",

@@ -73,7 +73,13 @@ def train(
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         with open(log, "wb") as said:
             status = subprocess.run(
-                command, cwd=ROOT, env=env, stdout=said, stderr=said, timeout=500, preexec_fn=limit_open_files
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=said,
+                stderr=said,
+                timeout=1100,
+                preexec_fn=limit_open_files,
             ).returncode
     outcome = folder / "outcome.json"
     assert status == 0, log.read_text()[-6000:] + (outcome.read_text() if outcome.is_file() else "")

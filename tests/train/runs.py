@@ -76,7 +76,7 @@ def launch(
 
 
 def run_job(
-    run: Path, arguments: list[str], ranks: int, limit_s: float = 500.0, **env: str
+    run: Path, arguments: list[str], ranks: int, limit_s: float = 1100.0, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """`python -m train` with these arguments on `ranks` processes; stdout holds the output of all, and after `limit_s`
     seconds where each of them was.

@@ -97,7 +97,7 @@ def supervise(
             )
             pid.write_text(str(process.pid))
             try:
-                status = process.wait(timeout=500)
+                status = process.wait(timeout=1100)
             finally:
                 process.kill()
     return folder / "run", status, said.read_text()

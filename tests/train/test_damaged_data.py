@@ -30,7 +30,7 @@ def test_a_damaged_block_ends_the_job_with_its_name(prepared_data: Path, tmp_pat
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", "-m", "train",
         *arguments(run, lock, STEPS, INTERVAL),
     ]  # fmt: skip
-    job = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    job = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
     assert job.returncode == 1
 
     mixture = Mixture.open(lock)

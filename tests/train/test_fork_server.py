@@ -60,7 +60,7 @@ def lives(pid: int) -> bool:
 
 
 def wait_for(what: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 300
     while not what():
         assert time.monotonic() < deadline_s, "nothing happened"
         time.sleep(0.01)

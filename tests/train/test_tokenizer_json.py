@@ -73,7 +73,7 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
     export(tmp_path / "run/checkpoint/step-2", folder, dtype="float32")
 
     code = [sys.executable, "-c", FRESH, str(folder), json.dumps(TEXTS[:2])]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = subprocess.run(code, capture_output=True, text=True, timeout=900, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     tokens, lengths = made.encode(TEXTS)

@@ -36,7 +36,7 @@ def command(hub: FakeHub, name: str, path: Path, *more: str, token: str = "") ->
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": token, **home}
     line = [sys.executable, "-m", "data_mixtures", name, str(path), "--out", str(path.parent / "out"), *more]
-    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_plan_and_fetch_from_the_hub(hub, tmp_path):

@@ -29,7 +29,12 @@ def theirs(lines: list[str]) -> list[Any]:
     script = Path(__file__).with_name("evalplus_verdicts.py")
     env = {**os.environ, "PYTHONPATH": str(EVALPLUS)}
     done = subprocess.run(
-        [sys.executable, script], input="\n".join(lines), env=env, capture_output=True, text=True, timeout=500
+        [sys.executable, script],
+        input="\n".join(lines),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1100,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

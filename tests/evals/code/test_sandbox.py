@@ -174,7 +174,7 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
 
 def attempted(folder: Path, user: int) -> list[dict[str, Any]]:
     """What two solutions, one after the other, could do in sandboxes that a user made."""
-    result = subprocess.run(host(folder, user), capture_output=True, text=True, timeout=120, cwd="/")
+    result = subprocess.run(host(folder, user), capture_output=True, text=True, timeout=300, cwd="/")
     if "bwrap" in result.stderr and not result.stdout and user:
         pytest.skip(f"no sandbox for ordinary users here: {result.stderr.strip()}")
     assert result.returncode == 0, result.stderr

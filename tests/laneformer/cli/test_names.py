@@ -81,7 +81,7 @@ def hub(folder: Path, tmp_path: Path) -> Iterator[Hub]:
 def laneformer(home: Path, hub: Hub | None, *arguments: str) -> subprocess.CompletedProcess[str]:
     address = f"http://127.0.0.1:{hub.server_port}" if hub else "http://127.0.0.1:9"
     return subprocess.run(
-        [sys.executable, "-m", "laneformer.cli", *arguments], text=True, capture_output=True, timeout=120,
+        [sys.executable, "-m", "laneformer.cli", *arguments], text=True, capture_output=True, timeout=300,
         env=os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"},
     )  # fmt: skip
 

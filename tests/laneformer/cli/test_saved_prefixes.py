@@ -44,7 +44,7 @@ class Server:
     def get(self, path: str, body: Any = None) -> str:
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(self.address + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=100) as answer:
+        with urllib.request.urlopen(asked, timeout=300) as answer:
             return str(answer.read().decode())
 
     def complete(self, prompt: list[int], tokens: int = 20) -> tuple[str, int]:
@@ -56,7 +56,7 @@ class Server:
     def end(self, how: signal.Signals) -> str:
         """What it has said."""
         self.process.send_signal(how)
-        said = self.process.communicate(timeout=60)[1]
+        said = self.process.communicate(timeout=300)[1]
         assert self.process.returncode == (0 if how == signal.SIGTERM else -how), said
         return said
 

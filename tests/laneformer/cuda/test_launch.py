@@ -94,7 +94,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}"]
     subprocess.run([compiler, *options, str(source), "-o", str(library), "-ldl"], check=True)
     command = [sys.executable, "-m", "tests.laneformer.cuda.fake_run", str(library)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 

@@ -51,7 +51,7 @@ class Served:
 
     def complete(self, prompt: list[int] | str = PROMPT, **fields: Any) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True, **fields}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
 
     def tokens(self) -> list[int]:
         return self.complete().json()["choices"][0]["token_ids"]
@@ -123,7 +123,7 @@ def test_a_stream_ends_at_a_stop_id(served):
     last = next(i for i in range(2, 6) if served.expected[i] not in served.expected[:i])
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True, "return_token_ids": True}
     body["stop_token_ids"] = [served.expected[last]]
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=300) as response:
         chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [i for choice in choices for i in choice["token_ids"] or ()] == served.expected[: last + 1]
@@ -266,7 +266,7 @@ def test_schemas_and_forced_tools_beside_others(grammatical):
     def ask(fields: dict[str, Any]) -> dict[str, Any]:
         messages = [{"role": "user", "content": "Hello"}]
         body = {"messages": messages, "temperature": 0, "max_tokens": 200, **fields}
-        answer = httpx.post(f"{grammatical.url}/v1/chat/completions", json=body, timeout=120)
+        answer = httpx.post(f"{grammatical.url}/v1/chat/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         message = answer.json()["choices"][0]["message"]
         for call in message.get("tool_calls") or ():

@@ -2,6 +2,7 @@
 // thread plan, and every kind of request. All plans must agree to the last bit.
 //
 //   _core            runs everything; the last line holds a hash of each case's logits
+//   _core only NAME  ... of these cases, and of all products
 //   _core products   only each product alone (check_products.cpp)
 //   _core race       reads a cache's keys while a request writes them: ThreadSanitizer must end the program
 //   _core overflow   writes one byte behind the packed weights: AddressSanitizer must end the program
@@ -332,7 +333,8 @@ struct Case {
 
 int main(int count, char** arguments) {
   const std::vector<const char*> isas = usable_isas();
-  if (count > 1) return std::string(arguments[1]) == "products" ? check_products(isas) : plant(arguments[1]);
+  const std::string what = count > 1 ? arguments[1] : "", only = "only";
+  if (count > 1 && what != only) return what == "products" ? check_products(isas) : plant(what);
   const char* best = isas.front();
   std::vector<Case> cases = {{"fp16", best, Head::replicate, DType::fp16},
                              {"fp32", best, Head::lane, DType::fp32},
@@ -357,6 +359,7 @@ int main(int count, char** arguments) {
   }
   std::string hashes;
   for (const Case& c : cases) {
+    if (what == only && std::find(arguments + 2, arguments + count, std::string(c.name)) == arguments + count) continue;
     // what a type of weights or an instruction set changes does not depend on the number of threads
     const bool every_plan = c.isa == c.name && (c.isa == best || std::string(c.isa) == "portable");
     ModelSpec spec = small_spec(c.head, c.other_family, c.experts, c.first_late, c.biased);

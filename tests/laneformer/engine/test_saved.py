@@ -177,7 +177,7 @@ with engine_of(model, cache_dir=sys.argv[1]) as engine:
 
 
 def test_a_writer_that_is_killed_leaves_nothing_that_counts(model, talk, tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=100)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=300)
     assert done.returncode == -signal.SIGKILL
     (part,) = tmp_path.iterdir()
     assert part.suffix == ".part"

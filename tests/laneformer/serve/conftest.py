@@ -22,7 +22,7 @@ from tests.shared import Shared
 from tests.tokenizer_assets import byte_level, save
 
 ROOT = Path(__file__).resolve().parents[3]
-START_S = 60.0
+START_S = 300.0
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. ",

@@ -46,7 +46,7 @@ class Balanced:
         """One turn; which server answered, and how many tokens of the prompt it had."""
         talk.messages.append({"role": "user", "content": text})
         body = {"model": "any", "messages": talk.messages, "max_tokens": 4, "ignore_eos": True}
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         found = answer.json()
         talk.messages.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
@@ -94,7 +94,7 @@ def balanced(slow_folder: Path, tmp_path: Path) -> Iterator[Balanced]:
                 server.process.wait()
 
 
-def wait_for(state: Any, timeout_s: float = 20.0) -> None:
+def wait_for(state: Any, timeout_s: float = 120.0) -> None:
     until = time.monotonic() + timeout_s
     while not state():
         assert time.monotonic() < until
@@ -126,7 +126,7 @@ def stream(url: str, ids: list[int], begun: threading.Event) -> str:
     }
     reason = ""
     with httpx.stream(
-        "POST", f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60
+        "POST", f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=300
     ) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):

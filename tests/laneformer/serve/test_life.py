@@ -32,7 +32,7 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"laneformer_{name}"))
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "it did not happen"
@@ -50,7 +50,7 @@ def send(server: Server, body: dict[str, Any], path: str = "/v1/completions") ->
 
 
 def post(server: Server, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json={"prompt": "The quick", **fields}, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json={"prompt": "The quick", **fields}, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def run_main(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

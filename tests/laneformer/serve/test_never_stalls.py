@@ -35,7 +35,7 @@ def app(model_folder: Path) -> Iterator[FastAPI]:
 def on_a_loop(app: FastAPI, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
     async def visit() -> Any:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
             return await work(client)
 
     return asyncio.run(visit())

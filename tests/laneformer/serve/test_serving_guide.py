@@ -43,7 +43,7 @@ def served(model_folder: Path) -> Iterator[Server]:
 def run(command: list[str], code: str, server: Server, **environment: str) -> str:
     text = code.replace("http://localhost:8000", server.url)
     done = subprocess.run(
-        [*command, text], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+        [*command, text], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -45,7 +45,7 @@ def client(smollm2: Server) -> OpenAI:
         base_url=f"{smollm2.url}/v1",
         api_key="none",
         max_retries=0,
-        timeout=120,
+        timeout=300,
         _strict_response_validation=True,
     )
 

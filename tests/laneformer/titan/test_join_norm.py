@@ -45,7 +45,7 @@ def test_in_the_interpreter(marked: str) -> None:
     tests = Path(__file__).with_name("join_norm_interpreted.py")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marked, str(tests)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 

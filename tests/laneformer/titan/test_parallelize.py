@@ -159,7 +159,7 @@ def test_no_product_is_computed_twice(tokens: torch.Tensor, monkeypatch: pytest.
 @pytest.fixture(scope="module")
 def cuts() -> dict[str, dict[str, list]]:
     done = subprocess.run(
-        [sys.executable, "-c", CUT, "8", "16", "192"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CUT, "8", "16", "192"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -91,7 +91,7 @@ class Bare:
             "FAKE_FAULT": fault,
             "PATH": os.environ["PATH"],
         }
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
         assert kept.exists(), done.stderr
         return json.loads(kept.read_text()), done.returncode, done.stdout
 

@@ -32,7 +32,7 @@ def dashboard(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def until(true: Callable[[], bool], limit_s: float = 60) -> None:
+def until(true: Callable[[], bool], limit_s: float = 300) -> None:
     end = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < end, "it did not happen"
@@ -100,7 +100,7 @@ def test_a_taken_port_is_told(served: tuple[Path, str]) -> None:
     run, address = served
     port = address.rsplit(":", 1)[1].strip("/")
     process = dashboard(str(run), "--serve", "--port", port)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"port {port} of 127.0.0.1 cannot be used" in said
 

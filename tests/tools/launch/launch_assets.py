@@ -82,7 +82,7 @@ def launch(checkout: Path, *arguments: str, env: dict[str, str] | None = None) -
     """`python -m tools.launch ...` in the checkout."""
     command = [sys.executable, "-m", "tools.launch", *arguments]
     return subprocess.run(
-        command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=300
+        command, cwd=checkout, env=env or environment(), capture_output=True, text=True, timeout=900
     )
 
 

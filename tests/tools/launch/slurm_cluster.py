@@ -196,7 +196,7 @@ class SlurmCluster:
         states of the job.
         """
         command = ("scancel", f"--signal={name}", "--batch", str(job_id))
-        return subprocess.run(command, env=self.env, capture_output=True, timeout=60).returncode == 0
+        return subprocess.run(command, env=self.env, capture_output=True, timeout=300).returncode == 0
 
     def command(
         self, *command: str, check: bool = True, cwd: Path | None = None, timeout_s: float = 60

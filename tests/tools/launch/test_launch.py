@@ -249,7 +249,7 @@ def run_script(folder: Path, code: int, cluster: Cluster, number: int) -> int:
     while not (folder / "ready").exists():
         assert script.poll() is None
     script.send_signal(number)
-    return script.wait(timeout=60)
+    return script.wait(timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_watch_asks_again_where_the_controller_does_not_answer(tmp_path: Path) -
     stand_in.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n[ $(wc -l < {tmp_path}/asked) = 3 ]\n')
     stand_in.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9"}
-    subprocess.run(["bash", "-c", WATCHER, str(tmp_path / "pulse"), "0.01"], env=env, check=True, timeout=60)
+    subprocess.run(["bash", "-c", WATCHER, str(tmp_path / "pulse"), "0.01"], env=env, check=True, timeout=300)
     assert (tmp_path / "asked").read_text().splitlines() == ["requeue 9"] * 3
 
 
@@ -291,7 +291,7 @@ def test_script_refuses_a_snapshot_that_was_changed(tmp_path: Path) -> None:
     subprocess.run("sha256sum file > SHA256SUMS", shell=True, cwd=snapshot, check=True)
     (snapshot / "file").write_text("as edited")
     script = batch_script(snapshot, tmp_path, CLUSTER, None)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "was changed after it was made" in done.stdout
 

@@ -36,7 +36,7 @@ pytestmark = [
         bool(missing()), reason=f"no {', '.join(missing())} here: `make packages` installs a Slurm"
     ),
 ]
-TIMEOUT_S = 300  # for anything to happen on a slow day
+TIMEOUT_S = 900  # for anything to happen on a slow day
 NETWORK = {  # before each attempt of a phase: not measured, as a start of torchrun takes long; measured, never judged
     1: ("--resilience.min_network_share", "0"),
     2: ("--resilience.min_network_share", "0.001", "--resilience.max_network_latency", "1e6"),

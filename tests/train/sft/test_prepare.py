@@ -359,7 +359,7 @@ def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
     def command(*parts: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         given = [sys.executable, "-m", *parts]
-        return subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(given, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
     out = tmp_path / "identity.jsonl"
     assert command("train.sft.identity", "--out", str(out), "--conversations", "60").stdout.endswith(

@@ -61,7 +61,7 @@ def test_a_supervisor_is_refused_while_an_orphan_lives(prepared_data: Path, tmp_
     command = [sys.executable, "-m", "train.supervise"]
     command += arguments(run, prepared_data / "phase1.lock.json", steps=2, interval=1)
     with worker(run, 1, **{SUPERVISED: str(run)}) as pid:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert f"held by process {pid} on " in done.stderr
     assert not (run / "attempts.jsonl").exists()

@@ -17,7 +17,7 @@ from tests.laneformer.serve.clients.openai_checks import Asked
 )
 def test_answered(asked: Asked, client: str, body: dict[str, Any]) -> None:
     key = {"authorization": f"Bearer {asked.key}"}
-    answer = httpx.post(f"{asked.url}/v1/chat/completions", json=body, headers=key, timeout=60)
+    answer = httpx.post(f"{asked.url}/v1/chat/completions", json=body, headers=key, timeout=300)
     assert answer.status_code == 200, (client, answer.text)
     if not body.get("stream"):
         assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length", "tool_calls")

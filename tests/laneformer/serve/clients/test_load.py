@@ -103,7 +103,7 @@ async def storm(url: str, expected: list[str], count: int = REQUESTS) -> Counter
     ]
     turn = asyncio.Semaphore(AT_ONCE)
     limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=8)
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False) as client:
 
         async def one(number: int) -> None:
             what, kind, stream, after_s = plan[number]
@@ -143,7 +143,7 @@ def test_a_storm_of_requests(server: Callable[..., Server], model_folder: Path) 
     asked = Asked(running.url, "tiny", "none")
 
     async def alone() -> list[str]:
-        async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=running.url, timeout=300, trust_env=False) as client:
             return [await ask(client, kind, False, Counter()) for kind in range(12)]
 
     expected = asyncio.run(alone())
