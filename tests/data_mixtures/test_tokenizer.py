@@ -1,5 +1,6 @@
 """sentencepiece models: the fast encoder gives the ids of the library for any text, or is not used."""
 
+import functools
 import io
 import random
 import sysconfig
@@ -30,14 +31,17 @@ def made_of(processor: sentencepiece.SentencePieceProcessor) -> tokenizer.Senten
     return tokenizer.SentencepieceTokenizer(processor)
 
 
+made_once = functools.cache(made_of)  # its trial of the fast encoder takes half a second
+
+
 @pytest.fixture(scope="module")
 def processor():
     return load(tokenizer.train(TEXTS, TokenizerTraining(2000, 10**6, 0.9999)))
 
 
-def check(processor, texts: list[str]) -> None:
+def check(processor, texts: list[str], made: tokenizer.SentencepieceTokenizer | None = None) -> None:
     """Ids and lengths against one call of sentencepiece per text."""
-    made = made_of(processor)
+    made = made or made_once(processor)
     tokens, lengths = made.encode(texts)
     expected = [[1, *processor.encode(text), 2] for text in texts]
     assert all(map(made.is_exact, texts))
@@ -106,8 +110,9 @@ def test_a_fast_encoder_that_differs_on_a_probe_is_not_used(processor, monkeypat
         return other
 
     monkeypatch.setattr(fast_encoder, "of_sentencepiece", wrong)
-    assert made_of(processor).fast is None
-    check(processor, TEXTS[1:])
+    made = made_of(processor)
+    assert made.fast is None
+    check(processor, TEXTS[1:], made)
 
 
 def test_training_on_too_little_text_says_so():

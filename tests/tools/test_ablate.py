@@ -336,12 +336,12 @@ def test_one_command_at_a_time_trains_into_a_folder(tmp_path: Path):
     )
 
 
-def toy(prepared_data: Path, path: Path, more: str = "") -> Path:
-    """The shipped ablation on the tests' data: two seeds, one rate, six steps."""
+def toy(prepared_data: Path, path: Path, more: str = "", seeds: int = 2) -> Path:
+    """The shipped ablation on the tests' data: one rate, six steps."""
     shrunk = {
         'lock = "data/ablation/phase1.lock.json"': f'lock = "{prepared_data}/phase1.lock.json"\n{more}',
         "steps = 1500": "steps = 6", "seq_len = 256 ": "seq_len = 32 ", "batch_sequences = 4": "batch_sequences = 2",
-        "num_hidden_layers = 8": "num_hidden_layers = 3", "seeds = [0, 1, 2, 3, 4]": "seeds = [0, 1]",
+        "num_hidden_layers = 8": "num_hidden_layers = 3", "seeds = [0, 1, 2, 3, 4]": f"seeds = {list(range(seeds))}",
     }  # fmt: skip
     text = SHIPPED.read_text()
     for old, new in shrunk.items():
@@ -532,7 +532,7 @@ def test_runs_that_end_at_once_are_exported_one_after_the_other(
 def test_the_gpus_path_at_toy_size_on_a_cpu(prepared_data: Path, tmp_path: Path):
     found = []
     for name, more in {"plain": "", "gpu": 'bf16 = true\ncompile = "aot_eager"'}.items():
-        config = toy(prepared_data, tmp_path / f"{name}.toml", more)
+        config = toy(prepared_data, tmp_path / f"{name}.toml", more, seeds=1)
         flags = ("--variants", "delay_0", "delay_1", "ladder", "--keep-weights")
         status, said = run(config, tmp_path / name, *flags)
         assert status == 0, said
@@ -542,7 +542,7 @@ def test_the_gpus_path_at_toy_size_on_a_cpu(prepared_data: Path, tmp_path: Path)
         assert gpu[key] != loss
         assert gpu[key] == pytest.approx(loss, rel=2**-6)
     assert sorted(path.name for path in (tmp_path / "gpu" / "weights").iterdir()) == [
-        f"1m-delay_{delay}-{seed}-0.003" for delay in (0, 1) for seed in (0, 1)
+        f"1m-delay_{delay}-0-0.003" for delay in (0, 1)
     ]
     folder = tmp_path / "plain" / "weights" / "1m-delay_1-0-0.003"
     assert read_checkpoint(folder).config.broadcast_delay == 1

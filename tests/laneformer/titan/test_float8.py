@@ -221,6 +221,7 @@ def test_a_step_is_the_same_however_it_is_computed(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_inductor_agrees() -> None:
     """Its sums round otherwise, which may choose a neighbouring float8 value."""
     lower_keep_to_nothing()
