@@ -13,8 +13,8 @@ test with this key skips itself and says since when it is proved. Failures and s
 A module so marked runs programs that it compiles from these files, and uses no fixture of a conftest file and none of
 the engine's Python: its conftest files, and what they import, do not count.
 
-From PROVE_UNTIL on, a Unix time that CI sets, no proof begins: on a slow machine with an empty cache they take more
-than all other tests. They come last (schedule.py), the skips say so, and the next run goes on where this one stopped.
+From PROVE_UNTIL on, a Unix time that CI sets, no proof begins: with an empty cache they take half as long as all other
+tests. They come last (schedule.py), the skips say so, and the next run goes on where this one stopped.
 
 The cache is ${LANEFORMER_CACHE:-~/.cache/laneformer}/ci. `make nightly` starts from an empty one.
 """

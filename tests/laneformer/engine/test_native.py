@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 AARCH64 = {
     "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64", "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
 }  # fmt: skip
-# Under emulation and ThreadSanitizer, which slow a case tenfold, only those that differ in what these look at: in their
+# Under emulation and ThreadSanitizer, which are slow, only cases that differ in what these look at: in their
 # types of numbers, or in what threads share (AddressSanitizer has all, of every instruction set).
 OF_TYPES = ("fp16", "fp32", "int4", "int8_rounded", "fp16_kv", "int8_kv")
 OF_THREADS = ("portable", "fp32", "int4", "family", "experts", "gpt_oss_int4", "flush", "int8_kv")
