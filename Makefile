@@ -1,7 +1,7 @@
 # make chat       talk to a small model in the browser; MODEL=folder or GGUF file for one's own
 # make demo       raw text to a dashboard at toy size, on this machine
-# make test       lint, types, structure and the quick tests: at most ten minutes on two cores after set-up
-# make test-all   every test
+# make test       lint, types, structure and the unit tests
+# make test-all   unit tests and jobs; ROTATE=today adds an eighth of the tests that rotate, as CI does
 # make nightly    every test and proof from nothing, chaos, README's figures, and a search for flaky tests
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 # one worker more than cores, since many tests wait for processes, and no more, since others start four; with one OpenMP
 # thread each: threads that wait for each other on shared cores spin
 TEST_WORKERS ?= 3
+ROTATE ?= none
 VENV := .venv
 BIN := $(VENV)/bin
 SERVING := chat,gguf,serve,grammar
@@ -124,14 +125,14 @@ structure: setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rsfE -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
 test: lint structure browser
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not job and not rotate and not proof"
 
 # what tests need beyond the set-up
 extras: packages $(VENV)/transformers-4.57 $(VENV)/evalplus $(VENV)/clients $(VENV)/api-clients $(VENV)/node-clients $(SMOLLM2) \
 	$(VENV)/nvrtc-12.9 $(VENV)/nvrtc-13.0
 
 test-all: lint structure extras
-	$(PYTEST) $(SELECT) || { test $$? = 1 && $(BIN)/python -m tests.again; }
+	$(PYTEST) --rotate $(ROTATE) $(SELECT) || { test $$? = 1 && $(BIN)/python -m tests.again; }
 	test ! -d /proc/driver/nvidia/gpus || $(BIN)/python -m pytest -rsfE -m gpu
 
 # the newest torch of pyproject's range, a build for CUDA of 5.4 GB, before the packages of the set-up

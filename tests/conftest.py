@@ -17,7 +17,7 @@ from examples import corpus
 if TYPE_CHECKING:  # as a plugin it must be imported by pytest first, for its asserts
     from tests.shared import Shared
 
-pytest_plugins = ["tests.proofs", "tests.schedule", "tests.shared"]
+pytest_plugins = ["tests.tiers", "tests.proofs", "tests.schedule", "tests.shared"]
 
 # examples are timed on shared machines: a limit per example would fail on a slow day
 hypothesis.settings.register_profile("shared", deadline=None)

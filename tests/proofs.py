@@ -13,8 +13,7 @@ test with this key skips itself and says since when it is proved. Failures and s
 A module so marked runs programs that it compiles from these files, and uses no fixture of a conftest file and none of
 the engine's Python: its conftest files, and what they import, do not count.
 
-From PROVE_UNTIL on, a Unix time that CI sets, no proof begins: with an empty cache they take half as long as all other
-tests. They come last (schedule.py), the skips say so, and the next run goes on where this one stopped.
+Proofs rotate (tiers.py).
 
 The cache is ${LANEFORMER_CACHE:-~/.cache/laneformer}/ci. `make nightly` starts from an empty one.
 """
@@ -66,8 +65,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         proved = CACHE / "proofs" / key
         if proved.exists():
             pytest.skip(f"proved: {key[:12]} on {proved.read_text().strip()}")
-        if time.time() > float(os.environ.get("PROVE_UNTIL", "inf")):
-            pytest.skip("NOT PROVED: the time for proofs (PROVE_UNTIL) is over; `make test-all` has no limit")
 
 
 KEY = pytest.StashKey[str]()

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.tiers import UNIT
 from tools.bench.decode import busy_programs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def failures(workers: int) -> list[str]:
     """Names of the quick tests that fail in one run; the exit status if pytest says nothing."""
-    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-n", str(workers), "--dist", "loadgroup"]
+    command = [sys.executable, "-m", "pytest", "-m", UNIT, "-n", str(workers), "--dist", "loadgroup"]
     command += ["--no-loadscope-reorder", "-rfE"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The order in which pytest-xdist starts tests: groups by file, the longest group first, proofs behind the others.
+"""The order in which pytest-xdist starts tests: groups by file, the longest first, what rotates behind the others.
 
 A group runs in one worker. Tests that use a fixture of module scope stay together; the others of a long file are
 cut into groups of about GROUP_S. Workers write the groups to a file, which the scheduler reads: the marks of
@@ -17,11 +17,13 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.tiers import rotates
+
 DURATIONS = Path(__file__).with_name("durations.json")
 GROUPS = "groups.json"
 GROUP_S = 30.0
-UNKNOWN_S, UNKNOWN_SLOW_S = 0.1, 5.0  # of a test that durations.json does not name
-PROOF = "?"  # begins the name of a group of them
+UNKNOWN_S, UNKNOWN_JOB_S = 0.1, 5.0  # of a test that durations.json does not name
+ROTATING = "?"  # begins the name of a group of tests that rotate
 LEAST_S = 1.0  # shorter tests are not listed
 
 
@@ -38,17 +40,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     group_of: dict[pytest.Item, str] = {}
     number: defaultdict[str, int] = defaultdict(int)  # of the group of a file that is being filled
     for item in items:
-        proof = item.get_closest_marker("proof") is not None
-        file = group = f"{PROOF if proof else ''}{item.nodeid.split('::')[0]}"
-        slow = item.get_closest_marker("slow") is not None
-        duration = durations.get(item.nodeid, UNKNOWN_SLOW_S if slow else UNKNOWN_S)
+        file = group = f"{ROTATING if rotates(item) else ''}{item.nodeid.split('::')[0]}"
+        job = item.get_closest_marker("job") is not None
+        duration = durations.get(item.nodeid, UNKNOWN_JOB_S if job else UNKNOWN_S)
         if not shares_a_fixture(item):
             if number[file] == 0 or seconds[f"{file}#{number[file]}"] + duration > GROUP_S:
                 number[file] += 1
             group = f"{file}#{number[file]}"
         seconds[group] += duration
         group_of[item] = group
-    items.sort(key=lambda item: (group_of[item][0] == PROOF, -seconds[group_of[item]], group_of[item]))
+    items.sort(key=lambda item: (group_of[item][0] == ROTATING, -seconds[group_of[item]], group_of[item]))
     folder = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     (folder / GROUPS).write_text(json.dumps({item.nodeid: group for item, group in group_of.items()}))
 

@@ -115,7 +115,7 @@ def served(tmp_path: Path) -> Iterator[str]:
         assert process.wait(60) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.skipif("CONTAINER" not in os.environ, reason="minutes: `make nightly`, or CONTAINER=1")
 @pytest.mark.skipif(
     RUNTIME is None and (shutil.which("debootstrap", path="/usr/sbin:/usr/bin") is None or os.geteuid() != 0),

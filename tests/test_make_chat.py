@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_make_chat(tmp_path: Path) -> None:
     if not (ROOT / ".venv" / ".engine-ready").exists():
         pytest.skip("this checkout was not set up by make, which would begin with that")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -41,10 +40,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def outcomes(checkout: Path, until: float = float("inf")) -> str:
+def outcomes(checkout: Path) -> str:
     """The letters of the three tests, in order."""
     environment = {**os.environ, "LANEFORMER_CACHE": str(checkout / "cache"), "PYTHONPATH": str(checkout)}
-    environment["PROVE_UNTIL"] = str(until)
     command = [
         sys.executable,
         "-m",
@@ -64,11 +62,6 @@ def outcomes(checkout: Path, until: float = float("inf")) -> str:
 def test_a_proof_is_not_repeated_and_nothing_else_is_skipped(checkout: Path) -> None:
     assert outcomes(checkout) == ".Fs"
     assert outcomes(checkout) == "sFs"
-
-
-def test_behind_the_time_for_proofs_none_begins_and_none_is_remembered(checkout: Path) -> None:
-    assert outcomes(checkout, until=time.time() - 1) == "sss"
-    assert outcomes(checkout, until=time.time() + 100) == ".Fs"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The longest groups start first and proofs last; tests that share a module's fixture stay together."""
+"""The longest groups start first and what rotates last; tests that share a module's fixture stay together."""
 
 from __future__ import annotations
 
@@ -33,8 +33,20 @@ PLUGIN = "import pathlib\nfrom tests import schedule\nschedule.DURATIONS = pathl
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(PLUGIN)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n slow: none here\n proof: one\n")
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "tests.schedule", "--basetemp", "temp", *options]
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n proof: one\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "tests.schedule",
+        "-p",
+        "tests.tiers",
+        "--basetemp",
+        "temp",
+        *options,
+    ]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     return subprocess.run(
         [*command, "--dist", "loadgroup", "--no-loadscope-reorder"], cwd=folder, text=True,

@@ -180,7 +180,7 @@ def flip(path: Path) -> None:
     [
         ("fetch/plus/unit-00001/raw.parquet", "filter", False),
         # read for the tokenizer
-        pytest.param("filter/mind/unit-00000/documents.parquet", "tokenize", True, marks=pytest.mark.slow),
+        pytest.param("filter/mind/unit-00000/documents.parquet", "tokenize", True, marks=pytest.mark.job),
         ("filter/mind/unit-00000/documents.parquet", "tokenize", False),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_bit_flipped_between_two_stages_is_named_and_mended(run, tmp_path, dam
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("made_by", "readers"),
     [

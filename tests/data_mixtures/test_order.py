@@ -90,7 +90,7 @@ def test_the_stride_never_changes():
     assert order.RULE == "golden-stride"  # another order needs another name
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_there_is_a_stride_for_every_number_of_windows():
     sizes = [*range(1, 10_000), *np.random.default_rng(2).integers(10_000, 10**8, 300).tolist()]
     assert all(np.gcd(order.stride(windows), windows) == 1 for windows in sizes)

@@ -354,7 +354,7 @@ def command(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=900)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_recipe_with_a_bucket_and_what_a_bucket_may_refuse(
     folder: Path, bucket: None, monkeypatch
 ) -> None:
@@ -402,7 +402,7 @@ def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
         assert recipe_file.load(path).phases
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_page_from_files_to_steps(folder: Path, bucket: None) -> None:
     """All commands of the page as they stand; then its input of a bucket in place of the folder b/."""
     write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))

@@ -44,7 +44,7 @@ def published(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if not name.startswith(stages)}
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_bucket_holds_the_files_of_a_folder(few_shards, run_prepare, tmp_path, s3, scratch):
     run_prepare(few_shards, tmp_path / "out")
     expected = published(files_of(tmp_path / "out"))
@@ -98,7 +98,7 @@ def test_who_has_the_bucket_and_what_needs_a_disk(few_shards, run_prepare, s3):
             commands.run([name, *given])
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_kills_change_nothing_in_a_bucket(few_shards, run_prepare, tmp_path, s3):
     run_prepare(few_shards, tmp_path / "out")
     expected = published(files_of(tmp_path / "out"))

@@ -89,7 +89,7 @@ def test_as_a_command(tmp_path: Path):
 DATA = "eac5c54fa379a667f032c88b271ad2d77755c6d97af3df3750ef38329d09a692"
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_every_machine_prepares_the_same_data(tmp_path: Path):
     command = [
         sys.executable,

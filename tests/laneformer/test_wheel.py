@@ -39,7 +39,7 @@ def run(*command: object, cwd: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_wheel_decodes_elsewhere(tmp_path):
     wheel = built(machine(), tmp_path / "dist")
     assert re.search(r"-(cp3\d+-cp3\d+|cp312-abi3)-manylinux_2_(2\d|3[0-4])_\w+\.whl$", wheel.name), (

@@ -24,7 +24,7 @@ def forked(module: list[str], log: Path, env: Mapping[str, str]) -> int:
     return ask({"command": [sys.executable, "-m", *module], "environment": dict(env), **places})
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_cpu_is_accepted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -430,7 +430,7 @@ def test_results_of_another_model_are_not_taken(folder: Path, tmp_path: Path) ->
         delay_a_model(config, other, tmp_path / "out", ("map",))
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.timeout(2400)  # five starts of the command, four of a trainer
 def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: Path) -> None:
     config, out = write_config(folder, tmp_path, **for_steps(400, 100)), tmp_path / "out"

@@ -19,7 +19,7 @@ CALM: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_some_seconds(shared: Shared) -> None:
     model = shared("soaked", lambda folder: write_model(folder, max_position_embeddings=512))
     found = Soak(model=model, minutes=0.1, clients=3).run()

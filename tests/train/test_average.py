@@ -39,7 +39,7 @@ def test_a_phase_starts_from_it(averaged: Path, prepared_data: Path, tmp_path: P
     assert read_outcome(tmp_path / "next")["code"] == 0  # type: ignore[index]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_watcher_evaluates_it(averaged: Path, prepared_data: Path, whole_run: Path) -> None:
     options = ["--job.config_file", str(averaged / "config.toml"), "--job.dump_folder", str(averaged)]
     options += [

@@ -14,7 +14,7 @@ from data_mixtures.mixture import Mixture
 from records.files import read_lines
 from tests.train.supervised import GLOBAL_BATCH, RANKS, ROOT, arguments, environment
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.job
 
 STEPS, INTERVAL = 60, 5
 

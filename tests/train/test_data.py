@@ -407,7 +407,7 @@ def test_readers_end_with_the_iterator_and_leave_torchs_threads_alone() -> None:
     assert not any(reader.is_alive() for reader in readers)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_reader_that_hangs_does_not_keep_the_process() -> None:
     code = """
 import time

@@ -14,7 +14,7 @@ import pytest
 
 from tests.train.supervised import GLOBAL_BATCH, INTERVAL, STEPS, assert_same, curve, supervise, undisturbed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.job
 FAULTS: list[dict[str, Any]] = [
     {"kind": "kill", "step": 3, "rank": 1},  # before the first checkpoint: from the beginning
     {"kind": "stop", "step": 7, "rank": 0},

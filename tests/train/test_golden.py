@@ -46,7 +46,7 @@ def test_golden_losses(reference: Reference, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.3, "a run that learns nothing would notice nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_small_change_is_seen(reference: Reference, tmp_path: Path) -> None:
     """A learning rate one part in a thousand off is far outside of the tolerance."""
     assert disagreement(golden_losses(tmp_path, *PLANTED), reference) > 10

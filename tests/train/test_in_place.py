@@ -60,7 +60,7 @@ def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp
     assert_same(run, planned, steps)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_too_many_refused_steps_go_back(prepared_data: Path, tmp_path: Path) -> None:
     """Two are skipped; the third ends the attempt for a roll-back, which leaves out that batch as well."""
     job = faulty(

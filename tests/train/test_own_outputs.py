@@ -120,7 +120,7 @@ print(made.shape, *model.model.mtp.draft_ids.shape)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_shipped_job(shipped_run: Path, made: Path, prepared_data: Path, tmp_path: Path) -> None:
     """configs/mtp.toml on two ranks with shapes shrunk, without the head before; then exported."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"

@@ -74,7 +74,7 @@ def read_at(run: Path, step: int) -> list[list[list[int]]]:
     return [[*chain(*micro_batch)] for micro_batch in zip(*of_ranks, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_every_step_of_a_real_run_with_a_refused_batch_and_a_second_phase(
     prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

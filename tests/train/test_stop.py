@@ -43,7 +43,7 @@ def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: 
     check_complete(tmp_path / "run/checkpoint/step-3")
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data: Path, tmp_path: Path) -> None:
     """One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks."""
     done = run_with_writers(prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1})

@@ -43,7 +43,7 @@ print(json.dumps({"ids": ids, "new": new, "chat": chat, "special": special,
 """
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
     stdlib = Path(sysconfig.get_path("stdlib"))

@@ -113,7 +113,7 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
     assert len(rows) == 300
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_kill_9_in_the_middle_loses_one_part_at_most(tmp_path):
     resolved(tmp_path / "resolved.parquet", CONTENTS)
     with FakeBucket(CONTENTS, slow_s=0.02) as bucket:
@@ -153,7 +153,7 @@ code = 1
 """
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.job)])
 def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(
     tmp_path, monkeypatch, run_prepare, workers
 ):

@@ -233,7 +233,7 @@ def test_settings_without_sense_are_refused(tmp_path):
             recipe_file.load(tmp_path / "recipe.toml")
 
 
-@pytest.mark.slow  # spacy takes seconds to be imported
+@pytest.mark.job  # spacy takes seconds to be imported
 def test_a_language_has_its_own_words():
     pytest.importorskip("spacy")
     sign = dedup.signer(recipe.Dedup(language="en"))

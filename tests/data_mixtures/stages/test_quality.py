@@ -133,7 +133,7 @@ def test_an_error_of_a_step_shows_the_text():
         quality.Step("x", False, fails)("A text")
 
 
-@pytest.mark.slow  # spacy takes seconds to be imported
+@pytest.mark.job  # spacy takes seconds to be imported
 def test_the_filters_of_the_web():
     pytest.importorskip("spacy")
     assert [run(name)[1] for name in ("gopher_quality", "c4_quality", "fineweb_quality")] == [None] * 3
@@ -145,7 +145,7 @@ def test_the_filters_of_the_web():
     assert run("c4_quality", f"{PROSE}\nuses cookies\n")[0] == PROSE
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_model_of_a_file(tmp_path):
     fasttext = pytest.importorskip("fasttext")
     lines = [

@@ -124,7 +124,7 @@ def test_a_killed_worker_is_an_error_that_names_its_unit_not_a_hang(toy):
     assert receipts(toy) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_end_of_the_main_process_is_the_end_of_all(toy):
     run(Toy(toy.out.with_name("undisturbed"), toy.faults, 12), Options())
     process = start(toy)

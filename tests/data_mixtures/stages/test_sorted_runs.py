@@ -139,7 +139,7 @@ def test_opens_grow_with_the_source(tmp_path, few_ranges):
     assert sum(twice.values()) < 2.2 * sum(once.values())
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_without_runs_opens_grow_with_the_square(tmp_path, few_ranges, monkeypatch):
     monkeypatch.setattr(sorted_runs, "RUNS", 1000)
     once, twice = opens(tmp_path / "once", 20), opens(tmp_path / "twice", 40)

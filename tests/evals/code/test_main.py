@@ -103,7 +103,7 @@ class Exported(Watcher):
 
 
 @needs_sandbox
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_watcher_gives_every_checkpoint_a_folder_of_its_own(prepared_data: Path, tmp_path: Path) -> None:
     dataset, run = write_dataset(tmp_path / "d.jsonl"), tmp_path / "run"
     command = f"code --dataset {dataset} --max-new-tokens 4 --prompt completion --cache {tmp_path / 'cache'}"

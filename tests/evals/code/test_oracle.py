@@ -102,7 +102,7 @@ SPECIAL = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_verdicts_on_values_near_the_expected_one() -> None:
     rng = random.Random(7)
     cases: list[Case] = []
@@ -139,7 +139,7 @@ def test_inputs_of_mbpp() -> None:
 
 
 @needs_sandbox
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.skipif(
     "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data"
 )

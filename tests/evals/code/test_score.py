@@ -91,7 +91,7 @@ def test_a_reference_solution_that_fails_is_named_and_nothing_is_kept(tmp_path: 
     assert not list((tmp_path / "cache/expected").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @needs_sandbox
 def test_hostile_solutions_fail_and_harm_nobody(tmp_path: Path) -> None:
     """All in one evaluation with right solutions, which must still be found right."""
@@ -187,7 +187,7 @@ def test_the_limit_on_memory_is_for_what_a_solution_adds(
 
 
 @needs_sandbox
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.skipif(
     "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data"
 )

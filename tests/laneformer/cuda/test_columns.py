@@ -166,7 +166,7 @@ def test_what_tiles_cannot_hold_is_refused() -> None:
         plan(small_config(intermediate_size=80), "bf16", SMALL)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120a"])
 def test_products_in_fp16_of_the_2b_model_compile(architecture: str) -> None:

@@ -58,7 +58,7 @@ def test_variants_compile(variant: dict[str, Any]) -> None:
     compile_cubin("passes", geometry, "sm_90a", CUBINS)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize(("architecture", "columns"), [("sm_80", 4), ("sm_90a", 8), ("sm_120a", 4)])
 def test_passes_of_the_2b_model_compile(architecture: str, columns: int) -> None:
     geometry = plan(LaneformerConfig.from_flavor("2b"), "bf16", H200, columns=columns)

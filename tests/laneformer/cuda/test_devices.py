@@ -29,7 +29,7 @@ def two(cuda_builds: Path) -> EmulatedPasses:
     return EmulatedPasses(cuda_builds, 3, blocks_per_lane=2, devices=2)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_bits(one: EmulatedPasses, two: EmulatedPasses, seed: int) -> None:
     """Tokens, logits, keys and values; each device writes the logits of its own lanes' vocabulary."""

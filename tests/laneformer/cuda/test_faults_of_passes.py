@@ -21,7 +21,7 @@ from tests.proofs import KERNEL_SOURCES
 
 pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.slow,
+    pytest.mark.job,
     pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
 ]
 FAULTS = {  # file, was, now (planted.py); "numbers" where the emulator has nothing to say

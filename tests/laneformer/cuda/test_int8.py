@@ -113,14 +113,14 @@ def test_every_code_is_unpacked(cuda_builds: Path) -> None:
 
 @emulated_only
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES_INT8]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.job) for name in SHAPES_INT8]
 )
 def test_every_logit(name: str, cuda_builds: Path) -> None:
     check(emulated(name, cuda_builds), 9, range(1))
 
 
 @emulated_only
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_graph_gives_the_same_bits(cuda_builds: Path) -> None:
     made = []
     for version in ("passes", "graph"):
@@ -152,7 +152,7 @@ def planted(cuda_builds: Path) -> EmulatedPasses:
 
 
 @emulated_only
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, planted: EmulatedPasses) -> None:
     put_in_force(planted, list(FAULTS).index(name) + 1)

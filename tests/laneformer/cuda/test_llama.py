@@ -73,14 +73,14 @@ def shape(name: str, **plan: Any) -> Shape:
 
 
 @needs_emulator
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_logit(name: str, cuda_builds: Path) -> None:
     check(shape(name).emulated(cuda_builds), 9, range(1))
 
 
 @needs_emulator
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_graph_gives_the_same_bits(cuda_builds: Path) -> None:
     made = []
     for version in ("passes", "graph"):
@@ -104,7 +104,7 @@ def test_prompts_have_the_same_weights(name: str) -> None:
 
 
 @needs_emulator
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
 def test_a_folder_end_to_end(
     kind: str, tmp_path: Path, cuda_builds: Path, monkeypatch: pytest.MonkeyPatch

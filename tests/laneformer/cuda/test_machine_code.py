@@ -35,7 +35,7 @@ from tests.proofs import KERNEL_SOURCES
 
 pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.slow,
+    pytest.mark.job,
     pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'"),
     pytest.mark.skipif(sass.tools() is None, reason="nvdisasm comes with Triton: pip install triton"),
 ]

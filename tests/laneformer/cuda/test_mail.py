@@ -27,7 +27,7 @@ MODEL = Path(__file__).with_name("mail.pml")
 MISSING = [program for program in ("spin", "gcc") if shutil.which(program) is None]
 pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.slow,
+    pytest.mark.job,
     pytest.mark.skipif(
         bool(MISSING), reason=f"the model checker needs {' and '.join(MISSING)}: apt-get install spin"
     ),

@@ -51,7 +51,7 @@ for file, *unit in pickle.load(sys.stdin.buffer):
 
 
 @pytest.mark.proof(*KERNEL_SOURCES)
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("version", LIBRARIES)
 def test_an_older_compiler(version: str, tmp_path: Path) -> None:
     """Compiles every version, and its machine code passes the gates that that of the newest does."""

@@ -23,7 +23,7 @@ from tests.proofs import KERNEL_SOURCES
 
 pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES),
-    pytest.mark.slow,
+    pytest.mark.job,
     pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
 ]
 BULK_SEEDS = 3, 6, 8  # lane 0 copies for its warp; else each lane copies what it alone reads

@@ -67,7 +67,7 @@ def test_every_wait_that_a_join_needs_takes_its_time(variant):
         assert min(after(engine, [1, 2, 3], 3).whole.token_s) >= floor_s(variant)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"tensor_parallel"}))
 def test_no_join_waits_that_need_not(variant):
     link_s = 0.1  # beside which even a busy machine is fast

@@ -51,7 +51,7 @@ def test_all_kinds_are_there() -> None:
         assert sum(map(bool, map(kind, asked))) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_on_every_instruction_set(name: str, threads: int) -> None:
@@ -65,7 +65,7 @@ def test_on_every_instruction_set(name: str, threads: int) -> None:
                 assert streamed(engine, every[number]) == ids(name)[number]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.job)])
 @pytest.mark.parametrize("name", MODELS)
 def test_in_several_processes(name: str, processes: int) -> None:
     if MODELS[name].get("num_lanes", 4) < processes:

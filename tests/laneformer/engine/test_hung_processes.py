@@ -133,7 +133,7 @@ def test_a_worker_that_cannot_be_killed(monkeypatch):
     stuck.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_prompt_that_takes_longer_is_no_error():
     model = random_model(small_config(num_hidden_layers=2, broadcast_delay=0, swa_layers=[]), seed=4)
     ids = random_ids(model.config, 40)
@@ -146,7 +146,7 @@ def test_a_prompt_that_takes_longer_is_no_error():
         assert time.monotonic() - began_s > 2 * SILENT_S
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_pause_of_all_processes_is_no_error():
     script = """
         import json, sys

@@ -155,7 +155,7 @@ def test_a_request_copies_from_one_that_runs(threads):
             assert [token.id for token in tokens_of(found[ticket])] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("threads", "kv_dtype", "window", "cached"),
     [

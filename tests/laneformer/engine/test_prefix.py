@@ -17,7 +17,7 @@ def details(engine: Engine, prompt: list[int], **options) -> tuple:
     return result.ids, [(token.logprob, token.top) for token in result.tokens]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_any_series_of_prompts_gives_a_fresh_engines_bits():
     rng, model = np.random.default_rng(0), random_model(small_config(**LONG), seed=1)
     last, reused = random_ids(model.config, 150), []

@@ -69,7 +69,7 @@ def test_the_same_bits(head):
     compare((2,), lm_head_type=head, broadcast_delay={"vocab_parallel": 2, "replicate": 0, "lane": 1}[head])
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("delay", "head"), [(0, "vocab_parallel"), (1, "replicate"), (2, "lane"), (4, "replicate")]
 )
@@ -78,7 +78,7 @@ def test_the_same_bits_of_every_model(head, delay):
     compare((2,), "int8", lm_head_type=head, broadcast_delay=delay)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -92,7 +92,7 @@ def test_the_same_bits_without_joins_and_with_tied_embeddings(overrides):
     compare((3,), "int8", **overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_groups_of_threads_share_lanes_within_a_process():
     model = random_model(small_config(num_lanes=2, intermediate_size=352), seed=2, dtype="bf16")
     ids = random_ids(model.config, 40)

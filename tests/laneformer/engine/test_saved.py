@@ -306,7 +306,7 @@ def test_a_full_disk_is_told_once_and_requests_go_on(model, talk, tmp_path, capl
         until(lambda: len(files(tmp_path)) == 4)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("window", [7, 150, 1024])
 def test_random_conversations_with_restarts_give_a_fresh_engines_bits(window, tmp_path):
     model = random_model(small_config(**{**LONG, "sliding_window": window}), seed=window)

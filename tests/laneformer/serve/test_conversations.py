@@ -211,7 +211,7 @@ def test_refusals(tiny):
     assert refused(tiny, message=[])["message"].startswith("message is unknown; did you mean 'messages'?")
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_model_without_a_template_says_so(server, model_folder, tmp_path):
     folder = Path(shutil.copytree(model_folder, tmp_path / "plain"))
     (folder / "tokenizer_config.json").write_text("{}")
@@ -222,7 +222,7 @@ def test_a_model_without_a_template_says_so(server, model_folder, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_sampling_of_the_models_makers(server, model_folder, tmp_path):
     """Their generation_config.json holds for what a request leaves open."""
     folder = Path(shutil.copytree(model_folder, tmp_path / "sampled"))
@@ -242,7 +242,7 @@ def test_sampling_of_the_models_makers(server, model_folder, tmp_path):
     assert greedy["choices"][0]["message"]["content"] not in texts
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_conversations_are_sampled_where_the_makers_do_not_say(server, model_folder, tmp_path):
     """As llama.cpp samples; completions stay greedy, and /props says both."""
     folder = Path(shutil.copytree(model_folder, tmp_path / "unsaid"))

@@ -85,7 +85,7 @@ def test_every_answer_is_valid(kind: str, name: str) -> None:
     assert good == ended >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_every_answer_of_many_is_valid(kind: str) -> None:
     with batch_of(kind) as batch:

@@ -105,7 +105,7 @@ def test_who_waits_may_leave(slow: Server) -> None:
     wait_until(lambda: metric(slow, "running") == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_deadlines(slow_folder: Path, server: Callable[..., Server]) -> None:
     one = server(slow_folder, deadline_s=0.3, max_waiting=4)
     with concurrent.futures.ThreadPoolExecutor(12) as threads:  # 8 run and 4 wait
@@ -119,7 +119,7 @@ def test_deadlines(slow_folder: Path, server: Callable[..., Server]) -> None:
     assert metric(one, "running") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_limits_hold_at_a_context_of_131072_tokens(tmp_path: Path, server: Callable[..., Server]) -> None:
     """Of prompts of 100,000 tokens eight run, one waits and the next is refused at once. The deadline ends
     them, what is kept of them stays within its bytes, and the next request is answered.
@@ -146,7 +146,7 @@ def test_the_limits_hold_at_a_context_of_131072_tokens(tmp_path: Path, server: C
     assert 0 < metric(one, "kv_bytes") <= kept_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_answers_end(
     slow_folder: Path, server: Callable[..., Server], how: signal.Signals
@@ -168,7 +168,7 @@ def refused(server: Server) -> bool:
         return True  # no listener, or a connection that it had taken in and closed as it ended
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_the_grace_ends(slow_folder: Path, server: Callable[..., Server]) -> None:
     one = server(slow_folder, grace_s=0.2)
     with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -185,7 +185,7 @@ def test_the_grace_ends(slow_folder: Path, server: Callable[..., Server]) -> Non
     assert whole.result().status_code == 503
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_an_engine_error_ends_its_request_alone(model_folder: Path, server: Callable[..., Server]) -> None:
     one = server(
         model_folder,
@@ -208,7 +208,7 @@ CpuDecoder.collect = failing
     assert httpx.get(f"{one.url}/health").status_code == 200
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_dead_engine_shows(model_folder: Path, server: Callable[..., Server]) -> None:
     one = server(
         model_folder,
@@ -227,7 +227,7 @@ Scheduler._collect = lambda self: 1 // 0
     assert one.stop() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_what_nobody_foresaw_is_in_the_log_alone(model_folder: Path, server: Callable[..., Server]) -> None:
     one = server(
         model_folder,
@@ -243,7 +243,7 @@ app.CompletionAnswer = lambda body, context: {}["secret"]
     wait_until(lambda: "KeyError: 'secret'" in one.output())
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_slow_reader_holds_up_nobody(model_folder: Path, server: Callable[..., Server]) -> None:
     one = server(model_folder)
     body = {"prompt": "The quick", "max_tokens": 500, "ignore_eos": True, "stream": True, "logprobs": 5}
@@ -263,7 +263,7 @@ def memory_bytes(server: Server) -> int:
     return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_storm_of_clients_that_go_away(slow_folder: Path, server: Callable[..., Server]) -> None:
     one = server(slow_folder, max_waiting=1000)
     body = {"prompt": "Hello", "max_tokens": 40, "seed": 7, "temperature": 1.0, "ignore_eos": True}
@@ -307,7 +307,7 @@ def test_a_port_in_use_is_one_clear_line(slow: Server) -> None:
     assert f"ValueError: cannot listen on port {port} of 127.0.0.1: Address already in use" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_open_to_the_network_without_a_key_is_said(model_folder: Path, server: Callable[..., Server]) -> None:
     one, other = server(model_folder, host="0.0.0.0"), server(model_folder, host="0.0.0.0", api_key="k")
     assert "WARNING: 0.0.0.0 without an API key" in one.output()

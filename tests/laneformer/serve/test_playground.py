@@ -353,7 +353,7 @@ def wait_for(true: Any) -> None:
 # --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_2000_tokens_a_second_leave_the_page_alive(page: Page) -> None:
     page.run(
         "window.frames_ms = [], function tick(now) { frames_ms.push(now), requestAnimationFrame(tick) }(0)"
@@ -369,7 +369,7 @@ def test_2000_tokens_a_second_leave_the_page_alive(page: Page) -> None:
     assert page.console == []
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_busy_machine_is_told(page: Page, server: StandIn) -> None:
     limit = "document.querySelector('#limit').textContent"
     for share, told in (
@@ -382,7 +382,7 @@ def test_a_busy_machine_is_told(page: Page, server: StandIn) -> None:
     assert "tokens/s" in text(page, "#limit")
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_what_is_left_over_a_slower_link_is_told(page: Page, server: StandIn) -> None:
     assert page.run("document.querySelector('#link').hidden")
     server.link = {"us": 100.0, "tokens_per_s": 150.0, "tokens_per_s_without": 200.0}
@@ -394,7 +394,7 @@ def test_what_is_left_over_a_slower_link_is_told(page: Page, server: StandIn) ->
     assert page.run("document.querySelector('#link').getBoundingClientRect().height > 0")
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_drafts_are_switched_and_compared(page: Page, server: StandIn) -> None:
     checked = "document.querySelector('#drafts').getAttribute('aria-checked')"
     server.texts["Compare"] = "one lane reads, one lane writes, " * 12
@@ -425,7 +425,7 @@ def test_drafts_are_switched_and_compared(page: Page, server: StandIn) -> None:
     assert page.run(checked) == "false", "the field and the switch are one setting"
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("dark", [False, True])
 def test_phone_width_names_and_contrast(page: Page, server: StandIn, dark: bool) -> None:
     server.texts["long"] = TEXT + "\n```\n" + "x" * 300 + "\n```\n" + "y" * 300

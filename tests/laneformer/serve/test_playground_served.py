@@ -19,7 +19,7 @@ import pytest
 from tests.browser import Page, needs_browser
 from tests.laneformer.serve.conftest import Server
 
-pytestmark = [needs_browser, pytest.mark.slow]
+pytestmark = [needs_browser, pytest.mark.job]
 ROOT = Path(__file__).resolve().parents[3]
 PICTURE = ROOT / "docs/images/playground.png"
 PROMPT = "Write a Python function that reverses a string."

@@ -54,7 +54,7 @@ def test_what_the_engine_is_and_what_bounds_it(tiny: Server) -> None:
     assert facts["limit_tokens_per_s"] == facts["probe_bytes_per_s"] / facts["weight_bytes"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_memory_is_measured_again_between_requests_and_the_best_is_kept(server, model_folder: Path) -> None:
     prelude = """
 import laneformer.serve.app, laneformer.serve.scheduler
@@ -164,7 +164,7 @@ def test_pages_of_other_sites_cannot_use_it(named: Server, headers: dict[str, st
     assert "access-control-allow-origin" not in response.headers
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_pages_that_are_allowed_can_use_it(server, model_folder: Path) -> None:
     one = server(model_folder, allowed_origins=["https://notes.example"], api_key="key")
     page = {"origin": "https://notes.example", "authorization": "Bearer key"}

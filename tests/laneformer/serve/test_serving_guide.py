@@ -62,7 +62,7 @@ def test_curl(served: Server) -> None:
     assert json.loads(tokens)["tokens"]
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
 def test_python(served: Server, code: str) -> None:
     clients = Path(sys.prefix) / "clients"

@@ -195,7 +195,7 @@ def test_every_call_is_valid(name: str, kind: str) -> None:
     check_calls(name, kind, range(2))
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", ["smollm2", "mistral", "new mistral", "textual", "qwen3", "llama 3.1"])
 def test_every_call_of_many_is_valid(name: str, kind: str) -> None:

@@ -50,7 +50,7 @@ def client(smollm2: Server) -> OpenAI:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_question_about_the_weather_is_answered_with_a_tool(client: OpenAI) -> None:
     tools: list[Any] = [pydantic_function_tool(GetWeather, name="get_weather")]
     asked: dict[str, Any] = {
@@ -74,7 +74,7 @@ def test_a_question_about_the_weather_is_answered_with_a_tool(client: OpenAI) ->
     assert "21" in (said.choices[0].message.content or "")
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize(
     "choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}]
 )
@@ -108,7 +108,7 @@ def test_streams_of_calls_are_put_together_by_the_client(client: OpenAI, choice:
     assert ended
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_answers_parse_into_pydantic_models(client: OpenAI) -> None:
     messages: list[Any] = [
         {"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}

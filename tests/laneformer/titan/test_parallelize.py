@@ -91,7 +91,7 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
     return sum(t.untyped_storage().nbytes() for t in held.values()) / 4 / tokens[:, 1:].numel()
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.proof
 @pytest.mark.parametrize("early", [False, True])
 def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor, early: bool) -> None:
@@ -165,7 +165,7 @@ def cuts() -> dict[str, dict[str, list]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize("degree", ["8", "16", "192"])
 def test_every_rank_gets_an_equal_part_of_every_tensor(cuts: dict[str, dict[str, list]], degree: str) -> None:
     for name, (dimension, shape) in cuts[degree].items():

@@ -156,7 +156,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert "compute-sanitizer is not on the PATH" in page
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_everything_is_compiled_at_once_and_what_is_late_is_named(
     session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -279,7 +279,7 @@ def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(monkeyp
     assert baseline.settings() == "depth 1: short; depth 4000: long; prompt 9000: long; batch 2: short"
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_transformers_runs():
     process = candidate("transformers", Options(flavor="tiny", threads=1))
     assert "transformers" in process.ask("facts")["version"]
@@ -298,7 +298,7 @@ def test_transformers_runs():
     process.close()
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_llama_cpp_runs_every_type_of_weights_made_from_the_same_file(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     try:

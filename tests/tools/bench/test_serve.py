@@ -25,7 +25,7 @@ def model(tmp_path):
     return llamacpp.random_gguf(LaneformerConfig.from_flavor("tiny", **SMALL), "bf16", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_what_a_token_costs_is_measured_on_real_processes(model, monkeypatch):
     monkeypatch.setattr(serve, "random_gguf", lambda config, dtype: model)
     options = Options(workloads=("cost",), pairs=1, new_tokens=16, threads=1)

@@ -47,7 +47,7 @@ def checked(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["as published", *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[1:])]
+    "name", ["as published", *(pytest.param(n, marks=pytest.mark.job) for n in list(CASES)[1:])]
 )
 def test_engine_modeling_code_and_the_folder_s_own_code_agree(tmp_path: Path, name: str) -> None:
     spelled, means = CASES[name]

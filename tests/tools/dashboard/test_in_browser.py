@@ -285,7 +285,7 @@ def test_a_source_has_one_colour_on_the_whole_page(folders: list[Path], html: Pa
 # a run of the published size
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @needs_browser
 def test_a_run_of_930_000_steps_and_200_checkpoints(tmp_path: Path) -> None:
     folder, out = made_up_run.write_published(tmp_path / "synthetic-2b"), tmp_path / "2b.html"

@@ -18,7 +18,7 @@ from tests.tools.launch.launch_assets import ROOT, SMALL, environment, git, laun
 from tools.launch.__main__ import decay_branch, final_checkpoint, main, next_phase, stable_steps
 from tools.launch.script import WATCHER, Cluster, batch_script
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.job
 
 CLUSTER = Cluster(
     nodes=24, gpus_per_node=8, spares=1, partition="gpu", time="2-00:00:00", env=("NCCL_DEBUG=WARN",)
@@ -349,7 +349,7 @@ def test_decay_starts_in_the_stable_part(undisturbed: Path, tmp_path: Path) -> N
     assert start.run == tmp_path / "skipped-decay-24+4"
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_decay_branch(undisturbed: Path, checkout: Path, tmp_path: Path) -> None:
     """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it
     is the parent's run.

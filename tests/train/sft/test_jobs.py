@@ -95,7 +95,7 @@ def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_p
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path) -> None:
     """Under the supervisor, from the checkpoint of the phase before: bit for bit the undisturbed run."""
     more = (
@@ -111,7 +111,7 @@ def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path)
     supervised.assert_same(run, reference, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
     """Thirty-two steps of a tiny model on conversations about who it is: unseen ones become likelier as well."""
     more = ("--training.local_batch_size", "4", "--optimizer.lr", "1e-2")
@@ -130,7 +130,7 @@ def test_packed_conversations_must_not_see_each_other(lock: Path, parent: Path, 
     assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_shipped_job(shipped_run: Path, lock: Path, tmp_path: Path) -> None:
     """configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"

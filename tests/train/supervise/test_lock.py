@@ -179,7 +179,7 @@ def test_a_missing_shard_is_no_refusal(prepared_data: Path, tmp_path: Path) -> N
     assert json.loads((tmp_path / "run/outcome.json").read_text())["code"] == CRASHED
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_workers_outlive_their_supervisor_and_keep_others_out(prepared_data: Path, tmp_path: Path) -> None:
     """The supervisor is SIGKILLed while its workers wait for a stopped rank."""
     lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"

@@ -60,7 +60,7 @@ def executed(builds: Path, columns: int, architecture: str, **options: Any) -> E
     return ExecutedPasses(builds, columns, architecture, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.job
 def test_tiny_decodes(cuda_builds: Path) -> None:
     """The shipped model and its three builds: logits, keys and values against float64, in companies of 8, 3 and 1."""
     config = LaneformerConfig.from_flavor("tiny")
@@ -79,7 +79,7 @@ def test_every_logit(architecture: str, columns: int, dtype: str, cuda_builds: P
     check(passes, 9, range(1))
 
 
-@pytest.mark.slow
+@pytest.mark.job
 @pytest.mark.parametrize(("architecture", "dtype"), [("sm_80", "int8"), ("sm_90a", "bf16")])
 def test_the_block_of_a_head(architecture: str, dtype: str, cuda_builds: Path) -> None:
     test_head.check(executed(cuda_builds, 4, architecture, changes=test_head.HEAD, sequences=3, dtype=dtype))

@@ -16,7 +16,7 @@ from tests.proofs import KERNEL_SOURCES
 
 pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES, "tests/laneformer/cuda/ptx/*.h"),
-    pytest.mark.slow,
+    pytest.mark.job,
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 NOINC = (
