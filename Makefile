@@ -148,7 +148,7 @@ $(NEWEST): | setup
 # what names torch's own parts, and TorchTitan, on that torch
 newest-torch: $(NEWEST)
 	CUDA_VISIBLE_DEVICES= $(subst $(BIN)/,$(NEWEST)/bin/,$(PYTEST)) tests/train tests/laneformer/titan tests/laneformer/hf \
-	  tests/tools/test_acceptance.py tests/tools/bench/test_train_traffic.py
+	  tests/tools/check/test_train.py tests/tools/bench/test_train_traffic.py
 
 # everything from nothing: no proof is taken from the cache, chaos is 200 steps with a random fault every 20; then the
 # newest torch, the README's figures, and the quick half ten times beside two busy processes

@@ -12,7 +12,7 @@ SPELLINGS = {"int8": ("--against", "int8"), "parity": ("--against", "published",
 MODULES = {
     "structure": "tools.check.structure",
     "contained": "tools.check.contained",
-    "train": "tools.acceptance",
+    "train": "tools.check.train",
     "smollm2": "tests.smollm2",
 }  # the latter makes a model for tests
 

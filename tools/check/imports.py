@@ -36,12 +36,9 @@ MAY_USE: dict[str, set[str]] = {
     "tools": set(PACKAGES),
     "examples": {"data_mixtures", "records"},
 }
-# a package that may start a module which it may not import: a recipe names the program that writes its text,
-# `python -m tools.check` the acceptance of training, which uses benchmarks, and these use checks
-PROCESSES = {
-    ("train", "evals.watch"), ("data_mixtures", "examples.corpus"), ("data_mixtures", "examples.wheels_corpus"),
-    ("tools", "tools.acceptance.__main__"),
-}  # fmt: skip
+# whose modules a package may start as processes, beyond those that it may import: training starts the watcher of its
+# evaluations, a recipe names the program that writes its text
+MAY_START = {"train": "evals.watch", "data_mixtures": "examples."}
 PLUGIN_KEYS = ("custom_import", "custom_config_module")
 AFTER = {"-m", *(f"--{section}.{key}" for section in ("job", "experimental") for key in PLUGIN_KEYS)}
 DOTTED = r"(\w+(?:\.\w+)+)(?::\w+)?"  # a.b or a.b:attribute
@@ -116,9 +113,10 @@ def edges(root: Path) -> set[Edge]:
     return {edge for edge in found if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
 
 
-def is_allowed_process(edge: Edge) -> bool:
-    """Whether PROCESSES lists what `edge.source` starts."""
-    return edge.process and (edge.source.split(".")[0], edge.target) in PROCESSES
+def only_starts(edge: Edge) -> bool:
+    """Whether MAY_START allows `edge`, which is then no arrow of the structure."""
+    allowed = MAY_START.get(edge.source.split(".")[0])
+    return edge.process and allowed is not None and edge.target.startswith(allowed)
 
 
 def broken_arrows(found: set[Edge]) -> list[str]:
@@ -126,7 +124,7 @@ def broken_arrows(found: set[Edge]) -> list[str]:
     broken = []
     for edge in sorted(found):
         source, target = edge.source.split(".")[0], edge.target.split(".")[0]
-        if target not in {source, *MAY_USE[source]} and not is_allowed_process(edge):
+        if target not in {source, *MAY_USE[source]} and not only_starts(edge):
             broken.append(f"{edge.source} {'names' if edge.process else 'imports'} {edge.target}")
     return broken
 
@@ -143,7 +141,7 @@ def folder_edges(found: set[Edge]) -> set[Edge]:
         shared = 0
         while source[shared:][:1] == target[shared:][:1] != []:
             shared += 1
-        if shared < min(len(source), len(target)) and not is_allowed_process(edge):
+        if shared < min(len(source), len(target)) and not only_starts(edge):
             neighbours.add(Edge(".".join(source[: shared + 1]), ".".join(target[: shared + 1])))
     return neighbours
 

@@ -20,7 +20,7 @@ from tools.check.__main__ import main
         ("structure", "tools.check.structure", []),
         ("contained", "tools.check.contained", []),
         ("smollm2", "tests.smollm2", []),
-        ("train", "tools.acceptance", []),
+        ("train", "tools.check.train", []),
     ],
 )
 def test_a_name_runs_its_check(

@@ -8,8 +8,7 @@ The job is configs/phase1.toml with one layer of each kind: windowed with equal 
 ones, windowed and whole with delayed outputs. It runs with the kernels that it chooses (on a GPU fused
 joins, FlexAttention, Inductor) and with plain ones, eager; how far bf16 may be from float32 in 20 losses is
 not guessed: the plain job shows it, and with emulated float8 products what those may cost. Then documents
-in one window against each alone, a job that is killed and resumed, peak memory against tools.plan, the
-fused kernels' bytes/s, and the speed of a dense twin.
+in one window against each alone, a job that is killed and resumed, and peak memory against tools.plan.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,14 +38,13 @@ if not torch.accelerator.is_available():
 from laneformer import LaneformerConfig
 from laneformer.titan.float8 import CAPABILITY
 from records.files import code_version, read_lines, write_atomically
-from tools.acceptance import layers
-from tools.acceptance.killed_job import KILL_AT
-from tools.bench import train as speed
-from tools.bench.harness import float8_flags
+from tools.check.documents import packed_documents
 from tools.check.gates import MARGIN, verdict
+from tools.check.killed_job import KILL_AT
 from tools.markdown import records
 from tools.plan import sums
 from tools.synthetic import write_synthetic_lock
+from train.job_checks import FLOAT8
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVES_EVERY, KILLED_AT = 20, 10, 14
@@ -61,6 +58,7 @@ PLAIN = (
     "--compile.no-enable", "--model.attention", "sdpa", "--model.join_norm", "plain", "--checkpoint.no-enable",
     "--validation.no-enable", "--training.local_batch_size", "1",
 )  # fmt: skip
+FLOAT8_FLAGS = ("--model.converters", FLOAT8, f"--{FLOAT8}.recipe_name", "rowwise")
 COMPARED = ("loss", "grad_norm", "tokens", "lr")
 TIMEOUT_S = 900
 
@@ -146,7 +144,7 @@ class Jobs:
         self.console.print(f"job: {name}", style="dim")
         run, log = self.folder / name, self.folder / f"{name}.log"
         env = {KILL_AT: str(KILLED_AT)} if killed else {}
-        more = (*more, "--experimental.custom_import", "tools.acceptance.killed_job") if killed else more
+        more = (*more, "--experimental.custom_import", "tools.check.killed_job") if killed else more
         command = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train"]
         status = start([*command, *self.flags(run, *more)], log, env)
         if (status == 0) == killed:
@@ -176,10 +174,8 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
         whole = jobs.rows("whole")
         gates, figures = losses(jobs, whole)
         gates |= resumed(jobs, whole)
-        gates |= layers.documents(options.config, jobs.flags(jobs.folder / "none"), options.device)
+        gates |= packed_documents(options.config, jobs.flags(jobs.folder / "none"), options.device)
         gates |= memory(options, whole)
-        gates |= layers.kernel_rates(options.config, options.local_batch, options.device)
-        figures |= twin(jobs, whole)
     report = verdict({name: gate for name, gate in gates.items() if gate[0] is not None})
     open_questions = [name for name, gate in gates.items() if gate[0] is None]
     report["gates"] += [
@@ -221,9 +217,10 @@ def float8_losses(jobs: Jobs, exact: list[dict[str, Any]], rounded: float) -> tu
         return {name: (None, None, True)}, {}
     float32 = "--training.mixed_precision_param", "float32"
     emulated = furthest(
-        jobs.rows("float8-emulated", *PLAIN, *float32, *float8_flags("rowwise", False)), exact
+        jobs.rows("float8-emulated", *PLAIN, *float32, *FLOAT8_FLAGS, f"--{FLOAT8}.emulate"), exact
     )
-    error = furthest(jobs.rows("float8", *float8_flags("rowwise", on_gpu)), exact)
+    own = FLOAT8_FLAGS if on_gpu else (*FLOAT8_FLAGS, f"--{FLOAT8}.emulate")
+    error = furthest(jobs.rows("float8", *own), exact)
     allowed = MARGIN * (rounded + emulated)
     return {
         name: (error, allowed, error <= allowed),
@@ -282,33 +279,6 @@ def memory(options: Options, whole: list[dict[str, Any]]) -> Gates:
         return {name: (None, planned, True)}
     peak = max(row["memory_gib"] for row in whole)
     return {name: (peak, planned, peak <= planned)}
-
-
-def twin(jobs: Jobs, whole: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens/s of the job, and of TorchTitan's Llama of the same shape."""
-    batch, on_gpu = jobs.options.local_batch, jobs.options.device == "cuda"
-    options = speed.Options(
-        flavor="2b",
-        seq_len=jobs.seq_len,
-        local_batch=batch,
-        steps=STEPS - WARMUP,
-        warmup=WARMUP,
-        compile=on_gpu,
-    )
-    command = speed.command("llama", options, batch, jobs.lock, jobs.folder / "dense", *jobs.shape_flags())
-    jobs.console.print("job: dense", style="dim")
-    status = start(command, jobs.folder / "dense.log", {})
-    if status:
-        raise RuntimeError(
-            f"the dense twin ended with status {status}: {(jobs.folder / 'dense.log').read_text()[-3000:]}"
-        )
-    rates = [
-        statistics.median(batch * jobs.seq_len * per_job / row["seconds"] for row in rows[WARMUP:])
-        for rows, per_job in (
-            (whole, jobs.options.global_batch / batch), (read_lines(jobs.folder / "dense/metrics.jsonl"), 1.0)
-        )
-    ]  # fmt: skip
-    return {"tokens/s": rates[0], "tokens/s of a dense twin": rates[1], "ratio": rates[0] / rates[1]}
 
 
 def page(options: Options, report: dict[str, Any]) -> str:

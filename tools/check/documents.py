@@ -1,6 +1,6 @@
-"""What `python -m tools.check train` asks of the layers themselves: documents in one window, and the kernels' bytes/s.
+"""Packed documents against each alone: what `python -m tools.check train` asks of the layers themselves.
 
-B batch   S sequence   L lanes   D hidden   W bytes of the streams (B, S, L, D)
+S sequence
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,20 +18,15 @@ from torchtitan.tools.utils import set_default_dtype
 from laneformer import LaneformerConfig
 from laneformer.titan.parallelize import checkpoint_and_compile
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
-from tools.cards import INPUTS
 from tools.check.gates import MARGIN
 from train.job_config import load_job
 
 Gates = dict[str, tuple[Any, Any, bool]]
 BOS = 1
 LENGTHS = (0.4, 0.25, 0.35)  # of the documents, in windows
-REPEATS = 20
-# W that each kernel reads and writes: titan/join_norm_kernels.py, docs/decisions/training.md
-STREAMS = {"norm": 2, "join": 4, "join and norm": 5, "norm, backward": 4, "join, backward": 4,
-           "join and norm, backward": 7}  # fmt: skip
 
 
-def documents(config: LaneformerConfig, flags: list[str], device: str) -> Gates:
+def packed_documents(config: LaneformerConfig, flags: list[str], device: str) -> Gates:
     """Losses of packed documents with the job's kernels against each document alone, plain, in float32.
 
     flags: of the job. The same without the mask is the planted fault.
@@ -96,47 +89,3 @@ def alone(model: TitanLaneformer, ids: Tensor, ends: list[int]) -> Tensor:
         for first, last in itertools.pairwise(ends)
     ]
     return torch.cat(parts)
-
-
-def kernel_rates(config: LaneformerConfig, batch: int, device: str) -> Gates:
-    """TB/s of each fused kernel, against the pessimistic share of the card's bandwidth in train-traffic's model.
-
-    Not measured without a GPU, or on a card that tools/cards.toml does not know.
-    """
-    card = INPUTS.card_of_device(torch.cuda.get_device_name()) if device == "cuda" else None
-    if card is None:
-        return {f"{name}, TB/s": (None, None, True) for name in STREAMS}
-    shape = batch, config.max_position_embeddings, config.num_lanes, config.hidden_size
-    h, partial, delayed, gradient = (
-        torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)
-    )
-    weight, eps = torch.ones(config.hidden_size, device=device, dtype=torch.bfloat16), config.norm_eps
-    ops = torch.ops.laneformer
-    streams, _, rstd = ops.join_norm(h, partial, delayed, weight, eps)
-    backward = ops.join_norm_backward
-    calls: dict[str, Callable[[], Any]] = {
-        "norm": lambda: ops.rms_norm(h, weight, eps),
-        "join": lambda: ops.join(h, partial, delayed),
-        "join and norm": lambda: ops.join_norm(h, partial, delayed, weight, eps),
-        "norm, backward": lambda: backward(gradient, h, None, streams, weight, rstd, False),
-        "join, backward": lambda: backward(gradient, None, h, None, None, None, True),
-        "join and norm, backward": lambda: backward(gradient, h, partial, streams, weight, rstd, True),
-    }  # fmt: skip
-    wide = h.numel() * h.element_size()
-    least = INPUTS.at("training.memory_share", "pessimistic") * card.bandwidth_bytes_per_s / 1e12
-    rates = {name: STREAMS[name] * wide / seconds(call) / 1e12 for name, call in calls.items()}
-    return {f"{name}, TB/s": (rate, least, rate >= least) for name, rate in rates.items()}
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Median of one call on the GPU."""
-    call()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.train.runs import ask
-from tools.acceptance import __main__ as check
+from tools.check import train as check
 
 NPROC = 2
 
@@ -24,7 +24,7 @@ def forked(module: list[str], log: Path, env: Mapping[str, str]) -> int:
     return ask({"command": [sys.executable, "-m", *module], "environment": dict(env), **places})
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_cpu_is_accepted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -38,8 +38,7 @@ def test_a_cpu_is_accepted(
     text = out.read_text()
     assert text.startswith("# Training on CPU, shrunk shapes: accepted")
     assert "losses of 1 x 2 ranks" in text
-    assert "| join and norm, backward, TB/s | not yet measured | - | - |" in text
-    assert report["figures"]["tokens/s of a dense twin"] > 0
+    assert "| peak memory, GiB, against the plan | not yet measured | - | - |" in text
     by_name = {row["check"]: row for row in report["gates"]}
     assert by_name["losses of the chosen kernels"]["allowed"] < 0.01, "a bound that means something"
     assert by_name["losses with float8 products"]["allowed"] < 0.05
