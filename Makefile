@@ -23,10 +23,15 @@ ENGINE_SOURCES := CMakeLists.txt $(wildcard $(addprefix models/laneformer/engine
 
 # uv resolves, downloads and links packages in a tenth of pip's time, and keeps them for the next clone
 INSTALL := $(BIN)/uv pip install -q --system-certs -p $(BIN)/python
+CACHE := $(or $(LANEFORMER_CACHE),$(HOME)/.cache/laneformer)
+# the engine's objects are kept for the next clone, by the hash of their sources, flags and compiler
+export CCACHE_DIR ?= $(CACHE)/ccache
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
 # what make does not wait for runs side by side
 MAKEFLAGS += --jobs=3
 # types are checked again where files have changed, in a new clone too
-export MYPY_CACHE_DIR ?= $(or $(LANEFORMER_CACHE),$(HOME)/.cache/laneformer)/mypy
+export MYPY_CACHE_DIR ?= $(CACHE)/mypy
 # a start of a worker imports thousands of modules; compiled once, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -36,11 +41,13 @@ setup: $(VENV)/.ready
 
 # the engine and what serves it: all that `make chat` needs
 $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
-	@command -v g++ >/dev/null || (apt-get update -q && apt-get install -qy --no-install-recommends g++)
+	@command -v g++ >/dev/null && command -v ccache >/dev/null || (apt-get update -q && \
+	  apt-get install -qy --no-install-recommends g++ ccache) || command -v g++
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "uv>=0.11"
 	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]"
+	CMAKE_CXX_COMPILER_LAUNCHER=$$(command -v ccache) \
+	  $(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]"
 	@touch $@
 
 # torch with pip, which knows the wheels that a machine keeps
