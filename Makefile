@@ -35,7 +35,7 @@ export MYPY_CACHE_DIR ?= $(CACHE)/mypy
 # a start of a worker imports thousands of modules; compiled once, whatever the environment says
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup extras packages chat demo test test-all lint structure browser newest-torch nightly wheel clean
+.PHONY: setup extras packages chat demo test test-all lint structure browser newest-torch nightly flaky wheel clean
 
 setup: $(VENV)/.ready
 
@@ -124,22 +124,26 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# imports, circles and sizes of the source, against their budgets
+# circles and forbidden imports, lengths, and the ratchet on the size of the tree
 structure: setup
 	$(BIN)/python -m tools.check.structure
 
 # -rsfE: tests that skip themselves say why, and the last lines name what failed; groups and their order: tests/schedule.py
+UNIT := not job and not rotate and not proof
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rsfE -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
+# what failed beside others is tried once more alone: a fault fails twice, a flaky test is named as PASSED
+ALONE := $(BIN)/python -m pytest -rpsfE --last-failed --last-failed-no-failures none
+
 test: lint structure browser
-	$(PYTEST) -m "not job and not rotate and not proof"
+	$(PYTEST) -m "$(UNIT)"
 
 # what tests need beyond the set-up
 extras: packages $(VENV)/transformers-4.57 $(VENV)/evalplus $(VENV)/clients $(VENV)/api-clients $(VENV)/node-clients $(SMOLLM2) \
 	$(VENV)/nvrtc-12.9 $(VENV)/nvrtc-13.0
 
 test-all: lint structure extras
-	$(PYTEST) --rotate $(ROTATE) $(SELECT) || { test $$? = 1 && $(BIN)/python -m tests.again; }
+	$(PYTEST) --rotate $(ROTATE) $(SELECT) || { test $$? = 1 && $(ALONE); }
 	test ! -d /proc/driver/nvidia/gpus || $(BIN)/python -m pytest -rsfE -m gpu
 
 # the newest torch of pyproject's range, a build for CUDA of 5.4 GB, before the packages of the set-up
@@ -161,10 +165,15 @@ newest-torch: $(NEWEST)
 # newest torch, the README's figures, and the quick half ten times beside two busy processes
 nightly: COMMANDS += debootstrap=debootstrap
 nightly: lint structure extras $(VENV)/agents $(NEWEST)
-	LANEFORMER_CACHE=$$(mktemp -d) CHAOS_STEPS=200 CONTAINER=1 $(PYTEST)
+	LANEFORMER_CACHE=$$(mktemp -d) CHAOS_STEPS=200 CONTAINER=1 $(PYTEST) --hypothesis-profile nightly
 	$(MAKE) newest-torch
 	$(BIN)/python -m tools.check.readme --check
-	$(BIN)/python -m tests.quiet --times 10 --beside 2
+	$(MAKE) flaky
+
+# the unit tests ten times beside two busy processes
+flaky: setup
+	trap 'kill $$(jobs -p)' EXIT; for i in 1 2; do while :; do :; done & done; \
+	  for i in $$(seq 10); do $(PYTEST) -m "$(UNIT)" || exit 1; done
 
 wheel: setup
 	$(BIN)/python -m tools.wheels

@@ -19,9 +19,11 @@ if TYPE_CHECKING:  # as a plugin it must be imported by pytest first, for its as
 
 pytest_plugins = ["tests.tiers", "tests.proofs", "tests.schedule", "tests.shared"]
 
-# examples are timed on shared machines: a limit per example would fail on a slow day
-hypothesis.settings.register_profile("shared", deadline=None)
-hypothesis.settings.load_profile("shared")
+# examples are timed on shared machines: a limit per example would fail on a slow day; a change is tried with the same
+# examples each time, and the nightly looks for new ones
+hypothesis.settings.register_profile("change", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", deadline=None)
+hypothesis.settings.load_profile("change")
 
 
 def pytest_configure(config: pytest.Config) -> None:

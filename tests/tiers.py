@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 
 import pytest
 
-UNIT = "not job and not rotate and not proof"
 EIGHTHS = 8
 UNIT_LIMIT_S = 5.0
 LEFT_OUT, TOO_LATE = "left out: rotates, not today's eighth", "left out: ROTATE_UNTIL is over"
