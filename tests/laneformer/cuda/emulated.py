@@ -66,9 +66,6 @@ class EmulatedPasses(PassDecoder):
     kernels' own time-out. `launched`: columns of each launch's build."""
 
     missing_blocks, watchdog = 0, False
-    declaration = (
-        'extern "C" {\nint planted = 0;\n}\n'  # which of the faults in a text is in force (planted.py)
-    )
     late_s = 600.0  # an emulated pass takes seconds
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A process in which the driver is fake_driver.c: the engine's own launches of every version on every card.
+"""A process in which the driver is fake_driver.c: the engine's launches on every generation.
 
     python -m tests.laneformer.cuda.fake_run LIBRARY
 
@@ -271,8 +271,10 @@ def answer(decoder: CudaDecoder) -> dict[str, Any]:
 def main() -> None:
     driver = FakeDriver(sys.argv[1])
     replace_torch(driver)
+    generations = {card.architecture: name for name, card in CARDS.items()}
     cards = {
-        name: {version: launched(driver, card, version) for version in NAMES} for name, card in CARDS.items()
+        name: {version: launched(driver, CARDS[name], version) for version in NAMES}
+        for name in generations.values()
     }
     faults = {name: planted(driver, wrong, right) for name, (right, wrong) in FAULTS.items()}
     print(json.dumps({"cards": cards, "planted": faults, "requests": dict(requests(driver))}))

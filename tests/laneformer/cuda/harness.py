@@ -87,15 +87,3 @@ def as_read(model: Laneformer) -> Any:
     return SimpleNamespace(
         config=model.config, layers=lambda: model.layers, masks=model.masks, norm=model.norm, **weights
     )
-
-
-class RoundedCache:
-    """model.py's cache with keys and values as the kernels keep them: in 16 bits."""
-
-    def __init__(self, config: LaneformerConfig, dtype: str):
-        self.dtype, self.length = TORCH_TYPES[dtype], 0
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return key.to(self.dtype).to(key.dtype), value.to(self.dtype).to(value.dtype)

@@ -13,6 +13,7 @@ from tests.laneformer.cuda.emulated import EmulatedPasses
 
 Patch = tuple[str, str, str]  # file, was, now
 HERE = "HERE"  # in `now`: this fault is in force
+DECLARATION = 'extern "C" {\nint planted = 0;\n}\n'
 
 
 def plant_all(kernels: EmulatedPasses, builds: Path, faults: Iterable[Patch]) -> None:
@@ -26,9 +27,10 @@ def plant_all(kernels: EmulatedPasses, builds: Path, faults: Iterable[Patch]) ->
             content = (folder / file).read_text()
             assert content.count(was) == 1, f"{file} holds {content.count(was)} times: {was}"
             (folder / file).write_text(content.replace(was, now.replace(HERE, f"(planted == {number})")))
-        source = kernels.declaration + source_of(kernels.version, kernels.geometry)
+        source = DECLARATION + source_of(kernels.version, kernels.geometry)
         kernels.library = kernels.build(source, builds, folder)
         vars(kernels).pop("libraries", None)  # of the sound ones
+    put_in_force(kernels, 0)  # a library that this process has loaded before keeps its number
 
 
 def put_in_force(kernels: EmulatedPasses, number: int) -> None:

@@ -1,5 +1,9 @@
 // Every matrix of a token once, for `kMmaColumns` columns: columns.cuh alone, without a model.
+#ifdef EMULATED
+#include "emulator.h"
+#else
 #include "primitives.cuh"
+#endif
 #include "columns.cuh"
 
 struct Products {

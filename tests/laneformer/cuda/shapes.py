@@ -15,6 +15,7 @@ from typing import Any
 from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.geometry import Machine
 from laneformer.engine.cuda.planning import plan
+from laneformer.llama.config import config_of_llama
 from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.harness import small_config
 
@@ -108,6 +109,36 @@ SHAPES = {
         blocks=2, warps=2, chunk_bytes=1024, devices=2,
     ),
 }  # fmt: skip
+
+
+# ---- of the Llama family: lanes, and what differs from SIZES ----
+
+SIZES: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 32,
+}  # fmt: skip
+QWEN3: dict[str, Any] = {"model_type": "qwen3", "head_dim": 40, "num_attention_heads": 8}
+LONG_ROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.5] * 12, "long_factor": [4.0] * 12}
+FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "smollm 2": (
+        1,
+        {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "mistral": (2, {"model_type": "mistral", "sliding_window": 5, "head_dim": 24}),
+    "qwen 2": (2, {"model_type": "qwen2", "tie_word_embeddings": True}),
+    "qwen 3": (2, {**QWEN3, "tie_word_embeddings": True}),
+    "phi 3": (
+        2,
+        {"model_type": "phi3", "head_dim": 40, "partial_rotary_factor": 0.6, "rope_scaling": LONG_ROPE,
+         "original_max_position_embeddings": 16},
+    ),
+    "smollm 3": (1, {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}),
+}  # fmt: skip
+
+
+def family(name: str, **given: Any) -> Shape:
+    lanes, values = FAMILIES[name]
+    return Shape({**vars(config_of_llama({**SIZES, **values}, lanes))}, **given)
 
 
 def drawn(seed: int) -> Shape:

@@ -9,24 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from laneformer.engine.cuda import memory
-from laneformer.engine.cuda.planning import plan, plan_builds
 from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
-from laneformer.llama.config import config_of_llama
 from tests.laneformer.cuda import emulator
-from tests.laneformer.cuda.cards import CARDS, MODELS
 from tests.laneformer.cuda.emulated import EmulatedPasses
-from tests.laneformer.cuda.test_llama import SIZES
 from tests.proofs import KERNEL_SOURCES
 
 pytestmark = [
     pytest.mark.proof(*KERNEL_SOURCES),
     pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
 ]
-LLAMA = {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
-    "delay 1": {},
     "delay 0, every lane on its own device": {"changes": {"broadcast_delay": 0}, "devices": 2, "blocks_per_lane": 2},
     "delay 2, four lanes on two devices": {
         "changes": {"broadcast_delay": 2, "num_lanes": 4, "num_hidden_layers": 5, "vocab_size": 128},
@@ -34,7 +27,6 @@ SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
     },
     "tapes shorter than their rings": {"changes": {"num_hidden_layers": 1, "swa_layers": (0,)}, "warps": 4},
     "int8 on two devices": {"dtype": "int8", "devices": 2, "blocks_per_lane": 2},
-    "llama": {"changes": vars(config_of_llama({**SIZES, **LLAMA}, 2))},
 }  # fmt: skip
 WAYS = Sampling(top_p=1.0), Sampling(7, 2.0, 1.0, 0.0, 0), Sampling(8, 0.7, 0.9, 0.01, 12)
 MOST = 9  # passes
@@ -100,17 +92,6 @@ def test_each_column_ends_by_itself(two: EmulatedPasses, right: list[list[int]])
     assert two.run(columns(right[4], 7))[0][2] == right[5][2], "and nothing is left that confuses the next"
 
 
-def test_the_host_cuts_in_on_all_devices(two: EmulatedPasses, right: list[list[int]]) -> None:
-    """A wish that is there from the start ends the launch after its first pass."""
-    wanted = columns(start(two), 2)
-    arguments, first = two._arguments(wanted, 9, None), two.memories[0].epoch - 10
-    two.memories[0].cancel.fill_(1)
-    two._launch(arguments)
-    two._streams[0].synchronize()
-    assert two.memories[0].picked(first, 3) == right[:1]
-    assert all(memory.hang() is None for memory in two.memories)
-
-
 def test_tokens_are_seen_while_the_kernel_runs(two: EmulatedPasses, right: list[list[int]]) -> None:
     seen: list[int] = []
 
@@ -144,32 +125,6 @@ def test_builds_share_tiles_caches_and_words(dtype: str, cuda_builds: Path) -> N
     assert ahead[0] == ahead[1]
     assert builds.launched == [1, 4, 8, 1, 8, 4, 1, 1]
     assert all(torch.equal(a.kv, b.kv) for a, b in zip(builds.memories, eight.memories, strict=True))
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", CARDS)
-def test_builds_are_planned_together(model: str, name: str) -> None:
-    """What they share in memory is cut alike, and a build of fewer columns has as deep a ring or a deeper one."""
-    config, card = MODELS[model], CARDS[name]
-    builds = plan_builds(config, "bf16", card.machine)
-    counts, last = [g.columns for g in builds], builds[-1]
-    assert counts in ([1, 2], [1, 4], [1, 4, 8])
-    for build in builds:
-        assert dataclasses.replace(build, columns=last.columns, chunks=last.chunks) == last
-        assert build.shared_bytes <= card.shared_block
-        assert (build.kv_lane, build.lane_words, build.inbox_words) == (
-            last.kv_lane, last.lane_words, last.inbox_words,
-        )  # fmt: skip
-    assert [g.chunks for g in builds] == sorted((g.chunks for g in builds), reverse=True)
-    assert 2 * last.warps >= plan(config, "bf16", card.machine, columns=1).warps
-
-
-def test_passes_per_launch_are_one_number(
-    cuda_builds: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "PASSES_PER_LAUNCH", 1)
-    one = EmulatedPasses(cuda_builds, 3, devices=2, blocks_per_lane=2)
-    assert one.run(columns(start(one), 2), 9) == right[:1]
 
 
 def test_what_the_device_cannot_go_on_with_is_refused(two: EmulatedPasses) -> None:

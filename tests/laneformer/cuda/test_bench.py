@@ -1,7 +1,8 @@
-"""What `laneformer bench` measures on a GPU, without one: arrivals, bytes, shares (the probe: ptx/)."""
+"""What `laneformer bench` measures on a GPU, without one: arrivals, bytes, shares, the probe's sums."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,16 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda import bench
-from laneformer.engine.cuda.compile import compile_cubin
+from laneformer.engine.cuda.compile import FOLDER, INCLUDES, compile_cubin, source_of
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.geometry import H200
+from laneformer.engine.cuda.memory import DeviceMemory
 from laneformer.engine.cuda.nvrtc import compilers
 from laneformer.engine.cuda.planning import plan
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import EmulatedPasses
+from tests.laneformer.cuda.harness import SMALL, random_model, small_config, tensors_of
+from tests.proofs import KERNEL_SOURCES
 
 # --- figures
 # -----------------------------------------------------------------------------------------------------
@@ -42,13 +46,12 @@ def test_speeds_by_hand() -> None:
     assert found["tokens_per_s"] == pytest.approx(80 / 0.112)
 
 
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.039e12),
-     ("NVIDIA GH200 480GB", 4.0e12), ("NVIDIA A100-SXM4-80GB", 2.039e12), ("Tesla T4", None)],
-)  # fmt: skip
-def test_datasheet(name: str, rate: float | None) -> None:
-    assert bench.datasheet(name) == rate
+def test_datasheets() -> None:
+    rates = {
+        "NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H100 PCIe": 2.039e12,
+        "NVIDIA GH200 480GB": 4.0e12, "NVIDIA A100-SXM4-80GB": 2.039e12, "Tesla T4": None,
+    }  # fmt: skip
+    assert {name: bench.datasheet(name) for name in rates} == rates
 
 
 def test_bytes_of_a_token() -> None:
@@ -86,6 +89,7 @@ def test_the_figures_of_a_run_have_the_contracts_names(monkeypatch: pytest.Monke
         bench.benchmark(executor, 4033, lambda text: None, 4.4e12)
 
 
+@pytest.mark.job
 @pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 def test_every_token_has_the_time_of_its_launch(cuda_builds: Path) -> None:
     executor = CudaExecutor(EmulatedPasses(cuda_builds, 3, blocks_per_lane=2))
@@ -97,8 +101,24 @@ def test_every_token_has_the_time_of_its_launch(cuda_builds: Path) -> None:
         bench.arrivals(executor, [5], 8)
 
 
+@pytest.mark.proof(*KERNEL_SOURCES)
+@pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
+def test_the_probe_reads_every_byte_as_often_as_it_says(cuda_builds: Path) -> None:
+    geometry = plan(small_config(), "bf16", SMALL, warps=2, chunk_bytes=1024)
+    memory = DeviceMemory(geometry, tensors_of(random_model(small_config()), "bf16"), 0, "cpu")
+    kernels = "".join(f"EMULATE({kernel}, Probe)\n" for kernel in bench.PROBES)
+    source = source_of("probe", geometry) + kernels
+    library = emulator.build(source, [FOLDER, *INCLUDES], {"TABLE": "constexpr"}, cuda_builds)
+    shape = {"blocks": geometry.blocks, "threads": geometry.threads, "shared_bytes": geometry.shared_bytes}
+    for kernel, rounds in itertools.product(bench.PROBES, (1, 3)):
+        sums = torch.zeros(geometry.blocks * geometry.threads, dtype=torch.int32)
+        emulator.launch(library, kernel, bench.probe_argument(memory, sums, rounds), seed=rounds, **shape)
+        assert int(sums.sum(dtype=torch.int64)) % 2**32 == bench.expected_sum(memory, rounds)
+    memory.tapes[-1] += 1  # planted: a reader that misses the last number would not see this
+    assert int(sums.sum(dtype=torch.int64)) % 2**32 != bench.expected_sum(memory, rounds)
+
+
 @pytest.mark.skipif(not compilers(), reason="needs the cuda extra: pip install 'laneformer[cuda]'")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_the_probe_compiles(architecture: str, tmp_path: Path) -> None:
+def test_the_probe_compiles(tmp_path: Path) -> None:
     geometry = plan(LaneformerConfig.from_flavor("2b"), "bf16", H200)
-    assert compile_cubin("probe", geometry, architecture, tmp_path)[:4] == b"\x7fELF"
+    assert compile_cubin("probe", geometry, "sm_90a", tmp_path)[:4] == b"\x7fELF"

@@ -27,9 +27,8 @@ from tests.laneformer.cuda.harness import SMALL, small_config
 from tests.laneformer.cuda.stand_ins import answers
 
 CONFIG = small_config(sliding_window=5, max_position_embeddings=48)
-GEOMETRY = plan(
-    CONFIG, "bf16", SMALL, warps=2
-)  # rings of 6: two positions can be gone back when they have wrapped
+# rings of 6: two positions can be gone back when they have wrapped
+GEOMETRY = plan(CONFIG, "bf16", SMALL, warps=2)
 WHOLE = 2  # a layer without a window
 
 
@@ -119,8 +118,9 @@ def reused(executor: CudaExecutor, prompt: list[int], new: int) -> int:
     return news.whole.statistics["reused_tokens"]
 
 
-@pytest.mark.parametrize(("unread", "ahead"), [(64, 0), (3, 4)])
-@pytest.mark.parametrize(("sequences", "caches"), [(1, 1), (1, 2), (1, 6), (2, 2), (3, 4), (4, 8)])
+@pytest.mark.parametrize(
+    ("sequences", "caches", "unread", "ahead"), [(1, 1, 64, 0), (1, 2, 3, 4), (2, 2, 64, 0), (3, 4, 3, 4)]
+)
 def test_random_conversations(
     sequences: int, caches: int, unread: int, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +129,7 @@ def test_random_conversations(
     draw = random.Random(10 * sequences + caches)
     passes = Numbers(sequences, caches, unread=unread, ahead=ahead)
     executor, texts, found = CudaExecutor(passes), [[1]], list[int]()
-    for _ in range(60):
+    for _ in range(30):
         prompts = []
         for _ in range(draw.randint(1, 4)):
             text = draw.choice(texts)
@@ -142,8 +142,8 @@ def test_random_conversations(
             assert news.tokens == right[:end]
             found.append(news.whole.statistics["reused_tokens"])
             texts = [*texts[-4:], prompt + news.tokens]
-    assert sum(found) > 20 * caches
-    assert (passes.made_ahead > 20) == bool(ahead)
+    assert sum(found) > 10 * caches
+    assert (passes.made_ahead > 10) == bool(ahead)
 
 
 def test_what_each_turn_finds() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from laneformer.cli import main
-from laneformer.engine import Cancelled, Engine, TextStream, device
+from laneformer.engine import Cancelled, Engine, device
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.engine.cuda import decoder as cuda_decoder
 from laneformer.engine.cuda import passes as passes_module
@@ -24,7 +23,6 @@ from laneformer.engine.cuda.decoder import CudaDecoder
 from laneformer.engine.cuda.executor import CudaExecutor
 from laneformer.engine.cuda.prefill import scores_of
 from laneformer.engine.decoder import EngineLost
-from laneformer.engine.options import batch_seeds
 from laneformer.model import run_layers
 from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
@@ -80,25 +78,10 @@ def test_every_way_to_generate_gives_the_same_tokens(engine, expected):
     assert engine.generate(PROMPT, max_new_tokens=12, speculate=5) == expected
 
 
-def test_a_stop_id_ends_and_is_the_last_token(engine, expected):
-    stop = expected[4]
-    detailed = engine.generate_detailed(PROMPT, max_new_tokens=12, stop_ids=[stop])
-    assert (detailed.ids, detailed.finish_reason) == (expected[: expected.index(stop) + 1], "stop")
-
-
 def test_the_models_own_end_ids_are_stops(expected):
     with Engine(CONFIG, TENSORS, device="cuda", eos_ids=[expected[2]]) as engine:
         assert engine.generate(PROMPT, max_new_tokens=12) == expected[: expected.index(expected[2]) + 1]
         assert engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True) == expected
-
-
-def test_tokens_stream_as_they_come(engine, expected):
-    stream = engine.stream(PROMPT, max_new_tokens=40)
-    assert cuda_of(engine).running == 0  # an iterator that is never advanced leaves nothing running
-    for token, right in zip(stream, expected, strict=False):
-        assert token == right
-    assert passes_of(engine).passes <= 40
-    stream.close()
 
 
 def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
@@ -120,26 +103,17 @@ def test_a_join_ends_the_passes_ahead(engine, monkeypatch):
     assert max(columns[6:8]) > 1
 
 
-def test_one_request_at_a_time_and_a_closed_stream_cancels(engine, expected):
+def test_a_closed_stream_cancels(engine, expected):
+    """Tokens come one by one, and until then nothing else runs."""
     stream = engine.stream(PROMPT, max_new_tokens=40)
+    assert cuda_of(engine).running == 0  # an iterator that is never advanced leaves nothing running
     assert next(stream) == expected[0]
-    for call in (
-        lambda: engine.generate(PROMPT),
-        lambda: engine.logprobs(PROMPT),
-        lambda: engine.logits(PROMPT),
-    ):
+    for call in (engine.generate, engine.logprobs, engine.logits):
         with pytest.raises(RuntimeError, match="busy with another request"):
-            call()
+            call(PROMPT)
     stream.close()
     assert passes_of(engine).passes < 40
     assert engine.generate(PROMPT, max_new_tokens=3) == expected[:3]
-
-
-def test_weights_of_8_bits_share_passes():
-    config = small_config(vocab_size=256)
-    with Engine(config, tensors_of(random_model(config), "bf16"), device="cuda", dtype="int8") as engine:
-        assert isinstance(passes_of(engine), LoopPasses)
-        assert cuda_of(engine).max_joined == 5
 
 
 def test_a_model_without_tiles_is_refused(monkeypatch):
@@ -190,54 +164,10 @@ def test_requests_join_side_by_side(engine):
     np.testing.assert_array_equal(ended[scored][-1].scores.logprobs, right.logprobs)
 
 
-def test_random_requests_give_what_each_gives_alone(engine):
-    """Prompts that begin alike, drafts, some that leave: whatever the caches hold, and
-    whoever is beside them.
-    """
-    draw, found, prompts, reused = random.Random(3), dict[int, list[int]](), dict[int, list[int]](), 0
-    running, left = set[int](), set[int]()
-    with engine.batch() as batch:
-        while len(prompts) < 24 or running:
-            if len(prompts) < 24 and len(running) < batch.max_joined and draw.random() < 0.7:
-                prompt = [*range(1, draw.randint(2, 8)), draw.randint(0, 1)]
-                ticket = batch.join(prompt, max_new_tokens=6, speculate=draw.choice((0, 3)))
-                prompts[ticket], found[ticket] = prompt, []
-                running.add(ticket)
-            for update in batch.updates(0.01):
-                found[update.ticket] += [token.id for token in update.tokens]
-                if update.finish_reason:
-                    running.remove(update.ticket)
-                    reused += update.statistics.reused_tokens
-                elif draw.random() < 0.1:
-                    batch.leave(update.ticket)
-                    left.add(update.ticket)
-    for ticket, prompt in prompts.items():
-        assert found[ticket] == greedy(prompt, 6)[: len(found[ticket]) if ticket in left else 6]
-    assert reused > 24
-
-
 def test_more_prompts_than_columns_wait(engine):
     prompts = [[1 + i, 2, 3] for i in range(8)]
     assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
     assert engine.statistics.passes < 8 * 5
-
-
-def test_masks_hold_nobody_up(engine, expected):
-    """A draw waits for its mask, and others do not; what is drawn is the likeliest id that the mask holds."""
-    mask = np.zeros(-(-264 // 32), np.uint32)
-    mask[2] = 0b1010  # 65 and 67
-    with engine.batch() as batch:
-        masked = batch.join(PROMPT, max_new_tokens=3, masked=True, speculate=3)
-        other = batch.join(PROMPT, max_new_tokens=12)
-        assert [token.id for token in tokens_of(collect(batch, other)[other])] == expected
-        for index in range(3):
-            batch.allow(masked, index, mask)
-        found, ids = [token.id for token in tokens_of(collect(batch, masked)[masked])], list(PROMPT)
-    for token in found:
-        logits = passes_of(engine).logits_after(ids)[-1]
-        assert token == max((65, 67), key=lambda i: float(logits[i]))
-        ids.append(token)
-    assert len(found) == 3
 
 
 def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):
@@ -264,15 +194,6 @@ def test_the_context_is_the_limit(engine):
         engine.generate([1] * 49)
 
 
-def test_text_ends_before_a_stop_string(engine):
-    ids = engine.tokenizer.encode("ab é").ids
-    text = "".join(engine.stream_text("ab é", max_new_tokens=20))
-    pieces = TextStream(engine.tokenizer, ids)
-    assert text == "".join([*map(pieces.push, greedy(ids, 20)), pieces.finish()])
-    assert len(text) > 6
-    assert engine.generate_text("ab é", max_new_tokens=20, stop=text[4:6]) == text[: text.index(text[4:6])]
-
-
 def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
     """The others go on, and what it has written is nobody's."""
 
@@ -292,22 +213,6 @@ def test_a_prompt_without_memory_ends_alone(engine, expected, monkeypatch):
         updates = collect(batch, again)[again]
         assert [token.id for token in tokens_of(updates)] == greedy(PROMPT * 6, 2)
         assert updates[-1].statistics.reused_tokens in (0, 3)
-
-
-def test_an_interrupted_wait_cancels(engine, expected, monkeypatch):
-    def interrupt(decoder: CudaDecoder, timeout_s: float) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(CudaDecoder, "collect", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPT, max_new_tokens=40)
-    assert engine.generate(PROMPT, max_new_tokens=4) == expected[:4]
-
-
-def test_a_batch_draws_with_a_seed_for_each_prompt(engine):
-    requests = engine._requests.batch([PROMPT] * 3, {"temperature": 1.0, "seed": 5})
-    assert [request.sampling.seed for request in requests] == batch_seeds(5, 3)
 
 
 def test_a_closed_engine_says_so(engine):
@@ -382,21 +287,11 @@ def test_many_stop_ids(engine, expected):
     assert engine.generate(PROMPT, max_new_tokens=12, stop_ids=others) == expected
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"threads": 2},
-        {"isa": "avx2"},
-        {"math": "bf16"},
-        {"pin": True},
-        {"kv_dtype": "fp32"},
-        {"dtype": "int4"},
-        {"dtype": "fp32"},
-    ],
-)
-def test_options_of_the_cpu_are_refused_by_name(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} = .*use device = 'cpu'"):
-        Engine(CONFIG, TENSORS, device="cuda", **options)
+def test_options_of_the_cpu_are_refused_by_name():
+    others = {"threads": 2, "isa": "avx2", "math": "bf16", "pin": True, "kv_dtype": "fp32", "dtype": "int4"}
+    for option, value in [*others.items(), ("dtype", "fp32")]:
+        with pytest.raises(ValueError, match=f"{option} = .*use device = 'cpu'"):
+            Engine(CONFIG, TENSORS, device="cuda", **{option: value})
 
 
 def sampled(engine: Engine, **options: Any) -> Any:
@@ -435,54 +330,43 @@ def test_the_device_chooses_the_engine(tmp_path, expected):
         Engine.random(CONFIG, device="cuda", threads=2)
 
 
-@pytest.mark.parametrize("name", ["cuda:0,cuda:0", "cuda:2", "cuda:0,cuda:7"])
-def test_gpus_that_are_not_there(name):
-    with pytest.raises(ValueError, match=f"device = '{name}': name each GPU once, of the 2"):
-        Engine.random("tiny", device=name)
+def test_devices_that_are_not_there():
+    for name in ("cuda:0,cuda:0", "cuda:2", "cuda:0,cuda:7"):
+        with pytest.raises(ValueError, match=f"device = '{name}': name each GPU once, of the 2"):
+            Engine.random("tiny", device=name)
+    for name in ("tpu", "cuda:", "cuda0", "cuda:0,cpu", "", None):
+        with pytest.raises(ValueError, match="choose 'auto', 'cpu', 'cuda'"):
+            Engine.random("tiny", device=name)
 
 
-@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda0", "cuda:0,cpu", "", None])
-def test_unknown_devices(name):
-    with pytest.raises(ValueError, match="choose 'auto', 'cpu', 'cuda'"):
-        Engine.random("tiny", device=name)
-
-
-@pytest.mark.parametrize(
-    ("lacks", "message"),
-    [
-        ({"driver_version": lambda: None}, "no NVIDIA driver"),
-        (
-            {"installed": lambda module: module != "torch"},
-            r"torch is not installed: pip install 'laneformer\[cuda\]'",
-        ),
-        (
-            {"installed": lambda module: module != "cuda.bindings"},
-            "cuda.bindings is not installed: pip install",
-        ),
-        ({"cuda": None}, "built without CUDA"),
-        (
-            {"driver_version": lambda: 12040},
-            r"needs a driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12",
-        ),
-        ({"available": lambda: False}, "torch finds no GPU"),
-    ],
-)
-def test_what_is_missing_is_said(monkeypatch, lacks, message):
+def test_what_is_missing_is_said(monkeypatch):
     monkeypatch.undo()  # a_gpu
-    there = {
-        "driver_version": lambda: 13000,
-        "installed": lambda module: True,
-        "cuda": "13.0",
-        "available": lambda: True,
+    cases = {  # what is patched, and in which module
+        "no NVIDIA driver": (device, "driver_version", lambda: None),
+        "torch is not installed: pip install": (device, "installed", lambda module: module != "torch"),
+        "cuda.bindings is not installed: pip": (
+            device,
+            "installed",
+            lambda module: module != "cuda.bindings",
+        ),
+        "built without CUDA": (torch.version, "cuda", None),
+        "driver for CUDA 13.0, this one is for CUDA 12.4: .* CUDA 12": (
+            device,
+            "driver_version",
+            lambda: 12040,
+        ),
+        "torch finds no GPU": (torch.cuda, "is_available", lambda: False),
     }
-    there |= lacks
-    monkeypatch.setattr(device, "driver_version", there["driver_version"])
-    monkeypatch.setattr(device, "installed", there["installed"])
-    monkeypatch.setattr(torch.version, "cuda", there["cuda"])
-    monkeypatch.setattr(torch.cuda, "is_available", there["available"])
-    with pytest.raises(ValueError, match=f"device = 'cuda': .*{message}.*or use device = 'cpu'"):
-        Engine.random("tiny", device="cuda")
-    assert device.cuda_devices("auto") == ()
+    for message, lack in cases.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "driver_version", lambda: 13000)
+            patch.setattr(device, "installed", lambda module: True)
+            patch.setattr(torch.version, "cuda", "13.0")
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(*lack)
+            with pytest.raises(ValueError, match=f"device = 'cuda': .*{message}.*or use device = 'cpu'"):
+                Engine.random("tiny", device="cuda")
+            assert device.cuda_devices("auto") == ()
 
 
 def test_auto_without_a_gpu_does_not_import_torch():

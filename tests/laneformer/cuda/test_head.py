@@ -170,7 +170,6 @@ def told(passes: EmulatedPasses, right: Tensor | None) -> str:
     return "" if right is None or torch.equal(logits, right) else "numbers"
 
 
-@pytest.mark.job
 def test_every_fault_is_found(cuda_builds: Path) -> None:
     passes = emulated(cuda_builds)
     block: Any = passes.head.block  # type: ignore[union-attr]
@@ -182,7 +181,6 @@ def test_every_fault_is_found(cuda_builds: Path) -> None:
         assert re.search(found, said), f"{name}: {said}"
 
 
-@pytest.mark.job
 def test_a_tail_that_is_not_sent_is_found(cuda_builds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, _ = drafted(emulated(cuda_builds), text(CERTAIN + CHAINED + 1))
     delivers = LaneformerConfig.delivers
@@ -206,7 +204,6 @@ RACES = {
 }  # fmt: skip
 
 
-@pytest.mark.job
 def test_races_are_found_and_there_is_none(cuda_builds: Path) -> None:
     passes = emulated(cuda_builds)
     block: Any = passes.head.block  # type: ignore[union-attr]

@@ -73,7 +73,6 @@ def test_a_negative_number_is_refused() -> None:
 
 
 @needs_emulator
-@pytest.mark.job
 def test_the_same_bits(cuda_builds: Path) -> None:
     made = []
     for chunks in (0, 2):
@@ -84,7 +83,6 @@ def test_the_same_bits(cuda_builds: Path) -> None:
 
 
 @needs_emulator
-@pytest.mark.job
 def test_what_is_fetched_ahead_is_what_is_copied_later(cuda_builds: Path) -> None:
     """A warp asks for the chunk that it will copy `prefetch_chunks` copies later, around the end
     of the tape, too.

@@ -31,7 +31,7 @@ from tests.laneformer.cuda.harness import (
     tensors_of,
 )
 from tests.laneformer.cuda.reference import expected, kept_at
-from tests.laneformer.cuda.shapes import SHAPES
+from tests.laneformer.cuda.shapes import FAMILIES, SHAPES, family
 
 TEXT = torch.randint(96, (21,), generator=torch.Generator().manual_seed(8)).tolist()  # the rings hold six
 emulated_only = pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
@@ -51,9 +51,9 @@ class PlainCache:
         return self.kept[layer_idx][:1], self.kept[layer_idx][1:]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("chunk", [1, 3, 1024])
+@pytest.mark.parametrize(
+    ("chunk", "devices", "dtype"), [(1, 1, "fp16"), (3, 2, "bf16"), (3, 1, "bf16"), (1024, 2, "fp16")]
+)
 def test_the_kernels_memory_is_a_cache(
     monkeypatch: pytest.MonkeyPatch, chunk: int, devices: int, dtype: str
 ) -> None:
@@ -95,10 +95,10 @@ def test_positions_out_of_place_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *FAMILIES])
 def test_every_weight_comes_back_from_the_tapes(name: str) -> None:
     """Bit for bit; and what it costs is one layer."""
-    shape = SHAPES[name]
+    shape = SHAPES[name] if name in SHAPES else family(name)
     geometry = plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
     tensors = tensors_of(random_model(shape.model, shape.dtype), shape.dtype)
     memories = [DeviceMemory(geometry, tensors, i, "cpu") for i in range(geometry.devices)]
@@ -110,7 +110,8 @@ def test_every_weight_comes_back_from_the_tapes(name: str) -> None:
         assert all(torch.equal(read[key], expected[key]) for key in expected), layer.attention.layer
         places.add(read["feed_forward.w2.weight"].data_ptr())
     assert len(places) == 1
-    assert torch.equal(model.head(), plain.lm_head.weight)
+    tied = plain.tok_embeddings.weight.view(shape.model.head_shape)
+    assert torch.equal(model.head(), tied if plain.lm_head.weight is None else plain.lm_head.weight)
     assert torch.equal(model.norm.weight, plain.norm.weight)
 
 
@@ -133,6 +134,7 @@ def stacked(kept: list[list[torch.Tensor]]) -> list[Any]:
 
 
 @emulated_only
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("before", "at", "ids"),
     [

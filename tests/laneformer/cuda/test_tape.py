@@ -7,7 +7,6 @@ kernels compute are asked of the kernels themselves, built for the CPU.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,10 @@ import pytest
 import torch
 
 from laneformer.engine.cuda.compile import INCLUDES
-from laneformer.engine.cuda.geometry import OPS, Geometry, Matrix
+from laneformer.engine.cuda.geometry import OPS, Geometry
 from laneformer.engine.cuda.planning import plan
 from laneformer.engine.cuda.structures import GraphState, Order, Report, Weights, decode_structure
-from laneformer.engine.cuda.tape import order, pack, places, tape_starts
+from laneformer.engine.cuda.tape import pack, tape_starts
 from laneformer.engine.decoder import Sampling
 from tests.laneformer.cuda import emulator
 from tests.laneformer.cuda.shapes import SHAPES, Shape, drawn
@@ -55,118 +54,43 @@ extern "C" void sizes(int64_t* out) {
 def matrices(geometry: Geometry) -> dict[tuple[str, int, int], torch.Tensor]:
     """Random 16-bit numbers for every matrix of every lane."""
     random, config = np.random.default_rng(3), geometry.config
-    return {
-        (op, layer, lane): torch.from_numpy(
-            random.integers(
-                -(2**15), 2**15, (geometry.matrix(op).rows, geometry.matrix(op).columns), np.int16
-            )
-        )
-        for op in OPS
-        for layer in range(config.num_hidden_layers if op != "head" else 1)
-        for lane in range(config.num_lanes)
-    }
+    made = {}
+    for op in OPS:
+        shape = geometry.matrix(op).rows, geometry.matrix(op).columns
+        for layer in range(config.num_hidden_layers if op != "head" else 1):
+            for lane in range(config.num_lanes):
+                numbers = random.integers(-(2**15), 2**15, shape, np.int16)
+                made[op, layer, lane] = torch.from_numpy(numbers)
+    return made
 
 
 def planned(shape: Shape) -> Geometry:
     return plan(shape.model, shape.dtype, shape.machine(), **shape.plan)
 
 
-def unpack(geometry: Geometry, tapes: torch.Tensor) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    """The matrices again: (op, layer, lane of the device, int16 (rows, columns))."""
-    orders = {op: torch.from_numpy(order(geometry, geometry.matrix(op))) for op in OPS}
-    for op, layer, lane, pairs in places(geometry):
-        matrix = geometry.matrix(op)
-        numbers = torch.empty(matrix.rows * matrix.columns, dtype=tapes.dtype)
-        numbers[orders[op]] = torch.cat([tapes[there] for there, _ in pairs])
-        yield op, layer, lane, numbers.view(matrix.rows, matrix.columns)
-
-
 @pytest.mark.parametrize("shape", CUTS, ids=range(len(CUTS)))
-def test_unpacked_tapes_are_the_weights(shape: Shape) -> None:
-    geometry = planned(shape)
-    weights = matrices(geometry)
-    for device in range(geometry.devices):
-        first = device * geometry.lanes_per_device
-        tapes = pack(geometry, lambda op, layer, lane: weights[op, layer, lane], first, "cpu")
-        again = {(op, layer, first + lane): matrix for op, layer, lane, matrix in unpack(geometry, tapes)}
-        assert set(again) == {key for key in weights if first <= key[2] < first + geometry.lanes_per_device}
-        assert all(torch.equal(matrix, weights[key]) for key, matrix in again.items())
+def test_tapes_are_whole_chunks(shape: Shape) -> None:
+    """A tape starts at a chunk and is filled up with less than one, and with zeros.
 
-
-@pytest.mark.parametrize("shape", CUTS, ids=range(len(CUTS)))
-def test_tapes_start_at_chunks(shape: Shape) -> None:
-    """Whole chunks, none wasted: a tape is filled up with less than one, and with zeros."""
+    Which number is where: test_prefill.py reads every weight back, test_columns.py multiplies by it.
+    """
     geometry = planned(shape)
     weights = {key: matrix | 1 for key, matrix in matrices(geometry).items()}  # no zero among them
-    tapes = pack(geometry, lambda op, layer, lane: weights[op, layer, lane], 0, "cpu")
     starts = tape_starts(geometry)
     assert len(starts) == geometry.lanes_per_device * geometry.warps_per_lane + 1
     assert starts[0] == 0
-    assert starts[-1] == 2 * tapes.numel()
     assert not (starts % geometry.chunk_bytes).any()
-    for tape in np.split(tapes.numpy(), (starts[1:-1] // 2).astype(int)):
-        filling = np.flatnonzero(tape == 0)
-        assert filling.size < geometry.chunk_bytes // 2
-        np.testing.assert_array_equal(filling, np.arange(tape.size - filling.size, tape.size))
-    numbers = sum(weights[key].numel() for key in weights if key[2] < geometry.lanes_per_device)
-    assert np.count_nonzero(tapes.numpy()) == numbers
+    for device in range(geometry.devices):
+        first = device * geometry.lanes_per_device
+        tapes = pack(geometry, lambda op, layer, lane: weights[op, layer, lane], first, "cpu")
+        assert starts[-1] == 2 * tapes.numel()
+        for tape in np.split(tapes.numpy(), (starts[1:-1] // 2).astype(int)):
+            filling = np.flatnonzero(tape == 0)
+            assert filling.size < geometry.chunk_bytes // 2
+            np.testing.assert_array_equal(filling, np.arange(tape.size - filling.size, tape.size))
 
 
-class Reader:
-    """A warp that reads its tape as columns.cuh says, in integers, without tape.py's arithmetic."""
-
-    def __init__(self, tape: np.ndarray, geometry: Geometry, block: int, warp: int):
-        self.tape, self.at, self.geometry = tape.astype(np.int64), 0, geometry
-        self.block, self.warp = block, warp
-
-    def multiply(self, matrix: Matrix, x: np.ndarray, out: np.ndarray) -> None:
-        """The next matrix of the tape times x, added to `out`."""
-        blocks, warps, tiles = self.geometry.blocks_per_lane, self.geometry.warps, matrix.rows // 16
-        first, end = tiles * self.block // blocks, tiles * (self.block + 1) // blocks
-        units, columns = (end - first) * matrix.parts, matrix.columns // matrix.parts
-        unit, last = units * self.warp // warps, units * (self.warp + 1) // warps
-        while unit < last:
-            part, row = unit // (end - first), unit % (end - first)
-            strip = min(self.geometry.strip, last - unit, end - first - row)
-            for column in range(part * columns, (part + 1) * columns, 16):
-                for tile in range(strip):
-                    self.multiply_tile(x[column : column + 16], out[16 * (first + row + tile) :][:16])
-            unit += strip
-
-    def multiply_tile(self, x: np.ndarray, out: np.ndarray) -> None:
-        for thread in range(32):
-            row, column = thread // 4, thread % 4 * 4
-            for pair in range(4):  # of row, row + 8, row, row + 8
-                at = column + pair // 2 * 2
-                out[row + pair % 2 * 8] += self.tape[self.at : self.at + 2] @ x[at : at + 2]
-                self.at += 2
-
-
-@pytest.mark.parametrize("name", ["delay 2", "alone", "wide heads"])
-def test_a_slow_reading_of_the_tape(name: str) -> None:
-    geometry = planned(SHAPES[name])
-    weights, random, lane = matrices(geometry), np.random.default_rng(4), geometry.config.num_lanes - 1
-    first = lane + 1 - geometry.lanes_per_device
-    tapes = pack(geometry, lambda op, layer, lane: weights[op, layer, lane], first, "cpu")
-    inputs = {op: random.integers(-99, 99, geometry.matrix(op).columns) for op in OPS}
-    layers = min(2, geometry.config.num_hidden_layers)
-    made = {
-        (op, layer): np.zeros(geometry.matrix(op).rows, np.int64)
-        for layer in range(layers)
-        for op in OPS[:-1]
-    }
-    starts = (tape_starts(geometry) // 2).astype(int)
-    for warp in range(geometry.warps_per_lane):
-        tape = (geometry.lanes_per_device - 1) * geometry.warps_per_lane + warp
-        own = tapes.numpy()[starts[tape] : starts[tape + 1]]
-        reader = Reader(own, geometry, *divmod(warp, geometry.warps))
-        for (op, _), out in made.items():
-            reader.multiply(geometry.matrix(op), inputs[op], out)
-    for (op, layer), out in made.items():
-        right = weights[op, layer, lane].numpy().astype(np.int64) @ inputs[op]
-        np.testing.assert_array_equal(out, right)
-
-
+@pytest.mark.job
 @pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING)
 @pytest.mark.parametrize("name", ["delay 2", "delay 0", "at once"])
 def test_the_kernels_have_the_same_sizes_and_places(name: str, cuda_builds: Path) -> None:

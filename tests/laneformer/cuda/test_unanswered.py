@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -29,8 +30,13 @@ class Left(BaseException):
     ("error", "status"), [(Unanswered("it has not ended"), 70), (RuntimeError("700"), None)]
 )
 def test_the_server_ends_with_its_status(
-    error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    status: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """At its start it says how many requests share passes."""
+
     def fails(*_: Any) -> None:
         raise error
 
@@ -42,7 +48,7 @@ def test_the_server_ends_with_its_status(
     monkeypatch.setattr(cuda_decoder, "PassDecoder", LoopPasses)
     monkeypatch.setattr(device, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(app, "UNANSWERED_S", 1.0)
+    monkeypatch.setattr(app, "UNANSWERED_S", 600.0)  # over when the test says so
     monkeypatch.setattr(app.os, "_exit", leave)
     tensors = tensors_of(random_model(CONFIG), "bf16")
     with Engine(CONFIG, tensors, device="cuda", tokenizer=byte_tokenizer()) as engine:
@@ -58,11 +64,16 @@ def test_the_server_ends_with_its_status(
         thread = threading.Thread(target=serve)
         thread.start()
         assert ready.wait(30)
+        assert "up to 5 requests decode side by side" in capsys.readouterr().err
         answer = httpx.post(f"{address[0]}/v1/completions", json={"prompt": [5], "max_tokens": 4}, timeout=30)
         assert (answer.status_code, str(error) in answer.text) == (500, True)
-        health = httpx.get(f"{address[0]}/health")
+        health = httpx.get(f"{address[0]}/health", timeout=30)
         assert (health.status_code, health.json()) == (503, {"status": "failed"})
         if status is None:
             servers[0].should_exit = True
+        else:
+            while servers[0]._last_s is None:
+                time.sleep(0.01)
+            servers[0]._last_s -= app.UNANSWERED_S
         thread.join(30)
     assert left == ([status] if status else [])

@@ -1,4 +1,4 @@
-// What a warp's threads compute together, and numbers of 16 bits: of emulator.h, and of the PTX that is executed (ptx/ptx.h).
+// What a warp's threads compute together, and numbers of 16 bits.
 #pragma once
 #include <math.h>
 
