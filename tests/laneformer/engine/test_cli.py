@@ -183,6 +183,7 @@ def test_mistakes_end_with_a_message(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.rotate
 def test_a_lost_process_ends_with_a_message(folder, monkeypatch, capsys):
     join = ProcessesDecoder.join
 

@@ -67,7 +67,7 @@ def test_every_wait_that_a_join_needs_takes_its_time(variant):
         assert min(after(engine, [1, 2, 3], 3).whole.token_s) >= floor_s(variant)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"tensor_parallel"}))
 def test_no_join_waits_that_need_not(variant):
     link_s = 0.1  # beside which even a busy machine is fast
@@ -80,6 +80,7 @@ def test_the_floor_is_two_exchanges_a_layer_and_one_for_the_token():
     assert floor_s("tensor_parallel", 1.0) == 2 * LAYERS + 1
 
 
+@pytest.mark.rotate
 def test_processes_wait_as_threads_do():
     model = random_model(small_config(num_hidden_layers=1, broadcast_delay=0, swa_layers=[]), seed=4)
     link_s, exchanges = 0.05, 3  # attention, MLP and the token

@@ -65,7 +65,8 @@ def test_on_every_instruction_set(name: str, threads: int) -> None:
                 assert streamed(engine, every[number]) == ids(name)[number]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.job)])
+@pytest.mark.rotate
+@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_in_several_processes(name: str, processes: int) -> None:
     if MODELS[name].get("num_lanes", 4) < processes:

@@ -162,6 +162,7 @@ def test_a_head_that_knows_the_text_is_right(threads: int) -> None:
     assert figures.passes < 20
 
 
+@pytest.mark.rotate
 def test_the_head_runs_in_several_processes() -> None:
     figures = figures_of_learnt(threads=1, processes=2)
     assert figures.accepted_tokens >= 0.9 * figures.proposed_tokens

@@ -30,7 +30,7 @@ MODELS = {
     "other joins": {"broadcast_delay": 1, "lm_head_type": "replicate", "swa_layers": (0, 2)},
 }
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.job, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def exported(folder: Path, model: Laneformer, dtype: str) -> Path:

@@ -134,7 +134,6 @@ def test_batches_drafts_and_reused_prefixes_give_the_same_tokens():
 
 @pytest.mark.proof(*CORE_SOURCES)
 @pytest.mark.timeout(2400)
-@pytest.mark.job
 @pytest.mark.skipif("BELOW_AMX" in os.environ, reason="this is the emulation")
 def test_all_of_it_on_emulated_tiles():
     core = build("", "tiles-module", LANEFORMER_EMULATED_TILES="ON", Python_EXECUTABLE=sys.executable).parent
@@ -146,7 +145,7 @@ def test_all_of_it_on_emulated_tiles():
         module,
         "-rs",
         "-m",
-        "not slow",
+        "not proof",
     ]
     environment = {**os.environ, "BELOW_AMX": "portable"}
     done = subprocess.run([*command, __file__], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -32,7 +32,6 @@ OF_THREADS = ("portable", "fp32", "int4", "family", "experts", "gpt_oss_int4", "
 PRODUCTS = 13  # int8, int4, and the eleven types of blocks in GGUF files
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 pytestmark = [
-    pytest.mark.job,
     pytest.mark.proof(*CORE_SOURCES, programs=True),
     pytest.mark.timeout(
         2400

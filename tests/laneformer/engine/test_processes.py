@@ -34,6 +34,7 @@ from tests.laneformer.engine.test_joined import collect, tokens_of
 LONG = {"max_position_embeddings": 20_000, "vocab_size": 264}
 ENDLESS = {"max_new_tokens": 19_000, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "repetition_penalty": 1.1, "logprobs": 3}
+pytestmark = pytest.mark.rotate  # lanes over processes are to be removed
 LOST_S = 5.0  # generous: a shared machine may stop for a while
 
 
@@ -69,7 +70,6 @@ def test_the_same_bits(head):
     compare((2,), lm_head_type=head, broadcast_delay={"vocab_parallel": 2, "replicate": 0, "lane": 1}[head])
 
 
-@pytest.mark.job
 @pytest.mark.parametrize(
     ("delay", "head"), [(0, "vocab_parallel"), (1, "replicate"), (2, "lane"), (4, "replicate")]
 )
@@ -78,7 +78,6 @@ def test_the_same_bits_of_every_model(head, delay):
     compare((2,), "int8", lm_head_type=head, broadcast_delay=delay)
 
 
-@pytest.mark.job
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -92,7 +91,6 @@ def test_the_same_bits_without_joins_and_with_tied_embeddings(overrides):
     compare((3,), "int8", **overrides)
 
 
-@pytest.mark.job
 def test_groups_of_threads_share_lanes_within_a_process():
     model = random_model(small_config(num_lanes=2, intermediate_size=352), seed=2, dtype="bf16")
     ids = random_ids(model.config, 40)
