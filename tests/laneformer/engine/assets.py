@@ -23,7 +23,7 @@ from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.tensors import Tensor
 
 EACH_COLUMN = 0.02  # of the cost of a pass
-LEVELS = (
+ISAS_BELOW_AMX = (
     "avx512_bf16",
     "avx512_vnni",
     "avx512",

@@ -13,7 +13,7 @@ import pytest
 
 from laneformer.engine import Engine
 from tests.laneformer.engine.assets import (
-    LEVELS,
+    ISAS_BELOW_AMX,
     engine_of,
     random_ids,
     random_model,
@@ -55,7 +55,7 @@ POSITIONS = [3, 31, 32, 49]
 
 def isas_of(kind: str) -> tuple[str, ...]:
     integer = KINDS[kind][1].get("dtype") == "int4" or KINDS[kind][1].get("math") == "int8"
-    isas = usable_isas(LEVELS if integer else ("avx512_bf16", "avx512", "avx2", "portable"))
+    isas = usable_isas(ISAS_BELOW_AMX if integer else ("avx512_bf16", "avx512", "avx2", "portable"))
     return isas[:1] if kind in BEST_ISA_ONLY else isas
 
 
