@@ -121,15 +121,18 @@ def assert_close(engine_logits: np.ndarray, reference: np.ndarray, allowed: floa
 
 def check_logits(
     model: Laneformer, ids: list[int], config: LaneformerConfig | None = None, **options: object
-) -> None:
-    """The engine's logits against float64. Both start from the same weights, so what differs is float32 rounding;
-    the engine sums in another order than PyTorch, which changes an error's value but not its size: four times
-    PyTorch's largest error is allowed. A planted error is thousands of times larger.
+) -> np.ndarray:
+    """The engine's logits, checked against float64.
+
+    Both start from the same weights, so what differs is float32 rounding; the engine sums in another order than
+    PyTorch, which changes an error's value but not its size: four times PyTorch's largest error is allowed. A planted
+    error is thousands of times larger.
     """
     reference = torch_logits(model, ids)
     with engine_of(model, config, **options) as engine:
         logits = engine.logits(ids)
     assert_close(logits, reference, 4 * float32_error(model, ids, reference))
+    return logits
 
 
 def random_ids(config: LaneformerConfig, length: int, seed: int = 0) -> list[int]:

@@ -55,17 +55,6 @@ def test_equal_prompts_draw_different_tokens_each_with_its_seed():
             engine.generate_batch([[1]] * 2, seed=[1, -1], **options)
 
 
-def test_each_sequences_prefix_is_found_again():
-    with engine_of(random_model(small_config(), seed=7)) as engine:
-        prompts = [random_ids(engine.config, 20, seed=i) for i in range(4)]
-        answers = engine.generate_batch(prompts, max_new_tokens=6)
-        longer = [prompt + answer + [9] for prompt, answer in zip(prompts, answers, strict=True)]
-        expected = [engine.generate(prompt, max_new_tokens=6, reuse_prefix=False) for prompt in longer[::-1]]
-        engine.generate_batch(prompts, max_new_tokens=6)
-        assert engine.generate_batch(longer[::-1], max_new_tokens=6) == expected
-        assert engine.statistics.reused_tokens == 4 * 26  # all but the last id, which `expected` has left
-
-
 def test_bad_batches():
     with engine_of(random_model(small_config())) as engine:
         for prompts, message in (

@@ -57,18 +57,21 @@ def test_without_the_option_there_are_none_and_zero_means_the_token_alone():
     assert plain.ids == alone.ids
 
 
-def test_prompt_logprobs_with_the_likeliest_ids():
-    model = random_model(small_config(), seed=2)
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+def test_prompt_logprobs_with_the_likeliest_ids(head):
+    model = random_model(small_config(lm_head_type=head), seed=2)
     ids = random_ids(model.config, 70)
     logp, allowed = reference(model, ids)
     with engine_of(model, threads=3) as engine:
         plain, scores = engine.logprobs(ids), engine.logprobs(ids, top=3)
         assert engine.logprobs(ids, top=0).top_ids.shape == (69, 0)
+        assert engine.logprobs(ids[:1]).shape == (0,)
+    assert np.abs(plain - logp[np.arange(69), ids[1:]]).max() <= allowed
     np.testing.assert_array_equal(scores.logprobs, plain)
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-logp[:-1], 1, kind="stable")[:, :3])
     assert np.abs(scores.top_logprobs - np.take_along_axis(logp[:-1], scores.top_ids, 1)).max() <= allowed
-    dtypes = scores.top_logprobs.dtype, scores.top_ids.dtype, scores.is_greedy.dtype
-    assert dtypes == ("float32", "int32", "bool")
+    dtypes = plain.dtype, scores.top_logprobs.dtype, scores.top_ids.dtype, scores.is_greedy.dtype
+    assert dtypes == ("float32", "float32", "int32", "bool")
 
 
 def test_is_greedy_says_whether_generation_would_have_said_it():

@@ -96,15 +96,6 @@ def test_the_loop_applies_them_to_the_prompt_and_to_its_own_output(sampling):
         assert output == [row.argmax() for row in rows]
 
 
-def test_a_bias_of_100_forces_and_a_frequency_penalty_ends_a_loop():
-    with engine_of(random_model(small_config(), seed=3)) as engine:
-        assert engine.generate([1], max_new_tokens=4, logit_bias={9: 100}) == [9] * 4
-        options = {"max_new_tokens": 40, "logit_bias": {9: 3.0}}
-        free = engine.generate([1], **options)
-        damped = engine.generate([1], frequency_penalty=2.0, **options)
-    assert damped.count(9) < free.count(9)
-
-
 def test_no_stop_id_before_min_new_tokens():
     with engine_of(random_model(small_config(), seed=2), eos_ids=(4,)) as engine:
         bias = {4: 100}
