@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from laneformer.engine.channels import CALL, CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, Harmony, Thinking
+from laneformer.engine.channels import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    ENDS,
+    MESSAGE,
+    NEXT,
+    Harmony,
+    Thinking,
+)
 
 Reader = Callable[[], Thinking | Harmony]
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}They greet.{NEXT}"

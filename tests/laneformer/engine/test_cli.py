@@ -12,7 +12,13 @@ from laneformer.cli import main
 from laneformer.engine import Engine, bench
 from laneformer.engine.cpu.kept import FOLDER
 from laneformer.engine.cpu.processes import ProcessesDecoder
-from tests.laneformer.engine.assets import byte_tokenizer, fix_costs, random_model, small_config, write_folder
+from tests.laneformer.engine.assets import (
+    byte_tokenizer,
+    fix_costs,
+    random_model,
+    small_config,
+    write_folder,
+)
 
 KEYS = {
     "tokens_per_s", "bytes_per_token", "probe_bytes_per_s", "percent_of_probe", "prefill_tokens_per_s", "ttft_s",
@@ -67,6 +73,7 @@ def test_flags_reach_the_engine(folder, capsys, monkeypatch):
     assert "draft tokens were right" in notes
 
 
+@pytest.mark.job
 def test_packed_weights_are_kept_unless_told_not_to(tmp_path, monkeypatch, folder, short_bench):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     commands = ["generate", "--prompt", "a b", "--max-new-tokens", "2"], ["bench", "--json"]
@@ -96,6 +103,7 @@ def test_bench_ends_with_its_figures(capsys, short_bench):
     assert 1 <= figures["synthetic_drafts"]["tokens_a_pass"] <= 3
 
 
+@pytest.mark.job
 def test_a_folder_is_measured_at_depths_and_int8_is_named(folder, capsys, short_bench):
     main(["bench", str(folder), "--depth", "20", "0", "--threads", "2", "--dtype", "int8"])
     printed = capsys.readouterr()

@@ -83,16 +83,6 @@ def test_is_greedy_says_whether_generation_would_have_said_it():
         assert not engine.logprobs(prompt + changed, top=1, start=10).is_greedy[7]
 
 
-def test_a_later_start_gives_the_same_numbers():
-    with engine_of(random_model(small_config(), seed=4)) as engine:
-        ids = random_ids(engine.config, 75)
-        whole = engine.logprobs(ids, top=2, reuse_prefix=False)
-        for start in (1, 2, 31, 32, 33, 34, 64, 74, 75):
-            part = engine.logprobs(ids, top=2, start=start)
-            np.testing.assert_array_equal(part.logprobs, whole.logprobs[start - 1 :])
-            np.testing.assert_array_equal(part.top_ids, whole.top_ids[start - 1 :])
-
-
 def test_bad_options():
     with engine_of(random_model(small_config())) as engine:
         for options, message in (

@@ -20,12 +20,7 @@ import pytest
 
 from laneformer.engine import Batch, Cancelled, Engine
 from laneformer.engine.cpu.processes import threads_of_each, whole_lanes
-from tests.laneformer.engine.assets import (
-    engine_of,
-    random_ids,
-    random_model,
-    small_config,
-)
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 from tests.laneformer.engine.goldens import mask_of
 from tests.laneformer.engine.test_joined import collect, tokens_of
 

@@ -14,7 +14,13 @@ import torch
 from laneformer import Laneformer
 from laneformer.config import DRAFT_IDS
 from laneformer.engine import Engine, bench
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config, write_folder
+from tests.laneformer.engine.assets import (
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    write_folder,
+)
 
 LONG = {"max_position_embeddings": 256}
 SAMPLING: list[dict[str, Any]] = [
@@ -60,12 +66,12 @@ def drafting(source: str, draft: float = CHEAP, threads: int = 2, **overrides: A
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_token_and_no_bit_changes(source: str, sampling: dict[str, Any]) -> None:
-    options = {"max_new_tokens": 80, "logprobs": 2, **sampling}
+    options = {"max_new_tokens": 60, "logprobs": 2, **sampling}
     with drafting(source, vocab_size=12 if source == "text" else 100) as engine:
         prompt = random_ids(engine.config, 150, 2)  # read in two passes
         plain = engine.generate_detailed(prompt, speculate=0, reuse_prefix=False, **options)
         assert plain.statistics.proposed_tokens == 0
-        for speculate in (1, 4, 31):
+        for speculate in (2, 31):
             for reuse in (False, True):
                 quick = engine.generate_detailed(prompt, speculate=speculate, reuse_prefix=reuse, **options)
                 assert quick.tokens == plain.tokens

@@ -97,10 +97,6 @@ def test_text_needs_text_or_ids_and_a_tokenizer(engine):
         bare.generate_text("a")
 
 
-# --- cancelling
-# -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def slow_engine():
     with engine_of(random_model(small_config(**LONG))) as engine:
