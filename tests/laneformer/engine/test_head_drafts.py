@@ -108,9 +108,11 @@ def learnt() -> tuple[Laneformer, list[int]]:
     prompt = random_ids(model.config, 60, 1)
     with engine_of(model) as engine:
         text = torch.tensor([prompt + engine.generate(prompt, max_new_tokens=50, speculate=0)])
-    head = [p for name, p in model.named_parameters() if name.startswith("mtp.")]
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith("mtp."))
+    head = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(head, lr=0.01)
-    for _ in range(60):
+    for _ in range(45):
         losses = [
             torch.nn.functional.cross_entropy(logits[0], text[0, step + 1 :][: logits.shape[1]])
             for step, logits in enumerate((x[:, :-1] for x in model.draft_logits(text, 3)), 1)
