@@ -57,6 +57,7 @@ def largest_error(model: Laneformer, engine: Engine) -> float:
     return worst
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("overrides", "threads"),
     [
