@@ -23,6 +23,14 @@ from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.tensors import Tensor
 
 EACH_COLUMN = 0.02  # of the cost of a pass
+ISAS_BELOW_AMX = (
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512",
+    "avx2_vnni",
+    "avx2",
+    "portable",
+)  # all below the matrix unit
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -104,6 +112,27 @@ def float32_error(model: Laneformer, ids: list[int], reference: np.ndarray) -> f
     largest over the logits.
     """
     return float(np.abs(torch_logits(model, ids, torch.float32) - reference).max())
+
+
+def assert_close(engine_logits: np.ndarray, reference: np.ndarray, allowed: float) -> None:
+    error = np.abs(engine_logits - reference).max()
+    assert error <= allowed, f"largest logit error {error:.3g}, allowed {allowed:.3g}"
+
+
+def check_logits(
+    model: Laneformer, ids: list[int], config: LaneformerConfig | None = None, **options: object
+) -> np.ndarray:
+    """The engine's logits, checked against float64.
+
+    Both start from the same weights, so what differs is float32 rounding; the engine sums in another order than
+    PyTorch, which changes an error's value but not its size: four times PyTorch's largest error is allowed. A planted
+    error is thousands of times larger.
+    """
+    reference = torch_logits(model, ids)
+    with engine_of(model, config, **options) as engine:
+        logits = engine.logits(ids)
+    assert_close(logits, reference, 4 * float32_error(model, ids, reference))
+    return logits
 
 
 def random_ids(config: LaneformerConfig, length: int, seed: int = 0) -> list[int]:

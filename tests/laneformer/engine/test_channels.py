@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from laneformer.engine.channels import CALL, CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, Harmony, Thinking
+from laneformer.engine.channels import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    ENDS,
+    MESSAGE,
+    NEXT,
+    Harmony,
+    Thinking,
+)
 
 Reader = Callable[[], Thinking | Harmony]
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}They greet.{NEXT}"
@@ -15,21 +24,20 @@ CALLED = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
 ARGUMENTS = '{"city": "Rome"}'
 
 
-def told(make: Reader, pieces: list[str]) -> tuple[str, str]:
-    reader, found = make(), ["", ""]
-    for reasoning, content in [*map(reader.push, pieces), reader.finish()]:
-        found[0] += reasoning
-        found[1] += content
-    return found[0], found[1]
+def read(make: Reader, pieces: list[str]) -> tuple[str, str]:
+    """Reasoning and content of all pieces."""
+    reader = make()
+    parts = [*map(reader.push, pieces), reader.finish()]
+    return "".join(reasoning for reasoning, _ in parts), "".join(content for _, content in parts)
 
 
-def assert_told(make: Reader, text: str, *expected: str, step: int = 1) -> None:
+def check_pieces(make: Reader, text: str, *expected: str, step: int = 1) -> None:
     """In one piece, in letters, and in three pieces that end at any multiple of `step`."""
-    assert told(make, [text]) == expected
-    assert told(make, list(text)) == expected
+    assert read(make, [text]) == expected
+    assert read(make, list(text)) == expected
     for a, b in itertools.combinations(range(0, len(text), step), 2):
         pieces = [text[:a], text[a:b], text[b:]]
-        assert told(make, pieces) == expected, pieces
+        assert read(make, pieces) == expected, pieces
 
 
 @pytest.mark.parametrize(
@@ -51,7 +59,7 @@ def assert_told(make: Reader, text: str, *expected: str, step: int = 1) -> None:
     ],
 )
 def test_thinking(text: str, inside: bool, reasoning: str, content: str) -> None:
-    assert_told(lambda: Thinking(inside), text, reasoning, content)
+    check_pieces(lambda: Thinking(inside), text, reasoning, content)
 
 
 @pytest.mark.parametrize(
@@ -75,4 +83,4 @@ def test_thinking(text: str, inside: bool, reasoning: str, content: str) -> None
     ],
 )  # fmt: skip
 def test_harmony(text: str, calls: bool, reasoning: str, content: str) -> None:
-    assert_told(lambda: Harmony(calls), text, reasoning, content, step=3)
+    check_pieces(lambda: Harmony(calls), text, reasoning, content, step=3)

@@ -55,7 +55,7 @@ def test_no_token_depends_on_the_latency(variant):
     with engine_with(variant, threads=1) as one:
         expected = one.generate(ids, max_new_tokens=12, ignore_eos=True)
         logits = one.logits(ids)
-    for threads, link_s, jitter in ((2, 0.0, 0.0), (2, 2e-5, 0.0), (3, 3e-4, 1.0), (5, 1e-4, 0.5)):
+    for threads, link_s, jitter in ((2, 2e-5, 0.0), (3, 3e-4, 1.0)):
         with engine_with(variant, threads, link_s, jitter=jitter, seed=3) as engine:
             assert engine.generate(ids, max_new_tokens=12, ignore_eos=True) == expected, (threads, link_s)
             np.testing.assert_array_equal(engine.logits(ids), logits)
@@ -67,7 +67,7 @@ def test_every_wait_that_a_join_needs_takes_its_time(variant):
         assert min(after(engine, [1, 2, 3], 3).whole.token_s) >= floor_s(variant)
 
 
-@pytest.mark.job
+@pytest.mark.rotate  # by the clock
 @pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"tensor_parallel"}))
 def test_no_join_waits_that_need_not(variant):
     link_s = 0.1  # beside which even a busy machine is fast
@@ -80,6 +80,7 @@ def test_the_floor_is_two_exchanges_a_layer_and_one_for_the_token():
     assert floor_s("tensor_parallel", 1.0) == 2 * LAYERS + 1
 
 
+@pytest.mark.rotate
 def test_processes_wait_as_threads_do():
     model = random_model(small_config(num_hidden_layers=1, broadcast_delay=0, swa_layers=[]), seed=4)
     link_s, exchanges = 0.05, 3  # attention, MLP and the token
@@ -99,6 +100,7 @@ def test_threads_of_one_lane_do_not_wait_for_the_link():
         assert min(after(engine, [1, 2, 3], 3).whole.token_s) < 1.0
 
 
+@pytest.mark.rotate  # by the clock
 def test_jitter_spreads_the_times_of_tokens():
     with engine_with("tensor_parallel", link_s=LINK_S, jitter=1.0, seed=1) as engine:
         times = after(engine, [1, 2, 3], 9).whole.token_s

@@ -26,7 +26,7 @@ def longest_end(text: list[int], other: list[int], own: bool) -> tuple[int, int]
 
 @pytest.mark.parametrize("vocab", [3, 30, 3000])
 def test_drafts_follow_the_longest_end_that_stood_before(vocab: int) -> None:
-    draw, found = random.Random(vocab), 0
+    draw, drafted = random.Random(vocab), 0
     phrases = [[draw.randrange(vocab) for _ in range(draw.randrange(2, 90))] for _ in range(6)]
     text = [draw.randrange(vocab) for _ in range(5)]
     drafter = _core.Drafter([], text, [])
@@ -41,8 +41,8 @@ def test_drafts_follow_the_longest_end_that_stood_before(vocab: int) -> None:
             follows = (text[place:] + drafts)[:5] if drafts else []
             assert drafts == follows
         assert odds == sorted(odds, reverse=True)
-        found += bool(drafts)
-    assert found > 20
+        drafted += bool(drafts)
+    assert drafted > 20
 
 
 def test_prediction_and_past_outputs_are_texts_too() -> None:
@@ -117,20 +117,19 @@ def test_a_prediction_is_drafted_and_changes_no_token() -> None:
     with engine_of(random_model(small_config(max_position_embeddings=192))) as engine:
         prompt, options = [3, 1, 4, 1, 5], {"max_new_tokens": 60, "temperature": 1.0, "seed": 5}
         plain = engine.generate(prompt, **options, speculate=0)
-        told = engine.generate_detailed(prompt, **options, prediction=plain)
-        assert told.ids == plain
-        assert told.statistics.accepted_tokens > 40
+        predicted = engine.generate_detailed(prompt, **options, prediction=plain)
+        assert predicted.ids == plain
+        assert predicted.statistics.accepted_tokens > 40
         with pytest.raises(ValueError, match="prediction holds 1000"):
             engine.generate(prompt, prediction=[1000])
 
 
-@pytest.mark.parametrize("each_column", [0.05, 0.25, 0.6])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("each_column", "temperature"), [(0.05, 1.0), (0.25, 0.0), (0.6, 1.0)])
 def test_drafts_cost_next_to_nothing_where_they_fail(each_column: float, temperature: float) -> None:
     """By the cost of columns; with few ids, ends of the text stood before all the time and mean little."""
     with engine_of(random_model(small_config(vocab_size=16, max_position_embeddings=512))) as engine:
         engine._open().fix_cost(each_column)
-        for seed in range(6):
+        for seed in range(3):
             prompt = [random.Random(seed).randrange(16) for _ in range(40)]
             options = {"max_new_tokens": 400, "temperature": temperature, "seed": seed, "ignore_eos": True}
             done = engine.generate_detailed(prompt, **options, reuse_prefix=False).statistics

@@ -18,6 +18,7 @@ from laneformer.engine.options import RANGES
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
 
 NAMES = [field.name for field in dataclasses.fields(GenerationOptions) if field.name != "max_new_tokens"]
+pytestmark = pytest.mark.job  # hundreds of examples
 LIMITS = {"deadline": 20_000, "max_examples": 150}  # ms: a hang fails
 
 

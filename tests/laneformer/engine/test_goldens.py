@@ -24,20 +24,42 @@ def ids(name: str) -> list[list[int]]:
     return [answer[:-FIGURES] for answer in GOLDENS[name]]
 
 
-def exact_isas(name: str) -> list[str]:
-    return [isa for isa in usable_isas() if isa != "portable" or name not in ROUNDED]
+def check_all(name: str, **options: object) -> None:
+    """Every request one after the other, its statistics too, and all side by side."""
+    every = requests(name)
+    with engine_of(name, **options) as engine:
+        assert [alone(engine, asked) for asked in every] == GOLDENS[name]
+        assert side_by_side(engine, every) == ids(name)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_after_the_other(name: str) -> None:
-    with engine_of(name, threads=1) as engine:
-        assert [alone(engine, asked) for asked in requests(name)] == GOLDENS[name]
+def test_alone_and_side_by_side(name: str) -> None:
+    check_all(name, threads=2)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("name", MODELS)
-def test_side_by_side(name: str) -> None:
-    with engine_of(name, threads=2) as engine:
-        assert side_by_side(engine, requests(name)) == ids(name)
+def test_on_every_instruction_set(name: str) -> None:
+    for isa in usable_isas():
+        if isa == "portable" and name in ROUNDED:
+            continue
+        for threads in (1, 3):
+            check_all(name, threads=threads, isa=isa)
+
+
+@pytest.mark.rotate
+@pytest.mark.parametrize("name", MODELS)
+def test_in_several_processes(name: str) -> None:
+    for processes in (2, 4):
+        if MODELS[name].get("num_lanes", 4) >= processes:
+            check_all(name, threads=1, processes=processes)
+
+
+def test_as_streams() -> None:
+    with engine_of("delay_2", threads=3) as engine:
+        for asked, expected in zip(requests("delay_2"), ids("delay_2"), strict=True):
+            if not asked.start and not asked.masks:
+                assert streamed(engine, asked) == expected
 
 
 def test_all_kinds_are_there() -> None:
@@ -49,28 +71,3 @@ def test_all_kinds_are_there() -> None:
     assert proposed > accepted > 100
     for kind in (lambda r: r.start, lambda r: r.masks, lambda r: "temperature" in r.options):
         assert sum(map(bool, map(kind, asked))) > 20
-
-
-@pytest.mark.job
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_on_every_instruction_set(name: str, threads: int) -> None:
-    every = requests(name)
-    plain = [number for number, asked in enumerate(every) if not asked.start and not asked.masks]
-    for isa in exact_isas(name):
-        with engine_of(name, threads=threads, isa=isa) as engine:
-            assert [alone(engine, asked) for asked in every] == GOLDENS[name]
-            assert side_by_side(engine, every) == ids(name)
-            for number in plain:
-                assert streamed(engine, every[number]) == ids(name)[number]
-
-
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.job)])
-@pytest.mark.parametrize("name", MODELS)
-def test_in_several_processes(name: str, processes: int) -> None:
-    if MODELS[name].get("num_lanes", 4) < processes:
-        pytest.skip("a lane is not cut")
-    every = requests(name)
-    with engine_of(name, threads=1, processes=processes) as engine:
-        assert [alone(engine, asked) for asked in every] == GOLDENS[name]
-        assert side_by_side(engine, every) == ids(name)

@@ -35,6 +35,7 @@ from tests.laneformer.engine.test_processes import (
     workers,
 )
 
+pytestmark = pytest.mark.rotate  # lanes over processes are to be removed
 SILENT_S = 2.0
 HUNG = rf"has shown no sign of life for {SILENT_S:g} s"
 
@@ -133,7 +134,6 @@ def test_a_worker_that_cannot_be_killed(monkeypatch):
     stuck.wait()
 
 
-@pytest.mark.job
 def test_a_prompt_that_takes_longer_is_no_error():
     model = random_model(small_config(num_hidden_layers=2, broadcast_delay=0, swa_layers=[]), seed=4)
     ids = random_ids(model.config, 40)
@@ -146,7 +146,6 @@ def test_a_prompt_that_takes_longer_is_no_error():
         assert time.monotonic() - began_s > 2 * SILENT_S
 
 
-@pytest.mark.job
 def test_a_pause_of_all_processes_is_no_error():
     script = """
         import json, sys

@@ -1,7 +1,7 @@
-"""Integer products: int4 weights, int8 and int4 weights with activations rounded to int8, and
-engines that use them.
+"""Integer products: int4 weights, int8 and int4 weights with activations rounded to int8.
 
-The definition is written down here, in numpy, and every instruction set has to give its bits.
+The definition is written down here, in numpy, and every instruction set has to give its bits. Engines with such
+weights: test_int8.py; that threads and blocks change no bit of theirs: test_bits.py.
 """
 
 from __future__ import annotations
@@ -9,26 +9,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from laneformer import Laneformer
-from laneformer.engine import Engine
 from laneformer.engine.cpu import _core
-from laneformer.engine.cpu.decoder import RandomTensors, chosen_math
-from laneformer.engine.cpu.packed import PackedWeights
+from laneformer.engine.cpu.decoder import chosen_math
 from tests.laneformer.engine.assets import (
+    ISAS_BELOW_AMX,
     engine_of,
     random_ids,
     random_model,
     small_config,
-    tensors_of,
     usable_isas,
-    write_folder,
 )
 
-ISAS = usable_isas(("avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "portable"))
+ISAS = usable_isas(ISAS_BELOW_AMX)
 LEVELS = np.array([0, 14, 26, 35, 43, 51, 58, 64, 70, 76, 82, 89, 96, 104, 114, 127]) - 69
 GROUP = 32
-CONFIG = small_config()
-IDS = random_ids(CONFIG, 50)
 single = np.float32
 
 
@@ -164,80 +158,15 @@ def test_zeros_stay_zeros_and_small_or_large_weights_are_no_surprise():
             packed(weights)
 
 
-# --- engines
-# ------------------------------------------------------------------------------------------------------
-
-
-def integer_engine(model: Laneformer, dtype: str, **options: object) -> Engine:
-    return engine_of(model, dtype=dtype, math="int8", **options)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("isa", ISAS[:1] + ISAS[-1:])
-def test_threads_blocks_and_batches_change_no_bit(isa, dtype):
-    model = random_model(CONFIG, seed=2, dtype="bf16")
-    prompts = [IDS[:5], IDS[7:40], IDS[3:4]]
-    with integer_engine(model, dtype, threads=1, isa=isa) as one:
-        logits = one.logits(IDS)
-        alone = [one.generate(prompt, max_new_tokens=12, temperature=1.0, seed=3) for prompt in prompts]
-        for length in (1, 2, 31, 33):
-            np.testing.assert_array_equal(one.logits(IDS[:length]), logits[:length])
-    for threads in (2, 3, 5, 9):
-        with integer_engine(model, dtype, threads=threads, isa=isa) as engine:
-            np.testing.assert_array_equal(engine.logits(IDS), logits, err_msg=f"{threads} threads")
-            assert engine.generate_batch(prompts, max_new_tokens=12, temperature=1.0, seed=[3] * 3) == alone
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_wide_vectors_give_the_same_bits(dtype):
-    model = random_model(small_config(hidden_size=72, num_attention_heads=4), seed=3)
-    logits = [integer_engine(model, dtype, isa=isa).logits(IDS) for isa in ISAS if isa != "portable"]
-    for other in logits[1:]:
-        np.testing.assert_array_equal(other, logits[0])
-
-
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
 def test_logits_are_near_those_of_exact_activations(head):
     """Rounded to int8 in groups, activations cost about a hundredth of the logits' spread; more is a fault."""
     model = random_model(small_config(lm_head_type=head), seed=1, dtype="bf16")
-    with engine_of(model, dtype="int8") as exact, integer_engine(model, "int8") as integer:
-        reference, logits = exact.logits(IDS), integer.logits(IDS)
+    ids = random_ids(model.config, 50)
+    with engine_of(model, dtype="int8") as exact, engine_of(model, dtype="int8", math="int8") as integer:
+        reference, logits = exact.logits(ids), integer.logits(ids)
     error = np.linalg.norm(logits - reference) / np.linalg.norm(reference - reference.mean(-1, keepdims=True))
     assert 1e-4 < error < 0.04
-
-
-def test_int4_reads_half_a_byte_a_weight_but_for_the_outer_layers_and_the_head():
-    c, lanes = CONFIG, CONFIG.num_lanes
-    q, kv, ff = (
-        c.hidden_size // lanes,
-        c.head_dim * c.num_key_value_heads // lanes,
-        c.intermediate_size // lanes,
-    )
-    layer = [(q + 2 * kv, c.hidden_size), (c.hidden_size, q), (2 * -(-ff // 16) * 16, c.hidden_size)]
-    layer.append((c.hidden_size, ff))
-    outer = [*layer, *layer, (c.vocab_size // lanes, c.hidden_size)]
-    eight = sum(-(-r // 32) * 32 * (2 * -(-k // 2) + 4) for r, k in outer)
-    four = sum(-(-r // 32) * 32 * -(-k // 32) * 18 for r, k in layer)
-    with engine_of(random_model(c), dtype="int4", threads=1) as engine:
-        assert engine.weight_bytes == lanes * (eight + (c.num_hidden_layers - 2) * four)
-
-
-def test_int4_implies_integer_products_and_other_maths_are_refused():
-    model = random_model(CONFIG, dtype="bf16")
-    with engine_of(model, dtype="int4") as engine:
-        assert (engine.dtype, engine.math) == ("int4", "int8")
-    with engine_of(model, dtype="int8") as engine:
-        assert engine.math == "exact"
-    with pytest.raises(
-        ValueError, match=r"math = 'exact' needs .* weights, these are int4; use math = 'int8'"
-    ):
-        engine_of(model, dtype="int4", math="exact")
-    with pytest.raises(ValueError, match="math = 'int8' needs int8 or int4 or gguf weights, these are bf16"):
-        engine_of(model, math="int8")
-    with pytest.raises(
-        ValueError, match=r"math = 'int3' is unknown; choose from \('auto', 'fast', 'exact', 'bf16', 'int8'\)"
-    ):
-        engine_of(model, math="int3")
 
 
 @pytest.mark.parametrize(
@@ -252,42 +181,3 @@ def test_int4_implies_integer_products_and_other_maths_are_refused():
 def test_what_is_fast_depends_on_the_weights_and_the_cpu(monkeypatch, dtype, isa, auto, fast):
     monkeypatch.setattr(_core, "isa_of", lambda asked: isa)
     assert (chosen_math("auto", dtype, "auto"), chosen_math("fast", dtype, "auto")) == (auto, fast)
-
-
-def test_values_that_are_no_numbers_are_refused():
-    model = random_model(CONFIG)
-    model.state_dict()["layers.2.feed_forward.w3.weight"][1, 7, 0] = float("nan")
-    with pytest.raises(
-        ValueError, match=r"layers\.2\.feed_forward\.w3\.weight holds values that are not finite"
-    ):
-        engine_of(model, dtype="int4")
-
-
-def test_a_second_start_maps_what_the_first_packed(tmp_path, monkeypatch):
-    loads, load = [], PackedWeights.load
-    monkeypatch.setattr(PackedWeights, "load", lambda *args: loads.append(load(*args)) or loads[-1])
-    folder = write_folder(tmp_path, random_model(CONFIG, dtype="bf16"))
-    logits = []
-    for _ in range(2):
-        with Engine.from_pretrained(folder, dtype="int4") as engine:
-            logits.append(engine.logits(IDS))
-    assert loads == [False, True]
-    np.testing.assert_array_equal(logits[0], logits[1])
-
-
-def test_random_weights_are_the_16_bit_ones_rounded():
-    with (
-        Engine.random(CONFIG, "int4", seed=5) as random,
-        Engine(CONFIG, RandomTensors(CONFIG, "bf16", 5), dtype="int4") as rounded_ones,
-    ):
-        assert random.dtype == "int4"
-        np.testing.assert_array_equal(random.logits(IDS), rounded_ones.logits(IDS))
-
-
-def test_int4_inputs_are_refused():
-    model = random_model(CONFIG)
-    with (
-        engine_of(model, dtype="int4") as engine,
-        pytest.raises(ValueError, match="dtype = 'int4' is unknown"),
-    ):
-        engine._open().set_embedding(tensors_of(model)["tok_embeddings.weight"].values, "int4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from laneformer.engine import Batch, Engine, GeneratedToken, Update
 from laneformer.engine.cpu import _core
+from tests.laneformer.engine import goldens
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 
 LONG = {"max_position_embeddings": 20_000}
@@ -20,122 +22,48 @@ ENDLESS: dict[str, Any] = {"max_new_tokens": 19_900, "ignore_eos": True}
 
 def collect(batch: Batch, *tickets: int) -> dict[int, list[Update]]:
     """The updates of all requests until these have ended."""
-    found: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
-    while any(not found[ticket] or found[ticket][-1].finish_reason is None for ticket in tickets):
+    updates: dict[int, list[Update]] = {ticket: [] for ticket in tickets}
+    while any(not updates[ticket] or updates[ticket][-1].finish_reason is None for ticket in tickets):
         for update in batch.updates(10.0):
-            found.setdefault(update.ticket, []).append(update)
-    return found
+            updates.setdefault(update.ticket, []).append(update)
+    return updates
 
 
 def tokens_of(updates: list[Update]) -> list[GeneratedToken]:
     return [token for update in updates for token in update.tokens]
 
 
-def test_a_joined_request_gives_what_it_gives_alone() -> None:
-    with engine_of(random_model(small_config())) as engine:
-        prompt = random_ids(engine.config, 20)
-        alone = engine.generate_detailed(prompt, max_new_tokens=12, logprobs=2, temperature=1.0, seed=3)
-        with engine.batch() as batch:
-            ticket = batch.join(prompt, max_new_tokens=12, logprobs=2, temperature=1.0, seed=3)
-            updates = collect(batch, ticket)[ticket]
-        assert tokens_of(updates) == alone.tokens
-        assert updates[-1].finish_reason == alone.finish_reason
-
-
-def test_a_scoring_request_joins_as_well() -> None:
-    with engine_of(random_model(small_config())) as engine:
-        ids = random_ids(engine.config, 30)
-        alone = engine.logprobs(ids, start=5, top=3)
-        with engine.batch() as batch:
-            ticket = batch.score(ids, start=5, top=3)
-            scores = collect(batch, ticket)[ticket][-1].scores
-        assert scores is not None
-        for name in ("logprobs", "top_ids", "top_logprobs", "is_greedy"):
-            assert np.array_equal(getattr(scores, name), getattr(alone, name))
-
-
-def test_a_request_that_leaves_is_cancelled_and_the_engine_goes_on() -> None:
-    with engine_of(random_model(small_config(**LONG))) as engine:
-        with engine.batch() as batch:
-            ticket = batch.join(random_ids(engine.config, 4), **ENDLESS)
-            batch.leave(ticket)
-            assert collect(batch, ticket)[ticket][-1].finish_reason == "cancelled"
-            with pytest.raises(RuntimeError, match="busy with another request"):
-                engine.generate([1, 2])
-        assert len(engine.generate([1, 2], max_new_tokens=3, ignore_eos=True)) == 3
-
-
-def test_an_engine_that_closes_ends_its_batch() -> None:
-    engine = engine_of(random_model(small_config()))
-    batch = engine.batch()
-    batch.join(random_ids(engine.config, 4), **ENDLESS)
-    engine.close()
-    with pytest.raises(ValueError, match="closed"):
-        batch.join([1, 2])
-
-
-def random_request(rng: np.random.Generator, vocab: int) -> tuple[list[int], dict[str, Any]]:
-    """A prompt, often one that begins as others do, and any mixture of options."""
-    shared = np.random.default_rng(rng.integers(3)).integers(0, vocab, 50)
-    prompt = [*shared[: rng.integers(51)], *rng.integers(0, vocab, 1 + rng.integers(20))]
-    options: dict[str, Any] = {"max_new_tokens": int(rng.integers(1, 25))}
-    for name, value in {
-        "temperature": 1.0, "top_p": 0.9, "seed": int(rng.integers(2**63)), "repetition_penalty": 1.3,
-        "presence_penalty": 0.5, "logprobs": 3, "speculate": 5, "stop_ids": rng.integers(0, vocab, 3).tolist(),
-        "logit_bias": {int(rng.integers(vocab)): 5.0}, "reuse_prefix": False,
-    }.items():  # fmt: skip
-        if rng.random() < 0.4:
-            options[name] = value
-    return [int(i) for i in prompt], options
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
-def test_forty_requests_give_what_each_gives_alone(threads: int) -> None:
-    rng, model = np.random.default_rng(threads), random_model(small_config(), dtype="bf16")
-    with engine_of(model, threads=threads) as engine, engine_of(model, threads=1) as alone:
-        requests = [random_request(rng, 100) for _ in range(40)]
-        leaving = {number: int(rng.integers(6)) for number in range(0, 40, 5)}  # after so many tokens
-        waiting, found = list(range(40)), {n: list[GeneratedToken]() for n in range(40)}
+@pytest.mark.parametrize("threads", [1, 3])
+def test_requests_that_join_and_leave_at_any_time_give_what_each_gives_alone(threads: int) -> None:
+    """The kinds are those of test_goldens.py; here some leave after so many tokens, and joins come at random."""
+    rng, every = np.random.default_rng(threads), goldens.requests("delay_2")
+    with goldens.engine_of("delay_2", threads=threads) as engine:
+        alone = [goldens.alone(engine, asked)[:-4] for asked in every]
+        leaving = {number: int(rng.integers(6)) for number in range(0, len(every), 5)}
+        waiting, tokens = [*range(len(every))], {n: list[GeneratedToken]() for n in range(len(every))}
         numbers: dict[int, int] = {}  # by ticket
         ended: dict[int, Update] = {}
         with engine.batch() as batch:
-            while len(ended) < 40:
+            while len(ended) < len(every):
                 for _ in range(int(rng.integers(4))):
                     if waiting and len(numbers) - len(ended) < batch.max_joined:
-                        prompt, options = requests[waiting[0]]
-                        numbers[batch.join(prompt, **options)] = waiting.pop(0)
+                        number = waiting.pop(0)
+                        numbers[goldens.join(batch, every[number], engine.config.vocab_size)] = number
                 for update in batch.updates(0.01):
                     number = numbers[update.ticket]
-                    found[number] += update.tokens
+                    tokens[number] += update.tokens
                     if update.finish_reason:
                         ended[number] = update
-                    elif number in leaving and len(found[number]) >= leaving[number]:
+                    elif number in leaving and len(tokens[number]) >= leaving[number]:
                         batch.leave(update.ticket)
-        for number, (prompt, options) in enumerate(requests):
-            expected = alone.generate_detailed(prompt, **{**options, "reuse_prefix": False})
-            if ended[number].finish_reason == "cancelled":
-                assert found[number] == expected.tokens[: len(found[number])]
-                continue
-            assert (found[number], ended[number].finish_reason) == (expected.tokens, expected.finish_reason)
-
-
-def test_scores_beside_other_requests_are_those_alone() -> None:
-    with engine_of(random_model(small_config()), threads=2) as engine:
-        texts = [random_ids(engine.config, 97, seed=i) for i in range(4)]
-        alone = [
-            engine.logprobs(text, top=2, start=1 + 20 * i, reuse_prefix=False) for i, text in enumerate(texts)
-        ]
-        with engine.batch() as batch:
-            others = [batch.join([i], max_new_tokens=90, ignore_eos=True, logprobs=1) for i in range(4)]
-            tickets = [batch.score(text, top=2, start=1 + 20 * i) for i, text in enumerate(texts)]
-            updates = collect(batch, *tickets, *others)
-        for ticket, expected in zip(tickets, alone, strict=True):
-            scores = updates[ticket][-1].scores
-            assert scores is not None
-            np.testing.assert_array_equal(scores.logprobs, expected.logprobs)
-            np.testing.assert_array_equal(scores.top_ids, expected.top_ids)
-        assert tokens_of(updates[others[3]]) == engine.generate_detailed(
-            [3], max_new_tokens=90, ignore_eos=True, logprobs=1).tokens  # fmt: skip
+    for number, update in ended.items():
+        if (scores := update.scores) is not None:
+            assert scores.top_ids.ravel().tolist() == alone[number]
+            continue
+        ids = [token.id for token in tokens[number]]
+        assert ids == alone[number][: len(ids)]
+        if update.finish_reason != "cancelled":
+            assert ids + [i for token in tokens[number] for i, _ in token.top] == alone[number]
 
 
 def test_a_ninth_request_is_refused_until_one_has_been_collected() -> None:
@@ -147,35 +75,23 @@ def test_a_ninth_request_is_refused_until_one_has_been_collected() -> None:
         batch.join([1])
 
 
-def test_a_batch_decodes_all_in_the_same_passes() -> None:
-    with engine_of(random_model(small_config())) as engine, engine.batch() as batch:
-        tickets = [batch.join([i], max_new_tokens=80, ignore_eos=True, speculate=0) for i in range(8)]
-        for updates in collect(batch, *tickets).values():
-            assert updates[-1].statistics is not None
-            assert updates[-1].statistics.passes == 80
-            assert len(tokens_of(updates)) == 80
-
-
 def test_requests_from_many_threads() -> None:
     """Eight threads join and leave at any time, one collects; nothing is lost and nothing mixed up."""
-    model = random_model(small_config())
-    with engine_of(model, threads=2) as engine:
-        expected = {i: engine.generate([i], max_new_tokens=40, ignore_eos=True) for i in range(8)}
+    options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+    with engine_of(random_model(small_config()), threads=2) as engine:
+        expected = {i: engine.generate([i], **options) for i in range(8)}
         owner: dict[int, tuple[int, bool]] = {}
         ended: dict[int, tuple[str, list[int]]] = {}
         has_ended = threading.Condition()
 
         def client(i: int) -> None:
-            def has_its_end() -> bool:
-                return ticket in ended
-
             for turn in range(20):
-                ticket = batch.join([i], max_new_tokens=40, ignore_eos=True)
+                ticket = batch.join([i], **options)
                 owner[ticket] = i, turn % 2 == 1
                 if turn % 2:
                     batch.leave(ticket)
                 with has_ended:
-                    assert has_ended.wait_for(has_its_end, 60.0)
+                    assert has_ended.wait_for(functools.partial(ended.__contains__, ticket), 60.0)
 
         with engine.batch() as batch:
             clients = [threading.Thread(target=client, args=[i]) for i in range(8)]
@@ -221,49 +137,39 @@ def test_an_overflow_ends_one_request_alone() -> None:
 
 
 def mask_of(*ids: int) -> np.ndarray:
-    mask = np.zeros(4, np.uint32)
-    for i in ids:
-        mask[i // 32] |= np.uint32(1 << i % 32)
-    return mask
+    return goldens.mask_of(ids, 100)
 
 
 ALLOWED = [(2, 50, 99), (31, 32), (7,), (0, 64, 96), *[tuple(range(i, 100, 3)) for i in range(8)]]
-MASKED: dict[str, Any] = {
-    "max_new_tokens": len(ALLOWED),
-    "ignore_eos": True,
-    "temperature": 1.0,
-    "logprobs": 1,
-}
+MASKED: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 1.0, "logprobs": 1}
 
 
 @pytest.mark.parametrize("when", ["early", "with each token", "late"])
 def test_masks_say_what_may_come_whenever_they_come(when: str) -> None:
+    plain: dict[str, Any] = {"max_new_tokens": 90, "ignore_eos": True}
     with engine_of(random_model(small_config()), threads=2) as engine:
-        others = {i: engine.generate([i], max_new_tokens=90, ignore_eos=True) for i in range(3)}
-        results = []
+        others = [engine.generate([i], **plain) for i in range(3)]
+        answers = []
         for beside in (0, 3):
             with engine.batch() as batch:
-                tickets = [batch.join([i], max_new_tokens=90, ignore_eos=True) for i in range(beside)]
+                tickets = [batch.join([i], **plain) for i in range(beside)]
                 masked = batch.join([1, 2, 3], masked=True, speculate=4, seed=6, **MASKED)
                 tokens: dict[int, list[GeneratedToken]] = {ticket: [] for ticket in (*tickets, masked)}
-                sent = 0
-                while len(tokens[masked]) < len(ALLOWED) or any(
-                    len(tokens[ticket]) < 90 for ticket in tickets
-                ):
+                sent, ended = 0, set[int]()
+                while len(ended) <= beside:
                     late = when == "late" and any(len(tokens[ticket]) < 20 for ticket in tickets)
-                    while (
-                        not late and sent < len(ALLOWED) and (when == "early" or sent <= len(tokens[masked]))
-                    ):
-                        batch.allow(masked, sent, mask_of(*ALLOWED[sent]))
-                        sent += 1
+                    most = 12 if when == "early" else len(tokens[masked]) + 1
+                    for index in range(sent, 0 if late else min(most, 12)):
+                        batch.allow(masked, index, mask_of(*ALLOWED[index]))
+                        sent = index + 1
                     for update in batch.updates(0.02):
                         assert update.error is None
                         tokens[update.ticket] += update.tokens
+                        ended |= {update.ticket} if update.finish_reason else set()
             assert all(token.id in ids for token, ids in zip(tokens[masked], ALLOWED, strict=True))
-            for i, ticket in enumerate(tickets):
-                assert [token.id for token in tokens[ticket]] == others[i]
-            results.append(tokens[masked])
-        assert results[0] == results[1]
+            assert [[token.id for token in tokens[ticket]] for ticket in tickets] == others[:beside]
+            answers.append(tokens[masked])
+        assert answers[0] == answers[1]
 
 
 def test_a_mask_without_a_possible_id_ends_its_request_with_an_error() -> None:
@@ -291,6 +197,8 @@ def test_a_request_may_leave_while_it_waits_for_its_mask() -> None:
         with engine.batch() as batch:
             ticket = batch.join([1, 2], masked=True)
             assert batch.updates(0.05) == []
+            with pytest.raises(RuntimeError, match="busy with another request"):
+                engine.generate([1, 2])
             batch.leave(ticket)
             assert collect(batch, ticket)[ticket][-1].finish_reason == "cancelled"
             batch.join([1, 2], masked=True)  # left to `close`
@@ -353,3 +261,5 @@ def test_an_engine_may_close_while_requests_run_and_wait() -> None:
     collecting.start()
     engine.close()
     collecting.join()
+    with pytest.raises(ValueError, match="closed"):
+        batch.join([1, 2])

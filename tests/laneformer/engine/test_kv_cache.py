@@ -6,6 +6,8 @@ windows, and shared out.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,8 @@ import laneformer.model
 from laneformer.engine.decoder import KV_BYTES
 from tests.laneformer.engine.assets import (
     TORCH_DTYPES,
+    check_logits,
     engine_of,
-    float32_error,
     random_ids,
     random_model,
     small_config,
@@ -45,11 +47,16 @@ def long_model(dtype="bf16", **overrides):
     return random_model(small_config(**{**LONG, **overrides}), seed=3, dtype=dtype)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_BYTES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+KV_OF_SHAPES = [
+    *zip(SHAPES, itertools.cycle(KV_BYTES)),
+    *(("window of a chunk and more", kv) for kv in [*KV_BYTES][1:]),
+]
+
+
+@pytest.mark.parametrize(("shape", "kv_dtype"), KV_OF_SHAPES)
 def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
     """One position a pass, passes of 128, and 16 threads on the lanes."""
-    model = long_model(**shape)
+    model = long_model(**SHAPES[shape])
     with engine_of(model, threads=2, kv_dtype=kv_dtype) as engine:
         generated = engine.generate_detailed(
             random_ids(model.config, 2), max_new_tokens=LENGTH - 2, logprobs=0
@@ -66,32 +73,22 @@ def test_blocks_and_chunks_give_the_bits_of_single_tokens(shape, kv_dtype):
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kv_dtype", KV_BYTES)
-def test_vector_widths_agree(kv_dtype):
-    wide = [isa for isa in usable_isas() if isa != "portable"]
-    model = long_model(sliding_window=300)
-    ids = random_ids(model.config, LENGTH)
-    found = []
-    for isa in wide:
-        with engine_of(model, threads=2, kv_dtype=kv_dtype, isa=isa) as engine:
-            found.append(engine.logits(ids))
-    for other in found[1:]:
-        np.testing.assert_array_equal(other, found[0])
+def assert_equal_widths(by_isa: dict[str, np.ndarray]) -> None:
+    """Vectors of any width sum in the same order; `portable` does not fuse."""
+    wide = [logits for isa, logits in by_isa.items() if isa != "portable"]
+    for other in wide[1:]:
+        np.testing.assert_array_equal(other, wide[0])
 
 
-@pytest.mark.parametrize("isa", usable_isas())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_long_contexts_are_right(shape, isa):
+def test_long_contexts_are_right(shape):
     model = long_model("fp32", **shape)
     ids = random_ids(model.config, LENGTH)
-    reference = torch_logits(model, ids)
-    with engine_of(model, threads=2, isa=isa) as engine:
-        assert np.abs(engine.logits(ids) - reference).max() < 4 * float32_error(model, ids, reference)
+    assert_equal_widths({isa: check_logits(model, ids, threads=2, isa=isa) for isa in usable_isas()})
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp16", "int8"])
-@pytest.mark.parametrize("isa", usable_isas())
-def test_keys_and_values_are_rounded_and_nothing_else(isa, kv_dtype, monkeypatch):
+def test_keys_and_values_are_rounded_and_nothing_else(kv_dtype, monkeypatch):
     """The float64 model with rounded keys and values differs by the few that float32 errors
     push over an edge.
     """
@@ -106,16 +103,18 @@ def test_keys_and_values_are_rounded_and_nothing_else(isa, kv_dtype, monkeypatch
         scale = x.abs().amax(-1, keepdim=True) / 127
         return (x / scale).round() * scale
 
-    def rounded(query, key, value, **options):
+    def attend_rounded(query, key, value, **options):
         return attend(query, narrow(key), narrow(value), **options)
 
-    monkeypatch.setattr(laneformer.model.F, "scaled_dot_product_attention", rounded)
-    expected = torch_logits(model, ids)
-    with engine_of(model, threads=2, isa=isa, kv_dtype=kv_dtype) as engine:
-        ours = engine.logits(ids)
+    monkeypatch.setattr(laneformer.model.F, "scaled_dot_product_attention", attend_rounded)
+    expected, by_isa = torch_logits(model, ids), {}
     rounding = np.sqrt(np.mean((expected - exact) ** 2))
-    assert np.sqrt(np.mean((ours - expected) ** 2)) < rounding / 10
-    assert np.sqrt(np.mean((ours - exact) ** 2)) > rounding / 2
+    for isa in usable_isas():
+        with engine_of(model, threads=2, isa=isa, kv_dtype=kv_dtype) as engine:
+            by_isa[isa] = logits = engine.logits(ids)
+        assert np.sqrt(np.mean((logits - expected) ** 2)) < rounding / 10
+        assert np.sqrt(np.mean((logits - exact) ** 2)) > rounding / 2
+    assert_equal_widths(by_isa)
 
 
 def test_auto_is_16_bits_where_weights_are():

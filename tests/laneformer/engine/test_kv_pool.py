@@ -136,8 +136,8 @@ def test_choices_of_one_prompt_read_it_once():
         assert fresh.statistics.reused_tokens == 0
 
 
-@pytest.mark.parametrize("threads", [1, 3, 8])
-def test_a_request_copies_from_one_that_runs(threads):
+def test_a_request_copies_from_one_that_runs():
+    threads = 3
     model = random_model(small_config(**LONG), seed=7)
     system = random_ids(model.config, 150)
     prompts = [system + random_ids(model.config, 20, seed=i) for i in range(1, 5)]
@@ -147,24 +147,18 @@ def test_a_request_copies_from_one_that_runs(threads):
             while not batch.updates(1.0):
                 pass
             tickets += [batch.join(prompt, max_new_tokens=20, ignore_eos=True) for prompt in prompts[1:]]
-            found = collect(batch, *tickets)
-        ended = [found[ticket][-1].statistics for ticket in tickets]
+            updates = collect(batch, *tickets)
+        ended = [updates[ticket][-1].statistics for ticket in tickets]
         assert [statistics and statistics.reused_tokens for statistics in ended] == [0, 150, 150, 150]
         for prompt, ticket in list(zip(prompts, tickets, strict=True))[1:]:
             expected = fresh.generate(prompt, max_new_tokens=20, ignore_eos=True, reuse_prefix=False)
-            assert [token.id for token in tokens_of(found[ticket])] == expected
+            assert [token.id for token in tokens_of(updates[ticket])] == expected
 
 
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("threads", "kv_dtype", "window", "cached"),
-    [
-        (1, "fp32", 7, 1.0),
-        (2, "fp16", 7, 3.0),
-        (3, "fp32", 90, 2.0),
-        (4, "int8", 300, 1.5),
-        (2, "fp32", 20, 0.0),
-    ],
+    [(2, "fp16", 7, 3.0), (3, "int8", 90, 1.5), (2, "fp32", 20, 0.0)],
 )
 def test_any_conversations_give_a_fresh_engines_bits(threads, kv_dtype, window, cached):
     """Continued, edited, regenerated, branched, side by side; `cached`: conversations of
@@ -179,7 +173,7 @@ def test_any_conversations_give_a_fresh_engines_bits(threads, kv_dtype, window, 
         engine_of(model, cache_bytes=limit, **options) as engine,
         engine_of(model, cache_bytes=0, **options) as fresh,
     ):
-        for trial in range(30):
+        for trial in range(20):
             talk, how = talks[rng.integers(len(talks))], rng.random()
             new = random_ids(model.config, int(rng.integers(1, 200)), seed=trial)
             kept = (
@@ -201,7 +195,7 @@ def test_any_conversations_give_a_fresh_engines_bits(threads, kv_dtype, window, 
             assert kv_bytes(engine) <= max(limit, len(prompts) * bytes_of(1000, kv_dtype=kv_dtype))
             talks = [*talks[-8:], prompts[0] + given[0], prompts[-1] + given[-1]]
             talks = [talk if len(talk) < 800 else talk[:300] for talk in talks]
-    assert reused > (0 if not cached else 1500)
+    assert reused > (0 if not cached else 1000)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
@@ -253,7 +247,7 @@ def test_a_cache_without_memory_takes_that_of_an_old_one_or_ends_its_request_alo
     assert passes == "300 300"  # those that could not run are not counted
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "1g"])
-def test_cache_bytes_is_a_number_of_bytes(value):
-    with pytest.raises(ValueError, match=r"cache_bytes = .* must be an integer from 0"):
-        engine_of(random_model(small_config()), cache_bytes=value)
+def test_cache_bytes_is_a_number_of_bytes():
+    for value in (-1, 1.5, True, "1g"):
+        with pytest.raises(ValueError, match=r"cache_bytes = .* must be an integer from 0"):
+            engine_of(random_model(small_config()), cache_bytes=value)

@@ -15,33 +15,26 @@ from tests.laneformer.engine.assets import (
     torch_logits,
 )
 
-# log_softmax adds up to twice the logits' error (see test_engine.py), exp and the sum about 1e-6 of the value
-SAMPLING = [
-    {},
-    {"temperature": 1.3, "top_k": 30, "seed": 2, "repetition_penalty": 1.4, "logit_bias": {3: 4.0}},
-]
+SAMPLED = {"temperature": 1.3, "top_k": 30, "seed": 2, "repetition_penalty": 1.4, "logit_bias": {3: 4.0}}
 
 
 def reference(model, ids: list[int]) -> tuple[np.ndarray, float]:
-    """log p after every position, float64, and the error that float32 makes."""
+    """log p after every position, float64, and the allowed error: log_softmax adds up to twice the logits' error,
+    exp and the sum about 1e-6 of the value.
+    """
     logits = torch_logits(model, ids)
     logp = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
     return logp, 8 * float32_error(model, ids, logits) + 1e-6 * np.abs(logp).max()
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("speculate", [0, 5])
+@pytest.mark.parametrize(("sampling", "speculate"), [({}, 5), (SAMPLED, 0)])
 def test_generated_tokens_carry_the_models_own_distribution(sampling, speculate):
     model = random_model(small_config(), seed=1)
-    prompt = random_ids(model.config, 30)
+    prompt, new = random_ids(model.config, 30), {"max_new_tokens": 40, **sampling}
     with engine_of(model, threads=2) as engine:
-        result = engine.generate_detailed(
-            prompt, max_new_tokens=40, logprobs=5, speculate=speculate, **sampling
-        )
-        assert result.ids == engine.generate(prompt, max_new_tokens=40, **sampling)
-        streamed = engine.stream_detailed(
-            prompt, max_new_tokens=40, logprobs=5, speculate=speculate, **sampling
-        )
+        result = engine.generate_detailed(prompt, logprobs=5, speculate=speculate, **new)
+        assert result.ids == engine.generate(prompt, **new)
+        streamed = engine.stream_detailed(prompt, logprobs=5, speculate=speculate, **new)
         assert list(streamed) == result.tokens
         scored = engine.logprobs(prompt + result.ids, start=30)
     np.testing.assert_array_equal(np.array([t.logprob for t in result.tokens], np.float32), scored)
@@ -64,29 +57,21 @@ def test_without_the_option_there_are_none_and_zero_means_the_token_alone():
     assert plain.ids == alone.ids
 
 
-def test_the_reason_of_the_end():
-    with engine_of(random_model(small_config()), eos_ids=(6,)) as engine:
-        ended = engine.generate_detailed([1], max_new_tokens=9, logit_bias={6: 100}, min_new_tokens=2)
-        assert (ended.finish_reason, len(ended.ids), ended.ids[-1], ended.prompt_tokens) == ("stop", 3, 6, 1)
-        assert engine.generate_detailed([1], max_new_tokens=9, ignore_eos=True).finish_reason == "length"
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_prompt_logprobs_with_the_likeliest_ids(threads):
-    model = random_model(small_config(), seed=2)
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+def test_prompt_logprobs_with_the_likeliest_ids(head):
+    model = random_model(small_config(lm_head_type=head), seed=2)
     ids = random_ids(model.config, 70)
     logp, allowed = reference(model, ids)
-    with engine_of(model, threads=threads) as engine:
+    with engine_of(model, threads=3) as engine:
         plain, scores = engine.logprobs(ids), engine.logprobs(ids, top=3)
         assert engine.logprobs(ids, top=0).top_ids.shape == (69, 0)
+        assert engine.logprobs(ids[:1]).shape == (0,)
+    assert np.abs(plain - logp[np.arange(69), ids[1:]]).max() <= allowed
     np.testing.assert_array_equal(scores.logprobs, plain)
     np.testing.assert_array_equal(scores.top_ids, np.argsort(-logp[:-1], 1, kind="stable")[:, :3])
     assert np.abs(scores.top_logprobs - np.take_along_axis(logp[:-1], scores.top_ids, 1)).max() <= allowed
-    assert (scores.top_logprobs.dtype, scores.top_ids.dtype, scores.is_greedy.dtype) == (
-        "float32",
-        "int32",
-        "bool",
-    )
+    dtypes = plain.dtype, scores.top_logprobs.dtype, scores.top_ids.dtype, scores.is_greedy.dtype
+    assert dtypes == ("float32", "float32", "int32", "bool")
 
 
 def test_is_greedy_says_whether_generation_would_have_said_it():
@@ -98,27 +83,15 @@ def test_is_greedy_says_whether_generation_would_have_said_it():
         assert not engine.logprobs(prompt + changed, top=1, start=10).is_greedy[7]
 
 
-def test_a_later_start_gives_the_same_numbers():
-    with engine_of(random_model(small_config(), seed=4)) as engine:
-        ids = random_ids(engine.config, 75)
-        whole = engine.logprobs(ids, top=2, reuse_prefix=False)
-        for start in (1, 2, 31, 32, 33, 34, 64, 74, 75):
-            part = engine.logprobs(ids, top=2, start=start)
-            np.testing.assert_array_equal(part.logprobs, whole.logprobs[start - 1 :])
-            np.testing.assert_array_equal(part.top_ids, whole.top_ids[start - 1 :])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start": 0}, "start = 0 is outside 1 to 5"),
-        ({"start": 6}, "start = 6 is outside 1 to 5"),
-        ({"top": -1}, "top = -1 is outside 0 to 100"),
-        ({"top": 101}, "top = 101"),
-        ({"top": 1.5}, "top = 1.5 must be an integer"),
-        ({"reuse_prefix": None}, "reuse_prefix = None must be True or False"),
-    ],
-)
-def test_bad_options(options, message):
-    with engine_of(random_model(small_config())) as engine, pytest.raises(ValueError, match=message):
-        engine.logprobs([1, 2, 3, 4, 5], **options)
+def test_bad_options():
+    with engine_of(random_model(small_config())) as engine:
+        for options, message in (
+            ({"start": 0}, "start = 0 is outside 1 to 5"),
+            ({"start": 6}, "start = 6 is outside 1 to 5"),
+            ({"top": -1}, "top = -1 is outside 0 to 100"),
+            ({"top": 101}, "top = 101"),
+            ({"top": 1.5}, "top = 1.5 must be an integer"),
+            ({"reuse_prefix": None}, "reuse_prefix = None must be True or False"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                engine.logprobs([1, 2, 3, 4, 5], **options)

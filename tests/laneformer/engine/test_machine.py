@@ -28,11 +28,11 @@ def siblings(*cores: str) -> dict[str, str]:
 
 
 def test_a_core_with_two_threads_counts_once(tmp_path):
-    found = this_machine(tree(tmp_path, siblings("0,4", "1,5", "2,6", "3,7")), set(range(8)))
-    assert found == Machine(((0, 4), (1, 5), (2, 6), (3, 7)))
-    assert planned_threads(found, 8) == 4
-    assert found.processors == 8
-    assert found.one_cpu_a_core_first() == [0, 1, 2, 3, 4, 5, 6, 7]
+    host = this_machine(tree(tmp_path, siblings("0,4", "1,5", "2,6", "3,7")), set(range(8)))
+    assert host == Machine(((0, 4), (1, 5), (2, 6), (3, 7)))
+    assert planned_threads(host, 8) == 4
+    assert host.processors == 8
+    assert host.one_cpu_a_core_first() == [0, 1, 2, 3, 4, 5, 6, 7]
     part = this_machine(tmp_path, {1, 5, 6})  # affinity
     assert part.cores == ((1, 5), (6,))
     assert part.one_cpu_a_core_first() == [1, 6, 5]
@@ -42,19 +42,13 @@ def test_nothing_known_is_one_core_a_cpu(tmp_path):
     assert this_machine(tmp_path, {0, 1, 5}) == Machine(((0,), (1,), (5,)))
 
 
-@pytest.mark.parametrize(
-    ("cores", "lanes", "threads", "share"),
-    [
+def test_threads_are_those_that_leave_the_slowest_one_least():
+    for cores, lanes, threads, share in (
         (2, 8, 2, 4), (3, 8, 3, 3), (5, 8, 4, 2), (6, 8, 6, 8 / 6), (7, 8, 6, 8 / 6), (8, 8, 8, 1),
         (12, 8, 12, 8 / 12), (70, 8, 64, 1 / 8), (3, 4, 3, 4 / 3), (6, 1, 6, 1 / 6),
-    ],
-)  # fmt: skip
-def test_threads_are_those_that_leave_the_slowest_one_least(cores, lanes, threads, share):
-    assert planned_threads(Machine(tuple((cpu,) for cpu in range(cores))), lanes) == threads
-    assert _core.largest_share(lanes, threads, threads) == pytest.approx(share)
-
-
-def test_groups_of_threads_are_in_one_process():
+    ):  # fmt: skip
+        assert planned_threads(Machine(tuple((cpu,) for cpu in range(cores))), lanes) == threads
+        assert _core.largest_share(lanes, threads, threads) == pytest.approx(share)
     assert _core.largest_share(8, 6, 3) == pytest.approx(8 / 6)
     assert _core.largest_share(8, 6, 2) == 2, "a group of three is not cut"
 
@@ -62,10 +56,10 @@ def test_groups_of_threads_are_in_one_process():
 def test_six_fast_cores_beside_eight_slow_ones(tmp_path):
     """A desktop of 2022 on: six performance cores of two threads, eight efficiency cores, eight lanes."""
     fast = siblings(*(f"{cpu},{cpu + 1}" for cpu in range(0, 12, 2)))
-    found = this_machine(tree(tmp_path, {**fast, "sys/devices/cpu_atom/cpus": "12-19"}), set(range(20)))
-    assert planned_threads(found, 8) == 6
-    assert found.one_cpu_a_core_first()[:6] == [0, 2, 4, 6, 8, 10]
-    assert planned_threads(found, 1) == 6, "a model whose lanes are free: cut into as many as suit six"
+    host = this_machine(tree(tmp_path, {**fast, "sys/devices/cpu_atom/cpus": "12-19"}), set(range(20)))
+    assert planned_threads(host, 8) == 6
+    assert host.one_cpu_a_core_first()[:6] == [0, 2, 4, 6, 8, 10]
+    assert planned_threads(host, 1) == 6, "a model whose lanes are free: cut into as many as suit six"
 
 
 @pytest.mark.parametrize(
@@ -80,52 +74,55 @@ def test_six_fast_cores_beside_eight_slow_ones(tmp_path):
     ],
 )
 def test_efficiency_cores_are_left_to_others(tmp_path, files):
-    found = this_machine(tree(tmp_path, {**files, **siblings("0,1", "2,3")}), set(range(8)))
-    assert found.cores == ((0, 1), (2, 3))
-    assert found.slow == (4, 5, 6, 7)
-    assert planned_threads(found, 8) == 2
-    assert found.processors == 8, "whoever asks for more threads gets them, and they may spin"
+    host = this_machine(tree(tmp_path, {**files, **siblings("0,1", "2,3")}), set(range(8)))
+    assert host.cores == ((0, 1), (2, 3))
+    assert host.slow == (4, 5, 6, 7)
+    assert planned_threads(host, 8) == 2
+    assert host.processors == 8, "whoever asks for more threads gets them, and they may spin"
     only_slow = this_machine(tmp_path, {5, 6})
     assert (only_slow.cores, only_slow.slow) == (((5,), (6,)), ())
 
 
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
-        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
-        (  # the least of the nested ones, wherever it is
-            {
-                "proc/self/cgroup": "0::/pod/box", "sys/fs/cgroup/pod/cpu.max": "300000 100000",
-                "sys/fs/cgroup/pod/box/cpu.max": "500000 100000",
-            },
-            3.0,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/pod/box\n0::/",
-                "sys/fs/cgroup/cpu,cpuacct/pod/box/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu,cpuacct/pod/box/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/cpu,cpuacct/pod/cpu.cfs_quota_us": "150000",
-                "sys/fs/cgroup/cpu,cpuacct/pod/cpu.cfs_period_us": "100000",
-            },
-            1.5,
-        ),
-        (  # Docker, version 1: /proc names the host's path, the mount begins at the container's
-            {
-                "proc/self/cgroup": "1:cpu:/docker/0a1b", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            0.5,
-        ),
-        ({"proc/self/cgroup": "0::/../..", "sys/fs/cgroup/unified/cpu.max": "400000 100000"}, 4.0),
-    ],
-)  # fmt: skip
-def test_quotas_of_control_groups(tmp_path, files, quota):
-    found = this_machine(tree(tmp_path, files), {0, 1, 2})
-    assert found.quota_cpus == quota
-    assert planned_threads(found, 8) == max(1, min(3, int(quota or 3)))
-    assert found.processors == min(3, quota or 3), "two threads on 1.5 CPUs must not spin"
+V1 = "sys/fs/cgroup/cpu"
+QUOTAS: list[tuple[dict[str, str], float | None]] = [
+    ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
+    ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
+    (  # the least of the nested ones, wherever it is
+        {
+            "proc/self/cgroup": "0::/pod/box",
+            "sys/fs/cgroup/pod/cpu.max": "300000 100000",
+            "sys/fs/cgroup/pod/box/cpu.max": "500000 100000",
+        },
+        3.0,
+    ),
+    (
+        {
+            "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/pod/box\n0::/",
+            f"{V1},cpuacct/pod/box/cpu.cfs_quota_us": "-1",
+            f"{V1},cpuacct/pod/box/cpu.cfs_period_us": "100000",
+            f"{V1},cpuacct/pod/cpu.cfs_quota_us": "150000",
+            f"{V1},cpuacct/pod/cpu.cfs_period_us": "100000",
+        },
+        1.5,
+    ),
+    (  # Docker, version 1: /proc names the host's path, the mount begins at the container's
+        {
+            "proc/self/cgroup": "1:cpu:/docker/0a1b",
+            f"{V1}/cpu.cfs_quota_us": "50000",
+            f"{V1}/cpu.cfs_period_us": "100000",
+        },
+        0.5,
+    ),
+    ({"proc/self/cgroup": "0::/../..", "sys/fs/cgroup/unified/cpu.max": "400000 100000"}, 4.0),
+]
+
+
+def test_quotas_of_control_groups(tmp_path):
+    for number, (files, quota) in enumerate(QUOTAS):
+        host = this_machine(tree(tmp_path / str(number), files), {0, 1, 2})
+        assert host.quota_cpus == quota
+        assert planned_threads(host, 8) == max(1, min(3, int(quota or 3)))
+        assert host.processors == min(3, quota or 3), "two threads on 1.5 CPUs must not spin"
 
 
 def test_memory_nodes_are_those_of_the_allowed_cpus(tmp_path):

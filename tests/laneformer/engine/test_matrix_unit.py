@@ -134,20 +134,12 @@ def test_batches_drafts_and_reused_prefixes_give_the_same_tokens():
 
 @pytest.mark.proof(*CORE_SOURCES)
 @pytest.mark.timeout(2400)
-@pytest.mark.job
 @pytest.mark.skipif("BELOW_AMX" in os.environ, reason="this is the emulation")
 def test_all_of_it_on_emulated_tiles():
     core = build("", "tiles-module", LANEFORMER_EMULATED_TILES="ON", Python_EXECUTABLE=sys.executable).parent
     (module,) = core.glob("_core*.so")
-    command = [
-        sys.executable,
-        "-m",
-        "tests.laneformer.engine.on_emulated_tiles",
-        module,
-        "-rs",
-        "-m",
-        "not slow",
-    ]
+    runner = "tests.laneformer.engine.on_emulated_tiles"
+    command = [sys.executable, "-m", runner, module, "-rs", "-m", "not proof"]
     environment = {**os.environ, "BELOW_AMX": "portable"}
     done = subprocess.run([*command, __file__], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -31,13 +31,8 @@ OF_TYPES = ("fp16", "fp32", "int4", "int8_rounded", "fp16_kv", "int8_kv")
 OF_THREADS = ("portable", "fp32", "int4", "family", "experts", "gpt_oss_int4", "flush", "int8_kv")
 PRODUCTS = 13  # int8, int4, and the eleven types of blocks in GGUF files
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
-pytestmark = [
-    pytest.mark.job,
-    pytest.mark.proof(*CORE_SOURCES, programs=True),
-    pytest.mark.timeout(
-        2400
-    ),  # the first build of every instruction set under a sanitizer, beside other tests
-]
+# the first build of every instruction set under a sanitizer takes long beside other tests
+pytestmark = [pytest.mark.proof(*CORE_SOURCES, programs=True), pytest.mark.timeout(2400)]
 
 
 @contextlib.contextmanager
@@ -64,9 +59,9 @@ def sources() -> Iterator[Path]:
 def build(check: str, name: str = "", **definitions: str) -> Path:
     """The check program with these sanitizers (or "none"), or with "" the module."""
     own = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
-    folder = (
-        CACHE / f"check-{name or check}{'' if check else '-' + own}"
-    )  # a module is for one environment's Python
+    folder = CACHE / f"check-{name or check}"
+    if not check:  # a module is for one environment's Python
+        folder = folder.with_name(f"{folder.name}-{own}")
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     cmake = shutil.which("cmake", path=tools)
     if cmake is None:
@@ -105,8 +100,8 @@ def watched() -> tuple[Path, dict[str, str]]:
 
 
 def test_a_write_beyond_the_weights_is_caught_and_nothing_else_is(watched):
-    program, found = watched
-    assert "portable" in found
+    program, by_case = watched
+    assert "portable" in by_case
     caught = run(program, "overflow")
     assert caught.returncode != 0
     assert "heap-buffer-overflow" in caught.stderr, caught.stdout + caught.stderr

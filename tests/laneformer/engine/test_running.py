@@ -9,10 +9,12 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
-from laneformer.engine import Cancelled
+from laneformer.engine import Cancelled, Engine
 from tests.laneformer.engine.assets import byte_tokenizer, engine_of, random_model, small_config
 
 LONG = {"max_position_embeddings": 20_000, "vocab_size": 264}
@@ -29,9 +31,18 @@ def engine():
         yield engine
 
 
-def soon(act) -> threading.Thread:
-    """`act` from another thread, while the request of this one runs."""
-    thread = threading.Timer(0.1, act)
+def while_it_runs(engine: Engine, act: Callable[[], object]) -> threading.Thread:
+    """`act` from another thread, once a request of this one is at work."""
+    decoder = engine._open()
+
+    def wait_and_act() -> None:
+        until_s = time.monotonic() + 60
+        while not decoder.running and time.monotonic() < until_s:
+            time.sleep(0.001)
+        time.sleep(0.02)  # into the work
+        act()
+
+    thread = threading.Thread(target=wait_and_act)
     thread.start()
     return thread
 
@@ -50,7 +61,7 @@ CALLS = {
 @pytest.mark.parametrize("end", ["cancel", "close"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_unfinished_work_never_looks_finished(engine, call, end):
-    soon(getattr(engine, end))
+    while_it_runs(engine, getattr(engine, end))
     with pytest.raises(Cancelled, match="cancelled before it was finished"):
         call(engine)
     if end == "cancel":
@@ -59,7 +70,7 @@ def test_unfinished_work_never_looks_finished(engine, call, end):
 
 def test_a_cancelled_generation_says_so_and_keeps_its_tokens(engine):
     expected = engine.generate([3], max_new_tokens=10)
-    soon(engine.cancel)
+    while_it_runs(engine, engine.cancel)
     result = engine.generate_detailed([3], **ENDLESS)
     assert result.finish_reason == "cancelled"
     assert 0 < len(result.ids) < 19_000
@@ -82,7 +93,7 @@ def test_a_cancel_without_a_request_does_nothing(engine):
 )
 def test_a_stream_may_be_closed_from_another_thread(engine, open_stream):
     stream = open_stream(engine)
-    closer = soon(stream.close)
+    closer = while_it_runs(engine, stream.close)
     with pytest.raises(Cancelled):
         for _ in stream:
             pass
@@ -112,10 +123,11 @@ engine = Engine.random(config)
 """
 
 
-def run_python(code: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Such a program after PRELUDE; a hang is a TimeoutExpired."""
     program = PRELUDE + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout_s)
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_the_interpreter_ends_while_a_daemon_thread_generates():

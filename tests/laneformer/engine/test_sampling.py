@@ -1,11 +1,9 @@
-"""Penalties, bias and minimum length against numpy: alone, and inside the decode loop."""
+"""Penalties, bias, minimum length, filters and draws against numpy: alone, and inside the decode loop."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from laneformer.engine import GenerationOptions
 from laneformer.engine.cpu import _core
@@ -16,9 +14,8 @@ def reference_logits(logits, prompt, output, options: GenerationOptions) -> np.n
     """Steps 1 to 4 of GenerationOptions, in float64."""
     x = logits.astype(np.float64)
     seen = np.unique([*prompt, *output]).astype(int)
-    x[seen] = np.where(
-        x[seen] < 0, x[seen] * options.repetition_penalty, x[seen] / options.repetition_penalty
-    )
+    penalty = options.repetition_penalty
+    x[seen] = np.where(x[seen] < 0, x[seen] * penalty, x[seen] / penalty)
     counts = np.bincount(np.array(output, int), minlength=len(x))
     x -= options.frequency_penalty * counts + options.presence_penalty * (counts > 0)
     for token, bias in options.logit_bias.items():
@@ -28,24 +25,32 @@ def reference_logits(logits, prompt, output, options: GenerationOptions) -> np.n
     return x
 
 
-def random_options(rng, **fixed) -> GenerationOptions:
-    return GenerationOptions(
-        repetition_penalty=float(rng.uniform(0.7, 2)),
-        frequency_penalty=float(rng.uniform(-1, 1)),
-        presence_penalty=float(rng.uniform(-1, 1)),
-        logit_bias={int(i): float(rng.uniform(-3, 3)) for i in rng.integers(0, 40, 5)},
-        min_new_tokens=int(rng.integers(0, 12)),
-        stop_ids=rng.integers(0, 40, 3).tolist(),
-        **fixed,
-    )
+def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """Temperature, then top-k, top-p, min-p, each on what the one before left; equal logits together. float64."""
+    scaled = logits.astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    if top_k:
+        weights[scaled < np.sort(scaled)[-min(top_k, len(scaled))]] = 0
+    if top_p < 1:
+        order = np.argsort(-weights, kind="stable")
+        last = int(np.argmax(np.cumsum(weights[order]) >= top_p * weights.sum()))
+        weights[weights < weights[order[last]]] = 0
+    weights[weights < min_p] = 0
+    return weights / weights.sum()
 
 
-def drawn(logits, prompt, output, options: GenerationOptions) -> int:
-    position = len(prompt) + len(output) - 1
-    return _core.sample(logits, options.requests([[0]], len(logits))[0], prompt, output, position)
+def draw(logits, options: GenerationOptions, prompt=(0,), output=(), position=None) -> int:
+    position = len(prompt) + len(output) - 1 if position is None else position
+    request = options.requests([[0]], len(logits))[0]
+    return _core.sample(logits, request, list(prompt), list(output), position)
 
 
-def mismatches(change_prompt: bool) -> int:
+def draw_many(logits, count: int, **options) -> np.ndarray:
+    request = GenerationOptions(**{"temperature": 1.0, "seed": 5, **options}).requests([[0]], len(logits))[0]
+    return np.array([_core.sample(logits, request, [], [], position) for position in range(count)])
+
+
+def count_mismatches(change_prompt: bool) -> int:
     """Trials of 300 in which the likeliest token is not numpy's; with a planted error, the
     prompt counts as output.
     """
@@ -53,36 +58,30 @@ def mismatches(change_prompt: bool) -> int:
     for _ in range(300):
         logits = rng.normal(scale=2, size=40).astype(np.float32)
         prompt, output = (rng.integers(0, 40, rng.integers(1, 20)).tolist() for _ in range(2))
-        options = random_options(rng)
+        options = GenerationOptions(
+            repetition_penalty=float(rng.uniform(0.7, 2)),
+            frequency_penalty=float(rng.uniform(-1, 1)),
+            presence_penalty=float(rng.uniform(-1, 1)),
+            logit_bias={int(i): float(rng.uniform(-3, 3)) for i in rng.integers(0, 40, 5)},
+            min_new_tokens=int(rng.integers(0, 12)),
+            stop_ids=rng.integers(0, 40, 3).tolist(),
+        )
         expected = reference_logits(logits, prompt, output, options).argmax()
         if change_prompt:
             prompt, output = [], prompt + output
-        wrong += drawn(logits, prompt, output, options) != expected
+        wrong += draw(logits, options, prompt, output) != expected
     return wrong
 
 
 def test_adjusted_logits_are_numpys_and_the_comparison_can_fail():
-    assert mismatches(change_prompt=False) == 0
-    assert mismatches(change_prompt=True) > 0
-
-
-def test_the_repetition_penalty_is_hugging_faces():
-    rng = np.random.default_rng(1)
-    for penalty in (0.8, 1.3, 3.0):
-        process = RepetitionPenaltyLogitsProcessor(penalty)
-        for _ in range(50):
-            logits, ids = rng.normal(size=30).astype(np.float32), rng.integers(0, 30, 12).tolist()
-            expected = int(process(torch.tensor([ids]), torch.from_numpy(logits[None]))[0].argmax())
-            options = GenerationOptions(repetition_penalty=penalty)
-            assert drawn(logits, ids[:6], ids[6:], options) == expected
+    assert count_mismatches(change_prompt=False) == 0
+    assert count_mismatches(change_prompt=True) > 0
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 4}])
 def test_the_loop_applies_them_to_the_prompt_and_to_its_own_output(sampling):
-    options = {
-        "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3, "logit_bias": {5: 2.0, 7: -100.0},
-        **sampling,
-    }  # fmt: skip
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3}
+    options = {**penalties, "logit_bias": {5: 2.0, 7: -100.0}, **sampling}
     with engine_of(random_model(small_config(), seed=3)) as engine:
         prompt = random_ids(engine.config, 20)
         output = engine.generate(prompt, max_new_tokens=40, **options)
@@ -91,20 +90,10 @@ def test_the_loop_applies_them_to_the_prompt_and_to_its_own_output(sampling):
     assert output != plain
     assert 7 not in output
     checked = GenerationOptions(**options)
-    assert output == [drawn(row, prompt, output[:i], checked) for i, row in enumerate(logits)]
+    assert output == [draw(row, checked, prompt, output[:i]) for i, row in enumerate(logits)]
     if not sampling:
-        expected = [
-            reference_logits(row, prompt, output[:i], checked).argmax() for i, row in enumerate(logits)
-        ]
-        assert output == expected
-
-
-def test_a_bias_of_100_forces_and_a_frequency_penalty_ends_a_loop():
-    with engine_of(random_model(small_config(), seed=3)) as engine:
-        assert engine.generate([1], max_new_tokens=4, logit_bias={9: 100}) == [9] * 4
-        free = engine.generate([1], max_new_tokens=40, logit_bias={9: 3.0})
-        damped = engine.generate([1], max_new_tokens=40, logit_bias={9: 3.0}, frequency_penalty=2.0)
-    assert damped.count(9) < free.count(9)
+        rows = [reference_logits(row, prompt, output[:i], checked) for i, row in enumerate(logits)]
+        assert output == [row.argmax() for row in rows]
 
 
 def test_no_stop_id_before_min_new_tokens():
@@ -124,25 +113,48 @@ def test_greedy_takes_the_first_of_the_largest_and_never_nan():
     for vocab in (1, 2, 15, 16, 17, 40, 333):
         for _ in range(20):
             logits = rng.integers(-3, 3, vocab).astype(np.float32)  # ties everywhere
-            assert drawn(logits, [0], [], greedy) == logits.argmax()
+            assert draw(logits, greedy) == logits.argmax()
             logits[rng.integers(0, vocab, vocab // 3)] = np.nan
             if not np.isnan(logits).all():
-                assert drawn(logits, [0], [], greedy) == np.nanargmax(logits)
-        assert drawn(np.full(vocab, np.nan, np.float32), [0], [], greedy) == 0
-        assert drawn(np.full(vocab, -np.inf, np.float32), [0], [], greedy) == 0
+                assert draw(logits, greedy) == np.nanargmax(logits)
+        assert draw(np.full(vocab, np.nan, np.float32), greedy) == 0
+        assert draw(np.full(vocab, -np.inf, np.float32), greedy) == 0
 
 
-def kept_by(logits, temperature: float, top_k: int, top_p: float) -> set[int]:
-    """The definition: sort, cut at the k-th, cut where the probability reaches top_p; equal logits together."""
-    scaled = logits.astype(np.float64) / temperature
-    least = np.sort(scaled)[-top_k] if top_k else -np.inf
-    order = [i for i in np.argsort(-scaled, kind="stable") if scaled[i] >= least]
-    weights = np.exp(scaled[order] - scaled.max())
-    count = int(np.argmax(np.cumsum(weights) >= top_p * weights.sum())) + 1
-    return set(np.flatnonzero(scaled >= scaled[order[count - 1]]).tolist()) & set(order)
+DRAWS = 20_000
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 65, 3000])
+def chi_square(logits, expected: np.ndarray, **options) -> tuple[float, int]:
+    """Of so many draws against these probabilities, and the degrees of freedom; none may be of probability 0."""
+    counts = np.bincount(draw_many(logits, DRAWS, **options), minlength=len(logits))
+    kept = expected > 0
+    assert counts[~kept].sum() == 0, "a token that the filters removed was drawn"
+    wanted = DRAWS * expected[kept]
+    return float(((counts[kept] - wanted) ** 2 / wanted).sum()), int(kept.sum()) - 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 9, "top_p": 0.8, "min_p": 0.1},
+    ],
+)
+def test_sampling_follows_the_distribution(options):
+    logits = np.random.default_rng(1).normal(size=12).astype(np.float32)
+    distance, freedom = chi_square(logits, probabilities(logits, **options), **options)
+    # five standard deviations above the statistic's mean (fixed seeds, so it either holds or does not)
+    allowed = freedom + 5 * np.sqrt(2 * freedom)
+    assert distance <= allowed
+    if not options:  # and a wrong temperature is seen
+        assert chi_square(logits, probabilities(logits), temperature=1.1)[0] > allowed
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 40, 65, 3000])
 def test_only_tokens_of_the_definition_are_drawn(vocab):
     rng = np.random.default_rng(vocab)
     shapes = {
@@ -151,11 +163,12 @@ def test_only_tokens_of_the_definition_are_drawn(vocab):
     }  # fmt: skip
     for name, values in shapes.items():
         logits = values.astype(np.float32)
-        for top_k, top_p in ((0, 0.95), (0, 0.3), (min(40, vocab), 0.9)):
-            options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p}
-            kept = kept_by(logits, **options)
-            found = {drawn(logits, [0], [], GenerationOptions(seed=seed, **options)) for seed in range(30)}
-            assert found <= kept, (name, top_k, top_p)
+        for top_k, top_p, min_p in ((0, 0.95, 0), (0, 0.3, 0), (min(40, vocab), 0.9, 0), (30, 0.8, 0.2)):
+            options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+            kept = set(np.flatnonzero(probabilities(logits, **options)).tolist())
+            drawn = set(draw_many(logits, 60, **options).tolist())
+            assert drawn <= kept, (name, options)
+            assert len(kept) > 1 or drawn == kept
 
 
 def test_top_p_gives_the_tokens_that_a_sort_would_give():
@@ -164,15 +177,21 @@ def test_top_p_gives_the_tokens_that_a_sort_would_give():
     for trial in range(25):
         logits = (rng.normal(size=3000) * rng.uniform(0.2, 5)).astype(np.float32)
         top_p = float(rng.uniform(0.05, 0.999))
-        count = len(kept_by(logits, 0.8, 0, top_p))
-        for seed in range(5):
-            by_p = drawn(logits, [0], [], GenerationOptions(temperature=0.8, top_p=top_p, seed=seed))
-            assert by_p == drawn(
-                logits, [0], [], GenerationOptions(temperature=0.8, top_k=count, seed=seed)
-            ), trial
+        count = np.count_nonzero(probabilities(logits, 0.8, 0, top_p))
+        by_p = draw_many(logits, 5, temperature=0.8, top_p=top_p, seed=trial)
+        by_k = draw_many(logits, 5, temperature=0.8, top_k=count, seed=trial)
+        np.testing.assert_array_equal(by_p, by_k, f"trial {trial}")
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 5.5e-309, 1e-30])
-def test_temperatures_whose_inverse_overflows_are_greedy(temperature):
+def test_temperatures_whose_inverse_overflows_and_top_k_one_are_greedy():
     logits = np.random.default_rng(2).normal(size=50).astype(np.float32)
-    assert drawn(logits, [0], [], GenerationOptions(temperature=temperature)) == logits.argmax()
+    for options in (*({"temperature": t} for t in (5e-324, 5.5e-309, 1e-30)), {"top_k": 1}):
+        assert set(draw_many(logits, 20, **options)) == {logits.argmax()}
+
+
+def test_logits_that_overflowed_still_give_a_token():
+    for bad in (np.nan, np.inf, -np.inf):
+        logits = np.random.default_rng(3).normal(size=50).astype(np.float32)
+        logits[::3] = bad
+        for options in ({}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}):
+            assert all(0 <= token < 50 for token in draw_many(logits, 20, **options))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +22,13 @@ from laneformer.engine.cpu import _core, saved
 from laneformer.engine.cpu.saved import SavedPrefixes
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 from tests.laneformer.engine.test_kv_pool import LONG, answer, bytes_of, core
+from tests.laneformer.engine.test_running import run_python
 
 
 def prefixes(engine: Engine) -> SavedPrefixes:
-    found = core(engine).prefixes
-    assert found is not None
-    return found
+    saved_prefixes = core(engine).prefixes
+    assert saved_prefixes is not None
+    return saved_prefixes
 
 
 def files(directory: Path) -> list[Path]:
@@ -60,8 +61,7 @@ def kept(model: Laneformer, talk: list[int], tmp_path: Path) -> Path:
     return tmp_path / "kept"
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize(("threads", "kv_dtype"), [(1, "fp32"), (3, "fp16"), (1, "bf16"), (3, "int8")])
 def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv_dtype):
     options: Any = {"threads": threads, "kv_dtype": kv_dtype}
     with engine_of(model, **options) as fresh, engine_of(model, **options, cache_dir=tmp_path) as engine:
@@ -80,31 +80,28 @@ def test_a_restart_goes_on_with_the_same_bits(model, talk, tmp_path, threads, kv
 
 def test_scoring_starts_from_a_file_too(model, talk, kept):
     with engine_of(model, threads=1, cache_dir=kept) as engine:
-        seen = engine.logprobs(talk, start=360)
+        scores = engine.logprobs(talk, start=360)
         assert engine.statistics.reused_tokens == 359
-        np.testing.assert_array_equal(seen, engine.logprobs(talk, start=360, reuse_prefix=False))
+        np.testing.assert_array_equal(scores, engine.logprobs(talk, start=360, reuse_prefix=False))
 
 
-def changed(path: Path, at: int) -> None:
+def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)
 
 
 def cut(path: Path, to: int) -> None:
-    with open(path, "r+b") as file:
-        file.truncate(to if to >= 0 else path.stat().st_size + to)
+    os.truncate(path, to if to >= 0 else path.stat().st_size + to)
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "magic": lambda path: changed(path, 3),
-    "ids": lambda path: changed(path, 16 + 40),
-    "first keys": lambda path: changed(path, 16 + 4 * 400 + 5),
-    "some values": lambda path: changed(path, path.stat().st_size // 2),
-    "header": lambda path: changed(path, -100),
-    "a start in the header": lambda path: changed(path, path.read_bytes().index(b'"starts": [') + 11),
-    "length": lambda path: changed(path, -8),
-    "one byte cut": lambda path: cut(path, -1),
+    "magic": lambda path: flip(path, 3),
+    "ids": lambda path: flip(path, 16 + 40),
+    "first keys": lambda path: flip(path, 16 + 4 * 400 + 5),
+    "header": lambda path: flip(path, -100),
+    "a start in the header": lambda path: flip(path, path.read_bytes().index(b'"starts": [') + 11),
+    "length": lambda path: flip(path, -8),
     "half of it": lambda path: cut(path, path.stat().st_size // 2),
     "the header cut": lambda path: cut(path, -41),
     "empty": lambda path: cut(path, 0),
@@ -120,9 +117,9 @@ def test_a_damaged_file_is_removed_and_never_used(model, talk, kept, caplog, dam
         assert answer(engine, talk) == answer(fresh, talk)
         assert prefixes(engine).counts["files"] == 0
         assert not path.exists()
-        (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert str(path) in told
-        assert "is removed" in told
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(path) in warning
+    assert "is removed" in warning
 
 
 def test_a_file_of_another_model_is_not_used(model, talk, kept, tmp_path, caplog):
@@ -132,7 +129,7 @@ def test_a_file_of_another_model_is_not_used(model, talk, kept, tmp_path, caplog
         expected = answer(fresh, talk)
         assert answer(engine, talk) == expected
         assert not caplog.records
-    own = next(found for found in files(kept) if found != path)
+    own = next(file for file in files(kept) if file != path)
     shutil.copy(path, own)
     with engine_of(other, threads=1, cache_dir=kept) as engine:
         assert answer(engine, talk) == expected
@@ -158,27 +155,21 @@ def test_a_file_of_other_ids_is_not_used(model, talk, kept):
 
 
 KILLED = """
-import os, signal, sys
-from laneformer.engine.cpu import saved, saved_file
-from tests.laneformer.engine.test_kv_pool import LONG, answer
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
-
-model = random_model(small_config(**{**LONG, "sliding_window": 150}), seed=1)
-pieces = 0
-def between(self, what, took_s):
-    global pieces
-    pieces += 1
-    if pieces == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
-saved.SavedPrefixes._yield = between
-with engine_of(model, cache_dir=sys.argv[1]) as engine:
-    answer(engine, random_ids(model.config, 400))
+    import signal
+    from laneformer.engine.cpu import saved
+    pieces = []
+    def kill_at_the_seventh(self, what, took_s):
+        pieces.append(took_s)
+        if len(pieces) == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+    saved.SavedPrefixes._yield = kill_at_the_seventh
+    with Engine.random(config, cache_dir=sys.argv[1]) as engine:
+        engine.generate([i % 500 for i in range(400)], max_new_tokens=3)
 """
 
 
 def test_a_writer_that_is_killed_leaves_nothing_that_counts(model, talk, tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=300)
-    assert done.returncode == -signal.SIGKILL
+    assert run_python(KILLED, str(tmp_path)).returncode == -signal.SIGKILL
     (part,) = tmp_path.iterdir()
     assert part.suffix == ".part"
     with engine_of(model) as fresh, engine_of(model, cache_dir=tmp_path) as engine:
@@ -195,11 +186,11 @@ def test_the_file_used_longest_ago_goes_first(model, tmp_path):
         with engine_of(model, cache_dir=tmp_path, cache_dir_bytes=limit) as engine:
             assert answer(engine, talks[number])[2] == (399 if number == 0 else 0)
         assert sum(path.stat().st_size for path in files(tmp_path)) <= limit
-    found = []
+    reused = []
     for number in (0, 2, 3, 1):
         with engine_of(model, cache_dir=tmp_path, cache_dir_bytes=limit) as engine:
-            found.append(answer(engine, talks[number])[2])
-    assert found == [399, 399, 399, 0]
+            reused.append(answer(engine, talks[number])[2])
+    assert reused == [399, 399, 399, 0]
 
 
 def test_a_prefix_beyond_the_limit_is_told_and_not_kept(model, talk, tmp_path, caplog):
@@ -207,23 +198,6 @@ def test_a_prefix_beyond_the_limit_is_told_and_not_kept(model, talk, tmp_path, c
         answer(engine, talk)
     assert not list(tmp_path.iterdir())
     assert "cache_dir_bytes = 1000" in caplog.text
-
-
-def test_what_leaves_the_pool_is_saved_and_comes_back(model, tmp_path):
-    talks = [random_ids(model.config, 400, seed=i) for i in range(3)]
-    limit = bytes_of(410, model.config) + 1
-    with engine_of(model, cache_dir=tmp_path, cache_bytes=limit) as engine, engine_of(model) as fresh:
-        expected = [answer(fresh, talk) for talk in talks]
-        for number in (0, 1, 2):
-            assert answer(engine, talks[number]) == expected[number]
-            until(lambda number=number: len(prefixes(engine).folder) >= number)
-        for number in (0, 1, 2):
-            seen = answer(engine, talks[number])
-            assert seen[:2] == expected[number][:2]
-            assert seen[2] > 300
-            # the last talk left the pool when the first came back
-            until(lambda: len(prefixes(engine).folder) >= 3)
-        assert prefixes(engine).hits >= 2
 
 
 def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
@@ -240,23 +214,22 @@ def test_idle_time_saves_what_has_grown(model, talk, tmp_path):
 
 
 def test_a_request_stops_what_is_saved_while_idle(model, talk, tmp_path, monkeypatch):
+    saving, running, go_on = threading.Event(), threading.Event(), SavedPrefixes._yield
+
+    def wait_for_a_request(self, what, took_s):
+        saving.set()
+        assert running.wait(60)
+        go_on(self, what, took_s)
+
+    monkeypatch.setattr(SavedPrefixes, "_yield", wait_for_a_request)
     with engine_of(model, cache_dir=tmp_path) as engine:
-        pieces = []
-
-        def slow(self, what, took_s, said=SavedPrefixes._yield):
-            pieces.append(what)
-            time.sleep(0.02)
-            said(self, what, took_s)
-
-        monkeypatch.setattr(SavedPrefixes, "_yield", slow)
         prefixes(engine).idle_s = 0.05
         answer(engine, talk)
-        until(lambda: pieces)
-        stream = engine.stream(random_ids(model.config, 50, seed=1), max_new_tokens=500, ignore_eos=True)
-        next(stream)
-        until(lambda: not list(tmp_path.iterdir()))  # neither a file, nor a part of one
-        stream.close()
-        monkeypatch.undo()
+        assert saving.wait(60)
+        with engine.batch() as batch:
+            batch.join(random_ids(model.config, 50, seed=1), masked=True)  # waits for a mask
+            running.set()
+            until(lambda: not list(tmp_path.iterdir()))  # neither a file, nor a part of one
         until(lambda: files(tmp_path))
 
 
@@ -287,32 +260,36 @@ def test_a_cache_stays_as_it_is_while_it_is_saved(model, talk):
 
 
 def test_a_full_disk_is_told_once_and_requests_go_on(model, talk, tmp_path, caplog, monkeypatch):
-    def full(*arguments: Any) -> None:
+    tries = []
+
+    def fail(*arguments: Any) -> None:
+        tries.append(arguments)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saved, "write", full)
+    monkeypatch.setattr(saved, "write", fail)
     with engine_of(model, cache_dir=tmp_path) as engine, engine_of(model) as fresh:
         prefixes(engine).idle_s = 0.02
         for i in range(3):
             prompt = random_ids(model.config, 300, seed=10 + i)
             assert answer(engine, prompt) == answer(fresh, prompt)
-            time.sleep(0.1)
-        assert [record.getMessage() for record in caplog.records] == [
-            f"prefixes cannot be saved in {tmp_path}: [Errno 28] No space left on device; "
-            "they are computed again after a restart"
-        ]
+            until(lambda i=i: len(tries) > i)
+        until(lambda: caplog.records)
         monkeypatch.undo()
         answer(engine, talk)
         until(lambda: len(files(tmp_path)) == 4)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"prefixes cannot be saved in {tmp_path}: [Errno 28] No space left on device; "
+        "they are computed again after a restart"
+    ]
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("window", [7, 150, 1024])
+@pytest.mark.parametrize("window", [7, 150])
 def test_random_conversations_with_restarts_give_a_fresh_engines_bits(window, tmp_path):
     model = random_model(small_config(**{**LONG, "sliding_window": window}), seed=window)
     rng, talks, reused = np.random.default_rng(window), [[]], 0
     with engine_of(model, threads=2) as fresh:
-        for restart in range(12):
+        for restart in range(8):
             limit = int(rng.integers(1, 4)) * bytes_of(500, model.config)
             options: Any = {"cache_bytes": limit, "cache_dir_bytes": int(rng.integers(1, 8)) * 10**6}
             with engine_of(model, threads=2, cache_dir=tmp_path, **options) as engine:
@@ -326,22 +303,18 @@ def test_random_conversations_with_restarts_give_a_fresh_engines_bits(window, tm
                     assert seen[:2] == answer(fresh, prompt, len(seen[0]), reuse_prefix=False)[:2]
                     talks.append(prompt + seen[0])
                 reused += prefixes(engine).hit_tokens
-    assert reused > 1000
+    assert reused > 500
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
+def test_what_cannot_be_is_refused(model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    devices = "laneformer.engine.engine.cuda_devices"
+    monkeypatch.setattr(devices, lambda device: [0] if "cuda" in device else [])
+    for options, message in (
         ({"cache_dir": "/proc/nothing"}, "cannot be used.*choose a directory"),
         ({"cache_dir": "x", "processes": 2}, "use processes = 1"),
         ({"cache_dir": "x", "device": "cuda:0"}, "use device = 'cpu'"),
         ({"cache_dir": "x", "cache_dir_bytes": -1}, "cache_dir_bytes = -1 must be an integer from 0"),
-    ],
-)
-def test_what_cannot_be_is_told(model, options, told, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "laneformer.engine.engine.cuda_devices", lambda device: [0] if "cuda" in device else []
-    )
-    with pytest.raises(ValueError, match=told):
-        engine_of(model, **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine_of(model, **options)

@@ -9,7 +9,13 @@ from laneformer.engine.cpu import _core
 from laneformer.engine.cpu.decoder import core_spec
 from laneformer.engine.folder import rope_tables
 from laneformer.model import Laneformer
-from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config, tensors_of
+from tests.laneformer.engine.assets import (
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    tensors_of,
+)
 
 LLAMA = {
     "num_lanes": 1,

@@ -1,0 +1,126 @@
+"""No bit depends on threads, on blocks of columns, or on what ran before: one table of models and arithmetics.
+
+Requests of every kind, alone and in company, are compared in test_goldens.py; products alone in test_products.py.
+The threads outnumber the cores here, so every wait also meets a peer that is not running.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laneformer.engine import Engine
+from tests.laneformer.engine.assets import (
+    ISAS_BELOW_AMX,
+    engine_of,
+    random_ids,
+    random_model,
+    small_config,
+    usable_isas,
+)
+
+EIGHT_LANES = {
+    "hidden_size": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_lanes": 8,
+    "vocab_size": 104,
+}
+MANY_TILES = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 640}
+MANY_SHARES = {"vocab_size": 16384}  # of the head: which thread takes which differs from run to run
+# the model, the engine's options, and the type of the model's weights
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "bf16": ({}, {}, "bf16"),
+    "fp16": ({}, {}, "fp16"),
+    "fp32": ({}, {}, "fp32"),
+    "rounded": ({}, {"math": "bf16"}, "bf16"),
+    "int8": ({"hidden_size": 72, "num_attention_heads": 4}, {"dtype": "int8"}, "bf16"),
+    "int8_rounded": ({}, {"dtype": "int8", "math": "int8"}, "bf16"),
+    "int4": ({"hidden_size": 72, "num_attention_heads": 4}, {"dtype": "int4"}, "bf16"),
+    "kv_int8": ({}, {"kv_dtype": "int8"}, "bf16"),
+    "eight_lanes": (EIGHT_LANES, {}, "bf16"),
+    "many_tiles": (MANY_TILES, {}, "bf16"),
+    "two_kv_heads_a_lane": ({"num_lanes": 2}, {}, "bf16"),
+    "replicate_head": ({"lm_head_type": "replicate", "use_early_comm": False, **MANY_SHARES}, {}, "bf16"),
+    "lane_head": ({"lm_head_type": "lane", "use_early_comm": False, **MANY_SHARES}, {}, "bf16"),
+    "no_comm": ({"use_attention_comm": False, "use_mlp_comm": False, **MANY_SHARES}, {}, "bf16"),
+}
+BEST_ISA_ONLY = tuple(KINDS)[8:]
+LENGTHS = (1, 2, 3, 4, 5, 7, 12, 13, 14, 27, 31, 32, 33)  # of blocks of columns, alone and as a rest
+PROMPTS = ((0, 5), (7, 40), (3, 4))
+POSITIONS = [3, 31, 32, 49]
+
+
+def isas_of(kind: str) -> tuple[str, ...]:
+    integer = KINDS[kind][1].get("dtype") == "int4" or KINDS[kind][1].get("math") == "int8"
+    isas = usable_isas(ISAS_BELOW_AMX if integer else ("avx512_bf16", "avx512", "avx2", "portable"))
+    return isas[:1] if kind in BEST_ISA_ONLY else isas
+
+
+def sample(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    return engine.generate_batch(prompts, max_new_tokens=12, temperature=1.0, seed=[3] * len(prompts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_blocks_and_company_change_no_bit(kind: str) -> None:
+    overrides, options, dtype = KINDS[kind]
+    model = random_model(small_config(**overrides), seed=2, dtype=dtype)
+    ids = random_ids(model.config, 50)
+    prompts = [ids[first:end] for first, end in PROMPTS]
+    by_isa = {}
+    for isa in isas_of(kind):
+        with engine_of(model, threads=1, isa=isa, **options) as one:
+            assert (one.isa, one.threads) == (isa, 1)
+            by_isa[isa] = logits = one.logits(ids)
+            partials = one._partials(ids, range(50))
+            alone = [sample(one, [prompt])[0] for prompt in prompts]
+            for length in LENGTHS:
+                np.testing.assert_array_equal(one.logits(ids[:length]), logits[:length], str(length))
+        for threads in (2, 5, 9):
+            with engine_of(model, threads=threads, isa=isa, **options) as engine:
+                assert engine.threads == threads
+                for _ in range(2):
+                    np.testing.assert_array_equal(engine.logits(ids), logits, f"{threads} threads")
+                    assert sample(engine, prompts) == alone, f"{threads} threads"
+                some = engine._partials(ids, POSITIONS)
+                np.testing.assert_array_equal(some, partials[POSITIONS])
+    # vectors of any width sum in the same order; `portable` does not fuse, and bf16 products have their own
+    wide = [logits for isa, logits in by_isa.items() if isa != "portable" and kind != "rounded"]
+    for other in wide[1:]:
+        np.testing.assert_array_equal(other, wide[0])
+
+
+def test_fifty_repeats_between_other_requests_are_equal() -> None:
+    model = random_model(small_config(), seed=4)
+    ids, other = random_ids(model.config, 20), random_ids(model.config, 33, seed=9)
+    with engine_of(model, threads=2) as two, engine_of(model, threads=5) as five:
+        first = two.logits(ids)
+        for _ in range(50):
+            for engine in (two, five):
+                engine.generate(other, max_new_tokens=2)
+                np.testing.assert_array_equal(engine.logits(ids), first)
+
+
+def test_a_position_has_the_same_bits_wherever_its_block_ends() -> None:
+    model = random_model(small_config(max_position_embeddings=300), seed=6)
+    ids = random_ids(model.config, 270)
+    with engine_of(model) as engine:
+        whole = engine.logits(ids)
+        for length in (127, 128, 129, 255, 256, 257):
+            np.testing.assert_array_equal(engine.logits(ids[:length]), whole[:length])
+
+
+def test_the_prefetch_distance_is_tuned_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(hidden_size=512, intermediate_size=4096, num_hidden_layers=2, swa_layers=())
+    model = random_model(config, dtype="bf16")
+    ids, logits = random_ids(config, 20), {}
+    for fixed in ("", "0", "1000000"):
+        monkeypatch.setenv("LANEFORMER_PREFETCH", fixed)
+        with engine_of(model, threads=3) as engine:
+            chosen = engine._open().prefetch_bytes
+            logits[fixed] = engine.logits(ids)
+        assert chosen == int(fixed) if fixed else chosen >= 0
+    for fixed in ("0", "1000000"):
+        np.testing.assert_array_equal(logits[fixed], logits[""])
