@@ -59,6 +59,7 @@ class Dying(Watcher):
         return self.statuses[-1]
 
 
+@pytest.mark.job
 def test_a_killed_evaluation_asks_what_is_left_and_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

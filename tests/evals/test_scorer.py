@@ -180,6 +180,7 @@ def test_a_model_whose_state_cannot_be_copied_reads_everything(
     check(scorer, model)
 
 
+@pytest.mark.rotate
 def test_several_devices_share_the_items_and_change_nothing(tmp_path: Path) -> None:
     """Two processes on the CPU, as two GPUs would: the same scores in the same order, bit for
     bit by the engine.

@@ -73,7 +73,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_job_evaluates_its_own_checkpoints(trained: Path, prepared_data: Path) -> None:
     """Once, not on each rank; and a command that fails is said and ends nothing."""
     assert [(r["command"], r["step"]) for r in records(trained)] == [
@@ -86,7 +86,7 @@ def test_a_job_evaluates_its_own_checkpoints(trained: Path, prepared_data: Path)
     assert failed[1][1].startswith("exit status 1, see"), "what the job says of its watcher"
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_killed_watcher_goes_on_and_repeats_nothing(trained: Path, prepared_data: Path) -> None:
     (trained / "evals.jsonl").unlink()
     wanted = ("--evals.every_steps", "2", "--evals.commands", command(prepared_data))

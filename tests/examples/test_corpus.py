@@ -111,7 +111,7 @@ def test_parts_up_to_their_caps_and_no_second_writing(tmp_path):
     assert "New." in path.read_text()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_demo_has_text_on_any_machine(tmp_path):
     corpus.main(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

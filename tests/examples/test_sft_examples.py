@@ -27,7 +27,7 @@ from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder, read_weights
 from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, random_model, small_config, write_run
 
-pytestmark = [pytest.mark.job, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [pytest.mark.rotate, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH = 8, 12
 LOGGED = 6e-4  # half the last of four digits that TRL logs, and float32 sums of a batch and of single rows

@@ -47,6 +47,7 @@ def written(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.jsonl")}
 
 
+@pytest.mark.rotate
 def test_the_same_bytes_in_any_folder(tmp_path: Path, pinned: Path, monkeypatch: pytest.MonkeyPatch):
     wheels_corpus.main(tmp_path / "here")
     monkeypatch.chdir(tmp_path)
@@ -89,7 +90,7 @@ def test_as_a_command(tmp_path: Path):
 DATA = "eac5c54fa379a667f032c88b271ad2d77755c6d97af3df3750ef38329d09a692"
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_every_machine_prepares_the_same_data(tmp_path: Path):
     command = [
         sys.executable,

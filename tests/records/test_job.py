@@ -41,6 +41,7 @@ def parsed(*configs: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.job
 def test_it_agrees_with_torchtitan_in_every_value(tmp_path: Path) -> None:
     """On the shipped job files, and on one that leaves everything to the defaults."""
     bare = tmp_path / "bare.toml"
@@ -56,6 +57,7 @@ def test_it_agrees_with_torchtitan_in_every_value(tmp_path: Path) -> None:
             assert values == {key: heavy[section][key] for key in values}, f"{path} [{section}]"
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("key", "flags"), [("unclean_policy", []), ("on_bad_step", ["--resilience.unclean-policy", "skip"])]
 )

@@ -102,7 +102,7 @@ SPECIAL = {
 }  # fmt: skip
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_verdicts_on_values_near_the_expected_one() -> None:
     rng = random.Random(7)
     cases: list[Case] = []
@@ -119,6 +119,7 @@ def test_verdicts_on_values_near_the_expected_one() -> None:
     assert_same_verdicts(rng.sample(cases, 300))
 
 
+@pytest.mark.rotate
 def test_inputs_of_mbpp() -> None:
     shapes = {
         124: [["1.5", "2+1j"], ["-3", "1j"]],
@@ -139,7 +140,7 @@ def test_inputs_of_mbpp() -> None:
 
 
 @needs_sandbox
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.skipif(
     "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data"
 )

@@ -187,7 +187,7 @@ def test_the_limit_on_memory_is_for_what_a_solution_adds(
 
 
 @needs_sandbox
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.skipif(
     "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data"
 )

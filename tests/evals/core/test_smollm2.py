@@ -36,7 +36,7 @@ def smollm2(request: pytest.FixtureRequest) -> Iterator[Scorer]:
     scorer.close()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.parametrize(
     ("label", "asked", "right"),
     [("copa", 100, 56), ("bigbench_repeat_copy_logic", 16, 0), ("bigbench_operators", 40, 8)],

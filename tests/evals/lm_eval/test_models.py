@@ -229,6 +229,7 @@ def test_chat_prompts_may_begin_the_answer(model: ScorerLM) -> None:
     assert begun == opened + "It is"
 
 
+@pytest.mark.job
 def test_stock_tasks_are_asked_through_the_chat_template(model: ScorerLM, hf_dir: Path, data: Path) -> None:
     served = ScorerLM(hf_dir)
     options: dict[str, Any] = {"num_fewshot": 0, "apply_chat_template": True}
@@ -261,6 +262,7 @@ def in_process(model: ScorerLM, hf_dir: Path, data: Path) -> dict[str, Any]:
         return evaluate(model, ARC_TASKS, hf_dir, num_fewshot=0)
 
 
+@pytest.mark.job
 def test_choices_are_those_of_lm_evals_hugging_face_model(
     in_process: dict[str, Any], model: ScorerLM, reference: Reference, hf_dir: Path, data: Path
 ) -> None:
@@ -310,6 +312,7 @@ def test_stock_arc_asks_what_it_should(in_process: dict[str, Any], model: Scorer
     )
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_an_endpoint_gives_the_in_process_result(
     in_process: dict[str, Any], model: ScorerLM, hf_dir: Path, data: Path, concurrency: int
@@ -373,6 +376,7 @@ doc_to_target: "{{question}}"
 metric_list: [{metric: bits_per_byte}]"""
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("backend", ["engine", "transformers"])
 def test_task_files_of_ones_own(
     hf_dir: Path, tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch, reference: Reference
@@ -494,6 +498,7 @@ def test_gsm8k_as_the_job_of_sft_asks_it(
         main(hf_dir, questions)
 
 
+@pytest.mark.job
 def test_ifeval_as_the_job_of_sft_asks_it(
     hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -534,6 +539,7 @@ def test_ifeval_as_the_job_of_sft_asks_it(
     assert [line["right"] for line in lines.values()] == [False, True]
 
 
+@pytest.mark.job
 def test_an_evaluation_that_ends_in_the_middle_goes_on(
     hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,6 +584,7 @@ def test_an_evaluation_that_ends_in_the_middle_goes_on(
     assert sorted(path.name for path in out.parent.iterdir()) == ["evals.jsonl", "items"]
 
 
+@pytest.mark.job
 def test_what_cannot_run_is_one_line(hf_dir: Path) -> None:
     with pytest.raises(ValueError, match=r"lm-eval has no arc_eazy, .*nearest: arc_easy"):
         main(hf_dir, Questions("arc_eazy,arc_easy"))

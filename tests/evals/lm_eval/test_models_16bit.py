@@ -83,6 +83,7 @@ def transformers(exam: Exam) -> np.ndarray:
     return answers_of(model, exam)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("math", ["exact", "bf16"])
 def test_choices_differ_only_where_bf16_cannot_tell(
     exam: Exam, transformers: np.ndarray, math: Literal["exact", "bf16"]

@@ -77,7 +77,7 @@ def one_document(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, fewer)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_all_eleven_tasks_are_scored_at_both_lengths(
     hf_dir: Path,
     data: Path,
