@@ -73,13 +73,16 @@ def speed_at(*steps: int) -> list[tuple[str, int]]:
     return [("decode_speed", step) for step in steps]
 
 
-def test_wanted_steps_in_order_the_last_one_too(tmp_path: Path) -> None:
+def test_wanted_steps_in_order_the_last_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 5, 10, 20, 35):
         save(tmp_path, step)
     damaged = save(tmp_path, 30)
     next(damaged.glob("*.distcp")).unlink()
-    assert Played(tmp_path).look_once() == 0
+    watcher, sent = Played(tmp_path), list[int]()
+    monkeypatch.setattr(watcher.trackers, "give", lambda records: sent.append(len(records)))
+    assert watcher.look_once() == 0
     assert evaluated(tmp_path) == speed_at(1, 10, 20, 35)
+    assert sent == [0, 1, 2, 3, 4], "trackers get each record when it is there"
     late = tmp_path / "late"
     shutil.copytree(tmp_path / "checkpoint", late / "checkpoint")
     Played(late, newest_first=True).look_once()
