@@ -387,6 +387,7 @@ def test_gsm8k_through_the_chat_template(
         assert text.replace("</s> ", "</s>").endswith(end), "but for the space of decoding"
 
 
+@pytest.mark.job
 def test_ifeval_through_the_chat_template(
     hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_needles_are_counted_at_their_depth() -> None:
     }
 
 
+@pytest.mark.rotate
 @pytest.mark.usefixtures("one_document")
 def test_documents_are_drawn_from_the_seeds(long_pieces: Path, data: Path) -> None:
     def draw() -> list[str]:
@@ -135,6 +136,7 @@ def test_documents_are_drawn_from_the_seeds(long_pieces: Path, data: Path) -> No
         assert draw() == draw()
 
 
+@pytest.mark.job
 def test_lengths_at_which_lm_eval_would_hang_are_refused(long_pieces: Path, tmp_path: Path) -> None:
     short_pieces = write_pieces(tmp_path)
     for task, lengths, folder, reason in (
@@ -169,12 +171,12 @@ def test_names_and_lengths() -> None:
             lengths_of(lengths)
 
 
-def test_data_of_another_folder_is_never_taken(long_pieces: Path, data: Path, tmp_path: Path) -> None:
+def test_data_of_another_folder_is_never_taken(data: Path, tmp_path: Path) -> None:
     """`datasets` keeps what it has prepared under the data set's name, which folders share."""
     other = write_data(tmp_path, [("Which is wet?", ["water", "sand"], 0)])
     for folder, count in ((data, len(QUESTIONS)), (other, 1), (data, len(QUESTIONS))):
         with data_folder(folder, ["arc_easy"]):
-            _, (task,) = load_tasks(["arc_easy"], [2048], long_pieces)
+            _, (task,) = load_tasks(["arc_easy"], [2048], tmp_path)
             assert len(task.eval_docs) == count
 
 
