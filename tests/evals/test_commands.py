@@ -64,39 +64,35 @@ def test_checking_needs_neither_torch_nor_the_engine() -> None:
         "import sys, evals.watch; from evals.commands import *; [read_command(name) for name in FIELDS];"
         "print(*sorted({*sys.modules} & {'torch', 'transformers', 'lm_eval', 'laneformer', 'train', 'tools'}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "\n"
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == "\n"
+
+
+TITLES = {"task options", "model options", "record options", "sampling options", "scoring options"}
+RECORD_FLAGS = {"--out", "--step", "--tokens-total", "--phase"}
+MODEL_FLAGS = {
+    "--backend",
+    "--device",
+    "--max-length",
+    "--base-url",
+    "--model",
+    "--concurrency",
+    "--timeout-s",
+}
 
 
 def test_help_is_whole_sentences_of_the_same_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shared = {"--out", "--step", "--tokens-total", "--phase"}
-    of_models = {
-        "--backend",
-        "--device",
-        "--max-length",
-        "--base-url",
-        "--model",
-        "--concurrency",
-        "--timeout-s",
-    }
+    monkeypatch.setattr(sys, "argv", ["x", "--help"])
     for name in FIELDS:
-        kind = read_command(name)[1]
-        monkeypatch.setattr(sys, "argv", ["x", "--help"])
         with pytest.raises(SystemExit):
-            kind.run()
-        said = capsys.readouterr().out
-        assert "None" not in said, f"{name}: no default and no placeholder that a reader has to guess"
-        titles = {"task options", "model options", "record options", "sampling options", "scoring options"}
-        assert {*re.findall(r"\b\w+ options\b", said)} <= titles, (
-            "what a group is about, not a parameter's name"
-        )
-        flags = {*re.findall(r"^\W*?(--[a-z-]+)", said, re.MULTILINE)}
+            read_command(name)[1].run()
+        text = capsys.readouterr().out
+        assert "None" not in text, f"{name}: no default and no placeholder that a reader has to guess"
+        assert {*re.findall(r"\b\w+ options\b", text)} <= TITLES, "what it is about, not a parameter's name"
+        flags = {*re.findall(r"^\W*?(--[a-z-]+)", text, re.MULTILINE)}
         if name not in ("contamination", "decode_speed", "gold"):
-            assert flags >= of_models | shared
+            assert flags >= MODEL_FLAGS | RECORD_FLAGS
         if name in ("bits_per_byte", "core", "lm_eval"):
             assert "--limit" in flags
             assert ("--tasks" in flags) == (name != "bits_per_byte")
@@ -106,74 +102,40 @@ def test_arguments_of_a_checkpoint() -> None:
     module, kind, options = read_command("code --dataset d --results 'r s/{step}'")
     words = kind.arguments(Path("hf"), options, About(Path("o"), 20, None, "phase1"), "auto")
     assert module == "evals.code"
-    assert words == [
-        "hf",
-        "--dataset",
-        "d",
-        "--results",
-        "r s/20",
-        "--out",
-        "o",
-        "--step",
-        "20",
-        "--phase",
-        "phase1",
-    ]
+    given, about = ["--dataset", "d", "--results", "r s/20"], ["--out", "o", "--step", "20"]
+    assert words == ["hf", *given, *about, "--phase", "phase1"]
     assert kind.arguments(Path("hf"), [], About(), "cuda") == ["hf", "--device", "cuda"]
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
+REFUSED = {  # a command: why
+    "bits_per_bite": "'bits_per_bite' begins with no evaluation, .*nearest: bits_per_byte",
+    "scorer": "'scorer' begins with no evaluation, choose from bits_per_byte, code, contamination",
+    "watch": "begins with no evaluation",
+    "code.score": "begins with no evaluation",
+    "contamination --data d": "'contamination --data d': it does not evaluate a model",
+    "code --n 1": "'code --n 1': --dataset is missing",
+    "code --dataset d --results r": "--results .* must contain {step}, such as --results r/{step}",
+    "code --dataset d --results=r": "--results .* must contain {step}",
+    "bits_per_byte": "Required options Missing from bits_per_byte: --data PATH",
+    "core --bundle b --protocl dclm": "Unrecognized .* --protocl, .* --protocol {nanochat",
+    "core --bundel b": "Missing from core: --bundle PATH .* Unrecognized options: --bundel b$",
+    "core --bundle b --plan": "--plan is not an option",
+    "decode_speed --step 3": "--step is set by the watcher",
+    "core --bundle b --limit all": "Error parsing --limit: .*: 'all'$",
+    "core --bundle b --max-per-task 5": "--max-per-task is now --limit, as in every evaluation",
+    "lm_eval --tasks arc_easy --model m": "--model is not an option of it on a checkpoint",
+    "core --bundle b --tasks mmlu": r"--tasks: \['mmlu'\] are not in CORE",
+    "bits_per_byte runs/demo/hf --data d": "Unrecognized options: runs/demo/hf$",
+}
+
+
+def test_sections_that_ask_for_nothing_are_refused(tmp_path: Path) -> None:
+    check(job_of(tmp_path))
+    sections = [({"commands": ["decode_speed", command]}, reason) for command, reason in REFUSED.items()]
+    for section, reason in (
         ({"every_steps": 0}, "selects no checkpoint"),
         ({"commands": []}, "is empty"),
-        (
-            {"commands": ["bits_per_bite"]},
-            "'bits_per_bite' begins with no evaluation, .*nearest: bits_per_byte",
-        ),
-        (
-            {"commands": ["scorer"]},
-            "'scorer' begins with no evaluation, choose from bits_per_byte, code, contamination",
-        ),
-        ({"commands": ["watch"]}, "begins with no evaluation"),
-        ({"commands": ["code.score"]}, "begins with no evaluation"),
-        ({"commands": ["contamination --data d"]}, "'contamination --data d': it does not evaluate a model"),
-        ({"commands": ["code --n 1"]}, "'code --n 1': --dataset is missing"),
-        (
-            {"commands": ["code --dataset d --results r"]},
-            "--results .* must contain {step}, such as --results r/{step}",
-        ),
-        ({"commands": ["code --dataset d --results=r"]}, "--results .* must contain {step}"),
-        ({"commands": ["bits_per_byte"]}, "Required options Missing from bits_per_byte: --data PATH"),
-        (
-            {"commands": ["core --bundle b --protocl dclm"]},
-            "Unrecognized .* --protocl, .* --protocol {nanochat",
-        ),
-        (
-            {"commands": ["core --bundel b"]},
-            "Missing from core: --bundle PATH .* Unrecognized options: --bundel b$",
-        ),
-        ({"commands": ["core --bundle b --plan"]}, "--plan is not an option"),
-        ({"commands": ["decode_speed", "decode_speed --step 3"]}, "--step is set by the watcher"),
-        ({"commands": ["core --bundle b --limit all"]}, "Error parsing --limit: .*: 'all'$"),
-        (
-            {"commands": ["core --bundle b --max-per-task 5"]},
-            "--max-per-task is now --limit, as in every evaluation",
-        ),
-        (
-            {"commands": ["lm_eval --tasks arc_easy --model m"]},
-            "--model is not an option of it on a checkpoint",
-        ),
-        (
-            {"commands": ["core --bundle b --tasks mmlu"]},
-            r"--tasks: \['mmlu'\] are not in CORE",
-        ),
-        ({"commands": ["bits_per_byte runs/demo/hf --data d"]}, "Unrecognized options: runs/demo/hf$"),
-    ],
-)
-def test_sections_that_ask_for_nothing_are_refused(
-    tmp_path: Path, section: dict[str, Any], said: str
-) -> None:
-    check(job_of(tmp_path))
-    with pytest.raises(ValueError, match=said):
-        check(job_of(tmp_path, **section))
+        *sections,
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check(job_of(tmp_path, **section))

@@ -20,9 +20,8 @@ def source(data: Path, name: str, found: dict, tokenizer: str = "ab") -> None:
     folder = data / name
     folder.mkdir(parents=True, exist_ok=True)
     valid = write_windows(folder / "valid.bin", np.arange(5, dtype=np.uint16), 4)
-    write_manifest(
-        folder, {"contamination": found, "tokenizer_sha256": tokenizer, "shards": [], "valid": valid}
-    )
+    manifest = {"contamination": found, "tokenizer_sha256": tokenizer, "shards": [], "valid": valid}
+    write_manifest(folder, manifest)
 
 
 @pytest.fixture

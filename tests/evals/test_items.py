@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -19,9 +18,11 @@ from evals.scorer import Source
 from evals.watch import Watcher
 from records.evals import About
 from records.events import DONE, write_outcome
+from records.files import read_lines
 from records.job import Checkpoint, Evals, Job, JobSections, Training
 from tests.evals.core.core_assets import CHOICE_ROWS, task, write_bundle, write_laneformer
 from tests.evals.test_watch import save
+from tests.records.lines import write_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ITEMS, DIES_AFTER = 300, 280
@@ -59,14 +60,14 @@ class Dying(Watcher):
         return self.statuses[-1]
 
 
+@pytest.mark.job
 def test_a_killed_evaluation_asks_what_is_left_and_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, bundle, asked = tmp_path / "run", tmp_path / "bundle", tmp_path / "asked"
     write_laneformer(tmp_path / "model")
     rows = [row | {"query": f"{i} {row['query']}"} for i, row in enumerate(CHOICE_ROWS * (ITEMS // 5))]
-    path = write_bundle(bundle, ["copa"]).file(task("copa"))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(write_bundle(bundle, ["copa"]).file(task("copa")), rows)
     save(run, 10)
     write_outcome(run, 1, DONE, 10, "done")
     (tmp_path / "dies.py").write_text(DIES)
@@ -79,7 +80,7 @@ def test_a_killed_evaluation_asks_what_is_left_and_gives_the_same_bytes(
     assert watching.watch(once=False, every_s=0.01) == 0
     assert watching.statuses == [-signal.SIGKILL, 0]
     assert len(asked.read_text()) == DIES_AFTER + ITEMS - WINDOW, "only what was not kept is asked again"
-    (record,) = map(json.loads, (run / "evals.jsonl").read_text().splitlines())
+    (record,) = read_lines(run / "evals.jsonl")
     alone = tmp_path / "alone/evals.jsonl"
     whole = main(tmp_path / "model", bundle, Settings(), Source(device="cpu"), About(alone, 10))
     assert (run / record["items"]).read_bytes() == (alone.parent / whole["items"]).read_bytes()

@@ -54,6 +54,7 @@ def judge_url() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.rotate
 def test_each_pair_is_judged_in_both_orders(tmp_path: Path, judge_url: str) -> None:
     model, data = tmp_path / "hf", tmp_path / "questions.jsonl"
     write_laneformer(model)

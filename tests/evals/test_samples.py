@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from evals.samples import BUILT_IN, main, read_prompts
 from evals.scorer import Source, open_scorer
-from laneformer import Engine, Laneformer
+from laneformer import Engine
 from records.evals import About
+from records.files import read_lines
 from tests.evals.core.core_assets import write_laneformer, write_llama
+from tests.evals.reference import continue_greedily
+from tests.records.lines import write_lines
 
 CPU = Source(device="cpu")
 
@@ -27,28 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@torch.no_grad()
-def greedy(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
-    """Without a cache, from the whole prompt each time, in float64."""
-    model, known = model.double(), list(ids)
-    for _ in range(count):
-        found = model(torch.tensor([known]))
-        known.append(int(getattr(found, "logits", found)[0, -1].argmax()))
-    return known[len(ids) :]
-
-
 def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> None:
-    record = main(
-        folder, max_new_tokens=6, about=About(tmp_path / "evals.jsonl", 20, 4096, "phase1"), source=CPU
-    )
-    assert json.loads((tmp_path / "evals.jsonl").read_text()) == record
-    assert [record[key] for key in ("kind", "step", "tokens_total", "phase")] == [
-        "samples",
-        20,
-        4096,
-        "phase1",
-    ]
-    assert [each["name"] for each in record["samples"]] == ["prose", "fact", "code", "chat"]
+    about = About(tmp_path / "evals.jsonl", 20, 4096, "phase1")
+    record = main(folder, max_new_tokens=6, about=about, source=CPU)
+    assert read_lines(tmp_path / "evals.jsonl") == [record]
+    provenance = [record[key] for key in ("kind", "step", "tokens_total", "phase")]
+    assert provenance == ["samples", 20, 4096, "phase1"]
+    assert [sample["name"] for sample in record["samples"]] == ["prose", "fact", "code", "chat"]
     with Engine.from_pretrained(folder, device="cpu") as engine:
         for prompt, sample in zip(read_prompts(BUILT_IN)[:3], record["samples"], strict=False):
             text = str(prompt["text"])
@@ -56,27 +43,27 @@ def test_built_in_prompts_through_the_engine(folder: Path, tmp_path: Path) -> No
             assert sample["greedy"] == engine.generate_text(text, max_new_tokens=6)
             assert sample["sampled"] == engine.generate_text(text, max_new_tokens=6, temperature=0.8, seed=0)
     assert record["samples"][3]["prompt"].startswith("user: Why is the sky blue?")
-    again = main(folder, max_new_tokens=6, source=CPU)
-    assert again["samples"] == record["samples"], "the seed repeats them"
-    other = main(folder, max_new_tokens=6, seed=1, source=CPU)
-    assert [s["greedy"] for s in other["samples"]] == [s["greedy"] for s in record["samples"]]
-    assert [s["sampled"] for s in other["samples"]] != [s["sampled"] for s in record["samples"]]
+    again, other = (main(folder, max_new_tokens=6, seed=seed, source=CPU)["samples"] for seed in (0, 1))
+    assert again == record["samples"], "the seed repeats them"
+    assert [s["greedy"] for s in other] == [s["greedy"] for s in again]
+    assert [s["sampled"] for s in other] != [s["sampled"] for s in again]
 
 
 def test_both_backends_generate_the_models_own_tokens(folder: Path, tmp_path: Path) -> None:
     model: Any = write_laneformer(tmp_path / "hf")
-    assert isinstance(model, Laneformer)
     for kind in ("engine", "transformers"):
         scorer = open_scorer(tmp_path / "hf", Source(kind, "cpu"))  # type: ignore[arg-type]
         ids = scorer.encode("The cat looked at", special_tokens=True)
-        text = scorer.text_after(ids, greedy(model, ids, 8))
+        text = scorer.text_after(ids, continue_greedily(model, ids, 8))
         assert scorer.generate(ids, 8) == scorer.generate("The cat looked at", 8) == (text, "length"), kind
         assert scorer.generate(ids, 8, [text[3:5]]) == (text[: text.index(text[3:5])], "stop"), kind
         with pytest.raises(ValueError, match="top_q"):
             scorer.generate(ids, 8, top_q=1)
         before = scorer.reused_tokens
         other = [*ids[:-2], ids[-1]]
-        assert scorer.generate(other, 8).text == scorer.text_after(other, greedy(model, other, 8)), kind
+        assert scorer.generate(other, 8).text == scorer.text_after(
+            other, continue_greedily(model, other, 8)
+        ), kind
         assert scorer.reused_tokens - before == len(ids) - 2, "the prefix of the prompt before it"
         sampled = [scorer.generate(ids, 8, temperature=0.9, seed=seed) for seed in (0, 0, 1)]
         assert sampled[0] == sampled[1] != sampled[2]
@@ -89,27 +76,19 @@ def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
     """
     write_llama(tmp_path / "hf")
     (tmp_path / "hf/chat_template.jinja").unlink()
-    assert [s["name"] for s in main(tmp_path / "hf", max_new_tokens=2, source=CPU)["samples"]] == [
-        "prose",
-        "fact",
-        "code",
-    ]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        '{"name": "a", "text": "The cat"}\n\n{"name": "b", "text": "1 and 2"}\n{"name": "", "text": ""}'
-    )
+    samples = main(tmp_path / "hf", max_new_tokens=2, source=CPU)["samples"]
+    assert [sample["name"] for sample in samples] == ["prose", "fact", "code"]
+    asked = {"a": "The cat", "b": "1 and 2", "": ""}
+    prompts = write_lines(tmp_path / "x.jsonl", ({"name": n, "text": text} for n, text in asked.items()))
+    prompts.write_text("\n" + prompts.read_text())
     record = main(tmp_path / "hf", prompts, max_new_tokens=3, source=CPU)
-    assert [(s["name"], s["prompt"]) for s in record["samples"]] == [
-        ("a", "The cat"),
-        ("b", "1 and 2"),
-        ("", ""),
-    ]
+    assert {sample["name"]: sample["prompt"] for sample in record["samples"]} == asked
     assert (record["backend"], record["dtype"]) == ("transformers", "float32")
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
+def test_bad_prompts_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    for text, reason in (
         ("", "holds no prompts"),
         ('{"name": "a", "text": "x"}\n{"name": "a", "text": "y"}', "two of one name"),
         ('{"text": "x"}', r'prompts.jsonl:1: not {"name", "text"}'),
@@ -120,15 +99,10 @@ def test_prompts_of_a_file_and_any_model(tmp_path: Path) -> None:
             json.dumps({"name": "long", "text": "cat " * 400}),
             "'long': a prompt of .* leaves no room .* context of 256",
         ),
-    ],
-)
-def test_bad_prompts_are_refused(folder: Path, tmp_path: Path, lines: str, said: str) -> None:
-    (tmp_path / "prompts.jsonl").write_text(lines)
-    with pytest.raises(ValueError, match=said):
-        main(folder, tmp_path / "prompts.jsonl", source=CPU)
-
-
-def test_bad_options_are_refused(folder: Path) -> None:
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=reason):
+            main(folder, path, source=CPU)
     for options in ({"max_new_tokens": 0}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             main(folder, source=CPU, **options)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from evals.scorer import Encoder, Prompt, Scorer, Source, choose, common_prefix, devices_of, open_scorer
+from evals.scorer import Encoder, Prompt, Scorer, Source, choose, devices_of, open_scorer
 from evals.scorer import hf as hf_scorer
-from evals.scorer.engine import EngineScorer
+from evals.scorer.endpoint import EndpointScorer
+from evals.scorer.endpoint import scores_of as scores_of_choice
 from evals.scorer.hf import TransformersScorer
+from laneformer import Engine
 from tests.evals.core.core_assets import VOCAB, score_one, write_laneformer, write_llama
+from tests.evals.reference import scores_of
 
 # prompts whose prefixes meet in every way: same prompt again, longer, shorter, another, one token
 SEQUENCES = [
@@ -22,148 +26,137 @@ SEQUENCES = [
     ([1, 5, 6, 7, 11, 12, 40, 41, 42], 6), ([1, 5], 1), ([1, 30, 31, 32], 3), ([1, *range(50, 120)], 60),
     ([1, *range(50, 110), 7, 8], 61),
 ]  # fmt: skip
+CPU, SERVER = Source(device="cpu"), "http://127.0.0.1:9/v1"
+THROUGH_TRANSFORMERS = Source("transformers", "cpu")
 
 
-@torch.no_grad()
-def reference(
-    model: torch.nn.Module, ids: list[int], start: int, dtype: torch.dtype
-) -> tuple[np.ndarray, np.ndarray]:
-    """Plain log-softmax of one pass over all ids: log-probabilities of ids[start:], and whether
-    each is the argmax.
-    """
-    found = model.to(dtype)(torch.tensor([ids]))
-    logits = getattr(found, "logits", found)[0, start - 1 : -1].double().numpy()
-    logp = logits - logits.max(1, keepdims=True)
-    logp -= np.log(np.exp(logp).sum(1, keepdims=True))
-    rows = np.arange(len(ids) - start)
-    return logp[rows, ids[start:]], logp.argmax(1) == ids[start:]
+class Written(NamedTuple):
+    """A model folder, and the model that it holds."""
+
+    folder: Path
+    model: torch.nn.Module
 
 
-CPU = Source(device="cpu")
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+    folder = tmp_path_factory.mktemp("models")
+    paths = {name: folder / name for name in ("laneformer", "llama", "mistral")}
+    models = {
+        "laneformer": write_laneformer(paths["laneformer"]),
+        "llama": write_llama(paths["llama"]),
+        "mistral": write_llama(paths["mistral"], sliding_window=8),
+    }
+    return {name: Written(path, models[name]) for name, path in paths.items()}
+
+
+@pytest.fixture
+def llama(written: dict[str, Written]) -> Written:
+    return written["llama"]
+
+
+def float32_error(model: torch.nn.Module, prompt: Prompt) -> float:
+    """What float32 itself gets wrong on this model, times 8 as sums are taken in another order; 1e-6 for tiny ones."""
+    exact, rounded = (scores_of(model, *prompt, dtype).logprobs for dtype in (torch.float64, torch.float32))
+    return 8 * np.abs(rounded - exact).max() + 1e-6
 
 
 def check(scorer: Scorer, model: torch.nn.Module) -> None:
-    together = [s for item in scorer.score([[Prompt(*each) for each in SEQUENCES]]) for s in item]
-    for (ids, start), batched in zip(SEQUENCES, together, strict=True):
-        exact, greedy = reference(model, ids, start, torch.float64)
-        single, _ = reference(model, ids, start, torch.float32)
-        # what float32 itself gets wrong on this model, times 8 as sums are taken in another order; 1e-6
-        # for tiny ones
-        allowed = 8 * np.abs(single - exact).max() + 1e-6
-        for got in (score_one(scorer, ids, start), batched):
-            assert got.logprobs.dtype == np.float64
-            assert got.greedy.dtype == bool
-            assert got.logprobs.shape == got.greedy.shape == (len(ids) - start,)
-            assert np.abs(got.logprobs - exact).max() <= allowed, (ids, start)
-            np.testing.assert_array_equal(got.greedy, greedy)
-    wrong, _ = reference(model, [*ids[: start - 2], 299, *ids[start - 1 :]], start, torch.float64)
-    assert np.abs(wrong - exact).max() > 100 * allowed, "the comparison would not see another prefix"
-    model.float()
+    prompts = [Prompt(*each) for each in SEQUENCES]
+    together = [scores for item in scorer.score([prompts]) for scores in item]
+    for prompt, batched in zip(prompts, together, strict=True):
+        exact, allowed = scores_of(model, *prompt), float32_error(model, prompt)
+        for scores in (score_one(scorer, *prompt), batched):
+            assert (scores.logprobs.dtype, scores.greedy.dtype) == (np.float64, bool)
+            assert scores.logprobs.shape == scores.greedy.shape == (len(prompt.ids) - prompt.start,)
+            assert np.abs(scores.logprobs - exact.logprobs).max() <= allowed, prompt
+            np.testing.assert_array_equal(scores.greedy, exact.greedy)
+    ids, start = prompt
+    other = scores_of(model, [*ids[: start - 2], 299, *ids[start - 1 :]], start)
+    difference = np.abs(other.logprobs - exact.logprobs).max()
+    assert difference > 100 * allowed, "the comparison would not see another prefix"
 
 
-def test_engine(tmp_path: Path) -> None:
-    model = write_laneformer(tmp_path)
-    scorer = open_scorer(tmp_path, CPU)
-    assert isinstance(scorer, EngineScorer)
-    assert (scorer.backend, scorer.device, scorer.dtype, scorer.max_length) == ("engine", "cpu", "fp32", 128)
+@pytest.mark.parametrize(
+    ("name", "source", "backend", "dtype"),
+    [
+        ("laneformer", CPU, "engine", "fp32"),
+        ("laneformer", THROUGH_TRANSFORMERS, "transformers", "float32"),
+        ("llama", CPU, "transformers", "float32"),
+        ("mistral", CPU, "transformers", "float32"),
+    ],
+)
+def test_scores_are_pytorchs(
+    written: dict[str, Written],
+    name: str,
+    source: Source,
+    backend: str,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))  # whether code may run
+    scorer = open_scorer(written[name].folder, source)
+    about = (scorer.backend, scorer.device, scorer.dtype, scorer.max_length)
+    assert about == (backend, "cpu", dtype, 128)
     assert (scorer.bos_id, scorer.eos_id) == (1, 2)
-    check(scorer, model)
+    check(scorer, written[name].model)
     scorer.close()
 
 
-@pytest.mark.parametrize("config", [{}, {"sliding_window": 8}], ids=["llama", "mistral, window 8"])
-def test_transformers(tmp_path: Path, config: dict[str, int]) -> None:
-    model = write_llama(tmp_path, **config)
-    scorer = open_scorer(tmp_path, CPU)
-    assert isinstance(scorer, TransformersScorer)
-    assert (scorer.backend, scorer.device, scorer.dtype, scorer.max_length) == (
-        "transformers",
-        "cpu",
-        "float32",
-        128,
-    )
-    assert (scorer.bos_id, scorer.eos_id) == (1, 2)
-    check(scorer, model)
-
-
-def test_a_laneformer_through_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is asked whether the code in the folder may run."""
-    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
-    model = write_laneformer(tmp_path)
-    scorer = open_scorer(tmp_path, Source("transformers", "cpu"))
-    assert isinstance(scorer, TransformersScorer)
-    check(scorer, model)
-
-
-def read_by(scorer: TransformersScorer) -> list[tuple[int, int]]:
+def spy_on_passes(scorer: TransformersScorer) -> list[tuple[int, int]]:
     """(prompts, tokens of each) of every pass from now on."""
-    read: list[tuple[int, int]] = []
+    passes: list[tuple[int, int]] = []
     forward = scorer._model.forward
 
     def spy(input_ids: torch.Tensor, **options: object) -> object:
-        read.append(tuple(input_ids.shape))
+        passes.append(tuple(input_ids.shape))
         return forward(input_ids=input_ids, **options)
 
     scorer._model.forward = spy
-    return read
+    return passes
 
 
-@pytest.mark.parametrize("write", [write_llama, write_laneformer])
+@pytest.mark.parametrize("name", ["llama", "laneformer"])
 def test_options_behind_a_long_prefix_are_read_in_two_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
+    written: dict[str, Written], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The prefix once, then all options; equal to one by one, up to float32's rounding, and
-    to float64's own answer.
-    """
-    model = write(tmp_path)
-    scorer = TransformersScorer(tmp_path, "cpu")
-    prefix = [1, *range(40, 90)]
-    item = [
-        Prompt([*prefix, *option], len(prefix)) for option in ([7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14])
-    ]
+    """The prefix once, then all options; equal to one by one, up to float32's rounding, and to float64's answer."""
+    folder, model = written[name]
+    scorer, prefix = TransformersScorer(folder, "cpu"), [1, *range(40, 90)]
+    options = [[7, 8, 9], [7, 8], [10], [7], [11, 12, 13, 14]]
+    item = [Prompt([*prefix, *option], len(prefix)) for option in options]
     alone = [score_one(scorer, *prompt) for prompt in item]
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 100)
-    read = read_by(scorer)
-    (found,) = scorer.score([item])
-    assert read == [(1, 50), (5, 4)], (
-        "50 tokens of the prefix; five options behind it, the longest of 1 + 3 tokens"
-    )
-    for prompt, batched, single in zip(item, found, alone, strict=True):
-        exact, greedy = reference(model, prompt.ids, prompt.start, torch.float64)
-        rounded, _ = reference(model, prompt.ids, prompt.start, torch.float32)
-        model.float()
-        allowed = 8 * np.abs(rounded - exact).max() + 1e-6
-        assert np.abs(batched.logprobs - exact).max() <= allowed
+    passes = spy_on_passes(scorer)
+    (together,) = scorer.score([item])
+    assert passes == [(1, 50), (5, 4)], "50 tokens of the prefix; five options, the longest of 1 + 3 tokens"
+    for prompt, batched, single in zip(item, together, alone, strict=True):
+        exact, allowed = scores_of(model, *prompt), float32_error(model, prompt)
+        assert np.abs(batched.logprobs - exact.logprobs).max() <= allowed
         assert np.abs(batched.logprobs - single.logprobs).max() <= 2 * allowed
-        np.testing.assert_array_equal(batched.greedy, greedy)
+        np.testing.assert_array_equal(batched.greedy, exact.greedy)
 
 
-def test_short_items_share_passes_of_similar_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_llama(tmp_path)
-    scorer = TransformersScorer(tmp_path, "cpu")
+def test_short_items_share_passes_of_similar_lengths(llama: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = TransformersScorer(llama.folder, "cpu")
     monkeypatch.setitem(hf_scorer.PASS_TOKENS, "cpu", 40)
-    read = read_by(scorer)
-    lengths = [5, 30, 6, 9, 6]
-    found = list(scorer.score([[Prompt([1, *range(10, 9 + n)], 1)] for n in lengths]))
-    assert [len(scores.logprobs) for (scores,) in found] == [n - 1 for n in lengths], (
-        "in the order of the items"
-    )
-    assert read == [(4, 8), (1, 29)]
+    passes, lengths = spy_on_passes(scorer), [5, 30, 6, 9, 6]
+    scores = list(scorer.score([[Prompt([1, *range(10, 9 + n)], 1)] for n in lengths]))
+    assert [len(each.logprobs) for (each,) in scores] == [n - 1 for n in lengths], "in the order of the items"
+    assert passes == [(4, 8), (1, 29)]
 
 
-def test_passes_become_smaller_where_memory_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_llama(tmp_path)
-    scorer = TransformersScorer(tmp_path, "cpu")
+def test_passes_become_smaller_where_memory_ends(llama: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = TransformersScorer(llama.folder, "cpu")
     fits, passes, score = 2, list[int](), scorer._score
 
-    def small(prompts: Any, offset: int) -> Any:
+    def score_few(prompts: Any, offset: int) -> Any:
         passes.append(len(prompts))
         if len(prompts) > fits:
             raise torch.OutOfMemoryError
         return score(prompts, offset)
 
-    monkeypatch.setattr(scorer, "_score", small)
-    check(scorer, model)
+    monkeypatch.setattr(scorer, "_score", score_few)
+    check(scorer, llama.model)
     assert max(passes) > fits
     fits = 0
     with pytest.raises(torch.OutOfMemoryError):
@@ -171,15 +164,15 @@ def test_passes_become_smaller_where_memory_ends(tmp_path: Path, monkeypatch: py
 
 
 def test_a_model_whose_state_cannot_be_copied_reads_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_llama(tmp_path)
     monkeypatch.setitem(hf_scorer.WORTH_A_PASS, "cpu", 1)
-    scorer = TransformersScorer(tmp_path, "cpu")
+    scorer = TransformersScorer(llama.folder, "cpu")
     scorer._keeps_prefix = False
-    check(scorer, model)
+    check(scorer, llama.model)
 
 
+@pytest.mark.rotate
 def test_several_devices_share_the_items_and_change_nothing(tmp_path: Path) -> None:
     """Two processes on the CPU, as two GPUs would: the same scores in the same order, bit for
     bit by the engine.
@@ -200,33 +193,91 @@ def test_several_devices_share_the_items_and_change_nothing(tmp_path: Path) -> N
     with_two.close()
 
 
-def test_both_backends_score_a_rolling_text_alike(tmp_path: Path) -> None:
+def test_both_backends_score_a_rolling_text_alike(written: dict[str, Written]) -> None:
     """Every id once, in disjoint windows with all the context that fits."""
-    model = write_laneformer(tmp_path)
-    ids = [3 + (i * 7) % 200 for i in range(50)]
-    whole = [1, *ids]
-    expected = sum(
-        reference(model, whole[max(0, end - 17) : end], begin - max(0, end - 17), torch.float64)[0].sum()
-        for begin, end in ((1, 17), (17, 33), (33, 49), (49, 51))
-    )
-    for backend in ("engine", "transformers"):
-        scorer = open_scorer(tmp_path, Source(backend, "cpu", max_length=16))  # type: ignore[arg-type]
+    folder, model = written["laneformer"]
+    ids, expected = [3 + (i * 7) % 200 for i in range(50)], 0.0
+    for begin, end in ((1, 17), (17, 33), (33, 49), (49, 51)):
+        first = max(0, end - 17)
+        expected += scores_of(model, [1, *ids][first:end], begin - first).logprobs.sum()
+    for source in (Source("engine", "cpu", max_length=16), Source("transformers", "cpu", max_length=16)):
+        scorer = open_scorer(folder, source)
         assert scorer.rolling(ids) == pytest.approx(expected, rel=1e-5)
         assert scorer.rolling([]) == 0
         scorer.close()
 
 
-def test_the_log_says_what_answers_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_laneformer(tmp_path)
-    open_scorer(tmp_path).close()
+def answer_requests_with(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine answer what an EndpointScorer posts to /completions."""
+    one_at_a_time = threading.Lock()
+
+    def score(ids: list[int]) -> dict[str, Any]:
+        """The echoed prompt and one new token."""
+        scores = engine.logprobs([*ids, *engine.generate(ids, max_new_tokens=1, ignore_eos=True)], top=1)
+        best = zip(scores.top_ids[:, 0].tolist(), scores.top_logprobs[:, 0].tolist(), strict=True)
+        top = [None, *({str(i): logprob} for i, logprob in best)]
+        return {"logprobs": {"token_logprobs": [None, *scores.logprobs.tolist()], "top_logprobs": top}}
+
+    def write(ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "text": engine.generate_text(ids, max_new_tokens=body["max_tokens"]),
+            "finish_reason": "length",
+        }
+
+    def post(self: EndpointScorer, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        assert (url, body["temperature"]) == (f"{SERVER}/completions", 0)
+        with one_at_a_time:
+            choices = [score(ids) if body.get("echo") else write(ids, body) for ids in body["prompt"]]
+        return json.loads(json.dumps({"choices": [{"index": i, **each} for i, each in enumerate(choices)]}))
+
+    monkeypatch.setattr(EndpointScorer, "_post", post)
+
+
+def test_a_server_says_what_the_engine_says(
+    written: dict[str, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; only its context is a token shorter, as it adds one to what it scores."""
+    folder = written["laneformer"].folder
+    ours = open_scorer(folder, Source("engine", "cpu", max_length=127))
+    served = open_scorer(folder, CPU)
+    answer_requests_with(served.engine, monkeypatch)  # type: ignore[attr-defined]
+    theirs = open_scorer(folder, Source(base_url=SERVER, max_length=128, concurrency=3))
+    assert (theirs.backend, theirs.device, theirs.dtype, theirs.scoring_room) == (
+        "endpoint",
+        SERVER,
+        None,
+        127,
+    )
+    items = [[Prompt(*each)] for each in SEQUENCES] + [[Prompt([1, 5, 6], 2), Prompt([1, 5, 7, 8], 2)]]
+    for ours_of, theirs_of in zip(ours.score(items), theirs.score(items), strict=True):
+        for a, b in zip(ours_of, theirs_of, strict=True):
+            np.testing.assert_array_equal(a.logprobs, b.logprobs)
+            np.testing.assert_array_equal(a.greedy, b.greedy)
+    assert ours.rolling([*range(3, 60)]) == theirs.rolling([*range(3, 60)])
+    assert ours.generate([1, 5, 6], 9) == theirs.generate([1, 5, 6], 9)
+
+
+def test_a_server_without_all_scores_is_refused() -> None:
+    prompt, top = Prompt([1, 5, 6], 1), [None, {"5": -1.0}, {"7": -0.5}, {"9": -1.0}]
+    whole = {"token_logprobs": [None, -1.0, -2.0, -1.0], "top_logprobs": top}
+    scores = scores_of_choice({"logprobs": whole}, prompt)
+    assert (scores.logprobs.tolist(), scores.greedy.tolist()) == ([-1, -2], [True, False])
+    for short in ({}, whole | {"token_logprobs": [None, -1.0, -2.0]}, whole | {"top_logprobs": []}):
+        with pytest.raises(ValueError, match=r"the server gave \d log-probabilities for a prompt of 3"):
+            scores_of_choice({"logprobs": short}, prompt)
+
+
+def test_the_log_says_what_answers_and_why(
+    written: dict[str, Written], capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_scorer(written["laneformer"].folder).close()
     assert "engine on cpu in fp32 (a Laneformer, no GPU is visible)" in capsys.readouterr().err
 
 
-def test_texts_become_the_same_ids_in_both(tmp_path: Path) -> None:
-    write_laneformer(tmp_path)
+def test_texts_become_the_same_ids_in_both(llama: Written) -> None:
     from transformers import AutoTokenizer
 
-    ours, theirs = Encoder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = Encoder(llama.folder), AutoTokenizer.from_pretrained(llama.folder)
     for text in ("", "The cat", " a", "\nAnswer: 12", "x  y"):
         plain, special = (theirs(text, add_special_tokens=add)["input_ids"] for add in (False, True))
         assert [ours.encode(text)] * 2 == ours.encode_each([text, text]) == [plain] * 2
@@ -234,60 +285,44 @@ def test_texts_become_the_same_ids_in_both(tmp_path: Path) -> None:
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
 
 
-def test_auto_is_the_gpu_where_one_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watcher beside the run on a GPU of its own uses it; asking for one that is not there
-    is refused in words.
-    """
-    write_laneformer(tmp_path)
-    for driver, gpu in [(False, False), (True, False), (True, True)]:
-        monkeypatch.setattr("laneformer.engine.device.has_driver", lambda driver=driver: driver)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpu=gpu: 2 * gpu)
-        devices = ["cuda:0", "cuda:1"] if gpu else ["cpu"]
-        assert devices_of("auto") == devices
-        backend, used, why = choose(tmp_path)
-        assert (backend, used) == ("transformers" if gpu else "engine", devices)
-        assert ("a GPU is visible" if gpu else "no GPU is visible") in why
-        assert devices_of("cpu") == ["cpu"]
-        if gpu:
-            assert devices_of("cuda:1") == ["cuda:1"]
-            assert devices_of("cuda") == devices
-            with pytest.raises(ValueError, match="choose auto, or a list of cpu, cuda:0, cuda:1"):
-                devices_of("cuda:0,cuda:2")
-        else:
-            with pytest.raises(
-                ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"
-            ):
-                open_scorer(tmp_path, Source(device="cuda"))
-
-
-def test_common_prefix() -> None:
-    assert [
-        common_prefix(a, b) for a, b in [([], [1]), ([1, 2], [1, 2, 3]), ([1, 2], [1, 3]), ([4], [5])]
-    ] == [
-        0,
-        2,
-        1,
-        0,
-    ]
+@pytest.mark.parametrize(("driver", "gpus"), [(False, 0), (True, 0), (True, 2)])
+def test_auto_is_the_gpu_where_one_is_visible(
+    written: dict[str, Written], monkeypatch: pytest.MonkeyPatch, driver: bool, gpus: int
+) -> None:
+    """Asking for one that is not there is refused in words."""
+    folder = written["laneformer"].folder
+    monkeypatch.setattr("laneformer.engine.device.has_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    devices = [f"cuda:{i}" for i in range(gpus)] or ["cpu"]
+    backend, used, why = choose(folder)
+    assert devices_of("auto") == used == devices
+    assert backend == ("transformers" if gpus else "engine")
+    assert ("a GPU is visible" if gpus else "no GPU is visible") in why
+    assert devices_of("cpu") == ["cpu"]
+    if gpus:
+        assert (devices_of("cuda:1"), devices_of("cuda")) == (["cuda:1"], devices)
+        with pytest.raises(ValueError, match="choose auto, or a list of cpu, cuda:0, cuda:1"):
+            devices_of("cuda:0,cuda:2")
+    else:
+        with pytest.raises(ValueError, match=r"device = 'cuda': no GPU is visible .* use device = 'auto'"):
+            open_scorer(folder, Source(device="cuda"))
 
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         open_scorer(tmp_path)
     write_llama(tmp_path)
-    opened = open_scorer(
-        tmp_path, Source("engine", "cpu", dtype="int8")
-    )  # a Llama, which the engine reads too
-    assert opened.dtype == "int8"
-    opened.close()
-    with pytest.raises(ValueError, match="backend = 'onnx' is unknown"):
-        open_scorer(tmp_path, Source("onnx"))  # type: ignore[arg-type]
-    for source in (
-        Source("transformers", "cpu", dtype="int8"),
-        Source(dtype="int8", base_url="http://127.0.0.1:9"),
+    in_8_bits = open_scorer(tmp_path, Source("engine", "cpu", dtype="int8"))  # which reads a Llama, too
+    assert in_8_bits.dtype == "int8"
+    in_8_bits.close()
+    unknown: Any = "onnx"
+    for source, reason in (
+        (Source(unknown), "backend = 'onnx' is unknown"),
+        (Source("transformers", "cpu", dtype="int8"), "dtype = 'int8'"),
+        (Source(dtype="int8", base_url="http://127.0.0.1:9"), "dtype = 'int8'"),
     ):
-        with pytest.raises(ValueError, match="dtype = 'int8'"):
+        with pytest.raises(ValueError, match=reason):
             open_scorer(tmp_path, source)
     scorer = open_scorer(tmp_path, CPU)
     for ids, start in [([1, 2], 0), ([1, 2], 3), ([1] * 130, 1)]:
@@ -300,10 +335,8 @@ def test_bad_input(tmp_path: Path) -> None:
         Encoder(tmp_path)
 
 
-def test_one_id_more_than_the_context_is_only_predicted(tmp_path: Path) -> None:
-    model = write_llama(tmp_path)
+def test_one_id_more_than_the_context_is_only_predicted(llama: Written) -> None:
     ids = [1, *range(3, 131)]
-    scores = score_one(open_scorer(tmp_path, CPU), ids, 1)
+    scores = score_one(open_scorer(llama.folder, CPU), ids, 1)
     assert scores.logprobs.shape == (128,)
-    exact, _ = reference(model, ids, 1, torch.float64)
-    assert np.abs(scores.logprobs - exact).max() < 1e-4
+    assert np.abs(scores.logprobs - scores_of(llama.model, ids, 1).logprobs).max() < 1e-4

@@ -3,52 +3,52 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from evals.trackers import SETTINGS, Trackers, scalars
 from records.job import Job, JobSections, Metrics
-from tests.evals.not_nice import NOT_NICE
-from tests.tools.dashboard import made_up_run
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from wandb.proto.wandb_internal_pb2 import Record
+
 Logged = list[tuple[str, int, float]]
-CONFIG = """
-[evals]
-every_steps = 1
-commands = ["decode_speed"]
-[metrics]
-enable_wandb = true
-enable_tensorboard = true
-"""
+TEXTS = [{"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")]
+CORE = {
+    "protocol": "nanochat", "limit": 500, "core_v2": 0.2, "core_v2_se": 0.01,
+    "tasks": {"copa": {"accuracy": 0.6, "standard_error": 0.02, "n": 100}},
+}  # fmt: skip
+CODE = {
+    "dataset": "humaneval+", "protocol": "greedy", "prompt": "chat", "problems": 164, "n": 1, "temperature": 0.8,
+    "top_p": 1.0, "max_new_tokens": 768, "pass@1_plus": 0.3, "pass@k": {"10": {"plus": 0.4}},
+}  # fmt: skip
+LM_EVAL = {
+    "num_fewshot": 0, "add_bos": True, "chat_template": False, "haystack": "upstream",
+    "tasks": {"arc_easy": {"acc_norm": 0.5}}, "ruler": {"2048": {"ruler_vt": 0.7}},
+}  # fmt: skip
+RECORDS: dict[str, dict[str, Any]] = {
+    "core": CORE,
+    "bits_per_byte": {"bits_per_byte": 0.9, "sources": {"web": {"bits_per_byte": 1.1}}},
+    "code": CODE,
+    "lm_eval": LM_EVAL,
+    "decode_speed": {"dtype": "bf16", "tokens_per_s": 51.5},
+    "samples": {"samples": TEXTS},
+}
 
 
-def forward(run: Path) -> None:
-    """`evals.watch` on a run without checkpoints: it has nothing to do but this."""
-    env = {**os.environ, **NOT_NICE, "WANDB_MODE": "offline"}
-    command = [sys.executable, "-m", "evals.watch", "--run", str(run), "--once"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "got no evaluations" not in done.stderr
-
-
-def write(run: Path, records: list[dict[str, Any]]) -> None:
-    (run / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+def job_of(run: Path) -> JobSections:
+    return JobSections(Job(str(run)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
 
 
 def wandb_records(path: Path) -> Iterator[Record]:
     """The protobuf records of a .wandb file: after 7 bytes of its own a LevelDB log, blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         room = 32768 - at % 32768
@@ -65,12 +65,11 @@ def wandb_records(path: Path) -> Iterator[Record]:
             whole = b""
 
 
-def in_wandb(run: Path) -> Logged:
-    newest = max(
-        (run / "tb/evals/wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime
-    )
-    records, logged = list(wandb_records(newest)), []
-    (about,) = [r.run for r in records if r.HasField("run")]
+def read_wandb(run: Path) -> Logged:
+    written = (run / "tb/evals/wandb").glob("offline-run-*/*.wandb")
+    newest = max(written, key=lambda path: path.stat().st_mtime)
+    records, logged = list(wandb_records(newest)), list[tuple[str, int, float]]()
+    (about,) = [record.run for record in records if record.HasField("run")]
     assert (about.display_name, about.run_group, about.job_type) == (f"{run.name}-evals", run.name, "evals")
     for record in records:
         if record.HasField("history"):
@@ -81,68 +80,59 @@ def in_wandb(run: Path) -> Logged:
     return sorted(logged)
 
 
-def in_tensorboard(run: Path) -> Logged:
+def read_tensorboard(run: Path) -> Logged:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     board = EventAccumulator(str(run / "tb/evals"), size_guidance={"scalars": 0})
     board.Reload()
     return sorted((name, e.step, e.value) for name in board.Tags()["scalars"] for e in board.Scalars(name))
 
 
-def test_the_same_values_everywhere_once(tmp_path: Path) -> None:
+@pytest.mark.job
+def test_the_same_values_everywhere_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two starts, a checkpoint evaluated late in between: each tracker has every figure once, at its step."""
-    run = tmp_path / "tracked"
-    run.mkdir()
-    (run / "config.toml").write_text(CONFIG)
-    records = [r for r in made_up_run.evaluations(2000, 2, ()) if r["kind"] != "contamination"]
-    write(run, records[2:])
-    forward(run)
-    records = [*records[2:], *records[:2]]
-    write(run, records)
-    forward(run)
-    expected = sorted((name, r["step"], value) for r in records for name, value in scalars(r).items())
-    assert len({name for name, _, _ in expected}) > 100
-    assert in_wandb(run) == expected
-    assert in_tensorboard(run) == [(name, step, float(np.float32(value))) for name, step, value in expected]
-
-
-def test_samples_of_text_are_a_table_in_wandb(tmp_path: Path) -> None:
-    run = tmp_path / "tracked"
-    run.mkdir()
-    (run / "config.toml").write_text(CONFIG)
-    texts = [
-        {"name": n, "prompt": f"{n}?", "greedy": "<b>yes</b>\nno", "sampled": "é"} for n in ("fact", "code")
-    ]
-    write(run, [{"kind": "samples", "step": 40, "tokens_total": 9, "samples": texts}])
-    forward(run)
-    (table,) = (run / "tb/evals/wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
-    assert json.loads(table.read_text())["columns"] == ["name", "prompt", "greedy", "sampled"]
-    assert json.loads(table.read_text())["data"] == [list(text.values()) for text in texts]
+    run, log = tmp_path / "tracked", list[str]()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    early, late = (
+        [{"kind": kind, "step": step, "tokens_total": 9, "time": 1.0, **r} for kind, r in RECORDS.items()]
+        for step in (20, 10)
+    )
+    for records in (early, early + late):
+        Trackers(job_of(run), log.append).give(records)
+    assert not log
+    expected = sorted((name, r["step"], value) for r in early + late for name, value in scalars(r).items())
+    assert len(expected) == 2 * 11
+    assert read_wandb(run) == expected
+    assert read_tensorboard(run) == [(name, step, float(np.float32(value))) for name, step, value in expected]
+    tables = (run / "tb/evals/wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
+    for path in tables:
+        table = json.loads(path.read_text())
+        assert table["columns"] == ["name", "prompt", "greedy", "sampled"]
+        assert table["data"] == [list(text.values()) for text in TEXTS]
 
 
 def test_names_tell_what_cannot_be_compared() -> None:
-    record = made_up_run.core_record(random.Random(0), 0.5, missing=("squad",))
-    named, whole = scalars(record), scalars(made_up_run.core_record(random.Random(0), 0.5))
-    for figure in ("accuracy", "standard_error"):
-        assert named[f"core/nanochat/limit-500/tasks/copa/{figure}"] == record["tasks"]["copa"][figure]
-    told = [name for name in named if "core_v" in name or "squad" in name or name.endswith("/n")]
-    assert not told, "no CORE, no figure"
-    assert {f"core/nanochat/limit-500/core_{v}" for v in ("v1", "v2", "v1_se", "v2_se")} <= set(whole)
-    names = {name for each in made_up_run.evaluations(2000, 1, ()) for name in scalars(each)}
-    code, lm_eval = "temperature-{}/top_p-1.0/max_new_tokens-768", "add_bos-True/chat_template-False"
-    assert {
+    names = {name for kind, record in RECORDS.items() for name in scalars({"kind": kind, **record})}
+    code = "code/humaneval_plus/greedy/chat/problems-164/n-1/temperature-0.8/top_p-1.0/max_new_tokens-768"
+    lm_eval = "lm_eval/num_fewshot-0/add_bos-True/chat_template-False/upstream"
+    core = "core/nanochat/limit-500"
+    assert names == {
+        f"{core}/core_v2", f"{core}/core_v2_se", f"{core}/tasks/copa/accuracy", f"{core}/tasks/copa/standard_error",
         "bits_per_byte/bits_per_byte", "bits_per_byte/sources/web/bits_per_byte", "decode_speed/bf16/tokens_per_s",
-        f"code/humaneval_plus/greedy/chat/problems-164/n-1/{code.format('0.0')}/pass_1_plus",
-        f"code/mbpp_plus/sampled/chat/problems-378/n-10/{code.format(0.8)}/pass_k/10/plus",
-        f"lm_eval/num_fewshot-0/{lm_eval}/upstream/tasks/arc_easy/acc_norm",
-        "lm_eval/limit-50/add_bos-True/chat_template-True/offline/ruler/2048/ruler_vt",
-    } <= names  # fmt: skip
+        f"{code}/pass_1_plus", f"{code}/pass_k/10/plus", f"{lm_eval}/tasks/arc_easy/acc_norm",
+        f"{lm_eval}/ruler/2048/ruler_vt",
+    }  # fmt: skip
+    no_core = scalars({"kind": "core", **CORE, "core_v2": None, "core_v2_se": None})
+    assert not [name for name in no_core if "core_v" in name], "no CORE, no figure"
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_every_setting_gives_another_name(kind: str) -> None:
     """Two records that differ in one setting, of whatever type, are never points of one curve."""
-    figure = {"lm_eval": {"tasks": {"arc": 1.0}}, "code": {"pass@1_plus": 1.0}, "core": {"core_v1": 1.0},
-              "bits_per_byte": {"loss": 1.0}, "decode_speed": {"ttft_s": 1.0}}[kind]  # fmt: skip
-    asked = {"kind": kind, **figure}
+    figure = {"lm_eval": "tasks", "code": "pass@1", "core": "core_v1", "bits_per_byte": "loss"}.get(
+        kind, "ttft_s"
+    )
+    asked = {"kind": kind, figure: {"arc": 1.0} if kind == "lm_eval" else 1.0}
     changes = [{}, *({key: value} for key in SETTINGS[kind] for value in ("text", True, False, 7))]
     names = [name for change in changes for name in scalars(asked | change)]
     texts = len(SETTINGS[kind]) - 1  # a text stands for itself, whatever setting it is of
@@ -157,21 +147,20 @@ def test_records_of_any_age_and_kind() -> None:
     assert scalars({"kind": "unheard of", "loss": 1.0}) == scalars({}) == {}
 
 
-def test_a_tracker_that_fails_is_told_and_gets_it_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = JobSections(Job(str(tmp_path)), metrics=Metrics(enable_wandb=True, enable_tensorboard=True))
-    records, said = [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}], []
-    trackers = Trackers(job, said.append)
+def test_a_tracker_that_fails_is_reported_and_gets_it_later(tmp_path: Path) -> None:
+    records, log, sent = (
+        [{"kind": "bits_per_byte", "step": 3, "bits_per_byte": 0.5}],
+        list[str](),
+        list[Any](),
+    )
+    trackers = Trackers(job_of(tmp_path), log.append)
     trackers.senders["wandb"] = lambda *_: 1 / 0  # type: ignore[assignment,return-value]
-    trackers.give(records)
-    assert said == ["wandb got no evaluations: division by zero; a later start sends them"]
-    assert trackers.given() == {"TensorBoard": 1}
-    trackers.give(records)
-    assert len(said) == 1
-    got: list[Any] = []
-    later = Trackers(job, said.append)
-    later.senders["wandb"] = lambda run, folder, numbered, given: got.extend(numbered[given:])
+    for _ in range(2):
+        trackers.give(records)
+        assert log == ["wandb got no evaluations: division by zero; a later start sends them"]
+        assert trackers.given() == {"TensorBoard": 1}
+    later = Trackers(job_of(tmp_path), log.append)
+    later.senders["wandb"] = lambda run, folder, numbered, given: sent.extend(numbered[given:])
     later.give(records)
-    assert got == [(0, records[0])]
+    assert sent == [(0, records[0])]
     assert later.given() == {"TensorBoard": 1, "wandb": 1}

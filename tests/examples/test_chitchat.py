@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from examples import chitchat
+from records.files import read_lines
+
+Pairs = list[tuple[dict[str, str], dict[str, str]]]
 
 
-def turns(*texts: str | list[str]) -> list[list[dict[str, str]]]:
-    """As the package stores them: a turn is what one person sends in a row."""
-    return [
-        [{"text": part, "sender": "ab"[i % 2]} for part in ([t] if isinstance(t, str) else t)]
-        for i, t in enumerate(texts)
-    ]
+def exchanges(*turns: list[str]) -> Pairs:
+    """Of turns as the package stores them: what one person sends in a row."""
+    sent = [[{"text": text, "sender": "ab"[i % 2]} for text in texts] for i, texts in enumerate(turns)]
+    return chitchat.exchanges(sent)
 
 
-def contents(pairs: list[tuple[dict[str, str], dict[str, str]]]) -> list[tuple[str, str]]:
+def contents(pairs: Pairs) -> list[tuple[str, str]]:
     assert all((user["role"], reply["role"]) == ("user", "assistant") for user, reply in pairs)
     return [(user["content"], reply["content"]) for user, reply in pairs]
 
 
 def test_exchanges() -> None:
-    assert contents(
-        chitchat.exchanges(turns(["Hi ", "there"], "hello", "How are you?", ["fine", "you?"], "bye"))
-    ) == [
-        ("Hi there", "hello"),
-        ("How are you?", "fine you?"),
-    ]
-    assert chitchat.exchanges(turns("Hi")) == []
-    assert chitchat.exchanges(turns("Write to me", "at joe.doe@example.com")) == []
-
-
-def test_an_empty_message_ends_a_stretch() -> None:
-    assert contents(chitchat.exchanges(turns("a", "b", "c", " ", "e", "f"))) == [("a", "b")]
+    pairs = exchanges(["Hi ", "there"], ["hello"], ["How are you?"], ["fine", "you?"], ["bye"])
+    assert contents(pairs) == [("Hi there", "hello"), ("How are you?", "fine you?")]
+    assert exchanges(["Hi"]) == exchanges(["Write to me"], ["at joe.doe@example.com"]) == []
+    assert contents(exchanges(["a"], ["b"], ["c"], [" "], ["e"], ["f"])) == [("a", "b")], "an empty message"
 
 
 def test_split() -> None:
-    pairs = chitchat.exchanges(turns("a" * 4, "b" * 4, "c" * 4, "d" * 4, "e", "f" * 20, "g", "h"))
+    pairs = exchanges(
+        *([letter * length] for letter, length in zip("abcdefgh", [4, 4, 4, 4, 1, 20, 1, 1], strict=True))
+    )
     lengths = [[len(message["content"]) for message in one] for one in chitchat.split(pairs, 2, 16)]
     assert lengths == [[4, 4, 4, 4], [1, 1]]
     assert list(chitchat.split(pairs, 2, 3)) == [[*pairs[3]]]
@@ -46,14 +40,12 @@ def test_split() -> None:
 
 def test_the_package(tmp_path: Path) -> None:
     chitchat.main(tmp_path / "deep" / "chat.jsonl")
-    lines = [
-        json.loads(line)["messages"] for line in (tmp_path / "deep" / "chat.jsonl").read_text().splitlines()
-    ]
-    assert len(lines) > 20_000
-    for messages in lines:
-        assert [message["role"] for message in messages] == ["user", "assistant"] * (
-            1 if len(messages) == 2 else 2
-        )
-        assert all(message["content"].strip() for message in messages)
-        assert sum(len(message["content"]) for message in messages) <= 340
-        assert not any("@gmail.com" in message["content"] for message in messages)
+    conversations = [line["messages"] for line in read_lines(tmp_path / "deep" / "chat.jsonl")]
+    assert len(conversations) > 20_000
+    for messages in conversations:
+        turns = ["user", "assistant"] * (1 if len(messages) == 2 else 2)
+        assert [message["role"] for message in messages] == turns
+        texts = [message["content"] for message in messages]
+        assert all(text.strip() for text in texts)
+        assert sum(map(len, texts)) <= 340
+        assert not any("@gmail.com" in text for text in texts)

@@ -1,13 +1,13 @@
 """The demo's corpus: what its readers make of small files; JSON lines that are written once."""
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 
 from data_mixtures.readers import local
 from examples import corpus, generated
+from records.files import read_lines
 
 MODULE = '''"""A module about doubling, with a docstring of a hundred characters or more, because shorter
 ones are left out: it doubles numbers."""
@@ -58,8 +58,15 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_doctests_are_questions_without_the_prose(tmp_path):
+def test_docstrings_without_their_examples_and_doctests_without_the_prose(tmp_path):
     path = written(tmp_path / "site-packages/pkg/twice.py", MODULE)
+    (prose,) = corpus.docstrings(path)
+    assert prose.startswith("pkg.twice\n\nA module about doubling")
+    assert "pkg.twice.double\n\nReturn twice x." in prose
+    assert "Nothing else happens" in prose
+    assert not any(part in prose for part in (">>>", "double(2)"))
+    with pytest.raises(local.Unreadable, match="not_python"):
+        corpus.docstrings(written(tmp_path / "broken.py", "def ("))
     (session,) = corpus.doctests(path)
     assert session.startswith("pkg.twice.double: Return twice x.")
     assert session.endswith("Question: What does Python print?\ndouble(2)\nAnswer:\n4\n")
@@ -80,10 +87,8 @@ def test_man_page_becomes_prose(tmp_path):
 def test_metadata_and_topics(tmp_path):
     path = written(tmp_path / "METADATA", "Name: x\nVersion: 1\n\n# Title\n\nBody.\n")
     assert corpus.metadata(path) == ["# Title\n\nBody."]
-    assert corpus.topics(written(tmp_path / "topics.py", "topics = {'b': 'two', 'a': 'one'}\n")) == [
-        "one",
-        "two",
-    ]
+    topics = written(tmp_path / "topics.py", "topics = {'b': 'two', 'a': 'one'}\n")
+    assert corpus.topics(topics) == ["one", "two"]
 
 
 def test_parts_up_to_their_caps_and_no_second_writing(tmp_path):
@@ -97,9 +102,9 @@ def test_parts_up_to_their_caps_and_no_second_writing(tmp_path):
 
     corpus.write(tmp_path / "out", sources())
     path = tmp_path / "out/notes.jsonl"
-    found = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    assert sorted(found[:8]) == [f"NAME\n\np{n} does this and that" for n in range(9) if n != 3]
-    assert 2000 < sum(len(text.encode()) for text in found[8:]) <= 3000
+    texts = [line["text"] for line in read_lines(path)]
+    assert sorted(texts[:8]) == [f"NAME\n\np{n} does this and that" for n in range(9) if n != 3]
+    assert 2000 < sum(len(text.encode()) for text in texts[8:]) <= 3000
     before = path.stat()
     corpus.write(tmp_path / "out", sources())
     assert path.stat() == before
@@ -111,29 +116,9 @@ def test_parts_up_to_their_caps_and_no_second_writing(tmp_path):
     assert "New." in path.read_text()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_demo_has_text_on_any_machine(tmp_path):
     corpus.main(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "math.jsonl",
-        "multilingual.jsonl",
-        "qa.jsonl",
-        "web.jsonl",
-    ]
+    assert {path.stem for path in tmp_path.iterdir()} == {"math", "multilingual", "qa", "web"}
     assert (tmp_path / "math.jsonl").stat().st_size > 3_000_000
     assert (tmp_path / "multilingual.jsonl").stat().st_size > 500_000
-
-
-def test_docstrings_without_their_examples(tmp_path):
-    (tmp_path / "site-packages/pkg").mkdir(parents=True)
-    path = tmp_path / "site-packages/pkg/twice.py"
-    path.write_text(MODULE)
-    (prose,) = corpus.docstrings(path)
-    assert prose.startswith("pkg.twice\n\nA module about doubling")
-    assert "pkg.twice.double\n\nReturn twice x." in prose
-    assert "Nothing else happens" in prose
-    assert ">>>" not in prose
-    assert "double(2)" not in prose
-    path.write_text("def (")
-    with pytest.raises(local.Unreadable, match="not_python"):
-        corpus.docstrings(path)

@@ -13,14 +13,11 @@ EQUATION = re.compile(rf"(?<!\S)(?<![-+*/] )(?=({SIDE}) = ({SIDE})(?![\w/^(])(?!
 
 def false_equations(text: str) -> list[str]:
     """Equations between numbers in a text whose two sides differ, computed exactly."""
-    wrong = []
-    for sides in EQUATION.findall(text):
-        left, right = (
-            eval(re.sub(r"\d+", r"Fraction(\g<0>)", side), {"Fraction": Fraction}) for side in sides
-        )
-        if left != right:
-            wrong.append(" = ".join(sides))
-    return wrong
+
+    def value(side: str) -> Fraction:
+        return eval(re.sub(r"\d+", r"Fraction(\g<0>)", side), {"Fraction": Fraction})
+
+    return [f"{left} = {right}" for left, right in EQUATION.findall(text) if value(left) != value(right)]
 
 
 def test_generated_equations_hold():

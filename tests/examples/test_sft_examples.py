@@ -5,29 +5,26 @@ their folders hold afterwards.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
-from examples.sft_lora import MATRICES
-from examples.sft_trl import save
 from laneformer import Engine
 from laneformer.chat import ChatTokenizer, render, token_ids
 from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder, read_weights
 from tests.laneformer.hf.hf_assets import FLOAT32_TOLERANCE, random_model, small_config, write_run
+from tests.records.lines import write_lines
 
-pytestmark = [pytest.mark.job, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [pytest.mark.rotate, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH = 8, 12
 LOGGED = 6e-4  # half the last of four digits that TRL logs, and float32 sums of a batch and of single rows
@@ -54,45 +51,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("chat") / "conversations.jsonl"
-    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in CONVERSATIONS))
-    return path
+    return write_lines(path, ({"messages": one} for one in CONVERSATIONS))
 
 
 def fine_tuned(example: str, folder: Path, conversations: Path, out: Path, lr: float) -> list[float]:
     """Run an example; the loss of each step, the first one before any update. Every
     batch is all conversations.
     """
-    command = [
-        sys.executable,
-        "-m",
-        f"examples.{example}",
-        folder,
-        conversations,
-        "--out",
-        out,
-        "--steps",
-        STEPS,
-    ]
-    command += ["--batch", BATCH, "--lr", lr]
+    command = [sys.executable, "-m", f"examples.{example}", folder, conversations, "--out", out]
+    command += ["--steps", STEPS, "--batch", BATCH, "--lr", lr]
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     logged = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", done.stdout)]
     return [float(row["loss"]) for row in logged]
 
 
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+
+
 @torch.no_grad()
 def loss(folder: Path) -> float:
     """The mean loss of the trained tokens of all conversations, each one alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    model = load(folder)
     chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     losses = []
     for one in CONVERSATIONS:
         segments = render(one, chat)
         ids = torch.tensor(token_ids(segments))
         trained = torch.tensor([segment.trained for segment in segments for _ in segment.ids])
-        losses.append(
-            F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")[trained[1:]]
-        )
+        each = F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+        losses.append(each[trained[1:]])
     return float(torch.cat(losses).mean())
 
 
@@ -105,9 +96,8 @@ def check_folder(out: Path, base: Path, tmp_path: Path) -> None:
     """The folder works in the engine as in Transformers, and goes back into training;
     its tokenizer is unchanged.
     """
-    model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
     with Engine.from_pretrained(out, device="cpu") as engine:
-        off = torch.from_numpy(engine.logits(list(range(3, 43)))) - logits(model)[0]
+        off = torch.from_numpy(engine.logits(list(range(3, 43)))) - logits(load(out))[0]
     assert float(off.abs().max()) <= FLOAT32_TOLERANCE
     assert import_folder(out, tmp_path / "run")["tokenizer"]
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
@@ -123,23 +113,25 @@ def test_trl(folder: Path, conversations: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_sentencepiece_model_is_saved(folder: Path, tmp_path: Path) -> None:
+    from examples.sft_trl import save
+
     base, out = shutil.copytree(folder, tmp_path / "base"), tmp_path / "out"
     (base / "tokenizer.model").unlink()
-    save(AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True), base, out)
+    save(load(base), base, out)
     assert (out / "chat_template.jinja").is_file()
     assert not (out / "tokenizer.model").exists()
 
 
 def test_lora(folder: Path, conversations: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     out = tmp_path / "out"
     losses = fine_tuned("sft_lora", folder, conversations, out, 2e-2)
     assert losses[0] == pytest.approx(loss(folder), abs=LOGGED)
     assert loss(out) < 0.8 * losses[0]
     check_folder(out, folder, tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, out / "adapter")
-    merged = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
-    assert float((logits(adapted) - logits(merged)).abs().max()) <= FLOAT32_TOLERANCE
+    adapted = PeftModel.from_pretrained(load(folder), out / "adapter")
+    assert float((logits(adapted) - logits(load(out))).abs().max()) <= FLOAT32_TOLERANCE
     check_changes(folder, out)
 
 
@@ -147,6 +139,8 @@ def check_changes(folder: Path, out: Path) -> None:
     """Every lane of every matrix has changed, by its own matrix of the rank; the other tensors
     are as they were.
     """
+    from examples.sft_lora import MATRICES
+
     config = small_config(initializer_range=0.1)
     before, after = read_weights(folder, config), read_weights(out, config)
     for name, weight in before.items():

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -18,15 +17,14 @@ from tests.examples.test_corpus import MODULE
 def wheel(folder: Path, name: str, files: dict[str, str]) -> str:
     """A wheel with these files; its line of a requirements file, pinned by hash."""
     path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
-    about = {
-        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        "WHEEL": "Wheel-Version: 1.0\n",
+    content = {f"{name}/{file}": text for file, text in files.items()} | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\n",
+        f"{info}/RECORD": "",
     }
     with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(f"{name}/{file}", text)
-        for file, text in {**about, "RECORD": ""}.items():
-            archive.writestr(f"{info}/{file}", text)
+        for file, text in content.items():
+            archive.writestr(file, text)
     return f"{name}==1.0 --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
 
 
@@ -47,58 +45,44 @@ def written(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.jsonl")}
 
 
+@pytest.mark.rotate
 def test_the_same_bytes_in_any_folder(tmp_path: Path, pinned: Path, monkeypatch: pytest.MonkeyPatch):
     wheels_corpus.main(tmp_path / "here")
     monkeypatch.chdir(tmp_path)
     wheels_corpus.main(Path("some/where else"))
     here = written(tmp_path / "here")
     assert here == written(tmp_path / "some/where else")
-    web, code, qa = (
-        [json.loads(line)["text"] for line in here[f"{n}.jsonl"].splitlines()] for n in ("web", "code", "qa")
-    )
-    assert (len(web), len(code), len(qa)) == (9, 9, 9), "tests are left out"
-    assert web[0].startswith("sympy.m")
+    for name in ("web", "code", "qa"):
+        assert len(here[f"{name}.jsonl"].splitlines()) == 9, "tests are left out"
+    assert json.loads(here["web.jsonl"].splitlines()[0])["text"].startswith("sympy.m")
     assert sorted(here) == ["code.jsonl", "math.jsonl", "multilingual.jsonl", "qa.jsonl", "web.jsonl"]
 
 
 def test_another_file_than_the_pinned_one_is_refused_and_leaves_nothing(tmp_path: Path, pinned: Path):
     wheel(pinned, "django", {"other.py": MODULE})
-    with pytest.raises(SystemExit, match=r"wheels.txt could not be downloaded(?s:.)*django"):
+    with pytest.raises(SystemExit, match=r"wheels.txt could not be downloaded(?s:.)*django") as refused:
         wheels_corpus.main(tmp_path / "out")
+    assert "PIP_FIND_LINKS=FOLDER" in str(refused.value)
     assert not written(tmp_path / "out")
     assert not list(tmp_path.glob("out/.wheels/site-packages*"))
 
 
 def test_every_pin_has_a_hash_and_every_package_a_pin():
-    lines = [
-        line.split() for line in wheels_corpus.PINNED.read_text().splitlines() if not line.startswith("#")
-    ]
+    text = wheels_corpus.PINNED.read_text()
+    lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
     assert all(flag.startswith("--hash=sha256:") for _, flag in lines)
     assert {pin.partition("==")[0] for pin, _ in lines} == {*wheels_corpus.PROSE, *wheels_corpus.CODE}
     assert recipe_file.load(Path("data_mixtures/ablation.toml")).corpus == "examples.wheels_corpus"
-
-
-def test_as_a_command(tmp_path: Path):
-    command = [sys.executable, "-m", "examples.wheels_corpus", "--out", str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "PIP_NO_INDEX": "1"}, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "PIP_FIND_LINKS=FOLDER" in done.stderr
 
 
 # What is published was trained on that of 2026-11-23, 431e7b20c760: docs/benchmarks says what has changed since.
 DATA = "eac5c54fa379a667f032c88b271ad2d77755c6d97af3df3750ef38329d09a692"
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_every_machine_prepares_the_same_data(tmp_path: Path):
-    command = [
-        sys.executable,
-        "-m",
-        "data_mixtures.prepare",
-        "data_mixtures/ablation.toml",
-        "--out",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "data_mixtures.prepare", "data_mixtures/ablation.toml"]
+    command += ["--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     if "could not be downloaded" in done.stderr + done.stdout:
         pytest.skip("no package index")

@@ -18,12 +18,12 @@ CPU = Source(device="cpu")
 
 def check(record: dict[str, Any], folder: Path | None) -> None:
     kind = record["kind"]
-    told = [name for names in FIELDS[kind] for name in names.split()]
-    top = {name for name in told if "/" not in name}
+    fields = [name for names in FIELDS[kind] for name in names.split()]
+    top = {name for name in fields if "/" not in name}
     assert set(record) - {"not_core"} == {*PROVENANCE, *top}, kind
-    for name in {name.split("/")[0] for name in told if "/" in name}:
-        inner = {each.split("/")[1] for each in told if each.startswith(f"{name}/")}
-        assert all(set(entry) == inner for entry in record[name].values()), (kind, name)
+    for outer in {name.split("/")[0] for name in fields if "/" in name}:
+        inner = {name.split("/")[1] for name in fields if name.startswith(f"{outer}/")}
+        assert all(set(entry) == inner for entry in record[outer].values()), (kind, outer)
     if folder is not None:
         expected = (model_sha256(folder), "engine", "cpu", "fp32")
         assert tuple(record[name] for name in ("model_sha256", "backend", "device", "dtype")) == expected

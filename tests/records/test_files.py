@@ -18,6 +18,15 @@ from records.files import (
     write_atomically,
 )
 
+DECISIVE = (
+    "config.json",
+    "tokenizer.json",
+    "model.safetensors",
+    "chat_template.jinja",
+    "x.model",
+    "merges.txt",
+)
+
 
 def test_a_cut_line_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
@@ -72,21 +81,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, content: str | b
 
 
 def test_the_hash_of_a_model_is_of_what_decides_its_answers(tmp_path: Path) -> None:
-    decisive = (
-        "config.json",
-        "tokenizer.json",
-        "model.safetensors",
-        "chat_template.jinja",
-        "tokenizer.model",
-        "merges.txt",
-    )
-    for name in decisive:
+    for name in DECISIVE:
         (tmp_path / name).write_text(name)
     before = model_sha256(tmp_path)
     for name in ("README.md", "model.py"):
         (tmp_path / name).write_text(name)
     assert model_sha256(tmp_path) == before
-    for name in decisive:
+    for name in DECISIVE:
         (tmp_path / name).write_text("changed")
         assert model_sha256(tmp_path) != before, name
         (tmp_path / name).write_text(name)
@@ -112,9 +113,5 @@ def test_lines_wait_in_memory_until_there_is_room(tmp_path: Path, caplog: pytest
     assert "rows.jsonl cannot be written" in caplog.text
     assert "GB free)" in caplog.text
     assert append_or_keep(path, "fourth")
-    assert path.read_text().splitlines() == [
-        "first",
-        "second, which is longer",
-        "third, with its validation",
-        "fourth",
-    ]
+    lines = ["first", "second, which is longer", "third, with its validation", "fourth"]
+    assert path.read_text().splitlines() == lines

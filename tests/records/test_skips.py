@@ -1,6 +1,4 @@
-"""Left-out sequences: the mapping against a list, the loader against the mixture,
-what contradicts a checkpoint.
-"""
+"""Left-out sequences: the mapping against a list, the loader against the mixture, contradictions of a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,22 +32,21 @@ def test_windows_of_is_the_way_back(numbers: set[int]) -> None:
     assert sorted(numbers) == [g for first, last in windows_of(ordered) for g in range(first, last)]
 
 
-@pytest.mark.parametrize("window", [(5, 5), (-1, 3), (4, 2), (1, 2, 3)])
-def test_windows_that_mean_nothing(window: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="skip window"):
-        SkipList([window])
+def test_windows_that_mean_nothing() -> None:
+    for window in (5, 5), (-1, 3), (4, 2), (1, 2, 3):
+        with pytest.raises(ValueError, match="skip window"):
+            SkipList([window])
 
 
 def test_the_run_folder_remembers(tmp_path: Path) -> None:
     add_windows(tmp_path, [[8, 12]], "step 3: the loss is nan")
     add_windows(tmp_path, [[20, 24]], "step 6: the loss is nan")
     assert read_skip_list(tmp_path, [(0, 2)]).windows == [(0, 2), (8, 12), (20, 24)]
-    assert [e["reason"][:6] for e in json.loads((tmp_path / "skip_sequences.json").read_text())] == [
-        "step 3",
-        "step 6",
-    ]
+    entries = json.loads((tmp_path / "skip_sequences.json").read_text())
+    assert [entry["reason"][:6] for entry in entries] == ["step 3", "step 6"]
 
 
+@pytest.mark.job
 def test_the_loader_reads_past_a_window_and_refuses_a_contradiction(prepared_data: Path) -> None:
     pytest.importorskip("torchtitan")
     from train.data import MixtureLoader

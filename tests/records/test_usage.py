@@ -49,11 +49,8 @@ def test_an_attempt_lasts_from_its_announcement_to_its_last_record() -> None:
 
 
 def test_starts_that_fail_before_their_first_line_share_a_number_and_not_the_time_between_them() -> None:
-    failed = [
-        told("start", 1, 1.0),
-        {"kind": "crash", "attempt": 1, "time": 1.1 * HOUR},
-        told("end", 1, 1.25),
-    ]
+    crash = {"kind": "crash", "attempt": 1, "time": 1.1 * HOUR}
+    failed = [told("start", 1, 1.0), crash, told("end", 1, 1.25)]
     later = [told("start", 1, 100.0), began(1, 100.25), row(1, 101.0)]
     assert held([*failed, *later]) == [(1.0, 1.25, None), (100.0, 101.0, 8)]
     assert gpu_hours(spans_of([*failed, *later])) == 8 * 0.25 + 8 * 1.0, "with the GPUs of the next start"
@@ -61,10 +58,8 @@ def test_starts_that_fail_before_their_first_line_share_a_number_and_not_the_tim
 
 
 def test_jobs_without_a_supervisor_begin_with_their_line_or_their_first_row() -> None:
-    assert held([began(1, 1.0), row(1, 2.0), began(2, 50.0), row(2, 51.0)]) == [
-        (1.0, 2.0, 8),
-        (50.0, 51.0, 8),
-    ]
+    lines = [began(1, 1.0), row(1, 2.0), began(2, 50.0), row(2, 51.0)]
+    assert held(lines) == [(1.0, 2.0, 8), (50.0, 51.0, 8)]
     rows = [row(1, 2.0, tokens_per_s=400.0, tokens_per_s_per_device=100.0), row(1, 3.0), row(2, 9.0)]
     assert held(rows) == [(2 - 1 / 60, 3.0, 4), (9 - 1 / 60, 9.0, None)]
     assert spans_of([{"kind": "evaluation_failed", "time": 5.0}, {"attempt": 1}]) == []
@@ -75,12 +70,8 @@ def test_what_is_left_goes_by_the_median_of_a_device() -> None:
     slow_start_and_a_hang = [3.0, *[100.0] * 20, 1.0]
     assert seconds_left(slow_start_and_a_hang, 8000.0, 8) == 10.0
     assert seconds_left([1.0] * 1000 + [100.0] * 128, 8000.0, 8) == 10.0, "only the last rows count"
-    assert (
-        seconds_left([], 8000.0, 8)
-        is seconds_left([0.0], 8000.0, 8)
-        is seconds_left([9.0], 8000.0, None)
-        is None
-    )
+    for speeds, gpus in ([], 8), ([0.0], 8), ([9.0], None):
+        assert seconds_left(speeds, 8000.0, gpus) is None
 
 
 def test_a_price_gives_a_cost() -> None:
@@ -89,23 +80,20 @@ def test_a_price_gives_a_cost() -> None:
     assert money(12_345.0, {"gpu_hour_price": 2.0, "currency": ""}) == "24,690"
     assert money(0.103, {"gpu_hour_price": 2.5, "currency": "EUR"}) == "0.26 EUR"
     assert (
-        cost(12.5, {"gpu_hour_price": 0.0}) is money(12.5, {}) is cost(None, {"gpu_hour_price": 2.0}) is None
+        cost(12.5, {"gpu_hour_price": 0.0}) is cost(None, {"gpu_hour_price": 2.0}) is money(12.5, {}) is None
     )
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (59, "59 s"),
-        (61, "1 min 1 s"),
-        (3600, "1 h 0 min"),
-        (86399, "23 h 59 min"),
-        (1798200, "20 d 19 h"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations() -> None:
+    texts = {
+        0.4: "0 s",
+        59: "59 s",
+        61: "1 min 1 s",
+        3600: "1 h 0 min",
+        86399: "23 h 59 min",
+        1798200: "20 d 19 h",
+    }
+    assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
 def test_phases_of_a_run(tmp_path: Path) -> None:

@@ -124,31 +124,21 @@ UNEQUAL = {
 }
 
 
-def deletes(path: Path) -> str:
-    """A solution that is right only if it could delete a file, through the C library as well."""
-    return LIBC + f"def double(x):\n    assert libc.unlink({str(path).encode()!r}) == 0\n    return 2 * x\n"
+def only_if(act: str) -> str:
+    """A solution that is right only if it could do `act` first."""
+    return f"import os, socket\n{LIBC}def double(x):\n    {act}\n    return 2 * x\n"
 
 
-def writes(path: Path) -> str:
-    """A solution that is right only if it could write a file."""
-    return (
-        f"import os\ndef double(x):\n    os.open({str(path)!r}, os.O_RDWR | os.O_CREAT)\n    return 2 * x\n"
-    )
+def escapes(victim: Path, new: Path, hidden: Path, port: int) -> dict[str, str]:
+    """Solutions that are right only if they reached something of this machine.
 
-
-def reads(path: Path) -> str:
-    """A solution that is right only if it could read a file."""
-    return f"import os\ndef double(x):\n    os.open({str(path)!r}, os.O_RDONLY)\n    return 2 * x\n"
-
-
-def finds(path: Path, shown: Path) -> str:
-    """A solution that is right only if it could see where `path` lies. The folders above `shown` exist in
-    the sandbox, so the first one that is not among them is looked for; that needs no right to read it.
+    hidden: a folder that lies below none of those that the sandbox shows; that needs no right to read it.
     """
-    hidden = next(folder for folder in [*reversed(path.parents), path] if not shown.is_relative_to(folder))
-    return f"import os\ndef double(x):\n    os.lstat({str(hidden)!r})\n    return 2 * x\n"
-
-
-def connects(port: int) -> str:
-    """A solution that is right only if it reached a port of this machine."""
-    return f"import socket\ndef double(x):\n    socket.create_connection(('127.0.0.1', {port}), 2)\n    return 2 * x\n"
+    return {
+        "delete a file": only_if(f"assert libc.unlink({str(victim).encode()!r}) == 0"),
+        "write a file": only_if(f"os.open({str(new)!r}, os.O_RDWR | os.O_CREAT)"),
+        "write to the system": only_if("os.open('/usr/new', os.O_RDWR | os.O_CREAT)"),
+        "read a file": only_if(f"os.open({str(victim)!r}, os.O_RDONLY)"),
+        "find a folder": only_if(f"os.lstat({str(hidden)!r})"),
+        "connect": only_if(f"socket.create_connection(('127.0.0.1', {port}), 2)"),
+    }

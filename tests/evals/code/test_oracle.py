@@ -21,21 +21,15 @@ from evals.code.score import Judge, open_dataset
 from tests.evals.code.code_assets import needs_sandbox
 
 EVALPLUS = Path(sys.prefix) / "evalplus"
-pytestmark = pytest.mark.skipif(not EVALPLUS.exists(), reason="no EvalPlus here: make extras")
+needs_evalplus = pytest.mark.skipif(not EVALPLUS.exists(), reason="no EvalPlus here: make extras")
 Case = tuple[str, str, list[Any], list[Any], list[Any], float]
 
 
 def theirs(lines: list[str]) -> list[Any]:
     script = Path(__file__).with_name("evalplus_verdicts.py")
     env = {**os.environ, "PYTHONPATH": str(EVALPLUS)}
-    done = subprocess.run(
-        [sys.executable, script],
-        input="\n".join(lines),
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=1100,
-    )
+    command, text = [sys.executable, script], "\n".join(lines)
+    done = subprocess.run(command, input=text, env=env, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -65,16 +59,8 @@ def near(value: Any, rng: random.Random) -> Iterator[Any]:
     if isinstance(value, bool):
         yield from (int(value), not value)
     elif isinstance(value, int | float):
-        yield from (
-            float(value),
-            value + 1,
-            -value,
-            value * (1 + 5e-8),
-            value + 5e-7,
-            value + 2e-6,
-            str(value),
-        )
-        yield complex(value)
+        yield from (float(value), value + 1, -value, value * (1 + 5e-8), value + 5e-7, value + 2e-6)
+        yield from (str(value), complex(value))
     elif isinstance(value, str):
         yield from (value + " ", value[:-1], value.upper(), list(value))
     elif isinstance(value, list | tuple):
@@ -102,7 +88,28 @@ SPECIAL = {
 }  # fmt: skip
 
 
-@pytest.mark.job
+RULES: list[tuple[str, str, float, Any, list[Any], list[Any]]] = [  # ..., expected, right, wrong
+    ("humaneval", "f", 0, 2, [2, 2.0, True + 1], [2 + 1e-9, "2", None]),
+    ("humaneval", "f", 0.1, 2.0, [2.05, 2], [2.2]),
+    ("humaneval", "f", 0, 0.5, [0.5 + 9e-7], [0.5 + 2e-6, "0.5"]),
+    ("humaneval", "f", 0, [0.5, 1e9], [[0.5, 1e9 + 50]], [(0.5, 1e9), [0.5], [0.5, 1e9 + 200]]),
+    ("humaneval", "f", 0, (1, 2), [(1, 2)], [[1, 2], (2, 1)]),
+    ("mbpp", "Diff", 0, [1, 2], [[2, 1, 1], {1, 2}], [[1], [1, 2, 3]]),
+    ("humaneval", "Diff", 0, [1, 2], [[1, 2]], [[2, 1]]),
+    ("mbpp", "check_str", 0, True, [True, "match"], [False, None]),
+    ("mbpp", "sum_div", 0, 7, [7, 0], [1]),
+    ("humaneval", "find_zero", 0, 1, [], [1]),
+]
+
+
+def test_the_rules_by_hand() -> None:
+    for dataset, name, atol, expected, right, wrong in RULES:
+        verdicts = [ours(dataset, name, [[8]], [expected], [value], atol) for value in right + wrong]
+        assert verdicts == [True] * len(right) + [False] * len(wrong), (dataset, name, expected)
+
+
+@needs_evalplus
+@pytest.mark.rotate
 def test_verdicts_on_values_near_the_expected_one() -> None:
     rng = random.Random(7)
     cases: list[Case] = []
@@ -119,6 +126,8 @@ def test_verdicts_on_values_near_the_expected_one() -> None:
     assert_same_verdicts(rng.sample(cases, 300))
 
 
+@needs_evalplus
+@pytest.mark.job
 def test_inputs_of_mbpp() -> None:
     shapes = {
         124: [["1.5", "2+1j"], ["-3", "1j"]],
@@ -139,10 +148,9 @@ def test_inputs_of_mbpp() -> None:
 
 
 @needs_sandbox
-@pytest.mark.job
-@pytest.mark.skipif(
-    "LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder of data"
-)
+@needs_evalplus
+@pytest.mark.rotate
+@pytest.mark.skipif("LANEFORMER_EVAL_DATA" not in os.environ, reason="LANEFORMER_EVAL_DATA names no folder")
 @pytest.mark.parametrize("file", ["HumanEvalPlus.jsonl.gz", "MbppPlus.jsonl.gz"])
 def test_verdicts_on_the_data_sets(file: str, tmp_path: Path) -> None:
     """Of every problem the outputs of its reference solution, and two that are near them."""

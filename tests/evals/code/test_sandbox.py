@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -147,15 +146,8 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
     if python is None:
         pytest.skip("the system has no python3, which every user could run")
     (folder / "evals/code").mkdir(parents=True)
-    for name in (
-        "sandbox.py",
-        "system_calls.py",
-        "solution.py",
-        "runner.py",
-        "__init__.py",
-        "../__init__.py",
-    ):
-        shutil.copy(SOURCE / name, folder / "evals/code" / name)
+    for name in ("sandbox", "system_calls", "solution", "runner", "__init__", "../__init__"):
+        shutil.copy(SOURCE / f"{name}.py", folder / "evals/code" / f"{name}.py")
     machine = os.uname().machine
     known = {"CLONE": sandbox.CLONE[machine], "KEYS": {"x86_64": 248, "aarch64": 217}[machine]}
     # and uretprobe and uprobe, which pass every filter and do nothing but for the kernel's own probes
@@ -170,16 +162,6 @@ def host(folder: Path, user: int, loop: str = "") -> list[str]:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     return ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--", *command]
-
-
-def attempted(folder: Path, user: int) -> list[dict[str, Any]]:
-    """What two solutions, one after the other, could do in sandboxes that a user made."""
-    result = subprocess.run(host(folder, user), capture_output=True, text=True, timeout=300, cwd="/")
-    if "bwrap" in result.stderr and not result.stdout and user:
-        pytest.skip(f"no sandbox for ordinary users here: {result.stderr.strip()}")
-    assert result.returncode == 0, result.stderr
-    found: list[dict[str, Any]] = json.loads(result.stdout)
-    return found
 
 
 def parents() -> dict[int, int]:
@@ -222,12 +204,15 @@ def test_a_solution_dies_with_its_judge(open_folder: Path, user: int, loop: str)
 @needs_sandbox
 @pytest.mark.parametrize("user", [0, 1234])
 def test_nothing_leaves_a_sandbox_and_nothing_is_shared(open_folder: Path, user: int) -> None:
-    for found in attempted(open_folder, user):
+    """For two solutions, one after the other."""
+    result = subprocess.run(host(open_folder, user), capture_output=True, text=True, timeout=300, cwd="/")
+    if "bwrap" in result.stderr and not result.stdout and user:
+        pytest.skip(f"no sandbox for ordinary users here: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stderr
+    for found in json.loads(result.stdout):
         assert (found.pop("user"), found.pop("process"), found.pop("passed")) == (65534, 2, [])
-        assert {name for name, outcome in found.items() if outcome == "done"} == {
-            "calculate",
-            "a few threads",
-        }, found
+        done = {name for name, outcome in found.items() if outcome == "done"}
+        assert done == {"calculate", "a few threads"}, found
     assert not Path("/leak").exists()
 
 
@@ -239,7 +224,5 @@ def test_no_sandbox_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_processor_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="no sandbox on riscv64: its system calls are known on x86_64, aarch64"
-    ):
+    with pytest.raises(ValueError, match=r"no sandbox on riscv64: .* known on x86_64, aarch64"):
         system_call_filter("riscv64")

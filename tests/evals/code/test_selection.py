@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import time
 
-import pytest
-
 from evals.code.selection import longest_beginning, target_function, without_demonstration
 
 ADD = "def add(a, b):\n    return a + b"
@@ -16,8 +14,10 @@ TESTS = "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\
 DOCUMENTED = (
     'def add(a, b):\n    """The sum.\n\n    ```python\n    add(1, 2)\n    ```\n    """\n    return a + b'
 )
-DOCUMENTED_BARE = 'def add(a, b):\n    """The sum.\n\n```\nadd(1, 2)\n```\n"""\n    return a + b'
+BARE = 'def add(a, b):\n    """The sum.\n\n```\nadd(1, 2)\n```\n"""\n    return a + b'
 METHOD_FIRST = "class Sum:\n    def add(self, a, b):\n        return None\n\n" + ADD
+WRONG, MORE = ADD.replace("+", "-"), ADD + " + 0"
+CLASS = "class S:\n    def add(self):\n        return 0"
 CACHED = "from functools import lru_cache\n\n@lru_cache\n" + ADD
 IN_DOCSTRING = 'def helper():\n    """\n    def add(a, b): wrong\n    """\n    return 1\n\n' + ADD
 
@@ -48,39 +48,21 @@ BLOCKS = {  # the rule "block": name: (answer, code)
     "async": (fenced("async " + ADD), "async " + ADD),
     "a decorator": (fenced(CACHED), CACHED),
     "a method before the function": (fenced(METHOD_FIRST), METHOD_FIRST),
-    "a class with a method, then the function": (
-        fenced("class S:\n    def add(self):\n        return 0") + fenced(ADD),
-        ADD,
-    ),
+    "a class with a method, then the function": (fenced(CLASS) + fenced(ADD), ADD),
     "its name in a docstring": (fenced(IN_DOCSTRING), IN_DOCSTRING),
     "a fence in its docstring": (fenced(DOCUMENTED), DOCUMENTED),
-    "a fence without a tag in its docstring": (
-        fenced(DOCUMENTED_BARE) + "Done.\n" + fenced(TESTS),
-        DOCUMENTED_BARE,
-    ),
+    "a fence without a tag in its docstring": (fenced(BARE) + "Done.\n" + fenced(TESTS), BARE),
     "text before the fence": ("Here: " + fenced(ADD) + "Done", ADD),
     "the end glued to the code": ("```python\n" + ADD + "```\nDone", ADD),
-    "a draft that is thought": (
-        "<think>\n" + fenced(ADD.replace("+", "-")) + "</think>\n" + fenced(ADD),
-        ADD,
-    ),
-    "a better draft that is thought": (
-        "<think>" + fenced(ADD) + "</think>" + fenced(ADD + " + 0"),
-        ADD + " + 0",
-    ),
+    "a draft that is thought": ("<think>\n" + fenced(WRONG) + "</think>\n" + fenced(ADD), ADD),
+    "a better draft that is thought": ("<think>" + fenced(ADD) + "</think>" + fenced(MORE), MORE),
     "a signature first": (fenced(STUB) + "Now in full:\n" + fenced(ADD), ADD),
     "a signature with dots first": (fenced("def add(a, b): ...") + fenced(ADD), ADD),
     "a signature last": (fenced(ADD) + "It keeps the signature\n" + fenced("def add(a, b):\n    pass"), ADD),
     "not implemented first": (fenced("def add(a, b):\n    raise NotImplementedError") + fenced(ADD), ADD),
-    "a corrected version": (fenced(ADD.replace("+", "-")) + "Wait, no:\n" + fenced(ADD), ADD),
-    "a correction that does not parse": (
-        fenced(ADD) + "or\n" + fenced("def add(a, b)\n    return b + a"),
-        ADD,
-    ),
-    "a helper or import in an earlier block": (
-        fenced("import math") + fenced(ADD),
-        ADD,
-    ),  # the card takes one block
+    "a corrected version": (fenced(WRONG) + "Wait, no:\n" + fenced(ADD), ADD),
+    "a correction that does not parse": (fenced(ADD) + "or\n" + fenced("def add(a, b)\n    return"), ADD),
+    "an import in an earlier block": (fenced("import math") + fenced(ADD), ADD),  # the card takes one
     "a form feed and U+2028 in a string": (fenced(ADD + "  # \f \u2028 x"), ADD + "  # \f \u2028 x"),
     "a fence in a comment": (fenced(ADD + "\n# ```\nx = 1"), ADD + "\n# ```\nx = 1"),
 }
@@ -89,45 +71,37 @@ TEXTS = {  # the rule "text": name: (answer, code)
     "prose before it": ("Sure: add it.\nimport math\n" + ADD + "\nDone!", "import math\n" + ADD),
     "empty": ("", ""),
     "a signature alone": (fenced(STUB), fenced(STUB)),
-    "a class alone": (fenced("class S:\n    def add(self):\n        return 0"),) * 2,
+    "a class alone": (fenced(CLASS),) * 2,
     "quoted": ("> ```python\n> " + ADD.replace("\n", "\n> ") + "\n> ```\n",) * 2,
     "no block defines it": (fenced(HELPER) + fenced("x = 1"),) * 2,
     "no block, after thinking": ("<think>" + fenced(ADD) + "</think>" + ADD, ADD),
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_the_last_block_that_defines_the_function(name: str) -> None:
-    answer, code = BLOCKS[name]
-    assert target_function(answer, "add") == (code, "block")
-    assert target_function(answer.replace("\n", "\r\n"), "add") == (code, "block")
+def test_the_last_block_that_defines_the_function() -> None:
+    for name, (answer, code) in BLOCKS.items():
+        assert target_function(answer, "add") == (code, "block"), name
+        assert target_function(answer.replace("\n", "\r\n"), "add") == (code, "block"), name
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_else_the_longest_program_or_the_whole_text(name: str) -> None:
-    answer, code = TEXTS[name]
-    assert target_function(answer, "add") == (code, "text")
+def test_else_the_longest_program_or_the_whole_text() -> None:
+    for name, (answer, code) in TEXTS.items():
+        assert target_function(answer, "add") == (code, "text"), name
 
 
-def test_an_answer_that_repeats_fences_is_read_in_time() -> None:
-    started = time.monotonic()
-    assert target_function("```python\ndef add(a, b):\n" * 150, "add")[1] == "text"
-    assert target_function("```\n" * 500, "add")[1] == "text"
-    assert time.monotonic() - started < 60  # 0.3 s here; minutes if every pair of fences were parsed
-
-
-def test_a_text_of_no_python_is_read_in_time() -> None:
+def test_endless_answers_are_read_in_time() -> None:
+    """Seconds; minutes if every pair of fences, or every part of a text that is no Python, were parsed."""
+    began_s = time.process_time()
     noise = "".join(f"def word {i} of no Python(\n" for i in range(4000))
-    started = time.monotonic()
-    assert target_function(noise, "add") == (noise, "text")
-    assert target_function("(" * 100_000, "add")[1] == "text"
-    assert time.monotonic() - started < 60
+    for answer in ("```python\ndef add(a, b):\n" * 150, "```\n" * 500, noise, "(" * 100_000):
+        assert target_function(answer, "add")[1] == "text"
+    assert target_function(noise, "add")[0] == noise
+    assert time.process_time() - began_s < 60
 
 
 def test_the_longest_beginning_that_parses() -> None:
-    assert longest_beginning([*ADD.split("\n"), "That is all."]) == ADD
-    assert longest_beginning([*ADD.split("\n"), "def cut(x, y"]) == ADD
-    assert longest_beginning([*ADD.split("\n"), 'text = """cut']) == ADD
+    for end in ("That is all.", "def cut(x, y", 'text = """cut'):
+        assert longest_beginning([*ADD.split("\n"), end]) == ADD
     assert longest_beginning(["That is all."]) == ""
 
 
@@ -143,15 +117,14 @@ NEEDED = [  # what EvalPlus's sanitize takes away, or reorders: right code was s
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shown", SHOWN)
-def test_what_only_shows_the_function_is_left_out(shown: str) -> None:
-    assert without_demonstration(f"{ADD}\n\n{shown}", "add") == ADD
+def test_what_only_shows_the_function_is_left_out() -> None:
+    for shown in SHOWN:
+        assert without_demonstration(f"{ADD}\n\n{shown}", "add") == ADD
 
 
-@pytest.mark.parametrize("needed", NEEDED)
-def test_what_a_function_may_need_stays(needed: str) -> None:
-    code = f"{needed}\n\n{ADD}"
-    assert without_demonstration(code, "add") == code
-    assert ast.dump(ast.parse(without_demonstration(f"{code}\nadd(1, 2)", "add"))) == ast.dump(
-        ast.parse(code)
-    )
+def test_what_a_function_may_need_stays() -> None:
+    for needed in NEEDED:
+        code = f"{needed}\n\n{ADD}"
+        assert without_demonstration(code, "add") == code
+        shown = ast.parse(without_demonstration(f"{code}\nadd(1, 2)", "add"))
+        assert ast.dump(shown) == ast.dump(ast.parse(code))

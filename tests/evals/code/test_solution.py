@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,56 +13,60 @@ from evals.code import runner, solution
 from evals.code.solution import SandboxError, Solution, plain, read
 
 BEGIN = "import sys, time\nsys.stdin.buffer.read()\nprint('null', flush=True)\n"
+VALUES: list[Any] = [
+    None, True, 7, -(2**64), 10**5000, 0.1, float("inf"), 1 + 2j, "\u2028", b"\0", [1, [2.0]], (1, ("a",)), {1, 2},
+    frozenset("a"), {"a": (1, None), 2: [set()]}, Fraction(-1, 3), [True, 1, 1.0], (True, 1, 1.0), ["a", 2**64], [],
+]  # fmt: skip
+NO_VALUES = [
+    b"",
+    b"{}",
+    b'{"object": []}',
+    b'{"int": "x"}',
+    b'{"a": 1, "b": 2}',
+    b'{"like": 1}',
+    b"[" * 10**5,
+]
 
 
-def writing(program: str) -> Solution:
-    request = {"sandbox": [], "filter": "/dev/null", "limits": {}, "runner": [sys.executable, "-c", program]}
+def start(program: str) -> Solution:
+    runner = [sys.executable, "-c", BEGIN + program]
+    request = {"sandbox": [], "filter": "/dev/null", "limits": {}, "runner": runner}
     return Solution(request, "", "f", [])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None, True, 7, -(2**64), 10**5000, 0.1, float("inf"), 1 + 2j, "\u2028", b"\0", [1, [2.0]], (1, ("a",)), {1, 2},
-        frozenset("a"), {"a": (1, None), 2: [set()]}, Fraction(-1, 3), [True, 1, 1.0], (True, 1, 1.0), ["a", 2**64], [],
-    ],
-    ids=lambda value: type(value).__name__,
-)  # fmt: skip
-def test_a_value_arrives_as_it_left(value: Any) -> None:
+def test_a_value_arrives_as_it_left() -> None:
     """Of its own type, at every depth."""
-    arrived = read(json.dumps(runner.plain(value)).encode(), plain)
-    if isinstance(value, int) and abs(value) > 2**63:
+    for value in VALUES:
+        arrived = read(json.dumps(runner.plain(value)).encode(), plain)
         assert arrived == value
-    else:
-        assert repr(arrived) == repr(value)
+        if value != 10**5000:  # more digits than Python prints
+            assert repr(arrived) == repr(value)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"", b"{}", b'{"object": []}', b'{"int": "x"}', b'{"a": 1, "b": 2}', b'{"like": 1}', b"[" * 10**5],
-)
-def test_what_is_no_value_is_an_error(line: bytes) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError, RecursionError)):
-        read(line)
+def test_what_is_no_value_is_an_error() -> None:
+    for line in NO_VALUES:
+        with pytest.raises((ValueError, KeyError, TypeError, RecursionError)):
+            read(line)
 
 
 def test_lines_have_limits_of_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = writing(BEGIN + "print(1, flush=True)\ntime.sleep(60)")
+    slow = start("print(1, flush=True)\ntime.sleep(600)")
     assert read(slow.receive(60)) == 1
     with pytest.raises(TimeoutError, match=r"nothing within 0\.1 s"):
         slow.receive(0.1)
     slow.end()
-    two = writing(BEGIN + "sys.stdout.write('1\\n2\\n')")
+    two = start("sys.stdout.write('1\\n2\\n')")
     assert [two.receive(60), two.receive(60)] == [b"1", b"2"]
     with pytest.raises(EOFError):
         two.receive(60)
-    long = writing(BEGIN + "while True: sys.stdout.write('1' * 1000)")
+    long = start("while True: sys.stdout.write('1' * 1000)")
     monkeypatch.setattr(solution, "MAX_LINE_BYTES", 10_000)
     with pytest.raises(ValueError, match="a value of more than 10000 bytes"):
         long.receive(60)
     long.end()
 
 
-def test_a_process_that_does_not_begin_is_no_sandbox(tmp_path: Path) -> None:
+def test_a_process_that_does_not_begin_is_no_sandbox() -> None:
+    request = {"sandbox": [], "filter": "/dev/null", "limits": {}, "runner": ["false"]}
     with pytest.raises(SandboxError, match="a sandbox did not start"):
-        writing("raise SystemExit")
+        Solution(request, "", "f", [])

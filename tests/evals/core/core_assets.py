@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +14,13 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
-from safetensors.torch import save_file
 
 from evals.core.tasks import TASKS, Bundle, Row, Task
 from evals.scorer import Prompt, Scorer, Scores
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.hf.tokenizer import write_tokenizer
+from tests.laneformer.engine.assets import random_model, write_folder
+from tests.records.lines import write_lines
 
 VOCAB = 320
 CHOICE_ROWS: list[Row] = [
@@ -71,25 +70,10 @@ def write_laneformer(folder: Path, context: int = 128) -> Laneformer:
         num_lanes=4, broadcast_delay=2, sliding_window=24, swa_layers=(0, 1), max_position_embeddings=context,
         vocab_size=VOCAB,
     )  # fmt: skip
-    model = Laneformer(config).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            gain = 1 if name.startswith("tok_embeddings") else math.sqrt(p.shape[-1])
-            p.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else noise / gain)
+    model = random_model(config, seed=3)
     write_text_parts(folder)
-    values = {"model_type": "laneformer", "architectures": ["LaneformerForCausalLM"], **config.to_dict()}
-    values["auto_map"] = {
-        "AutoConfig": "x.X",
-        "AutoModel": "y.Y",
-        "AutoModelForCausalLM": "y.Z",
-    }  # no such code here
-    (folder / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": 2}))
-    state = {
-        n if n == "lm_head.weight" else f"model.{n}": p.contiguous() for n, p in model.state_dict().items()
-    }
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    code = {"AutoConfig": "x.X", "AutoModel": "y.Y", "AutoModelForCausalLM": "y.Z"}  # which is not there
+    write_folder(folder, model, auto_map=code, bos_token_id=1, eos_token_id=2)
     return model
 
 
@@ -114,9 +98,7 @@ def write_llama(folder: Path, **config: Any) -> torch.nn.Module:
 def write_bundle(folder: Path, labels: list[str], root: str = "eval_data") -> Bundle:
     """A bundle with the hand-made rows under the names of some tasks."""
     for label in labels:
-        path = folder / root / task(label).path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[task(label).type]))
+        write_lines(folder / root / task(label).path, ROWS[task(label).type])
     return Bundle(folder)
 
 

@@ -1,11 +1,9 @@
-"""What a model is asked: examples drawn as each protocol says, the tokens of each task type,
-and prompts too long.
-"""
+"""What a model is asked: examples drawn as each protocol says, the tokens of each task type, prompts too long."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -21,9 +19,9 @@ from evals.core.prompts import (
     nanochat_order,
     spaced,
 )
-from evals.core.tasks import Row, Task
+from evals.core.tasks import TASKS, Bundle, Row
 from evals.scorer import Prompt
-from tests.evals.core.core_assets import CHOICE_ROWS, SCHEMA_ROWS, TEXT_ROWS, eval_data, task
+from tests.evals.core.core_assets import CHOICE_ROWS, ROWS, SCHEMA_ROWS, TEXT_ROWS, eval_data, task
 
 LONG = 1 << 20
 
@@ -60,10 +58,9 @@ class Words(Letters):
 
 
 def asked(
-    label_or_task: str | Task, rows: list[Row], protocol: Protocol, most: int | None = None
+    label: str, rows: list[Row], protocol: Protocol, most: int | None = None, **changed: int
 ) -> list[Item]:
-    chosen = task(label_or_task) if isinstance(label_or_task, str) else label_or_task
-    return list(items(chosen, rows, protocol, Letters(), LONG, most))
+    return list(items(replace(task(label), **changed), rows, protocol, Letters(), LONG, most))  # type: ignore[arg-type]
 
 
 def read(prompt: Prompt) -> tuple[str, str]:
@@ -88,37 +85,10 @@ def test_dclm_choices_are_fixed() -> None:
     assert [list(examples) for examples in dclm_examples(6, 3)] == chosen
     last = [386, 302, 881, 1683, 565, 1526, 1813, 539, 221, 1855]
     assert [list(examples) for examples in dclm_examples(2117, 10)][2116] == last
-
-
-def by_the_book(count: int, shots: int) -> Iterator[list[int]]:
-    """llm-foundry's rule in plain steps: draw, drop the item itself, draw again until another one comes."""
-    generator = random.Random(1234)
-    for index in range(count):
-        drawn = set(generator.sample(list(range(count)), min(shots, count - 1)))
-        if index in drawn:
-            drawn.discard(index)
-            while len(drawn) < min(shots, count - 1):
-                candidate = generator.choice(list(range(count)))
-                if candidate != index:
-                    drawn.add(candidate)
-        yield list(drawn)
-
-
-@pytest.mark.parametrize(("count", "shots"), [(32, 10), (210, 10), (230, 3), (11, 10), (300, 0)])
-def test_dclm_choices_follow_the_rule(count: int, shots: int) -> None:
-    chosen = [list(examples) for examples in dclm_examples(count, shots)]
-    if shots:
-        assert chosen == list(by_the_book(count, shots))
-    for index, examples in enumerate(chosen):
-        assert index not in examples
-        assert len(set(examples)) == min(shots, count - 1)
-
-
-@pytest.mark.parametrize(("count", "shots"), [(32, 10), (500, 3), (11, 10)])
-def test_nanochat_choices_follow_the_rule(count: int, shots: int) -> None:
-    for index in range(count):
-        others = [i for i in range(count) if i != index]
-        assert nanochat_examples(index, count, shots) == random.Random(1234 + index).sample(others, shots)
+    for count, shots in [(32, 10), (230, 3), (11, 10), (300, 0)]:
+        for index, examples in enumerate(dclm_examples(count, shots)):
+            assert index not in examples
+            assert len(examples) == shots
 
 
 def test_too_few_examples() -> None:
@@ -140,10 +110,6 @@ def test_a_subset_of_dclm_has_the_prompts_of_the_whole() -> None:
 # --- texts and spans
 
 
-def few_shot(label: str, shots: int) -> Task:
-    return Task(**{**vars(task(label)), "shots": shots})
-
-
 def test_nanochat_texts_of_each_type() -> None:
     first = CHOICE_ROWS[nanochat_order(5, None)[0]]
     item = asked("copa", CHOICE_ROWS, "nanochat")[0]
@@ -160,7 +126,7 @@ def test_nanochat_texts_of_each_type() -> None:
     assert len({read(p)[1] for p in item.prompts}) == 1
 
     rows = [TEXT_ROWS[i] for i in nanochat_order(6, None)]
-    item = asked(few_shot("squad", 2), TEXT_ROWS, "nanochat")[0]
+    item = asked("squad", TEXT_ROWS, "nanochat", shots=2)[0]
     examples = [rows[i] for i in random.Random(1234).sample(range(1, 6), 2)]
     shown = "".join(f"{e['context'].strip()} {e['continuation']}\n\n" for e in examples)
     assert read(item.prompts[0]) == (shown + rows[0]["context"].strip(), " " + rows[0]["continuation"])
@@ -178,8 +144,8 @@ def test_dclm_texts_of_each_type() -> None:
     item = asked("winograd", SCHEMA_ROWS, "dclm")[1]
     assert [read(p) for p in item.prompts] == [(c, "fell down.") for c in SCHEMA_ROWS[1]["context_options"]]
 
-    item = asked(few_shot("jeopardy", 2), TEXT_ROWS[::2], "dclm")[0]
-    examples = [TEXT_ROWS[::2][i] for i in next(iter(by_the_book(3, 2)))]
+    item = asked("jeopardy", TEXT_ROWS[::2], "dclm", shots=2)[0]
+    examples = [TEXT_ROWS[::2][i] for i in next(dclm_examples(3, 2))]
     shown = "\n".join(f"{e['context'].strip()}\nAnswer: {e['continuation']}" for e in examples)
     assert read(item.prompts[0]) == (f"{shown}\n1 and 2 make\nAnswer:", "3")
 
@@ -208,11 +174,10 @@ def test_answer_spans_by_hand() -> None:
 # --- too long
 
 
+@pytest.mark.parametrize("label", ["copa", "winograd", "coqa"])
 @pytest.mark.parametrize("protocol", ["nanochat", "dclm"])
-@pytest.mark.parametrize(
-    ("label", "rows"), [("copa", CHOICE_ROWS), ("winograd", SCHEMA_ROWS), ("coqa", TEXT_ROWS)]
-)
-def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str, rows: list[Row]) -> None:
+def test_a_prompt_too_long_loses_its_beginning(protocol: Protocol, label: str) -> None:
+    rows = ROWS[task(label).type]
     whole = asked(label, rows, protocol)
     limit = max(len(p.ids) - p.start for item in whole for p in item.prompts) + 4
     short = list(items(task(label), rows, protocol, Letters(), limit))
@@ -236,8 +201,6 @@ def test_an_answer_needs_one_token_before_it() -> None:
 
 
 def test_public_rows_give_items() -> None:
-    from evals.core.tasks import TASKS, Bundle
-
     bundle = Bundle(eval_data())
     present = [t for t in TASKS if bundle.missing(t) is None]
     assert len(present) == 20

@@ -23,20 +23,16 @@ from tests.evals.core.core_assets import eval_data, task
 def smollm2(request: pytest.FixtureRequest) -> Iterator[Scorer]:
     folder = os.environ.get("LANEFORMER_SMOLLM2")
     if not folder:
-        pytest.skip(
-            "LANEFORMER_SMOLLM2 is not set: python -m tools.check smollm2 makes the folder it should name"
-        )
+        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tools.check smollm2 makes the folder")
     scorer = open_scorer(Path(folder), Source(request.param, "cpu", max_length=2048))
     assert scorer.bos_id == 1
-    assert (scorer.backend, scorer.dtype) == (
-        request.param,
-        {"transformers": "float32", "engine": "fp32"}[request.param],
-    )
+    dtypes = {"transformers": "float32", "engine": "fp32"}
+    assert (scorer.backend, scorer.dtype) == (request.param, dtypes[request.param])
     yield scorer
     scorer.close()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.parametrize(
     ("label", "asked", "right"),
     [("copa", 100, 56), ("bigbench_repeat_copy_logic", 16, 0), ("bigbench_operators", 40, 8)],

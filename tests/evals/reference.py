@@ -1,0 +1,31 @@
+"""What a model says by one plain pass over all ids: no cache, no batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from evals.scorer import Scores
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, ids: list[int], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Logits (len(ids), V) in float64, computed in `dtype`, in which the model stays."""
+    output = model.to(dtype)(torch.tensor([ids]))
+    return getattr(output, "logits", output)[0].double()
+
+
+def scores_of(
+    model: torch.nn.Module, ids: list[int], start: int, dtype: torch.dtype = torch.float64
+) -> Scores:
+    """Scores of ids[start:], each given all before it."""
+    log_p = logits_of(model, ids, dtype)[start - 1 : -1].log_softmax(-1).numpy()
+    return Scores(log_p[np.arange(len(log_p)), ids[start:]], log_p.argmax(1) == ids[start:])
+
+
+def continue_greedily(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
+    """The next `count` ids, each from the whole prompt again."""
+    known = list(ids)
+    for _ in range(count):
+        known.append(int(logits_of(model, known)[-1].argmax()))
+    return known[len(ids) :]
