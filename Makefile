@@ -71,9 +71,9 @@ $(VENV)/nvrtc-%: | setup
 
 # What tests need of the system, by the command that shows it is there; where it is missing they skip themselves.
 # chromium: the dashboard and the playground; the cross compiler and qemu: the engine on aarch64; slurm: launches on three
-# virtual nodes; bwrap: the sandbox of code that a model writes; spin: the protocol of the GPU's words; haproxy: several servers
+# virtual nodes; bwrap: the sandbox of code that a model writes; haproxy: several servers
 COMMANDS := chromium=chromium aarch64-linux-gnu-g++=g++-aarch64-linux-gnu qemu-aarch64-static=qemu-user-static \
-  slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client munged=munge bwrap=bubblewrap spin=spin haproxy=haproxy
+  slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client munged=munge bwrap=bubblewrap haproxy=haproxy
 packages:
 	@missing=$$(export PATH=$$PATH:/usr/sbin; for x in $(COMMANDS); do command -v $${x%=*} >/dev/null || echo $${x#*=}; done); \
 	  test -z "$$missing" || apt-get update -q; for x in $$missing; do apt-get install -qy --no-install-recommends $$x \

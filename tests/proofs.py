@@ -123,9 +123,10 @@ def surroundings() -> str:
     ]
     for name in COMPILERS:
         path = shutil.which(name)
-        flag = "-V" if name == "spin" else "--version"
-        said = subprocess.run([path, flag], capture_output=True, text=True).stdout if path else "missing"
-        lines.append(f"{name}: {said.splitlines()[0] if said else path}")
+        version = (
+            subprocess.run([path, "--version"], capture_output=True, text=True).stdout if path else "missing"
+        )
+        lines.append(f"{name}: {version.splitlines()[0] if version else path}")
     for name in WHEELS:
         lines.append(f"{name}: {version_of(name)}")
     return "\n".join(lines)
