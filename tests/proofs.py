@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("LANEFORMER_CACHE") or Path.home() / ".cache/laneformer") / "ci"
 ROOTS = {"laneformer": ROOT / "models"}  # every other package lies in ROOT
 PACKAGES = {"records", "laneformer", "data_mixtures", "train", "evals", "tools", "examples", "tests"}
-COMPILERS = ("g++", "gcc", "spin", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
+COMPILERS = ("g++", "gcc", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
 WHEELS = ("numpy", "torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nanobind", "pytest")
 # what is compiled beside the Python modules that a test reaches
 KERNEL_SOURCES = (
