@@ -26,6 +26,7 @@ def averaged(whole_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.job
 def test_a_phase_starts_from_it(averaged: Path, prepared_data: Path, tmp_path: Path) -> None:
     start = averaged / "checkpoint/step-4"
     model = Laneformer(SMALL)
@@ -39,7 +40,7 @@ def test_a_phase_starts_from_it(averaged: Path, prepared_data: Path, tmp_path: P
     assert read_outcome(tmp_path / "next")["code"] == 0  # type: ignore[index]
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_watcher_evaluates_it(averaged: Path, prepared_data: Path, whole_run: Path) -> None:
     options = ["--job.config_file", str(averaged / "config.toml"), "--job.dump_folder", str(averaged)]
     options += [

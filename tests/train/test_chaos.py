@@ -37,7 +37,7 @@ def draw(steps: int, seed: int) -> list[dict[str, Any]]:
     return faults
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_killed_rank_changes_nothing(prepared_data: Path, tmp_path: Path) -> None:
     """The short form that `make test` runs: one rank dies two steps after a checkpoint."""
     lock, steps = prepared_data / "phase1.lock.json", 2 * INTERVAL
@@ -49,7 +49,7 @@ def test_a_killed_rank_changes_nothing(prepared_data: Path, tmp_path: Path) -> N
     assert [attempt["step"] for attempt in attempts] == [0, INTERVAL]
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.timeout(1800)
 def test_chaos(reference: Path, prepared_data: Path, tmp_path: Path) -> None:
     steps = int(os.environ.get("CHAOS_STEPS", STEPS))

@@ -38,6 +38,8 @@ from tests.train.runs import (
     weights,
 )  # fmt: skip
 
+pytestmark = pytest.mark.job
+
 
 def test_resume_is_bit_exact(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     run = tmp_path / "resumed"
@@ -120,7 +122,6 @@ def test_another_architecture_is_refused(whole_run: Path, prepared_data: Path, t
     assert "holds 9 tensors this architecture has not, such as layers.3." in fail(run, lock, *shallow)
 
 
-@pytest.mark.job
 def test_a_phase_may_change_what_it_names(whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     lock, parent = prepared_data / "phase2.lock.json", str(whole_run / "checkpoint/step-4")
     longer = (
@@ -226,7 +227,6 @@ def test_never_random_weights_by_accident(whole_run: Path, prepared_data: Path, 
     assert f"ends at step {STEPS}, but" in said
 
 
-@pytest.mark.job
 def test_a_run_goes_on_after_other_code_was_checked_out(
     whole_run: Path, prepared_data: Path, tmp_path: Path
 ) -> None:

@@ -301,6 +301,7 @@ for ranks, work in ((4, save), (2, load)):
 """
 
 
+@pytest.mark.job
 def test_a_checkpoint_of_four_ranks_loads_on_two(lock: Path, tmp_path: Path) -> None:
     """A real DCP folder: one string, which every rank of any world size reads."""
     command = [sys.executable, "-c", SAVE_AND_LOAD, str(lock), str(tmp_path)]

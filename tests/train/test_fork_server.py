@@ -20,7 +20,7 @@ from tests.train.runs import ask, environment
 from train.supervise.attempt import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.job
+pytestmark = pytest.mark.rotate
 
 
 def command(folder: Path, how: str) -> list[str]:

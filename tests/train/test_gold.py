@@ -44,6 +44,7 @@ def plain_nats(model: Laneformer, line: dict[str, Any]) -> float:
     return torch.nn.functional.cross_entropy(logits, ids[0, line["start"] :], reduction="sum").item()
 
 
+@pytest.mark.rotate
 def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
     items: Path, prepared_data: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def windows(run: Path) -> list[list[int]]:
     return [entry["window"] for entry in json.loads((run / "skip_sequences.json").read_text())]
 
 
+@pytest.mark.job
 def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp_path: Path) -> None:
     lock, steps = prepared_data / "phase1.lock.json", 8
     faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
@@ -91,6 +92,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.job
 def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Path, small_disk: Path) -> None:
     """Rows wait in memory; the save fails and is taken back; the numbers are those of an undisturbed run."""
     lock, steps = prepared_data / "phase1.lock.json", 9
@@ -132,6 +134,7 @@ def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path: Path) -> Non
     assert not make_room(tmp_path, tmp_path / "checkpoint"), "nothing is left to delete"
 
 
+@pytest.mark.job
 def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
     prepared_data: Path, tmp_path: Path, small_disk: Path
 ) -> None:
@@ -164,6 +167,7 @@ def test_a_disk_that_fills_within_a_tensor_is_named(small_disk: Path) -> None:
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
+@pytest.mark.job
 def test_a_last_step_without_room_says_what_to_do(
     prepared_data: Path, tmp_path: Path, small_disk: Path
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_last_step_without_room_says_what_to_do(
     assert [path.name for path in (tmp_path / "a/run/checkpoint").iterdir()] == ["step-2"]
 
 
+@pytest.mark.job
 def test_another_batch_size_from_a_checkpoint_on(prepared_data: Path, tmp_path: Path) -> None:
     """Four steps of 4 sequences, then four of 8: no sequence twice, none left out, tokens as they were read."""
     lock = prepared_data / "phase1.lock.json"

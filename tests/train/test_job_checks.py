@@ -132,6 +132,7 @@ def test_the_step_after_the_schedule_is_allowed(answers: dict[str, str | None]) 
     assert answers["good"] is None
 
 
+@pytest.mark.job
 def test_the_supervisor_starts_nothing_that_the_workers_would_refuse(tmp_path: Path) -> None:
     path = job_file(
         tmp_path / "job.toml", {"lr_scheduler.decay_type": '"lin"', "job.dump_folder": f'"{tmp_path}/run"'}
@@ -151,6 +152,7 @@ def test_workers_with_a_gpu_each_or_on_a_cpu_are_started(
     check_local_ranks()
 
 
+@pytest.mark.job
 def test_more_workers_than_gpus_are_refused_at_once(prepared_data: Path, tmp_path: Path) -> None:
     """Two real ranks where torch says that there is one GPU: one sentence, before anything is built."""
     import_ = ("--experimental.custom_import", "tests.train.one_gpu")

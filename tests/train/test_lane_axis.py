@@ -17,6 +17,7 @@ from tests.train.logged import train_logged
 from tests.train.runs import SMALL, batch_loss, fail, metrics, succeed, weights
 from tests.train.test_gold import items, records
 
+pytestmark = pytest.mark.job
 __all__ = ["items"]  # a fixture
 EPSILON = torch.finfo(torch.float32).eps
 LAST = logged.STEPS

@@ -31,6 +31,7 @@ from train.guard import RunningZ
 from train.metrics import Z_WINDOW, RunMetrics, sequence_losses
 
 
+@pytest.mark.job
 def test_loss_by_source_averages_to_the_loss(logged_run: Path, prepared_data: Path) -> None:
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
     for row in rows_of(logged_run):
@@ -44,6 +45,7 @@ def test_loss_by_source_averages_to_the_loss(logged_run: Path, prepared_data: Pa
         assert math.log(512) * 0.5 < min(row["loss_by_source"].values())
 
 
+@pytest.mark.job
 def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
@@ -60,6 +62,7 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared
             )
 
 
+@pytest.mark.job
 def test_tokens_by_source_are_the_mixtures_closed_form(logged_run: Path, prepared_data: Path) -> None:
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
     for row in rows_of(logged_run):
@@ -68,6 +71,7 @@ def test_tokens_by_source_are_the_mixtures_closed_form(logged_run: Path, prepare
         assert sum(row["tokens_by_source"].values()) == row["tokens_total"]
 
 
+@pytest.mark.job
 def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
     rows = rows_of(logged_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
@@ -84,6 +88,7 @@ def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
     assert all(0 < total < 60 for total in finished.values())
 
 
+@pytest.mark.job
 def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> None:
     rows, (start,) = rows_of(logged_run), read_lines(logged_run / "attempts.jsonl")
     for row in rows:
@@ -123,6 +128,7 @@ def test_gpu_hours_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(metrics.rates) == [50.0]
 
 
+@pytest.mark.job
 def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
     (events,) = {path.parent for path in (logged_run / "tb").rglob("events.out*")}
     board = EventAccumulator(str(events))
@@ -184,6 +190,7 @@ def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.Monk
     assert metrics.last_logged_tokens == 30
 
 
+@pytest.mark.job
 def test_layers_and_logits_are_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
     """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
     two ranks as one.

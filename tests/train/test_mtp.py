@@ -12,6 +12,7 @@ from tests.train import production
 from tests.train.logged import STEPS, train_logged
 from tests.train.runs import fail, weights
 
+pytestmark = pytest.mark.job
 HEAD = ("--architecture.num_nextn_predict_layers", "1")
 
 

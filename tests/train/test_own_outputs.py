@@ -23,6 +23,7 @@ from tests.train import production
 from tests.train.logged import STEPS
 from train.own_outputs import Arguments, run
 
+pytestmark = pytest.mark.rotate
 PROMPTS, PROMPT, NEW, SEQ_LEN = 40, 6, 10, 32
 
 
@@ -120,7 +121,6 @@ print(made.shape, *model.model.mtp.draft_ids.shape)
 """
 
 
-@pytest.mark.job
 def test_shipped_job(shipped_run: Path, made: Path, prepared_data: Path, tmp_path: Path) -> None:
     """configs/mtp.toml on two ranks with shapes shrunk, without the head before; then exported."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"

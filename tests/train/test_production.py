@@ -43,6 +43,7 @@ def second(prepared_data: Path, first: Path) -> Path:
     return train(production.torchrun(2), "phase2", first.with_name("run2"), lock, more)
 
 
+@pytest.mark.job
 def test_short_form(shipped_run: Path) -> None:
     rows = production.rows(shipped_run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -60,7 +61,7 @@ def assert_checkpoints(run: Path) -> None:
         check_complete(folder)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_supervised_replicas_survive_a_killed_rank(first: Path) -> None:
     attempts = [json.loads(line) for line in (first / "attempts.jsonl").read_text().splitlines()]
     assert [attempt["step"] for attempt in attempts] == [0, EVERY]
@@ -73,7 +74,7 @@ def test_supervised_replicas_survive_a_killed_rank(first: Path) -> None:
     production.assert_nothing_else_deviates("phase1", first, "resilience.backoff_s")
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
     lineage = json.loads((second / "lineage.json").read_text())
     assert Path(lineage["parent"]) == first / f"checkpoint/step-{STEPS}"
@@ -86,7 +87,7 @@ def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
     production.assert_nothing_else_deviates("phase2", second)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.parametrize(("before", "lane_ranks"), [("second", 2), ("first", 1)])
 def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings(
     prepared_data: Path, request: pytest.FixtureRequest, before: str, lane_ranks: int

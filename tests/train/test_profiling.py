@@ -10,7 +10,7 @@ import pytest
 from tests.train.runs import succeed
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_every_rank_leaves_a_trace(prepared_data: Path, tmp_path: Path) -> None:
     flags = [
         "--profiling.enable_profiling",

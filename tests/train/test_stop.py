@@ -18,6 +18,7 @@ from tests.train.runs import run_job
 from tests.train.supervised import arguments
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("full_disk", "code"), [(False, STOPPED), (True, STOPPED_UNSAVED)])
 def test_a_stop_whose_save_fails_is_no_85(
     prepared_data: Path, tmp_path: Path, full_disk: bool, code: int
@@ -35,6 +36,7 @@ def test_a_stop_whose_save_fails_is_no_85(
     assert ("could not be saved" in outcome["reason"]) == full_disk
 
 
+@pytest.mark.job
 def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: Path) -> None:
     """In step 3, when those are there that have written the checkpoint of step 2 in the background."""
     done = run_with_writers(prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None})
@@ -43,7 +45,7 @@ def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: 
     check_complete(tmp_path / "run/checkpoint/step-3")
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data: Path, tmp_path: Path) -> None:
     """One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks."""
     done = run_with_writers(prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1})
@@ -67,6 +69,7 @@ def run_with_writers(data: Path, folder: Path, fault: dict[str, Any]) -> subproc
     return run_job(folder / "run", job, 2, LANEFORMER_FAULTS=str(folder / "faults.json"))
 
 
+@pytest.mark.job
 def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> None:
     """A hang blames the rank that has passed fewest, so every place where ranks wait for each other has one."""
     (tmp_path / "faults.json").write_text("[]")

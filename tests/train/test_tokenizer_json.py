@@ -24,6 +24,7 @@ from tests.train.runs import fail, succeed
 from train.sft.__main__ import Arguments
 from train.sft.__main__ import run as prepare_conversations
 
+pytestmark = pytest.mark.job
 TEXTS = ["def f(x):\n    return x\n\n\n", "東京 😀 é", "<|begin_of_text|> is text\n\n1234"]
 FRESH = """
 import json, sys
@@ -43,7 +44,6 @@ print(json.dumps({"ids": ids, "new": new, "chat": chat, "special": special,
 """
 
 
-@pytest.mark.job
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
     stdlib = Path(sysconfig.get_path("stdlib"))

@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from data_mixtures.mixture import Mixture
@@ -26,6 +27,7 @@ from tests.train.runs import (
 BOS = 1
 
 
+@pytest.mark.job
 def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
     rows = metrics(whole_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
@@ -45,6 +47,7 @@ def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
     )
 
 
+@pytest.mark.job
 def test_first_loss_is_the_plain_models(whole_run: Path, prepared_data: Path) -> None:
     """Sharded initialisation draws what one process draws: the first loss is that of the plain, seeded model."""
     model = Laneformer(SMALL)
@@ -56,6 +59,7 @@ def test_first_loss_is_the_plain_models(whole_run: Path, prepared_data: Path) ->
     assert abs(batch_loss(model, Mixture.open(prepared_data / "phase1.lock.json")) - expected) > rounding
 
 
+@pytest.mark.job
 def test_masked_documents_are_seen_one_by_one(prepared_data: Path, tmp_path: Path) -> None:
     """With mask_documents the job's loss is that of every document alone, also of one that its window cuts."""
     lock = prepared_data / "phase1.lock.json"
@@ -93,6 +97,7 @@ def loss_sum(model: Laneformer, tokens: torch.Tensor) -> float:
     ).item()
 
 
+@pytest.mark.job
 def test_checkpointed_layers_start_from_the_same_numbers(
     whole_run: Path, prepared_data: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +113,7 @@ def test_checkpointed_layers_start_from_the_same_numbers(
     assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
 
 
+@pytest.mark.job
 def test_a_kernel_that_is_wrong_on_one_rank_is_replaced_on_all(
     whole_run: Path, prepared_data: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +130,7 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_replaced_on_all(
     )
 
 
+@pytest.mark.job
 def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) -> None:
     """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of
     plain FSDP, to rounding.
@@ -147,6 +154,7 @@ def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) ->
     )
 
 
+@pytest.mark.job
 def test_a_start_warns_of_nothing(prepared_data: Path, tmp_path: Path) -> None:
     """What a user reads there is to be about the job; a warning that is new needs an answer or a reason."""
     job = launch(

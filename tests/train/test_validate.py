@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from tests.train.logged import (
 from train.validate import deal_out, octave_sums, octaves
 
 
+@pytest.mark.job
 def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, prepared_data: Path) -> None:
     """Fifteen windows on two ranks of four: one more is padded, which must not count."""
     rows = rows_of(logged_run)
@@ -41,6 +43,7 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, pre
     assert abs(rows[2]["valid_loss"] - total) > rounding, "step 3 has other weights"
 
 
+@pytest.mark.job
 @torch.no_grad()
 def test_loss_by_position_is_the_checkpoints_loss_at_each_place(
     logged_run: Path, prepared_data: Path
@@ -78,6 +81,7 @@ def test_a_position_counts_from_the_beginning_of_its_document() -> None:
     assert whole[0, 3:].tolist() == [12, 12, 24], "without marks of documents a position is one in the window"
 
 
+@pytest.mark.job
 def test_one_rank_validates_and_resumes_the_same(
     logged_run: Path, prepared_data: Path, tmp_path: Path
 ) -> None:

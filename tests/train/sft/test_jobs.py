@@ -51,6 +51,7 @@ def plain_loss(
     return losses.detach(), count, norm
 
 
+@pytest.mark.job
 def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
     whole: Path, lock: Path, parent: Path
 ) -> None:
@@ -73,11 +74,13 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
     assert row["tokens_total"] > row["tokens"], "those of the phases before count"
 
 
+@pytest.mark.job
 def test_the_template_of_the_data_goes_into_the_run(whole: Path) -> None:
     """Whose export has it (test_turns.py)."""
     assert (whole / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
 
 
+@pytest.mark.job
 def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
     found = valid_windows(lock.parent, "identity", 5), valid_windows(lock.parent, "identity", 5, flags=True)
     losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in found))
@@ -86,6 +89,7 @@ def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
     assert [r["step"] for r in metrics(whole) if "valid_loss" in r] == [2, 4]
 
 
+@pytest.mark.job
 def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_path: Path) -> None:
     resumed = tmp_path / "resumed"
     copy_stopped_at(2, whole, resumed)
@@ -95,7 +99,7 @@ def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_p
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path) -> None:
     """Under the supervisor, from the checkpoint of the phase before: bit for bit the undisturbed run."""
     more = (
@@ -111,7 +115,7 @@ def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path)
     supervised.assert_same(run, reference, 6)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
     """Thirty-two steps of a tiny model on conversations about who it is: unseen ones become likelier as well."""
     more = ("--training.local_batch_size", "4", "--optimizer.lr", "1e-2")
@@ -122,6 +126,7 @@ def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.job
 def test_packed_conversations_must_not_see_each_other(lock: Path, parent: Path, tmp_path: Path) -> None:
     said = fail(
         tmp_path / "run", lock, *flags(parent), "--model.no-mask_documents", config="debug_sft", ranks=1
@@ -130,7 +135,7 @@ def test_packed_conversations_must_not_see_each_other(lock: Path, parent: Path, 
     assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_shipped_job(shipped_run: Path, lock: Path, tmp_path: Path) -> None:
     """configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"

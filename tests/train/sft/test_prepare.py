@@ -353,6 +353,7 @@ def test_what_a_user_can_get_wrong_is_one_sentence(arguments: Arguments, changes
         run(replace(arguments, **changes))
 
 
+@pytest.mark.job
 def test_as_commands(tmp_path: Path, tokenizer: Path) -> None:
     """Identity conversations to a mixture, from the shell: the messages of both programs."""
 

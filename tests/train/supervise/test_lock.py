@@ -56,6 +56,7 @@ def test_one_job_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_run(tmp_path).close()
 
 
+@pytest.mark.job
 def test_a_supervisor_is_refused_while_an_orphan_lives(prepared_data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "train.supervise"]
@@ -67,6 +68,7 @@ def test_a_supervisor_is_refused_while_an_orphan_lives(prepared_data: Path, tmp_
     assert not (run / "attempts.jsonl").exists()
 
 
+@pytest.mark.job
 def test_a_job_is_refused_while_a_worker_of_another_lives(prepared_data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with worker(run, 1, **{SUPERVISED: str(run)}) as pid:
@@ -94,6 +96,7 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
         hold_lock(path, "taken", wait_s=30).close()
 
 
+@pytest.mark.job
 def test_a_refusal_is_one_line_and_one_outcome(prepared_data: Path, tmp_path: Path) -> None:
     """Two ranks find the same."""
     mesh = ("--parallelism.data_parallel_shard_degree", "3", "--training.global_batch_size", "12")
@@ -154,6 +157,7 @@ def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(
     assert capsys.readouterr().err == "", "it is on record"
 
 
+@pytest.mark.job
 def test_a_refused_key_of_the_job_file_reaches_the_supervisor(tmp_path: Path) -> None:
     config, run = tmp_path / "job.toml", tmp_path / "run"
     text = (ROOT / "configs/debug_phase1.toml").read_text()
@@ -169,6 +173,7 @@ def test_a_refused_key_of_the_job_file_reaches_the_supervisor(tmp_path: Path) ->
     assert (outcome["attempt"], outcome["code"]) == (1, REFUSED)
 
 
+@pytest.mark.job
 def test_a_missing_shard_is_no_refusal(prepared_data: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     subprocess.run(["cp", "-r", str(prepared_data), str(data)], check=True)

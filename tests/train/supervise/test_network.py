@@ -97,7 +97,7 @@ def planted(out: Path, ranks: int, faults: dict[str, str], apart: int | None = N
     return json.loads(out.read_text())
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_planted_slow_rank_is_named(tmp_path: Path) -> None:
     """Three processes on gloo, each a node: 3 rounds, 26 exchanges a round; a sleep is slower
     than any noise here.
@@ -117,6 +117,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @pytest.mark.job
 @needs_namespaces
+@pytest.mark.rotate
 @pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "gloo"])
 def test_a_node_that_the_others_do_not_reach_is_named(
     sockets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,7 +189,7 @@ def test_what_hangs_is_what_rank_0_said_before(tmp_path: Path, monkeypatch: pyte
     )
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_measurement_runs_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "start_workers", lambda nodes, *rest: start_workers(None, *rest))
     assert preflight.network(["n0"], 2, Resilience(), tmp_path) == preflight.Network()
