@@ -18,11 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from data_mixtures.mixture import Mixture
 from records.files import read_lines
-from tests.train.runs import run_job
+from tests.train.runs import GLOBAL_BATCH, SEQ_LEN, copy_stopped_at, run_job
 from tests.train.supervised import (
-    GLOBAL_BATCH,
     RANKS,
-    SEQ_LEN,
     arguments,
     assert_same,
     faulty,
@@ -32,6 +30,7 @@ from train.checkpoint_writer import HashingWriter
 from train.failed_saves import make_room
 
 SKIP = ("--resilience.on_bad_step", "skip", "--resilience.max_skips", "2")
+ROLL_BACK = ("--resilience.on_bad_step", "rollback_and_skip", "--resilience.skip_steps", "2")
 NAN = {"kind": "nan"}
 
 
@@ -62,20 +61,30 @@ def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp
 
 
 @pytest.mark.job
-def test_too_many_refused_steps_go_back(prepared_data: Path, tmp_path: Path) -> None:
-    """Two are skipped; the third ends the attempt for a roll-back, which leaves out that batch as well."""
-    job = faulty(
-        tmp_path,
-        prepared_data / "phase1.lock.json",
-        8,
-        2,
-        [{**NAN, "step": step} for step in (4, 4, 5)],
-        *SKIP,
-    )
+@pytest.mark.parametrize(
+    ("policy", "steps", "first", "last"),
+    [
+        (SKIP, (4, 4, 5), 6, 7),
+        (("--resilience.on_bad_step", "rollback_and_skip", "--resilience.skip_steps", "2"), (5,), 3, 5),
+    ],
+    ids=["the third of two that may be skipped", "a window of two steps"],
+)
+def test_a_roll_back_leaves_out_what_it_goes_back_over(
+    prepared_data: Path,
+    tmp_path: Path,
+    policy: tuple[str, ...],
+    steps: tuple[int, ...],
+    first: int,
+    last: int,
+) -> None:
+    """The refused batch, and with skip_steps those before it that no checkpoint has seen."""
+    faults = [{**NAN, "step": step} for step in steps]
+    job = faulty(tmp_path, prepared_data / "phase1.lock.json", 8, 2 if policy is SKIP else 3, faults, *policy)
     assert job.returncode == 86
     run, size = tmp_path / "run", GLOBAL_BATCH
     assert json.loads((run / "outcome.json").read_text())["code"] == 86
-    assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [6 * size, 7 * size]]
+    assert windows(run)[-1] == [first * size, last * size]
+    assert len(windows(run)) == len(steps)
 
 
 @pytest.fixture
@@ -182,17 +191,16 @@ def test_a_last_step_without_room_says_what_to_do(
 
 
 @pytest.mark.job
-def test_another_batch_size_from_a_checkpoint_on(prepared_data: Path, tmp_path: Path) -> None:
-    """Four steps of 4 sequences, then four of 8: no sequence twice, none left out, tokens as they were read."""
-    lock = prepared_data / "phase1.lock.json"
-    run = undisturbed(tmp_path, lock, 4, 4)
-    job = run_job(run, [*arguments(run, lock, 8, 4), "--training.global_batch_size", "8"], RANKS)
+def test_another_batch_size_from_a_checkpoint_on(
+    reference: Path, prepared_data: Path, tmp_path: Path
+) -> None:
+    """Ten steps of 4 sequences, then two of 8: no sequence twice, none left out, tokens as they were read."""
+    lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"
+    copy_stopped_at(10, reference, run)
+    job = run_job(run, [*arguments(run, lock, 12, 4), "--training.global_batch_size", "8"], RANKS)
     assert job.returncode == 0, job.stdout[-4000:]
-    rows = read_lines(run / "metrics.jsonl")
-    sequences = [4, 8, 12, 16, 24, 32, 40, 48]
-    assert [row["tokens"] for row in rows] == [n * SEQ_LEN for n in sequences]
-    assert [row["tokens_total"] for row in rows] == [row["tokens"] for row in rows]
     mixture = Mixture.open(lock)
-    for row, count in zip(rows, sequences, strict=True):
+    for row, count in zip(read_lines(run / "metrics.jsonl")[-2:], (48, 56), strict=True):
+        assert row["tokens_total"] == row["tokens"] == count * SEQ_LEN
         used = mixture.windows_per_source(count)
         assert row["tokens_by_source"] == {name: n * SEQ_LEN for name, n in used.items()}

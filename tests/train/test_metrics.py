@@ -25,8 +25,8 @@ from tests.train.logged import (
     SMALL,
     STEPS,
     plain_loss,
-    rows_of,
 )  # fmt: skip
+from tests.train.runs import metrics
 from train.guard import RunningZ
 from train.metrics import Z_WINDOW, RunMetrics, sequence_losses
 
@@ -34,7 +34,7 @@ from train.metrics import Z_WINDOW, RunMetrics, sequence_losses
 @pytest.mark.job
 def test_loss_by_source_averages_to_the_loss(logged_run: Path, prepared_data: Path) -> None:
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
-    for row in rows_of(logged_run):
+    for row in metrics(logged_run):
         _, source = mixture.sequences((row["step"] - 1) * GLOBAL_BATCH, GLOBAL_BATCH)
         share = {name: float((source == i).mean()) for i, name in enumerate(mixture.source_names)}
         assert set(row["loss_by_source"]) == {name for name in share if share[name]}
@@ -51,7 +51,7 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared
     model.init_weights(seed=1)
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
     tokens, source = mixture.sequences(0, GLOBAL_BATCH)
-    logged = rows_of(logged_run)[0]["loss_by_source"]
+    logged = metrics(logged_run)[0]["loss_by_source"]
     for index, name in enumerate(mixture.source_names):
         if name in logged:
             expected = plain_loss(model, tokens[source == index])
@@ -65,7 +65,7 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared
 @pytest.mark.job
 def test_tokens_by_source_are_the_mixtures_closed_form(logged_run: Path, prepared_data: Path) -> None:
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
-    for row in rows_of(logged_run):
+    for row in metrics(logged_run):
         windows = mixture.windows_per_source(row["step"] * GLOBAL_BATCH)
         assert row["tokens_by_source"] == {name: n * SEQ_LEN for name, n in windows.items()}
         assert sum(row["tokens_by_source"].values()) == row["tokens_total"]
@@ -73,7 +73,7 @@ def test_tokens_by_source_are_the_mixtures_closed_form(logged_run: Path, prepare
 
 @pytest.mark.job
 def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
-    rows = rows_of(logged_run)
+    rows = metrics(logged_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         assert 0.05 < row["memory_gib"] < 64
@@ -90,7 +90,7 @@ def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
 
 @pytest.mark.job
 def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> None:
-    rows, (start,) = rows_of(logged_run), read_lines(logged_run / "attempts.jsonl")
+    rows, (start,) = metrics(logged_run), read_lines(logged_run / "attempts.jsonl")
     for row in rows:
         hours = (
             2 * (row["time"] - start["time"]) / 3600
@@ -133,7 +133,7 @@ def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
     (events,) = {path.parent for path in (logged_run / "tb").rglob("events.out*")}
     board = EventAccumulator(str(events))
     board.Reload()
-    rows = rows_of(logged_run)
+    rows = metrics(logged_run)
 
     def logged(tag: str) -> list[tuple[int, float]]:
         return [(e.step, e.value) for e in board.Scalars(tag)]
@@ -195,7 +195,7 @@ def test_layers_and_logits_are_the_plain_models(logged_run: Path, prepared_data:
     """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
     two ranks as one.
     """
-    (row, *_) = rows_of(logged_run)
+    (row, *_) = metrics(logged_run)
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
     tokens = torch.from_numpy(Mixture.open(prepared_data / "phase1.lock.json").sequences(0, GLOBAL_BATCH)[0])

@@ -17,6 +17,7 @@ import pytest
 from records.checkpoints import check_complete
 from tests.train import production
 from tests.train.production import EVERY, HYBRID, STEPS, train
+from tests.train.runs import metrics
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def second(prepared_data: Path, first: Path) -> Path:
 
 @pytest.mark.job
 def test_short_form(shipped_run: Path) -> None:
-    rows = production.rows(shipped_run)
+    rows = metrics(shipped_run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["loss"] is not None and row["grad_norm"] > 0 for row in rows)
     assert [row["step"] for row in rows if row.get("valid_loss")] == [EVERY, STEPS]
@@ -65,8 +66,8 @@ def assert_checkpoints(run: Path) -> None:
 def test_supervised_replicas_survive_a_killed_rank(first: Path) -> None:
     attempts = [json.loads(line) for line in (first / "attempts.jsonl").read_text().splitlines()]
     assert [attempt["step"] for attempt in attempts] == [0, EVERY]
-    assert {row["step"] for row in production.rows(first)} == set(range(1, STEPS + 1))
-    assert {row["step"] for row in production.rows(first) if row.get("valid_loss")} == {STEPS}
+    assert {row["step"] for row in metrics(first)} == set(range(1, STEPS + 1))
+    assert {row["step"] for row in metrics(first) if row.get("valid_loss")} == {STEPS}
     assert_checkpoints(first)
     production.assert_prepared_as_the_job_file_says(
         first
@@ -78,7 +79,7 @@ def test_supervised_replicas_survive_a_killed_rank(first: Path) -> None:
 def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
     lineage = json.loads((second / "lineage.json").read_text())
     assert Path(lineage["parent"]) == first / f"checkpoint/step-{STEPS}"
-    rows = production.rows(second)
+    rows = metrics(second)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[0]["tokens_total"] > rows[0]["tokens"], "the tokens of phase 1 count"
     assert [row["step"] for row in rows if row.get("valid_loss")] == [EVERY, STEPS]
@@ -101,9 +102,9 @@ def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings
     }
     launcher = production.torchrun(2 * lane_ranks)
     run = train(launcher, "phase3", parent.with_name(f"run3.{before}.{lane_ranks}"), lock, more)
-    rows = production.rows(run)
+    rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[0]["tokens_total"] > production.rows(parent)[-1]["tokens_total"]
+    assert rows[0]["tokens_total"] > metrics(parent)[-1]["tokens_total"]
     by_position = rows[-1]["valid_loss_by_position"]
     assert by_position.keys() == rows[-1]["valid_loss_by_source"].keys() != set()
     assert all("0" in each.keys() <= {"0", "16"} for each in by_position.values())

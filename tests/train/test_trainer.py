@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
 from records.files import read_lines
+from tests.train import logged
+from tests.train.logged import train_logged
 from tests.train.runs import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -23,6 +26,7 @@ from tests.train.runs import (
     metrics,
     succeed,
 )  # fmt: skip
+from train.trainer import check_vocabulary
 
 BOS = 1
 
@@ -98,72 +102,58 @@ def loss_sum(model: Laneformer, tokens: torch.Tensor) -> float:
 
 
 @pytest.mark.job
-def test_checkpointed_layers_start_from_the_same_numbers(
+def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
     whole_run: Path, prepared_data: Path, tmp_path: Path
 ) -> None:
-    """Recomputing activations changes neither the initialisation nor the gradients."""
-    selective = (
+    """A kernel that is wrong on one rank is replaced on all; a warning and an event name what failed."""
+    run, lock = tmp_path / "planted", prepared_data / "phase1.lock.json"
+    recomputed = (
         "--activation_checkpoint.mode",
         "selective",
         "--activation_checkpoint.selective_ac_option",
         "op",
     )
-    rows = succeed(tmp_path / "ac", prepared_data / "phase1.lock.json", *selective, "--training.steps", "2")
-    assert [r["loss"] for r in rows] == [r["loss"] for r in metrics(whole_run)[:2]]
-    assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
-
-
-@pytest.mark.job
-def test_a_kernel_that_is_wrong_on_one_rank_is_replaced_on_all(
-    whole_run: Path, prepared_data: Path, tmp_path: Path
-) -> None:
-    """The same losses to the bit as a job of plain kernels; a warning and an event name what failed."""
     planted = ("--experimental.custom_import", "tests.train.planted_kernels", "--training.steps", "2")
-    run, lock = tmp_path / "planted", prepared_data / "phase1.lock.json"
-    job = launch(run, lock, *planted, "--training.local_batch_size", "2")
+    job = launch(run, lock, *recomputed, *planted)
     assert job.returncode == 0, job.stdout[-3000:]
-    assert [r["loss"] for r in metrics(run)] == [r["loss"] for r in metrics(whole_run)[:2]]
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in metrics(run)] == [row[name] for row in metrics(whole_run)[:2]]
     assert job.stdout.count("model.join_norm = plain instead") == 2, "of each rank"
     (event,) = (e for e in read_lines(run / "events.jsonl") if e["kind"] == "kernels_replaced")
-    assert re.search(
-        r"triton failed in one layer: the .* of layer \d is off by .* \(on rank 1\)", event["reason"]
-    )
+    words = r"triton failed in one layer: the .* of layer \d is off by .* \(on rank 1\)"
+    assert re.search(words, event["reason"])
 
 
 @pytest.mark.job
-def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) -> None:
-    """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of
-    plain FSDP, to rounding.
-    """
-    lock, size = (
-        prepared_data / "phase1.lock.json",
-        ("--training.global_batch_size", "8", "--training.steps", "2"),
-    )
+def test_hybrid_sharding_is_the_same_job(logged_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
     hybrid = (
         "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
         "--training.local_batch_size", "1", "--experimental.custom_import", "tests.train.production_facts",
+        "--training.steps", "2", "--lr_scheduler.total_steps", str(logged.STEPS), "--validation.no-enable",
     )  # fmt: skip
-    rows = succeed(tmp_path / "hsdp", lock, *size, *hybrid, ranks=4)
-    wanted = succeed(tmp_path / "fsdp", lock, *size, "--training.local_batch_size", "4")
-    for row, whole in zip(rows, wanted, strict=True):
+    rows = train_logged(tmp_path / "hsdp", prepared_data / "phase1.lock.json", *hybrid, ranks=4)
+    for row, whole in zip(rows, metrics(logged_run)[:2], strict=True):
         assert abs(row["loss"] - whole["loss"]) < 1e-5
         assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
     exchanges = json.loads((tmp_path / "hsdp/facts.json").read_text())["reductions"]
-    assert exchanges == [SMALL.num_hidden_layers + 2] * 2, (
-        "of embedding, each layer, norm with head: once a step"
-    )
+    once = "of embedding, each layer, norm with head: once a step"
+    assert exchanges == [SMALL.num_hidden_layers + 2] * 2, once
 
 
 @pytest.mark.job
-def test_a_start_warns_of_nothing(prepared_data: Path, tmp_path: Path) -> None:
+def test_a_start_warns_of_nothing(logged_run: Path) -> None:
     """What a user reads there is to be about the job; a warning that is new needs an answer or a reason."""
-    job = launch(
-        tmp_path / "quiet",
-        prepared_data / "phase1.lock.json",
-        "--training.steps",
-        "2",
-        "--validation.freq",
-        "2",
-    )
-    assert job.returncode == 0, job.stdout[-3000:]
-    assert [line for line in job.stdout.splitlines() if re.search("warning", line, re.IGNORECASE)] == []
+    (log,) = logged_run.parent.glob(f"{logged_run.name}.*.log")
+    lines = log.read_text().splitlines()
+    assert any("Training starts" in line for line in lines)
+    assert [line for line in lines if re.search("warning", line, re.IGNORECASE)] == []
+
+
+def test_a_vocabulary_that_the_model_lacks_is_refused() -> None:
+    loader = SimpleNamespace(lock="lock.json", mixture=SimpleNamespace(vocab_size=66139))
+    check_vocabulary(loader, 66139)
+    with pytest.raises(
+        ValueError, match="vocabulary of 66139, but the model's vocab_size is 66138; set architecture"
+    ):
+        check_vocabulary(loader, 66138)

@@ -141,7 +141,7 @@ def test_shipped_job(shipped_run: Path, lock: Path, tmp_path: Path) -> None:
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     more = {"training.seq_len": chats.SEQ_LEN, "checkpoint.initial_load_path": start}
     run = production.train(production.torchrun(2), "sft", tmp_path / "sft", lock, more)
-    rows = production.rows(run)
+    rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, production.STEPS + 1))
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert [row["step"] for row in rows if row.get("valid_loss")] == [production.EVERY, production.STEPS]

@@ -14,7 +14,7 @@ import pytest
 
 from records.job import Resilience
 from train.supervise import connections, preflight
-from train.supervise.attempt import free_port, start_workers
+from train.supervise.attempt import hold_port, start_workers
 from train.supervise.network import ROUNDS, partner
 from train.supervise.preflight import judge_network
 
@@ -85,15 +85,16 @@ def planted(out: Path, ranks: int, faults: dict[str, str], apart: int | None = N
     others through a file.
     """
     env = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **faults}
-    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "tests.train.supervise.planted_network", str(out)]
-    processes = [
-        subprocess.Popen(
-            [*(ALONE if rank == apart else ()), *command], cwd=ROOT, env={**env, "RANK": str(rank)}
-        )
-        for rank in range(ranks)
-    ]
-    assert [process.wait(120) for process in processes] == [0] * ranks
+    with hold_port() as holder:
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(holder.getsockname()[1])}
+        processes = [
+            subprocess.Popen(
+                [*(ALONE if rank == apart else ()), *command], cwd=ROOT, env={**env, "RANK": str(rank)}
+            )
+            for rank in range(ranks)
+        ]
+        assert [process.wait(120) for process in processes] == [0] * ranks
     return json.loads(out.read_text())
 
 
