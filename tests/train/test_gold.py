@@ -19,7 +19,8 @@ from laneformer import Laneformer
 from records.files import read_lines
 from records.items import items_file, read_items
 from tests.records.test_fields import check as check_fields
-from tests.train.logged import EPSILON, SEQ_LEN, STEPS, checkpoint_model, train_logged
+from tests.train.logged import EPSILON, STEPS, checkpoint_model, train_logged
+from tests.train.runs import SEQ_LEN
 from train.gold import LEAST, PASSES, SHARE, GoldItems
 
 BUNDLE = Path("evals/core/demo_bundle")

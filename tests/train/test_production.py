@@ -89,22 +89,20 @@ def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
 
 
 @pytest.mark.rotate
-@pytest.mark.parametrize(("before", "lane_ranks"), [("second", 2), ("first", 1)])
 def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings(
-    prepared_data: Path, request: pytest.FixtureRequest, before: str, lane_ranks: int
+    prepared_data: Path, second: Path
 ) -> None:
-    """With 80 GB the lanes are on several ranks; from phase 1 it is the gate of docs/long-context.md."""
-    lock, parent = prepared_data / "phase2.lock.json", request.getfixturevalue(before)
+    """With 80 GB the lanes are on several ranks."""
+    lock = prepared_data / "phase2.lock.json"
     more = {
-        "checkpoint.initial_load_path": parent / f"checkpoint/step-{STEPS}",
+        "checkpoint.initial_load_path": second / f"checkpoint/step-{STEPS}",
         "mixture.begin_again": ",".join(source["name"] for source in json.loads(lock.read_text())["sources"]),
-        "parallelism.tensor_parallel_degree": lane_ranks,
+        "parallelism.tensor_parallel_degree": 2,
     }
-    launcher = production.torchrun(2 * lane_ranks)
-    run = train(launcher, "phase3", parent.with_name(f"run3.{before}.{lane_ranks}"), lock, more)
+    run = train(production.torchrun(4), "phase3", second.with_name("run3"), lock, more)
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[0]["tokens_total"] > metrics(parent)[-1]["tokens_total"]
+    assert rows[0]["tokens_total"] > metrics(second)[-1]["tokens_total"]
     by_position = rows[-1]["valid_loss_by_position"]
     assert by_position.keys() == rows[-1]["valid_loss_by_source"].keys() != set()
     assert all("0" in each.keys() <= {"0", "16"} for each in by_position.values())

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
 from data_mixtures.mixture import Mixture, valid_windows
-from tests.train.logged import (
-    EPSILON,
-    SEQ_LEN,
-    STEPS,
-    WINDOWS,
-    checkpoint_model,
-    plain_loss,
-    train_logged,
-)  # fmt: skip
-from tests.train.runs import copy_stopped_at, metrics
+from tests.train.logged import EPSILON, STEPS, WINDOWS, checkpoint_model, plain_loss, train_logged
+from tests.train.runs import SEQ_LEN, copy_stopped_at, metrics
 from train.validate import deal_out, octave_sums, octaves
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import torch
 
 from data_mixtures.mixture import CONVERSATIONS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import CHAT_TEMPLATE
-from tests.train import production, supervised
-from tests.train.runs import copy_stopped_at, fail, metrics, succeed, weights
+from records import job as job_sections
+from tests.train import production
+from tests.train.runs import copy_stopped_at, metrics, succeed, weights
 from tests.train.sft import chats
+from train.data import build_mixture_loader
 
 STEPS, GLOBAL_BATCH = 4, 4
 EPSILON = torch.finfo(torch.float32).eps
@@ -100,22 +103,6 @@ def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_p
 
 
 @pytest.mark.rotate
-def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path) -> None:
-    """Under the supervisor, from the checkpoint of the phase before: bit for bit the undisturbed run."""
-    more = (
-        *flags(parent, 6), "--checkpoint.initial_load_model_only", "--model.mask_documents", "--phase.name", "sft",
-        "--checkpoint.interval", "2", "--architecture.num_hidden_layers", "4", "--architecture.swa_layers", "0", "1",
-        "2", "--validation.no-enable",
-    )  # fmt: skip
-    reference = supervised.undisturbed(tmp_path / "reference", lock, 6, 2, *more)
-    faults = [{"kind": "kill", "step": 4, "rank": 1}]
-    run, status, said = supervised.supervise(tmp_path / "killed", lock, 6, 2, faults, *more)
-    assert status == 0, said[-3000:]
-    assert len((run / "attempts.jsonl").read_text().splitlines()) == 2
-    supervised.assert_same(run, reference, 6)
-
-
-@pytest.mark.rotate
 def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
     """Thirty-two steps of a tiny model on conversations about who it is: unseen ones become likelier as well."""
     more = ("--training.local_batch_size", "4", "--optimizer.lr", "1e-2")
@@ -126,12 +113,18 @@ def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-@pytest.mark.job
-def test_packed_conversations_must_not_see_each_other(lock: Path, parent: Path, tmp_path: Path) -> None:
-    said = fail(
-        tmp_path / "run", lock, *flags(parent), "--model.no-mask_documents", config="debug_sft", ranks=1
+def test_packed_conversations_must_not_see_each_other(lock: Path) -> None:
+    job = SimpleNamespace(
+        job=SimpleNamespace(dump_folder=str(lock.parent / "run")),
+        mixture=job_sections.Mixture(lock=str(lock)),
+        model=SimpleNamespace(mask_documents=False),
+        resilience=job_sections.Resilience(),
+        training=SimpleNamespace(seq_len=chats.SEQ_LEN, local_batch_size=1),
     )
-    assert "set model.mask_documents = true" in said
+    with pytest.raises(ValueError, match=r"set model\.mask_documents = true"):
+        build_mixture_loader(1, 0, None, job)
+    job.model.mask_documents = True
+    assert build_mixture_loader(1, 0, None, job).mixture.packed
     assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
 
 
