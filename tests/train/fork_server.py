@@ -104,6 +104,8 @@ def become_program(program: list[str], environment: dict[str, str], passed: Sequ
         os.environ.update(environment)
         sys.argv = ["-m", *program[1:]]
         titan: Any = importlib.import_module("torchtitan.train")
+        # sys.argv[1:] as it was at the import, which tools.bench.llama reads
+        titan.ConfigManager.parse_args.__defaults__ = (program[1:],)
         # its pause of two seconds "for other ranks to complete": our trainer ends in a barrier
         titan.time = types.SimpleNamespace(**{**vars(time), "sleep": lambda s: None})
         for name in (program[0], f"{program[0]}.__main__"):

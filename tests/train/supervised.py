@@ -16,6 +16,7 @@ from tests.train.runs import GLOBAL_BATCH, ask, metrics, run_job, saved, toy
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
+HANG_TIMEOUT_S = 30  # a step of a toy on a busy machine is no hang; a stopped rank costs this, asleep
 STEPS, INTERVAL = 40, 5  # of the reference run, and between checkpoints
 COMPARED = ("loss", "max_loss", "grad_norm", "lr", "tokens")
 
@@ -25,7 +26,7 @@ def arguments(run: Path, lock: Path, steps: int, interval: int) -> list[str]:
     settings = {
         "training.global_batch_size": GLOBAL_BATCH, "training.steps": steps, "lr_scheduler.warmup_steps": 2,
         "checkpoint.interval": interval, "checkpoint.keep_latest_k": 2, "resilience.keep_every_steps": 10,
-        "resilience.backoff_s": 0.1, "resilience.hang_timeout_s": 12, "resilience.on_bad_step": "rollback",
+        "resilience.backoff_s": 0.1, "resilience.hang_timeout_s": HANG_TIMEOUT_S, "resilience.on_bad_step": "rollback",
         "resilience.max_same_reason": 0, "architecture.num_hidden_layers": 2, "architecture.swa_layers": (0,),
     }  # fmt: skip
     return [*toy(run, lock, settings), "--metrics.no-enable_tensorboard"]

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer
@@ -95,6 +94,8 @@ def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> No
 
 @pytest.mark.job
 def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     (events,) = {path.parent for path in (logged_run / "tb").rglob("events.out*")}
     board = EventAccumulator(str(events))
     board.Reload()

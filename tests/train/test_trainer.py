@@ -25,7 +25,6 @@ from tests.train.runs import (
     metrics,
     succeed,
 )  # fmt: skip
-from train.trainer import check_vocabulary
 
 BOS = 1
 
@@ -134,6 +133,8 @@ def test_a_start_warns_of_nothing(logged_run: Path) -> None:
 
 
 def test_a_vocabulary_that_the_model_lacks_is_refused() -> None:
+    from train.trainer import check_vocabulary
+
     loader = SimpleNamespace(lock="lock.json", mixture=SimpleNamespace(vocab_size=66139))
     check_vocabulary(loader, 66139)
     with pytest.raises(
