@@ -26,6 +26,7 @@ from tests.train.supervised import (
     faulty,
     undisturbed,
 )
+from tests.train.test_show import shown
 from train.checkpoint_writer import HashingWriter
 from train.failed_saves import make_room
 
@@ -39,7 +40,10 @@ def windows(run: Path) -> list[list[int]]:
 
 
 @pytest.mark.job
-def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp_path: Path) -> None:
+def test_skipped_in_place_equals_skipped_from_the_start(
+    prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `data_mixtures show` shows what a step has read, and the batch that was refused."""
     lock, steps = prepared_data / "phase1.lock.json", 8
     faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
     more = (*SKIP, "--resilience.spike_window", "4", "--resilience.max_skips", "3")
@@ -48,7 +52,13 @@ def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp
     assert job.returncode == 0, job.stdout[-4000:]
     size = GLOBAL_BATCH
     assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [7 * size, 8 * size]]
-    assert [e["step"] for e in read_lines(run / "events.jsonl") if e["kind"] == "bad_step"] == [4, 4, 6]
+    refused = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "bad_step"]
+    assert [event["step"] for event in refused] == [4, 4, 6]
+    command, mixture = refused[2]["show"].split(), Mixture.open(lock)
+    assert command[:4] == ["python", "-m", "data_mixtures", "show"]
+    for question, first in ((command[4:], 7), ([run, "--step", 4], 5), ([run, "--step", 6], 8)):
+        tokens = [each["tokens"] for each in shown(capsys, *question)]
+        assert tokens == mixture.sequences(first * size, size)[0].tolist(), question
     planned = undisturbed(
         tmp_path / "b", lock, steps, 5, "--resilience.skip_sequences", *(str(n) for n in (12, 20, 28, 32))
     )
