@@ -30,10 +30,12 @@ def test_without_torchrun_a_missing_job_file_is_named(tmp_path: Path) -> None:
 def test_every_config_builds_its_model() -> None:
     from train.spec import SPEC, register
 
-    register(SPEC)  # in place of that of an experiment before
     assert {path.name for path in JOBS} >= {"phase1.toml", "phase2.toml", "debug_phase1.toml"}
     for path in sorted(JOBS):
-        job = load_job(["--job.config_file", str(path)])
+        try:
+            job = load_job(["--job.config_file", str(path)])
+        finally:
+            register(SPEC)  # in place of that of an experiment
         arguments = copy.copy(SPEC.model_args[job.model.flavor])
         arguments.update_from_config(job)
         with torch.device("meta"):
