@@ -56,16 +56,21 @@ def load_job(arguments: list[str]) -> Any:
     patch_torch_for_cpu()
     from torchtitan.config import ConfigManager
 
+    job = ConfigManager().parse_args(arguments)
+    check_with_model(job)
+    return job
+
+
+def check_with_model(job: Any) -> None:
+    """Raise ValueError for what `train.job_checks` or the model's own arguments refuse; imports the model's module."""
     from .job_checks import check_job
 
-    job = ConfigManager().parse_args(arguments)
     check_job(job)
     if job.experimental.custom_import:
         importlib.import_module(job.experimental.custom_import)
         from torchtitan.protocols.train_spec import get_train_spec
 
         copy.copy(get_train_spec(job.model.name).model_args[job.model.flavor]).update_from_config(job)
-    return job
 
 
 def patch_torch_for_cpu() -> None:

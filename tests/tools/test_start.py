@@ -16,7 +16,7 @@ import pytest
 from tests.laneformer.serve.conftest import write_model
 from tests.shared import Shared
 from tests.train.runs import forked
-from train.supervise.attempt import free_port
+from train.supervise.attempt import hold_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/start.md").read_text()
@@ -67,12 +67,13 @@ def test_chat_and_serving_are_executed(name: str, model_folder: Path) -> None:
     """All but `make chat`, which has a test of its own; serving goes on with the model of the chat."""
     lines = [line for line in BLOCKS[name].splitlines() if line != "make chat"]
     script = "\n".join([f"MODEL={model_folder}", *(line for line in lines if not line.startswith("MODEL="))])
-    script = script.replace("8000", str(free_port()))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, env={**os.environ, "PATH": path},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    with hold_port() as holder:
+        script = script.replace("8000", str(holder.getsockname()[1]))
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     if name == "Serving":
         assert '{"status":"ok"}' in done.stdout

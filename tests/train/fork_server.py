@@ -9,7 +9,7 @@ real thing: the supervisor is a process, torchrun's own agent its child and the 
 tests/train/test_fork_server.py compares the two.
 
 Each line of stdin is a job, {"command", "environment", "log"}, and its answer the exit status. `command` is
-the command line of one process; or, with "ranks", "port" and "limit_s", the arguments of `python -m train`
+the command line of one process; or, with "ranks" and "limit_s", the arguments of `python -m train`
 for that many processes without torchrun: the answer is then the list of their exit statuses, and the first failure
 ends the others.
 """
@@ -22,6 +22,7 @@ import functools
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -32,8 +33,11 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from train.supervise.attempt import hold_port
 
 ENVIRONMENT = dict(os.environ)  # without what imports add to it
 OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # `python -m train` raises it
@@ -46,7 +50,6 @@ WARM = (
     "train.supervise.node_checks",
     "train.job_config",
     "torch.distributed.run",
-    "tests.train.load_jobs",
     "tests.train.rank",
     "tools.ablate",
     "tools.bench.llama",
@@ -59,9 +62,8 @@ class Popen(subprocess.Popen):
     def __init__(self, args: Any, **options: Any):
         if (program := warm_program(args)) is not None:
             environment = options.get("env")
-            become = functools.partial(
-                become_program, program, dict(os.environ if environment is None else environment)
-            )
+            environment = dict(os.environ if environment is None else environment)
+            become = functools.partial(become_program, program, environment, options.get("pass_fds", ()))
             options["preexec_fn"] = become  # never returns, so nothing is executed
         super().__init__(args, **options)
 
@@ -74,7 +76,7 @@ def warm_program(command: Any) -> list[str] | None:
     return rest[1:] if rest[:1] == ["-m"] and rest[1] in WARM else None
 
 
-def become_program(program: list[str], environment: dict[str, str]) -> NoReturn:
+def become_program(program: list[str], environment: dict[str, str], passed: Sequence[int]) -> NoReturn:
     """In a new process: run a module as `python -m` does, and end."""
     status = 1
     try:
@@ -89,7 +91,9 @@ def become_program(program: list[str], environment: dict[str, str]) -> NoReturn:
             signal.SIGXFSZ,
         ):  # subprocess resets them, a new interpreter ignores them
             signal.signal(number, signal.SIG_IGN)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # whoever started this learns by it that all went well
+        # all but what is passed on; whoever started this learns by it that all went well
+        for before, behind in itertools.pairwise((2, *sorted(passed), os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(before + 1, behind)
         resource.setrlimit(resource.RLIMIT_NOFILE, OPEN_FILES)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout, sys.stderr = (
@@ -100,7 +104,8 @@ def become_program(program: list[str], environment: dict[str, str]) -> NoReturn:
         os.environ.update(environment)
         sys.argv = ["-m", *program[1:]]
         titan: Any = importlib.import_module("torchtitan.train")
-        titan.ConfigManager.parse_args.__defaults__ = (program[1:],)  # sys.argv[1:] as it was at the import
+        # sys.argv[1:] as it was at the import, which tools.bench.llama reads
+        titan.ConfigManager.parse_args.__defaults__ = (program[1:],)
         # its pause of two seconds "for other ranks to complete": our trainer ends in a barrier
         titan.time = types.SimpleNamespace(**{**vars(time), "sleep": lambda s: None})
         for name in (program[0], f"{program[0]}.__main__"):
@@ -146,25 +151,24 @@ def ended(process: subprocess.Popen, log: str) -> int:
 
 def run_ranks(job: dict[str, Any], log: Any) -> list[int]:
     """All ranks at once; when one has failed, the others have GRACE_S to say what they saw of it."""
-    size = job["ranks"]
-    place = {
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": job["port"],
-    }
-    command, running = [sys.executable, "-m", "train", *job["command"]], []
-    for rank in range(size):
-        numbers = {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        environment = {**ENVIRONMENT, **job["environment"], **numbers}
-        running.append(Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-    last_s, failed = time.monotonic() + job["limit_s"], False
-    while None in [process.poll() for process in running]:  # all are asked, each time
-        if not failed and (failed := any(process.returncode for process in running)):
-            last_s = min(last_s, time.monotonic() + GRACE_S)
-        if time.monotonic() > last_s:
-            end_all(running, with_stacks=not failed)
-        time.sleep(0.01)
+    size, running = job["ranks"], list[subprocess.Popen]()
+    command = [sys.executable, "-m", "train", *job["command"]]
+    with hold_port() as holder:
+        place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost",
+                 "MASTER_PORT": holder.getsockname()[1]}  # fmt: skip
+        for rank in range(size):
+            numbers = {
+                name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()
+            }
+            environment = {**ENVIRONMENT, **job["environment"], **numbers}
+            running.append(Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        last_s, failed = time.monotonic() + job["limit_s"], False
+        while None in [process.poll() for process in running]:  # all are asked, each time
+            if not failed and (failed := any(process.returncode for process in running)):
+                last_s = min(last_s, time.monotonic() + GRACE_S)
+            if time.monotonic() > last_s:
+                end_all(running, with_stacks=not failed)
+            time.sleep(0.01)
     return [process.returncode for process in running]
 
 

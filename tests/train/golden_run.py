@@ -18,15 +18,11 @@ from pathlib import Path
 
 import torch
 
-from tests.train.runs import fork_server, run_job
+from tests.train.runs import SEQ_LEN, SMALL, fork_server, metrics, run_job, toy
 from tools.synthetic import write_synthetic_lock
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, SEQ_LEN, VOCAB_SIZE, GLOBAL_BATCH = 20, 32, 512, 8
-ARCHITECTURE = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "sliding_window": 8, "max_position_embeddings": SEQ_LEN, "vocab_size": VOCAB_SIZE,
-}  # fmt: skip
+STEPS, GLOBAL_BATCH = 20, 8
 PLANTED = ("--optimizer.lr", "3.003e-3")  # one part in a thousand off, which the test must see
 NARROW_VECTORS = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -46,18 +42,16 @@ def golden_path() -> Path:
 
 def golden_losses(folder: Path, *overrides: str, ranks: int = 1) -> list[float]:
     """The losses of the run in a fresh `folder`."""
-    lock = write_synthetic_lock(folder / "data", STEPS * GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE)
-    arguments = [
-        "--job.config_file", "configs/debug_phase1.toml", "--job.dump_folder", str(folder / "run"),
-        "--mixture.lock", str(lock), "--training.seq_len", str(SEQ_LEN), "--training.steps", str(STEPS),
-        "--training.global_batch_size", str(GLOBAL_BATCH), "--training.local_batch_size", "4",
-        "--lr_scheduler.warmup_steps", "2", "--checkpoint.no-enable", "--metrics.no-enable_tensorboard",
-        "--architecture.swa_layers", "0", "1", "2",
-        *(a for k, v in ARCHITECTURE.items() for a in (f"--architecture.{k}", str(v))), *overrides,
-    ]  # fmt: skip
-    done = run_job(folder / "run", arguments, ranks)
+    lock = write_synthetic_lock(folder / "data", STEPS * GLOBAL_BATCH, SEQ_LEN, SMALL.vocab_size)
+    run = folder / "run"
+    settings = {
+        "training.steps": STEPS, "training.global_batch_size": GLOBAL_BATCH, "training.local_batch_size": 4,
+        "lr_scheduler.warmup_steps": 2,
+    }  # fmt: skip
+    off = ("--checkpoint.no-enable", "--metrics.no-enable_tensorboard")
+    done = run_job(run, [*toy(run, lock, settings), *off, *overrides], ranks)
     assert done.returncode == 0, done.stdout[-6000:]
-    return [json.loads(line)["loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in metrics(run)]
 
 
 def main() -> None:

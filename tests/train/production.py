@@ -90,10 +90,6 @@ def torchrun(ranks: int) -> list[str]:
     return ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "train"]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def facts(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "facts.json").read_text())
 

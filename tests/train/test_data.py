@@ -75,28 +75,6 @@ def expected(lock: Path, numbers: list[int]) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_any_cut_gives_the_same_global_batches(
-    lock: Path, wrap: int, ranks: int, accumulation: int, threads: int
-) -> None:
-    """Across the end of an epoch, with a left-out window at it."""
-    first, out = wrap - GLOBAL_BATCH - 5, range(wrap - 3, wrap + 7)
-    loaders = job(lock, ranks, accumulation, threads, [(out[0], out[-1] + 1)])
-    for each in loaders:
-        each.sequences = first
-    tokens, sources, _ = train(loaders, steps=3)
-    numbers = [n for n in range(first, first + 200) if n not in out][: 3 * GLOBAL_BATCH]
-    assert np.array_equal(tokens, expected(lock, numbers))
-    unshifted = expected(lock, list(range(first, first + 3 * GLOBAL_BATCH)))
-    assert not np.array_equal(tokens, unshifted), "a loader that forgets the window would be seen"
-    mixture = loaders[0].mixture
-    assert np.array_equal(
-        sources, np.array([mixture.sequences(n, 1)[1][0] for n in numbers]).reshape(sources.shape)
-    )
-
-
 def places(loader: MixtureLoader) -> list[tuple[str, int]]:
     """Where the first windows of its source `code` lie."""
     found = [window for window in loader.locate(0, 40) if window["source"] == "code"]
@@ -200,22 +178,27 @@ def test_a_mixture_that_changes_under_a_run_continues_or_is_refused(
         grown.load_state_dict(state)
 
 
-def test_resume_again_and_again_with_other_world_sizes(lock: Path, wrap: int) -> None:
-    """Four lives of one run, across the end of an epoch, while readers are ahead: no batch twice, none lost."""
-    start = (wrap // GLOBAL_BATCH - 3) * GLOBAL_BATCH
-    state, parts = None, []
+def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock: Path, wrap: int) -> None:
+    """Four lives of one run, across the end of an epoch with a left-out window at it, while readers are ahead."""
+    start, out = (wrap // GLOBAL_BATCH - 3) * GLOBAL_BATCH, range(wrap - 3, wrap + 7)
+    state, parts, read = None, [], []
     for ranks, accumulation in ((2, 2), (4, 1), (1, 4), (8, 2)):
-        loaders = job(lock, ranks, accumulation)
+        loaders = job(lock, ranks, accumulation, windows=[(out[0], out[-1] + 1)])
         for each in loaders:
             if state is None:
                 each.sequences = start
             else:
                 each.load_state_dict({"mixture": state})
-        tokens, _, state = train(loaders, steps=2)
+        tokens, sources, state = train(loaders, steps=2)
         parts.append(tokens)
+        read += sources.ravel().tolist()
     assert start < wrap < start + 8 * GLOBAL_BATCH
-    assert np.array_equal(np.concatenate(parts), expected(lock, list(range(start, start + 8 * GLOBAL_BATCH))))
-    (last,) = job(lock, 1, 1)
+    numbers = [n for n in range(start, start + 20 * GLOBAL_BATCH) if n not in out][: 8 * GLOBAL_BATCH]
+    assert np.array_equal(np.concatenate(parts), expected(lock, numbers))
+    unshifted = expected(lock, list(range(start, start + 8 * GLOBAL_BATCH)))
+    assert not np.array_equal(np.concatenate(parts), unshifted), "a forgotten window would be seen"
+    (last,) = job(lock, 1, 1, windows=[(out[0], out[-1] + 1)])
+    assert read == [int(last.mixture.sequences(n, 1)[1][0]) for n in numbers]
     last.load_state_dict({"mixture": state})
     assert last.state_dict()["mixture"] == state, "loading and saving changes nothing"
 
@@ -251,69 +234,6 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
         two.tokens_per_source(),
         two.tokens_before(),
     )
-
-
-SAVE_AND_LOAD = """
-import json, os, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from train.job_config import patch_torch_for_cpu
-patch_torch_for_cpu()
-from train.data import MixtureLoader
-from records.skips import SkipList
-
-lock, folder = Path(sys.argv[1]), Path(sys.argv[2])
-
-def one_rank(rank, ranks, work):
-    os.environ.update(MASTER_ADDR="localhost", GLOO_SOCKET_IFNAME="lo")
-    store = dist.FileStore(str(folder / f"store-{ranks}"), ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
-    loader = MixtureLoader(lock, rank, ranks, 8 // ranks, 1, SkipList([(3, 9)]))
-    work(loader, rank)
-    dist.destroy_process_group()
-
-def save(loader, rank):
-    for _, batch in zip(range(5), loader): pass
-    dcp.save({"dataloader": loader}, checkpoint_id=str(folder / "saved"))
-    (folder / f"saved-{rank}.json").write_text(loader.state_dict()["mixture"])
-
-def load(loader, rank):
-    dcp.load({"dataloader": loader}, checkpoint_id=str(folder / "saved"))
-    (folder / f"loaded-{rank}.json").write_text(loader.state_dict()["mixture"])
-    inputs, labels = next(iter(loader))
-    torch.save((inputs["input"], labels), folder / f"batch-{rank}.pt")
-
-for ranks, work in ((4, save), (2, load)):
-    children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                one_rank(rank, ranks, work)
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
-"""
-
-
-def test_a_checkpoint_of_four_ranks_loads_on_two(lock: Path, tmp_path: Path) -> None:
-    """A real DCP folder: one string, which every rank of any world size reads."""
-    command = [sys.executable, "-c", SAVE_AND_LOAD, str(lock), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    states = {path.read_text() for path in tmp_path.glob("*ed-*.json")}
-    assert len(list(tmp_path.glob("*ed-*.json"))) == 6
-    assert len(states) == 1, "four ranks that saved and two that loaded hold the same"
-    assert json.loads(states.pop())["sequences"] == 40
-    inputs, labels = zip(*(torch.load(tmp_path / f"batch-{rank}.pt") for rank in range(2)), strict=True)
-    wanted = Mixture.open(lock).sequences(46, 8)[0]  # six are left out
-    assert np.array_equal(torch.cat(inputs).numpy(), wanted[:, :-1])
-    assert np.array_equal(torch.cat(labels).numpy(), wanted[:, 1:])
 
 
 def test_damage_ends_the_batches_at_its_own(prepared_data: Path, tmp_path: Path) -> None:
@@ -398,6 +318,7 @@ def test_readers_end_with_the_iterator_and_leave_torchs_threads_alone() -> None:
     next(results)
     readers = set(threading.enumerate()) - before
     assert len(readers) == 3
+    assert all(reader.daemon for reader in readers), "one that hangs does not keep the process"
     of_a_new_thread: list[int] = []
     other = threading.Thread(target=lambda: of_a_new_thread.append(torch.get_num_threads()))
     other.start()
@@ -407,7 +328,7 @@ def test_readers_end_with_the_iterator_and_leave_torchs_threads_alone() -> None:
     assert not any(reader.is_alive() for reader in readers)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_reader_that_hangs_does_not_keep_the_process() -> None:
     code = """
 import time

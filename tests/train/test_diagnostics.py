@@ -58,6 +58,7 @@ def watched_steps(layers: int, mesh: DeviceMesh) -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.job
 def test_watched_streams_compile_nothing_for_each_layer(one_rank: DeviceMesh) -> None:
     graphs = watched_steps(FEW, one_rank)
     assert graphs > 1, "layers are compiled"

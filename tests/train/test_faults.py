@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.train.supervised import GLOBAL_BATCH, INTERVAL, STEPS, assert_same, curve, supervise, undisturbed
+from records.files import read_lines
+from tests.train.runs import GLOBAL_BATCH
+from tests.train.supervised import INTERVAL, STEPS, assert_same, curve, supervise
 
 pytestmark = pytest.mark.job
 FAULTS: list[dict[str, Any]] = [
@@ -42,11 +44,7 @@ def disturbed(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [
-        e
-        for line in (run / "events.jsonl").read_text().splitlines()
-        if (e := json.loads(line))["kind"] == kind
-    ]
+    return [event for event in read_lines(run / "events.jsonl") if event["kind"] == kind]
 
 
 def test_nothing_is_different_in_the_end(disturbed: tuple[Path, str], reference: Path) -> None:
@@ -58,8 +56,7 @@ def test_every_fault_is_on_record(disturbed: tuple[Path, str]) -> None:
     ends = [(e["code"], e["step"]) for e in events(run, "supervisor_end")]
     assert [code for code, _ in ends] == [1, 1, 1, 86, 1, 85, 1, 85, 0], said
     assert [step for code, step in ends if code in (85, 86, 0)] == [13, 24, 31, STEPS]
-    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
-    assert [a["step"] for a in attempts] == [0, 0, 5, 5, 10, 15, 24, 24, 31]
+    assert [a["step"] for a in read_lines(run / "attempts.jsonl")] == [0, 0, 5, 5, 10, 15, 24, 24, 31]
     assert json.loads((run / "outcome.json").read_text())["code"] == 0
 
 
@@ -72,7 +69,7 @@ def test_the_hang_names_the_rank_and_keeps_the_stacks(disturbed: tuple[Path, str
 def test_a_refused_batch_is_named(disturbed: tuple[Path, str]) -> None:
     (event,) = events(disturbed[0], "bad_step")
     assert (event["step"], event["grad_norm"]) == (13, "nan")
-    batch = [json.loads(line) for line in Path(event["batch"]).read_text().splitlines()]
+    batch = read_lines(Path(event["batch"]))
     assert [place["sequence"] for place in batch] == list(range(12 * GLOBAL_BATCH, 13 * GLOBAL_BATCH))
     assert {place["source"] for place in batch} <= {"web", "code"}
 
@@ -89,16 +86,3 @@ def test_checkpoints_that_remain(disturbed: tuple[Path, str]) -> None:
         "cut before .metadata; truncated after it"
     )
     assert len(list((run / "checkpoint-aside").glob("step-25.*"))) == 1
-
-
-def test_a_window_that_is_left_out_equals_one_left_out_from_the_start(
-    prepared_data: Path, tmp_path: Path
-) -> None:
-    lock, steps = prepared_data / "phase1.lock.json", 9
-    skip = ("--resilience.on_bad_step", "rollback_and_skip", "--resilience.skip_steps", "2")
-    run, status, said = supervise(tmp_path / "a", lock, steps, INTERVAL, [{"kind": "nan", "step": 8}], *skip)
-    assert status == 0, said
-    (entry,) = json.loads((run / "skip_sequences.json").read_text())
-    assert entry["window"] == [6 * GLOBAL_BATCH, 8 * GLOBAL_BATCH]
-    planned = ("--resilience.skip_sequences", *map(str, entry["window"]))
-    assert_same(run, undisturbed(tmp_path / "b", lock, steps, INTERVAL, *planned), steps)

@@ -13,6 +13,7 @@ from tests.train.runs import copy_stopped_at, fail, largest_difference, metrics,
 CONVERTED = ("--model.converters", "quantize.linear.float8")
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_ranks_and_a_resume(recipe: str, whole_run: Path, prepared_data: Path, tmp_path: Path) -> None:
     """With equal micro-batches, as scales are theirs: one rank takes two, two ranks one each."""
@@ -34,7 +35,8 @@ def test_ranks_and_a_resume(recipe: str, whole_run: Path, prepared_data: Path, t
     assert largest_difference(weights(resumed), weights(run)) == 0.0
 
 
+@pytest.mark.job
 def test_without_a_gpu_it_has_to_be_emulated(prepared_data: Path, tmp_path: Path) -> None:
     job = (*CONVERTED, "--training.mixed_precision_param", "bfloat16")
-    said = fail(tmp_path / "run", prepared_data / "phase1.lock.json", *job)
+    said = fail(tmp_path / "run", prepared_data / "phase1.lock.json", *job, ranks=1)
     assert "needs a GPU of compute capability 8.9 or later" in said

@@ -16,39 +16,32 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.train.runs import ask, environment
-from train.supervise.attempt import free_port
+from tests.train.runs import ask
+from train.supervise.attempt import hold_port
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.job
+pytestmark = pytest.mark.rotate
 
 
-def command(folder: Path, how: str) -> list[str]:
+def start(kind: str, folder: Path, how: str, meanwhile: Callable[[Path], None]) -> int:
+    """The exit status of a torchrun of two ranks (tests/train/rank.py); kind: "real" or "forked"."""
     folder.mkdir()
-    torchrun = ["--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=static", "--node-rank=0", "--tee=3"]
-    torchrun += [f"--rdzv-endpoint=localhost:{free_port()}", f"--log-dir={folder / 'logs'}"]
-    rank = ["-m", "tests.train.rank", str(folder), how]
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun, *rank]
-
-
-def real(folder: Path, how: str, meanwhile: Callable[[Path], None]) -> int:
-    with open(folder.with_suffix(".log"), "wb") as log:
-        env = {**os.environ, **environment(), "GIVEN": "a value"}
-        with subprocess.Popen(command(folder, how), cwd=ROOT, env=env, stdout=log, stderr=log) as process:
-            folder.with_suffix(".pid").write_text(str(process.pid))
+    log, pid = folder.with_suffix(".log"), folder.with_suffix(".pid")
+    with hold_port() as holder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--node-rank=0",
+            "--rdzv-backend=static", f"--rdzv-endpoint=localhost:{holder.getsockname()[1]}", "--tee=3",
+            f"--log-dir={folder / 'logs'}", "-m", "tests.train.rank", str(folder), how,
+        ]  # fmt: skip
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "GIVEN": "a value"}
+        if kind == "forked":
+            job = {"command": command, "environment": env, "log": str(log), "pid": str(pid)}
+            return ask(job, lambda: meanwhile(folder))
+        with open(log, "wb") as said:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said)
+            pid.write_text(str(process.pid))
             meanwhile(folder)
-            return process.wait(60)
-
-
-def forked(folder: Path, how: str, meanwhile: Callable[[Path], None]) -> int:
-    places = {"log": str(folder.with_suffix(".log")), "pid": str(folder.with_suffix(".pid"))}
-    env = {
-        **os.environ,
-        **environment(),
-        "GIVEN": "a value",
-    }  # imports have added to this process's since the fork
-    job = {"command": command(folder, how), "environment": env, **places}
-    return ask(job, lambda: meanwhile(folder))
+            return process.wait(300)
 
 
 def lives(pid: int) -> bool:
@@ -72,9 +65,9 @@ def nothing(folder: Path) -> None:
 
 def signal_it(folder: Path, number: int) -> None:
     """A signal to torchrun once it passes on all streams: one that comes while it starts their threads hangs it."""
-    said = [f"rank {rank} {what}" for rank in range(2) for what in ("says hello", "warns")]
+    lines = [f"rank {rank} {what}" for rank in range(2) for what in ("says hello", "warns")]
     log = folder.with_suffix(".log")
-    wait_for(lambda: log.exists() and all(line in log.read_text() for line in said))
+    wait_for(lambda: log.exists() and all(line in log.read_text() for line in lines))
     os.kill(int(folder.with_suffix(".pid").read_text()), number)
 
 
@@ -90,7 +83,7 @@ def facts(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank.{rank}.json").read_text()) for rank in range(2)]
 
 
-def report(folder: Path) -> list[tuple[str, ...]]:
+def root_cause(folder: Path) -> list[tuple[str, ...]]:
     """What torchrun says of the first rank to fail."""
     text = folder.with_suffix(".log").read_text()
     return re.findall(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", text, re.DOTALL)
@@ -111,29 +104,26 @@ def report(folder: Path) -> list[tuple[str, ...]]:
 def test_it_ends_as_the_real_one(
     tmp_path: Path, how: str, meanwhile: Callable[[Path], None], status: int, cause: list
 ) -> None:
-    statuses = [start(tmp_path / start.__name__, how, meanwhile) for start in (real, forked)]
-    said = (tmp_path / "forked.log").read_text()
-    assert statuses == [status, status], said
-    assert report(tmp_path / "real") == report(tmp_path / "forked") == cause, said
-    if how != "wait":  # torchrun has passed on what its ranks say, and kept it
-        assert "[default1]:rank 1 says hello" in said
-        (kept,) = (tmp_path / "forked/logs").rglob("1/stdout.log")
-        assert kept.read_text() == "rank 1 says hello\n"
-    theirs, ours = facts(tmp_path / "real"), facts(tmp_path / "forked")
-    for a, b in zip(theirs, ours, strict=True):
-        assert b["parent"] == int((tmp_path / "forked.pid").read_text()), "a rank is torchrun's child"
-        assert b["leads_its_group"]
-        changing = {"pid", "parent", "arguments"}
-        assert {k: v for k, v in a.items() if k not in changing} == {
-            k: v for k, v in b.items() if k not in changing
-        }
-    if meanwhile is kill:  # its ranks live on in both cases, as orphans
-        for fact in (*theirs, *ours):
-            rank = psutil.Process(fact["pid"])
-            assert rank.ppid() != fact["parent"]
-            rank.kill()
-    else:
-        wait_for(lambda: not any(lives(fact["pid"]) for fact in ours))
+    real, forked = tmp_path / "real", tmp_path / "forked"
+    statuses = [start(folder.name, folder, how, meanwhile) for folder in (real, forked)]
+    log = forked.with_suffix(".log").read_text()
+    assert statuses == [status, status], log
+    assert root_cause(real) == root_cause(forked) == cause, log
+    if how != "wait":  # torchrun passes on what its ranks say, and keeps it
+        assert "[default1]:rank 1 says hello" in log
+        (copy,) = (forked / "logs").rglob("1/stdout.log")
+        assert copy.read_text() == "rank 1 says hello\n"
+    changing = {"pid", "parent", "arguments"}
+    for theirs, ours in zip(facts(real), facts(forked), strict=True):
+        assert ours["parent"] == int(forked.with_suffix(".pid").read_text()), "a rank is torchrun's child"
+        assert ours["leads_its_group"]
+        assert {name for name in ours if ours[name] != theirs[name]} <= changing
+        if meanwhile is kill:  # ranks live on in both cases, as orphans
+            for fact in (theirs, ours):
+                rank = psutil.Process(fact["pid"])
+                assert rank.ppid() != fact["parent"]
+                rank.kill()
+        wait_for(lambda pid=ours["pid"]: not lives(pid))
 
 
 def test_a_job_whose_test_is_over_ends_and_answers_nobody(tmp_path: Path) -> None:
@@ -144,7 +134,6 @@ def test_a_job_whose_test_is_over_ends_and_answers_nobody(tmp_path: Path) -> Non
         raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        forked(tmp_path / "left", "wait", give_up)
-    rank = json.loads((tmp_path / "left/rank.1.json").read_text())["pid"]
-    wait_for(lambda: not lives(rank))  # killed before `ask` returned, and dead a moment later
-    assert forked(tmp_path / "next", "fail", nothing) == 1
+        start("forked", tmp_path / "left", "wait", give_up)
+    wait_for(lambda: not lives(facts(tmp_path / "left")[1]["pid"]))
+    assert start("forked", tmp_path / "next", "fail", nothing) == 1

@@ -19,7 +19,8 @@ from laneformer import Laneformer
 from records.files import read_lines
 from records.items import items_file, read_items
 from tests.records.test_fields import check as check_fields
-from tests.train.logged import EPSILON, SEQ_LEN, STEPS, checkpoint_model, train_logged
+from tests.train.logged import EPSILON, STEPS, checkpoint_model, train_logged
+from tests.train.runs import SEQ_LEN
 from train.gold import LEAST, PASSES, SHARE, GoldItems
 
 BUNDLE = Path("evals/core/demo_bundle")
@@ -44,12 +45,14 @@ def plain_nats(model: Laneformer, line: dict[str, Any]) -> float:
     return torch.nn.functional.cross_entropy(logits, ids[0, line["start"] :], reduction="sum").item()
 
 
+@pytest.mark.rotate
 def test_the_loop_measures_what_a_plain_model_has_and_goes_on_after_a_restart(
     items: Path, prepared_data: Path, tmp_path: Path
 ) -> None:
-    """Two ranks, FSDP; then from step 4 on one rank. Two items a task, as three steps are a small budget."""
+    """Two shards of two lane ranks; then one rank from step 4 on. Two items a task: three steps are a small budget."""
     run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
-    rows = train_logged(run, lock, "--validation.gold_items", str(items), ranks=2)
+    lanes = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "2")
+    rows = train_logged(run, lock, "--validation.gold_items", str(items), *lanes, ranks=4)
     found = records(run)
     assert [(r["step"], r["tokens_total"]) for r in found] == [
         (0, 0),

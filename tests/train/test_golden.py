@@ -13,6 +13,7 @@ import torch
 
 from tests.train.golden_run import PLANTED, ROOT, STEPS, golden_losses, golden_path
 
+pytestmark = pytest.mark.job
 CPU = json.loads((ROOT / "tests/train/golden/cpu.json").read_text())
 Reference = tuple[list[float], list[float]]  # losses, tolerances
 
@@ -46,7 +47,6 @@ def test_golden_losses(reference: Reference, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.3, "a run that learns nothing would notice nothing"
 
 
-@pytest.mark.job
 def test_a_small_change_is_seen(reference: Reference, tmp_path: Path) -> None:
     """A learning rate one part in a thousand off is far outside of the tolerance."""
     assert disagreement(golden_losses(tmp_path, *PLANTED), reference) > 10

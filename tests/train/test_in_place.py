@@ -18,20 +18,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from data_mixtures.mixture import Mixture
 from records.files import read_lines
-from tests.train.runs import run_job
+from tests.train.runs import GLOBAL_BATCH, SEQ_LEN, copy_stopped_at, run_job
 from tests.train.supervised import (
-    GLOBAL_BATCH,
     RANKS,
-    SEQ_LEN,
     arguments,
     assert_same,
     faulty,
     undisturbed,
 )
+from tests.train.test_show import shown
 from train.checkpoint_writer import HashingWriter
 from train.failed_saves import make_room
 
 SKIP = ("--resilience.on_bad_step", "skip", "--resilience.max_skips", "2")
+ROLL_BACK = ("--resilience.on_bad_step", "rollback_and_skip", "--resilience.skip_steps", "2")
 NAN = {"kind": "nan"}
 
 
@@ -39,7 +39,11 @@ def windows(run: Path) -> list[list[int]]:
     return [entry["window"] for entry in json.loads((run / "skip_sequences.json").read_text())]
 
 
-def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp_path: Path) -> None:
+@pytest.mark.job
+def test_skipped_in_place_equals_skipped_from_the_start(
+    prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `data_mixtures show` shows what a step has read, and the batch that was refused."""
     lock, steps = prepared_data / "phase1.lock.json", 8
     faults = [{**NAN, "step": 4}, {**NAN, "step": 4}, {**NAN, "step": 6}]
     more = (*SKIP, "--resilience.spike_window", "4", "--resilience.max_skips", "3")
@@ -48,7 +52,13 @@ def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp
     assert job.returncode == 0, job.stdout[-4000:]
     size = GLOBAL_BATCH
     assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [7 * size, 8 * size]]
-    assert [e["step"] for e in read_lines(run / "events.jsonl") if e["kind"] == "bad_step"] == [4, 4, 6]
+    refused = [event for event in read_lines(run / "events.jsonl") if event["kind"] == "bad_step"]
+    assert [event["step"] for event in refused] == [4, 4, 6]
+    command, mixture = refused[2]["show"].split(), Mixture.open(lock)
+    assert command[:4] == ["python", "-m", "data_mixtures", "show"]
+    for question, first in ((command[4:], 7), ([run, "--step", 4], 5), ([run, "--step", 6], 8)):
+        tokens = [each["tokens"] for each in shown(capsys, *question)]
+        assert tokens == mixture.sequences(first * size, size)[0].tolist(), question
     planned = undisturbed(
         tmp_path / "b", lock, steps, 5, "--resilience.skip_sequences", *(str(n) for n in (12, 20, 28, 32))
     )
@@ -61,20 +71,30 @@ def test_skipped_in_place_equals_skipped_from_the_start(prepared_data: Path, tmp
 
 
 @pytest.mark.job
-def test_too_many_refused_steps_go_back(prepared_data: Path, tmp_path: Path) -> None:
-    """Two are skipped; the third ends the attempt for a roll-back, which leaves out that batch as well."""
-    job = faulty(
-        tmp_path,
-        prepared_data / "phase1.lock.json",
-        8,
-        2,
-        [{**NAN, "step": step} for step in (4, 4, 5)],
-        *SKIP,
-    )
+@pytest.mark.parametrize(
+    ("policy", "steps", "first", "last"),
+    [
+        (SKIP, (4, 4, 5), 6, 7),
+        (("--resilience.on_bad_step", "rollback_and_skip", "--resilience.skip_steps", "2"), (5,), 3, 5),
+    ],
+    ids=["the third of two that may be skipped", "a window of two steps"],
+)
+def test_a_roll_back_leaves_out_what_it_goes_back_over(
+    prepared_data: Path,
+    tmp_path: Path,
+    policy: tuple[str, ...],
+    steps: tuple[int, ...],
+    first: int,
+    last: int,
+) -> None:
+    """The refused batch, and with skip_steps those before it that no checkpoint has seen."""
+    faults = [{**NAN, "step": step} for step in steps]
+    job = faulty(tmp_path, prepared_data / "phase1.lock.json", 8, 2 if policy is SKIP else 3, faults, *policy)
     assert job.returncode == 86
     run, size = tmp_path / "run", GLOBAL_BATCH
     assert json.loads((run / "outcome.json").read_text())["code"] == 86
-    assert windows(run) == [[3 * size, 4 * size], [4 * size, 5 * size], [6 * size, 7 * size]]
+    assert windows(run)[-1] == [first * size, last * size]
+    assert len(windows(run)) == len(steps)
 
 
 @pytest.fixture
@@ -91,6 +111,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.job
 def test_a_full_disk_ends_nothing_and_is_named(prepared_data: Path, tmp_path: Path, small_disk: Path) -> None:
     """Rows wait in memory; the save fails and is taken back; the numbers are those of an undisturbed run."""
     lock, steps = prepared_data / "phase1.lock.json", 9
@@ -132,6 +153,7 @@ def test_room_is_made_of_what_the_run_has_put_aside_alone(tmp_path: Path) -> Non
     assert not make_room(tmp_path, tmp_path / "checkpoint"), "nothing is left to delete"
 
 
+@pytest.mark.job
 def test_a_full_disk_loses_what_was_put_aside_and_is_tried_again(
     prepared_data: Path, tmp_path: Path, small_disk: Path
 ) -> None:
@@ -164,6 +186,7 @@ def test_a_disk_that_fills_within_a_tensor_is_named(small_disk: Path) -> None:
         dcp.save(state, storage_writer=writer, no_dist=True)
 
 
+@pytest.mark.job
 def test_a_last_step_without_room_says_what_to_do(
     prepared_data: Path, tmp_path: Path, small_disk: Path
 ) -> None:
@@ -177,17 +200,17 @@ def test_a_last_step_without_room_says_what_to_do(
     assert [path.name for path in (tmp_path / "a/run/checkpoint").iterdir()] == ["step-2"]
 
 
-def test_another_batch_size_from_a_checkpoint_on(prepared_data: Path, tmp_path: Path) -> None:
-    """Four steps of 4 sequences, then four of 8: no sequence twice, none left out, tokens as they were read."""
-    lock = prepared_data / "phase1.lock.json"
-    run = undisturbed(tmp_path, lock, 4, 4)
-    job = run_job(run, [*arguments(run, lock, 8, 4), "--training.global_batch_size", "8"], RANKS)
+@pytest.mark.job
+def test_another_batch_size_from_a_checkpoint_on(
+    reference: Path, prepared_data: Path, tmp_path: Path
+) -> None:
+    """Ten steps of 4 sequences, then two of 8: no sequence twice, none left out, tokens as they were read."""
+    lock, run = prepared_data / "phase1.lock.json", tmp_path / "run"
+    copy_stopped_at(10, reference, run)
+    job = run_job(run, [*arguments(run, lock, 12, 4), "--training.global_batch_size", "8"], RANKS)
     assert job.returncode == 0, job.stdout[-4000:]
-    rows = read_lines(run / "metrics.jsonl")
-    sequences = [4, 8, 12, 16, 24, 32, 40, 48]
-    assert [row["tokens"] for row in rows] == [n * SEQ_LEN for n in sequences]
-    assert [row["tokens_total"] for row in rows] == [row["tokens"] for row in rows]
     mixture = Mixture.open(lock)
-    for row, count in zip(rows, sequences, strict=True):
+    for row, count in zip(read_lines(run / "metrics.jsonl")[-2:], (48, 56), strict=True):
+        assert row["tokens_total"] == row["tokens"] == count * SEQ_LEN
         used = mixture.windows_per_source(count)
         assert row["tokens_by_source"] == {name: n * SEQ_LEN for name, n in used.items()}

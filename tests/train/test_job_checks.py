@@ -1,145 +1,153 @@
-"""Every bad setting is refused at launch with one sentence: its name, its value, what is allowed or
-how to mend it.
-"""
+"""Every bad setting is refused at launch with one sentence: its name, its value, what is allowed or how to mend it."""
 
 from __future__ import annotations
 
+import copy
+import operator
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from records.events import REFUSED
-from tests.train import load_jobs
 from tests.train.runs import forked, launch
 from train.job_checks import check_local_ranks
+from train.job_config import check_with_model, load_job
 
 ROOT = Path(__file__).resolve().parents[2]
-# setting of a job file -> what the refusal has to say; the value itself is looked for, too
-BAD: dict[tuple[str, str], str] = {
-    ("lr_scheduler.decay_type", '"lin"'): "did you mean 'linear'",
-    ("resilience.on_bad_step", '"rolback"'): "did you mean 'rollback'",
-    ("compile.components", '["modle"]'): "did you mean 'model'",
-    ("compile.backend", '"inductr"'): "did you mean 'inductor'",
-    ("model.flavor", '"2B"'): "did you mean '2b'",
-    ("model.attention", '"flx"'): "did you mean 'flex'",
-    ("training.mixed_precision_param", '"bf16"'): "did you mean 'bfloat16'",
-    ("training.mixed_precision_reduce", '"bfloat16"'): "choose from float32",
-    ("activation_checkpoint.mode", '"selectiv"'): "did you mean 'selective'",
-    ("checkpoint.async_mode", '"asynch"'): "did you mean 'async'",
-    ("optimizer.name", '"Adamw"'): "did you mean 'AdamW'",
-    ("model.converters", '["float8"]'): "did you mean 'quantize.linear.float8'",
-    ("quantize.linear.float8.recipe_name", '"rowwise_with_gw_hp"'): "choose from tensorwise, rowwise",
-    ("quantize.linear.float8.filter_fqns", '["w2"]'): r"only \[\] is supported; w1, w2 and w3",
-    ("quantize.linear.float8.enable_fsdp_float8_all_gather", "true"): "weights travel in bfloat16",
-    ("optimizer.early_step_in_backward", "true"): "only False is supported; the guard",
-    ("parallelism.tensor_parallel_degree", "3"): "does not divide num_lanes = 4; choose from 1, 2, 4",
-    ("parallelism.tensor_parallel_degree", "0"): "at least 1",
-    ("parallelism.enable_async_tensor_parallel", "true"): "lanes' sums",
-    ("parallelism.pipeline_parallel_degree", "2"): "only 1 is supported",
-    ("parallelism.context_parallel_degree", "2"): "only 1 is supported",
-    ("checkpoint.initial_load_in_hf", "true"): "tools.import_hf",
-    ("checkpoint.exclude_from_loading", '["optimizer"]'): "every restart",
-    ("checkpoint.initial_load_all_states", "true"): "needs checkpoint.initial_load_path",
-    ("metrics.log_freq", "0"): "at least 1",
-    ("checkpoint.interval", "0"): "at least 1",
-    ("checkpoint.keep_latest_k", "1"): r"0 \(keep all\) or at least 2",
-    ("lr_scheduler.decay_ratio", "1.5"): "between 0 and 1",
-    ("lr_scheduler.min_lr_factor", "-3"): "between 0 and 1",
-    ("lr_scheduler.total_steps", "200"): r"training.steps = 300 goes on after .* at most 201 steps",
-    ("lr_scheduler.warmup_steps", "-1"): "at least 0",
-    ("optimizer.lr", "-0.001"): "greater than 0",
-    ("optimizer.beta2", "1.0"): "below 1",
-    ("training.steps", '"300"'): "a whole number",
-    ("training.steps", "3e2"): "a whole number",
-    ("training.global_batch_size", "-1"): "at least 1",
-    ("training.seq_len", "1000"): "use at most 512",
-    ("validation.freq", "0"): "at least 1",
-    ("architecture.num_lanes", "3"): "num_lanes",
+TOY = (ROOT / "configs/debug_phase1.toml").read_text()
+# a setting, its text in a job file, and what the refusal has to say beside both
+BAD = (
+    ("lr_scheduler.decay_type", '"lin"', "did you mean 'linear'"),
+    ("resilience.on_bad_step", '"rolback"', "did you mean 'rollback'"),
+    ("compile.components", '["modle"]', "did you mean 'model'"),
+    ("compile.backend", '"inductr"', "did you mean 'inductor'"),
+    ("model.flavor", '"2B"', "did you mean '2b'"),
+    ("model.attention", '"flx"', "did you mean 'flex'"),
+    ("training.mixed_precision_param", '"bf16"', "did you mean 'bfloat16'"),
+    ("training.mixed_precision_reduce", '"bfloat16"', "choose from float32"),
+    ("activation_checkpoint.mode", '"selectiv"', "did you mean 'selective'"),
+    ("checkpoint.async_mode", '"asynch"', "did you mean 'async'"),
+    ("optimizer.name", '"Adamw"', "did you mean 'AdamW'"),
+    ("model.converters", '["float8"]', "did you mean 'quantize.linear.float8'"),
+    ("quantize.linear.float8.recipe_name", '"rowwise_with_gw_hp"', "choose from tensorwise, rowwise"),
+    ("quantize.linear.float8.filter_fqns", '["w2"]', r"only \[\] is supported; w1, w2 and w3"),
+    ("quantize.linear.float8.enable_fsdp_float8_all_gather", "true", "weights travel in bfloat16"),
+    ("optimizer.early_step_in_backward", "true", "only False is supported; the guard"),
+    ("parallelism.tensor_parallel_degree", "3", "does not divide num_lanes = 4; choose from 1, 2, 4"),
+    ("parallelism.tensor_parallel_degree", "0", "at least 1"),
+    ("parallelism.enable_async_tensor_parallel", "true", "lanes' sums"),
+    ("parallelism.pipeline_parallel_degree", "2", "only 1 is supported"),
+    ("parallelism.context_parallel_degree", "2", "only 1 is supported"),
+    ("checkpoint.initial_load_in_hf", "true", "tools.import_hf"),
+    ("checkpoint.exclude_from_loading", '["optimizer"]', "every restart"),
+    ("checkpoint.initial_load_all_states", "true", "needs checkpoint.initial_load_path"),
+    ("metrics.log_freq", "0", "at least 1"),
+    ("checkpoint.interval", "0", "at least 1"),
+    ("checkpoint.keep_latest_k", "1", r"0 \(keep all\) or at least 2"),
+    ("lr_scheduler.decay_ratio", "1.5", "between 0 and 1"),
+    ("lr_scheduler.min_lr_factor", "-3", "between 0 and 1"),
+    ("lr_scheduler.total_steps", "200", r"training.steps = 300 goes on after .* at most 201 steps"),
+    ("lr_scheduler.warmup_steps", "-1", "at least 0"),
+    ("optimizer.lr", "-0.001", "greater than 0"),
+    ("optimizer.beta2", "1.0", "below 1"),
+    ("training.steps", '"300"', "a whole number"),
+    ("training.steps", "3e2", "a whole number"),
+    ("training.global_batch_size", "-1", "at least 1"),
+    ("training.seq_len", "1000", "use at most 512"),
+    ("validation.freq", "0", "at least 1"),
+    ("architecture.num_lanes", "3", "num_lanes"),
+    ("checkpoint.allow_changes", '["num_lanes"]', "choose from max_position_embeddings, nope_layers, rope_scaling"),
+)  # fmt: skip
+TOGETHER: tuple[tuple[dict[str, Any], str], ...] = (
     (
-        "checkpoint.allow_changes",
-        '["num_lanes"]',
-    ): "choose from max_position_embeddings, nope_layers, rope_scaling, rope_theta, sliding_window",
-    ("mixture.lok", '"x"'): "lok",
-    ("mixtur.lock", '"x"'): "mixtur",
-}
-TOGETHER: dict[str, tuple[dict[tuple[str, str], str], str]] = {
-    "batch": (
-        {("training.global_batch_size", ""): "9", ("parallelism.data_parallel_shard_degree", ""): "2"},
+        {"training.global_batch_size": 9, "parallelism.data_parallel_shard_degree": 2},
         "training.global_batch_size = 9 is not a multiple of 2 GPUs x local_batch_size = 4; choose",
     ),
-    "validation": (
-        {("metrics.log_freq", ""): "4", ("validation.freq", ""): "50"},
+    (
+        {"metrics.log_freq": 4, "validation.freq": 50},
         "validation.freq = 50 is not a multiple of metrics.log_freq = 4",
     ),
-    "float8": (
-        {("model.converters", ""): '["quantize.linear.float8"]'},
+    (
+        {"model.converters": ["quantize.linear.float8"]},
         "training.mixed_precision_param = 'float32' is not possible: float8 products give bfloat16; set it, or "
         "quantize.linear.float8.emulate = true",
     ),
-    "warmup": (
-        {("lr_scheduler.total_steps", ""): "300", ("lr_scheduler.warmup_steps", ""): "301"},
-        "lr_scheduler.warmup_steps = 301",
+    ({"lr_scheduler.total_steps": 300, "lr_scheduler.warmup_steps": 301}, "lr_scheduler.warmup_steps = 301"),
+    (
+        {
+            "mtp.freeze_base": True,
+            "checkpoint.initial_load_path": "x",
+            "checkpoint.initial_load_model_only": False,
+        },
+        "needs checkpoint.initial_load_model_only = true",
     ),
-}
-
-
-def job_file(path: Path, settings: dict[str, str]) -> str:
-    """The toy job with these settings in place of its own."""
-    text = (ROOT / "configs/debug_phase1.toml").read_text()
-    for name, value in settings.items():
-        section, _, key = name.rpartition(".")
-        text = re.sub(rf"(?ms)(^\[{section}\]$[^\[]*?)^{key} = [^\n]*\n", r"\1", text)
-        if f"[{section}]" not in text:
-            text += f"\n[{section}]\n"
-        text = text.replace(f"[{section}]\n", f"[{section}]\n{key} = {value}\n", 1)
-    path.write_text(text)
-    return str(path)
+)
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """{name of the job file: its refusal, None if it was accepted}, from one process for all of them."""
-    folder = tmp_path_factory.mktemp("jobs")
-    paths = [job_file(folder / f"{at}.toml", {name: value}) for at, (name, value) in enumerate(BAD)]
-    paths += [
-        job_file(folder / f"{n}.toml", {k: v for (k, _), v in s.items()}) for n, (s, _) in TOGETHER.items()
-    ]
-    paths += [job_file(folder / "good.toml", {"lr_scheduler.total_steps": "299"})]
-    return {Path(path).stem: said.get("refused") for path, said in load_jobs.answers(paths, folder).items()}
+def toy() -> Any:
+    return load_job(["--job.config_file", "configs/debug_phase1.toml"])
 
 
-@pytest.mark.parametrize("at", range(len(BAD)), ids=[f"{name}={value}" for name, value in BAD])
-def test_it_is_refused_with_one_sentence(answers: dict[str, str | None], at: int) -> None:
-    (name, value), expected = list(BAD.items())[at]
-    said = answers[str(at)]
-    assert said is not None, "accepted"
-    assert re.search(expected, said), said
-    if "lok" not in name and "mixtur." not in name:  # TorchTitan's own words
-        assert name.rpartition(".")[2] in said
-        assert value.strip('[]"').lower() in said.lower() or name == "training.steps"
-        assert "\n" not in said
+def check(toy: Any, settings: dict[str, Any]) -> None:
+    """What a start checks, for the toy job with these settings."""
+    job = copy.deepcopy(toy)
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        setattr(operator.attrgetter(section)(job), key, value)
+    check_with_model(job)
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_contradictions(answers: dict[str, str | None], name: str) -> None:
-    assert TOGETHER[name][1] in (answers[name] or "")
+@pytest.mark.parametrize(("name", "text", "says"), BAD)
+def test_it_is_refused_with_one_sentence(toy: Any, name: str, text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as refused:
+        check(toy, {name: tomllib.loads(f"value = {text}")["value"]})
+    said = str(refused.value)
+    assert name.rpartition(".")[2] in said
+    assert text.strip('[]"').lower() in said.lower() or name == "training.steps"
+    assert "\n" not in said
 
 
-def test_the_step_after_the_schedule_is_allowed(answers: dict[str, str | None]) -> None:
+def test_contradictions(toy: Any) -> None:
+    for settings, says in TOGETHER:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            check(toy, settings)
+
+
+def test_the_step_after_the_schedule_is_allowed(toy: Any) -> None:
     """A decay branch reaches the minimum in it."""
-    assert answers["good"] is None
+    check(toy, {"lr_scheduler.total_steps": toy.training.steps - 1})
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "says"),
+    [
+        ("[mixture]", "[mixture]\nlok = 1", "lok"),
+        ("[mixture]", "[mixtur]", "mixtur"),
+        ("steps = 300", 'steps = "300"', "training.steps = '300' is not possible: must be a whole number"),
+        ('decay_type = "linear"', 'decay_type = "lin"', "did you mean 'linear'"),
+    ],
+)
+def test_a_job_file_is_refused_as_it_is_written(tmp_path: Path, was: str, now: str, says: str) -> None:
+    assert was in TOY
+    (tmp_path / "job.toml").write_text(TOY.replace(was, now, 1))
+    with pytest.raises(ValueError, match=says):
+        load_job(["--job.config_file", str(tmp_path / "job.toml")])
+
+
+@pytest.mark.job
 def test_the_supervisor_starts_nothing_that_the_workers_would_refuse(tmp_path: Path) -> None:
-    path = job_file(
-        tmp_path / "job.toml", {"lr_scheduler.decay_type": '"lin"', "job.dump_folder": f'"{tmp_path}/run"'}
-    )
-    status, said = forked(tmp_path, "train.supervise", "--job.config_file", path)
+    path, run = tmp_path / "job.toml", tmp_path / "run"
+    path.write_text(TOY.replace('decay_type = "linear"', 'decay_type = "lin"'))
+    flags = ("--job.config_file", str(path), "--job.dump_folder", str(run))
+    status, said = forked(tmp_path, "train.supervise", *flags)
     assert status == 2
     assert "did you mean 'linear'?" in said.splitlines()[-1]
-    assert not (tmp_path / "run/events.jsonl").exists(), "no attempt was made"
+    assert not (run / "events.jsonl").exists(), "no attempt was made"
 
 
 @pytest.mark.parametrize(("ranks", "gpus"), [(2, 0), (1, 1), (8, 8), (1, 8)])
@@ -151,6 +159,7 @@ def test_workers_with_a_gpu_each_or_on_a_cpu_are_started(
     check_local_ranks()
 
 
+@pytest.mark.job
 def test_more_workers_than_gpus_are_refused_at_once(prepared_data: Path, tmp_path: Path) -> None:
     """Two real ranks where torch says that there is one GPU: one sentence, before anything is built."""
     import_ = ("--experimental.custom_import", "tests.train.one_gpu")
@@ -163,7 +172,3 @@ def test_more_workers_than_gpus_are_refused_at_once(prepared_data: Path, tmp_pat
     assert job.stdout.count(refusal) == job.stdout.count("The job is refused") == 1
     assert "Traceback" not in job.stdout
     assert not (tmp_path / "run").exists()
-    one = launch(
-        tmp_path / "one", prepared_data / "phase1.lock.json", *import_, "--training.steps", "1", ranks=1
-    )
-    assert "The job is refused" not in one.stdout

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from data_mixtures import recipe_file
 from laneformer import LaneformerConfig
 from records.events import REFUSED
 from tests.records.test_job import JOBS
-from tests.train import load_jobs
 from tests.train.runs import forked
+from train.job_config import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted(JOBS)
 
 
+@pytest.mark.job
 def test_without_torchrun_a_missing_job_file_is_named(tmp_path: Path) -> None:
     status, said = forked(tmp_path, "train")
     assert status == REFUSED
@@ -25,17 +27,23 @@ def test_without_torchrun_a_missing_job_file_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    return load_jobs.answers([str(p.relative_to(ROOT)) for p in CONFIGS], tmp_path_factory.mktemp("facts"))
+def test_every_config_builds_its_model() -> None:
+    from train.spec import SPEC, register
 
-
-def test_every_config_builds_its_model(facts: dict[str, dict]) -> None:
-    assert {"configs/phase1.toml", "configs/phase2.toml", "configs/debug_phase1.toml"} <= facts.keys()
-    for path, fact in facts.items():
-        job = tomllib.loads((ROOT / path).read_text())
-        config = LaneformerConfig.from_flavor(job["model"]["flavor"], **job.get("architecture", {}))
-        assert fact["parameters"] == config.parameter_count()["total"], path
+    assert {path.name for path in JOBS} >= {"phase1.toml", "phase2.toml", "debug_phase1.toml"}
+    for path in sorted(JOBS):
+        try:
+            job = load_job(["--job.config_file", str(path)])
+        finally:
+            register(SPEC)  # in place of that of an experiment
+        arguments = copy.copy(SPEC.model_args[job.model.flavor])
+        arguments.update_from_config(job)
+        with torch.device("meta"):
+            model = SPEC.model_cls(arguments)
+        shipped = tomllib.loads(path.read_text())
+        config = LaneformerConfig.from_flavor(shipped["model"]["flavor"], **shipped.get("architecture", {}))
+        parameters, _ = arguments.get_nparams_and_flops(model, job.training.seq_len)
+        assert parameters == config.parameter_count()["total"], path
 
 
 def test_phases_agree_where_they_must() -> None:

@@ -12,28 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer
 from records.files import append_line, read_lines
 from records.usage import money
-from tests.train.logged import (
-    EPSILON,
-    GLOBAL_BATCH,
-    SEQ_LEN,
-    SMALL,
-    STEPS,
-    plain_loss,
-    rows_of,
-)  # fmt: skip
+from tests.train.logged import EPSILON, GLOBAL_BATCH, STEPS, plain_loss
+from tests.train.runs import SEQ_LEN, SMALL, metrics
 from train.guard import RunningZ
-from train.metrics import Z_WINDOW, RunMetrics, sequence_losses
+from train.metrics import Z_WINDOW, RunMetrics
 
 
+@pytest.mark.job
 def test_loss_by_source_averages_to_the_loss(logged_run: Path, prepared_data: Path) -> None:
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
-    for row in rows_of(logged_run):
+    for row in metrics(logged_run):
         _, source = mixture.sequences((row["step"] - 1) * GLOBAL_BATCH, GLOBAL_BATCH)
         share = {name: float((source == i).mean()) for i, name in enumerate(mixture.source_names)}
         assert set(row["loss_by_source"]) == {name for name in share if share[name]}
@@ -44,12 +37,13 @@ def test_loss_by_source_averages_to_the_loss(logged_run: Path, prepared_data: Pa
         assert math.log(512) * 0.5 < min(row["loss_by_source"].values())
 
 
+@pytest.mark.job
 def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
     tokens, source = mixture.sequences(0, GLOBAL_BATCH)
-    logged = rows_of(logged_run)[0]["loss_by_source"]
+    logged = metrics(logged_run)[0]["loss_by_source"]
     for index, name in enumerate(mixture.source_names):
         if name in logged:
             expected = plain_loss(model, tokens[source == index])
@@ -60,16 +54,9 @@ def test_the_first_step_by_source_is_the_plain_models(logged_run: Path, prepared
             )
 
 
-def test_tokens_by_source_are_the_mixtures_closed_form(logged_run: Path, prepared_data: Path) -> None:
-    mixture = Mixture.open(prepared_data / "phase1.lock.json")
-    for row in rows_of(logged_run):
-        windows = mixture.windows_per_source(row["step"] * GLOBAL_BATCH)
-        assert row["tokens_by_source"] == {name: n * SEQ_LEN for name, n in windows.items()}
-        assert sum(row["tokens_by_source"].values()) == row["tokens_total"]
-
-
+@pytest.mark.job
 def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
-    rows = rows_of(logged_run)
+    rows = metrics(logged_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         assert 0.05 < row["memory_gib"] < 64
@@ -84,8 +71,9 @@ def test_rows_hold_what_the_hardware_did(logged_run: Path) -> None:
     assert all(0 < total < 60 for total in finished.values())
 
 
+@pytest.mark.job
 def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> None:
-    rows, (start,) = rows_of(logged_run), read_lines(logged_run / "attempts.jsonl")
+    rows, (start,) = metrics(logged_run), read_lines(logged_run / "attempts.jsonl")
     for row in rows:
         hours = (
             2 * (row["time"] - start["time"]) / 3600
@@ -104,30 +92,14 @@ def test_rows_say_what_the_job_has_used_and_when_it_ends(logged_run: Path) -> No
     assert re.search(r"tps: .*left: \d+ s, until 20\d\d-\d\d-\d\d \d\d:\d\d UTC", line)
 
 
-def test_gpu_hours_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What earlier attempts held, and this one from the moment at which the supervisor announced it."""
-    metrics = object.__new__(RunMetrics)
-    metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0
-    metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    append_line(tmp_path / "attempts.jsonl", json.dumps({"attempt": 1, "time": 1000.0, "world_size": 4}))
-    append_line(
-        metrics.path, json.dumps({"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0})
-    )
-    append_line(
-        tmp_path / "events.jsonl", json.dumps({"kind": "supervisor_start", "attempt": 2, "time": 9000.0})
-    )
-    metrics.begin_attempt(attempt=2, step=5, tokens=50, tokens_before=0)
-    assert (metrics.gpu_hours_before, metrics.began, list(metrics.rates)) == (4.0, 9000.0, [])
-    metrics.begin_attempt(attempt=2, step=7, tokens=70, tokens_before=0)
-    assert list(metrics.rates) == [50.0]
-
-
+@pytest.mark.job
 def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     (events,) = {path.parent for path in (logged_run / "tb").rglob("events.out*")}
     board = EventAccumulator(str(events))
     board.Reload()
-    rows = rows_of(logged_run)
+    rows = metrics(logged_run)
 
     def logged(tag: str) -> list[tuple[int, float]]:
         return [(e.step, e.value) for e in board.Scalars(tag)]
@@ -154,41 +126,51 @@ def test_tensorboard_holds_the_scalars(logged_run: Path) -> None:
     )
 
 
-def test_sequence_losses_add_up_to_the_loss() -> None:
-    logits, labels = torch.randn(3, 7, 11, dtype=torch.float64).float(), torch.randint(0, 11, (3, 7))
-    labels[1, 2:5] = -100  # left out of the loss
-    expected = torch.nn.functional.cross_entropy(
-        logits.double().flatten(0, 1), labels.flatten(), reduction="sum"
-    )
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    by_sequence = sequence_losses(losses)
-    assert by_sequence.shape == (3,)
-    # every loss was rounded to float32 once or twice, the sums are exact beside that
-    assert torch.allclose(by_sequence.sum(), expected, rtol=21 * EPSILON, atol=0)
-
-
-def test_z_scores_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the rows that led to the step where the attempt begins; those behind it are taken back."""
+@pytest.fixture
+def restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
+    """The metrics of a new attempt in an empty run folder."""
     metrics = object.__new__(RunMetrics)
-    metrics.path, metrics.rates = tmp_path / "metrics.jsonl", deque()
+    metrics.path, metrics.rates, metrics.began = tmp_path / "metrics.jsonl", deque(), 0.0
     metrics.loss_z, metrics.grad_norm_z = RunningZ(Z_WINDOW), RunningZ(Z_WINDOW)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    return metrics
+
+
+def append(path: Path, *rows: dict) -> None:
+    for row in rows:
+        append_line(path, json.dumps(row))
+
+
+def test_gpu_hours_go_on_after_a_restart(restarted: RunMetrics) -> None:
+    """What earlier attempts held, and this one from the moment at which the supervisor announced it."""
+    run = restarted.path.parent
+    append(run / "attempts.jsonl", {"attempt": 1, "time": 1000.0, "world_size": 4})
+    append(run / "events.jsonl", {"kind": "supervisor_start", "attempt": 2, "time": 9000.0})
+    append(restarted.path, {"step": 7, "attempt": 1, "time": 4600.0, "tokens_per_s_per_device": 50.0})
+    restarted.begin_attempt(attempt=2, step=5, tokens=50, tokens_before=0)
+    assert (restarted.gpu_hours_before, restarted.began, list(restarted.rates)) == (4.0, 9000.0, [])
+    restarted.begin_attempt(attempt=2, step=7, tokens=70, tokens_before=0)
+    assert list(restarted.rates) == [50.0]
+
+
+def test_z_scores_go_on_after_a_restart(restarted: RunMetrics) -> None:
+    """From the rows that led to the step where the attempt begins; those behind it are taken back."""
     steps = [(1, 1.0), (2, 2.0), (3, None), (4, 4.0), (2, 2.5), (3, 3.5), (4, 4.5)]
-    for step, loss in steps:
-        append_line(metrics.path, json.dumps({"step": step, "loss": loss, "grad_norm": 0.5}))
-    with open(metrics.path, "a") as file:
+    append(restarted.path, *({"step": step, "loss": loss, "grad_norm": 0.5} for step, loss in steps))
+    with open(restarted.path, "a") as file:
         file.write('{"step": 5, "lo')
-    metrics.begin_attempt(attempt=2, step=3, tokens=30, tokens_before=0)
-    assert list(metrics.loss_z.values) == [1.0, 2.5, 3.5]
-    assert list(metrics.grad_norm_z.values) == [0.5] * 3
-    assert metrics.last_logged_tokens == 30
+    restarted.begin_attempt(attempt=2, step=3, tokens=30, tokens_before=0)
+    assert list(restarted.loss_z.values) == [1.0, 2.5, 3.5]
+    assert list(restarted.grad_norm_z.values) == [0.5] * 3
+    assert restarted.last_logged_tokens == 30
 
 
+@pytest.mark.job
 def test_layers_and_logits_are_the_plain_models(logged_run: Path, prepared_data: Path) -> None:
     """Gradient norms by layer of the whole step, streams of the first micro-batch, logits of all:
     two ranks as one.
     """
-    (row, *_) = rows_of(logged_run)
+    (row, *_) = metrics(logged_run)
     model = Laneformer(SMALL)
     model.init_weights(seed=1)
     tokens = torch.from_numpy(Mixture.open(prepared_data / "phase1.lock.json").sequences(0, GLOBAL_BATCH)[0])

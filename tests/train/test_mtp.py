@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from records.checkpoints import read_metadata
-from tests.train import production
 from tests.train.logged import STEPS, train_logged
-from tests.train.runs import fail, weights
+from tests.train.runs import metrics, weights
 
+pytestmark = pytest.mark.job
 HEAD = ("--architecture.num_nextn_predict_layers", "1")
 
 
@@ -24,7 +24,7 @@ def with_head(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_trained_with_the_model(with_head: Path) -> None:
     """Every step logs the loss of the draft, every validation three losses and how often drafts are right."""
-    rows = production.rows(with_head)
+    rows = metrics(with_head)
     assert all(len(row["draft_loss"]) == 1 and row["draft_loss"][0] > 1 for row in rows)
     validated = [row for row in rows if "valid_loss" in row]
     assert validated
@@ -38,7 +38,7 @@ def test_trained_with_the_model(with_head: Path) -> None:
 def test_ranks_change_no_step(with_head: Path, prepared_data: Path, tmp_path: Path) -> None:
     """One rank goes on from the same start to the same losses: the head is sharded, and runs twice."""
     train_logged(tmp_path / "alone", prepared_data / "phase1.lock.json", *HEAD, ranks=1)
-    for ours, theirs in zip(production.rows(tmp_path / "alone"), production.rows(with_head), strict=True):
+    for ours, theirs in zip(metrics(tmp_path / "alone"), metrics(with_head), strict=True):
         assert abs(ours["draft_loss"][0] - theirs["draft_loss"][0]) < 1e-4
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) < 1e-3 * theirs["grad_norm"]
 
@@ -52,7 +52,7 @@ def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
     frozen = ("--mtp.freeze_base", "--mtp.steps", "3", "--mtp.loss_weight", "1.0")
     run, lock = tmp_path / "after", prepared_data / "phase1.lock.json"
     train_logged(run, lock, *HEAD, *frozen, *start)
-    rows = production.rows(run)
+    rows = metrics(run)
     assert all(len(row["draft_loss"]) == 3 for row in rows)
     first, last = (row["valid_draft_loss"][0] for row in rows if "valid_loss" in row)
     assert last < first, "on the same held-out windows"
@@ -65,7 +65,3 @@ def test_a_checkpoint_without_the_head_is_a_start_and_no_restart(
     moments = [name for name in stored if "exp_avg" in name]
     assert moments
     assert all(".mtp." in name for name in moments)
-    said = fail(
-        tmp_path / "refused", lock, *HEAD, *frozen, *start[:2], "--checkpoint.no-initial_load_model_only"
-    )
-    assert "needs checkpoint.initial_load_model_only = true" in said

@@ -18,7 +18,6 @@ from tests.train.runs import ROOT, metrics, run_job
 # what its commands run, which the imports of this file do not show
 PROGRAMS = ("train/**/*.py", "data_mixtures/**/*.py", "records/*.py", "models/laneformer/titan/**/*.py")
 pytestmark = [
-    pytest.mark.job,
     pytest.mark.timeout(2700),  # 3 minutes of one core, beside whatever else runs
     pytest.mark.proof("configs/debug_phase1.toml", "configs/mtp.toml", "data_mixtures/demo.toml", *PROGRAMS),
 ]

@@ -21,8 +21,10 @@ from laneformer.prompts import PromptEncoder
 from records.files import read_lines
 from tests.train import production
 from tests.train.logged import STEPS
+from tests.train.runs import metrics
 from train.own_outputs import Arguments, run
 
+pytestmark = pytest.mark.rotate
 PROMPTS, PROMPT, NEW, SEQ_LEN = 40, 6, 10, 32
 
 
@@ -120,13 +122,12 @@ print(made.shape, *model.model.mtp.draft_ids.shape)
 """
 
 
-@pytest.mark.job
 def test_shipped_job(shipped_run: Path, made: Path, prepared_data: Path, tmp_path: Path) -> None:
     """configs/mtp.toml on two ranks with shapes shrunk, without the head before; then exported."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     changes = {"checkpoint.initial_load_path": start, "training.seq_len": SEQ_LEN}
     folder = production.train(production.torchrun(2), "mtp", tmp_path / "mtp", made, changes)
-    rows = production.rows(folder)
+    rows = metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, production.STEPS + 1))
     assert all(len(row["draft_loss"]) == 3 and row["grad_norm"] > 0 for row in rows)
     assert all(len(row["valid_acceptance"]) == 3 for row in rows)

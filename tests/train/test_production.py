@@ -17,6 +17,7 @@ import pytest
 from records.checkpoints import check_complete
 from tests.train import production
 from tests.train.production import EVERY, HYBRID, STEPS, train
+from tests.train.runs import metrics
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,9 @@ def second(prepared_data: Path, first: Path) -> Path:
     return train(production.torchrun(2), "phase2", first.with_name("run2"), lock, more)
 
 
+@pytest.mark.job
 def test_short_form(shipped_run: Path) -> None:
-    rows = production.rows(shipped_run)
+    rows = metrics(shipped_run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["loss"] is not None and row["grad_norm"] > 0 for row in rows)
     assert [row["step"] for row in rows if row.get("valid_loss")] == [EVERY, STEPS]
@@ -60,12 +62,12 @@ def assert_checkpoints(run: Path) -> None:
         check_complete(folder)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_supervised_replicas_survive_a_killed_rank(first: Path) -> None:
     attempts = [json.loads(line) for line in (first / "attempts.jsonl").read_text().splitlines()]
     assert [attempt["step"] for attempt in attempts] == [0, EVERY]
-    assert {row["step"] for row in production.rows(first)} == set(range(1, STEPS + 1))
-    assert {row["step"] for row in production.rows(first) if row.get("valid_loss")} == {STEPS}
+    assert {row["step"] for row in metrics(first)} == set(range(1, STEPS + 1))
+    assert {row["step"] for row in metrics(first) if row.get("valid_loss")} == {STEPS}
     assert_checkpoints(first)
     production.assert_prepared_as_the_job_file_says(
         first
@@ -73,11 +75,11 @@ def test_supervised_replicas_survive_a_killed_rank(first: Path) -> None:
     production.assert_nothing_else_deviates("phase1", first, "resilience.backoff_s")
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
     lineage = json.loads((second / "lineage.json").read_text())
     assert Path(lineage["parent"]) == first / f"checkpoint/step-{STEPS}"
-    rows = production.rows(second)
+    rows = metrics(second)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[0]["tokens_total"] > rows[0]["tokens"], "the tokens of phase 1 count"
     assert [row["step"] for row in rows if row.get("valid_loss")] == [EVERY, STEPS]
@@ -86,23 +88,21 @@ def test_phase_2_goes_on_from_there(first: Path, second: Path) -> None:
     production.assert_nothing_else_deviates("phase2", second)
 
 
-@pytest.mark.job
-@pytest.mark.parametrize(("before", "lane_ranks"), [("second", 2), ("first", 1)])
+@pytest.mark.rotate
 def test_phase_3_goes_on_with_another_rope_and_its_sources_from_their_beginnings(
-    prepared_data: Path, request: pytest.FixtureRequest, before: str, lane_ranks: int
+    prepared_data: Path, second: Path
 ) -> None:
-    """With 80 GB the lanes are on several ranks; from phase 1 it is the gate of docs/long-context.md."""
-    lock, parent = prepared_data / "phase2.lock.json", request.getfixturevalue(before)
+    """With 80 GB the lanes are on several ranks."""
+    lock = prepared_data / "phase2.lock.json"
     more = {
-        "checkpoint.initial_load_path": parent / f"checkpoint/step-{STEPS}",
+        "checkpoint.initial_load_path": second / f"checkpoint/step-{STEPS}",
         "mixture.begin_again": ",".join(source["name"] for source in json.loads(lock.read_text())["sources"]),
-        "parallelism.tensor_parallel_degree": lane_ranks,
+        "parallelism.tensor_parallel_degree": 2,
     }
-    launcher = production.torchrun(2 * lane_ranks)
-    run = train(launcher, "phase3", parent.with_name(f"run3.{before}.{lane_ranks}"), lock, more)
-    rows = production.rows(run)
+    run = train(production.torchrun(4), "phase3", second.with_name("run3"), lock, more)
+    rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[0]["tokens_total"] > production.rows(parent)[-1]["tokens_total"]
+    assert rows[0]["tokens_total"] > metrics(second)[-1]["tokens_total"]
     by_position = rows[-1]["valid_loss_by_position"]
     assert by_position.keys() == rows[-1]["valid_loss_by_source"].keys() != set()
     assert all("0" in each.keys() <= {"0", "16"} for each in by_position.values())

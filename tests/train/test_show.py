@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ from rich.console import Console
 
 pytest.importorskip("torchtitan")
 from data_mixtures import show
-from records.files import read_lines
 from records.skips import SkipList, add_windows
-from tests.train.runs import run_job
-from tests.train.supervised import GLOBAL_BATCH, RANKS, arguments
+from tests.train.supervised import GLOBAL_BATCH
 from train.data import MixtureLoader
 
 
@@ -63,43 +60,3 @@ def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(
     assert [each["tokens"] for each in shown(capsys, tmp_path, "--bad-step", 2)] == batches[1]
     with pytest.raises(ValueError, match="no refused batch at step 3"):
         shown(capsys, tmp_path, "--bad-step", 3)
-
-
-def read_at(run: Path, step: int) -> list[list[list[int]]]:
-    """The batches that all ranks together read at a step, in the order in which they read them."""
-    of_ranks = [
-        [row["batch"] for row in read_lines(run / f"read-{rank}.jsonl") if row["step"] == step]
-        for rank in range(RANKS)
-    ]
-    return [[*chain(*micro_batch)] for micro_batch in zip(*of_ranks, strict=True)]
-
-
-@pytest.mark.job
-def test_every_step_of_a_real_run_with_a_refused_batch_and_a_second_phase(
-    prepared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan, one, two = tmp_path / "faults.json", tmp_path / "one", tmp_path / "two"
-    plan.write_text(json.dumps([{"rank": None, "kind": "nan", "step": 3}]))
-    more = ("--resilience.on_bad_step", "skip", "--experimental.custom_import", "tests.train.recorder")
-    job = run_job(one, [*arguments(one, prepared_data / "phase1.lock.json", 6, 2), *more], RANKS,
-                  LANEFORMER_FAULTS=str(plan))  # fmt: skip
-    assert job.returncode == 0, job.stdout[-4000:]
-    start = (
-        "--checkpoint.initial_load_path",
-        str(one / "checkpoint/step-6"),
-        "--resilience.skip_sequences",
-        "6",
-        "9",
-    )
-    job = run_job(two, [*arguments(two, prepared_data / "phase2.lock.json", 4, 2), *more, *start], RANKS,
-                  LANEFORMER_FAULTS=str(plan))  # fmt: skip
-    assert job.returncode == 0, job.stdout[-4000:]
-    for run, steps in ((one, 6), (two, 4)):
-        for step in range(1, steps + 1):
-            read = read_at(run, step)
-            assert [each["tokens"] for each in shown(capsys, run, "--step", step)] == read[-1], (run, step)
-            assert len(read) == (2 if (run, step) == (one, 3) else 1)
-    (event,) = [each for each in read_lines(one / "events.jsonl") if each["kind"] == "bad_step"]
-    command = event["show"].split()
-    assert command[:4] == ["python", "-m", "data_mixtures", "show"]
-    assert [each["tokens"] for each in shown(capsys, *command[4:])] == read_at(one, 3)[0]

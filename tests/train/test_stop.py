@@ -14,10 +14,10 @@ import pytest
 from records.checkpoints import check_complete
 from records.events import STOPPED, STOPPED_UNSAVED
 from records.files import read_lines
-from tests.train.runs import run_job
-from tests.train.supervised import arguments
+from tests.train.supervised import faulty
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("full_disk", "code"), [(False, STOPPED), (True, STOPPED_UNSAVED)])
 def test_a_stop_whose_save_fails_is_no_85(
     prepared_data: Path, tmp_path: Path, full_disk: bool, code: int
@@ -25,16 +25,14 @@ def test_a_stop_whose_save_fails_is_no_85(
     """Signalled in step 3; the disk is full from step 2 on."""
     faults: list[dict[str, Any]] = [{"kind": "usr1", "step": 3, "rank": 1}]
     faults += [{"kind": "full_disk", "step": 2, "rank": None}] if full_disk else []
-    (tmp_path / "faults.json").write_text(json.dumps(faults))
-    job = arguments(tmp_path / "run", prepared_data / "phase1.lock.json", steps=6, interval=5)
-    job += ["--experimental.custom_import", "tests.train.faults"]
-    done = run_job(tmp_path / "run", job, 2, LANEFORMER_FAULTS=str(tmp_path / "faults.json"))
+    done = faulty(tmp_path, prepared_data / "phase1.lock.json", 6, 5, faults)
     outcome = json.loads((tmp_path / "run/outcome.json").read_text())
     assert (done.returncode, outcome["code"], outcome["step"]) == (code, code, 3), done.stdout[-3000:]
     assert (tmp_path / "run/checkpoint/step-3").exists() != full_disk
     assert ("could not be saved" in outcome["reason"]) == full_disk
 
 
+@pytest.mark.job
 def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: Path) -> None:
     """In step 3, when those are there that have written the checkpoint of step 2 in the background."""
     done = run_with_writers(prepared_data, tmp_path, {"kind": "sigterm_step", "step": 3, "rank": None})
@@ -43,7 +41,7 @@ def test_a_signal_to_all_processes_saves_as_well(prepared_data: Path, tmp_path: 
     check_complete(tmp_path / "run/checkpoint/step-3")
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data: Path, tmp_path: Path) -> None:
     """One rank's, in step 3: the save of step 4 fails, that of step 6 has new writers on all ranks."""
     done = run_with_writers(prepared_data, tmp_path, {"kind": "kill_writer", "step": 3, "rank": 1})
@@ -60,19 +58,14 @@ def test_a_writer_that_is_killed_costs_one_checkpoint(prepared_data: Path, tmp_p
 
 def run_with_writers(data: Path, folder: Path, fault: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """8 steps on two ranks, saved every 2 steps by a process of each rank; the last by the ranks."""
-    (folder / "faults.json").write_text(json.dumps([fault]))
-    job = arguments(folder / "run", data / "phase1.lock.json", steps=8, interval=2)
-    job += ["--experimental.custom_import", "tests.train.production_facts"]
-    job += ["--checkpoint.async_mode", "async_with_pinned_mem"]
-    return run_job(folder / "run", job, 2, LANEFORMER_FAULTS=str(folder / "faults.json"))
+    more, module = ("--checkpoint.async_mode", "async_with_pinned_mem"), "tests.train.production_facts"
+    return faulty(folder, data / "phase1.lock.json", 8, 2, [fault], *more, module=module)
 
 
+@pytest.mark.job
 def test_all_ranks_pass_the_same_marks(prepared_data: Path, tmp_path: Path) -> None:
     """A hang blames the rank that has passed fewest, so every place where ranks wait for each other has one."""
-    (tmp_path / "faults.json").write_text("[]")
-    job = arguments(tmp_path / "run", prepared_data / "phase1.lock.json", steps=2, interval=2)
-    job += ["--experimental.custom_import", "tests.train.faults", "--validation.freq", "2"]
-    done = run_job(tmp_path / "run", job, 2, LANEFORMER_FAULTS=str(tmp_path / "faults.json"))
+    done = faulty(tmp_path, prepared_data / "phase1.lock.json", 2, 2, [], "--validation.freq", "2")
     assert done.returncode == 0, done.stdout[-3000:]
     first, second = (json.loads((tmp_path / f"marks.{rank}.json").read_text()) for rank in range(2))
     assert first == second

@@ -20,10 +20,11 @@ from evals.bits_per_byte import main as bits_per_byte
 from laneformer import Engine
 from laneformer.hf.export import export
 from tests.tokenizer_assets import byte_level, save
-from tests.train.runs import fail, succeed
+from tests.train.runs import succeed
 from train.sft.__main__ import Arguments
 from train.sft.__main__ import run as prepare_conversations
 
+pytestmark = pytest.mark.rotate
 TEXTS = ["def f(x):\n    return x\n\n\n", "東京 😀 é", "<|begin_of_text|> is text\n\n1234"]
 FRESH = """
 import json, sys
@@ -43,7 +44,6 @@ print(json.dumps({"ids": ids, "new": new, "chat": chat, "special": special,
 """
 
 
-@pytest.mark.job
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
     stdlib = Path(sysconfig.get_path("stdlib"))
@@ -60,9 +60,6 @@ def test_from_a_recipe_to_a_model_that_others_load(tmp_path: Path) -> None:
     lock, made = data / "phase1.lock.json", tokenizer.load(data / "tokenizer.json")
     assert shards.read_manifest(data / "mine")["token_bytes"] == made.dtype.itemsize == 4
 
-    assert "vocabulary of 66139, but the model's vocab_size is 512; set architecture.vocab_size to" in fail(
-        tmp_path / "small", lock, ranks=1
-    )
     size = ("--architecture.vocab_size", "66144", "--model.mask_documents", "--training.steps", "2")
     trained = succeed(tmp_path / "run", lock, *size)
     assert abs(trained[0]["loss"] - np.log(66144)) < 0.1

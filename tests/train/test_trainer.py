@@ -6,18 +6,21 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from data_mixtures.mixture import Mixture
 from laneformer import Laneformer, LaneformerConfig
 from records.files import read_lines
+from tests.train import logged
+from tests.train.logged import train_logged
 from tests.train.runs import (
     GLOBAL_BATCH,
     SEQ_LEN,
     SMALL,
     STEPS,
-    batch_loss,
     launch,
     metrics,
     succeed,
@@ -26,6 +29,7 @@ from tests.train.runs import (
 BOS = 1
 
 
+@pytest.mark.job
 def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
     rows = metrics(whole_run)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
@@ -40,22 +44,9 @@ def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
         assert (whole_run / name).is_file(), name
     assert LaneformerConfig.from_dict(json.loads((whole_run / "model.json").read_text())) == SMALL
     assert list((whole_run / "tb").rglob("events*")), "TensorBoard is on in the debug config"
-    assert list((whole_run / "tb").rglob("offline-run-*/*.wandb")), (
-        "wandb was asked for, and WANDB_MODE is offline"
-    )
 
 
-def test_first_loss_is_the_plain_models(whole_run: Path, prepared_data: Path) -> None:
-    """Sharded initialisation draws what one process draws: the first loss is that of the plain, seeded model."""
-    model = Laneformer(SMALL)
-    model.init_weights(seed=1)
-    expected = batch_loss(model, Mixture.open(prepared_data / "phase1.lock.json"))
-    rounding = 8 * torch.finfo(torch.float32).eps * expected  # sums of two ranks in another order
-    assert abs(metrics(whole_run)[0]["loss"] - expected) < rounding
-    model.init_weights(seed=2)
-    assert abs(batch_loss(model, Mixture.open(prepared_data / "phase1.lock.json")) - expected) > rounding
-
-
+@pytest.mark.job
 def test_masked_documents_are_seen_one_by_one(prepared_data: Path, tmp_path: Path) -> None:
     """With mask_documents the job's loss is that of every document alone, also of one that its window cuts."""
     lock = prepared_data / "phase1.lock.json"
@@ -77,9 +68,8 @@ def test_masked_documents_are_seen_one_by_one(prepared_data: Path, tmp_path: Pat
         for first, end in zip(starts, [*starts[1:], SEQ_LEN], strict=True):
             alone += loss_sum(model, window[None, first : end + 1])
     expected = alone / (GLOBAL_BATCH * SEQ_LEN)
-    rounding = (
-        8 * torch.finfo(torch.float32).eps * expected
-    )  # as above; rotations by other positions among them
+    # sums of two ranks in another order, rotations by other positions
+    rounding = 8 * torch.finfo(torch.float32).eps * expected
     assert abs(row["loss"] - expected) < rounding
     unmasked = sum(loss_sum(model, window[None]) for window in tokens) / (GLOBAL_BATCH * SEQ_LEN)
     assert abs(unmasked - expected) > rounding, "without the mask it would be another loss"
@@ -93,69 +83,63 @@ def loss_sum(model: Laneformer, tokens: torch.Tensor) -> float:
     ).item()
 
 
-def test_checkpointed_layers_start_from_the_same_numbers(
+@pytest.mark.job
+def test_neither_recomputed_layers_nor_kernels_that_are_replaced_change_a_bit(
     whole_run: Path, prepared_data: Path, tmp_path: Path
 ) -> None:
-    """Recomputing activations changes neither the initialisation nor the gradients."""
-    selective = (
+    """A kernel that is wrong on one rank is replaced on all; a warning and an event name what failed."""
+    run, lock = tmp_path / "planted", prepared_data / "phase1.lock.json"
+    recomputed = (
         "--activation_checkpoint.mode",
         "selective",
         "--activation_checkpoint.selective_ac_option",
         "op",
     )
-    rows = succeed(tmp_path / "ac", prepared_data / "phase1.lock.json", *selective, "--training.steps", "2")
-    assert [r["loss"] for r in rows] == [r["loss"] for r in metrics(whole_run)[:2]]
-    assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in metrics(whole_run)[:2]]
-
-
-def test_a_kernel_that_is_wrong_on_one_rank_is_replaced_on_all(
-    whole_run: Path, prepared_data: Path, tmp_path: Path
-) -> None:
-    """The same losses to the bit as a job of plain kernels; a warning and an event name what failed."""
     planted = ("--experimental.custom_import", "tests.train.planted_kernels", "--training.steps", "2")
-    run, lock = tmp_path / "planted", prepared_data / "phase1.lock.json"
-    job = launch(run, lock, *planted, "--training.local_batch_size", "2")
+    job = launch(run, lock, *recomputed, *planted)
     assert job.returncode == 0, job.stdout[-3000:]
-    assert [r["loss"] for r in metrics(run)] == [r["loss"] for r in metrics(whole_run)[:2]]
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in metrics(run)] == [row[name] for row in metrics(whole_run)[:2]]
     assert job.stdout.count("model.join_norm = plain instead") == 2, "of each rank"
     (event,) = (e for e in read_lines(run / "events.jsonl") if e["kind"] == "kernels_replaced")
-    assert re.search(
-        r"triton failed in one layer: the .* of layer \d is off by .* \(on rank 1\)", event["reason"]
-    )
+    words = r"triton failed in one layer: the .* of layer \d is off by .* \(on rank 1\)"
+    assert re.search(words, event["reason"])
 
 
-def test_hybrid_sharding_is_the_same_job(prepared_data: Path, tmp_path: Path) -> None:
-    """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of
-    plain FSDP, to rounding.
-    """
-    lock, size = (
-        prepared_data / "phase1.lock.json",
-        ("--training.global_batch_size", "8", "--training.steps", "2"),
-    )
+@pytest.mark.job
+def test_hybrid_sharding_is_the_same_job(logged_run: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """Two replicas of two shards and two micro-batches, as the 2B recipe has: the losses of plain FSDP, to rounding."""
     hybrid = (
         "--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
         "--training.local_batch_size", "1", "--experimental.custom_import", "tests.train.production_facts",
+        "--validation.no-enable",
     )  # fmt: skip
-    rows = succeed(tmp_path / "hsdp", lock, *size, *hybrid, ranks=4)
-    wanted = succeed(tmp_path / "fsdp", lock, *size, "--training.local_batch_size", "4")
-    for row, whole in zip(rows, wanted, strict=True):
+    rows = train_logged(tmp_path / "hsdp", prepared_data / "phase1.lock.json", *hybrid, ranks=4)
+    for row, whole in zip(rows[:2], metrics(logged_run)[:2], strict=True):
         assert abs(row["loss"] - whole["loss"]) < 1e-5
         assert abs(row["grad_norm"] - whole["grad_norm"]) < 1e-3 * whole["grad_norm"]
     exchanges = json.loads((tmp_path / "hsdp/facts.json").read_text())["reductions"]
-    assert exchanges == [SMALL.num_hidden_layers + 2] * 2, (
-        "of embedding, each layer, norm with head: once a step"
-    )
+    once = "of embedding, each layer, norm with head: once a step"
+    assert exchanges == [SMALL.num_hidden_layers + 2] * logged.STEPS, once
 
 
-def test_a_start_warns_of_nothing(prepared_data: Path, tmp_path: Path) -> None:
+@pytest.mark.job
+def test_a_start_warns_of_nothing(logged_run: Path) -> None:
     """What a user reads there is to be about the job; a warning that is new needs an answer or a reason."""
-    job = launch(
-        tmp_path / "quiet",
-        prepared_data / "phase1.lock.json",
-        "--training.steps",
-        "2",
-        "--validation.freq",
-        "2",
-    )
-    assert job.returncode == 0, job.stdout[-3000:]
-    assert [line for line in job.stdout.splitlines() if re.search("warning", line, re.IGNORECASE)] == []
+    (log,) = logged_run.parent.glob(f"{logged_run.name}.*.log")
+    lines = log.read_text().splitlines()
+    assert any("Training starts" in line for line in lines)
+    of_so_few_steps = "exceed total steps"
+    warnings = [line for line in lines if re.search("warning", line, re.IGNORECASE)]
+    assert [line for line in warnings if of_so_few_steps not in line] == []
+
+
+def test_a_vocabulary_that_the_model_lacks_is_refused() -> None:
+    from train.trainer import check_vocabulary
+
+    loader = SimpleNamespace(lock="lock.json", mixture=SimpleNamespace(vocab_size=66139))
+    check_vocabulary(loader, 66139)
+    with pytest.raises(
+        ValueError, match="vocabulary of 66139, but the model's vocab_size is 66138; set architecture"
+    ):
+        check_vocabulary(loader, 66138)

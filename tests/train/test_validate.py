@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
 from data_mixtures.mixture import Mixture, valid_windows
-from tests.train.logged import (
-    EPSILON,
-    SEQ_LEN,
-    STEPS,
-    WINDOWS,
-    checkpoint_model,
-    plain_loss,
-    rows_of,
-    train_logged,
-)  # fmt: skip
+from tests.train.logged import EPSILON, STEPS, WINDOWS, checkpoint_model, plain_loss, train_logged
+from tests.train.runs import SEQ_LEN, copy_stopped_at, metrics
 from train.validate import deal_out, octave_sums, octaves
 
 
+@pytest.mark.job
 def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, prepared_data: Path) -> None:
     """Fifteen windows on two ranks of four: one more is padded, which must not count."""
-    rows = rows_of(logged_run)
+    rows = metrics(logged_run)
     assert [r["step"] for r in rows if "valid_loss" in r] == [3, 6]
     mixture = Mixture.open(prepared_data / "phase1.lock.json")
     weights = dict(zip(mixture.source_names, mixture.weights, strict=True))
@@ -41,12 +34,13 @@ def test_validation_is_the_checkpoints_loss_in_one_process(logged_run: Path, pre
     assert abs(rows[2]["valid_loss"] - total) > rounding, "step 3 has other weights"
 
 
+@pytest.mark.job
 @torch.no_grad()
 def test_loss_by_position_is_the_checkpoints_loss_at_each_place(
     logged_run: Path, prepared_data: Path
 ) -> None:
     """Windows of 32 tokens without marks of documents: two bins, each the mean of its own places."""
-    last, model = rows_of(logged_run)[-1], checkpoint_model(logged_run, STEPS)
+    last, model = metrics(logged_run)[-1], checkpoint_model(logged_run, STEPS)
     assert octaves(SEQ_LEN) == [0, 16]
     for name, found in last["valid_loss_by_position"].items():
         batch = torch.from_numpy(valid_windows(prepared_data, name, WINDOWS).astype(np.int64))
@@ -78,6 +72,7 @@ def test_a_position_counts_from_the_beginning_of_its_document() -> None:
     assert whole[0, 3:].tolist() == [12, 12, 24], "without marks of documents a position is one in the window"
 
 
+@pytest.mark.job
 def test_one_rank_validates_and_resumes_the_same(
     logged_run: Path, prepared_data: Path, tmp_path: Path
 ) -> None:
@@ -85,10 +80,9 @@ def test_one_rank_validates_and_resumes_the_same(
     step 6, to rounding.
     """
     alone = tmp_path / "alone"
-    shutil.copytree(logged_run, alone)
-    shutil.rmtree(alone / "checkpoint/step-6")
+    copy_stopped_at(4, logged_run, alone)
     train_logged(alone, prepared_data / "phase1.lock.json", ranks=1)
-    whole, last = rows_of(logged_run)[-1], rows_of(alone)[-1]
+    whole, last = metrics(logged_run)[-1], metrics(alone)[-1]
     assert (last["step"], last["attempt"]) == (6, 2)
     assert last["tokens_by_source"] == whole["tokens_by_source"]
     # two steps of AdamW apart, with gradients summed in another order: the bound of the tests of resuming

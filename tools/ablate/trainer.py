@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 
 from records.files import write_atomically
-from train.supervise.attempt import exit_words, free_port, last_text
+from train.supervise.attempt import exit_words, hold_port, last_text
 
 ERROR_BYTES = 2000  # of a log whose run has failed
 UNDER_WAY: set[subprocess.Popen[bytes]] = set()  # the trainers of this process, of all threads
@@ -47,9 +47,9 @@ def train(
     """
     (path.parent / "outcome.json").unlink(missing_ok=True)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "train", "--job.config_file", str(path), *flags]
-    with open(log, "ab") if log else contextlib.nullcontext(sys.stderr) as output:
+    with hold_port() as holder, open(log, "ab") if log else contextlib.nullcontext(sys.stderr) as output:
+        rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(holder.getsockname()[1])}
         process = subprocess.Popen(
             command, env={**os.environ, **rank, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True,  # Ctrl-C is ours to pass on

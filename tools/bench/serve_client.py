@@ -25,7 +25,7 @@ import numpy as np
 
 from tools.bench.harness import ROOT, version
 from tools.bench.llamacpp import FOLDER
-from train.supervise.attempt import free_port
+from train.supervise.attempt import hold_port
 
 START_S, TIMEOUT_S = 120.0, 300.0
 EVENT = re.compile(rb"data: (\{.*?\})\r?\n\r?\n", re.DOTALL)
@@ -54,7 +54,8 @@ class Server:
 
     def __enter__(self) -> Server:
         """RuntimeError with its last lines where it does not come up."""
-        self.port, self.log, end_s = free_port(), tempfile.TemporaryFile("w+"), time.monotonic() + START_S
+        self.holder, self.log, end_s = hold_port(), tempfile.TemporaryFile("w+"), time.monotonic() + START_S
+        self.port = self.holder.getsockname()[1]
         command = [*self.command, "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, cwd=ROOT)
         while not self._answers():
@@ -68,6 +69,7 @@ class Server:
     def __exit__(self, *exception: object) -> None:
         self.process.kill()
         self.process.wait()
+        self.holder.close()
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models"):

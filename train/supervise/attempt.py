@@ -236,10 +236,15 @@ def full_disks(paths: Iterable[Path]) -> list[str]:
     return list(full.values())
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+def hold_port() -> socket.socket:
+    """A socket that is bound to a port and does not listen: until it is closed, the kernel gives the port to nobody
+    who asks for any, while a program that is told its number can listen at it (SO_REUSEADDR, as servers set it).
+    """
+    holder = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        holder.setsockopt(socket.SOL_SOCKET, option, 1)
+    holder.bind(("", 0))
+    return holder
 
 
 def start_workers(
@@ -256,34 +261,46 @@ def start_workers(
     every rank's was 0.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
-    port = free_port() if nodes is None else random.randrange(20_000, 30_000)
+    with hold_port() as holder:
+        port = holder.getsockname()[1] if nodes is None else random.randrange(20_000, 30_000)
+        command = torchrun_command(nodes, nproc_per_node, program, log_folder, port, more_env)
+        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more_env}
+        env.setdefault("OMP_NUM_THREADS", "1")
+        # its own default is the home folder, often NFS
+        env.setdefault("TRITON_CACHE_DIR", str(local_cache("triton")))
+        with open(log_folder / "console.log", "ab") as log:
+            return subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[holder.fileno()],  # torchrun inherits the port, which its store then listens at
+            )
+
+
+def torchrun_command(
+    nodes: list[str] | None,
+    nproc_per_node: int,
+    program: list[str],
+    log_folder: Path,
+    port: int,
+    more_env: dict[str, str],
+) -> list[str]:
+    """The command line of `start_workers`; port: of the rendezvous on the first node."""
     address = "localhost" if nodes is None else node_address(nodes[0])
     torchrun = [
         f"--nnodes={len(nodes or [''])}", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0",
         "--rdzv-backend=static", f"--rdzv-endpoint={address}:{port}", "--tee=3",
         f"--rdzv-id={log_folder.parent.parent.name}-{os.getpid()}-{time.monotonic_ns()}",
     ]  # fmt: skip
-    if nodes is None:
-        binding = numa_binding(nproc_per_node, log_folder) if NO_NUMA_BINDING not in more_env else []
-        here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}", *binding]
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *here, "-m", *program]
-    else:
+    if nodes is not None:
         join = [sys.executable, "-m", "train.supervise.attempt", ",".join(nodes), str(log_folder)]
-        command = [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun, "-m", *program]
-    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more_env}
-    env.setdefault("OMP_NUM_THREADS", "1")
-    env.setdefault(
-        "TRITON_CACHE_DIR", str(local_cache("triton"))
-    )  # its own default is the home folder, often NFS
-    with open(log_folder / "console.log", "ab") as log:
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        return [*srun(nodes), "--kill-on-bad-exit=1", *join, *torchrun, "-m", *program]
+    binding = numa_binding(nproc_per_node, log_folder) if NO_NUMA_BINDING not in more_env else []
+    here = ["--node-rank=0", f"--log-dir={log_folder / 'local'}", *binding]
+    return [sys.executable, "-m", "torch.distributed.run", *torchrun, *here, "-m", *program]
 
 
 def numa_binding(nproc_per_node: int, log_folder: Path) -> list[str]:

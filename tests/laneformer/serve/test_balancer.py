@@ -21,7 +21,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.laneformer.serve.conftest import ROOT, Server, start
-from train.supervise.attempt import free_port
+from train.supervise.attempt import hold_port
 
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 pytestmark = [
@@ -58,9 +58,9 @@ class Talk:
     messages: list[dict[str, str]] = field(default_factory=list)
 
 
-def configured(folder: Path, servers: dict[str, Server]) -> tuple[Path, int, int]:
-    """The documented file with the addresses of this machine; the ports of the API and of the metrics."""
-    text, ports = BLOCKS["haproxy"], (free_port(), free_port())
+def configured(folder: Path, servers: dict[str, Server], ports: tuple[int, int]) -> Path:
+    """The documented file with the addresses of this machine; ports: of the API and of the metrics."""
+    text = BLOCKS["haproxy"]
     for written, port in zip(("127.0.0.1:8000", "127.0.0.1:8405"), ports, strict=True):
         assert text.count(f"bind {written}") == 1
         text = text.replace(f"bind {written}", f"bind 127.0.0.1:{port}")
@@ -71,7 +71,7 @@ def configured(folder: Path, servers: dict[str, Server]) -> tuple[Path, int, int
         assert found == 1
     file = folder / "haproxy.cfg"
     file.write_text(text.replace("/run/haproxy/admin.sock", str(folder / "admin.sock")))
-    return file, *ports
+    return file
 
 
 @pytest.fixture
@@ -79,7 +79,9 @@ def balanced(slow_folder: Path, tmp_path: Path) -> Iterator[Balanced]:
     with ThreadPoolExecutor(len(NAMES)) as pool:
         begun = [pool.submit(start, slow_folder, model=name, grace_s=60.0) for name in NAMES]
         servers = dict(zip(NAMES, (one.result() for one in begun), strict=True))
-    file, port, metrics = configured(tmp_path, servers)
+    holders = hold_port(), hold_port()
+    port, metrics = (holder.getsockname()[1] for holder in holders)
+    file = configured(tmp_path, servers, (port, metrics))
     process = subprocess.Popen([str(HAPROXY), "-f", str(file), "-db"], stderr=subprocess.PIPE, text=True)
     found = Balanced(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics}/metrics", servers)
     try:
@@ -88,6 +90,8 @@ def balanced(slow_folder: Path, tmp_path: Path) -> Iterator[Balanced]:
     finally:
         process.terminate()
         process.wait(20)
+        for holder in holders:
+            holder.close()
         for server in servers.values():
             if server.process.poll() is None:
                 server.process.kill()

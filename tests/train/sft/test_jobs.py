@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import torch
 
 from data_mixtures.mixture import CONVERSATIONS, TRAINED, Mixture, valid_windows
 from laneformer.hf.tokenizer import CHAT_TEMPLATE
-from tests.train import production, supervised
-from tests.train.runs import copy_stopped_at, fail, metrics, succeed, weights
+from records import job as job_sections
+from tests.train import production
+from tests.train.runs import copy_stopped_at, metrics, succeed, weights
 from tests.train.sft import chats
+from train.data import build_mixture_loader
 
 STEPS, GLOBAL_BATCH = 4, 4
 EPSILON = torch.finfo(torch.float32).eps
@@ -51,6 +54,7 @@ def plain_loss(
     return losses.detach(), count, norm
 
 
+@pytest.mark.job
 def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
     whole: Path, lock: Path, parent: Path
 ) -> None:
@@ -73,11 +77,13 @@ def test_the_mean_is_over_all_trained_tokens_of_the_global_batch(
     assert row["tokens_total"] > row["tokens"], "those of the phases before count"
 
 
+@pytest.mark.job
 def test_the_template_of_the_data_goes_into_the_run(whole: Path) -> None:
     """Whose export has it (test_turns.py)."""
     assert (whole / "chat_template.jinja").read_bytes() == CHAT_TEMPLATE.read_bytes()
 
 
+@pytest.mark.job
 def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
     found = valid_windows(lock.parent, "identity", 5), valid_windows(lock.parent, "identity", 5, flags=True)
     losses, count, _ = plain_loss(whole, STEPS, *(each.astype(np.int64) for each in found))
@@ -86,6 +92,7 @@ def test_held_out_loss_is_that_of_answers(whole: Path, lock: Path) -> None:
     assert [r["step"] for r in metrics(whole) if "valid_loss" in r] == [2, 4]
 
 
+@pytest.mark.job
 def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_path: Path) -> None:
     resumed = tmp_path / "resumed"
     copy_stopped_at(2, whole, resumed)
@@ -95,48 +102,28 @@ def test_resumed_it_is_the_same_run(whole: Path, lock: Path, parent: Path, tmp_p
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.job
-def test_a_killed_rank_changes_nothing(lock: Path, parent: Path, tmp_path: Path) -> None:
-    """Under the supervisor, from the checkpoint of the phase before: bit for bit the undisturbed run."""
-    more = (
-        *flags(parent, 6), "--checkpoint.initial_load_model_only", "--model.mask_documents", "--phase.name", "sft",
-        "--checkpoint.interval", "2", "--architecture.num_hidden_layers", "4", "--architecture.swa_layers", "0", "1",
-        "2", "--validation.no-enable",
-    )  # fmt: skip
-    reference = supervised.undisturbed(tmp_path / "reference", lock, 6, 2, *more)
-    faults = [{"kind": "kill", "step": 4, "rank": 1}]
-    run, status, said = supervised.supervise(tmp_path / "killed", lock, 6, 2, faults, *more)
-    assert status == 0, said[-3000:]
-    assert len((run / "attempts.jsonl").read_text().splitlines()) == 2
-    supervised.assert_same(run, reference, 6)
-
-
-@pytest.mark.job
-def test_held_out_loss_falls(lock: Path, parent: Path, tmp_path: Path) -> None:
-    """Thirty-two steps of a tiny model on conversations about who it is: unseen ones become likelier as well."""
-    more = ("--training.local_batch_size", "4", "--optimizer.lr", "1e-2")
-    steps = ("--validation.freq", "16", "--metrics.log_freq", "16", "--checkpoint.interval", "32")
-    rows = succeed(tmp_path / "run", lock, *flags(parent, 32), *more, *steps, config="debug_sft", ranks=1)
-    losses = [row["valid_loss"] for row in rows if "valid_loss" in row]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.7 * losses[0]
-
-
-def test_packed_conversations_must_not_see_each_other(lock: Path, parent: Path, tmp_path: Path) -> None:
-    said = fail(
-        tmp_path / "run", lock, *flags(parent), "--model.no-mask_documents", config="debug_sft", ranks=1
+def test_packed_conversations_must_not_see_each_other(lock: Path) -> None:
+    job = SimpleNamespace(
+        job=SimpleNamespace(dump_folder=str(lock.parent / "run")),
+        mixture=job_sections.Mixture(lock=str(lock)),
+        model=SimpleNamespace(mask_documents=False),
+        resilience=job_sections.Resilience(),
+        training=SimpleNamespace(seq_len=chats.SEQ_LEN, local_batch_size=1),
     )
-    assert "set model.mask_documents = true" in said
+    with pytest.raises(ValueError, match=r"set model\.mask_documents = true"):
+        build_mixture_loader(1, 0, None, job)
+    job.model.mask_documents = True
+    assert build_mixture_loader(1, 0, None, job).mixture.packed
     assert json.loads(lock.read_text())["packing"] == CONVERSATIONS
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_shipped_job(shipped_run: Path, lock: Path, tmp_path: Path) -> None:
     """configs/sft.toml on two ranks with shapes shrunk: compiled, bfloat16, checkpointed, validated."""
     start = shipped_run / f"checkpoint/step-{production.STEPS}"
     more = {"training.seq_len": chats.SEQ_LEN, "checkpoint.initial_load_path": start}
     run = production.train(production.torchrun(2), "sft", tmp_path / "sft", lock, more)
-    rows = production.rows(run)
+    rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, production.STEPS + 1))
     assert all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert [row["step"] for row in rows if row.get("valid_loss")] == [production.EVERY, production.STEPS]

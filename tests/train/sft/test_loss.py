@@ -97,30 +97,3 @@ def test_untrained_tokens_give_no_gradient_and_no_loss(windows: tuple[np.ndarray
     assert not losses[untrained].any()
     assert not stream.grad[untrained].any(), "exactly zero"
     assert stream.grad[~untrained].abs().amax((-1, -2)).min() > 0
-
-
-def test_only_answers_and_their_ends_are_labels(windows: tuple[np.ndarray, np.ndarray]) -> None:
-    tokens, flags = windows
-    _, labels = chats.batch(tokens, flags)
-    assert torch.equal(labels != IGNORE_INDEX, torch.from_numpy((flags[:, 1:] & TRAINED) > 0))
-    ends = (tokens[:, 1:] == 2) & (labels.numpy() == 2)
-    replies = sum(bool((windows[1][n, a:b] & TRAINED).any()) for n, a, b in conversations_of(windows))
-    assert ends.sum() >= replies, "the end of every answer is learned"
-    # other ids where nothing is trained, other than the inputs: the labels do not know
-    changed = np.where(flags & TRAINED, tokens, 7)
-    assert torch.equal(chats.batch(changed, flags)[1], labels)
-
-
-def test_padding_sees_itself_alone_and_changes_nothing(windows: tuple[np.ndarray, np.ndarray]) -> None:
-    tokens, flags = windows
-    padding = [(n, a, b) for n, a, b in conversations_of(windows) if not (flags[n, a:b] & TRAINED).any()]
-    assert padding
-    other = tokens.copy()
-    for number, first, end in padding:
-        other[number, first:end] = 9
-    model = chats.titan_model()
-    with torch.no_grad():
-        one, two = (
-            model(i["input"], y, i["documents"]) for i, y in (chats.batch(t, flags) for t in (tokens, other))
-        )
-    assert torch.equal(one, two)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from data_mixtures import shards
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture
@@ -146,6 +145,8 @@ def test_the_same_ids_in_training_transformers_and_the_server(
     exported: Path, trained: list[Conversation]
 ) -> None:
     """But that Transformers ends a turn where a text spells "</s>" (docs/decisions/sft.md)."""
+    from transformers import PreTrainedTokenizerFast
+
     theirs = PreTrainedTokenizerFast.from_pretrained(exported)
     tokenizer, config, _ = text_files(exported)  # as the engine reads them
     assert tokenizer is not None

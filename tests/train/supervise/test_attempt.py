@@ -1,4 +1,4 @@
-"""An attempt ends with nothing of it left alive."""
+"""An attempt ends with nothing of it left alive, and says who is to blame."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from threading import Timer
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,100 +19,118 @@ from records.files import read_lines
 from records.job import JobSections
 from train.supervise import attempt as attempt_module
 from train.supervise import heartbeat
-from train.supervise.attempt import Attempt, Ended, exit_words, full_disks
+from train.supervise.attempt import Attempt, Ended, exit_words, full_disks, hold_port
 from train.supervise.signals import StopSignals
 
+REPORT = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\n"
 
-def test_a_second_request_kills_what_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobSections:
     job = JobSections()
     job.job.dump_folder = str(tmp_path / "run")
     job.run.mkdir()
-    child = "import time, os; open(r'{}', 'w').write(str(os.getpid())); time.sleep(600)".format(
-        tmp_path / "pid"
-    )
-    parent = (
-        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
-    )
-    monkeypatch.setattr(
-        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen([sys.executable, "-c", parent])
-    )
-    stop = StopSignals(on_force=lambda: None)
-    attempt = Attempt(job, 1, stop)
-    attempt.start(None, 1, [])
-    while not (tmp_path / "pid").exists():
-        time.sleep(0.05)
-    stop.asked = "SIGTERM"
-    Timer(1.0, stop._force).start()
+    return job
+
+
+@pytest.fixture
+def begin(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Attempt]:
+    """Start an attempt whose workers are this shell command; console: what torchrun has said."""
+
+    def begin(
+        command: str,
+        nodes: list[str] | None = None,
+        per_node: int = 1,
+        console: str = "",
+        **options: Callable,
+    ) -> Attempt:
+        started = ["sh", "-c", command]
+        monkeypatch.setattr(
+            attempt_module, "start_workers", lambda *_: subprocess.Popen(started, start_new_session=True)
+        )
+        attempt = Attempt(job, 1, StopSignals(on_force=lambda: None), **options)
+        attempt.logs.mkdir(parents=True)
+        (attempt.logs / "console.log").write_text(console)
+        attempt.start(nodes, per_node, [])
+        return attempt
+
+    return begin
+
+
+def test_a_second_request_kills_what_does_not_end(begin: Callable, job: JobSections, tmp_path: Path) -> None:
+    """The workers never end; their children, in sessions of their own as torchrun's are, must die too."""
+
+    def look() -> None:
+        if (tmp_path / "pid").exists():
+            attempt.stop.asked = "SIGTERM"
+        if (job.run / "stop").exists():  # they were asked first
+            attempt.stop._force()
+
+    job.resilience.hang_timeout_s = 2.0  # looks are as frequent
+    attempt = begin(f"setsid sh -c 'echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; sleep 600' & wait",
+                    on_look=look)  # fmt: skip
     assert attempt.watch().reason.startswith("killed")
-    assert (job.run / "stop").exists(), "they were asked first"
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_workers_that_do_not_exit_keep_their_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_worker_is_left_when_the_supervisor_stumbles(begin: Callable) -> None:
+    """A stale file handle while it looks: the error goes up, the workers do not live on."""
+
+    def stumble() -> None:
+        raise OSError(116, "Stale file handle")
+
+    attempt = begin("exec sleep 600", on_look=stumble)
+    with pytest.raises(OSError, match="Stale"):
+        attempt.watch()
+    assert attempt.workers.poll() == -signal.SIGKILL
+
+
+def test_workers_that_do_not_exit_keep_their_outcome(begin: Callable, job: JobSections) -> None:
     """A bad step whose processes then hang is a bad step, not a hang."""
-    job = JobSections()
-    job.job.dump_folder = str(tmp_path / "run")
     job.resilience.hang_timeout_s = job.resilience.start_timeout_s = 0.5
-    job.run.mkdir()
-    monkeypatch.setattr(
-        "train.supervise.attempt.start_workers",
-        lambda *_: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]),
-    )
-    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
-    attempt.start(None, 1, [])
+    attempt = begin("exec sleep 600")
     write_outcome(job.run, 1, BAD_STEP, 7, "the loss is nan")
     assert attempt.watch() == Ended(BAD_STEP, 7, "the loss is nan")
     assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
 
 
 def test_dead_workers_are_a_crash_however_long_torchrun_lives(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    begin: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All ranks were killed and torchrun takes longer than the hang timeout to exit: no rank is to
-    blame for a hang.
-    """
-    job = JobSections()
-    job.job.dump_folder = str(tmp_path / "run")
-    job.resilience.hang_timeout_s = job.resilience.start_timeout_s = 2.0
-    job.run.mkdir()
-    parent = "import subprocess, time; subprocess.run(['sleep', '1']); time.sleep(600)"
-    monkeypatch.setattr(
-        "train.supervise.attempt.start_workers", lambda *_: subprocess.Popen([sys.executable, "-c", parent])
-    )
-    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
-    attempt.start(None, 1, [])
+    """All ranks have died, and torchrun takes longer than the hang timeout to exit: no rank is to blame for a hang."""
+    seen = tmp_path / "seen"
+
+    def look(self: heartbeat.HangWatch) -> float | None:
+        """A hang, once the workers were seen and are gone."""
+        return 99.0 if seen.exists() and attempt._workers_are_gone() else None
+
+    monkeypatch.setattr(heartbeat.HangWatch, "look", look)
+    job.resilience.hang_timeout_s = 2.0  # looks are as frequent
+    attempt = begin(f"(until [ -e {seen} ]; do sleep 0.1; done) & wait; exec sleep 600",
+                    on_look=lambda: seen.touch() if attempt.known else None)  # fmt: skip
     assert attempt.watch().reason.startswith("no worker recorded an outcome")
     assert not read_lines(job.run / "events.jsonl"), "no hang is recorded"
 
 
 def test_heartbeats_are_read_every_few_seconds_and_an_end_is_seen_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    begin: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """192 files, each on a shared file system: at most one look in five seconds, whatever the
-    poll for the end.
-    """
-    job = JobSections()
-    job.job.dump_folder = str(tmp_path / "run")
-    job.run.mkdir()
-    looks: list[float] = []
+    """192 files, each on a shared file system: one look in five seconds, whatever the poll for the end."""
+    now_s, looks = [0.0], list[float]()
 
-    def read(folder: Path) -> dict:
-        looks.append(time.monotonic())
-        return {}
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
 
-    monkeypatch.setattr(heartbeat, "read_heartbeats", read)
-    monkeypatch.setattr(
-        "train.supervise.attempt.start_workers",
-        lambda *_: subprocess.Popen(["sleep", "2"], start_new_session=True),
-    )
-    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
-    attempt.start(None, 192, [])
-    began = time.monotonic()
+    attempt = begin("true", nodes=None, per_node=192)
+    attempt.workers.wait()
+    monkeypatch.setattr(attempt.workers, "poll", lambda: 0 if now_s[0] >= 12 else None)
+    monkeypatch.setattr(heartbeat, "read_heartbeats", lambda folder: looks.append(now_s[0]) or {})
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now_s[0])
+    monkeypatch.setattr(attempt_module, "time", clock)
     attempt.watch()
-    assert time.monotonic() - began < 3.0
-    assert len(looks) == 2, "one when it began and one for the record when it ended"
+    assert len(looks) == 4, "at the beginning, after 5 and 10 seconds, and one for the record when it ended"
+    assert now_s[0] < 12.5
     assert heartbeat.interval_s(400.0) == 5.0
 
 
@@ -130,36 +148,39 @@ def test_exit_statuses_in_words(status: int, words: str) -> None:
 
 
 def test_a_crash_names_its_node_its_signal_and_the_full_disk(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    begin: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes,
-    rank 5 was killed.
-    """
-    job = JobSections()
-    job.job.dump_folder = str(tmp_path / "run")
-    job.run.mkdir()
-    report = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\n  rank      : 5 (local_rank: 1)\n"
-    monkeypatch.setattr("train.supervise.attempt.start_workers", lambda *_: subprocess.Popen(["false"]))
+    """The disk of the run folder is full, so no worker could say why: 8 ranks on two nodes, rank 5 was killed."""
     usage = type("Usage", (), {"free": 4096, "total": 60 << 20})
     monkeypatch.setattr("train.supervise.attempt.shutil.disk_usage", lambda path: usage)
-    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
-    attempt.logs.mkdir(parents=True)
-    monkeypatch.setattr("train.supervise.attempt.REPORT_BYTES", 200)  # all else may be gigabytes
-    (attempt.logs / "console.log").write_text(
-        report.replace("5", "1") + 300 * "." + report + "  exitcode  : -9 (pid: 77)\n"
-    )
-    attempt.start(["n1", "n2"], 4, [])
-    ended = attempt.watch()
+    monkeypatch.setattr(attempt_module, "REPORT_BYTES", 200)  # all else may be gigabytes
+    earlier = REPORT + "  rank      : 1 (local_rank: 1)\n"
+    last = REPORT + "  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n"
+    ended = begin("false", ["n1", "n2"], 4, console=earlier + 300 * "." + last).watch()
     assert ended.failed_node == "n2"
-    assert (
-        "no worker recorded an outcome, exit status 1 (first to fail: rank 5 on n2, signal 9, SIGKILL"
-        in ended.reason
-    )
+    said = "no worker recorded an outcome, exit status 1 (first to fail: rank 5 on n2, signal 9, SIGKILL"
+    assert said in ended.reason
     assert f"the disk of {job.run} is full: 4 KiB of 60 MiB free" in ended.reason
 
 
 def test_a_disk_with_room_is_not_full(tmp_path: Path) -> None:
     assert full_disks([tmp_path, tmp_path / "missing"]) == []
+
+
+def test_an_abort_of_the_watchdog_blames_the_rank_that_is_waited_for(begin: Callable) -> None:
+    """NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come out of its save."""
+    report = REPORT + "  rank      : 0 (local_rank: 0)\n  exitcode  : -6 (pid: 77)\n"
+    attempt = begin("false", ["n1", "n2"], 4, console=report)
+    attempt.heartbeats.mkdir()
+    for rank in range(8):
+        mark = (41, "saving step 1000") if rank == 5 else (42, "the verdict on the save of step 500")
+        beat = {"rank": rank, "host": f"n{1 + rank // 4}", "pid": 1, "step": 1000, "mark": mark, "time": 0.0}
+        (attempt.heartbeats / f"rank-{rank}.json").write_text(json.dumps(beat))
+    ended = attempt.watch()
+    assert (ended.suspects, ended.failed_node) == (("n2",), None)
+    others = "the other ranks: 7 in the verdict on the save of step 500"
+    assert f"rank 5 on n2 in saving step 1000; {others}" in ended.reason
+    assert "first to fail: rank 0 on n1, signal 6, SIGABRT" in ended.reason
 
 
 def test_ranks_stay_beside_their_gpus(
@@ -188,52 +209,17 @@ def test_ranks_stay_beside_their_gpus(
         assert known.numa_binding == "node"
 
 
-def test_no_worker_is_left_when_the_supervisor_stumbles(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A stale file handle while it looks: the error goes up, the workers do not live on."""
-    job = JobSections()
-    job.job.dump_folder = str(tmp_path / "run")
-    job.run.mkdir()
-    monkeypatch.setattr(
-        "train.supervise.attempt.start_workers",
-        lambda *_: subprocess.Popen(["sleep", "600"], start_new_session=True),
-    )
-
-    def stumble() -> None:
-        raise OSError(116, "Stale file handle")
-
-    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None), stumble)
-    attempt.start(None, 1, [])
-    with pytest.raises(OSError, match="Stale"):
-        attempt.watch()
-    assert attempt.workers.poll() is not None
+LISTEN = "import socket, sys; print(socket.create_server(('', int(sys.argv[1]))).getsockname()[1])"
 
 
-def test_an_abort_of_those_that_wait_blames_whom_they_wait_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """NCCL's watchdog speaks before the hang timeout: rank 0 aborts, since rank 5 does not come
-    out of its save.
-    """
-    job = JobSections()
-    job.job.dump_folder = str(tmp_path / "run")
-    job.run.mkdir()
-    report = "Root Cause (first observed failure):\n[0]:\n  host      : a.long.name\n  rank      : 0 (local_rank: 0)\n"
-    monkeypatch.setattr("train.supervise.attempt.start_workers", lambda *_: subprocess.Popen(["false"]))
-    attempt = Attempt(job, 1, StopSignals(on_force=lambda: None))
-    attempt.logs.mkdir(parents=True)
-    (attempt.logs / "console.log").write_text(report + "  exitcode  : -6 (pid: 77)\n")
-    attempt.start(["n1", "n2"], 4, [])
-    attempt.heartbeats.mkdir()
-    for rank in range(8):
-        mark = (41, "saving step 1000") if rank == 5 else (42, "the verdict on the save of step 500")
-        beat = {"rank": rank, "host": f"n{1 + rank // 4}", "pid": 1, "step": 1000, "mark": mark, "time": 0.0}
-        (attempt.heartbeats / f"rank-{rank}.json").write_text(json.dumps(beat))
-    ended = attempt.watch()
-    assert (ended.suspects, ended.failed_node) == (("n2",), None)
-    assert (
-        "rank 5 on n2 in saving step 1000; the other ranks: 7 in the verdict on the save of step 500"
-        in ended.reason
-    )
-    assert "first to fail: rank 0 on n1, signal 6, SIGABRT" in ended.reason
+def test_a_held_port_is_given_to_nobody_but_who_is_told_its_number() -> None:
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        others = [hold_port() for _ in range(50)]
+        assert port not in {other.getsockname()[1] for other in others}
+        told = subprocess.run(
+            [sys.executable, "-c", LISTEN, str(port)], capture_output=True, text=True, check=True
+        )
+        assert told.stdout == f"{port}\n"
+    for other in others:
+        other.close()

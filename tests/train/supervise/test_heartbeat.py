@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+
+import pytest
 
 from train.supervise.heartbeat import HangWatch, Heartbeat, read_heartbeats
 
@@ -46,40 +49,34 @@ def blamed_after_a_hang(
 EXCHANGE, READING = (42, "the exchange of step 8"), (40, "reading the data of step 8")
 
 
-def test_the_rank_that_never_arrived_is_blamed(tmp_path: Path) -> None:
-    ranks, words = blamed_after_a_hang(tmp_path, [EXCHANGE, EXCHANGE, READING, EXCHANGE])
-    assert ranks == [2]
-    assert words == "rank 2 on n2 in reading the data of step 8; the other ranks: 3 in the exchange of step 8"
-
-
-def test_nobody_is_blamed_when_all_wait_in_the_same_place(tmp_path: Path) -> None:
-    assert blamed_after_a_hang(tmp_path, [EXCHANGE] * 4) == (
-        [],
-        "no suspect: all 4 ranks in the exchange of step 8",
-    )
-
-
-def test_nobody_is_blamed_when_most_are_behind(tmp_path: Path) -> None:
-    ranks, words = blamed_after_a_hang(tmp_path, [READING, EXCHANGE, READING, READING])
-    assert (ranks, words) == (
-        [],
-        "no suspect: ranks 3 in reading the data of step 8, 1 in the exchange of step 8",
-    )
-
-
-def test_a_silent_rank_is_blamed_whatever_the_clocks_of_the_nodes_say(tmp_path: Path) -> None:
-    ranks, words = blamed_after_a_hang(tmp_path, [READING, EXCHANGE, EXCHANGE, EXCHANGE], dead=(3,))
-    assert ranks == [3]
-    assert words.startswith("rank 3 on n3 silent, last in the exchange of step 8; ")
-
-
-def test_a_rank_that_never_reported_is_blamed_first(tmp_path: Path) -> None:
-    assert blamed_after_a_hang(tmp_path, [EXCHANGE, EXCHANGE, None], dead=(0,))[0] == [2]
-
-
-def test_a_dead_file_system_blames_nobody(tmp_path: Path) -> None:
-    ranks, words = blamed_after_a_hang(tmp_path, [EXCHANGE] * 3, dead=(0, 1, 2))
-    assert (ranks, words) == ([], "no suspect: all 3 ranks silent, last in the exchange of step 8")
+@pytest.mark.parametrize(
+    ("marks", "dead", "blamed", "words"),
+    [
+        (
+            [EXCHANGE, EXCHANGE, READING, EXCHANGE], (), [2],
+            "rank 2 on n2 in reading the data of step 8; the other ranks: 3 in the exchange of step 8",
+        ),
+        ([EXCHANGE] * 4, (), [], "no suspect: all 4 ranks in the exchange of step 8"),
+        (
+            [READING, EXCHANGE, READING, READING], (), [],
+            "no suspect: ranks 3 in reading the data of step 8, 1 in the exchange of step 8",
+        ),
+        (
+            [READING, EXCHANGE, EXCHANGE, EXCHANGE], (3,), [3],
+            "rank 3 on n3 silent, last in the exchange of step 8; ",
+        ),
+        ([EXCHANGE, EXCHANGE, None], (0,), [2], "rank 2 on an unknown host never reported"),
+        ([EXCHANGE] * 3, (0, 1, 2), [], "no suspect: all 3 ranks silent, last in the exchange of step 8"),
+    ],
+    ids=["never arrived", "all in one place", "most behind", "silent, whatever the clocks say", "never reported",
+         "a dead file system"],
+)  # fmt: skip
+def test_who_is_blamed_for_a_hang(
+    tmp_path: Path, marks: list[tuple[int, str] | None], dead: tuple[int, ...], blamed: list[int], words: str
+) -> None:
+    ranks, said = blamed_after_a_hang(tmp_path, marks, dead)
+    assert ranks == blamed
+    assert said.startswith(words)
 
 
 def test_a_worker_writes_what_it_does(tmp_path: Path) -> None:
@@ -87,7 +84,7 @@ def test_a_worker_writes_what_it_does(tmp_path: Path) -> None:
     heartbeat.beat(5)
     heartbeat.enter("the exchange of step 6")
     while read_heartbeats(tmp_path).get(3, {}).get("mark", [0])[0] < 2:
-        pass
+        time.sleep(0.01)
     heartbeat.close()
     written = read_heartbeats(tmp_path)[3]
     assert (written["step"], written["mark"]) == (5, [2, "the exchange of step 6"])

@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,26 +16,11 @@ import torch
 
 from records.events import CRASHED, REFUSED, SUPERVISED, crash_on_record
 from records.files import hold_lock
-from tests.train.runs import fail, run_job
+from tests.train.runs import run_job
 from tests.train.supervised import arguments, supervise
 from train.supervise.lock import hold_rank, hold_run, no_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@contextmanager
-def worker(run: Path, rank: int, **env: str) -> Iterator[int]:
-    """The process id of a worker of this run that holds its lock and lives on."""
-    program = "import sys, time, pathlib; from train.supervise.lock import hold_rank\n"
-    program += "lock = hold_rank(pathlib.Path(sys.argv[1]), int(sys.argv[2])); print('held', flush=True); time.sleep(600)"  # noqa: E501
-    command = [sys.executable, "-c", program, str(run), str(rank)]
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        try:
-            yield process.pid
-        finally:
-            process.kill()
 
 
 def test_one_job_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,52 +40,12 @@ def test_one_job_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_run(tmp_path).close()
 
 
-def test_a_supervisor_is_refused_while_an_orphan_lives(prepared_data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "train.supervise"]
-    command += arguments(run, prepared_data / "phase1.lock.json", steps=2, interval=1)
-    with worker(run, 1, **{SUPERVISED: str(run)}) as pid:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert f"held by process {pid} on " in done.stderr
-    assert not (run / "attempts.jsonl").exists()
-
-
-def test_a_job_is_refused_while_a_worker_of_another_lives(prepared_data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with worker(run, 1, **{SUPERVISED: str(run)}) as pid:
-        said = fail(run, prepared_data / "phase1.lock.json")
-    assert not (run / "outcome.json").exists(), "what is there is the other job's"
-    (line,) = [line for line in said.splitlines() if line.startswith("The job ")]
-    assert line.startswith("The job cannot start: rank 1: rank 1 of another job is alive in ")
-    assert f"held by process {pid} on " in line
-    assert "Traceback" not in said
-
-
 def test_a_lock_is_waited_for(tmp_path: Path) -> None:
-    program = "import sys, time, pathlib; from records.files import hold_lock\n"
-    program += (
-        "lock = hold_lock(pathlib.Path(sys.argv[1]), 'taken'); print('held', flush=True); time.sleep(1)"
-    )
-    path = tmp_path / "lock"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], cwd=ROOT, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match=f"taken .held by process {process.pid} on "):
-            hold_lock(path, "taken")
-        hold_lock(path, "taken", wait_s=30).close()
-
-
-def test_a_refusal_is_one_line_and_one_outcome(prepared_data: Path, tmp_path: Path) -> None:
-    """Two ranks find the same."""
-    mesh = ("--parallelism.data_parallel_shard_degree", "3", "--training.global_batch_size", "12")
-    said = fail(tmp_path / "run", prepared_data / "phase1.lock.json", *mesh)
-    (line,) = [line for line in said.splitlines() if line.startswith("The job ")]
-    assert line.startswith("The job is refused: 2 workers do not form a mesh")
-    assert "Traceback" not in said
-    assert json.loads((tmp_path / "run/outcome.json").read_text())["code"] == REFUSED
+    first = hold_lock(tmp_path / "lock", "taken")
+    with pytest.raises(ValueError, match=f"taken .held by process {os.getpid()} on "):
+        hold_lock(tmp_path / "lock", "taken")
+    threading.Timer(0.1, first.close).start()
+    hold_lock(tmp_path / "lock", "taken", wait_s=100).close()
 
 
 @pytest.mark.parametrize(
@@ -154,6 +98,7 @@ def test_a_rank_that_finds_what_rank_0_does_not_speaks_for_itself(
     assert capsys.readouterr().err == "", "it is on record"
 
 
+@pytest.mark.job
 def test_a_refused_key_of_the_job_file_reaches_the_supervisor(tmp_path: Path) -> None:
     config, run = tmp_path / "job.toml", tmp_path / "run"
     text = (ROOT / "configs/debug_phase1.toml").read_text()
@@ -167,16 +112,6 @@ def test_a_refused_key_of_the_job_file_reaches_the_supervisor(tmp_path: Path) ->
     assert "Traceback" not in done.stdout
     outcome = json.loads((run / "outcome.json").read_text())
     assert (outcome["attempt"], outcome["code"]) == (1, REFUSED)
-
-
-def test_a_missing_shard_is_no_refusal(prepared_data: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    subprocess.run(["cp", "-r", str(prepared_data), str(data)], check=True)
-    next(data.glob("*/*.bin")).unlink()
-    said = fail(tmp_path / "run", data / "phase1.lock.json")
-    (line,) = [line for line in said.splitlines() if line.startswith("The job ")]
-    assert "is missing" in line
-    assert json.loads((tmp_path / "run/outcome.json").read_text())["code"] == CRASHED
 
 
 @pytest.mark.job

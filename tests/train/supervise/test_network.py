@@ -14,7 +14,7 @@ import pytest
 
 from records.job import Resilience
 from train.supervise import connections, preflight
-from train.supervise.attempt import free_port, start_workers
+from train.supervise.attempt import hold_port, start_workers
 from train.supervise.network import ROUNDS, partner
 from train.supervise.preflight import judge_network
 
@@ -85,19 +85,20 @@ def planted(out: Path, ranks: int, faults: dict[str, str], apart: int | None = N
     others through a file.
     """
     env = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **faults}
-    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "tests.train.supervise.planted_network", str(out)]
-    processes = [
-        subprocess.Popen(
-            [*(ALONE if rank == apart else ()), *command], cwd=ROOT, env={**env, "RANK": str(rank)}
-        )
-        for rank in range(ranks)
-    ]
-    assert [process.wait(120) for process in processes] == [0] * ranks
+    with hold_port() as holder:
+        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(holder.getsockname()[1])}
+        processes = [
+            subprocess.Popen(
+                [*(ALONE if rank == apart else ()), *command], cwd=ROOT, env={**env, "RANK": str(rank)}
+            )
+            for rank in range(ranks)
+        ]
+        assert [process.wait(120) for process in processes] == [0] * ranks
     return json.loads(out.read_text())
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_planted_slow_rank_is_named(tmp_path: Path) -> None:
     """Three processes on gloo, each a node: 3 rounds, 26 exchanges a round; a sleep is slower
     than any noise here.
@@ -117,6 +118,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @pytest.mark.job
 @needs_namespaces
+@pytest.mark.rotate
 @pytest.mark.parametrize("sockets", [True, False], ids=["sockets", "gloo"])
 def test_a_node_that_the_others_do_not_reach_is_named(
     sockets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,7 +190,7 @@ def test_what_hangs_is_what_rank_0_said_before(tmp_path: Path, monkeypatch: pyte
     )
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_measurement_runs_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "start_workers", lambda nodes, *rest: start_workers(None, *rest))
     assert preflight.network(["n0"], 2, Resilience(), tmp_path) == preflight.Network()

@@ -25,6 +25,7 @@ def preflight(data: Path, run: Path, *options: str) -> dict:
     return record
 
 
+@pytest.mark.rotate
 def test_good_node(prepared_data: Path, tmp_path: Path) -> None:
     record = preflight(prepared_data, tmp_path / "run")
     assert record["ok"], record
@@ -34,6 +35,7 @@ def test_good_node(prepared_data: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "run").iterdir()), "nothing is left in the run folder"
 
 
+@pytest.mark.rotate
 def test_missing_gpus_and_a_full_disk(prepared_data: Path, tmp_path: Path) -> None:
     reason = preflight(prepared_data, tmp_path / "run", "--gpus", "4096")["reason"]
     assert reason.startswith("gpus: ValueError:")
@@ -44,6 +46,7 @@ def test_missing_gpus_and_a_full_disk(prepared_data: Path, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.rotate
 def test_unreadable_mixture(prepared_data: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(prepared_data, data)

@@ -54,9 +54,10 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             if saved is not None:
                 (job.checkpoints / f"step-{saved}").mkdir()
                 (job.checkpoints / f"step-{saved}/.metadata").touch()
-            return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+            return subprocess.Popen(["sh", "-c", f"exit {code}"])
 
         monkeypatch.setattr("train.supervise.attempt.start_workers", start_workers)
+        monkeypatch.setattr("train.supervise.attempt.POLL_S", 0.01)
         monkeypatch.setattr("train.supervise.signals.StopSignals.install", lambda self: None)
         options = Options(2, nodes, spares)
         return Supervisor(job, options, []).run(), len(begun)
@@ -64,11 +65,27 @@ def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     return run
 
 
-def test_a_crash_is_started_again_until_done(supervise: Callable) -> None:
-    assert supervise((CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), (DONE, 20, "end", 20)) == (
-        DONE,
-        3,
-    )
+CRASH: Life = (CRASHED, 7, "RuntimeError: x", None)
+STOP: Life = (STOPPED, 3, "SIGUSR1", None)
+END: Life = (DONE, 20, "end", 20)
+
+
+@pytest.mark.parametrize(
+    ("lives", "code", "said"),
+    [
+        ([(CRASHED, 7, "", 5), (CRASHED, 12, "RuntimeError: x", 10), END], DONE, ""),
+        ([STOP, STOP, STOP, STOP, END], DONE, ""),
+        ([(CRASHED, 0, "a.bin is missing", None), END], DONE, ""),
+        ([(CRASHED, 7, "", 5), CRASH, CRASH, CRASH], CRASHED, "without a newer checkpoint"),
+        ([(REFUSED, 0, "mixture.lock is empty", None)], CRASHED, "mixture.lock is empty"),
+    ],
+    ids=["crashes", "stopped workers are no failure", "a missing file", "no progress", "refused settings"],
+)
+def test_what_is_started_again_and_what_is_not(
+    supervise: Callable, job: JobSections, lives: list[Life], code: int, said: str
+) -> None:
+    assert supervise(*lives, *3 * [END] * (code != DONE)) == (code, len(lives))
+    assert said in read_lines(job.run / "events.jsonl")[-1]["text"]
 
 
 def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
@@ -76,38 +93,17 @@ def test_a_full_disk_below_its_log_does_not_end_the_supervisor(
 ) -> None:
     with open("/dev/full", "w", buffering=1) as log:
         monkeypatch.setattr("train.supervise.supervisor.console", Console(file=log))
-        assert supervise((CRASHED, 7, "", 5), (DONE, 20, "end", 20)) == (DONE, 2)
+        assert supervise((CRASHED, 7, "", 5), END) == (DONE, 2)
         with suppress(OSError):
             log.close()
-
-
-def test_three_starts_without_a_newer_checkpoint_end_it(supervise: Callable, job: JobSections) -> None:
-    crash: Life = (CRASHED, 7, "RuntimeError: x", None)
-    assert supervise((CRASHED, 7, "", 5), crash, crash, crash, crash) == (CRASHED, 4)
-    assert "without a newer checkpoint" in read_lines(job.run / "events.jsonl")[-1]["text"]
-
-
-def test_stopped_workers_are_no_failure(supervise: Callable) -> None:
-    stopped: Life = (STOPPED, 3, "SIGUSR1", None)
-    assert supervise(stopped, stopped, stopped, stopped, (DONE, 20, "end", 20)) == (DONE, 5)
-
-
-def test_refused_settings_are_not_tried_again(supervise: Callable, job: JobSections) -> None:
-    assert supervise((REFUSED, 0, "mixture.lock is empty", None)) == (CRASHED, 1)
-    assert "mixture.lock is empty" in read_lines(job.run / "events.jsonl")[-1]["text"]
-
-
-def test_a_file_that_is_missing_at_the_start_is_tried_again(supervise: Callable) -> None:
-    assert supervise((CRASHED, 0, "a.bin is missing", None), (DONE, 20, "end", 20)) == (DONE, 2)
 
 
 def test_one_reason_three_times_ends_it_whatever_the_progress(supervise: Callable, job: JobSections) -> None:
     """As a crash at every validation, each time behind a newer checkpoint, seen first by some other rank."""
     lives = [
-        (CRASHED, 500 * n, f"RuntimeError: limit at step {500 * n}, /tmp/x{n} 0x7f{n}a", 500 * n)
-        for n in range(9)
+        (CRASHED, n, f"RuntimeError: limit at step {n}, /tmp/x{n} 0x7f{n}a", n) for n in range(500, 4500, 500)
     ]
-    assert supervise(*lives[1:]) == (CRASHED, 3)
+    assert supervise(*lives) == (CRASHED, 3)
     text = read_lines(job.run / "events.jsonl")[-1]["text"]
     assert text.startswith("3 attempts in a row ended for the same reason")
     assert "limit at step 1500" in text
@@ -115,31 +111,25 @@ def test_one_reason_three_times_ends_it_whatever_the_progress(supervise: Callabl
 
 def test_other_reasons_between_or_long_attempts_do_not_end_it(supervise: Callable, job: JobSections) -> None:
     lives = [(CRASHED, n, "RuntimeError: x" if n % 3 else "OSError: y", n) for n in range(1, 6)]
-    assert supervise(*lives, (DONE, 20, "end", 20)) == (DONE, 6)
+    assert supervise(*lives, END) == (DONE, 6)
     job.resilience.same_reason_hours = 0.0  # every attempt is a long one
     lives = [(CRASHED, n, "RuntimeError: x", n) for n in range(21, 25)]
     assert supervise(*lives, (DONE, 40, "end", 40)) == (DONE, 5)
 
 
-def test_a_stop_that_saved_nothing_is_no_85(supervise: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Supervisor, "run_attempt", stopped_while_it_ends(Ended(CRASHED, 7, "killed: a second signal"))
-    )
-    assert supervise() == (STOPPED_UNSAVED, 0)
-    monkeypatch.setattr(
-        Supervisor, "run_attempt", stopped_while_it_ends(Ended(STOPPED_UNSAVED, 7, "not saved"))
-    )
-    assert supervise() == (STOPPED_UNSAVED, 0)
-    monkeypatch.setattr(Supervisor, "run_attempt", stopped_while_it_ends(Ended(STOPPED, 7, "SIGTERM")))
-    assert supervise() == (STOPPED, 0)
-
-
-def stopped_while_it_ends(ended: Ended) -> Callable:
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(CRASHED, STOPPED_UNSAVED), (STOPPED_UNSAVED, STOPPED_UNSAVED), (STOPPED, STOPPED)],
+)
+def test_a_stop_that_saved_nothing_is_no_85(
+    supervise: Callable, monkeypatch: pytest.MonkeyPatch, code: int, status: int
+) -> None:
     def run_attempt(self: Supervisor, checkpoint_step: int) -> Ended:
         self.stop.asked = "SIGTERM"
-        return ended
+        return Ended(code, 7, "asked meanwhile")
 
-    return run_attempt
+    monkeypatch.setattr(Supervisor, "run_attempt", run_attempt)
+    assert supervise() == (status, 0)
 
 
 def test_workers_that_cannot_be_started_are_tried_again(
@@ -167,7 +157,7 @@ def test_policies_after_a_refused_step(
     supervise: Callable, job: JobSections, policy: Any, starts: int
 ) -> None:
     job.resilience.on_bad_step = policy
-    lives = ((BAD_STEP, 12, "the loss is nan", 10), (DONE, 20, "end", 20))
+    lives = ((BAD_STEP, 12, "the loss is nan", 10), END)
     assert supervise(*lives) == (BAD_STEP if policy == "stop" else DONE, starts)
 
 
@@ -178,7 +168,7 @@ def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
         "train.supervise.supervisor.healthy_nodes",
         lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"}),
     )
-    assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
+    assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
     kinds = {e["kind"]: e for e in read_lines(job.run / "events.jsonl")}
     assert kinds["supervisor_bad_node"]["node"] == "b"
     assert kinds["supervisor_start"]["nodes"] == ["a", "c"]
@@ -217,7 +207,7 @@ def test_a_node_with_a_slow_network_is_chosen_last(
     supervise: Callable, job: JobSections, between: Callable
 ) -> None:
     between(Network(slow={"a": "0.1 GB/s"}))
-    assert supervise((DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 1)
+    assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
     assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), (
         "a slow node is better than none"
     )
@@ -233,7 +223,7 @@ def test_a_node_that_others_do_not_reach_is_left_out(
 ) -> None:
     """And the others are tried again, as nothing was measured; without a spare nothing starts."""
     tried = between(Network(unreachable={"b": "refused"}), Network(slow={"a": "0.1 GB/s"}))
-    assert supervise((DONE, 20, "end", 20), nodes="a,b,c,d", spares=1) == (DONE, 1)
+    assert supervise(END, nodes="a,b,c,d", spares=1) == (DONE, 1)
     assert tried == [["a", "b", "c", "d"], ["a", "c", "d"]]
     assert events(job, "start", "nodes") == [["c", "d", "a"]]
     tried = between(Network(unreachable={"b": "refused"}))
@@ -256,7 +246,7 @@ def test_nodes_that_do_not_connect_are_not_started(
     (job.checkpoints / "step-5").mkdir()
     (job.checkpoints / "step-5/.metadata").touch()
     tried = between(Network(problem), Network())
-    assert supervise((DONE, 20, "end", 20), nodes="a,b", spares=0) == (DONE, 1)
+    assert supervise(END, nodes="a,b", spares=0) == (DONE, 1)
     assert len(tried) == 2
 
 
@@ -275,7 +265,7 @@ def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
 
     monkeypatch.setattr(Attempt, "watch", failing_on_b)
     lives: list[Life] = [(CRASHED, n, f"RuntimeError: {'x' * n}", n) for n in (1, 2, 3)]
-    assert supervise(*lives, (DONE, 20, "end", 20), nodes="a,b,c", spares=1) == (DONE, 4)
+    assert supervise(*lives, END, nodes="a,b,c", spares=1) == (DONE, 4)
     starts = [e["nodes"] for e in read_lines(job.run / "events.jsonl") if e["kind"] == "supervisor_start"]
     assert starts == [["a", "b"], ["a", "b"], ["a", "c"], ["a", "c"]]
 
@@ -321,6 +311,7 @@ def test_a_worker_for_each_gpu_unless_told_otherwise(
     assert started == [workers]
 
 
+@pytest.mark.job
 def test_gpus_that_are_hidden_are_not_counted() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "by tests/conftest.py"
     assert command.count_gpus() == 0
