@@ -86,6 +86,7 @@ def laneformer(home: Path, hub: Hub | None, *arguments: str) -> subprocess.Compl
     )  # fmt: skip
 
 
+@pytest.mark.job
 def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(hub: Hub, tmp_path: Path) -> None:
     said = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
     first = laneformer(tmp_path / "home", hub, "generate", TALKER, *said)

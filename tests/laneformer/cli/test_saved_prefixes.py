@@ -71,6 +71,7 @@ def server(folder: Path, kept: Path, *flags: str) -> Iterator[Server]:
         running.process.communicate()
 
 
+@pytest.mark.job
 def test_a_server_goes_on_after_sigterm(folder: Path, tmp_path: Path) -> None:
     with server(folder, tmp_path) as first:
         text, cached = first.complete(PROMPT)
@@ -96,7 +97,7 @@ def test_a_server_goes_on_after_sigterm(folder: Path, tmp_path: Path) -> None:
         second.end(signal.SIGTERM)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_server_that_is_killed_at_any_time_leaves_nothing_wrong(folder: Path, tmp_path: Path) -> None:
     """The pool is too small for three prompts, so that one leaves at each request, and is written beside it."""
     prompts = [[int(i) for i in np.random.default_rng(seed).integers(3, 260, 1500)] for seed in range(3)]

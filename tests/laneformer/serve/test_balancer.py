@@ -25,7 +25,7 @@ from train.supervise.attempt import free_port
 
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 pytestmark = [
-    pytest.mark.job,
+    pytest.mark.rotate,
     pytest.mark.skipif(HAPROXY is None, reason="no haproxy on this machine: apt-get install haproxy"),
 ]
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "docs/balancing.md").read_text(), re.S | re.M))

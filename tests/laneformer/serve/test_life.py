@@ -119,7 +119,7 @@ def test_deadlines(slow_folder: Path, server: Callable[..., Server]) -> None:
     assert metric(one, "running") == 0
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_limits_hold_at_a_context_of_131072_tokens(tmp_path: Path, server: Callable[..., Server]) -> None:
     """Of prompts of 100,000 tokens eight run, one waits and the next is refused at once. The deadline ends
     them, what is kept of them stays within its bytes, and the next request is answered.

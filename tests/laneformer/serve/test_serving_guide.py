@@ -62,8 +62,14 @@ def test_curl(served: Server) -> None:
     assert json.loads(tokens)["tokens"]
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, marks=pytest.mark.rotate if "import litellm" in code else pytest.mark.job)
+        for code in PYTHON
+    ],
+    ids=range(len(PYTHON)),
+)
 def test_python(served: Server, code: str) -> None:
     clients = Path(sys.prefix) / "clients"
     if "import litellm" in code and not clients.is_dir():

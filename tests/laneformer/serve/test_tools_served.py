@@ -108,7 +108,7 @@ def test_streams_of_calls_are_put_together_by_the_client(client: OpenAI, choice:
     assert ended
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_answers_parse_into_pydantic_models(client: OpenAI) -> None:
     messages: list[Any] = [
         {"role": "user", "content": "Describe Ada, aged 36, who likes chess and hiking, as JSON."}

@@ -120,7 +120,7 @@ def told(served: Server, code: str, **environment: str) -> Any:
     return json.loads(output(command, PYTHONPATH=str(API_CLIENTS), **environment).splitlines()[-1])
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_anthropic(served: Server) -> None:
     assert told(served, ANTHROPIC) == [
         ["thinking", "text"], "Hello there.", "Hello there.", "end_turn",
@@ -128,7 +128,7 @@ def test_anthropic(served: Server) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_ollama(served: Server) -> None:
     assert told(served, OLLAMA) == [
         "Hello there.", "They greet.", "Hello there.", "stop", {"city": "Rome"}, "It is warm.",
@@ -136,7 +136,7 @@ def test_ollama(served: Server) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_openai_agents_by_their_default(served: Server) -> None:
     found = told(served, OPENAI_AGENTS, OPENAI_BASE_URL=f"{served.url}/v1", OPENAI_API_KEY="key")
     assert found[:2] == ["It is warm.", "It is warm."]
@@ -149,7 +149,7 @@ def agent(name: str) -> str:
     return str(AGENTS / name)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_codex(served: Server, note: Path, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(
         'model = "any"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\nwire_api = "responses"\n'
@@ -163,7 +163,7 @@ def test_codex(served: Server, note: Path, tmp_path: Path) -> None:
     assert printed.strip() == "The note says seven."
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_claude_code(served: Server, note: Path, tmp_path: Path) -> None:
     given = {
         "HOME": str(tmp_path), "ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": "key",

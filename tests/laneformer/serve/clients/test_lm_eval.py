@@ -18,7 +18,7 @@ from evals.lm_eval.models import ScorerLM
 from tests.evals.lm_eval.lm_eval_assets import QUESTIONS
 from tests.laneformer.serve.conftest import start
 
-pytestmark = [pytest.mark.job, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.rotate, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 CHOICE: dict[str, Any] = {
     "task": "tiny_choice", "output_type": "multiple_choice", "doc_to_target": "gold", "doc_to_choice": "choices",
     "metric_list": [{"metric": "acc"}],

@@ -19,7 +19,7 @@ import pytest
 from tests.laneformer.serve.clients.openai_checks import Asked
 from tests.laneformer.serve.conftest import Server
 
-pytestmark = pytest.mark.job
+pytestmark = pytest.mark.rotate
 REQUESTS, AT_ONCE = 500, 48
 RSS_BYTES = (
     24 << 20

@@ -52,13 +52,13 @@ def test_a_full_queue_is_429_and_the_client_tries_again(
         assert retries, "the queue was full"
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_previous_major(asked: Asked, other_python: Callable[..., str]) -> None:
     printed = other_python(openai_checks.__file__, asked.url, asked.model, asked.key)
     assert printed.split()[-1].startswith("2.")
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_node(asked: Asked) -> None:
     if shutil.which("node") is None or not NODE_CLIENTS.is_dir():
         pytest.skip(f"no Node.js, or no {NODE_CLIENTS.name}: make .venv/{NODE_CLIENTS.name}")

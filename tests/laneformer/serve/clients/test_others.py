@@ -46,7 +46,7 @@ def content(asked: Asked) -> str:
         return str(asked.chat(client).choices[0].message.content)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_litellm(asked: Asked, other_python: Callable[..., str]) -> None:
     printed = other_python("-c", LITELLM, asked.url, asked.model, asked.key).splitlines()[-1]
     whole, streamed, later, tokens, text, refused = json.loads(printed)
@@ -97,7 +97,7 @@ def test_curl(asked: Asked, tmp_path: Path) -> None:
     assert curl("/health")[0] == 200, "a load balancer has no key"
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_no_body_makes_a_5xx(asked: Asked, other_python: Callable[..., str], tmp_path: Path) -> None:
     """Schemathesis draws bodies, headers and methods from the application's own OpenAPI, right
     ones and wrong ones.
