@@ -12,6 +12,7 @@ from laneformer.engine import Engine
 
 if TYPE_CHECKING:
     import httpx
+    import openai
     from fastapi.testclient import TestClient
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
@@ -57,6 +58,14 @@ def completions(client: TestClient) -> Endpoint:
 
 def conversations(client: TestClient) -> Endpoint:
     return Endpoint(client, "/v1/chat/completions", messages=TALK, **GREEDY)
+
+
+def strict_client(client: TestClient, api_key: str = "none") -> openai.OpenAI:
+    """OpenAI's package, which raises on every field that breaks its schema."""
+    import openai
+
+    options: Any = {"http_client": client, "api_key": api_key, "max_retries": 0}
+    return openai.OpenAI(base_url="http://localhost/v1", _strict_response_validation=True, **options)
 
 
 def data_of(text: str) -> list[str]:

@@ -35,35 +35,9 @@ def bytes_tokenizer() -> Tokenizer:
 @functools.cache
 def pieces_tokenizer() -> Tokenizer:
     """Of a GGUF file: SentencePiece BPE with bytes for what has no piece."""
-    words = [
-        "\u2581{",
-        '{"',
-        '":',
-        '",',
-        '"}',
-        "\u2581\u2581",
-        "tool",
-        "_call",
-        "\u2581the",
-        "ame",
-        "é",
-        '\u2581"',
-        "},",
-    ]
-    plain = [chr(i) for i in range(33, 127)] + [
-        "▁",
-        "é",
-        "ol",
-        "to",
-        "ca",
-        "ll",
-        "call",
-        "am",
-        "me",
-        "th",
-        "he",
-        "the",
-    ]
+    words = ["▁{", '{"', '":', '",', '"}', "▁▁", "tool", "_call", "▁the", "ame", "é", '▁"', "},"]
+    syllables = ["▁", "é", "ol", "to", "ca", "ll", "call", "am", "me", "th", "he", "the"]
+    plain = [*(chr(i) for i in range(33, 127)), *syllables]
     pieces = ["<unk>", *SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *dict.fromkeys(plain + words)]
     types = [2] + [3] * len(SPECIAL) + [6] * 256
     types += [1] * (len(pieces) - len(types))

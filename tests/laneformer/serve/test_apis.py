@@ -13,7 +13,7 @@ import pytest
 
 from laneformer.engine.channels import CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, START
 from tests.laneformer.serve.conftest import in_process
-from tests.laneformer.serve.endpoint import data_of
+from tests.laneformer.serve.endpoint import data_of, strict_client
 from tests.laneformer.serve.harmony_assets import CONTROL, harmony_folder
 from tests.laneformer.serve.scripted import play
 
@@ -206,12 +206,7 @@ def test_reasoning_is_counted(served: TestClient) -> None:
 
 
 def test_responses_through_the_strict_client(served: TestClient) -> None:
-    import openai
-
-    client = openai.OpenAI(
-        base_url="http://localhost/v1", api_key="k", http_client=served, max_retries=0,
-        _strict_response_validation=True,
-    )  # fmt: skip
+    client = strict_client(served, "k")
     options: Any = {"model": "any", "instructions": "Be kind.", "max_output_tokens": 90}
     answer = client.responses.create(input="Hello", **options)
     assert (answer.status, answer.output_text, answer.model) == ("completed", "Good day!", "any")

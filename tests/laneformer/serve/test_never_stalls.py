@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DIGITS = "0123456789" * 400_000  # 4 MB, which take seconds to encode
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")

