@@ -39,22 +39,9 @@ def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *fla
 
 
 def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
-    file = tmp_path / "said.json"
-    lines = [
-        "hi\\",
-        "there",
-        '"""',
-        "a",
-        "",
-        '  b"""',
-        "/sav",
-        "/nonsense",
-        "",
-        "/save",
-        f"/save {file}",
-        "/help",
-    ]
-    talk(folder, "\n".join(lines), monkeypatch, "--system", "be d", "--temperature", "0.7")
+    file = tmp_path / "chat.json"
+    typed = f'hi\\\nthere\n"""\na\n\n  b"""\n/sav\n/nonsense\n\n/save\n/save {file}\n/help'
+    talk(folder, typed, monkeypatch, "--system", "be d", "--temperature", "0.7")
     printed = capsys.readouterr()
     system, one, two, three, four = json.loads(file.read_text())
     assert (system["content"], one["content"], three["content"]) == ("be d", "hi\nthere", "a\n\n  b")
@@ -62,17 +49,16 @@ def test_a_conversation_through_pipes(folder, tmp_path, monkeypatch, capsys):
     with Engine.from_pretrained(folder) as engine:
         text = "<|begin|>s\nbe d<|end|>\n<|begin|>u\nhi\nthere<|end|>\n<|begin|>a\n"
         assert two["content"] == engine.generate_text(text, max_new_tokens=12, temperature=0.7)
-    for said in ("did you mean /save?", "unknown command /nonsense; there are /help", "give a file: /save FILE",
-                 "5 messages in", "/retry   answer the last message once more"):  # fmt: skip
-        assert said in printed.err
-    assert (
-        len(
-            re.findall(
-                r"^12 tokens, [\d.]+ tokens/s, first after [\d.]+ s, \d+ of \d+ prompt", printed.err, re.M
-            )
-        )
-        == 2
-    )
+    for message in (
+        "did you mean /save?",
+        "unknown command /nonsense; there are /help",
+        "give a file: /save FILE",
+        "5 messages in",
+        "/retry   answer the last message once more",
+    ):
+        assert message in printed.err
+    speed = r"^12 tokens, [\d.]+ tokens/s, first after [\d.]+ s, \d+ of \d+ prompt"
+    assert len(re.findall(speed, printed.err, re.M)) == 2
 
 
 def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
@@ -87,9 +73,8 @@ def test_the_next_prompt_goes_on_where_the_cache_ends(folder):
                 ids = before.ids if before.ids[-1] != END else before.ids[:-1]
                 known = [*before.prompt, *ids]
                 assert reply.prompt[: len(known)] == known
-                assert engine.tokenizer.decode(
-                    reply.prompt[len(known) :], skip_special_tokens=False
-                ).startswith("<|end|>\n")
+                closing = engine.tokenizer.decode(reply.prompt[len(known) :], skip_special_tokens=False)
+                assert closing.startswith("<|end|>\n")
                 assert engine.tokenizer.encode(before.text).ids != ids
                 assert reply.statistics.reused_tokens >= len(known) - 1
         assert conversation.fitted(conversation.messages[:-1]).prompt == reply.prompt, "once more"
@@ -146,8 +131,7 @@ def test_text_of_a_user_forms_no_control_token(folder, monkeypatch):
 
 
 def test_oldest_turns_go_when_the_context_is_full(folder, tmp_path, monkeypatch, capsys):
-    file = tmp_path / "said.json"
-    long = "x" * 900
+    file, long = tmp_path / "chat.json", "x" * 900
     lines = [f"1{long}", f"2{long}", f"3{long}", "y" * 5000, f"4{long}", f"/save {file}"]
     talk(folder, "\n".join(lines), monkeypatch, "--system", "s", "--greedy")
     printed = capsys.readouterr()
@@ -159,25 +143,17 @@ def test_oldest_turns_go_when_the_context_is_full(folder, tmp_path, monkeypatch,
 
 
 def test_retry_reset_system_and_load(folder, tmp_path, monkeypatch, capsys):
-    first, second = tmp_path / "1.json", tmp_path / "2.json"
-    lines = [
-        f"hi\n/save {first}\n/retry\n/save {second}\n/reset\n/retry\n/system b\n/system\n/save {tmp_path}/3.json"
-    ]
-    talk(folder, lines[0], monkeypatch, "--temperature", "1")
+    first, second, third = (tmp_path / f"{i}.json" for i in range(3))
+    typed = f"hi\n/save {first}\n/retry\n/save {second}\n/reset\n/retry\n/system b\n/system\n/save {third}"
+    talk(folder, typed, monkeypatch, "--temperature", "1")
     one, two = json.loads(first.read_text()), json.loads(second.read_text())
     assert one[0] == two[0]
     assert one[1] != two[1]
-    assert json.loads((tmp_path / "3.json").read_text()) == []
+    assert json.loads(third.read_text()) == []
     assert "there is nothing to answer yet" in capsys.readouterr().err
-    talk(
-        folder,
-        f"/retry\n/save {second}\n/save {folder}/config.json",
-        monkeypatch,
-        "--temperature",
-        "1",
-        f"--load={first}",
-    )
-    assert json.loads(second.read_text()) == two, "the prompt that was encoded anew gives the same answer"
+    typed = f"/retry\n/save {second}\n/save {folder}/config.json"
+    talk(folder, typed, monkeypatch, "--temperature", "1", f"--load={first}")
+    assert json.loads(second.read_text()) == two, "the prompt encoded again gives the same answer"
     assert "message 0 is {'model_type'" in capsys.readouterr().err
     assert "laneformer" in (folder / "config.json").read_text()
     first.write_text('[{"role": "tool"}]')
@@ -214,55 +190,52 @@ class PseudoTerminal:
     def expect(self, pattern: str, timeout_s: float = 60) -> str:
         """What came up to and with the pattern."""
         until = time.monotonic() + timeout_s
-        while not (found := re.search(pattern, self.seen, re.S)):
+        while not (match := re.search(pattern, self.seen, re.S)):
             assert time.monotonic() < until, f"no {pattern!r} in {self.seen!r}"
             self.read(0.1)
-        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return before
+
+    def interrupt_answer(self) -> None:
+        """Ctrl-C, once a line of endless text has come."""
+        self.expect("\r\n.{40}")
+        self.send("\x03")
+        assert "stopped" in self.expect("prompt tokens cached[^\n]*\n.*> ")
 
 
 def test_under_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path):
-    config = small_config(vocab_size=268, max_position_embeddings=100_000)
-    model = random_model(config)
+    model = random_model(small_config(vocab_size=268, max_position_embeddings=100_000))
     with torch.no_grad():
         model.lm_head.weight[-1, -1] = 0  # its logit is never the highest: the model does not come to an end
-    folder = talker(tmp_path / "chat", model)
-    terminal = PseudoTerminal(
-        sys.executable, "-m", "laneformer.cli", "chat", str(folder), "--threads=1", "--greedy", "--no-cache"
-    )
+    folder, file = talker(tmp_path / "chat", model), tmp_path / "chat.json"
+    flags = ["--threads=1", "--greedy", "--no-cache"]
+    terminal = PseudoTerminal(sys.executable, "-m", "laneformer.cli", "chat", str(folder), *flags)
     try:
         terminal.expect("Ctrl-D leaves.*> ")
         terminal.send("helo\x02l\n")  # back by one and in between: a line that is edited
-        terminal.expect("\r\n.{40}")  # endless text
-        terminal.send("\x03")
-        assert "stopped" in terminal.expect("prompt tokens cached[^\n]*\n.*> ")
+        terminal.interrupt_answer()
         terminal.send("\x1b[A\x7f")  # the line before, without its last letter
         assert terminal.expect("hell").endswith("hell")
         terminal.send("\n")
-        terminal.expect("\r\n.{40}")
-        terminal.send("\x03")
-        assert "stopped" in terminal.expect("prompt tokens cached[^\n]*\n.*> ")
+        terminal.interrupt_answer()
         terminal.send("\x1b[200~one\rtwo\x1b[201~")  # a paste of two lines is one message
         terminal.expect("two")
         terminal.send("\n")
-        terminal.expect("\r\n.{40}")
-        terminal.send("\x03")
-        assert "stopped" in terminal.expect("prompt tokens cached[^\n]*\n.*> ")
+        terminal.interrupt_answer()
         terminal.send("half a line")
         terminal.expect("half a line")
-        while (
-            "\n> " not in terminal.seen
-        ):  # between two looks, Python's `input` overhears a signal until a key comes
+        # between two looks, Python's `input` overhears a signal until a key comes
+        while "\n> " not in terminal.seen:
             terminal.send("\x03")
             until = time.monotonic() + 2
             while "\n> " not in terminal.seen and time.monotonic() < until:
                 terminal.read(timeout_s=0.1)
         terminal.expect("\n> ")
-        terminal.send(f"/save {tmp_path}/said.json\n")
+        terminal.send(f"/save {file}\n")
         terminal.expect("6 messages in.*> ")  # readline is there to see the key
         terminal.send("\x04")
-        assert terminal.process.wait(20) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.process.kill()
-    said = [message["content"] for message in json.loads((tmp_path / "said.json").read_text())[::2]]
-    assert said == ["hello", "hell", "one\ntwo"]
+    messages = [message["content"] for message in json.loads(file.read_text())[::2]]
+    assert messages == ["hello", "hell", "one\ntwo"]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from laneformer.cli import names
+from laneformer.cli import main, names
 from laneformer.cli.names import display_name, gguf_file, located
 
 COMMIT = hashlib.sha1(b"").hexdigest()
 TALKER = "someone/talker-1B"
+GENERATE = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
 
 
 class Hub(ThreadingHTTPServer):
@@ -27,7 +25,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files = {str(file.relative_to(folder)): file for file in folder.glob("*") if file.is_file()}
+        self.files = {file.name: file for file in folder.glob("*") if file.is_file()}
         self.fetched: list[str] = []
 
 
@@ -35,30 +33,37 @@ class Handler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        api, path = f"/api/models/{TALKER}", self.path.partition("?")[0]
-        entries = [{"path": n, "rfilename": n, "type": "file", "size": f.stat().st_size, "oid": "0" * 40}
-                   for n, f in self.server.files.items()]  # fmt: skip
-        name = path.removeprefix(f"/{TALKER}/resolve/").partition("/")[2]
-        if path.startswith(f"{api}/tree/"):
-            self.answer(json.dumps(entries).encode())
-        elif path.startswith(api):
-            self.answer(json.dumps({"id": TALKER, "sha": COMMIT, "siblings": entries}).encode())
-        elif path.startswith(f"/{TALKER}/resolve/") and name in self.server.files:
+        path, files = self.path.partition("?")[0], self.server.files
+        name = path.rpartition("/")[2]
+        if path.startswith(f"/api/models/{TALKER}/tree/"):
+            self.answer(json.dumps(self.entries()).encode())
+        elif path.startswith(f"/api/models/{TALKER}"):
+            described = {"id": TALKER, "sha": COMMIT, "siblings": self.entries()}
+            self.answer(json.dumps(described).encode())
+        elif path.startswith(f"/{TALKER}/resolve/") and name in files:
             if self.command == "GET":
                 self.server.fetched.append(name)
-            self.answer(self.server.files[name].read_bytes())
+            self.answer(files[name].read_bytes())
         else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(b"", 404, {"X-Error-Code": "RepoNotFound"})
 
     do_HEAD = do_GET
 
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
-        tag, length = hashlib.sha1(body).hexdigest(), str(len(body))
-        for header in (("ETag", f'"{tag}"'), ("X-Repo-Commit", COMMIT), ("Content-Length", length)):
+    def entries(self) -> list[dict[str, object]]:
+        return [
+            {"path": name, "rfilename": name, "type": "file", "size": file.stat().st_size, "oid": "0" * 40}
+            for name, file in self.server.files.items()
+        ]  # fmt: skip
+
+    def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        tag, length = f'"{hashlib.sha1(body).hexdigest()}"', str(len(body))
+        self.send_response(status)
+        for header in {
+            "ETag": tag,
+            "X-Repo-Commit": COMMIT,
+            "Content-Length": length,
+            **(headers or {}),
+        }.items():
             self.send_header(*header)
         self.end_headers()
         if self.command == "GET":
@@ -70,40 +75,45 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path) -> Iterator[Hub]:
-    kept = Path(shutil.copytree(folder, tmp_path / "hub", ignore=shutil.ignore_patterns(".packed")))
-    (kept / "README.md").write_text("not needed")
-    with Hub(kept) as hub:
+    source = Path(shutil.copytree(folder, tmp_path / "hub", ignore=shutil.ignore_patterns(".packed")))
+    (source / "README.md").write_text("not needed")
+    with Hub(source) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         yield hub
         hub.shutdown()
 
 
-def laneformer(home: Path, hub: Hub | None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    address = f"http://127.0.0.1:{hub.server_port}" if hub else "http://127.0.0.1:9"
-    return subprocess.run(
-        [sys.executable, "-m", "laneformer.cli", *arguments], text=True, capture_output=True, timeout=300,
-        env=os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"},
-    )  # fmt: skip
+def use_hub(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
+    """What HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_DISABLE_XET say at the start of a process."""
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(names.constants, "ENDPOINT", address)
+    monkeypatch.setattr(names.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(names.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(names.constants, "HF_HUB_DISABLE_XET", True)
 
 
-def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(hub: Hub, tmp_path: Path) -> None:
-    said = ["--prompt", "hi", "--threads=1", "--max-new-tokens=4", "--no-cache"]
-    first = laneformer(tmp_path / "home", hub, "generate", TALKER, *said)
-    assert first.returncode == 0, first.stderr
-    assert "config.json" in hub.fetched
-    assert "model.safetensors" in hub.fetched
+def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    addresses = f"http://127.0.0.1:{hub.server_port}", "http://127.0.0.1:9"
+    printed = []
+    for address, flags in zip((*addresses, addresses[1]), ([], [], ["--draft", TALKER]), strict=True):
+        use_hub(monkeypatch, address, tmp_path / "cache")
+        main(["generate", TALKER, *GENERATE, *flags])
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1, "without a network what is there is used"
+    assert {"config.json", "model.safetensors"} < set(hub.fetched)
+    assert len(set(hub.fetched)) == len(hub.fetched)
     assert "README.md" not in hub.fetched
-    again = laneformer(tmp_path / "home", None, "generate", TALKER, *said)
-    assert (again.returncode, again.stdout) == (0, first.stdout), "without a network what is there is used"
-    drafted = laneformer(tmp_path / "home", None, "generate", TALKER, "--draft", TALKER, *said)
-    assert (drafted.returncode, drafted.stdout) == (0, first.stdout), drafted.stderr
-    listed = laneformer(tmp_path / "home", None, "models", "--json")
-    assert TALKER in [json.loads(line)["name"] for line in listed.stdout.splitlines()]
-    for where in (None, hub):
-        unknown = laneformer(tmp_path / "home", where, "generate", "someone/else", *said)
-        assert unknown.returncode == 2
-        assert "hf download someone/else --local-dir else" in unknown.stderr
-        assert "Traceback" not in unknown.stderr
+    main(["models", "--json"])
+    assert TALKER in [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()]
+    for address in addresses:
+        use_hub(monkeypatch, address, tmp_path / "cache")
+        with pytest.raises(SystemExit) as exit_info:
+            main(["generate", "someone/else", *GENERATE])
+        assert exit_info.value.code == 2
+        assert "hf download someone/else --local-dir else" in capsys.readouterr().err
 
 
 def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,51 +3,44 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 from laneformer.cli import main
 from laneformer.serve.loading import Loading
 from laneformer.serve.options import ServerOptions
+from tests.laneformer.serve.conftest import launch, wait_until
 
 
-def test_serve_opens_the_page_and_ends_with_ctrl_c(folder: Path, tmp_path: Path) -> None:
-    browser = tmp_path / "browser"
-    browser.write_text(
-        f'#!/bin/sh\necho "$1" > {tmp_path}/opened.part; mv {tmp_path}/opened.part {tmp_path}/opened\n'
-    )
+@pytest.mark.job
+def test_serve_opens_the_page_and_ends_with_ctrl_c(folder, tmp_path, monkeypatch):
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}.part; mv {opened}.part {opened}\n')
     browser.chmod(0o755)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "laneformer.cli", "serve", str(folder), "--port=0", "--threads=1", "--open",
-         "--model-name=talker", "--api-key=key"],
-        env={**os.environ, "BROWSER": f"{browser} %s"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    flags = ["--port=0", "--threads=1", "--open", "--model-name=talker", "--api-key=key"]
+    server = launch("-m", "laneformer.cli", "serve", str(folder), *flags)
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("laneformer serves talker at http://127.0.0.1:")
-        address, until = line.split()[-1], time.monotonic() + 20
-        while not (tmp_path / "opened").exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert (tmp_path / "opened").read_text().strip() == address
-        asked = urllib.request.Request(f"{address}/v1/models", headers={"Authorization": "Bearer key"})
-        with urllib.request.urlopen(asked, timeout=20) as answer:
+        assert "laneformer serves talker at http://127.0.0.1:" in server.output()
+        wait_until(opened.exists)
+        assert opened.read_text().strip() == server.url
+        key = {"Authorization": "Bearer key"}
+        request = urllib.request.Request(f"{server.url}/v1/models", headers=key)
+        with urllib.request.urlopen(request, timeout=20) as answer:
             assert [model["id"] for model in json.load(answer)["data"]] == ["talker"]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
-        assert not {"Traceback", "leaked"} & set(process.communicate()[1].split())
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 0
+        assert not {"Traceback", "leaked"} & set(server.output().split())
     finally:
-        process.kill()
+        server.kill()
 
 
+@pytest.mark.job
 def test_sigterm_while_weights_load() -> None:
     code = """
 import time
@@ -61,7 +54,7 @@ main(["serve", ".", "--port=0"])
     assert process.stdout is not None
     assert process.stdout.readline() == "loading\n"
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(50) == 0
 
 
 def test_mistakes_are_told_before_the_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,11 +69,12 @@ def test_the_port_is_taken_and_health_answers_while_weights_load() -> None:
         host, port = listening.getsockname()
         with Loading(listening):
             for _ in range(2):
-                with pytest.raises(urllib.error.HTTPError) as told:
+                with pytest.raises(urllib.error.HTTPError) as error:
                     urllib.request.urlopen(f"http://{host}:{port}/health", timeout=20)
-                assert (told.value.code, json.load(told.value)) == (503, {"status": "loading"})
+                assert (error.value.code, json.load(error.value)) == (503, {"status": "loading"})
         taken = ServerOptions("m", port=port)
-        with pytest.raises(ValueError, match="choose another --port"):
+        refusal = f"cannot listen on port {port} of 127.0.0.1: Address already in use; choose another --port"
+        with pytest.raises(ValueError, match=refusal):
             taken.listen()
         with taken.listen(or_next=True) as other:
             assert port < other.getsockname()[1] < port + 100

@@ -1,7 +1,8 @@
-"""A real server in a process of its own, on a free port, with a tiny model with tokenizer and chat template."""
+"""The server around a tiny model: its application in this process, or a real process on a free port."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -9,17 +10,21 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.laneformer.engine.assets import random_model, small_config, write_folder
-from tests.laneformer.test_chat_template import SMOLLM2
+from laneformer.engine import Engine
+from tests.laneformer.engine.assets import random_model, small_config, with_fixed_cost, write_folder
 from tests.shared import Shared
 from tests.tokenizer_assets import byte_level, save
+
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 300.0
@@ -29,6 +34,12 @@ TEXTS = [
     "user assistant system Hello, how are you? ",
     "1 2 3 {}[]:,",
 ]
+TEMPLATE = (  # SmolLM2's
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 MAIN = """
 import json, sys
 from laneformer.engine import Engine
@@ -39,6 +50,69 @@ with Engine.from_pretrained(folder, **engine_options) as engine:
     engine._open().fix_cost(0.02)  # as in engine/assets.py
     run(engine, ServerOptions(**options))
 """
+
+
+def write_model(folder: Path, **sizes: Any) -> Path:
+    """A random model whose ids beyond the tokenizer's are padding, as many models have."""
+    tokenizer = byte_level(TEXTS * 20, SPECIAL, vocab_size=400)
+    vocab_size = tokenizer.get_vocab_size()
+    config = small_config(vocab_size=vocab_size + -vocab_size % 4, **sizes)
+    write_folder(folder, random_model(config), eos_token_id=tokenizer.token_to_id("<|im_end|>"))
+    save(
+        tokenizer, folder, chat_template=TEMPLATE, eos_token="<|im_end|>", bos_token="<|endoftext|>",
+        tokenizer_class="PreTrainedTokenizerFast",
+    )  # fmt: skip
+    (folder / "generation_config.json").write_text('{"do_sample": false}')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(shared: Shared) -> Path:
+    """A model of some ten thousand tokens a second, with sliding windows; its context is 512 tokens."""
+    return shared("served", lambda folder: write_model(folder, max_position_embeddings=512))
+
+
+@pytest.fixture(scope="session")
+def slow_folder(shared: Shared) -> Path:
+    """A model of a thousand tokens a second at most: its 8,192 tokens run while a test looks."""
+    sizes = {"hidden_size": 320, "intermediate_size": 704, "num_hidden_layers": 8}
+    return shared("served_slowly", lambda folder: write_model(folder, max_position_embeddings=8192, **sizes))
+
+
+# In this process
+
+
+@contextlib.contextmanager
+def in_process(folder: Path, engine: dict[str, Any] | None = None, **options: Any) -> Iterator[TestClient]:
+    """A client of the application. engine: options of Engine.from_pretrained; options: of ServerOptions."""
+    from fastapi.testclient import TestClient
+
+    from laneformer.serve.app import create_app
+    from laneformer.serve.options import ServerOptions
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LANEFORMER_API_KEY", raising=False)
+        served = ServerOptions(**{"model": "tiny", **options})
+    with Engine.from_pretrained(folder, **{"threads": 1, "cache": False, **(engine or {})}) as opened:
+        app = create_app(with_fixed_cost(opened), served)
+        with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
+def tiny(model_folder: Path) -> Iterator[TestClient]:
+    with in_process(model_folder) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Iterator[Engine]:
+    """What the answers are compared with."""
+    with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
+        yield engine
+
+
+# As a process
 
 
 @dataclass
@@ -55,6 +129,10 @@ class Server:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def output(self) -> str:
         return "".join(self.lines.queue)
 
@@ -66,9 +144,14 @@ def start(folder: Path, prelude: str = "", engine: dict[str, Any] | None = None,
     """
     engine = {"threads": 1, "cache": False, **(engine or {})}
     arguments = [str(folder), engine, {"model": "tiny", "port": 0, **options}, prelude]
+    return launch("-c", MAIN, json.dumps(arguments))
+
+
+def launch(*arguments: str) -> Server:
+    """Run Python with these arguments, which start a server."""
     environment = {key: value for key, value in os.environ.items() if key != "LANEFORMER_API_KEY"}
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, json.dumps(arguments)],
+        [sys.executable, *arguments],
         cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     lines: queue.Queue[str] = queue.Queue()
@@ -83,64 +166,29 @@ def start(folder: Path, prelude: str = "", engine: dict[str, Any] | None = None,
         address.put("")
 
     threading.Thread(target=read, daemon=True).start()
-    found = Server(address.get(timeout=START_S), process, lines)
-    if not found.url:
+    server = Server(address.get(timeout=START_S), process, lines)
+    if not server.url:
         process.wait(START_S)
-        pytest.fail(f"the server did not start: {found.output()}")
-    return found
-
-
-def write_model(folder: Path, **sizes: Any) -> Path:
-    """A random model whose ids beyond the tokenizer's are padding, as many models have."""
-    tokenizer = byte_level(TEXTS * 20, SPECIAL, vocab_size=400)
-    vocab_size = tokenizer.get_vocab_size()
-    config = small_config(vocab_size=vocab_size + -vocab_size % 4, **sizes)
-    write_folder(folder, random_model(config), eos_token_id=tokenizer.token_to_id("<|im_end|>"))
-    save(
-        tokenizer, folder, chat_template=SMOLLM2, eos_token="<|im_end|>", bos_token="<|endoftext|>",
-        tokenizer_class="PreTrainedTokenizerFast",
-    )  # fmt: skip
-    (folder / "generation_config.json").write_text('{"do_sample": false}')
-    return folder
-
-
-@pytest.fixture(scope="session")
-def model_folder(shared: Shared) -> Path:
-    """A model of some ten thousand tokens a second, with sliding windows; its context is 512 tokens."""
-    return shared("served", lambda folder: write_model(folder, max_position_embeddings=512))
-
-
-@pytest.fixture(scope="session")
-def slow_folder(shared: Shared) -> Path:
-    """A model of a thousand tokens a second at most: its 8,192 tokens run while a test looks."""
-    sizes = {
-        "hidden_size": 320,
-        "intermediate_size": 704,
-        "num_hidden_layers": 8,
-        "max_position_embeddings": 8192,
-    }
-    return shared("served_slowly", lambda folder: write_model(folder, **sizes))
-
-
-@pytest.fixture(scope="session")
-def tiny(model_folder: Path) -> Iterator[Server]:
-    """One server for all tests that leave it as it was."""
-    server = start(model_folder)
-    yield server
-    assert server.stop() == 0, server.output()
+        pytest.fail(f"the server did not start: {server.output()}")
+    return server
 
 
 @pytest.fixture
 def server() -> Iterator[Callable[..., Server]]:
     """`server(folder, prelude, engine={...}, **options)`: one for this test alone; several may run."""
-    started: list[Server] = []
+    servers: list[Server] = []
 
     def begin(folder: Path, prelude: str = "", **options: Any) -> Server:
-        started.append(start(folder, prelude, **options))
-        return started[-1]
+        servers.append(start(folder, prelude, **options))
+        return servers[-1]
 
     yield begin
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.wait()
+    for one in servers:
+        one.kill()
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen"
+        time.sleep(0.02)

@@ -35,43 +35,15 @@ def bytes_tokenizer() -> Tokenizer:
 @functools.cache
 def pieces_tokenizer() -> Tokenizer:
     """Of a GGUF file: SentencePiece BPE with bytes for what has no piece."""
-    words = [
-        "\u2581{",
-        '{"',
-        '":',
-        '",',
-        '"}',
-        "\u2581\u2581",
-        "tool",
-        "_call",
-        "\u2581the",
-        "ame",
-        "é",
-        '\u2581"',
-        "},",
-    ]
-    plain = [chr(i) for i in range(33, 127)] + [
-        "\u2581",
-        "é",
-        "ol",
-        "to",
-        "ca",
-        "ll",
-        "call",
-        "am",
-        "me",
-        "th",
-        "he",
-        "the",
-    ]
+    words = ["▁{", '{"', '":', '",', '"}', "▁▁", "tool", "_call", "▁the", "ame", "é", '▁"', "},"]
+    syllables = ["▁", "é", "ol", "to", "ca", "ll", "call", "am", "me", "th", "he", "the"]
+    plain = [*(chr(i) for i in range(33, 127)), *syllables]
     pieces = ["<unk>", *SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *dict.fromkeys(plain + words)]
     types = [2] + [3] * len(SPECIAL) + [6] * 256
     types += [1] * (len(pieces) - len(types))
-    values = {"model": "llama", "tokens": pieces, "token_type": types, "bos_token_id": 1}
     scores = [-float(i) for i in range(len(pieces))]
-    return tokenizer_of(
-        {f"tokenizer.ggml.{name}": value for name, value in {**values, "scores": scores}.items()}
-    )
+    values = {"model": "llama", "tokens": pieces, "token_type": types, "bos_token_id": 1, "scores": scores}
+    return tokenizer_of({f"tokenizer.ggml.{name}": value for name, value in values.items()})
 
 
 @functools.cache
@@ -135,6 +107,15 @@ def text_of(kind: str, ids: Sequence[int], skip_special_tokens: bool = True) -> 
     kept = [i for i in ids if i not in known.eos_ids]
     decode = functools.partial(known.tokenizer.decode, skip_special_tokens=skip_special_tokens)
     return decode([*before, *kept])[len(decode(before)) :]
+
+
+def tokens_allowed(grammar: Grammar, ids: Sequence[int]) -> int:
+    """How many of the first ids a grammar allows."""
+    for index, token_id in enumerate(ids):
+        if token_id not in allowed(grammar.mask(index)):
+            return index
+        grammar.accept(token_id)
+    return len(ids)
 
 
 def allowed(mask: np.ndarray) -> set[int]:

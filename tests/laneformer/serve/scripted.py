@@ -1,30 +1,27 @@
-"""A server whose model says what a test has written, whatever it is asked: for clients that need a sensible one."""
+"""A model that says what a test has written, whatever it is asked: for clients that need a sensible one."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
 
-from tests.laneformer.serve.conftest import Server, start
+import pytest
 
-PRELUDE = """
-from laneformer.serve.choices import Choices, Piece
-SCRIPT = {script}
-asked = []
-async def scripted(self, choice):
-    prompt = self.context.tokenizer.decode(self.prompts[0], skip_special_tokens=False)
-    said = [answer for key, answer in SCRIPT if key in prompt]
-    text = said[-1]
-    for start in range(0, len(text), 5):
-        yield Piece(choice, text[start : start + 5], (), [0])
-        self.generated[choice] += 1
-    yield Piece(choice, finish_reason="stop")
-Choices._choice, Choices.begin = scripted, lambda self: None
-"""
+PIECE_CHARS = 5
 
 
-def scripted(folder: Path, script: list[tuple[str, str]], **options: Any) -> Server:
-    """script: texts in a prompt and what is answered then; the last one that is found holds."""
-    prelude = PRELUDE.replace("{script}", repr(json.loads(json.dumps(script))))
-    return start(folder, prelude, **options)
+def play(script: Sequence[Sequence[str]], patch: pytest.MonkeyPatch) -> None:
+    """Have every server of this process answer by pairs of a text in the prompt and what is answered then;
+    the last one that fits holds.
+    """
+    from laneformer.serve.choices import Choices, Piece
+
+    async def say(self: Choices, choice: int) -> AsyncGenerator[Piece, None]:
+        prompt = self.context.tokenizer.decode(self.prompts[0], skip_special_tokens=False)
+        text = [answer for key, answer in script if key in prompt][-1]
+        for start in range(0, len(text), PIECE_CHARS):
+            yield Piece(choice, text[start : start + PIECE_CHARS], (), [0])
+            self.generated[choice] += 1
+        yield Piece(choice, finish_reason="stop")
+
+    patch.setattr(Choices, "_choice", say)
+    patch.setattr(Choices, "begin", lambda self: None)

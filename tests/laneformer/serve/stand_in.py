@@ -1,6 +1,6 @@
 """A stand-in for the server behind the playground: answers by the book, and breaks on request.
 
-It tests what a real server does not do at will: 2,000 tokens/s, a queue that is full, a key that is wrong, a
+It tests what a real server does not do at will: 2,000 tokens/s, a queue that is full, a
 connection that breaks. What it answers depends on how the last message begins: see `answer`.
 """
 
@@ -44,7 +44,6 @@ class StandIn(ThreadingHTTPServer):
     def reset(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.cancelled = self.at_once = self.max_at_once = 0
-        self.key: str | None = None
         self.processor_share = 1.0
         self.link: dict[str, float] | None = None
         self.refusals = 0  # so many requests are answered with 429
@@ -65,16 +64,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/props":
             props = {**PROPS, "processor_share": self.server.processor_share, "link": self.server.link}
-            return self.send(200, json.dumps(props).encode(), "application/json") if self.allowed() else None
+            return self.send(200, json.dumps(props).encode(), "application/json")
         path = FOLDER / (self.path.removeprefix("/playground/") if self.path != "/" else "index.html")
-        self.send(200, path.read_bytes(), TYPES[path.suffix]) if path.is_file() else self.fail(
-            404, "no such file"
-        )
+        if not path.is_file():
+            return self.fail(404, "no such file")
+        self.send(200, path.read_bytes(), TYPES[path.suffix])
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self.allowed():
-            return
         self.server.requests.append(body)
         if self.server.refusals:
             self.server.refusals -= 1
@@ -92,9 +89,9 @@ class Handler(BaseHTTPRequestHandler):
         the connection ends; "Hello ..." an echo at 20/s, which no slow browser reads in one piece; otherwise the
         text of `texts`, or an echo, at 800/s with speculation and 400/s without.
         """
-        asked = body["messages"][-1]["content"]
-        word, _, rest = asked.partition(" ")
-        text = self.server.texts.get(asked, f"You said: {asked}")
+        question = body["messages"][-1]["content"]
+        word, _, rest = question.partition(" ")
+        text = self.server.texts.get(question, f"You said: {question}")
         pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
         rate, run = 800.0 if body.get("speculate", 31) else 400.0, 1
         if word == "FAST":
@@ -120,19 +117,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, delta: dict[str, str], finish: str | None, tokens: int) -> None:
-        usage = {
-            "prompt_tokens": 240,
-            "completion_tokens": tokens,
-            "prompt_tokens_details": {"cached_tokens": 212},
-        }
+        usage: dict[str, Any] = {"prompt_tokens": 240, "completion_tokens": tokens}
+        usage["prompt_tokens_details"] = {"cached_tokens": 212}
         chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], "usage": usage}
         self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-
-    def allowed(self) -> bool:
-        if self.server.key is None or self.headers.get("Authorization") == f"Bearer {self.server.key}":
-            return True
-        self.fail(401, "wrong API key; send it as 'Authorization: Bearer KEY'")
-        return False
 
     def fail(self, status: int, message: str, **headers: str) -> None:
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}

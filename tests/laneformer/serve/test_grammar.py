@@ -11,10 +11,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from laneformer.engine import Batch
 from laneformer.serve.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars
 from tests.laneformer.serve.grammar_assets import TOKENIZERS, allowed, batch_of, drawn, grammars, text_of
 
+SEEDS = 10
 SHORT = {"type": "string", "maxLength": 12}
 
 
@@ -66,32 +66,16 @@ def valid(kind: str, ids: list[int], schema: dict[str, Any]) -> bool:
     return True
 
 
-def counted(kind: str, batch: Batch, schema: dict[str, Any], seeds: range) -> tuple[int, int]:
-    """Answers that end before the limit, and those of them that are valid."""
-    ended = [
-        ids
-        for seed in seeds
-        for ids, reason in [drawn(batch, grammars(kind).of_schema(schema, "schema"), seed=seed)]
-        if reason == "stop"
-    ]
-    return len(ended), sum(valid(kind, ids, schema) for ids in ended)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "pieces"])
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_every_answer_is_valid(kind: str, name: str) -> None:
-    with batch_of(kind) as batch:
-        ended, good = counted(kind, batch, SCHEMAS[name], range(3))
-    assert good == ended >= 1
-
-
-@pytest.mark.job
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_every_answer_of_many_is_valid(kind: str) -> None:
+def test_every_answer_is_valid(kind: str) -> None:
     with batch_of(kind) as batch:
         for name, schema in SCHEMAS.items():
-            ended, good = counted(kind, batch, schema, range(100, 140))
-            assert good == ended >= 20, name
+            answers = [
+                drawn(batch, grammars(kind).of_schema(schema, "s"), seed=seed) for seed in range(SEEDS)
+            ]
+            ended = [ids for ids, reason in answers if reason == "stop"]
+            assert ended, name
+            assert all(valid(kind, ids, schema) for ids in ended), name
 
 
 class Shifted(Grammar):
@@ -180,14 +164,8 @@ def test_white_space_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (
-            {"type": "object", "properties": {"a": {"type": "strin"}}},
-            r"s\.properties\.a: Invalid type: strin",
-        ),
-        (
-            {"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]},
-            r"s\.anyOf\[1\]: Unknown format: zip",
-        ),
+        ({"type": "object", "properties": {"a": {"type": "strin"}}}, r"s\.properties\.a: Invalid type: strin"),
+        ({"anyOf": [{"type": "null"}, {"type": "string", "format": "zip"}]}, r"s\.anyOf\[1\]: Unknown format: zip"),
         ({"type": "string", "pattern": "(?=a)b"}, "s: regex parse error"),
         ({"type": "array", "items": {"if": {}}}, r's\.items: Unimplemented keys: \["if"\]'),
         ({"$ref": "#/$defs/x"}, "Pointer '/\\$defs/x' does not exist"),
@@ -207,7 +185,7 @@ def test_white_space_is_bounded() -> None:
         (None, "s = None must be a JSON schema"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
+)  # fmt: skip
 def test_bad_schemas_are_refused_with_their_place(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         grammars().of_schema(schema, "s")
@@ -220,38 +198,41 @@ def test_a_schema_cannot_change_how_it_is_compiled() -> None:
         grammars().of_schema(lenient, "schema")
 
 
+JSON_SCHEMA = {"name": "x", "strict": True, "schema": SCHEMAS["flat"]}
+
+
 def test_response_formats() -> None:
     known = grammars()
     assert known.of_response_format(None) is None
     assert known.of_response_format({"type": "text"}) is None
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMAS["flat"]}}
     with batch_of() as batch:
-        for form, schema in ((wanted, SCHEMAS["flat"]), ({"type": "json_object"}, {"type": "object"})):
+        for form, schema in (
+            ({"type": "json_schema", "json_schema": JSON_SCHEMA}, SCHEMAS["flat"]),
+            ({"type": "json_object"}, {"type": "object"}),
+        ):
             grammar = known.of_response_format(form)
             assert grammar is not None
-            found = [drawn(batch, known.of_response_format(form), seed=seed) for seed in range(8)]  # type: ignore[arg-type]
-            ended = [ids for ids, reason in found if reason == "stop"]
+            answers = [drawn(batch, grammar.copy(), seed=seed) for seed in range(8)]
+            ended = [ids for ids, reason in answers if reason == "stop"]
             assert ended
             assert all(valid("bytes", ids, schema) for ids in ended)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("form", "message"),
     [
         ({"type": "xml"}, "response_format.type = 'xml'"),
         ({"type": "json_schema"}, "json_schema.name = None must match"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema = None must be a JSON schema"),
         ({"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "name = 'a b'"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "name = None"),
-        (
-            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}},
-            "response_format.json_schema.schema: Invalid type: y",
-        ),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}},
+         "response_format.json_schema.schema: Invalid type: y"),
     ],
-)
-def test_bad_response_formats(wanted: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_bad_response_formats(form: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grammars().of_response_format(wanted)
+        grammars().of_response_format(form)
 
 
 def test_models_without_an_end_and_machines_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

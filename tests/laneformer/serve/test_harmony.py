@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
-from collections.abc import AsyncGenerator, Iterator
-from importlib.resources import files
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from fastapi.testclient import TestClient
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from laneformer.chat import ChatTemplate
-from laneformer.engine import Engine
 from laneformer.engine.channels import CHANNEL, CONSTRAIN, ENDS, MESSAGE, NEXT, START, Harmony
-from laneformer.serve.app import create_app
-from laneformer.serve.choices import Choices, Piece
 from laneformer.serve.grammar import Grammars
-from laneformer.serve.options import ServerOptions
 from laneformer.serve.tool_calls import HARMONY, ToolCalling
+from tests.laneformer.serve.conftest import in_process
+from tests.laneformer.serve.endpoint import Endpoint, conversations
+from tests.laneformer.serve.grammar_assets import tokens_allowed
+from tests.laneformer.serve.harmony_assets import CONTROL, gpt_oss_template, harmony_folder
 
 BUDGET = 25  # tokens of reasoning, more than its header takes
-TEMPLATE = (files("trl") / "chat_templates" / "gptoss.jinja").read_text()
-CONTROL = [*ENDS, START, CHANNEL, CONSTRAIN, MESSAGE]
-THOUGHT = f"{CHANNEL}analysis{MESSAGE}They greet.{NEXT}"
+TEMPLATE = gpt_oss_template()
+ANALYSIS, FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+THOUGHT = f"{ANALYSIS}They greet.{NEXT}"
 CALLED = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
 ARGUMENTS = '{"city": "Rome"}'
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
-TOOL = {"name": "weather", "description": "of a city"}
-TOOLS = [{"type": "function", "function": {**TOOL, "parameters": SCHEMA}}]
+FUNCTION = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": FUNCTION}]
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 ROME: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
-SCRIPT = [
-    ("", f"{THOUGHT}{CHANNEL}final{MESSAGE}Good day!"),
-    ("Rome?", f"{THOUGHT}{CHANNEL}commentary{MESSAGE}I look.{NEXT}{CALLED}{ARGUMENTS}"),
-    ("21 degrees", f"{CHANNEL}final{MESSAGE}It is warm."),
-]
 
 
 def test_text_is_told_as_it_comes() -> None:
@@ -47,29 +39,6 @@ def test_text_is_told_as_it_comes() -> None:
         reader = Harmony(calls=True)
         reader.push(before)
         assert reader.push(text) == ("", text)
-
-
-def harmony_folder(model: Path, to: Path) -> Path:
-    """The model with the tokens of the format in place of the last pieces of its vocabulary, and gpt-oss's template."""
-    shutil.copytree(model, to)
-    described = json.loads((to / "tokenizer.json").read_text())
-    pieces = sorted(described["model"]["vocab"], key=described["model"]["vocab"].__getitem__)
-    merged = set(pieces[-len(CONTROL) :])
-    ids = [described["model"]["vocab"].pop(piece) for piece in pieces[-len(CONTROL) :]]
-    described["model"]["merges"] = [
-        pair for pair in described["model"]["merges"] if not merged & {*pair, "".join(pair)}
-    ]
-    for name, i in zip(CONTROL, ids, strict=True):
-        described["model"]["vocab"][name] = i
-    made = Tokenizer.from_str(json.dumps(described))
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROL])
-    assert [made.token_to_id(name) for name in CONTROL] == ids
-    made.save(str(to / "tokenizer.json"))
-    config = json.loads((to / "tokenizer_config.json").read_text())
-    (to / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    ends = [made.token_to_id(name) for name in ENDS[1:]]
-    (to / "generation_config.json").write_text(json.dumps({"do_sample": False, "eos_token_id": ends}))
-    return to
 
 
 @pytest.fixture(scope="module")
@@ -115,187 +84,77 @@ def test_a_conversation_in_its_own_template(known: Grammars) -> None:
     assert sent[3]["tool_calls"] == calls, "what the client sent is not changed"
 
 
-def goes(known: Grammars, grammar: Any, text: str) -> int:
-    """How many tokens of the text, and of the end behind it, the grammar allows."""
-    ids = known.tokenizer.encode(text, add_special_tokens=False).ids
-    for index, token in enumerate([*ids, known.eos_ids[0]]):
-        if not grammar.mask(index)[token // 32] >> token % 32 & 1:
-            return index - len(ids)
-        grammar.accept(token)
-    return 1
+def ids_of(known: Grammars, text: str) -> list[int]:
+    return known.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_grammars_leave_room_for_reasoning(known: Grammars) -> None:
-    """1: all of the text may be written, and end there; 0: it may not end there; less: not all of it."""
-    use, final = ToolCalling({"chat_template": TEMPLATE}, known).use, f"{CHANNEL}final{MESSAGE}Fine."
+def fits(known: Grammars, grammar: Any, text: str) -> bool:
+    """Whether an answer may be this text."""
+    ids = [*ids_of(known, text), known.eos_ids[0]]
+    return tokens_allowed(grammar.copy(), ids) == len(ids)
+
+
+def begins(known: Grammars, grammar: Any, text: str) -> bool:
+    """Whether an answer may begin so."""
+    ids = ids_of(known, text)
+    return tokens_allowed(grammar.copy(), ids) == len(ids)
+
+
+def test_grammars_of_calls_leave_room_for_reasoning(known: Grammars) -> None:
+    use = ToolCalling({"chat_template": TEMPLATE}, known).use
+    auto, required = use(TOOLS).grammar(), use(TOOLS, "required").grammar()
     role = f" to=functions.weather{CHANNEL}commentary"
     calls = [CALLED + ARGUMENTS, f"{role} json{MESSAGE}{ARGUMENTS}", f"{role}{MESSAGE}{ARGUMENTS}"]
-    said = f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}"
+    preamble = f"{CHANNEL}commentary{MESSAGE}I look.{NEXT}"
     for before, call in itertools.product(("", THOUGHT), calls):
-        assert goes(known, use(TOOLS).grammar(), before + call) == 1
-        assert goes(known, use(TOOLS, "required").grammar(), before + call) == 1
-        assert goes(known, use(TOOLS).grammar(), before + said + call) == 1
-    for before in ("", THOUGHT, THOUGHT + said):
-        assert goes(known, use(TOOLS).grammar(), before + final) == 1
-    assert goes(known, use(TOOLS, "required").grammar(), THOUGHT + final) < 0
-    assert goes(known, use(TOOLS).grammar(), THOUGHT + THOUGHT) < 0
-    assert goes(known, use(TOOLS).grammar(), CALLED.replace("weather", "other")) < 0
-    assert goes(known, use(TOOLS).grammar(), CALLED + '{"city": 1}') < 0
-    for form, value in (({"type": "json_object"}, '{"a": 1}'), ({"type": "text"}, None)):
-        grammar = known.of_response_format(form)
-        assert (grammar is None) == (value is None)
-        if grammar is not None:
-            assert goes(known, grammar.copy(), f"{THOUGHT}{CHANNEL}final{MESSAGE}{value}") == 1
-            assert goes(known, grammar.copy(), f"{CHANNEL}final{MESSAGE}{value}") == 1
-            assert goes(known, grammar.copy(), str(value)) < 0
-            assert goes(known, grammar.copy(), final) < 0
+        assert fits(known, auto, before + call)
+        assert fits(known, required, before + call)
+        assert fits(known, auto, before + preamble + call)
+    for before in ("", THOUGHT, THOUGHT + preamble):
+        assert fits(known, auto, f"{before}{FINAL}Fine.")
+    assert not begins(known, required, f"{THOUGHT}{FINAL}Fine.")
+    for wrong in (THOUGHT + THOUGHT, CALLED.replace("weather", "other"), CALLED + '{"city": 1}'):
+        assert not begins(known, auto, wrong)
+
+
+def test_grammars_of_response_formats_leave_room_for_reasoning(known: Grammars) -> None:
+    assert known.of_response_format({"type": "text"}) is None
+    grammar = known.of_response_format({"type": "json_object"})
+    for before in ("", THOUGHT):
+        assert fits(known, grammar, f'{before}{FINAL}{{"a": 1}}')
+    assert not begins(known, grammar, '{"a": 1}')
+    assert not begins(known, grammar, f"{FINAL}Fine.")
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[TestClient]:
-    options = ServerOptions(model="tiny", api_key=None)
-    with (
-        Engine.from_pretrained(folder, threads=1, cache=False, context_tokens=2048) as engine,
-        TestClient(create_app(engine, options), "http://localhost") as client,
-    ):
-        yield client
+def api(folder: Path) -> Iterator[Endpoint]:
+    with in_process(folder, engine={"context_tokens": 2048}) as client:
+        yield conversations(client)
 
 
-@pytest.fixture
-def served(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> TestClient:
-    """Its model says what is written above, in pieces of five characters."""
-
-    async def scripted(self: Choices, choice: int) -> AsyncGenerator[Piece, None]:
-        prompt = self.context.tokenizer.decode(self.prompts[0], skip_special_tokens=False)
-        text = [answer for key, answer in SCRIPT if key in prompt][-1]
-        for start in range(0, len(text), 5):
-            yield Piece(choice, text[start : start + 5], (), [0])
-            self.generated[choice] += 1
-        yield Piece(choice, finish_reason="stop")
-
-    monkeypatch.setattr(Choices, "_choice", scripted)
-    monkeypatch.setattr(Choices, "begin", lambda self: None)
-    return client
-
-
-def asked(client: TestClient, path: str, **body: Any) -> str:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    assert not any(json.dumps(mark)[1:-1] in answer.text for mark in CONTROL), answer.text
-    return answer.text
-
-
-def data_of(text: str) -> list[dict[str, Any]]:
-    """Of the events of a stream."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
-def test_chat_completions(served: TestClient) -> None:
-    message = json.loads(asked(served, "/v1/chat/completions", messages=HELLO))["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("They greet.", "Good day!")
-    body = {"messages": ROME, "tools": TOOLS}
-    whole = json.loads(asked(served, "/v1/chat/completions", **body))["choices"][0]
-    assert whole["finish_reason"] == "tool_calls"
-    said = whole["message"]
-    assert (said["reasoning_content"], said["content"]) == ("They greet.", "I look.")
-    assert [c["function"] for c in said["tool_calls"]] == [{"name": "weather", "arguments": ARGUMENTS}]
-    chunks = data_of(asked(served, "/v1/chat/completions", **body, stream=True))
-    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    for name in ("reasoning_content", "content"):
-        assert "".join(delta.get(name) or "" for delta in deltas) == said[name]
-    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["name"] for call in calls if "name" in call] == ["weather"]
-    assert "".join(call["arguments"] for call in calls) == ARGUMENTS
-    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "21 degrees"}
-    after = {**body, "messages": [*ROME, said, result]}
-    last = json.loads(asked(served, "/v1/chat/completions", **after))["choices"][0]
-    assert (last["message"]["content"], last["finish_reason"]) == ("It is warm.", "stop")
-
-
-def test_responses(served: TestClient) -> None:
-    tools = [{"type": "function", **TOOL, "parameters": SCHEMA}]
-    answer = json.loads(asked(served, "/v1/responses", input=ROME, tools=tools))
-    assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
-    assert answer["output"][0]["content"][0]["text"] == "They greet."
-    assert (answer["output"][2]["name"], answer["output"][2]["arguments"]) == ("weather", ARGUMENTS)
-    events = data_of(asked(served, "/v1/responses", input=ROME, tools=tools, stream=True))
-    done = events[-1]["response"]["output"]
-    assert [item["type"] for item in done] == ["reasoning", "message", "function_call"]
-    for kind, text in (
-        ("reasoning_text", "They greet."),
-        ("output_text", "I look."),
-        ("function_call_arguments", ARGUMENTS),
-    ):
-        assert "".join(e["delta"] for e in events if e["type"] == f"response.{kind}.delta") == text
-    result = {"type": "function_call_output", "call_id": done[2]["call_id"], "output": "21 degrees"}
-    last = json.loads(asked(served, "/v1/responses", input=[*ROME, *done, result], tools=tools))
-    assert last["output"][-1]["content"][0]["text"] == "It is warm."
-
-
-def test_messages(served: TestClient) -> None:
-    body: dict[str, Any] = {"max_tokens": 400, "messages": ROME, "tools": [{**TOOL, "input_schema": SCHEMA}]}
-    answer = json.loads(asked(served, "/v1/messages", **body))
-    kinds = ["thinking", "text", "tool_use"]
-    assert (answer["stop_reason"], [block["type"] for block in answer["content"]]) == ("tool_use", kinds)
-    assert answer["content"][2]["input"] == {"city": "Rome"}
-    events = data_of(asked(served, "/v1/messages", **body, stream=True))
-    assert [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"] == kinds
-    told = [e["delta"] for e in events if e["type"] == "content_block_delta"]
-    for name, text in (("thinking", "They greet."), ("text", "I look."), ("partial_json", ARGUMENTS)):
-        assert "".join(delta.get(name, "") for delta in told) == text
-    result = {"type": "tool_result", "tool_use_id": answer["content"][2]["id"], "content": "21 degrees"}
-    turns = [
-        *ROME,
-        {"role": "assistant", "content": answer["content"]},
-        {"role": "user", "content": [result]},
-    ]
-    last = json.loads(asked(served, "/v1/messages", **{**body, "messages": turns}))
-    assert last["content"][0]["text"] == "It is warm."
-
-
-def test_ollama(served: TestClient) -> None:
-    call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    whole = json.loads(asked(served, "/api/chat", messages=ROME, tools=TOOLS, stream=False))["message"]
-    expected = {"content": "I look.", "thinking": "They greet.", "tool_calls": [call]}
-    assert whole == {"role": "assistant", **expected}
-    lines = [json.loads(line) for line in asked(served, "/api/chat", messages=ROME, tools=TOOLS).splitlines()]
-    said = [line["message"] for line in lines]
-    for name in ("content", "thinking"):
-        assert "".join(message.get(name, "") for message in said) == whole[name]
-    assert [call for message in said for call in message.get("tool_calls", [])] == [call]
-    back = [*ROME, whole, {"role": "tool", "tool_name": "weather", "content": "21 degrees"}]
-    last = json.loads(asked(served, "/api/chat", messages=back, tools=TOOLS, stream=False))
-    assert last["message"]["content"] == "It is warm."
-
-
-def test_a_model_of_random_weights_under_grammars_and_a_budget(client: TestClient, known: Grammars) -> None:
-    """Through the real decode loop: control tokens are read, stop ids end the answer, a budget ends the reasoning."""
-    body: dict[str, Any] = {"messages": ROME, "tools": TOOLS, "tool_choice": "required", "temperature": 1}
-    calls = 0
+def test_calls_of_random_weights_are_valid(api: Endpoint) -> None:
+    """Through the real decode loop: control tokens are read, and stop ids end the answer."""
+    calls = []
     for seed in range(4):
-        answer = client.post("/v1/chat/completions", json={**body, "seed": seed, "max_tokens": 300})
-        found = answer.json()["choices"][0]
-        assert not any(mark in answer.text for mark in CONTROL)
-        if found["finish_reason"] == "tool_calls":
-            calls += 1
-            (call,) = found["message"]["tool_calls"]
-            jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+        sampled = {"tools": TOOLS, "temperature": 1, "seed": seed, "max_tokens": 300}
+        choice = api.choice(messages=ROME, tool_choice="required", **sampled)
+        assert not any(json.dumps(mark)[1:-1] in json.dumps(choice) for mark in CONTROL)
+        if choice["finish_reason"] == "tool_calls":
+            calls += choice["message"]["tool_calls"]
     assert calls
-    head = f"{CHANNEL}analysis{MESSAGE}"
-    thinks, ending = (known.tokenizer.encode(text, add_special_tokens=False).ids for text in (head, NEXT))
+    for call in calls:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+
+
+def test_a_budget_ends_the_reasoning_before_an_answer_of_a_schema(api: Endpoint, known: Grammars) -> None:
+    head, ending = (ids_of(known, text) for text in (ANALYSIS, NEXT))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [17]}}}
-    body = {
-        "messages": HELLO,
-        "response_format": form,
-        "return_token_ids": True,
-        "temperature": 1,
-        "max_tokens": 300,
-    }
-    body |= {"logit_bias": {str(i): 30 for i in thinks}, "reasoning_budget": BUDGET}
-    found = client.post("/v1/chat/completions", json=body).json()["choices"][0]
-    assert (found["message"]["content"], found["finish_reason"]) == ("17", "stop")
-    text = known.tokenizer.decode(found["token_ids"], skip_special_tokens=False)
-    assert text.startswith(head), "in whatever tokens"
-    assert found["message"]["reasoning_content"]
-    assert found["token_ids"][BUDGET : BUDGET + len(ending)] == ending
+    choice = api.choice(
+        messages=HELLO, response_format=form, return_token_ids=True, temperature=1, max_tokens=300,
+        logit_bias={str(i): 30 for i in head}, reasoning_budget=BUDGET,
+    )  # fmt: skip
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("17", "stop")
+    text = known.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)
+    assert text.startswith(ANALYSIS), "in whatever tokens"
+    assert choice["message"]["reasoning_content"]
+    assert choice["token_ids"][BUDGET : BUDGET + len(ending)] == ending

@@ -1,167 +1,258 @@
-"""Real server processes under load and in trouble: full queues, deadlines, clients that go
-away, faults, the end.
-"""
+"""The server under load and in trouble: full queues, deadlines, clients that go away, faults, the end."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
+import asyncio
 import json
-import random
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
-from tests.laneformer.serve.conftest import ROOT, Server, start, write_model
-from tests.laneformer.serve.test_server import error_of
+from laneformer.engine import GenerationOptions
+from laneformer.engine.cpu.decoder import CpuDecoder
+from laneformer.serve import app as serve_app
+from laneformer.serve.options import ServerOptions
+from laneformer.serve.scheduler import (
+    Busy,
+    DeadlineExceeded,
+    EngineError,
+    Running,
+    Scheduler,
+    Stopping,
+    Wanted,
+)
+from tests.laneformer.serve.conftest import Server, in_process, wait_until, write_model
+from tests.laneformer.serve.endpoint import TALK, count_of, data_of, error_of, on_a_loop
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+PATH = "/v1/completions"
 LONG = {"prompt": "The quick", "max_tokens": 8000, "ignore_eos": True}
+SHORT = {"prompt": "The quick", "max_tokens": 3, "ignore_eos": True}
 
 
-def metric(server: Server, name: str) -> float:
-    """The sum of all that begin so."""
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"laneformer_{name}"))
+def error_in(stream: str) -> str:
+    """The message of the error that ends a stream."""
+    *_, error, done = data_of(stream)
+    assert done == "[DONE]"
+    return json.loads(error)["error"]["message"]
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.02)
+# In this process
 
 
-def send(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
-    """A request whose answer nobody has read yet."""
-    host, port = server.url.removeprefix("http://").split(":")
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"  # noqa: E501
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(head.encode() + data)
-    return connection
+class Visit:
+    """A request whose client reads all that comes, and may leave."""
+
+    def __init__(self, app: FastAPI, **body: Any):
+        self.status, self.received = 0, b""
+        self._unsent: bytes | None = json.dumps(body).encode()
+        self._gone = asyncio.Event()
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": headers, "query_string": b""}
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def leave(self) -> None:
+        self._gone.set()
+        await self.task
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._unsent is not None:
+            body, self._unsent = self._unsent, None
+            return {"type": "http.request", "body": body}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.status = message.get("status", self.status)
+        self.received += message.get("body", b"")
 
 
-def post(server: Server, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json={"prompt": "The quick", **fields}, timeout=300)
+async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
-def slow(slow_folder: Path) -> Iterator[Server]:
-    server = start(slow_folder, max_waiting=1, keep_alive_s=0.05)
-    yield server
-    assert server.stop() == 0, server.output()
+def slow(slow_folder: Path) -> Iterator[FastAPI]:
+    with in_process(slow_folder, max_waiting=1, keep_alive_s=0.05) as client:
+        yield client.app
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_ends_its_request(slow: Server, stream: bool) -> None:
-    generated, cancelled = (
-        metric(slow, "generated_tokens_total"),
-        metric(slow, 'ended_total{reason="cancelled"}'),
-    )
-    connection = send(slow, {**LONG, "stream": stream})
-    wait_until(lambda: metric(slow, "generated_tokens_total") > generated)
-    connection.close()
-    wait_until(lambda: metric(slow, "running") == 0)
-    assert metric(slow, 'ended_total{reason="cancelled"}') == cancelled + 1
-    assert metric(slow, "generated_tokens_total") - generated < 6000
+def test_a_client_that_goes_away_ends_its_request(slow: FastAPI, stream: bool) -> None:
+    scheduler = slow.state.scheduler
+    tokens, cancelled = scheduler.totals.generated_tokens, scheduler.totals.ended["cancelled"]
+
+    async def leave() -> None:
+        visit = Visit(slow, **LONG, stream=stream)
+        await until(lambda: scheduler.totals.generated_tokens > tokens)
+        await visit.leave()
+        await until(lambda: not scheduler.running)
+
+    asyncio.run(leave())
+    assert scheduler.totals.ended["cancelled"] == cancelled + 1
+    assert scheduler.totals.generated_tokens - tokens < 6000
 
 
-def test_a_full_queue_and_its_order(slow: Server) -> None:
-    connections = [send(slow, {**LONG, "stream": True}) for _ in range(8)]
-    wait_until(lambda: metric(slow, "running") == 8)
-    last = send(slow, {**LONG, "max_tokens": 3, "stream": True})
-    wait_until(lambda: metric(slow, "waiting") == 1)
-    full = post(slow)
-    assert full.status_code == 429
-    assert 1 <= int(full.headers["retry-after"]) <= 60
-    assert error_of(full)["type"] == "rate_limit_error"
-    assert last.recv(4096).startswith(b"HTTP/1.1 200"), "a comment opens the stream of who waits"
-    assert b": keep-alive\n\n" in last.recv(4096)
-    for connection in connections:
-        connection.close()
-    received = b""
-    while b"[DONE]" not in received:
-        received += last.recv(4096)
-    last.close()
-    wait_until(lambda: metric(slow, "running") == 0)
+def test_a_full_queue_and_who_leaves_it(slow: FastAPI) -> None:
+    scheduler = slow.state.scheduler
+
+    async def fill(client: httpx.AsyncClient) -> None:
+        visits = [Visit(slow, **LONG, stream=True) for _ in range(scheduler.max_joined)]
+        await until(lambda: len(scheduler.running) == scheduler.max_joined)
+        for leaves in (True, False):
+            last = Visit(slow, **SHORT, stream=True)
+            await until(lambda last=last: last.received)
+            assert last.received.startswith(b": keep-alive\n\n"), "a comment opens the stream of who waits"
+            assert (last.status, len(scheduler.waiting)) == (200, 1)
+            assert (await client.post(PATH, json=SHORT)).status_code == 429
+            if leaves:
+                await last.leave()
+                await until(lambda: not scheduler.waiting)
+        for visit in visits:
+            await visit.leave()
+        await last.task
+        assert last.received.endswith(b"data: [DONE]\n\n")
+
+    on_a_loop(slow, fill)
 
 
-def test_who_waits_may_leave(slow: Server) -> None:
-    connections = [send(slow, LONG) for _ in range(9)]
-    wait_until(lambda: metric(slow, "waiting") == 1)
-    connections.pop().close()
-    wait_until(lambda: metric(slow, "waiting") == 0)
-    assert metric(slow, "running") == 8
-    for connection in connections:
-        connection.close()
-    wait_until(lambda: metric(slow, "running") == 0)
+def test_a_deadline(slow_folder: Path) -> None:
+    with in_process(slow_folder, deadline_s=0.3) as client:
+        late = client.post(PATH, json=LONG)
+        assert not client.app.state.scheduler.running
+        assert client.app.state.scheduler.totals.ended == {"cancelled": 1}
+    assert late.status_code == 503
+    assert "deadline of 0.3 s" in error_of(late)["message"]
 
 
-@pytest.mark.job
-def test_deadlines(slow_folder: Path, server: Callable[..., Server]) -> None:
-    one = server(slow_folder, deadline_s=0.3, max_waiting=4)
-    with concurrent.futures.ThreadPoolExecutor(12) as threads:  # 8 run and 4 wait
-        answers = list(threads.map(lambda _: post(one, **LONG), range(12)))
-    for answer in answers:
-        assert answer.status_code == 503
-        assert "deadline of 0.3 s" in error_of(answer)["message"]
-    events = post(one, **LONG, stream=True).text.split("\n\n")
-    assert "deadline of 0.3 s" in json.loads(events[-3].removeprefix("data: "))["error"]["message"]
-    assert events[-2] == "data: [DONE]"
-    assert metric(one, "running") == 0
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "message"),
+    [
+        (Busy(3, 7), 429, "rate_limit_error", "3 requests are waiting"),
+        (Stopping("shutting down"), 503, "server_error", "shutting down"),
+        (DeadlineExceeded("too late"), 503, "server_error", "too late"),
+        (EngineError("no memory"), 500, "server_error", "no memory"),
+        (KeyError("secret"), 500, "server_error", "the server has failed; its log says why"),
+    ],
+)
+def test_what_ends_an_answer_is_a_status_or_the_end_of_its_stream(
+    tiny: TestClient, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, kind: str, message: str
+) -> None:
+    async def fail(running: Running) -> None:
+        raise error
+
+    monkeypatch.setattr(Running, "__anext__", fail)
+    body = {"messages": TALK, "max_tokens": 3}
+    whole = tiny.post("/v1/chat/completions", json=body)
+    assert whole.status_code == status
+    assert error_of(whole)["type"] == kind
+    assert error_of(whole)["message"].startswith(message)
+    assert whole.headers.get("retry-after") == ("7" if status == 429 else None)
+    streamed = tiny.post("/v1/chat/completions", json={**body, "stream": True})
+    assert streamed.status_code == 200
+    assert error_in(streamed.text).startswith(message)
+    if isinstance(error, KeyError):
+        with pytest.raises(KeyError):  # which uvicorn logs
+            TestClient(tiny.app, "http://localhost").post("/v1/chat/completions", json=body)
 
 
-@pytest.mark.job
-def test_the_limits_hold_at_a_context_of_131072_tokens(tmp_path: Path, server: Callable[..., Server]) -> None:
+@pytest.mark.rotate
+def test_the_limits_hold_at_a_context_of_131072_tokens(tmp_path: Path) -> None:
     """Of prompts of 100,000 tokens eight run, one waits and the next is refused at once. The deadline ends
     them, what is kept of them stays within its bytes, and the next request is answered.
     """
     sizes = {"hidden_size": 128, "num_hidden_layers": 8, "max_position_embeddings": 131_072}
-    kept_bytes = 4 << 20
-    one = server(
-        write_model(tmp_path / "deep", **sizes),
-        engine={"cache_bytes": kept_bytes},
-        deadline_s=6,
-        max_waiting=1,
-    )
-    too_long = post(one, prompt=[5] * 131_072, max_tokens=1)
-    assert too_long.status_code == 400
-    assert "131072" in error_of(too_long)["message"].replace(",", "")
-    with concurrent.futures.ThreadPoolExecutor(9) as threads:
-        answers = [threads.submit(post, one, prompt=[10 + i] * 100_000, max_tokens=4) for i in range(9)]
-        wait_until(lambda: metric(one, "waiting") == 1)
-        assert post(one, prompt=[9] * 100_000).status_code == 429
-    for answer in answers:
-        assert answer.result().status_code == 503
-        assert "deadline of 6 s" in error_of(answer.result())["message"]
-    assert post(one, max_tokens=3).status_code == 200
-    assert 0 < metric(one, "kv_bytes") <= kept_bytes
+    folder, kept_bytes = write_model(tmp_path / "deep", **sizes), 4 << 20
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        def post(first_id: int, tokens: int) -> Awaitable[httpx.Response]:
+            return client.post(PATH, json={"prompt": [first_id] * tokens, "max_tokens": 4})
+
+        too_long = await post(5, 131_072)
+        assert too_long.status_code == 400
+        assert "131072" in error_of(too_long)["message"].replace(",", "")
+        answers = [asyncio.ensure_future(post(10 + i, 100_000)) for i in range(9)]
+        await until(lambda: len(scheduler.running) + len(scheduler.waiting) == 9)
+        with pytest.raises(Busy):  # at once: a body of this size takes a while to read
+            scheduler.submit(Wanted([9] * 100_000, GenerationOptions()))
+        for answer in await asyncio.gather(*answers):
+            assert answer.status_code == 503
+            assert "deadline of 10 s" in error_of(answer)["message"]
+        assert (await post(5, 2)).status_code == 200
+
+    with in_process(folder, engine={"cache_bytes": kept_bytes}, deadline_s=10, max_waiting=1) as client:
+        scheduler = client.app.state.scheduler
+        on_a_loop(client.app, ask)
+        assert 0 < count_of(client.get("/metrics").text, "kv_bytes") <= kept_bytes
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_answers_end(
-    slow_folder: Path, server: Callable[..., Server], how: signal.Signals
-) -> None:
-    one = server(slow_folder, grace_s=30)
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        answer = threads.submit(post, one, max_tokens=1500, ignore_eos=True)
-        wait_until(lambda: metric(one, "running") == 1)
-        one.process.send_signal(how)
-        wait_until(lambda: refused(one))
-        assert answer.result().json()["usage"]["completion_tokens"] == 1500
-    assert one.process.wait(10) == 0, one.output()
+def test_an_engine_error_ends_its_request_alone(tiny: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = CpuDecoder.collect
+
+    def failing(self: CpuDecoder, timeout_s: float) -> Any:
+        for news in collect(self, timeout_s):
+            is_seventh = news.ended and len(news.tokens) + news.first == 7
+            yield news._replace(ended=news.ended._replace(error="planted")) if is_seventh else news
+
+    monkeypatch.setattr(CpuDecoder, "collect", lambda *arguments: list(failing(*arguments)))
+    failed = tiny.post(PATH, json={**SHORT, "max_tokens": 7})
+    assert failed.status_code == 500
+    assert "planted" in error_of(failed)["message"]
+    assert tiny.post(PATH, json={**SHORT, "max_tokens": 6}).status_code == 200
+    assert tiny.get("/health").status_code == 200
 
 
-def refused(server: Server) -> bool:
+def test_a_dead_engine_shows(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_collect", lambda self: 1 // 0)
+    with in_process(model_folder) as client:
+        assert client.get("/health").status_code == 200
+        for _ in range(2):
+            failed = client.post(PATH, json=SHORT)
+            assert failed.status_code == 500
+            assert "ZeroDivisionError" in error_of(failed)["message"]
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+
+
+@pytest.mark.parametrize("api_key", [None, "k"])
+def test_open_to_the_network_without_a_key_is_said(monkeypatch, capsys, api_key):
+    scheduler = SimpleNamespace(unanswered=False)
+    app = SimpleNamespace(state=SimpleNamespace(scheduler=scheduler))
+    monkeypatch.setattr(serve_app, "create_app", lambda engine, options: app)
+    monkeypatch.setattr(serve_app, "Server", lambda *_: SimpleNamespace(run=lambda sockets: None))
+    monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
+    monkeypatch.delenv("LANEFORMER_API_KEY", raising=False)
+    engine: Any = SimpleNamespace(isa="none")
+    serve_app.run(engine, ServerOptions("m", host="0.0.0.0", port=0, api_key=api_key))
+    warned = "WARNING: 0.0.0.0 without an API key" in capsys.readouterr().err
+    assert warned == (api_key is None)
+
+
+# As a process
+
+
+def metric(server: Server, name: str) -> float:
+    return count_of(httpx.get(f"{server.url}/metrics").text, name)
+
+
+def post(server: Server, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{PATH}", json=body, timeout=300)
+
+
+def is_refused(server: Server) -> bool:
     try:
         return httpx.get(f"{server.url}/health").status_code == 503
     except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
@@ -169,94 +260,38 @@ def refused(server: Server) -> bool:
 
 
 @pytest.mark.job
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_answers_end(slow_folder, server, how):
+    one = server(slow_folder, grace_s=60)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(post, one, **{**LONG, "max_tokens": 1000})
+        wait_until(lambda: metric(one, "running") == 1)
+        one.process.send_signal(how)
+        wait_until(lambda: is_refused(one))
+        assert answer.result().json()["usage"]["completion_tokens"] == 1000
+    assert one.process.wait(30) == 0, one.output()
+
+
+@pytest.mark.job
 def test_the_grace_ends(slow_folder: Path, server: Callable[..., Server]) -> None:
     one = server(slow_folder, grace_s=0.2)
-    with concurrent.futures.ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor() as threads:
         streamed = threads.submit(post, one, **LONG, stream=True)
         whole = threads.submit(post, one, **LONG)
         wait_until(lambda: metric(one, "running") == 2)
-        began_s = time.monotonic()
         assert one.stop() == 0
-        assert time.monotonic() - began_s < 5
-    assert (
-        "shutting down"
-        in json.loads(streamed.result().text.split("\n\n")[-3].removeprefix("data: "))["error"]["message"]
-    )
+    assert "shutting down" in error_in(streamed.result().text)
     assert whole.result().status_code == 503
 
 
-@pytest.mark.job
-def test_an_engine_error_ends_its_request_alone(model_folder: Path, server: Callable[..., Server]) -> None:
-    one = server(
-        model_folder,
-        """
-from laneformer.engine.cpu.decoder import CpuDecoder
-collect = CpuDecoder.collect
-def failing(self, timeout_s):
-    return [c._replace(ended=c.ended._replace(error="planted")) if c.ended and len(c.tokens) + c.first == 7 else c
-            for c in collect(self, timeout_s)]
-CpuDecoder.collect = failing
-""",
-    )
-    failed = post(one, max_tokens=7, ignore_eos=True)
-    assert failed.status_code == 500
-    assert "planted" in error_of(failed)["message"]
-    assert error_of(failed)["type"] == "server_error"
-    events = post(one, max_tokens=7, ignore_eos=True, stream=True).text
-    assert "planted" in events
-    assert post(one, max_tokens=6, ignore_eos=True).status_code == 200
-    assert httpx.get(f"{one.url}/health").status_code == 200
-
-
-@pytest.mark.job
-def test_a_dead_engine_shows(model_folder: Path, server: Callable[..., Server]) -> None:
-    one = server(
-        model_folder,
-        """
-from laneformer.serve.scheduler import Scheduler
-Scheduler._collect = lambda self: 1 // 0
-""",
-    )
-    assert httpx.get(f"{one.url}/health").status_code == 200
-    for _ in range(2):
-        failed = post(one)
-        assert failed.status_code == 500
-        assert "ZeroDivisionError" in error_of(failed)["message"]
-    health = httpx.get(f"{one.url}/health")
-    assert (health.status_code, health.json()["status"]) == (503, "failed")
-    assert one.stop() == 0
-
-
-@pytest.mark.job
-def test_what_nobody_foresaw_is_in_the_log_alone(model_folder: Path, server: Callable[..., Server]) -> None:
-    one = server(
-        model_folder,
-        """
-from laneformer.serve import app
-app.CompletionAnswer = lambda body, context: {}["secret"]
-""",
-    )
-    failed = post(one)
-    assert failed.status_code == 500
-    assert "secret" not in failed.text
-    assert "its log says why" in error_of(failed)["message"]
-    wait_until(lambda: "KeyError: 'secret'" in one.output())
-
-
-@pytest.mark.job
-def test_a_slow_reader_holds_up_nobody(model_folder: Path, server: Callable[..., Server]) -> None:
-    one = server(model_folder)
-    body = {"prompt": "The quick", "max_tokens": 500, "ignore_eos": True, "stream": True, "logprobs": 5}
-    connections = [send(one, body) for _ in range(24)]  # about 200 kB each, which the sockets cannot hold
-    wait_until(lambda: metric(one, "running") == metric(one, "waiting") == 0)
-    before = memory_bytes(one)
-    more = [send(one, body) for _ in range(24)]
-    wait_until(lambda: metric(one, "running") == metric(one, "waiting") == 0)
-    alone = post(one, max_tokens=200, ignore_eos=True)
-    assert alone.json()["usage"]["completion_tokens"] == 200
-    assert memory_bytes(one) - before < 64 * 2**20
-    for connection in [*connections, *more]:
-        connection.close()
+def send(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A request whose answer nobody reads."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
 
 
 def memory_bytes(server: Server) -> int:
@@ -264,51 +299,17 @@ def memory_bytes(server: Server) -> int:
 
 
 @pytest.mark.job
-def test_a_storm_of_clients_that_go_away(slow_folder: Path, server: Callable[..., Server]) -> None:
-    one = server(slow_folder, max_waiting=1000)
-    body = {"prompt": "Hello", "max_tokens": 40, "seed": 7, "temperature": 1.0, "ignore_eos": True}
-    expected = post(one, **body).json()["choices"][0]["text"]
-    rng = random.Random(1)
-
-    def visit(i: int) -> str | None:
-        if i % 4:
-            with contextlib.closing(send(one, {**LONG, "stream": bool(i % 2)})) as connection:
-                connection.settimeout(0.2 * rng.random())
-                with contextlib.suppress(TimeoutError):
-                    connection.recv(1000)
-            return None
-        return post(one, **body).json()["choices"][0]["text"]
-
-    with concurrent.futures.ThreadPoolExecutor(20) as threads:
-        texts = [text for text in threads.map(visit, range(80)) if text is not None]
-    assert texts == [expected] * 20
-    wait_until(lambda: metric(one, "running") == metric(one, "waiting") == 0)
-    assert one.stop() == 0
-    assert "Traceback" not in one.output()
-
-
-def run_main(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    code = (
-        "import json, sys\nfrom laneformer.serve.options import ServerOptions\n"
-        "ServerOptions(**json.loads(sys.argv[1])).listen()"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, json.dumps(arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_a_port_in_use_is_one_clear_line(slow: Server) -> None:
-    port = int(slow.url.rsplit(":", 1)[1])
-    printed = run_main({"model": "second", "port": port}).stderr.strip().splitlines()[-1]
-    assert f"ValueError: cannot listen on port {port} of 127.0.0.1: Address already in use" in printed
-
-
-@pytest.mark.job
-def test_open_to_the_network_without_a_key_is_said(model_folder: Path, server: Callable[..., Server]) -> None:
-    one, other = server(model_folder, host="0.0.0.0"), server(model_folder, host="0.0.0.0", api_key="k")
-    assert "WARNING: 0.0.0.0 without an API key" in one.output()
-    assert "WARNING" not in other.output()
+def test_a_slow_reader_holds_up_nobody(model_folder: Path, server: Callable[..., Server]) -> None:
+    one = server(model_folder)
+    # about 200 kB each, which the sockets cannot hold
+    body = {**LONG, "max_tokens": 500, "stream": True, "logprobs": 5}
+    before, connections = 0, []
+    for ended in (16, 32):
+        before = memory_bytes(one)
+        connections += [send(one, body) for _ in range(16)]
+        wait_until(lambda ended=ended: metric(one, 'ended_total{reason="length"') == ended)
+    alone = post(one, **{**SHORT, "max_tokens": 200})
+    assert alone.json()["usage"]["completion_tokens"] == 200
+    assert memory_bytes(one) - before < 64 * 2**20
+    for connection in connections:
+        connection.close()

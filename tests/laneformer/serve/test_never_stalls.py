@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
-from fastapi import FastAPI
 
-from laneformer.engine import Engine
 from laneformer.prompts import PromptEncoder
-from laneformer.serve.app import create_app
 from laneformer.serve.grammar import Grammars
-from laneformer.serve.options import ServerOptions
+from tests.laneformer.serve.endpoint import TALK, on_a_loop
+
+if TYPE_CHECKING:
+    import httpx
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
 
 DIGITS = "0123456789" * 400_000  # 4 MB, which take seconds to encode
-TALK = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def app(model_folder: Path) -> Iterator[FastAPI]:
-    with Engine.from_pretrained(model_folder, threads=1, cache=False) as engine:
-        app = create_app(engine, ServerOptions(model="tiny", api_key=None))
-        yield app
-        app.state.scheduler.close()
-
-
-def on_a_loop(app: FastAPI, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
-    async def visit() -> Any:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
-            return await work(client)
-
-    return asyncio.run(visit())
+def app(tiny: TestClient) -> FastAPI:
+    return tiny.app
 
 
 @pytest.mark.parametrize(
@@ -53,9 +39,7 @@ def on_a_loop(app: FastAPI, work: Callable[[httpx.AsyncClient], Awaitable[Any]])
         ("/tokenize", {"content": DIGITS}, 0),
     ],
 )
-def test_what_cannot_fit_is_refused_before_it_is_encoded(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], most: int
-) -> None:
+def test_what_cannot_fit_is_refused_before_it_is_encoded(app, monkeypatch, path, body, most):
     """most: characters that are encoded."""
     encoded: list[int] = []
     truth = PromptEncoder.text
@@ -82,9 +66,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(
         (Grammars, "of_lark", "/v1/chat/completions", {"messages": TALK, "response_format": SCHEMA}),
     ],
 )
-def test_health_answers_while_a_request_is_prepared(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, path: str, body: dict[str, Any]
-) -> None:
+def test_health_answers_while_a_request_is_prepared(app, monkeypatch, owner, name, path, body):
     """Encoding waits until /health has been answered, and would wait for ever on the loop's thread."""
     begun, answered = threading.Event(), threading.Event()
     truth = getattr(owner, name)
@@ -107,9 +89,7 @@ def test_health_answers_while_a_request_is_prepared(
     assert (health.status_code, posted.status_code) == (200, 200)
 
 
-def test_more_preparation_than_there_is_room_for_is_429(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_preparation_than_there_is_room_for_is_429(app, monkeypatch):
     answered = threading.Event()
     truth = PromptEncoder.text
 

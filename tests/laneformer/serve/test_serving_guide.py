@@ -1,5 +1,5 @@
-"""docs/serving.md says what is there: its examples run against a real server, its tables hold
-every route and field.
+"""docs/serving.md says what is there: its examples run against a real server, its tables hold every route
+and field.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ import os
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import yaml
 
 from laneformer.cli import main
 from laneformer.serve.options import ServerOptions
 from laneformer.serve.schema import CompletionRequest, ConversationRequest
 from tests.laneformer.serve.conftest import ROOT, Server, start
+from tests.laneformer.serve.endpoint import data_of
+
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
 
 GUIDE = (ROOT / "docs" / "serving.md").read_text()
 NAME = "SmolLM2-135M-Instruct"  # of the model in the examples
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE, re.S | re.M)
-CURL = [
-    command
-    for kind, text in BLOCKS
-    if kind == "bash"
-    for command in re.findall(r"^curl .*?'$", text, re.S | re.M)
-]
-PYTHON = [text for kind, text in BLOCKS if kind == "python"]
+SHELL, PYTHON = ([text for kind, text in BLOCKS if kind == wanted] for wanted in ("bash", "python"))
+CURL = [command for text in SHELL for command in re.findall(r"^curl .*?'$", text, re.S | re.M)]
+CLIENTS = Path(sys.prefix) / "clients"
+needs_clients = pytest.mark.skipif(not CLIENTS.is_dir(), reason=f"no litellm: make .venv/{CLIENTS.name}")
 
 
 @pytest.fixture(scope="module")
@@ -40,47 +40,50 @@ def served(model_folder: Path) -> Iterator[Server]:
     assert server.stop() == 0, server.output()
 
 
-def run(command: list[str], code: str, server: Server, **environment: str) -> str:
+def run(command: list[str], code: str, server: Server) -> str:
     text = code.replace("http://localhost:8000", server.url)
+    environment = {"PYTHONPATH": str(CLIENTS)} if "import litellm" in code else {}
     done = subprocess.run(
-        [*command, text], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+        [*command, text], capture_output=True, text=True, timeout=300, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@pytest.mark.job
 def test_curl(served: Server) -> None:
-    conversation, scored, streamed, tokens = (
-        run(["bash", "-c"], f"{command} -sSf", served) for command in CURL
-    )
+    answers = [run(["bash", "-c"], f"{command} -sSf", served) for command in CURL]
+    conversation, scored, streamed, tokens = answers
     assert json.loads(conversation)["choices"][0]["message"]["role"] == "assistant"
     first, *others = json.loads(scored)["choices"][0]["logprobs"]["token_logprobs"]
     assert first is None
     assert all(score < 0 for score in others)
-    assert streamed.rstrip().endswith("data: [DONE]")
-    assert json.loads(streamed.split("data: ")[-2])["usage"]["completion_tokens"] <= 20
+    *_, last, done = data_of(streamed)
+    assert done == "[DONE]"
+    assert json.loads(last)["usage"]["completion_tokens"] <= 20
     assert json.loads(tokens)["tokens"]
 
 
-@pytest.mark.job
-@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+def marks(code: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.rotate, needs_clients] if "import litellm" in code else [pytest.mark.job]
+
+
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, marks=marks(code), id=str(i)) for i, code in enumerate(PYTHON)]
+)
 def test_python(served: Server, code: str) -> None:
-    clients = Path(sys.prefix) / "clients"
-    if "import litellm" in code and not clients.is_dir():
-        pytest.skip(f"no litellm: make {clients.relative_to(Path.cwd())}")
-    more = {"PYTHONPATH": str(clients)} if "import litellm" in code else {}
-    assert run([sys.executable, "-c"], code, served, **more).strip()
+    assert run([sys.executable, "-c"], code, served).strip()
 
 
 def test_settings_of_programs_can_be_read() -> None:
+    import yaml
+
     (settings,) = (yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml")
     assert settings["models"][0]["apiBase"] == "http://localhost:8000/v1"
 
 
-def test_every_route_field_and_flag_is_told(served: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    with urllib.request.urlopen(f"{served.url}/openapi.json") as answer:
-        routes = json.load(answer)["paths"]
-    for route in routes:
+def test_every_route_field_and_flag_is_told(tiny: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+    for route in tiny.get("/openapi.json").json()["paths"]:
         assert f"{route.replace('{name}', 'NAME')}`" in GUIDE, route
     for request in (CompletionRequest, ConversationRequest):
         for name in {*request.model_fields, *request.refused}:
@@ -88,8 +91,7 @@ def test_every_route_field_and_flag_is_told(served: Server, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    assert {
-        f"--{name.replace('_', '-')}" for name in ServerOptions.__dataclass_fields__ if name != "model"
-    } <= flags
+    options = ServerOptions.__dataclass_fields__.keys() - {"model"}
+    assert {f"--{name.replace('_', '-')}" for name in options} <= flags
     for text in re.findall(r"laneformer serve [^\n|]*", GUIDE):
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= flags, text

@@ -6,24 +6,23 @@ import json
 import random
 import re
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from laneformer.serve.tool_calls import HERMES, CallForm, CallParser, ToolCalling, ToolUse
-from tests.laneformer.serve.grammar_assets import TOKENIZERS, batch_of, drawn, grammars, text_of
-
-TEMPLATES = Path(str(files("trl") / "chat_templates"))  # of many models, as published
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
-    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+from tests.laneformer.serve.conftest import TEMPLATE as SMOLLM2
+from tests.laneformer.serve.grammar_assets import (
+    TOKENIZERS,
+    batch_of,
+    drawn,
+    grammars,
+    text_of,
+    tokens_allowed,
 )
+
 MISTRAL = """{{- bos_token }}{%- for message in messages %}{%- if message["role"] == "user" %}
 {%- if tools and loop.last %}{{- "[AVAILABLE_TOOLS] " + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}{%- endif %}
 {{- "[INST] " + message["content"] + "[/INST]" }}
@@ -89,64 +88,67 @@ CALLS = [
     },
     {"id": "abcDEF124", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}},
 ]
+SEEDS = 5
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def calling(name: str, kind: str = "bytes") -> ToolCalling:
+def template_of(name: str) -> str:
+    """A template from above, or as its makers have published it."""
     template = FORMS[name][0]
-    source = (TEMPLATES / template).read_text() if template.endswith(".jinja") else template
-    return ToolCalling({"chat_template": source, **TOKENS}, grammars(kind))
+    published = files("trl") / "chat_templates" / template if template.endswith(".jinja") else None
+    return published.read_text() if published else template
+
+
+def calling(name: str, kind: str = "bytes") -> ToolCalling:
+    return ToolCalling({"chat_template": template_of(name), **TOKENS}, grammars(kind))
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_are_read_from_templates(name: str) -> None:
-    found, (_, form) = calling(name), FORMS[name]
-    assert (found.form, found.described) == (form or HERMES, form is None)
+    read, (_, form) = calling(name), FORMS[name]
+    assert (read.form, read.described) == (form or HERMES, form is None)
 
 
 @pytest.mark.parametrize("name", ["mistral", "new mistral", "textual", "qwen2.5", "qwen3", "llama 3.1"])
 def test_calls_go_back_as_transformers_renders_them(name: str) -> None:
     """And as the model wrote them: the form, with the arguments, is in the text."""
+    from transformers import PreTrainedTokenizerFast
+
     tool = calling(name)
-    count = 1 if tool.form.between is None else 2
-    source = FORMS[name][0]
-    source = (TEMPLATES / source).read_text() if source.endswith(".jinja") else source
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=grammars().tokenizer, chat_template=source, **TOKENS)
+    calls = CALLS[:1] if tool.form.between is None else CALLS
     messages = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": CALLS[:count]},
-        *({"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in CALLS[:count]),
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls),
         {"role": "user", "content": "!"},
     ]
     sent = tool.use(TOOLS).messages(messages)
+    template, bare = template_of(name), grammars().tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template=template, **TOKENS)
     text = tokenizer.apply_chat_template(sent, tools=TOOLS, tokenize=False)
-    written = tool.form.written([call["function"] for call in CALLS[:count]])
+    written = tool.form.written([call["function"] for call in calls])
     if name == "mistral":
         written = tool.form.begin + 'get_weather", "arguments": {"city": "Köln'
     assert written in text
     types = {type(call["function"]["arguments"]) for call in sent[1]["tool_calls"]}
     assert types == {str if tool.form.as_text else dict}
-    assert messages[1]["tool_calls"] == CALLS[:count], "what the client sent is not changed"
+    assert messages[1]["tool_calls"] == calls, "what the client sent is not changed"
 
 
 def test_templates_without_tools_get_them_described() -> None:
     use = calling("smollm2").use(TOOLS)
     assert use.template_tools == []
     assistant = {"role": "assistant", "content": "So:", "tool_calls": CALLS}
-    answers = [{"role": "tool", "content": text, "tool_call_id": "x"} for text in ("1", "2")]
-    system, user, called, answered = use.messages([{"role": "user", "content": "?"}, assistant, *answers])
-    assert (
-        '{"name": "get_weather", "description": "Of a city", "parameters": {"type": "object"'
-        in system["content"]
-    )
+    results = [{"role": "tool", "content": text, "tool_call_id": "x"} for text in ("1", "2")]
+    system, user, called, result = use.messages([{"role": "user", "content": "?"}, assistant, *results])
+    described = '{"name": "get_weather", "description": "Of a city", "parameters": {"type": "object"'
+    assert described in system["content"]
     assert user == {"role": "user", "content": "?"}
-    assert called["content"].startswith(
-        'So:\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln'
-    )
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln'
+    assert called["content"].startswith(f"So:\n{call}")
     assert called["content"].count("</tool_call>") == 2
-    assert answered["content"] == (
-        "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
-    ), "one message, as templates want turns to alternate"
+    one_message = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    assert result["content"] == one_message, "as templates want turns to alternate"
     own = {"role": "system", "content": "Be brief."}
     (system,) = use.messages([own])
     assert system["content"].endswith("\n\nBe brief.")
@@ -155,133 +157,107 @@ def test_templates_without_tools_get_them_described() -> None:
 
 
 def test_templates_without_system_messages_get_tools_in_the_first_question() -> None:
-    use = calling("gemma").use(TOOLS)
-    (user,) = use.messages([{"role": "user", "content": "?"}])
+    (user,) = calling("gemma").use(TOOLS).messages([{"role": "user", "content": "?"}])
     assert user["role"] == "user"
     assert user["content"].endswith("</tool_call>\n\n?")
 
 
-def parsed(
-    use: ToolUse, text: str, pieces: random.Random | None = None
-) -> tuple[str | None, list[tuple[str, Any]]]:
+def parsed(use: ToolUse, text: str, pieces: random.Random | None = None) -> tuple[str, list[tuple[str, Any]]]:
     """Content and calls, put together from deltas as a client does it."""
     parser = use.parser()
     assert parser is not None
-    deltas, calls, content = [], [], ""
+    deltas: list[dict[str, Any]] = []
     while text:
         cut = pieces.randint(1, 9) if pieces else len(text)
         deltas += parser.push(text[:cut])
         text = text[cut:]
-    for delta in [*deltas, *parser.finish()]:
-        content += delta.get("content", "")
-        for call in delta.get("tool_calls", []):
-            if "id" in call:
-                assert (call["index"], call["type"], len(call["id"])) == (len(calls), "function", 9)
-                assert call["function"]["arguments"] == ""
-                calls.append([call["function"]["name"], ""])
-            else:
-                assert call["index"] == len(calls) - 1
-                calls[-1][1] += call["function"]["arguments"]
-    whole = [[call["function"]["name"], call["function"]["arguments"]] for call in parser.calls]
-    assert whole == calls
+    deltas += parser.finish()
+    calls: list[list[str]] = []
+    for call in (call for delta in deltas for call in delta.get("tool_calls", [])):
+        function = call["function"]
+        if "id" in call:
+            assert (call["index"], call["type"], len(call["id"])) == (len(calls), "function", 9)
+            assert function["arguments"] == ""
+            calls.append([function["name"], ""])
+        else:
+            assert call["index"] == len(calls) - 1
+            calls[-1][1] += function["arguments"]
+    assert [list(call["function"].values()) for call in parser.calls] == calls
     assert parser.called == bool(calls)
-    said = content if content.strip() or not calls else None
-    return said, [(name, json.loads(arguments)) for name, arguments in calls]
+    content = "".join(delta.get("content", "") for delta in deltas)
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", ["smollm2", "mistral", "new mistral", "textual", "qwen3", "llama 3.1"])
 def test_every_call_is_valid(name: str, kind: str) -> None:
-    check_calls(name, kind, range(2))
-
-
-@pytest.mark.job
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("name", ["smollm2", "mistral", "new mistral", "textual", "qwen3", "llama 3.1"])
-def test_every_call_of_many_is_valid(name: str, kind: str) -> None:
-    check_calls(name, kind, range(100, 125))
-
-
-def check_calls(name: str, kind: str, seeds: range) -> None:
     tool = calling(name, kind)
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    choices = (("required", True), ("required", False), (named, True), ("auto", True))
-    ended = dict.fromkeys(map(str, choices), 0)
     with batch_of(kind) as batch:
-        for choice, parallel in choices:
+        for choice, parallel in (("required", True), ("required", False), (NAMED, True), ("auto", True)):
             use = tool.use(TOOLS, choice, parallel)
-            for seed in seeds:
-                grammar = use.grammar()
-                assert grammar is not None
-                ids, reason = drawn(batch, grammar, seed=seed)
+            answers = [drawn(batch, use.grammar(), seed=seed) for seed in range(SEEDS)]
+            ended = [ids for ids, reason in answers if reason == "stop"]
+            assert ended, choice
+            for seed, ids in enumerate(ended):
                 text = text_of(kind, ids, skip_special_tokens=False)
-                if reason != "stop":
-                    continue
-                ended[str((choice, parallel))] += 1
-                content, calls = parsed(use, text, random.Random(seed))
-                assert parsed(use, text) == (content, calls)
+                content, calls = parsed(use, text)
+                assert parsed(use, text, random.Random(seed)) == (content, calls)
                 for function, arguments in calls:
                     jsonschema.validate(arguments, SCHEMAS[function])
                     assert arguments.keys() <= SCHEMAS[function].get("properties", {}).keys()
                 if choice != "auto":
-                    assert content is None
+                    assert not content.strip()
                     assert calls
-                if not parallel or choice == named or tool.form.between is None:
+                if not parallel or choice == NAMED or tool.form.between is None:
                     assert len(calls) <= 1
-                if choice == named:
+                if choice == NAMED:
                     assert calls[0][0] == "get_weather"
-    assert all(ended.values()), ended
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", ["smollm2", "mistral", "textual", "qwen3", "llama 3.1"])
 def test_auto_lets_text_be_text_until_a_call_begins(name: str, kind: str) -> None:
     """What a model would write is forced through the grammar; behind the marker it has no choice but a call."""
-    tool, known = calling(name, kind), grammars(kind)
-    use = tool.use(TOOLS)
-    said = "" if tool.form.marker == "{" else "Let me <see> {it}: "
-    call = tool.form.written([{"name": "add", "arguments": {"a": 1, "b": -20}}])
-
-    def goes(text: str) -> int:
-        grammar, ids = use.grammar(), ids_of(kind, text)
-        assert grammar is not None
-        for index, token in enumerate([*ids, known.eos_ids[0]]):
-            words = grammar.mask(index)
-            if not words[token // 32] >> token % 32 & 1:
-                return index
-            grammar.accept(token)
-        return len(ids) + 1
-
+    use = calling(name, kind).use(TOOLS)
+    end, form = grammars(kind).eos_ids[0], use.calling.form
+    said = "" if form.marker == "{" else "Let me <see> {it}: "
+    call = form.written([{"name": "add", "arguments": {"a": 1, "b": -20}}])
     texts = [said + call, "Only text, with a { brace and a <tool.", ""]
     texts += ["<think>\nI {{ think.\n</think>\n\nSo.", *(["<think>\nHm.</think>" + call] if said else [])]
     for text in texts:
-        assert goes(text) == len(ids_of(kind, text)) + 1, text
-    assert goes(said + call.replace("add", "sub")) < len(ids_of(kind, said + call))
-    assert goes(said + call.replace("-20", '"x"')) < len(ids_of(kind, said + call))
-    assert parsed(use, said + call) == (said or None, [("add", {"a": 1, "b": -20})])
+        ids = [*ids_of(kind, text), end]
+        assert tokens_allowed(use.grammar(), ids) == len(ids), text
+    for wrong in (call.replace("add", "sub"), call.replace("-20", '"x"')):
+        assert tokens_allowed(use.grammar(), ids_of(kind, said + wrong)) < len(ids_of(kind, said + call))
+    assert parsed(use, said + call) == (said, [("add", {"a": 1, "b": -20})])
     assert parsed(use, "Only a <tool.", random.Random(1)) == ("Only a <tool.", [])
 
 
 @pytest.mark.parametrize("name", ["smollm2", "mistral", "new mistral", "textual", "qwen3"])
 def test_several_calls_are_told_apart(name: str) -> None:
     use = calling(name).use(TOOLS)
-    made = [call["function"] for call in CALLS] * 2
-    expected = [(function["name"], function["arguments"]) for function in made]
+    functions = [call["function"] for call in CALLS] * 2
+    expected = [(function["name"], function["arguments"]) for function in functions]
+    text = "Hm. " + use.calling.form.written(functions)
     for seed in range(20):
-        assert parsed(use, "Hm. " + use.calling.form.written(made), random.Random(seed)) == ("Hm. ", expected)
+        assert parsed(use, text, random.Random(seed)) == ("Hm. ", expected)
 
 
 def ids_of(kind: str, text: str) -> list[int]:
     """Ids of an answer: without the space that some tokenizers put before a text and behind a control token."""
-    known = Tokenizer.from_str(grammars(kind).tokenizer.to_str())
-    known.no_truncation()
-    before, *parts = known.encode("\n", add_special_tokens=False).ids, *re.split(r"(\[TOOL_CALLS\])", text)
-    ids = [known.encode(p if p[:1] == "[" else "\n" + p, add_special_tokens=False).ids for p in parts]
-    return [
-        i
-        for part, found in zip(parts, ids, strict=True)
-        for i in found[0 if part[:1] == "[" else len(before) :]
-    ]
+    tokenizer = Tokenizer.from_str(grammars(kind).tokenizer.to_str())
+    tokenizer.no_truncation()
+    ids = []
+    before = tokenizer.encode("\n", add_special_tokens=False).ids
+    for part in re.split(r"(\[TOOL_CALLS\])", text):
+        if part[:1] == "[":
+            ids += tokenizer.encode(part, add_special_tokens=False).ids
+        else:
+            ids += tokenizer.encode("\n" + part, add_special_tokens=False).ids[len(before) :]
+    return ids
 
 
 def test_a_call_that_the_limit_cuts_streams_what_there_is() -> None:

@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from tests.laneformer.serve.clients.conftest import AGENTS, API_CLIENTS, output
-from tests.laneformer.serve.conftest import Server, write_model
-from tests.laneformer.serve.scripted import scripted
+from tests.laneformer.serve.conftest import Server, start, write_model
+
+pytestmark = pytest.mark.rotate
+PRELUDE = """
+import pytest
+from tests.laneformer.serve.scripted import play
+play({script!r}, pytest.MonkeyPatch())
+"""
 
 
 def said(name: str, **arguments: str) -> str:
@@ -93,12 +99,6 @@ print(json.dumps(asyncio.run(asked())))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a context for the prompts of agents."""
-    return write_model(tmp_path_factory.mktemp("served") / "long", max_position_embeddings=262_144)
-
-
-@pytest.fixture(scope="module")
 def note(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("work") / "note.txt"
     path.write_text("the secret is seven\n")
@@ -106,9 +106,12 @@ def note(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path, note: Path) -> Iterator[Server]:
+def served(note: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a context for the prompts of agents."""
+    sizes = {"max_position_embeddings": 262_144}
+    folder = write_model(tmp_path_factory.mktemp("served") / "long", **sizes)
     script = [(key, text.replace("NOTE", str(note))) for key, text in SCRIPT]
-    server = scripted(folder, script, api_key="key")
+    server = start(folder, PRELUDE.format(script=script), api_key="key")
     yield server
     assert server.stop() == 0, server.output()
 
@@ -120,7 +123,6 @@ def told(served: Server, code: str, **environment: str) -> Any:
     return json.loads(output(command, PYTHONPATH=str(API_CLIENTS), **environment).splitlines()[-1])
 
 
-@pytest.mark.job
 def test_anthropic(served: Server) -> None:
     assert told(served, ANTHROPIC) == [
         ["thinking", "text"], "Hello there.", "Hello there.", "end_turn",
@@ -128,7 +130,6 @@ def test_anthropic(served: Server) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.job
 def test_ollama(served: Server) -> None:
     assert told(served, OLLAMA) == [
         "Hello there.", "They greet.", "Hello there.", "stop", {"city": "Rome"}, "It is warm.",
@@ -136,7 +137,6 @@ def test_ollama(served: Server) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.job
 def test_openai_agents_by_their_default(served: Server) -> None:
     found = told(served, OPENAI_AGENTS, OPENAI_BASE_URL=f"{served.url}/v1", OPENAI_API_KEY="key")
     assert found[:2] == ["It is warm.", "It is warm."]
@@ -149,7 +149,6 @@ def agent(name: str) -> str:
     return str(AGENTS / name)
 
 
-@pytest.mark.job
 def test_codex(served: Server, note: Path, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(
         'model = "any"\nmodel_provider = "here"\n[model_providers.here]\nname = "here"\nwire_api = "responses"\n'
@@ -163,7 +162,6 @@ def test_codex(served: Server, note: Path, tmp_path: Path) -> None:
     assert printed.strip() == "The note says seven."
 
 
-@pytest.mark.job
 def test_claude_code(served: Server, note: Path, tmp_path: Path) -> None:
     given = {
         "HOME": str(tmp_path), "ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": "key",

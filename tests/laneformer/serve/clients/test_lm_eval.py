@@ -1,24 +1,16 @@
-"""lm-eval's own `local-completions` and `local-chat-completions` on a real server: what
-the engine says in-process.
-"""
+"""lm-eval's own `local-completions` on a real server: to the bit what the engine says in-process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lm_eval
 import pytest
-import yaml
-from lm_eval.tasks import TaskManager
 
-from evals.lm_eval.models import ScorerLM
-from tests.evals.lm_eval.lm_eval_assets import QUESTIONS
 from tests.laneformer.serve.conftest import start
 
-pytestmark = [pytest.mark.job, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+TASK: dict[str, Any] = {"test_split": "test", "doc_to_text": "Question: {{question}}\nAnswer:"}
 CHOICE: dict[str, Any] = {
     "task": "tiny_choice", "output_type": "multiple_choice", "doc_to_target": "gold", "doc_to_choice": "choices",
     "metric_list": [{"metric": "acc"}],
@@ -30,65 +22,58 @@ WRITING: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def url(model_folder: Path) -> Iterator[str]:
-    server = start(model_folder, engine={"kv_dtype": "fp32"})  # as evaluations open the engine
-    yield server.url
-    assert server.stop() == 0, server.output()
+def write_tasks(folder: Path) -> None:
+    import yaml
 
+    from tests.evals.lm_eval.lm_eval_assets import QUESTIONS
 
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
-    folder = tmp_path_factory.mktemp("tasks")
     rows = [{"question": q, "choices": choices, "gold": gold} for q, choices, gold in QUESTIONS]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    files = {"data_files": {"test": str(folder / "rows.jsonl")}}
     for task in (CHOICE, WRITING):
-        text = {"test_split": "test", "doc_to_text": "Question: {{question}}\nAnswer:"}
-        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**task, **data, **text}))
-    return TaskManager(include_path=str(folder), include_defaults=False)
+        described = {**TASK, **task, "dataset_path": "json", "dataset_kwargs": files}
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(described))
 
 
-def asked(model: Any, manager: TaskManager, names: list[str], **options: Any) -> dict[str, Any]:
+def answers_of(model: Any, manager: Any, **options: Any) -> dict[str, Any]:
     """Every answer by task and document; what was scored or written, not the metric alone."""
+    import lm_eval
+
     result: Any = lm_eval.simple_evaluate(
-        model=model, tasks=names, task_manager=manager, num_fewshot=0, bootstrap_iters=0, **options
-    )
+        model=model, tasks=["tiny_choice", "tiny_writing"], task_manager=manager, num_fewshot=0,
+        bootstrap_iters=0, **options,
+    )  # fmt: skip
     return {
         name: {sample["doc_id"]: sample["resps"] for sample in samples}
         for name, samples in result["samples"].items()
     }
 
 
-def test_completions_are_the_engines(url: str, tasks: TaskManager, model_folder: Path) -> None:
-    names = ["tiny_choice", "tiny_writing"]
+@pytest.mark.rotate
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_completions_are_the_engines(model_folder: Path, tmp_path: Path) -> None:
+    from lm_eval.tasks import TaskManager
+
+    from evals.lm_eval.models import ScorerLM
+
+    write_tasks(tmp_path)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     model = ScorerLM(model_folder)
-    ours = asked(model, tasks, names)
+    ours = answers_of(model, manager)
     model.scorer.engine.close()
+    server = start(model_folder, engine={"kv_dtype": "fp32"})  # as evaluations open the engine
     arguments = {
-        "base_url": f"{url}/v1/completions", "model": "tiny", "tokenizer": str(model_folder), "num_concurrent": 4,
-        "tokenizer_backend": "huggingface", "max_length": 512, "add_bos_token": True, "max_retries": 8,
-    }  # fmt: skip
-    theirs = asked("local-completions", tasks, names, model_args=arguments)
-    for name in names:
-        assert len(theirs[name]) == len(QUESTIONS)
-        for document, answers in ours[name].items():
-            assert theirs[name][document] == [
-                [tuple(a) if isinstance(a, list) else a for a in r] for r in answers
-            ]
-    assert any(greedy for answers in ours["tiny_choice"].values() for ((_, greedy),) in answers) or True
-    assert any(text for answers in ours["tiny_writing"].values() for (text,) in answers)
-
-
-def test_chat_completions_run(url: str, tasks: TaskManager) -> None:
-    arguments = {
-        "base_url": f"{url}/v1/chat/completions",
-        "model": "tiny",
-        "num_concurrent": 2,
+        "base_url": f"{server.url}/v1/completions", "model": "tiny", "tokenizer": str(model_folder),
+        "num_concurrent": 4, "tokenizer_backend": "huggingface", "max_length": 512, "add_bos_token": True,
         "max_retries": 8,
-    }
-    answers = asked(
-        "local-chat-completions", tasks, ["tiny_writing"], model_args=arguments, apply_chat_template=True
-    )
-    assert len(answers["tiny_writing"]) == len(QUESTIONS)
-    assert all(isinstance(text, str) for ((text,),) in answers["tiny_writing"].values())
+    }  # fmt: skip
+    try:
+        theirs = answers_of("local-completions", manager, model_args=arguments)
+    finally:
+        assert server.stop() == 0, server.output()
+    for name, documents in ours.items():
+        assert len(theirs[name]) == len(documents) > 0
+        for document, answers in documents.items():
+            expected = [[tuple(a) if isinstance(a, list) else a for a in answer] for answer in answers]
+            assert theirs[name][document] == expected
+    assert any(text for answers in ours["tiny_writing"].values() for (text,) in answers)

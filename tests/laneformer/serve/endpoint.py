@@ -1,0 +1,104 @@
+"""Requests to an application in this process, and the forms in which it answers all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from laneformer.chat import ChatTemplate
+from laneformer.engine import Engine
+
+if TYPE_CHECKING:
+    import httpx
+    import openai
+    from fastapi.testclient import TestClient
+
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
+TALK: list[Any] = [{"role": "user", "content": "Hello, how are you?"}]
+
+
+class Endpoint:
+    """A path of an application, and the fields that every request to it has unless it says otherwise."""
+
+    def __init__(self, client: TestClient, path: str, **fields: Any):
+        self.client, self.path, self.fields = client, path, fields
+
+    def ask(self, **body: Any) -> httpx.Response:
+        return self.client.post(self.path, json={**self.fields, **body})
+
+    def post(self, **body: Any) -> Any:
+        answer = self.ask(**body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def choice(self, **body: Any) -> Any:
+        return self.post(**body)["choices"][0]
+
+    def refusal(self, **body: Any) -> dict[str, Any]:
+        answer = self.ask(**body)
+        assert answer.status_code == 400, answer.text
+        return error_of(answer)
+
+    def stream(self, **body: Any) -> list[Any]:
+        """The JSON of its events; the last one of OpenAI's must be [DONE]."""
+        *events, last = data_of(self.ask(**body, stream=True).text)
+        assert last == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    def count(self, metric: str) -> float:
+        """The sum of all metrics of the server that begin so."""
+        return count_of(self.client.get("/metrics").text, metric)
+
+
+def completions(client: TestClient) -> Endpoint:
+    return Endpoint(client, "/v1/completions", **GREEDY)
+
+
+def conversations(client: TestClient) -> Endpoint:
+    return Endpoint(client, "/v1/chat/completions", messages=TALK, **GREEDY)
+
+
+def strict_client(client: TestClient, api_key: str = "none") -> openai.OpenAI:
+    """OpenAI's package, which raises on every field that breaks its schema."""
+    import openai
+
+    options: Any = {"http_client": client, "api_key": api_key, "max_retries": 0}
+    return openai.OpenAI(base_url="http://localhost/v1", _strict_response_validation=True, **options)
+
+
+def data_of(text: str) -> list[str]:
+    """Of the events of a stream, without its comments."""
+    return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+
+
+def count_of(metrics: str, name: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith(f"laneformer_{name}")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The one key of an error, with OpenAI's four fields."""
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def prompt_of(engine: Engine, messages: Iterable[Any]) -> list[int]:
+    """The ids of a conversation whose contents spell no control token."""
+    text = ChatTemplate(engine.tokenizer_config).render(list(messages), add_generation_prompt=True)
+    return engine.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    """Run work(client) on an event loop of its own, where requests run side by side."""
+    import httpx
+
+    async def visit() -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=300) as client:
+            return await work(client)
+
+    return asyncio.run(visit())
