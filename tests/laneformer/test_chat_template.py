@@ -87,7 +87,7 @@ def test_templates_of_models_that_the_engine_reads(name: str) -> None:
     assert any(compared((TEMPLATES / f"{name}.jinja").read_text()))
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_templates_of_many_models() -> None:
     paths = sorted(TEMPLATES.glob("*.jinja"))
     refusing = [path.stem for path in paths if not any(compared(path.read_text()))]

@@ -117,7 +117,8 @@ def questions(
     return ask(tmp_path_factory.mktemp("questions") / "questions.pt", exported[0], model)
 
 
-VERSIONS = ["this environment", "transformers 4.57"]
+OLDER = pytest.param("transformers 4.57", marks=pytest.mark.rotate)
+VERSIONS = [pytest.param("this environment", marks=pytest.mark.job), OLDER]
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -129,7 +130,7 @@ def answers(
 
 def answers_of(folder: Path, questions: Path, elsewhere: Path, version: str) -> dict:
     """The answers of a fresh process, in the folder `elsewhere`, that cannot import anything of ours."""
-    older = version == VERSIONS[1]
+    older = version == "transformers 4.57"
     if older and not TRANSFORMERS_4.is_dir():
         pytest.skip(f"no {TRANSFORMERS_4}; `make test` installs it")
     written = elsewhere / "answers.json"

@@ -177,6 +177,7 @@ def test_packed_experts_are_mapped_at_the_next_start(tmp_path: Path, monkeypatch
     assert [kept.suffix for kept in (path / ".packed").iterdir()].count(".bin") == 1
 
 
+@pytest.mark.rotate
 def test_processes_share_experts(folder: Path) -> None:
     with Engine.from_pretrained(folder, threads=2, lanes=2, cache=False) as engine:
         expected = engine.logits(IDS)

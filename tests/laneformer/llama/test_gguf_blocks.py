@@ -208,6 +208,7 @@ def test_packed_blocks_are_mapped_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.rotate
 def test_processes_read_the_blocks_too_and_gpus_take_eight_bits(tmp_path: Path) -> None:
     path = written(tmp_path, by_place)
     tokens = []

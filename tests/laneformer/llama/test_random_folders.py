@@ -124,6 +124,7 @@ FAMILIES = ("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "Qw
             "Granite", "Phi3", "Gemma3Text", "GptOss")  # fmt: skip
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("seed", range(FOLDERS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_folder(family: str, seed: int, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_greedy_tokens(engine: Engine, truth: transformers.PreTrainedModel) -> N
     expect_greedy(engine, truth, PROMPTS[::20])
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_greedy_tokens_of_fifty_prompts(engine: Engine, truth: transformers.PreTrainedModel) -> None:
     assert len(PROMPTS) == 50
     expect_greedy(engine, truth, PROMPTS)

@@ -116,7 +116,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("lanes", [8, *(pytest.param(few, marks=pytest.mark.job) for few in (1, 2))])
+@pytest.mark.parametrize("lanes", [8, 1, 2])
 def test_every_join_and_norm_is_the_models(lanes: int, dtype: torch.dtype) -> None:
     """Six tokens for four programs of the backward kernel; 24 columns, no power of two."""
     for how, delay, scale in CASES:
@@ -184,9 +184,7 @@ def build(kind: str, **overrides: Any) -> TitanLaneformer:
     return model
 
 
-@pytest.mark.parametrize(
-    "overrides", [{}, *(pytest.param(v, marks=pytest.mark.job) for v in VARIANTS)], ids=str
-)
+@pytest.mark.parametrize("overrides", [{}, *VARIANTS], ids=str)
 def test_losses_and_gradients_of_the_model(overrides: dict[str, Any]) -> None:
     """With selective checkpointing, as in training, against the plain layers in float64."""
     tokens = torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(0))

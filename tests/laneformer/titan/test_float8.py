@@ -220,7 +220,6 @@ def test_a_step_is_the_same_however_it_is_computed(recipe: Recipe) -> None:
         assert (eager[name] - gradient).norm() < 0.25 * gradient.norm(), name
 
 
-@pytest.mark.job
 @pytest.mark.proof
 def test_inductor_agrees() -> None:
     """Its sums round otherwise, which may choose a neighbouring float8 value."""

@@ -74,6 +74,7 @@ def largest(found: dict[str, Any], reference: dict[str, Any]) -> float:
     return max(difference(*pair) for pair in pairs)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_is_one_process(measured: Path, alone: dict[str, dict[str, Any]], mesh: str) -> None:
     for name in CASES:
@@ -81,6 +82,7 @@ def test_every_mesh_is_one_process(measured: Path, alone: dict[str, dict[str, An
         assert found < BOUNDS[mesh.split("-")[0]], (name, found)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(measured: Path, alone: dict[str, dict[str, Any]], fault: str) -> None:
     found = torch.load(measured / f"float64-1x2-{fault}" / "delay-2.pt")

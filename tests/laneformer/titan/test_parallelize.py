@@ -91,7 +91,6 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
     return sum(t.untyped_storage().nbytes() for t in held.values()) / 4 / tokens[:, 1:].numel()
 
 
-@pytest.mark.job
 @pytest.mark.proof
 @pytest.mark.parametrize("early", [False, True])
 def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor, early: bool) -> None:
