@@ -1,7 +1,7 @@
 """Random small folders of every family: the engine against Transformers, and both against model.py in float64.
 
-A few of each in CI; `LANEFORMER_FOLDERS=60 pytest tests/laneformer/llama/test_random_folders.py` draws 60 of each. All
-run to the end of their context, past their windows.
+One of each in the nightly; `LANEFORMER_FOLDERS=60 pytest tests/laneformer/llama/test_random_folders.py` draws 60
+of each. All run to the end of their context, past their windows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from laneformer import Engine, Laneformer
-from laneformer.engine.folder import read_checkpoint
-from tests.laneformer.llama.folders import Case, logits_of, reference, relative_error, write_folder
-from tools.check.reference import hf_greedy, weights_of
+from laneformer import Engine
+from tests.laneformer.llama.folders import (
+    Case,
+    logits_of,
+    plain_model,
+    reference,
+    relative_error,
+    write_folder,
+)
 
 FOLDERS = int(os.environ.get("LANEFORMER_FOLDERS", "1"))  # of each family
 MARGIN = 4  # over the distance of Transformers in float32 to float64, whose sums are in another order
@@ -40,16 +45,7 @@ class Draw:
     def case(self) -> Case:
         kv, group, layers = self.one(1, 2, 4), self.one(1, 2, 3), self.number(2, 5)
         dim = self.one(8, 16, 24) if self.family == "Phi3" else self.one(8, 12, 16, 22)
-        has_dim = self.family in (
-            "Llama",
-            "Mistral",
-            "Ministral",
-            "Ministral3",
-            "Qwen3",
-            "Qwen3Moe",
-            "Gemma3Text",
-            "GptOss",
-        )
+        has_dim = self.family in HAVE_HEAD_DIM
         values: dict[str, Any] = {
             "num_key_value_heads": kv, "num_attention_heads": kv * group, "num_hidden_layers": layers,
             "hidden_size": kv * group * (self.one(6, 10, 14) if has_dim else dim),
@@ -122,22 +118,21 @@ class Draw:
 
 FAMILIES = ("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "Olmo2", "Olmo3",
             "Granite", "Phi3", "Gemma3Text", "GptOss")  # fmt: skip
+HAVE_HEAD_DIM = {"Llama", "Mistral", "Ministral", "Ministral3", "Qwen3", "Qwen3Moe", "Gemma3Text", "GptOss"}
 
 
 @pytest.mark.rotate
 @pytest.mark.parametrize("seed", range(FOLDERS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_folder(family: str, seed: int, tmp_path: Path) -> None:
+    from tools.check.reference import hf_greedy
+
     case = Draw(family, seed).case()
     folder, context = write_folder(case, tmp_path), case.values["max_position_embeddings"]
     ids = np.random.default_rng(seed).integers(0, case.values["vocab_size"], context).tolist()
     theirs = reference(folder)
     tokens, leads = hf_greedy(theirs, ids[:30], context - 30)
-    checkpoint = read_checkpoint(folder, threads=2)
-    with torch.device("meta"):
-        model = Laneformer(checkpoint.config).eval()
-    weights = weights_of(checkpoint.tensors)
-    model.load_state_dict({name: w.double() for name, w in weights.items()}, assign=True)
+    model = plain_model(folder, torch.float64, threads=2)
     truth, expected = logits_of(model, ids), logits_of(theirs, ids)
     allowed = MARGIN * max(relative_error(expected, truth), LEAST)
     threads = 1 + seed % 3
