@@ -30,7 +30,6 @@ OPERATIONS = torch.ops.laneformer
 
 
 # --- one join, one norm
-# ---------------------------------------------------------------------------------------------
 
 
 def plain(
@@ -144,10 +143,8 @@ def test_faults_would_be_seen() -> None:
     found = results(inputs, gradients, Join.PAST, fused)
     wide, wide_gradients = [t.double() for t in inputs], [g.double() for g in gradients]
     for fault in (own_lane_twice, unscaled):
-        assert (
-            largest_error(found, results(wide, wide_gradients, Join.PAST, fault), torch.bfloat16, Join.PAST)
-            > 5
-        )
+        wanted = results(wide, wide_gradients, Join.PAST, fault)
+        assert largest_error(found, wanted, torch.bfloat16, Join.PAST) > 5
 
 
 def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +160,6 @@ def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- the model
-# ------------------------------------------------------------------------------------------------------
 
 VARIANTS: list[dict[str, Any]] = [
     {"replicated_rmsn_scale": False}, {"use_attention_comm": False}, {"rebroadcast_early": True},
@@ -209,22 +205,13 @@ def test_a_job_checks_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, pl
             return whole(streams, normed, None if handed_on is None else 0 * handed_on, *more)
 
         monkeypatch.setattr(join_norm, "join_norm_backward", forgetful)
-    job = load_job(
-        [
-            "--job.config_file",
-            "configs/debug_phase1.toml",
-            "--training.seq_len",
-            "9",
-            "--training.local_batch_size",
-            "1",
-        ]
-    )
+    flags = "--job.config_file configs/debug_phase1.toml --training.seq_len 9 --training.local_batch_size 1"
+    job = load_job(flags.split())
     model = with_working_kernels(build("triton", use_early_comm=False), job, checkpoint_and_compile)
     assert model.model_args.join_norm == ("plain" if planted else "triton"), model.fallback
 
 
 # --- in a graph of the compiler
-# -------------------------------------------------------------------------------------
 
 
 def test_join_and_norm_in_one_graph_become_one_kernel() -> None:

@@ -1,6 +1,4 @@
-"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, in a layer, on a GPU
-if there is one.
-"""
+"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, in a layer, on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -49,7 +47,6 @@ def test_in_the_interpreter() -> None:
 
 
 # --- the kernels for sm_90, by Triton's compiler and ptxas, which need no GPU
-# ----------------------------------------
 
 
 def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> tuple[int, int]:
@@ -95,7 +92,6 @@ def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: b
 
 
 # --- a layer as Inductor lowers it for an H100
-# ------------------------------------------------------------------------
 
 
 @pytest.mark.proof("tests/laneformer/titan/*.py")
@@ -137,7 +133,6 @@ def reads(graph: sm90.Graph, wide: int) -> list[tuple[str, int]]:
 
 
 # --- which path
-# -----------------------------------------------------------------------------------------------------
 
 
 def job(kind: str, lane_ranks: int = 1) -> Any:
