@@ -118,6 +118,7 @@ def test_varlen_attention_is_sdpa(tokens: torch.Tensor, documents: bool) -> None
     assert compiled.frame_count == graphs == 2, "other documents compile nothing again"
 
 
+@pytest.mark.job
 def test_block_masks_are_compiled_once(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: other documents in the next batch compile nothing again, and the masks are the plain ones."""
     inputs, compiled = tokens[:, :-1].clone(), CompileCounter()
