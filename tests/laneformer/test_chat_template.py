@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from laneformer.chat import ChatError, ChatTemplate
 
 # of many models, as published; trl is not imported for them
-TEMPLATES = Path(str(find_spec("trl").origin)).with_name("chat_templates")  # type: ignore[union-attr]
+TEMPLATES = Path(str(find_spec("trl").origin)).with_name("chat_templates")
 OURS = ("llama3", "llama3_1", "qwen2_5", "qwen3")  # of models that the engine reads
 # content is a list there
 SEES_PICTURES = ("llava_next", "llava_next_training", "idefics3", "idefics3_training")

@@ -123,10 +123,7 @@ def questions(
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param("5", marks=pytest.mark.job),
-        pytest.param("4.57", marks=pytest.mark.rotate),
-    ],
+    params=[pytest.param("5", marks=pytest.mark.job), pytest.param("4.57", marks=pytest.mark.rotate)],
 )
 def answers(
     request: pytest.FixtureRequest,

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer, models
+from tokenizers import models
 
 from laneformer.hf.tokenizer import (
     PROBES,
     SPACE,
     check_same_ids,
     tokenizer_from_sentencepiece,
-    write_tokenizer,
 )
 from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
 
@@ -89,14 +88,3 @@ def test_models_that_cannot_be_converted_are_refused(tmp_path: Path, overrides: 
     path, _ = saved(tmp_path, sentencepiece_model(**overrides))
     with pytest.raises(ValueError, match=message):
         tokenizer_from_sentencepiece(path)
-
-
-def test_files(tmp_path: Path) -> None:
-    path, sp = saved(tmp_path, sentencepiece_model())
-    write_tokenizer(path, tmp_path, 512)
-    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("x = 1").ids == [
-        1,
-        *sp.encode("x = 1"),
-    ]
-    assert (tmp_path / "tokenizer_config.json").is_file()
-    assert (tmp_path / "chat_template.jinja").is_file()
