@@ -44,13 +44,8 @@ def layer_rope(c: LaneformerConfig, layer: int) -> tuple[list[float], float] | N
         return plain, 1.0
     borders = []  # the pairs that turn 32 times and once in the length that was trained
     for turns, rounds in ((s.get("beta_fast", 32), math.floor), (s.get("beta_slow", 1), math.ceil)):
-        pair = (
-            c.head_dim
-            / 2
-            * math.log(s["original_max_position_embeddings"] / (2 * math.pi * turns))
-            / math.log(theta)
-        )
-        borders.append(rounds(pair))
+        wavelengths = s["original_max_position_embeddings"] / (2 * math.pi * turns)
+        borders.append(rounds(c.head_dim / 2 * math.log(wavelengths) / math.log(theta)))
     low, high = max(borders[0], 0), min(borders[1], c.head_dim - 1)
     high += 0.001 * (low == high)
     kept = [1 - min(max((j - low) / (high - low), 0), 1) for j in range(len(plain))]
@@ -118,12 +113,8 @@ def update(
                 if early[source] and not c.rebroadcast_early:
                     continue
                 for other in range(lanes):
-                    dropped = plant == "remote" and (layer, t, lane, other) == (
-                        c.num_hidden_layers - 1,
-                        3,
-                        0,
-                        1,
-                    )
+                    one_partial = (layer, t, lane, other) == (c.num_hidden_layers - 1, 3, 0, 1)
+                    dropped = plant == "remote" and one_partial
                     if other != lane and not dropped:
                         h[t, lane] += outputs[source][t, other]
 
@@ -164,12 +155,10 @@ def reference_streams(
             partial = np.empty_like(h)
             for lane in range(c.num_lanes):
                 x = [rms_norm(row[lane], scale, lane, c.norm_eps) for row in h]
-                own = (
-                    lane_attention(c, w, i, lane, x, window)
-                    if module == "attention"
-                    else lane_mlp(w, i, lane, x)
-                )
-                partial[:, lane] = own
+                if module == "attention":
+                    partial[:, lane] = lane_attention(c, w, i, lane, x, window)
+                else:
+                    partial[:, lane] = lane_mlp(w, i, lane, x)
             outputs.append(partial)
             update(c, h, outputs, i, c.use_attention_comm if module == "attention" else c.use_mlp_comm, plant)
     if c.flush and plant != "flush":
@@ -210,12 +199,8 @@ def reference_drafts(
 
 def block_input(c: LaneformerConfig, w: Weights, h: np.ndarray, embedding: np.ndarray) -> np.ndarray:
     hidden, token = w["mtp.hidden_norm.weight"], w["mtp.embedding_norm.weight"]
-    return np.array(
-        [
-            rms_norm(h[lane], hidden, lane, c.norm_eps) + rms_norm(embedding, token, lane, c.norm_eps)
-            for lane in range(c.num_lanes)
-        ]
-    )
+    lanes, eps = range(c.num_lanes), c.norm_eps
+    return np.array([rms_norm(h[i], hidden, i, eps) + rms_norm(embedding, token, i, eps) for i in lanes])
 
 
 def draft_block(c: LaneformerConfig, w: Weights, columns: list[np.ndarray]) -> np.ndarray:

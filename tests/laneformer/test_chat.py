@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from laneformer.chat import ChatError, ChatTokenizer, render, token_ids
 from laneformer.hf.tokenizer import write_tokenizer
 from tests.laneformer.hf.hf_assets import sentencepiece_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 BOS, EOS = 1, 2
 TEXTS = st.text(
@@ -36,6 +39,8 @@ def chat(folder: Path) -> ChatTokenizer:
 
 @pytest.fixture(scope="module")
 def exported(folder: Path) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -50,9 +55,8 @@ def test_ids_are_those_of_the_exported_template(
 ) -> None:
     messages = [{"role": "system", "content": "Be kind."}] * system + turns(*texts)
     for prompt in (False, True) if len(texts) % 2 else (False,):
-        theirs = exported.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True)[
-            "input_ids"
-        ]
+        options = {"add_generation_prompt": prompt, "return_dict": True}
+        theirs = exported.apply_chat_template(messages, **options)["input_ids"]
         assert token_ids(render(messages, chat, add_generation_prompt=prompt)) == theirs
 
 
@@ -82,7 +86,7 @@ def test_the_tokenizer_given_keeps_its_mode(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "reason", "says"),
+    ("messages", "reason", "message"),
     [
         ([], "empty", "no message of a user"),
         ([{"role": "system", "content": "x"}], "empty", "no message of a user"),
@@ -95,15 +99,15 @@ def test_the_tokenizer_given_keeps_its_mode(folder: Path) -> None:
         (
             [{"role": "assistant", "content": "x"}],
             "order",
-            "message 0 is the assistant's, but it is the user's turn",
+            "message 0 is the assistant's, but it is the user's",
         ),
         ([*turns("x"), *turns("x")], "order", "message 1 is the user's"),
     ],
 )
 def test_conversations_without_a_form_are_refused(
-    chat: ChatTokenizer, messages: list, reason: str, says: str
+    chat: ChatTokenizer, messages: list, reason: str, message: str
 ) -> None:
-    with pytest.raises(ChatError, match=says) as refused:
+    with pytest.raises(ChatError, match=message) as refused:
         render(messages, chat)
     assert refused.value.reason == reason
 
@@ -114,9 +118,8 @@ def test_a_reply_needs_a_question(chat: ChatTokenizer) -> None:
 
 
 def test_pieces_across_line_breaks_are_refused() -> None:
-    crossing = Tokenizer(
-        models.BPE({"<unk>": 0, "\n": 1, "a": 2, "\na": 3}, [("\n", "a")], unk_token="<unk>")
-    )
+    pieces = {"<unk>": 0, "\n": 1, "a": 2, "\na": 3}
+    crossing = Tokenizer(models.BPE(pieces, [("\n", "a")], unk_token="<unk>"))
     crossing.add_special_tokens([AddedToken("<unk>", special=True)])
     with pytest.raises(ValueError, match=r"pieces that join a line break and text, such as '\\na'"):
         ChatTokenizer(crossing, EOS)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from laneformer.chat import ChatError, ChatTemplate
 
-TEMPLATES = Path(str(files("trl") / "chat_templates"))  # of many models, as published
+# of many models, as published; trl is not imported for them
+TEMPLATES = Path(str(find_spec("trl").origin)).with_name("chat_templates")
 OURS = ("llama3", "llama3_1", "qwen2_5", "qwen3")  # of models that the engine reads
-SEES_PICTURES = (
-    "llava_next",
-    "llava_next_training",
-    "idefics3",
-    "idefics3_training",
-)  # content is a list there
+# content is a list there
+SEES_PICTURES = ("llava_next", "llava_next_training", "idefics3", "idefics3_training")
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
@@ -46,27 +42,24 @@ TURNS = [
     {"role": "user", "content": "<|im_end|> "},
 ]
 SYSTEM = [{"role": "system", "content": "Be brief."}]
-FUNCTION = {
-    "name": "weather",
-    "description": "of a place",
-    "parameters": {"type": "object", "properties": {}},
-}
+SHAPE = {"type": "object", "properties": {}}
+FUNCTION = {"name": "weather", "description": "of a place", "parameters": SHAPE}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": FUNCTION}]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def theirs(template: Any, messages: list, **options: Any) -> str:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])), chat_template=template, **TOKENS
-    )
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template=template, **TOKENS)
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 @functools.cache
 def template_of(template: str) -> ChatTemplate:
-    return ChatTemplate(
-        {"chat_template": template, **TOKENS, "eos_token": {"content": "</s>", "special": True}}
-    )
+    tokens = TOKENS | {"eos_token": {"content": "</s>", "special": True}}
+    return ChatTemplate({"chat_template": template, **tokens})
 
 
 def same(template: str, messages: list, **options: Any) -> bool:
@@ -87,7 +80,7 @@ def test_templates_of_models_that_the_engine_reads(name: str) -> None:
     assert any(compared((TEMPLATES / f"{name}.jinja").read_text()))
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_templates_of_many_models() -> None:
     paths = sorted(TEMPLATES.glob("*.jinja"))
     refusing = [path.stem for path in paths if not any(compared(path.read_text()))]
@@ -126,19 +119,14 @@ def test_named_templates() -> None:
             ChatTemplate({"chat_template": named_only})
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ cycler.__init__.__globals__ }}",
-    ],
-)
-def test_templates_cannot_leave_the_sandbox(template: str) -> None:
+ESCAPES = ("messages.__class__.__mro__", "''.__class__.__base__.__subclasses__()", "messages.append(1)",
+           "raise_exception.__globals__", "cycler.__init__.__globals__")  # fmt: skip
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_templates_cannot_leave_the_sandbox(escape: str) -> None:
     try:
-        text = ChatTemplate({"chat_template": template}).render(TURNS)
+        text = ChatTemplate({"chat_template": "{{ " + escape + " }}"}).render(TURNS)
     except ChatError:
         return
     assert text == "", "what the sandbox forbids is undefined"

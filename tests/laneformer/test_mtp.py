@@ -14,7 +14,7 @@ from laneformer.config import DRAFT_IDS, MODULES, hf_name, plain_name
 from laneformer.model import deliver, run_layers
 from laneformer.positions import rope_table
 from tests.laneformer.lane_reference import reference_drafts
-from tests.laneformer.test_model import FLOAT64_TOLERANCE, IDS, build
+from tests.laneformer.test_model import FLOAT64_TOLERANCE, IDS, build, exact_rope
 
 STEPS = 3
 
@@ -37,13 +37,7 @@ def difference(model: Laneformer, plant: str = "") -> float:
 @pytest.fixture(autouse=True)
 def rope_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the comparison in float64 does not wait on the float32 table of the model."""
-
-    def exact(config: LaneformerConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        j = torch.arange(config.head_dim // 2, dtype=torch.float64)
-        angle = positions[:, None] * config.rope_theta ** (-2 * j / config.head_dim)
-        return angle.cos()[None, :, None], angle.sin()[None, :, None]
-
-    monkeypatch.setattr("laneformer.model.rope_table", exact)
+    monkeypatch.setattr("laneformer.model.rope_table", exact_rope)
 
 
 SWITCHES: list[dict[str, Any]] = [
@@ -85,18 +79,16 @@ def test_delivered_streams_are_equal_where_the_config_says_so(switches: dict[str
     spread = float((wide - wide[:, :, :1]).abs().max())
     assert (spread < FLOAT64_TOLERANCE) == config.equal_delivered_streams
     waiting = config.broadcast_delay and not (config.deliver_tail or config.flush)
-    odd = any(
-        switches.get(name) is False for name in ("use_early_comm", "use_attention_comm", "use_mlp_comm")
-    )
+    joins = ("use_early_comm", "use_attention_comm", "use_mlp_comm")
+    odd = any(switches.get(name) is False for name in joins)
     assert config.equal_delivered_streams == (not waiting and not odd and not config.rebroadcast_early)
 
 
 def test_the_model_without_the_head_is_unchanged() -> None:
     """Neither its dictionary nor its logits: what the head needs of the last layers joins no stream."""
     with_head, without = build(num_nextn_predict_layers=1), build()
-    assert (
-        not {"num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"} & without.config.to_dict().keys()
-    )
+    fields = {"num_nextn_predict_layers", "draft_vocab_size", "deliver_tail"}
+    assert not fields & without.config.to_dict().keys()
     without.load_state_dict({n: t for n, t in with_head.state_dict().items() if not n.startswith("mtp.")})
     ids = torch.tensor([IDS])
     assert torch.equal(with_head(ids), without(ids))
@@ -121,23 +113,17 @@ def test_shapes_and_counts_are_the_models(flavor: str, switches: dict[str, Any])
     assert LaneformerConfig.from_dict(config.to_dict()) == config
 
 
+HEAD = {"num_nextn_predict_layers": 1}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2 is not supported; use 0 or 1"),
-        (
-            {"num_nextn_predict_layers": 1, "lm_head_type": "lane"},
-            "not supported with lm_head_type = 'lane'; use",
-        ),
-        ({"num_nextn_predict_layers": 1, "tie_word_embeddings": True}, "not supported with a tied head; use"),
-        (
-            {"num_nextn_predict_layers": 1, "draft_vocab_size": 1001},
-            "= 1001 must be a multiple of num_lanes = 8",
-        ),
-        (
-            {"num_nextn_predict_layers": 1, "draft_vocab_size": 32008},
-            "= 32008 must be .* at most vocab_size = 32000",
-        ),
+        (HEAD | {"lm_head_type": "lane"}, "not supported with lm_head_type = 'lane'; use"),
+        (HEAD | {"tie_word_embeddings": True}, "not supported with a tied head; use"),
+        (HEAD | {"draft_vocab_size": 1001}, "= 1001 must be a multiple of num_lanes = 8"),
+        (HEAD | {"draft_vocab_size": 32008}, "= 32008 must be .* at most vocab_size = 32000"),
         ({"draft_vocab_size": 8000}, "= 8000 must be .* 0 without a head that drafts"),
     ],
 )

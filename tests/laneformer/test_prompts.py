@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import laneformer
 from laneformer.chat import ChatError
@@ -55,12 +54,13 @@ cases = pytest.mark.parametrize(("kind", "template"), [(k, t) for k in TOKENIZER
 
 
 def theirs(kind: str, template: str, conversation: list[dict[str, str]], **options: Any) -> list[int]:
+    from transformers import PreTrainedTokenizerFast
+
     made = Tokenizer.from_str(TOKENIZERS[kind].to_str())
     made.no_truncation()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATES[template], **TOKENS)
-    text = tokenizer.apply_chat_template(
-        conversation, tokenize=False, **{**options, "tools": options["tools"] or None}
-    )
+    options["tools"] = options["tools"] or None
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     return made.encode(text, add_special_tokens=False).ids
 
 
@@ -81,13 +81,10 @@ def test_ids_are_those_of_transformers(kind: str, template: str) -> None:
     ours = encoder(kind, template)
     for conversation in conversations(PLAIN):
         for prompt in (True, False):
-            options = {
-                "add_generation_prompt": prompt,
-                "tools": [{"name": "f"}] if template == "json" else [],
-            }
-            assert ours.conversation(conversation, **options) == theirs(
-                kind, template, conversation, **options
-            )
+            tools = [{"name": "f"}] if template == "json" else []
+            options: dict[str, Any] = {"add_generation_prompt": prompt, "tools": tools}
+            expected = theirs(kind, template, conversation, **options)
+            assert ours.conversation(conversation, **options) == expected
 
 
 @cases

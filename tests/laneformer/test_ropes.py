@@ -10,8 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from laneformer import Laneformer, LaneformerConfig, positions
 from laneformer.engine.folder import rope_tables
@@ -54,9 +52,8 @@ def error(model: Laneformer, config: LaneformerConfig) -> float:
     ids = np.random.default_rng(1).integers(0, config.vocab_size, LENGTH).tolist()
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
     with torch.no_grad():
-        return float(
-            np.abs(model(torch.tensor([ids]))[0].numpy() - reference_logits(config, weights, ids)).max()
-        )
+        logits = model(torch.tensor([ids]))[0].numpy()
+    return float(np.abs(logits - reference_logits(config, weights, ids)).max())
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
@@ -81,10 +78,12 @@ def test_a_layer_of_the_other_kind_is_noticed(kind: str) -> None:
     assert error(model, model.config) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("layers", ["all", "full"])
-@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize(("layers", "theta"), [("all", 1e4), ("full", 5e5)])
 def test_yarn_is_transformers_at_every_position(layers: str, theta: float) -> None:
     """To the last bit of the frequencies at 131,072 positions; windows keep their base and no scale."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     config = LaneformerConfig.from_flavor(
         "2b", rope_theta=theta, window_rope_theta=1e4, rope_scaling=scaling | {"layers": layers},

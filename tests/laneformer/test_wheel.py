@@ -13,13 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laneformer.engine.assets import (
-    engine_of,
-    random_ids,
-    random_model,
-    small_config,
-    write_folder,
-)
+from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config, write_folder
 from tools.wheels import built, machine
 
 ROOT = Path(__file__).resolve().parents[2]

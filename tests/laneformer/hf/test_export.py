@@ -1,6 +1,4 @@
-"""DCP checkpoint -> HF folder -> fresh processes without our packages, on both
-major versions of Transformers.
-"""
+"""DCP checkpoint -> HF folder -> fresh processes without our packages, on both major versions of Transformers."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from tokenizers import Tokenizer
 
 from laneformer import Laneformer
 from laneformer.chat import ChatTokenizer, render, token_ids
+from laneformer.config import hf_name
 from laneformer.hf.export import export, load_weights, staged_folder, verify
 from laneformer.model import KVCache, run_layers
 from laneformer.positions import rope_table
@@ -58,28 +57,23 @@ def greedy(model: Laneformer, prompt: list[int]) -> list[int]:
     return new
 
 
-def conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list[int], list[int]]]:
-    """Random conversations, some opened by a system message, with their ids and what of them is
-    trained (0 or 1).
-    """
+def draw_conversations(folder: Path, count: int = 300) -> list[tuple[list[dict], list[int], list[int]]]:
+    """Some opened by a system message, with their ids and what of them is trained (0 or 1)."""
     tokenizer = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
-    draw, found = random.Random(3), []
+    draw, drawn = random.Random(3), []
     for _ in range(count):
         messages = [{"role": "system", "content": "Be brief."}] * draw.randint(0, 1)
         for turn in range(draw.randint(1, 6)):
-            text = draw.choice("a1é日😀▁<") + "".join(
-                draw.choices(CHAT_CHARACTERS, k=draw.choice([0, 1, 3, 40]))
-            )
-            messages.append(
-                {"role": ("user", "assistant")[turn % 2], "content": draw.choice(["", " \n"]) + text}
-            )
+            rest = draw.choices(CHAT_CHARACTERS, k=draw.choice([0, 1, 3, 40]))
+            text = draw.choice(["", " \n"]) + draw.choice("a1é日😀▁<") + "".join(rest)
+            messages.append({"role": ("user", "assistant")[turn % 2], "content": text})
         segments = render(messages, tokenizer)
         mask = [int(segment.trained) for segment in segments for _ in segment.ids]
-        found.append((messages, token_ids(segments), mask))
-    return found
+        drawn.append((messages, token_ids(segments), mask))
+    return drawn
 
 
-def ask(path: Path, folder: Path, model: Laneformer, count: int = 300) -> Path:
+def write_questions(path: Path, folder: Path, model: Laneformer) -> Path:
     """What a fresh process is asked, into a file; prompts and their continuations cross the window of 16."""
     sp = SentencePieceProcessor(model_proto=sentencepiece_model())
     generator = torch.Generator().manual_seed(5)
@@ -96,107 +90,90 @@ def ask(path: Path, folder: Path, model: Laneformer, count: int = 300) -> Path:
         "3.14159 " * 3,
         *stdlib_sources()[:3],
     ]
+    at = torch.arange(50)
     with torch.no_grad():
-        rope, at = rope_table(model.config, torch.arange(50)), torch.arange(50)
-        streams, _ = run_layers(
-            model.layers, model.config, model.tok_embeddings(ids), rope, model.masks(at, at)
-        )
+        rope, masks = rope_table(model.config, at), model.masks(at, at)
+        streams, _ = run_layers(model.layers, model.config, model.tok_embeddings(ids), rope, masks)
         asked = {
             "ids": ids, "logits": model(ids), "hidden": model.norm(streams).mean(2), "prompts": prompts,
             "new_tokens": NEW_TOKENS, "texts": [(text, [1, *sp.encode(text)]) for text in texts], "chat": CHAT,
-            "conversations": conversations(folder, count), "config": model.config.to_dict(),
+            "conversations": draw_conversations(folder), "config": model.config.to_dict(),
         }  # fmt: skip
     torch.save(asked, path)
     return path
 
 
 @pytest.fixture(scope="module")
+def models(model: Laneformer) -> dict[str, Laneformer]:
+    """converted: with a tied head, which 4.57 would tie in another shape; late upper layers and the flush."""
+    how = {"tie_word_embeddings": True, "broadcast_delay": 1, "first_late_layer": 3, "flush": True}
+    return {"trained": model, "converted": random_model(**how)}
+
+
+@pytest.fixture(scope="module")
 def questions(
-    tmp_path_factory: pytest.TempPathFactory, exported: tuple[Path, dict], model: Laneformer
-) -> Path:
-    return ask(tmp_path_factory.mktemp("questions") / "questions.pt", exported[0], model)
+    tmp_path_factory: pytest.TempPathFactory, exported: tuple[Path, dict], models: dict[str, Laneformer]
+) -> dict[str, tuple[Path, Path]]:
+    """The folder and the questions of each model."""
+    root = tmp_path_factory.mktemp("questions")
+    export(write_run(root / "run", models["converted"]), root / "hf", "float32")
+    folders = {"trained": exported[0], "converted": root / "hf"}
+    return {n: (path, write_questions(root / n, path, models[n])) for n, path in folders.items()}
 
 
-VERSIONS = ["this environment", "transformers 4.57"]
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("5", marks=pytest.mark.job), pytest.param("4.57", marks=pytest.mark.rotate)],
+)
 def answers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, exported, questions: Path
-) -> dict:
-    return answers_of(exported[0], questions, tmp_path_factory.mktemp("elsewhere"), request.param)
-
-
-def answers_of(folder: Path, questions: Path, elsewhere: Path, version: str) -> dict:
-    """The answers of a fresh process, in the folder `elsewhere`, that cannot import anything of ours."""
-    older = version == VERSIONS[1]
-    if older and not TRANSFORMERS_4.is_dir():
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    questions: dict[str, tuple[Path, Path]],
+) -> dict[str, dict]:
+    """Of a fresh process elsewhere, that cannot import anything of ours, to the questions of each model."""
+    version, elsewhere = request.param, tmp_path_factory.mktemp("elsewhere")
+    if version == "4.57" and not TRANSFORMERS_4.is_dir():
         pytest.skip(f"no {TRANSFORMERS_4}; `make test` installs it")
-    written = elsewhere / "answers.json"
-    script = Path(__file__).with_name("fresh_process.py")
-    command = [
-        sys.executable,
-        "-I",
-        script,
-        folder,
-        questions,
-        written,
-        *([TRANSFORMERS_4] if older else []),
-    ]
-    keep = {
-        name: os.environ[name]
-        for name in ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
-        if name in os.environ
-    }
-    env = {**keep, "HF_HOME": str(elsewhere / "hf_home"), "HF_HUB_OFFLINE": "1", "HOME": str(elsewhere)}
-    done = subprocess.run(list(map(str, command)), cwd=elsewhere, env=env, capture_output=True, text=True)
+    written, script = elsewhere / "answers.json", Path(__file__).with_name("fresh_process.py")
+    asked = [part for pair in questions.values() for part in pair]
+    package = TRANSFORMERS_4 if version == "4.57" else ""
+    command = [sys.executable, "-I", *map(str, (script, package, written, *asked))]
+    kept = ("PATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
+    env = {name: os.environ[name] for name in kept if name in os.environ}
+    env |= {"HF_HOME": str(elsewhere / "hf_home"), "HF_HUB_OFFLINE": "1", "HOME": str(elsewhere)}
+    done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    out = json.loads(written.read_text())
-    assert out["transformers"].startswith("4.57" if older else "5.")
-    assert out["ours"] == []
-    return out
+    by_folder = json.loads(written.read_text())
+    for answer in by_folder.values():
+        assert answer["transformers"].startswith(version)
+        assert answer["ours"] == []
+    return {name: by_folder[str(path)] for name, (path, _) in questions.items()}
 
 
-def test_fresh_process_logits_are_the_training_models(answers: dict, model: Laneformer) -> None:
-    assert answers["logits_off"] <= FLOAT32_TOLERANCE
-    assert answers["hidden_off"] <= FLOAT32_TOLERANCE
-    assert answers["padded_logits_off"] <= FLOAT32_TOLERANCE
-    assert answers["saved_logits_off"] <= FLOAT32_TOLERANCE
-    assert answers["config"] == model.config.to_dict()
-    assert (answers["class"], answers["stored_dtype"]) == ("LaneformerForCausalLM", "torch.float32")
-
-
-def test_fresh_process_generates_like_the_training_model(
-    answers: dict, model: Laneformer, questions: Path
+@pytest.mark.parametrize("name", ["trained", "converted"])
+def test_a_fresh_process_computes_what_the_training_model_does(
+    answers: dict, models: dict[str, Laneformer], questions: dict[str, tuple[Path, Path]], name: str
 ) -> None:
-    expected = [greedy(model, prompt) for prompt in torch.load(questions)["prompts"]]
+    answer, model = answers[name], models[name]
+    for part in ("logits", "hidden", "padded_logits", "saved_logits"):
+        assert answer[f"{part}_off"] <= FLOAT32_TOLERANCE, part
+    assert answer["config"] == model.config.to_dict()
+    assert (answer["class"], answer["stored_dtype"]) == ("LaneformerForCausalLM", "torch.float32")
+    expected = [greedy(model, prompt) for prompt in torch.load(questions[name][1])["prompts"]]
     assert max(map(len, expected)) == NEW_TOKENS  # past the window
     for way in ("greedy", "greedy_padded_batch", "greedy_without_cache", "greedy_static_cache"):
-        assert answers[way] == expected, way
-    assert answers["sampling_repeats"]
-    assert answers["sampling_without_cache"]
-    assert answers["sampling_differs_from_greedy"]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_converted_model_is_the_training_models(tmp_path: Path, version: str) -> None:
-    """A tied head, which 4.57 would tie in another shape; late upper layers and the flush."""
-    model = random_model(tie_word_embeddings=True, broadcast_delay=1, first_late_layer=3, flush=True)
-    export(write_run(tmp_path / "run", model), folder := tmp_path / "hf", "float32")
-    questions = ask(tmp_path / "questions.pt", folder, model, count=5)
-    (tmp_path / "elsewhere").mkdir()
-    found = answers_of(folder, questions, tmp_path / "elsewhere", version)
-    test_fresh_process_logits_are_the_training_models(found, model)
-    test_fresh_process_generates_like_the_training_model(found, model, questions)
+        assert answer[way] == expected, way
+    assert answer["sampling_repeats"]
+    assert answer["sampling_without_cache"]
+    assert answer["sampling_differs_from_greedy"]
 
 
 def test_fresh_process_tokenizer_is_sentencepiece(answers: dict) -> None:
-    assert answers["texts_off"] == []
-    assert answers["decoded_off"] == []
-    assert answers["special_ids"] == [0, 1, 2, 0]
-    assert answers["chat_without_prompt"] == RENDERED
-    assert answers["chat"] == RENDERED + HEADER.format("assistant", "")
-    assert answers["conversations_off"] == []
+    answer = answers["trained"]
+    assert answer["texts_off"] == answer["decoded_off"] == answer["conversations_off"] == []
+    assert answer["special_ids"] == [0, 1, 2, 0]
+    assert answer["chat_without_prompt"] == RENDERED
+    assert answer["chat"] == RENDERED + HEADER.format("assistant", "")
 
 
 def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> None:
@@ -220,11 +197,9 @@ def test_report_and_files(exported: tuple[Path, dict], model: Laneformer) -> Non
 def test_rounding_is_all_that_happens(tmp_path: Path, checkpoint: Path, model: Laneformer) -> None:
     export(checkpoint, tmp_path / "hf")
     stored = load_file(tmp_path / "hf" / "model.safetensors")
-    assert stored.keys() == {n if n.startswith("lm_head") else f"model.{n}" for n in model.state_dict()}
-    for name, weight in model.state_dict().items():
-        assert torch.equal(
-            stored[name if name.startswith("lm_head") else f"model.{name}"], weight.bfloat16()
-        ), name
+    weights = {hf_name(name): weight for name, weight in model.state_dict().items()}
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weight.bfloat16()) for name, weight in weights.items())
 
 
 def test_verification_notices_one_wrong_lane(
@@ -245,9 +220,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, checkpoint: Path, mo
         load_weights(checkpoint, small_config(num_hidden_layers=7))
     with pytest.raises(ValueError, match=r"holds 9 tensors this architecture has not, such as layers.5"):
         load_weights(checkpoint, small_config(num_hidden_layers=5))
-    with pytest.raises(
-        ValueError, match=r"w1.weight has shape \(4, 128, 128\), the config says \(4, 64, 128\)"
-    ):
+    with pytest.raises(ValueError, match=r"has shape \(4, 128, 128\), the config says \(4, 64, 128\)"):
         load_weights(checkpoint, small_config(intermediate_size=256))
     broken = random_model()
     broken.state_dict()["norm.weight"][7] = float("nan")
@@ -256,10 +229,8 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, checkpoint: Path, mo
     broken.state_dict()["norm.weight"][7] = 1e5
     with pytest.raises(ValueError, match=r"norm.weight holds 1e\+05, too large for float16"):
         export(write_run(tmp_path / "large", broken), tmp_path / "hf", "float16")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "large",
-        "nan",
-    ]  # nothing half-written is left
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["large", "nan"], "nothing half-written is left"
 
 
 def test_missing_parts_are_named(tmp_path: Path, checkpoint: Path) -> None:
@@ -276,11 +247,8 @@ def test_staged_folder_keeps_what_was_there(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").touch()
-    with (
-        pytest.raises(ValueError, match="is not an empty folder; choose another --out, or pass"),
-        staged_folder(out),
-    ):
-        pass
+    with pytest.raises(ValueError, match="is not an empty folder; choose another --out, or pass"):
+        staged_folder(out).__enter__()
     with pytest.raises(IsADirectoryError), staged_folder(out, overwrite=True) as folder:
         folder.write_text("a failure half-way")
     assert [path.name for path in out.iterdir()] == ["old"]

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer, models
+from tokenizers import models
 
 from laneformer.hf.tokenizer import (
     PROBES,
     SPACE,
     check_same_ids,
     tokenizer_from_sentencepiece,
-    write_tokenizer,
 )
 from tests.laneformer.hf.hf_assets import sentencepiece_model, stdlib_sources
 
@@ -31,8 +30,8 @@ def saved(tmp_path: Path, model: bytes) -> tuple[Path, SentencePieceProcessor]:
 def test_same_ids_and_text_as_sentencepiece(tmp_path: Path, add_dummy_prefix: bool) -> None:
     path, sp = saved(tmp_path, sentencepiece_model(add_dummy_prefix))
     tokenizer = tokenizer_from_sentencepiece(path)
-    texts = [text for text in stdlib_sources()[:60] if not any(special in text for special in SPECIAL_TEXTS)]
-    assert len(texts) > 50
+    texts = [text for text in stdlib_sources()[:30] if not any(special in text for special in SPECIAL_TEXTS)]
+    assert len(texts) > 20
     spaces = ["".join(run) for n in range(5) for run in itertools.product(" \t\na", repeat=n)]
     for text in texts + PROBES + spaces + [" " * n + "x" for n in range(70)]:
         ids = tokenizer.encode(text).ids
@@ -54,7 +53,7 @@ def test_spaces_of_equal_score(tmp_path: Path) -> None:
         piece.score = -1e9 if length > 1 else piece.score
     path, sp = saved(tmp_path, proto.SerializeToString())
     tokenizer = tokenizer_from_sentencepiece(path)
-    for text in stdlib_sources()[:40] + [" " * n + "x" for n in range(70)]:
+    for text in stdlib_sources()[:20] + [" " * n + "x" for n in range(70)]:
         assert tokenizer.encode(text, add_special_tokens=False).ids == sp.encode(text)
 
 
@@ -89,14 +88,3 @@ def test_models_that_cannot_be_converted_are_refused(tmp_path: Path, overrides: 
     path, _ = saved(tmp_path, sentencepiece_model(**overrides))
     with pytest.raises(ValueError, match=message):
         tokenizer_from_sentencepiece(path)
-
-
-def test_files(tmp_path: Path) -> None:
-    path, sp = saved(tmp_path, sentencepiece_model())
-    write_tokenizer(path, tmp_path, 512)
-    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("x = 1").ids == [
-        1,
-        *sp.encode("x = 1"),
-    ]
-    assert (tmp_path / "tokenizer_config.json").is_file()
-    assert (tmp_path / "chat_template.jinja").is_file()

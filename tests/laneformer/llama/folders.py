@@ -1,15 +1,27 @@
-"""Tiny folders of every family, written by Transformers' own classes, and their float64 logits."""
+"""Tiny folders of every family, written by Transformers' own classes, and the logits of all who read them.
+
+Transformers is imported where it is used: collection has no need of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import transformers
+
+from laneformer import Engine, Laneformer
+from laneformer.engine.folder import read_checkpoint
+
+if TYPE_CHECKING:
+    import transformers
+
+IDS = np.random.default_rng(0).integers(0, 128, 100).tolist()
+# float32 sums in another order err by about 1e-6 here; a wrong rotation, window or bias by 1e-2 and more
+ALLOWED = 1e-5
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -85,34 +97,61 @@ CASES = {
 
 def write_folder(case: Case, folder: Path) -> Path:
     """Random weights, of a size at which every module and every position matters."""
+    import transformers
+
     torch.manual_seed(0)
     config = getattr(transformers, f"{case.kind}Config")(**{**SIZES, **case.values})
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape)
-            p.copy_(
-                1 + 0.2 * noise
-                if name.endswith("norm.weight")
-                else 0.3 * noise
-                if p.dim() == 1
-                else 0.15 * noise
-            )
+            is_scale = name.endswith("norm.weight")
+            p.copy_(1 + 0.2 * noise if is_scale else (0.3 if p.dim() == 1 else 0.15) * noise)
     model.to(case.dtype).save_pretrained(folder, **case.options)
     return folder
 
 
 def reference(folder: Path) -> transformers.PreTrainedModel:
     """The folder in Transformers, float32; a model in 16 bits would round its rotary table, too."""
+    import transformers
+
     # other ways to multiply by experts want rows of whole 16 bytes
     options = {"dtype": torch.float32, "experts_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 @torch.no_grad()
-def logits_of(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
+def logits_of(model: torch.nn.Module, ids: list[int] = IDS) -> np.ndarray:
     out = model(torch.tensor([ids]))
     return getattr(out, "logits", out)[0].numpy()
+
+
+def plain_model(path: Path, precision: torch.dtype = torch.float32, **options: Any) -> Laneformer:
+    """model.py with the translated tensors of a folder or of a GGUF file."""
+    from tools.check.reference import weights_of
+
+    checkpoint = read_checkpoint(path, **options)
+    with torch.device("meta"):
+        model = Laneformer(checkpoint.config).eval()
+    weights = weights_of(checkpoint.tensors)
+    model.load_state_dict({name: weight.to(precision) for name, weight in weights.items()}, assign=True)
+    return model
+
+
+def engine_logits(path: Path, ids: list[int] = IDS, **options: Any) -> np.ndarray:
+    with Engine.from_pretrained(path, cache=False, **options) as engine:
+        return engine.logits(ids)
+
+
+def changed(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of the folder with other tensors."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, to / "model.safetensors")
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return to
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -123,6 +162,8 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 def write_with_vision(kind: str, text: Case, folder: Path) -> tuple[Path, transformers.PreTrainedModel]:
     """A text model beside a tiny vision tower, and the text model as it is without one (float32)."""
+    import transformers
+
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
              "image_size": 28, "patch_size": 14}  # fmt: skip
     alone = transformers.AutoModelForCausalLM.from_pretrained(write_folder(text, folder / "alone"))

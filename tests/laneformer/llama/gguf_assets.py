@@ -4,6 +4,7 @@ weights and small tokenizers.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 from tokenizers import AddedToken, Tokenizer, decoders
@@ -61,6 +61,8 @@ def random_blocks(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarra
 
 def random_llama(architecture: str, **overrides: Any) -> Any:
     """A Transformers model in float32 whose biases and norms are not what they are at first."""
+    import transformers
+
     torch.manual_seed(0)
     config = getattr(transformers, f"{KINDS[architecture]}Config")(**{**SHAPE, **overrides})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -89,7 +91,8 @@ def write_gguf(
     part_tensors: int = 0,
 ) -> Path:
     """`model` with matrices of the type `kind`, which may depend on their name in the file; norms and biases in F32;
-    `metadata` and `extra` add what they like. Of a type that the package cannot write, the weights are random.
+    `metadata` writes other fields than those of a tokenizer, `extra` holds more tensors. Of a type that the package
+    cannot write, the weights are random.
     """
     c = model.config
     architecture = {"olmo3": "olmo2"}.get(architecture, architecture)
@@ -112,8 +115,7 @@ def write_gguf(
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     extra = {**(extra or {}), **add_own_fields(writer, architecture, c, rope)}
-    if metadata:
-        metadata(writer)
+    (metadata or plain_metadata())(writer)
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
     for name, value in {**unfused(model.state_dict()), **(extra or {})}.items():
         array = np.asarray(value, np.float32)
@@ -242,3 +244,8 @@ def tokenizer_metadata(tokenizer: Tokenizer, pre: str) -> Callable[[GGUFWriter],
         writer.add_chat_template("{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}")
 
     return write
+
+
+@functools.cache
+def plain_metadata() -> Callable[[GGUFWriter], None]:
+    return tokenizer_metadata(byte_level(ByteLevel(add_prefix_space=False)), "gpt-2")

@@ -1,4 +1,6 @@
-"""Mixtures of experts: columns that share a pass, quantised weights, ties, and what a token reads."""
+"""Mixtures of experts, Qwen3-MoE's and gpt-oss's: columns that share a pass, quantised weights, MXFP4, ties, sinks,
+what a token reads, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
 
-from laneformer import Engine, Laneformer
+from laneformer import Engine
 from laneformer.config import LaneformerConfig
 from laneformer.engine import bench
 from laneformer.engine.cpu import packed
 from laneformer.engine.folder import read_checkpoint
 from laneformer.experts import LaneExperts
+from laneformer.llama.config import lanes_for
 from laneformer.variant import Experts
 from tests.laneformer.llama.folders import (
+    ALLOWED,
     CASES,
     EXPERTS,
+    GPT_OSS,
+    IDS,
+    changed,
+    engine_logits,
     logits_of,
+    plain_model,
     reference,
     relative_error,
     write_folder,
 )
-from tests.laneformer.llama.gguf_assets import byte_level, random_llama, tokenizer_metadata, write_gguf
-from tools.check.reference import weights_of
+from tests.laneformer.llama.gguf_assets import random_llama, write_gguf
 
-IDS = np.random.default_rng(0).integers(0, 128, 100).tolist()
-ALLOWED = 1e-5  # see test_families.py; another expert, or other weights, change a tenth of the logits
-DTYPES = ("bf16", "int8", "int4")
+MXFP4 = GGMLQuantizationType.MXFP4
+ROUNDED = 0.06  # of the logits' spread: inputs are rounded to int8
+SEEN = 0.01  # what another expert, another weight or a missing bias changes at least
+Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -42,127 +52,180 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(CASES["qwen3-moe"], tmp_path_factory.mktemp("experts"))
 
 
-def changed(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of the folder with other tensors."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, to / "model.safetensors")
-    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
-    return to
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(CASES["gpt-oss"], tmp_path_factory.mktemp("gpt_oss"))
 
 
-def plain(folder: Path, lanes: int = 1) -> Laneformer:
-    checkpoint = read_checkpoint(folder, lanes)
-    with torch.device("meta"):
-        model = Laneformer(checkpoint.config).eval()
-    weights = weights_of(checkpoint.tensors)
-    model.load_state_dict({name: w.float() for name, w in weights.items()}, assign=True)
-    return model
+@pytest.fixture(scope="module")
+def blocks(gpt_oss: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder with experts in MXFP4, as OpenAI's, and with the same numbers in bf16, as Transformers writes it."""
+    paths = tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("bf16")
+    stored = load_file(gpt_oss / "model.safetensors")
+    wide = dict(stored)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        rows = np.ascontiguousarray(stored.pop(name).float().swapaxes(1, 2).numpy())
+        held = quantize(rows, MXFP4).reshape(*rows.shape[:2], -1, 17)
+        meant = dequantize(held.reshape(*rows.shape[:2], -1), MXFP4)
+        nibbles = np.concatenate((held[..., 1:] & 15, held[..., 1:] >> 4), -1)
+        stored[f"{name}_blocks"] = torch.from_numpy(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
+        stored[f"{name}_scales"] = torch.from_numpy(np.ascontiguousarray(held[..., 0]))
+        wide[name] = torch.from_numpy(meant).swapaxes(1, 2).contiguous().bfloat16()
+        assert np.array_equal(wide[name].float().swapaxes(1, 2).numpy(), meant)
+    config = json.loads((gpt_oss / "config.json").read_text())
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    for path, tensors, more in zip(paths, (stored, wide), ({"quantization_config": how}, {}), strict=True):
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        (path / "config.json").write_text(json.dumps({**config, **more}))
+    return paths
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("threads", "lanes"), [(1, 1), (3, 1), (2, 2)])
-def test_a_column_is_what_it_is_alone(folder: Path, dtype: str, threads: int, lanes: int) -> None:
+def mean_error(found: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.abs(found - exact).mean() / exact.std())
+
+
+def changed_config(folder: Path, to: Path, **values: Any) -> Path:
+    path = changed(folder, to, lambda weights: None)
+    config = json.loads((path / "config.json").read_text()) | values
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4", "gpt-oss", "gpt-oss in MXFP4"])
+def test_a_column_is_what_it_is_alone(
+    folder: Path, gpt_oss: Path, blocks: tuple[Path, Path], kind: str
+) -> None:
     """In passes of any number of columns, in batches, as drafts: the bits of a pass of its own."""
-    options = {"threads": threads, "lanes": lanes, "dtype": dtype, "cache": False}
-    with Engine.from_pretrained(folder, **options) as engine:
-        every = engine.logits(IDS)
-        for count in (1, 2, 5, 17, 64):
-            assert np.array_equal(engine.logits(IDS[:count]), every[:count])
-        prompts = [IDS[:1], IDS[3:20], IDS[40:90]]
-        alone = [
-            engine.generate(prompt, max_new_tokens=20, reuse_prefix=False, speculate=0) for prompt in prompts
-        ]
-        assert engine.generate_batch(prompts, max_new_tokens=20) == alone
-        assert engine.generate(prompts[1], max_new_tokens=20, speculate=7) == alone[1]
-        followed = engine.logits([*prompts[2], *alone[2]]).argmax(-1)
-        assert followed[len(prompts[2]) - 1 : -1].tolist() == alone[2]
+    path = {"gpt-oss": gpt_oss, "gpt-oss in MXFP4": blocks[0]}.get(kind, folder)
+    dtype = "auto" if kind.startswith("gpt-oss") else kind
+    for threads, lanes in ((3, 1), (2, 2)):
+        with Engine.from_pretrained(path, threads=threads, lanes=lanes, dtype=dtype, cache=False) as engine:
+            every = engine.logits(IDS)
+            for count in (1, 2, 5, 17, 64):
+                assert np.array_equal(engine.logits(IDS[:count]), every[:count])
+            prompts = [IDS[:1], IDS[3:20], IDS[40:90]]
+            options: dict[str, Any] = {"max_new_tokens": 20}
+            alone = [engine.generate(p, reuse_prefix=False, speculate=0, **options) for p in prompts]
+            assert engine.generate_batch(prompts, **options) == alone
+            assert engine.generate(prompts[1], speculate=7, **options) == alone[1]
+            followed = engine.logits([*prompts[2], *alone[2]]).argmax(-1)
+            assert followed[len(prompts[2]) - 1 : -1].tolist() == alone[2]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_experts_are_quantised_as_other_matrices_are(folder: Path, dtype: str) -> None:
-    exact = logits_of(reference(folder), IDS)
-    found = []
-    for threads in (1, 2, 5):
-        with Engine.from_pretrained(folder, dtype=dtype, threads=threads, lanes=1, cache=False) as engine:
-            found.append(engine.logits(IDS))
-            assert np.array_equal(found[0], found[-1])
-    error = np.abs(found[0] - exact).mean() / exact.std()
-    assert error < {"int8": 0.05, "int4": 0.2}[dtype]
+@pytest.mark.parametrize(("dtype", "allowed"), [("int8", 0.05), ("int4", 0.2)])
+def test_experts_are_quantised_as_other_matrices_are(folder: Path, dtype: str, allowed: float) -> None:
+    found = [engine_logits(folder, dtype=dtype, threads=threads, lanes=1) for threads in (1, 2, 5)]
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+    assert mean_error(found[0], logits_of(reference(folder))) < allowed
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
-def test_a_file_s_blocks_are_served_as_they_are(
+WIDE = {**EXPERTS, "hidden_size": 256, "moe_intermediate_size": 512, "head_dim": 64, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "MXFP4"])
+def test_blocks_of_a_file_are_served_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """gpt-oss has experts in MXFP4 and the rest in Q8_0, as llama.cpp's own files have."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wide = {"hidden_size": 256, "moe_intermediate_size": 512, "head_dim": 64}
-    model = random_llama("qwen3moe", **{**EXPERTS, **wide}, norm_topk_prob=True)
-    metadata = tokenizer_metadata(byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)), "gpt-2")
-    path = write_gguf(tmp_path / "model.gguf", "qwen3moe", model, kind, metadata)
-    options: dict[str, Any] = {"cache": False, "lanes": 1}
-    with Engine.from_pretrained(path, dtype="fp32", **options) as engine:
-        exact = engine.logits(IDS)
-    found = []
-    for threads in (1, 3):
-        with Engine.from_pretrained(path, threads=threads, **options) as engine:
-            assert engine.dtype == "gguf"
-            found.append(engine.logits(IDS))
-    assert np.array_equal(*found)
-    assert np.abs(found[0] - exact).mean() / exact.std() < 0.06  # inputs are rounded to int8
+    architecture, shapes = ("gpt-oss", {**GPT_OSS, "head_dim": 32}) if kind == "MXFP4" else ("qwen3moe", WIDE)
+    kind_of = (lambda name: "MXFP4" if "_exps" in name else "Q8_0") if kind == "MXFP4" else kind
+    path = write_gguf(tmp_path / "m.gguf", architecture, random_llama(architecture, **shapes), kind_of)
+    with Engine.from_pretrained(path, threads=1, lanes=1, cache=False) as engine:
+        assert engine.dtype == "gguf"
+        alone = engine.logits(IDS)
+    assert np.array_equal(engine_logits(path, threads=3, lanes=1), alone)
+    assert mean_error(alone, engine_logits(path, dtype="fp32", lanes=1)) < ROUNDED
+
+
+def test_blocks_of_a_folder_are_what_transformers_reads(blocks: tuple[Path, Path]) -> None:
+    """Widened, the logits of Transformers and the bits of a folder of the same numbers; as they are, close to it."""
+    widened, exact = (engine_logits(path, dtype="fp32", threads=2) for path in blocks)
+    assert relative_error(widened, logits_of(reference(blocks[1]))) < ALLOWED
+    assert np.array_equal(widened, exact)
+    served = []
+    for options in ({"threads": 1}, {"threads": 3}, {"threads": 2, "isa": "portable"}):
+        with Engine.from_pretrained(blocks[0], lanes=1, cache=False, **options) as engine:
+            assert (engine.dtype, engine.math) == ("gguf", "int8")
+            served.append(engine.logits(IDS))
+    assert np.array_equal(served[0], served[1])
+    assert all(mean_error(found, exact) < ROUNDED for found in served)
 
 
 def test_equal_scores_go_to_the_first_experts(folder: Path, tmp_path: Path) -> None:
-    def blind(weights: dict[str, torch.Tensor]) -> None:
+    def blind(weights: Weights) -> None:
         for name in weights:
             if name.endswith("mlp.gate.weight"):
                 weights[name].zero_()
 
     path = changed(folder, tmp_path, blind)
-    expected = logits_of(plain(path), IDS)
-    with Engine.from_pretrained(path, cache=False, kv_dtype="fp32", threads=2) as engine:
-        assert relative_error(engine.logits(IDS), expected) < ALLOWED
-    layer = plain(path).layers[0].feed_forward
+    model = plain_model(path, lanes=1)
+    assert relative_error(engine_logits(path, kv_dtype="fp32", threads=2), logits_of(model)) < ALLOWED
+    layer = model.layers[0].feed_forward
     assert isinstance(layer, LaneExperts)
     assert layer.route(torch.ones(1, 1, 1, 64)).nonzero()[:, -1].tolist() == [0, 1]
 
 
 def test_other_experts_and_other_weights_are_seen(folder: Path, tmp_path: Path) -> None:
     """What the comparison with Transformers would find: two experts exchanged, weights as they come."""
-    truth = logits_of(reference(folder), IDS)
 
-    def exchange(weights: dict[str, torch.Tensor]) -> None:
+    def exchange(weights: Weights) -> None:
         first, second = (f"model.layers.1.mlp.experts.{i}.down_proj.weight" for i in (0, 1))
         weights[first], weights[second] = weights[second].clone(), weights[first].clone()
 
-    def odds(values: dict[str, Any]) -> dict[str, Any]:
-        return values | {"norm_topk_prob": False}
+    truth = logits_of(reference(folder))
+    exchanged = engine_logits(changed(folder, tmp_path, exchange), kv_dtype="fp32")
+    assert relative_error(exchanged, truth) > SEEN
+    odds = changed_config(folder, tmp_path, norm_topk_prob=False)
+    assert relative_error(engine_logits(odds, kv_dtype="fp32"), truth) > SEEN
 
-    path = changed(folder, tmp_path, exchange)
-    with Engine.from_pretrained(path, cache=False, kv_dtype="fp32") as engine:
-        assert relative_error(engine.logits(IDS), truth) > 0.01
-    path = changed(folder, tmp_path, lambda weights: None)
-    (path / "config.json").write_text(json.dumps(odds(json.loads((path / "config.json").read_text()))))
-    with Engine.from_pretrained(path, cache=False, kv_dtype="fp32") as engine:
-        assert relative_error(engine.logits(IDS), truth) > 0.01
+
+@pytest.mark.parametrize(("part", "factor"), [("gate_up_proj_bias", 60.0), ("sinks", 20.0), ("sinks", -20.0)])
+def test_large_biases_and_sinks(gpt_oss: Path, tmp_path: Path, part: str, factor: float) -> None:
+    """Gates and ups beyond 7, sinks that take all of a softmax and nothing of it."""
+
+    def grow(weights: Weights) -> None:
+        for name in weights:
+            if name.endswith(part):
+                weights[name] = weights[name].abs() * factor if part == "sinks" else weights[name] * factor
+
+    path = changed(gpt_oss, tmp_path, grow)
+    expected = logits_of(reference(path))
+    assert relative_error(logits_of(reference(gpt_oss)), expected) > SEEN
+    assert relative_error(logits_of(plain_model(path, lanes=2)), expected) < ALLOWED
+    assert relative_error(engine_logits(path, kv_dtype="fp32", threads=3, lanes=2), expected) < ALLOWED
+
+
+def test_every_bias_is_seen(gpt_oss: Path, tmp_path: Path) -> None:
+    """What the comparison with Transformers would find if one were left out."""
+    whole = engine_logits(gpt_oss, kv_dtype="fp32", threads=1)
+    names = ("o_proj.bias", "router.bias", "gate_up_proj_bias", "down_proj_bias", "q_proj.bias")
+    for part, value in {**dict.fromkeys(names, 0.0), "sinks": -100.0}.items():
+
+        def fill(weights: Weights, part: str = part, value: float = value) -> None:
+            for name in weights:
+                if name.endswith(part):
+                    weights[name].fill_(value)
+
+        found = engine_logits(changed(gpt_oss, tmp_path, fill), kv_dtype="fp32")
+        assert relative_error(found, whole) > SEEN, part
 
 
 def test_a_token_reads_the_experts_that_it_takes(folder: Path) -> None:
     """The tapes hold all of them; figures count bytes that are read."""
     with Engine.from_pretrained(folder, dtype="fp32", threads=1, cache=False) as engine:
-        decoder, config = engine._decoder, engine.config
-        held = len(decoder.part(0))
-        expert = 4 * (2 * 48 * 64 + 64 * 40)  # of 40 gates and 40 ups each begins at a multiple of 16 rows
-        resting = config.num_hidden_layers * (config.variant.experts.total - config.variant.experts.active)
-        assert held - engine.weight_bytes == resting * expert
+        held, config = len(engine._decoder.part(0)), engine.config
+        experts = config.variant.experts
+        size = 4 * (2 * 48 * 64 + 64 * 40)  # of 40 gates and 40 ups each begins at a multiple of 16 rows
+        resting = config.num_hidden_layers * (experts.total - experts.active)
+        assert held - engine.weight_bytes == resting * size
         figures = bench.prompt_speed(engine, 16)
-        taken = 3 * config.hidden_size * config.intermediate_size * config.variant.experts.active
-        attention = (
-            2 * config.query_size + 2 * config.head_dim * config.num_key_value_heads
-        ) * config.hidden_size
-        products = config.num_hidden_layers * (taken + attention)
-        share = figures["percent_of_product_probe"] / figures["prefill_tokens_per_s"]
-        assert share == pytest.approx(100 * products / figures["probe_products_per_s"], rel=0.5)
+    taken = 3 * config.hidden_size * config.intermediate_size * experts.active
+    key_value = 2 * config.head_dim * config.num_key_value_heads
+    attention = (2 * config.query_size + key_value) * config.hidden_size
+    products = config.num_hidden_layers * (taken + attention)
+    share = figures["percent_of_product_probe"] / figures["prefill_tokens_per_s"]
+    assert share == pytest.approx(100 * products / figures["probe_products_per_s"], rel=0.5)
 
 
 def test_packed_experts_are_mapped_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,46 +240,65 @@ def test_packed_experts_are_mapped_at_the_next_start(tmp_path: Path, monkeypatch
     assert [kept.suffix for kept in (path / ".packed").iterdir()].count(".bin") == 1
 
 
+@pytest.mark.rotate
 def test_processes_share_experts(folder: Path) -> None:
-    with Engine.from_pretrained(folder, threads=2, lanes=2, cache=False) as engine:
-        expected = engine.logits(IDS)
-    with Engine.from_pretrained(folder, threads=4, lanes=2, processes=2, cache=False) as engine:
-        assert np.array_equal(engine.logits(IDS), expected)
-
-
-def test_a_missing_or_other_expert_is_named(folder: Path, tmp_path: Path) -> None:
-    name = "model.layers.0.mlp.experts.3.up_proj.weight"
-    path = changed(folder, tmp_path, lambda weights: weights.__delitem__(name))
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.mlp\.experts\.up_proj\.weight: the experts \[3\] are miss"
-    ):
-        read_checkpoint(path)
-
-    def widen(weights: dict[str, torch.Tensor]) -> None:
-        weights[name] = weights[name].float()
-
-    path = changed(folder, tmp_path, widen)
-    with pytest.raises(ValueError, match=r"experts differ, such as \('bf16', .* and \('fp32'"):
-        read_checkpoint(path)
+    expected = engine_logits(folder, threads=2, lanes=2)
+    assert np.array_equal(engine_logits(folder, threads=4, lanes=2, processes=2), expected)
 
 
 def test_a_router_of_another_type_is_taken(folder: Path, tmp_path: Path) -> None:
     """Some folders keep it in float32."""
 
-    def widen(weights: dict[str, torch.Tensor]) -> None:
+    def widen(weights: Weights) -> None:
         for name in weights:
             if name.endswith("mlp.gate.weight"):
                 weights[name] = weights[name].float()
 
-    with Engine.from_pretrained(folder, cache=False, threads=1) as engine:
-        expected = engine.logits(IDS)
-    with Engine.from_pretrained(changed(folder, tmp_path, widen), cache=False, threads=1) as engine:
-        assert np.array_equal(engine.logits(IDS), expected)
+    expected = engine_logits(folder, threads=1)
+    assert np.array_equal(engine_logits(changed(folder, tmp_path, widen), threads=1), expected)
 
 
-def test_lanes_wait_for_each_other() -> None:
+def test_lanes_cut_no_blocks_and_wait_for_each_other(gpt_oss: Path) -> None:
+    values = json.loads((gpt_oss / "config.json").read_text())
+    values |= {"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
+    assert [lanes_for(values, threads) for threads in (1, 2, 3, 4, 8)] == [1, 2, 1, 2, 2]
+    assert lanes_for({**values, "intermediate_size": 40}, 8) == 8
     config = LaneformerConfig.from_flavor("tiny", broadcast_delay=0, variant={"experts": [8, 2]})
     assert config.variant.experts == Experts(8, 2, True)
     assert config.tensor_shapes()["layers.0.feed_forward.w2.weight"] == (8, 4, 128, 128)
     with pytest.raises(ValueError, match="experts need broadcast_delay = 0"):
         dataclasses.replace(config, broadcast_delay=2)
+
+
+# --- what is refused
+
+UP = "model.layers.0.mlp.experts.3.up_proj.weight"
+SCALES = "model.layers.1.mlp.experts.down_proj_scales"
+WRONG_TENSORS: list[tuple[Callable[[Weights], object], str]] = [
+    (lambda w: w.pop(UP), r"layers\.0\.mlp\.experts\.up_proj\.weight: the experts \[3\] are missing"),
+    (lambda w: w.update({UP: w[UP].float()}), r"experts differ, such as \('bf16', .* and \('fp32'"),
+    (lambda w: w.pop(SCALES), r"layers.1.mlp.experts.down_proj_blocks, but not .*down_proj_scales"),
+    (lambda w: w.update({SCALES: w[SCALES][..., :-1].contiguous()}), r"shape .* needs scales of shape"),
+]
+
+
+def test_wrong_tensors_are_named(folder: Path, blocks: tuple[Path, Path], tmp_path: Path) -> None:
+    for path, (change, message) in zip((folder, folder, blocks[0], blocks[0]), WRONG_TENSORS, strict=True):
+        with pytest.raises(ValueError, match=message):
+            read_checkpoint(changed(path, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"swiglu_limit": 5.0}, r"swiglu_limit = 5.0 .*only 7.0"),
+        ({"swiglu_alpha": 1.0}, r"swiglu_alpha = 1.0 .*1.702"),
+        ({"attention_bias": False}, r"attention_bias = False .*only True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quant_method 'fp8'; supported is 'mxfp4'"),
+    ],
+)
+def test_other_gates_and_quantisations_are_refused(
+    blocks: tuple[Path, Path], tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(changed_config(blocks[0], tmp_path, **values))

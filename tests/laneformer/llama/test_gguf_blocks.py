@@ -12,25 +12,20 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
-from tokenizers import pre_tokenizers
 
 from laneformer import Engine
 from laneformer.engine.cpu import _core
 from laneformer.engine.cpu.decoder import held_types
 from laneformer.engine.folder import read_checkpoint
 from tests.laneformer.engine.test_integer import ISAS, rounded
-from tests.laneformer.llama.gguf_assets import (
-    BLOCKS,
-    byte_level,
-    random_blocks,
-    random_llama,
-    tokenizer_metadata,
-    write_gguf,
-)
+from tests.laneformer.llama.folders import engine_logits
+from tests.laneformer.llama.gguf_assets import BLOCKS, random_blocks, random_llama, write_gguf
 
 single = np.float32
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 inputs
+NARROW = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 IDS = np.random.default_rng(0).integers(3, 320, 60).tolist()
+ROUNDED = 0.03  # of the logits' spread, on average: inputs are rounded to int8
 
 
 def test_every_type_of_the_file_is_known() -> None:
@@ -49,7 +44,7 @@ def test_rows_come_out_of_the_tape_as_ggml_widens_them(kind: str) -> None:
         assert error <= (2.0**-10 if kind == "IQ4_XS" else 0), (first, end)
 
 
-def test_scales_of_mxfp4_have_every_exponent(tmp_path: Path) -> None:
+def test_scales_of_mxfp4_have_every_exponent() -> None:
     """From the least, which is no normal float32, to the last whose largest weight is a float32; others are refused."""
     data = random_blocks("MXFP4", 253, 32)
     data[:, 0], data[:, 1] = np.arange(253), 0xF7  # and its largest weight, both ways
@@ -57,15 +52,14 @@ def test_scales_of_mxfp4_have_every_exponent(tmp_path: Path) -> None:
     expected = dequantize(data, GGMLQuantizationType.MXFP4)
     np.testing.assert_array_equal(rows.reshape(expected.shape), expected)
     assert np.array_equal(np.abs(expected).max(-1), 6 * 2.0 ** (np.arange(253.0) - 127))
-    products = [
-        _core.multiply_blocks(data, np.full((1, 32), 2.0**-90, single), "mxfp4", isa)[1] for isa in ISAS
-    ]
+    x = np.full((1, 32), 2.0**-90, single)
+    products = [_core.multiply_blocks(data, x, "mxfp4", isa)[1] for isa in ISAS]
     assert all(np.array_equal(products[0], product) for product in products)
     with pytest.raises(ValueError, match="not finite"):
         _core.multiply_blocks(np.full((1, 17), 253, np.uint8), np.zeros((1, 32), single), "mxfp4", "portable")
 
 
-def defined(kind: str, rows: np.ndarray, x: np.ndarray) -> np.ndarray:
+def define_product(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The product (columns, rows) of held rows in float64, with inputs rounded as the kernels round them."""
     inputs, scales = rounded(x)
     return (inputs * scales[..., None].astype(np.float64)).reshape(len(x), -1) @ rows.astype(np.float64).T
@@ -79,141 +73,110 @@ def test_products_are_those_of_the_rows(kind: str) -> None:
     for count, before in ((5, 0), (32, 96), (70, 128)):
         data = random_blocks(kind, count, 768)
         rows, first = _core.multiply_blocks(data, x, kind.lower(), ISAS[0], before)
-        expected = defined(kind, rows.reshape(count, 512), x)
+        expected, first = define_product(rows.reshape(count, 512), x), first.reshape(13, count)
         bound = np.abs(x).max() * np.abs(rows).max() * 512 * 2.0**-22
-        np.testing.assert_allclose(first.reshape(13, count), expected, rtol=0, atol=bound)
+        np.testing.assert_allclose(first, expected, rtol=0, atol=bound)
         for isa, columns in itertools.product(ISAS, (1, 2, 3, 4, 5, 8, 13)):
             _, product = _core.multiply_blocks(data, x[:columns], kind.lower(), isa, before)
-            np.testing.assert_array_equal(
-                product.reshape(columns, count), first.reshape(13, count)[:columns], err_msg=isa
-            )
+            assert np.array_equal(product.reshape(columns, count), first[:columns]), isa
 
 
-def written(folder: Path, kind: Any, **overrides: Any) -> Path:
+def write(folder: Path, kind: Any, **overrides: Any) -> Path:
     """A random model whose matrices are of the type `kind`, which may depend on their name in the file."""
-    model = random_llama("llama", **{**WIDE, **overrides})
-    metadata = tokenizer_metadata(byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)), "gpt-2")
-    return write_gguf(folder / "model.gguf", "llama", model, kind, metadata)
+    return write_gguf(folder / "model.gguf", "llama", random_llama("llama", **{**WIDE, **overrides}), kind)
 
 
-def logits_of(path: Path, **options: Any) -> np.ndarray:
-    with Engine.from_pretrained(path, cache=False, **options) as engine:
-        return engine.logits(IDS)
+def difference(path: Path, exact: np.ndarray, **options: Any) -> float:
+    """Of the engine's logits from exact ones."""
+    return float(np.abs(engine_logits(path, IDS, **options) - exact).mean() / exact.std())
 
 
-def difference(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(found - expected).mean() / expected.std())
-
-
-def by_place(name: str) -> str:
+def choose_by_place(name: str) -> str:
     """As llama.cpp mixes them: values and down projections of some layers in more bits, norms apart."""
     if name in ("token_embd.weight", "output.weight"):
         return "Q6_K"
     return {"attn_v": "Q6_K", "ffn_down": "Q5_K", "attn_k": "Q8_0"}.get(name.split(".")[-2], "Q4_K")
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, by_place], ids=lambda kind: getattr(kind, "__name__", kind))
+@pytest.mark.parametrize("kind", [*BLOCKS, "mixed"])
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_a_file_is_served_as_it_is(tmp_path: Path, kind: Any, tied: bool) -> None:
-    """Nothing but inputs is rounded, as the engine's int8 arithmetic does with any weights."""
-    path = written(tmp_path, kind, tie_word_embeddings=tied)
-    exact = logits_of(path, dtype="fp32", threads=1)
-    with Engine.from_pretrained(path, cache=False, threads=1) as engine:
+def test_a_file_is_served_as_it_is(tmp_path: Path, kind: str, tied: bool) -> None:
+    """Nothing but inputs is rounded, as the engine's int8 arithmetic does with any weights; the embedding, where it is
+    apart, is widened to halves as ggml does, and lanes read their scales where they cut a superblock (of 384 columns).
+    """
+    shapes = {"tie_word_embeddings": tied, "intermediate_size": 768}
+    path = write(tmp_path, choose_by_place if kind == "mixed" else kind, **shapes)
+    exact = engine_logits(path, IDS, dtype="fp32", threads=1)
+    with Engine.from_pretrained(path, cache=False, threads=1, lanes=1) as engine:
         assert (engine.dtype, engine.math) == ("gguf", "int8")
-    alone = logits_of(path, threads=1, lanes=1)
-    assert difference(alone, exact) < 0.03
-    np.testing.assert_array_equal(logits_of(path, threads=3, lanes=1), alone)
-    assert difference(logits_of(path, threads=2, lanes=2), exact) < 0.03
+        alone = engine.logits(IDS)
+    assert np.abs(alone - exact).mean() / exact.std() < ROUNDED
+    with Engine.from_pretrained(path, cache=False, threads=3, lanes=1) as engine:
+        assert np.array_equal(engine.logits(IDS), alone)
+        if not tied:
+            assert_embedding_in_halves(engine, path)
+    if kind != "mixed":
+        checkpoint = read_checkpoint(path, lanes=2)
+        assert held_types(checkpoint.config, checkpoint.tensors)[0][5] == _core.BLOCKS[kind.lower()]
+    assert difference(path, exact, threads=2, lanes=2) < ROUNDED
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_an_embedding_apart_is_widened_to_halves(tmp_path: Path, kind: str) -> None:
-    """As ggml does, rounded once; IQ4_XS's product of two scales is rounded before."""
-    path = written(tmp_path, kind, tie_word_embeddings=False)
+def assert_embedding_in_halves(engine: Engine, path: Path) -> None:
     stored = next(t for t in GGUFReader(path).tensors if t.name == "token_embd.weight")
     expected = dequantize(stored.data, stored.tensor_type).astype(np.float16)
-    with Engine.from_pretrained(path, cache=False, threads=3, lanes=1) as engine:
-        decoder = engine._open()
-        held = decoder.part(decoder.parts - 1)[: expected.nbytes].view(np.float16).reshape(expected.shape)
-        error = np.abs(held.astype(single) - expected).max() / np.abs(expected).astype(single).max()
-    assert error <= (2.0**-9 if kind == "IQ4_XS" else 0)
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_lanes_that_cut_superblocks_read_their_scales(tmp_path: Path, kind: str) -> None:
-    """Two lanes have 384 columns of the down projection each: the second begins in the middle of one."""
-    path = written(tmp_path, kind, intermediate_size=768)
-    checkpoint = read_checkpoint(path, lanes=2)
-    assert held_types(checkpoint.config, checkpoint.tensors)[0][5] == _core.BLOCKS[kind.lower()]
-    assert difference(logits_of(path, lanes=2), logits_of(path, lanes=1)) < 0.03
+    decoder = engine._open()
+    held = decoder.part(decoder.parts - 1)[: expected.nbytes].view(np.float16).reshape(expected.shape)
+    error = np.abs(held.astype(single) - expected).max() / np.abs(expected).astype(single).max()
+    # IQ4_XS's product of two scales is rounded before
+    assert error <= (2.0**-9 if stored.tensor_type == GGMLQuantizationType.IQ4_XS else 0)
 
 
 def test_what_cannot_be_held_is_rounded_to_eight_bits(tmp_path: Path) -> None:
     """Where lanes would cut blocks, and where w1 and w3, which share tiles, are of two types."""
-    narrow = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    path = written(tmp_path, "Q4_0", **narrow)
+    path = write(tmp_path, "Q4_0", **NARROW)
     cut = read_checkpoint(path, lanes=2)
-    assert held_types(cut.config, cut.tensors)[0] == ["q4", "q4", "q4", "q4", "q4", "int8", "q4", "int8"]
-    exact = logits_of(path, dtype="fp32")
-    assert difference(logits_of(path, lanes=2), exact) < 0.03
-    mixed = written(tmp_path, lambda name: "Q5_1" if "ffn_up" in name else "Q4_0", **narrow)
+    assert held_types(cut.config, cut.tensors)[0] == [*["q4"] * 5, "int8", "q4", "int8"]
+    assert difference(path, engine_logits(path, IDS, dtype="fp32"), lanes=2) < ROUNDED
+    mixed = write(tmp_path, lambda name: "Q5_1" if "ffn_up" in name else "Q4_0", **NARROW)
     whole = read_checkpoint(mixed, lanes=1)
-    assert held_types(whole.config, whole.tensors)[1] == [
-        "q4",
-        "q4",
-        "q4",
-        "q4",
-        "int8",
-        "q4",
-        "int8",
-        "int8",
-    ]
-    assert difference(logits_of(mixed, lanes=1), logits_of(mixed, dtype="fp32")) < 0.03
+    assert held_types(whole.config, whole.tensors)[1] == [*["q4"] * 4, "int8", "q4", "int8", "int8"]
+    assert difference(mixed, engine_logits(mixed, IDS, dtype="fp32"), lanes=1) < ROUNDED
 
 
 def test_matrices_in_16_bits_stay_beside_blocks(tmp_path: Path) -> None:
     kinds = {"attn_q": "F16", "ffn_down": "F32", "output": "BF16"}
-    path = written(tmp_path, lambda name: kinds.get(name.split(".")[-2], "Q8_0"))
-    assert difference(logits_of(path), logits_of(path, dtype="fp32")) < 0.03
+    path = write(tmp_path, lambda name: kinds.get(name.split(".")[-2], "Q8_0"))
+    assert difference(path, engine_logits(path, IDS, dtype="fp32")) < ROUNDED
     checkpoint = read_checkpoint(path, lanes=1)
     held = held_types(checkpoint.config, checkpoint.tensors)
     assert (held[0][:2], held[0][5], held[-1][-1]) == (["fp16", "q8"], "fp32", "bf16")
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, "Q4_0")
+    path = write(tmp_path, "Q4_0")
     data = bytearray(path.read_bytes())
-    tensor = next(t for t in _tensors(path) if t.name == "blk.1.ffn_down.weight")
+    tensor = next(t for t in GGUFReader(path).tensors if t.name == "blk.1.ffn_down.weight")
     data[tensor.data_offset : tensor.data_offset + 2] = np.float16(np.inf).tobytes()
     path.write_bytes(data)
     with pytest.raises(
-        ValueError, match=r"layers\.1\.feed_forward\.w2\.weight holds values that are not finite"
+        ValueError, match=r"layers\.1\.feed_forward\.w2\.weight holds values that are not fin"
     ):
         Engine.from_pretrained(path, cache=False)
 
 
-def _tensors(path: Path) -> Any:
-    from laneformer.llama.gguf import open_file
-
-    return open_file(path).tensors
-
-
 def test_packed_blocks_are_mapped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = written(tmp_path, by_place)
+    path = write(tmp_path, choose_by_place)
     tokens = []
     for _ in range(2):
         with Engine.from_pretrained(path) as engine:
             tokens.append(engine.generate(IDS, max_new_tokens=12, ignore_eos=True))
     assert tokens[0] == tokens[1]
+    assert read_checkpoint(path, gpus=2).dtype == "int8", "GPUs take eight bits"
 
 
-def test_processes_read_the_blocks_too_and_gpus_take_eight_bits(tmp_path: Path) -> None:
-    path = written(tmp_path, by_place)
-    tokens = []
-    for options in ({"threads": 2}, {"threads": 1, "processes": 2}):
-        with Engine.from_pretrained(path, cache=False, lanes=2, **options) as engine:
-            assert engine.dtype == "gguf"
-            tokens.append(engine.generate(IDS, max_new_tokens=12, ignore_eos=True))
-    assert tokens[0] == tokens[1]
-    assert read_checkpoint(path, gpus=2).dtype == "int8"
+@pytest.mark.rotate
+def test_processes_read_the_blocks_too(tmp_path: Path) -> None:
+    path = write(tmp_path, choose_by_place)
+    found = [engine_logits(path, IDS, lanes=2, threads=2 // n, processes=n) for n in (1, 2)]
+    assert np.array_equal(*found)

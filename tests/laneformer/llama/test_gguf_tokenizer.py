@@ -13,12 +13,8 @@ from laneformer.llama.gguf import GgufFile
 from laneformer.llama.tokenizer import tokenizer_of
 from tests.laneformer.hf.hf_assets import sentencepiece_model
 from tests.laneformer.llama.gguf_assets import TEXTS, byte_level, random_llama, tokenizer_metadata, write_gguf
+from tests.tokenizer_assets import PATTERN as LLAMA3
 
-# as in the tokenizer.json of Llama 3 and of Qwen 2
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 QWEN2 = LLAMA3.replace("{1,3}", "")
 TEKKEN = (  # of Mistral Nemo
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -66,11 +62,8 @@ def test_byte_level_pieces(tmp_path: Path, pre: str) -> None:
 @pytest.mark.parametrize(("other", "pre"), [("falcon3", "llama-bpe"), ("refact", "smollm")])
 def test_other_names_of_the_same_pieces(tmp_path: Path, other: str, pre: str) -> None:
     metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), pre))
-    ids = [
-        [tokenizer_of({**metadata, "tokenizer.ggml.pre": name}).encode(text).ids for text in TEXTS]
-        for name in (pre, other)
-    ]
-    assert ids[0] == ids[1]
+    same = [tokenizer_of({**metadata, "tokenizer.ggml.pre": name}) for name in (pre, other)]
+    assert all(same[0].encode(text).ids == same[1].encode(text).ids for text in TEXTS)
 
 
 def test_kinds_differ(tmp_path: Path) -> None:
@@ -79,9 +72,7 @@ def test_kinds_differ(tmp_path: Path) -> None:
     """
     metadata = written(tmp_path, tokenizer_metadata(byte_level(WORDS), "gpt-2"))
     tokenizers = [tokenizer_of({**metadata, "tokenizer.ggml.pre": pre}) for pre in KINDS if pre != "dbrx"]
-    ids = [
-        [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS] for tokenizer in tokenizers
-    ]
+    ids = [[each.encode(text, add_special_tokens=False).ids for text in TEXTS] for each in tokenizers]
     assert all(a != b for i, a in enumerate(ids) for b in ids[:i])
 
 
@@ -89,10 +80,8 @@ def test_kinds_differ(tmp_path: Path) -> None:
 def test_sentencepiece_pieces(tmp_path: Path, dummy_prefix: bool) -> None:
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(dummy_prefix))
     sp = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    types = [
-        2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1
-        for i in range(len(sp))
-    ]
+    kinds = {2: sp.is_unknown, 3: sp.is_control, 6: sp.is_byte}
+    types = [next((n for n, test in kinds.items() if test(i)), 1) for i in range(len(sp))]
 
     def metadata(writer: Any) -> None:
         writer.add_tokenizer_model("llama")
@@ -110,19 +99,16 @@ def test_sentencepiece_pieces(tmp_path: Path, dummy_prefix: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
-        (
-            {"pre": "deepseek-coder"},
-            r"tokenizer.ggml.pre = 'deepseek-coder' is unknown; known are \['llama-bpe'",
-        ),
+        ({"pre": "deepseek-coder"}, r"ggml.pre = 'deepseek-coder' is unknown; known are \['llama-bpe'"),
         ({"pre": None}, "tokenizer.ggml.pre = None is unknown"),
         ({"model": "bert"}, "tokenizer.ggml.model = 'bert' is not supported; 'gpt2' and 'llama' are"),
         ({"merges": None}, "the file lacks tokenizer.ggml.merges"),
     ],
 )
-def test_kinds_that_are_not_known_are_refused_by_name(changes: dict[str, Any], says: str) -> None:
+def test_kinds_that_are_not_known_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     values = {"model": "gpt2", "pre": "smollm", "tokens": ["a"], "token_type": [1], "merges": []} | changes
     metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
-    with pytest.raises(ValueError, match=f"{says}.*Put the model's tokenizer.json beside the file"):
+    with pytest.raises(ValueError, match=f"{message}.*Put the model's tokenizer.json beside the file"):
         tokenizer_of(metadata)

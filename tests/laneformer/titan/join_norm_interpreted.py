@@ -30,7 +30,6 @@ OPERATIONS = torch.ops.laneformer
 
 
 # --- one join, one norm
-# ---------------------------------------------------------------------------------------------
 
 
 def plain(
@@ -116,7 +115,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("lanes", [8, *(pytest.param(few, marks=pytest.mark.job) for few in (1, 2))])
+@pytest.mark.parametrize("lanes", [8, 1, 2])
 def test_every_join_and_norm_is_the_models(lanes: int, dtype: torch.dtype) -> None:
     """Six tokens for four programs of the backward kernel; 24 columns, no power of two."""
     for how, delay, scale in CASES:
@@ -144,10 +143,8 @@ def test_faults_would_be_seen() -> None:
     found = results(inputs, gradients, Join.PAST, fused)
     wide, wide_gradients = [t.double() for t in inputs], [g.double() for g in gradients]
     for fault in (own_lane_twice, unscaled):
-        assert (
-            largest_error(found, results(wide, wide_gradients, Join.PAST, fault), torch.bfloat16, Join.PAST)
-            > 5
-        )
+        wanted = results(wide, wide_gradients, Join.PAST, fault)
+        assert largest_error(found, wanted, torch.bfloat16, Join.PAST) > 5
 
 
 def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +160,6 @@ def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- the model
-# ------------------------------------------------------------------------------------------------------
 
 VARIANTS: list[dict[str, Any]] = [
     {"replicated_rmsn_scale": False}, {"use_attention_comm": False}, {"rebroadcast_early": True},
@@ -184,9 +180,7 @@ def build(kind: str, **overrides: Any) -> TitanLaneformer:
     return model
 
 
-@pytest.mark.parametrize(
-    "overrides", [{}, *(pytest.param(v, marks=pytest.mark.job) for v in VARIANTS)], ids=str
-)
+@pytest.mark.parametrize("overrides", [{}, *VARIANTS], ids=str)
 def test_losses_and_gradients_of_the_model(overrides: dict[str, Any]) -> None:
     """With selective checkpointing, as in training, against the plain layers in float64."""
     tokens = torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -211,22 +205,13 @@ def test_a_job_checks_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, pl
             return whole(streams, normed, None if handed_on is None else 0 * handed_on, *more)
 
         monkeypatch.setattr(join_norm, "join_norm_backward", forgetful)
-    job = load_job(
-        [
-            "--job.config_file",
-            "configs/debug_phase1.toml",
-            "--training.seq_len",
-            "9",
-            "--training.local_batch_size",
-            "1",
-        ]
-    )
+    flags = "--job.config_file configs/debug_phase1.toml --training.seq_len 9 --training.local_batch_size 1"
+    job = load_job(flags.split())
     model = with_working_kernels(build("triton", use_early_comm=False), job, checkpoint_and_compile)
     assert model.model_args.join_norm == ("plain" if planted else "triton"), model.fallback
 
 
 # --- in a graph of the compiler
-# -------------------------------------------------------------------------------------
 
 
 def test_join_and_norm_in_one_graph_become_one_kernel() -> None:

@@ -1,9 +1,9 @@
 """Losses and gradients of small models whose lanes are on several ranks, in processes of their own.
 
-    python -m tests.laneformer.titan.lane_ranks FOLDER DTYPE-SHARDSxLANE_RANKS[-FAULT] ...
+    python -m tests.laneformer.titan.lane_ranks FOLDER
 
-For each mesh, on so many gloo ranks, one batch of each of CASES: FOLDER/MESH/CASE.pt holds losses (B, S), what
-the head has seen, and the whole gradient of each parameter. FAULT is one of FAULTS.
+Four gloo ranks, started once, compute one batch for each of RUNS: FOLDER/RUN.pt holds losses (B, S), what the head
+has seen, and the whole gradient of each parameter.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from train.job_config import patch_torch_for_cpu
 
@@ -26,6 +28,7 @@ from torchtitan.config import JobConfig  # noqa: E402
 from laneformer import LaneformerConfig  # noqa: E402
 from laneformer.titan import lane_axis, parallelize  # noqa: E402
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer  # noqa: E402
+from tests.laneformer.titan.titan_assets import gradients_of  # noqa: E402
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16, "head_dim": 2,
@@ -73,9 +76,7 @@ def measure(model: TitanLaneformer, part: int = 0, parts: int = 1) -> dict[str, 
     inputs, labels, weights = (each.chunk(parts)[part] for each in (batch[:, :-1], labels, weights))
     losses = model(inputs, labels)
     (losses * weights).sum().backward()
-    gradients = {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()
-    }
+    gradients = gradients_of(model)
     whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
     return {"losses": losses.detach(), "seen": model.lm_head.seen, "gradients": whole}
 
@@ -108,41 +109,60 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def rank_main(rank: int, size: int, folder: Path, dtype: str, shards: int, fault: str) -> None:
-    store = torch.distributed.FileStore(str(folder / "store"), size)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=size, store=store)
-    mesh = init_device_mesh("cpu", (shards, size // shards), mesh_dim_names=("fsdp", "tp"))
-    torch.set_default_dtype(getattr(torch, dtype))
+class Run(NamedTuple):
+    """A case on RANKS ranks, of which `shards` groups share the batch and each group shares the lanes."""
+
+    shards: int
+    case: str
+    dtype: str = "float64"
+    fault: str = ""
+
+    @property
+    def file(self) -> str:
+        return "-".join(map(str, self)) + ".pt"
+
+
+RUNS = [
+    *(Run(1, case) for case in CASES),
+    *(Run(2, case) for case in ("delay-2", "flush-1", "lane-scales", "selective")),
+    Run(1, "delay-2", "float32"),
+    *(Run(2, "delay-2", fault=fault) for fault in FAULTS),
+]
+RANKS = 4
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS, store=store)
     parallelize.TORCH_DTYPE_MAP["float64"] = torch.float64
-    if fault:
-        setattr(*FAULTS[fault])
-    for name in CASES if not fault else ("delay-2",):
-        found = one_case(name, dtype, mesh)
-        everyone: list[Any] = [None] * size
-        torch.distributed.all_gather_object(everyone, found["losses"])
-        found["losses"] = torch.cat(everyone[:: mesh.size(1)])
+    sizes = {shards: (shards, RANKS // shards) for shards in (1, 2)}
+    meshes = {n: init_device_mesh("cpu", size, mesh_dim_names=("fsdp", "tp")) for n, size in sizes.items()}
+    for run in RUNS:
+        mesh = meshes[run.shards]
+        torch.set_default_dtype(getattr(torch, run.dtype))
+        with patch.object(*FAULTS[run.fault]) if run.fault else nullcontext():
+            measured = one_case(run.case, run.dtype, mesh)
+        everyone: list[Any] = [None] * RANKS
+        torch.distributed.all_gather_object(everyone, measured["losses"])
+        measured["losses"] = torch.cat(everyone[:: mesh.size(1)])
         if rank == 0:
-            torch.save(found, folder / f"{name}.pt")
+            torch.save(measured, folder / run.file)
     torch.distributed.destroy_process_group()
 
 
-def run_mesh(folder: Path, mesh: str) -> int:
-    dtype, sizes, *fault = mesh.split("-")
-    shards, lane_ranks = map(int, sizes.split("x"))
-    folder.mkdir()
-    children = []
-    for rank in range(shards * lane_ranks):
-        if (child := os.fork()) == 0:
-            try:
-                rank_main(rank, shards * lane_ranks, folder, dtype, shards, *fault or [""])
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+def start_rank(rank: int, folder: Path) -> int:
+    """The process id of a fork that runs it."""
+    if child := os.fork():
+        return child
+    try:
+        rank_main(rank, folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.exit(max(run_mesh(Path(sys.argv[1]) / mesh, mesh) for mesh in sys.argv[2:]))
+    children = [start_rank(rank, Path(sys.argv[1])) for rank in range(RANKS)]
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))

@@ -14,7 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from laneformer import LaneformerConfig
 from laneformer.titan import attention
 from laneformer.titan.parallelize import apply_selective_checkpointing
-from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+from laneformer.titan.spec import TitanLaneformer
+from tests.laneformer.titan import titan_assets
+from tests.laneformer.titan.titan_assets import ROUNDING, largest_difference, train
 
 # a windowed layer and a full one; the second receives the first one's outputs, delayed
 CONFIG = LaneformerConfig.from_flavor(
@@ -25,16 +27,12 @@ SEQ_LEN, BOS = 64, 1
 
 
 def build(kind: str = "sdpa", mask_documents: bool = False) -> TitanLaneformer:
-    model = TitanLaneformer(
-        LaneformerArgs(config=CONFIG, attention=kind, mask_documents=mask_documents, bos_id=BOS)
-    )
-    model.init_weights()
-    return model
+    return titan_assets.build(CONFIG, attention=kind, mask_documents=mask_documents, bos_id=BOS)
 
 
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
-    return torch.randint(3, 512, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    return titan_assets.draw_tokens(CONFIG, SEQ_LEN)
 
 
 @torch.no_grad()
@@ -47,13 +45,12 @@ def test_flex_attention_is_sdpa(tokens: torch.Tensor) -> None:
     """Forward only: PyTorch has no backward of FlexAttention on CPUs. The same sums in another order."""
     tokens = tokens.clone()
     tokens[0, 20] = tokens[1, 40] = BOS
-    rounding = 100 * torch.finfo(torch.float32).eps
     for documents in (False, True):
         plain = losses(build("sdpa", documents), tokens)
-        assert (losses(build("flex", documents), tokens) - plain).abs().max() < rounding * plain.max()
+        assert (losses(build("flex", documents), tokens) - plain).abs().max() < ROUNDING * plain.max()
     narrower = build("flex")
     narrower.config = dataclasses.replace(CONFIG, sliding_window=CONFIG.sliding_window - 1)
-    assert (losses(narrower, tokens) - losses(build(), tokens)).abs().max() > 1e3 * rounding
+    assert (losses(narrower, tokens) - losses(build(), tokens)).abs().max() > 1e3 * ROUNDING
 
 
 def seen_keys(ends: torch.Tensor, window: list[int]) -> torch.Tensor:
@@ -101,12 +98,6 @@ def _(gradient, q, k, v, out, lse, ends, ends_k, longest, longest_k, causal, rng
     return torch.einsum("hqk,khd->qhd", d_scores, k).contiguous(), d_k, d_v
 
 
-def losses_and_gradient(model: TitanLaneformer, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found = model(tokens[:, :-1], tokens[:, 1:])
-    found.sum().backward()
-    return found.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 @pytest.mark.parametrize("documents", [False, True])
 def test_varlen_attention_is_sdpa(tokens: torch.Tensor, documents: bool) -> None:
     """Layout, windows and ends of the documents, compiled and checkpointed; the kernel itself needs a GPU."""
@@ -118,18 +109,16 @@ def test_varlen_attention_is_sdpa(tokens: torch.Tensor, documents: bool) -> None
     for boundaries in ((20,), (20, 40), (5, 20, 50)):
         packed = tokens.clone()
         packed[0, boundaries] = packed[1, 40] = packed[1, 0] = BOS
-        model.zero_grad()
         calls.clear()
-        found = losses_and_gradient(model, packed)
-        wanted = losses_and_gradient(build("sdpa", documents), packed)
-        for a, b in zip(found, wanted, strict=True):
-            assert (a - b).abs().max() < 100 * torch.finfo(torch.float32).eps * b.abs().max()
+        wanted = train(build("sdpa", documents), packed)
+        assert largest_difference(train(model, packed), wanted) < ROUNDING
         assert len(calls) == (2 if documents else 1), "of a windowed and a full layer, never computed twice"
         if boundaries == (20,):
             graphs = compiled.frame_count
     assert compiled.frame_count == graphs == 2, "other documents compile nothing again"
 
 
+@pytest.mark.job
 def test_block_masks_are_compiled_once(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: other documents in the next batch compile nothing again, and the masks are the plain ones."""
     inputs, compiled = tokens[:, :-1].clone(), CompileCounter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,10 +15,10 @@ from torch._dynamo.backends.common import aot_autograd
 from laneformer import LaneformerConfig
 from laneformer.titan import float8
 from laneformer.titan.float8 import RECIPES, Float8, Recipe, check_device, check_shapes, use_float8
-from laneformer.titan.kernel_check import Kernels, fallbacks
 from laneformer.titan.parallelize import apply_selective_checkpointing
 from laneformer.titan.products import lower_keep_to_nothing
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+from tests.laneformer.titan.titan_assets import Results, draw_tokens, train
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # the largest error of rounding: relative to a normal value, and of values too small to be normal
@@ -109,17 +109,13 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
     return request.param
 
 
-@pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
-def test_within_what_rounding_allows(recipe: Recipe, emulate: bool) -> None:
-    assert max(off(computed(Float8(recipe, emulate)), recipe)) <= 1
-
-
-def test_the_emulation_is_torchs_own(recipe: Recipe) -> None:
-    """Up to the order in which float32 sums; both repeat bit for bit."""
-    emulated, scaled = (computed(Float8(recipe, emulate)) for emulate in (True, False))
+def test_within_what_rounding_allows(recipe: Recipe) -> None:
+    """torch's own products and their emulation: float32 sums in another order; torch's repeat bit for bit."""
+    emulated, scaled, again = (computed(Float8(recipe, emulate)) for emulate in (True, False, False))
+    assert max(off(emulated, recipe)) <= 1
+    assert max(off(scaled, recipe)) <= 1
     for one, other in zip(emulated, scaled, strict=True):
         assert (one - other).abs().max() <= 1e-6 * one.abs().max()
-    again = computed(Float8(recipe, emulate=False))
     assert all(torch.equal(one, other) for one, other in zip(scaled, again, strict=True))
 
 
@@ -132,38 +128,39 @@ FAULTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_scale_is_found(recipe: Recipe, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In y and in both gradients."""
-    if "order" in fault and not recipe.by_row:
-        pytest.skip("one scale a lane has no order; the lanes' is the next test's")
+def test_a_wrong_scale_is_found(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In y and in both gradients. One scale a lane has no order."""
     multiply = float8.scaled_mm
+    for name, change in FAULTS.items():
+        if "order" in name and not recipe.by_row:
+            continue
 
-    def wrong(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *others: Any) -> None:
-        multiply(a, b, *(scale.contiguous() for scale in FAULTS[fault](a_scale, b_scale)), *others)
+        def wrong(
+            a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *others: Any, change: Any = change
+        ) -> None:
+            multiply(a, b, *(scale.contiguous() for scale in change(a_scale, b_scale)), *others)
 
-    monkeypatch.setattr(float8, "scaled_mm", wrong)
-    assert min(off(computed(Float8(recipe, emulate=False)), recipe)) > 1.5
+        monkeypatch.setattr(float8, "scaled_mm", wrong)
+        assert min(off(computed(Float8(recipe, emulate=False)), recipe)) > 1.5, name
 
 
-@pytest.mark.parametrize("fault", ["another lane's scale", "a scale transposed"])
-def test_a_scale_of_the_wrong_place_is_found(
-    recipe: Recipe, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scale_of_the_wrong_place_is_found(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the products: lanes in another order, and what the recipe gives for the other axis."""
     quantize = float8.quantize
 
-    def wrong(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        if fault == "another lane's scale":
-            return quantize(x, scale.flip(0), dtype)
-        turned = scale.amax(1, keepdim=True) if scale.shape[1] == 1 else recipe.scale(x.mT, dtype).mT
+    def of_another_lane(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return quantize(x, scale.flip(0), dtype)
+
+    def transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        of_rows = scale.shape[1] == 1
+        turned = scale.amax(1, keepdim=True) if of_rows else recipe.scale(x.mT, dtype).mT
         return quantize(x, turned, dtype)
 
-    monkeypatch.setattr(float8, "quantize", wrong)
-    if fault == "a scale transposed" and not recipe.by_row:
-        assert max(off(computed(Float8(recipe, emulate=True)), recipe)) <= 1, "one scale has no axis"
-        return
+    monkeypatch.setattr(float8, "quantize", of_another_lane)
     assert min(off(computed(Float8(recipe, emulate=True)), recipe)) > 1.5
+    monkeypatch.setattr(float8, "quantize", transposed)
+    errors = off(computed(Float8(recipe, emulate=True)), recipe)
+    assert min(errors) > 1.5 if recipe.by_row else max(errors) <= 1, "one scale has no axis"
 
 
 def test_zeros_and_what_is_not_finite(recipe: Recipe) -> None:
@@ -181,7 +178,7 @@ def test_zeros_and_what_is_not_finite(recipe: Recipe) -> None:
 
 def step(
     recipe: Recipe | None, emulate: bool = True, backend: Any = None, checkpointing: bool = True
-) -> dict[str, Tensor]:
+) -> Results:
     """Losses and gradients of a small model, by name."""
     torch._dynamo.reset()
     model = TitanLaneformer(LaneformerArgs(config=CONFIG))
@@ -192,26 +189,19 @@ def step(
         apply_selective_checkpointing(model)
     for layer in model.layers if backend else ():
         layer.compile(backend=backend, fullgraph=True)
-    tokens = torch.randint(3, 512, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
-    losses = model(tokens[:, :-1], tokens[:, 1:])
-    losses.sum().backward()
-    named = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
-    return {"losses": losses.detach(), **{n: g for n, g in named.items() if g is not None}}
+    return train(model, draw_tokens(CONFIG, SEQ_LEN))
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name], other[name]) for name in one)
+def assert_same(found: Results, wanted: Results) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_step_is_the_same_however_it_is_computed(recipe: Recipe) -> None:
-    """Bit for bit: twice, without checkpointing, and compiled as a whole graph by autograd's compiler; and it
-    is not the step without float8, but near it.
-    """
+def test_a_step_repeats_and_is_near_the_one_without_float8(recipe: Recipe) -> None:
+    """Bit for bit, with checkpointing and without."""
     eager = step(recipe)
-    assert same(eager, step(recipe))
-    assert same(eager, step(recipe, checkpointing=False))
-    assert same(eager, step(recipe, backend="aot_eager"))
+    assert_same(step(recipe), eager)
+    assert_same(step(recipe, checkpointing=False), eager)
     wide = step(None)
     difference = (eager["losses"] - wide["losses"]).abs().max()
     assert 0 < difference < 0.01 * wide["losses"].max()
@@ -220,7 +210,6 @@ def test_a_step_is_the_same_however_it_is_computed(recipe: Recipe) -> None:
         assert (eager[name] - gradient).norm() < 0.25 * gradient.norm(), name
 
 
-@pytest.mark.job
 @pytest.mark.proof
 def test_inductor_agrees() -> None:
     """Its sums round otherwise, which may choose a neighbouring float8 value."""
@@ -231,32 +220,29 @@ def test_inductor_agrees() -> None:
         assert (compiled[name] - values).norm() < 0.05 * values.norm(), name
 
 
-def kept_and_products(recipe: Recipe) -> Iterator[tuple[dict[torch.dtype, int], int]]:
-    """Of each layer, the last first: elements that its backward pass gets, by type, and float8 products."""
-    found = []
+@pytest.mark.job
+def test_a_compiled_step_is_the_same_and_keeps_its_input_in_float8_alone(recipe: Recipe) -> None:
+    """Bit for bit, in one graph a layer. One byte is kept a value of the normed streams and of w2's input; no product
+    is computed again.
+    """
+    layers: list[tuple[int, int]] = []  # of each, the last first: float8 values kept, and products
 
     def see(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        sizes: dict[torch.dtype, int] = {}
+        kept = 0
         for node in graph.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]
-            if isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents")):
-                sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
-        products = sum("scaled_product" in str(node.target) for node in graph.graph.nodes)
-        found.append((sizes, products))
+            own = isinstance(value, Tensor) and not node.name.startswith(("primals", "tangents"))
+            kept += value.numel() if own and value.dtype == E4M3 else 0
+        layers.append((kept, sum("scaled_product" in str(node.target) for node in graph.graph.nodes)))
         return make_boxed_func(graph)
 
-    backend = aot_autograd(fw_compiler=nop, bw_compiler=see, partition_fn=min_cut_rematerialization_partition)
-    step(recipe, backend=backend)
-    yield from found
-
-
-def test_the_input_is_kept_in_float8_alone(recipe: Recipe) -> None:
-    """One byte a value of the normed streams and of w2's input; no product is computed again."""
-    tokens, d, lanes = 2 * SEQ_LEN, CONFIG.hidden_size, CONFIG.num_lanes
-    for layer, (sizes, products) in enumerate(kept_and_products(recipe)):
-        streams = lanes if layer == 0 else 1  # the last layer's are the lanes' own
-        assert sizes[E4M3] == tokens * (streams * d + CONFIG.intermediate_size)
-        assert products == 4, "two gradients of each of two products"
+    cut = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=nop, bw_compiler=see, partition_fn=cut)
+    assert_same(step(recipe, backend=backend), step(recipe))
+    tokens, d, f = 2 * SEQ_LEN, CONFIG.hidden_size, CONFIG.intermediate_size
+    streams = (CONFIG.num_lanes, 1)  # the last layer's are the lanes' own
+    # two gradients of each of two products
+    assert layers == [(tokens * (count * d + f), 4) for count in streams]
 
 
 def test_the_parameters_stay(recipe: Recipe) -> None:
@@ -284,20 +270,14 @@ def test_gpus_without_float8_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "tokens", "said"),
+    ("change", "tokens", "message"),
     [
         ({"hidden_size": 72}, 64, r"hidden_size = 72 is no multiple of 16"),
         ({"intermediate_size": 192}, 64, r"intermediate_size / num_lanes = 24"),
         ({}, 40, r"local_batch_size \* training\.seq_len = 40"),
     ],
 )
-def test_shapes_without_products_are_refused(change: dict[str, int], tokens: int, said: str) -> None:
+def test_shapes_without_products_are_refused(change: dict[str, int], tokens: int, message: str) -> None:
     check_shapes(CONFIG, 64)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_shapes(dataclasses.replace(CONFIG, **change), tokens)
-
-
-def test_what_fails_in_float8_trains_in_bfloat16() -> None:
-    scaled = Kernels(True, "sdpa", "triton", "scaled")
-    assert [kernels.float8 for kernels in fallbacks(scaled)][:2] == ["scaled", "none"]
-    assert {kernels.float8 for kernels in fallbacks(scaled._replace(float8="emulated"))} == {"emulated"}

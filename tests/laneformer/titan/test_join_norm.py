@@ -1,6 +1,4 @@
-"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, in a layer, on a GPU
-if there is one.
-"""
+"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, in a layer, on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -37,20 +35,18 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.proof("tests/laneformer/titan/*.py")
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.job)])
-def test_in_the_interpreter(marked: str) -> None:
+def test_in_the_interpreter() -> None:
     """Every join and norm, their gradients, the model's, and the compiler's pass: tests in a
     process of their own.
     """
     tests = Path(__file__).with_name("join_norm_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marked, str(tests)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
 # --- the kernels for sm_90, by Triton's compiler and ptxas, which need no GPU
-# ----------------------------------------
 
 
 def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> tuple[int, int]:
@@ -81,7 +77,7 @@ def compile_for_sm90(kernel: Any, config: LaneformerConfig, **choices: Any) -> t
 
 @pytest.mark.proof("tests/laneformer/titan/*.py")
 @pytest.mark.parametrize("lane_scales", [False, True])
-@pytest.mark.parametrize("flavor", ["2b", pytest.param("300m", marks=pytest.mark.job)])
+@pytest.mark.parametrize("flavor", ["2b", "300m"])
 def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: bool) -> None:
     """A layer's three: norm; join of delayed outputs and norm; the join after the MLP."""
     config = LaneformerConfig.from_flavor(flavor)
@@ -96,11 +92,9 @@ def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: b
 
 
 # --- a layer as Inductor lowers it for an H100
-# ------------------------------------------------------------------------
 
 
 @pytest.mark.proof("tests/laneformer/titan/*.py")
-@pytest.mark.job
 def test_a_layer_moves_what_its_kernels_read_and_write() -> None:
     """A middle layer of the 2B model: the kernels it calls and their bytes, in streams;
     no copies around them.
@@ -139,7 +133,6 @@ def reads(graph: sm90.Graph, wide: int) -> list[tuple[str, int]]:
 
 
 # --- which path
-# -----------------------------------------------------------------------------------------------------
 
 
 def job(kind: str, lane_ranks: int = 1) -> Any:

@@ -59,18 +59,15 @@ def plant(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     monkeypatch.setattr(fused_layer, "JoinNorm", Stand(wrong))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_kernels_that_are_right_stay(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "wrong"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_a_wrong_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch, precision: str, wrong: float) -> None:
+    """By a few per cent in bfloat16, in layers that add delayed outputs only; one that is right stays."""
+    job = job_of("--training.mixed_precision_param", precision)
     plant(monkeypatch, 0.0)
-    model = check(job_of("--training.mixed_precision_param", precision), join_norm="triton")
+    model = check(job, join_norm="triton")
     assert (model.fallback, model.model_args.join_norm) == ("", "triton")
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_wrong_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    """By a few per cent in bfloat16, in layers that add delayed outputs only."""
-    plant(monkeypatch, 0.05 if precision == "bfloat16" else 1e-4)
-    model = check(job_of("--training.mixed_precision_param", precision), join_norm="triton")
+    plant(monkeypatch, wrong)
+    model = check(job, join_norm="triton")
     assert model.model_args.join_norm == "plain"
     assert isinstance(model.layers[0], kernel_check.TitanLayer)
     assert not isinstance(model.layers[0], fused_layer.FusedLayer)
@@ -101,23 +98,23 @@ def test_float8_products_are_checked(monkeypatch: pytest.MonkeyPatch, recipe: st
     assert ("quantize.linear.float8 = none instead" in model.fallback) == bool(wrong)
 
 
-def test_emulated_products_on_a_cpu_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_kernels_and_emulated_products_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_check, "LayerCheck", None)
+    assert check(job_of("--compile.enable")).fallback == ""
     assert check(job_of(), float8=Float8(RECIPES["rowwise"], emulate=True)).fallback == ""
 
 
-def test_kernels_that_raise_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a GPU Triton's kernels do, and FlexAttention's backward pass."""
+def test_kernels_that_raise_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a GPU Triton's kernels do, and FlexAttention's backward pass; one that holds is kept."""
     model = check(job_of(), "flex", "triton")
     assert (model.model_args.attention, model.model_args.join_norm) == ("sdpa", "plain")
     assert "model.attention = sdpa, model.join_norm = plain instead" in model.fallback
     assert "0 active drivers" in caplog.text
     assert "FlexAttention does not support backward on CPU" in caplog.text
-
-
-def test_one_of_two_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, 0.0)
-    model = check(job_of(), "flex", "triton")  # FlexAttention has no backward pass on a CPU
+    model = check(job_of(), "flex", "triton")
     assert (model.model_args.attention, model.model_args.join_norm) == ("sdpa", "triton")
 
 
@@ -135,6 +132,7 @@ def test_a_compiler_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert job.compile.components == ["loss"]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("wrong", [0.0, 1e-4])
 def test_what_is_compiled_is_checked_compiled(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     """With selective checkpointing, through autograd's compiler, as a job runs it; a whole micro-batch of documents."""
@@ -148,11 +146,6 @@ def test_what_is_compiled_is_checked_compiled(monkeypatch: pytest.MonkeyPatch, w
     assert job.compile.components == ["model", "loss"]
 
 
-def test_plain_kernels_on_a_cpu_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_check, "LayerCheck", None)
-    assert check(job_of("--compile.enable")).fallback == ""
-
-
 def test_a_layer_that_fails_with_every_kernel_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_check, "rope_table", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="plain ones included: ZeroDivisionError"):
@@ -160,6 +153,10 @@ def test_a_layer_that_fails_with_every_kernel_ends_the_job(monkeypatch: pytest.M
 
 
 def test_order_of_fallbacks() -> None:
+    """What fails in float8 trains in the job's own type."""
+    scaled = Kernels(True, "sdpa", "triton", "scaled")
+    assert [kernels.float8 for kernels in fallbacks(scaled)][:2] == ["scaled", "none"]
+    assert {kernels.float8 for kernels in fallbacks(scaled._replace(float8="emulated"))} == {"emulated"}
     assert list(fallbacks(Kernels(True, "flex", "triton"))) == [
         (True, "flex", "triton", "none"), (True, "flex", "plain", "none"), (True, "sdpa", "triton", "none"),
         (True, "sdpa", "plain", "none"), (False, "sdpa", "triton", "none"), (False, "sdpa", "plain", "none"),

@@ -1,4 +1,4 @@
-"""Lanes on 1, 2 and 4 gloo ranks give one process' losses and gradients; faults of the exchange are found."""
+"""Lanes on 2 and 4 gloo ranks give one process' losses and gradients; faults of the exchange are found."""
 
 from __future__ import annotations
 
@@ -14,77 +14,54 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import JobConfig
+from torchtitan.tools.utils import set_default_dtype
 
 from laneformer.config import MODULES, Join
 from laneformer.titan.lane_axis import check_lane_axis, give_lanes_to_ranks, own_parts
 from laneformer.titan.layer import TitanLayer
 from laneformer.titan.parallelize import checkpoint_and_compile, refuse_other_layers
-from tests.laneformer.titan.lane_ranks import CASES, FAULTS, build, config, measure, tokens
-from tests.shared import Shared
+from tests.laneformer.titan.lane_ranks import CASES, RUNS, build, config, measure, tokens
+from tests.laneformer.titan.titan_assets import largest_difference
 
 ROOT = Path(__file__).resolve().parents[3]
-MESHES = ("float64-1x2", "float64-1x4", "float64-2x2", "float32-1x4")
 # of a tensor's largest value. Seen: 1.0e-14; 6.5e-6, which one rank in float32 has as well (6.7e-6)
 BOUNDS = {"float64": 1e-12, "float32": 2e-5}
 LARGE = 1e-3  # what a fault changes
 
 
-@pytest.fixture(scope="session")
-def measured(shared: Shared) -> Path:
-    def run(folder: Path) -> None:
-        meshes = (*MESHES, *(f"float64-1x2-{fault}" for fault in FAULTS))
-        command = [sys.executable, "-m", "tests.laneformer.titan.lane_ranks", str(folder), *meshes]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    return shared("lane_ranks", run)
-
-
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict[str, Any]]:
+def alone() -> dict[str, dict[str, torch.Tensor]]:
     """Of one process that has all lanes, in float64."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        found = {}
-        for name in CASES:
-            model = build(name)
+    with set_default_dtype(torch.float64):
+        models = {name: build(name) for name in CASES}
+        for model in models.values():
             model.init_weights()
-            found[name] = measure(model)
-        return found
-    finally:
-        torch.set_default_dtype(torch.float32)
+        return {name: flatten(measure(model)) for name, model in models.items()}
 
 
-def largest(found: dict[str, Any], reference: dict[str, Any]) -> float:
-    """Relative difference of losses, gradients, log-denominators and largest logits."""
-
-    def difference(x: torch.Tensor, y: torch.Tensor) -> float:
-        return ((x - y[: len(x)]).abs().max() / y.abs().max()).item()
-
-    assert found["gradients"].keys() == reference["gradients"].keys()
-    pairs = [(found["gradients"][name], want) for name, want in reference["gradients"].items()]
-    pairs += [(found["losses"], reference["losses"]), *zip(found["seen"], reference["seen"], strict=True)]
-    return max(difference(*pair) for pair in pairs)
+def flatten(results: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Losses, gradients, log-denominators and largest logits by name."""
+    denominators, peaks = results["seen"]
+    named = {"losses": results["losses"], "denominators": denominators, "peaks": peaks}
+    return named | results["gradients"]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_is_one_process(measured: Path, alone: dict[str, dict[str, Any]], mesh: str) -> None:
-    for name in CASES:
-        found = largest(torch.load(measured / mesh / f"{name}.pt"), alone[name])
-        assert found < BOUNDS[mesh.split("-")[0]], (name, found)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(measured: Path, alone: dict[str, dict[str, Any]], fault: str) -> None:
-    found = torch.load(measured / f"float64-1x2-{fault}" / "delay-2.pt")
-    assert largest(found, alone["delay-2"]) > LARGE
+@pytest.mark.job
+def test_every_mesh_is_one_process(alone: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """Where a fault of the exchange is planted, it is found."""
+    command = [sys.executable, "-m", "tests.laneformer.titan.lane_ranks", str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for run in RUNS:
+        found, wanted = flatten(torch.load(tmp_path / run.file)), dict(alone[run.case])
+        for name in ("denominators", "peaks"):  # rank 0 has those of its part of the batch
+            wanted[name] = wanted[name][: len(found[name])]
+        difference = largest_difference(found, wanted)
+        if run.fault:
+            assert difference > LARGE, run
+        else:
+            assert difference < BOUNDS[run.dtype], run
 
 
 def test_layers_with_an_exchange_of_their_own_are_refused() -> None:
@@ -142,7 +119,7 @@ def test_late_sums_travel_while_layers_compute(tmp_path: Path, case: str, late: 
 
 
 @pytest.mark.parametrize(
-    ("change", "job_change", "said"),
+    ("change", "job_change", "message"),
     [
         (
             {},
@@ -156,7 +133,7 @@ def test_late_sums_travel_while_layers_compute(tmp_path: Path, case: str, late: 
     ],
 )
 def test_what_cannot_be_on_several_ranks_is_named(
-    change: dict[str, Any], job_change: dict[str, Any], said: str
+    change: dict[str, Any], job_change: dict[str, Any], message: str
 ) -> None:
     job: Any = JobConfig()
     job.model = SimpleNamespace(join_norm="auto", converters=[])
@@ -164,7 +141,7 @@ def test_what_cannot_be_on_several_ranks_is_named(
     for name, value in job_change.items():
         section, field = name.split(".")
         setattr(getattr(job, section), field, value)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_lane_axis(config("delay-2", **change), job)
     job.parallelism.tensor_parallel_degree = 1
     check_lane_axis(config("delay-2", **change), job)

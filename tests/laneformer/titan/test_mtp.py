@@ -14,48 +14,40 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan.attention import document_ids, draft_blocks
 from laneformer.titan.loss import IGNORE_INDEX
 from laneformer.titan.mtp import DraftTraining, accepted_prefixes, step_labels, step_mask
-from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+from tests.laneformer.titan import titan_assets
+from tests.laneformer.titan.titan_assets import gradients_of
 
 CONFIG = LaneformerConfig.from_flavor(
     "tiny", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
     sliding_window=8, swa_layers=(0, 1), vocab_size=64, num_nextn_predict_layers=1,
 )  # fmt: skip
 SEQ_LEN, BOS, WEIGHT = 24, 1, 0.25
-# Two float64 computations of the same sums in other orders: 1e4 roundings of 2^-53, on gradients of order
-# one.
+# Two float64 computations of the same sums in other orders: 1e4 roundings of 2^-53, on gradients of order one
 TOLERANCE = 1e4 * 2.0**-53
 ROTATED = 2.0**-24  # the same text at other positions: the table of angles is float32
 
 
-def build(steps: int = 1, **switches: Any) -> TitanLaneformer:
-    fields = {
-        name: switches.pop(name) for name in list(switches) if name in LaneformerConfig.__dataclass_fields__
-    }
-    training = DraftTraining(steps, WEIGHT, WEIGHT, freeze_base=switches.pop("freeze_base", False))
-    args = LaneformerArgs(config=dataclasses.replace(CONFIG, **fields), mtp=training, bos_id=BOS, **switches)
-    model = TitanLaneformer(args)
-    model.init_weights()
-    model = model.double()
+def build(steps: int = 1, config: LaneformerConfig = CONFIG, freeze: bool = False, **arguments: Any) -> Any:
+    training = DraftTraining(steps, WEIGHT, WEIGHT, freeze_base=freeze)
+    model = titan_assets.build(config, mtp=training, bos_id=BOS, **arguments).double()
     model.lm_head.chunk_tokens = 16
     return model
 
 
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
-    ids = torch.randint(3, 64, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    ids = titan_assets.draw_tokens(CONFIG, SEQ_LEN)
     ids[0, 0] = ids[0, 9] = ids[1, 17] = BOS
     return ids
 
 
-def plain(model: TitanLaneformer) -> Laneformer:
+def plain(model: Any) -> Laneformer:
     twin = Laneformer(model.config).double()
     twin.load_state_dict(model.state_dict())
     return twin
 
 
-def expected_losses(
-    model: Laneformer, tokens: torch.Tensor, steps: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def expected_losses(model: Laneformer, tokens: torch.Tensor, steps: int) -> tuple[Any, list[Any]]:
     """Sums over all tokens: of the model, and of every step, by a loop over single labels."""
     ids = tokens[:, :-1]
     main = F.cross_entropy(model(ids).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
@@ -71,27 +63,30 @@ def expected_losses(
     return main, found
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("switches", [{}, {"deliver_tail": False}, {"lm_head_type": "replicate"}], ids=str)
+@pytest.mark.parametrize(
+    ("steps", "switches"), [(1, {}), (3, {"deliver_tail": False}), (3, {"lm_head_type": "replicate"})]
+)
 def test_losses_and_gradients_are_the_plain_models(
     steps: int, switches: dict[str, Any], tokens: torch.Tensor
 ) -> None:
-    model = build(steps, **switches)
+    """The drafts' losses are in the gradients alone. A frozen base gets none, and the head the same."""
+    model, frozen = (
+        build(steps, dataclasses.replace(CONFIG, **switches), freeze) for freeze in (False, True)
+    )
     twin = plain(model)
     losses = model(tokens[:, :-1], tokens[:, 1:])
     losses.sum().backward()
     main, drafts = expected_losses(twin, tokens, steps)
     (main + WEIGHT * sum(drafts)).backward()
-    assert abs(losses.sum() - main).item() < TOLERANCE * SEQ_LEN, (
-        "the drafts' losses are in the gradients alone"
-    )
-    assert model.drafted is not None
+    assert abs(losses.sum() - main).item() < TOLERANCE * SEQ_LEN
     for ours, theirs in zip(model.drafted.losses, drafts, strict=True):
         assert abs(ours.sum() - theirs).item() < TOLERANCE * SEQ_LEN
-    theirs_by_name = dict(twin.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert (parameter.grad - theirs_by_name[name].grad).abs().max() < TOLERANCE, name
+    wanted, found = gradients_of(twin), gradients_of(model)
+    assert found.keys() == wanted.keys() == dict(model.named_parameters()).keys()
+    assert all((found[name] - wanted[name]).abs().max() < TOLERANCE for name in wanted)
+    found = titan_assets.train(frozen, tokens)
+    assert found.keys() - {"losses"} == {name for name in wanted if name.startswith("mtp.")}
+    assert all((found[name] - wanted[name]).abs().max() < TOLERANCE for name in found if name != "losses")
 
 
 def test_a_document_sees_and_predicts_itself_alone(tokens: torch.Tensor) -> None:
@@ -99,7 +94,6 @@ def test_a_document_sees_and_predicts_itself_alone(tokens: torch.Tensor) -> None
     model = build(3, mask_documents=True)
     ids, labels = tokens[:1, :-1], tokens[:1, 1:]
     model(ids, labels)
-    assert model.drafted is not None
     whole = model.drafted.losses[:, 0, 9:]
     model(ids[:, 9:], labels[:, 9:])
     assert (whole - model.drafted.losses[:, 0]).abs().max() < ROTATED
@@ -107,24 +101,11 @@ def test_a_document_sees_and_predicts_itself_alone(tokens: torch.Tensor) -> None
     assert (whole - model.drafted.losses[:, 0, 2:]).abs().max() < ROTATED
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_frozen_base_gets_no_gradients_and_the_head_the_same(steps: int, tokens: torch.Tensor) -> None:
-    whole, frozen = build(steps), build(steps, freeze_base=True)
-    for model in (whole, frozen):
-        model(tokens[:, :-1], tokens[:, 1:]).sum().backward()
-    theirs = dict(whole.named_parameters())
-    for name, parameter in frozen.named_parameters():
-        assert (parameter.grad is not None) == name.startswith("mtp."), name
-        if parameter.grad is not None:
-            assert (parameter.grad - theirs[name].grad).abs().max() < TOLERANCE, name
-
-
 def test_untrained_chunks_are_skipped(tokens: torch.Tensor) -> None:
     """Labels of a conversation: those ignored by the model are by the drafts, too; chunks are left out."""
     model, labels = build(2), tokens[:, 1:].clone()
     labels[:, 5:] = IGNORE_INDEX
     model(tokens[:, :-1], labels)
-    assert model.drafted is not None
     expected = model.drafted.losses
     model(tokens[:, :-1], labels, trained=int((labels != IGNORE_INDEX).sum()))
     assert (expected - model.drafted.losses).abs().max() < TOLERANCE
@@ -137,8 +118,6 @@ def test_validation_says_how_often_drafts_are_right(tokens: torch.Tensor) -> Non
     with torch.no_grad():
         model(ids, tokens[:, 1:])
         chosen, drafts = twin(ids).argmax(-1), [logits.argmax(-1) for logits in twin.draft_logits(ids, 3)]
-    assert model.drafted is not None
-    assert model.drafted.accepted is not None
     known = SEQ_LEN - 3
     right = torch.stack([d[:, :known] == chosen[:, k : known + k] for k, d in enumerate(drafts, 1)])
     expected = torch.stack([right[:k].all(0) for k in (1, 2, 3)])

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition, nop
 from torch._dynamo.backends.common import aot_autograd
 
-from laneformer import LaneformerConfig
+from laneformer import Laneformer, LaneformerConfig
 from laneformer.titan import layer as layer_module
-from laneformer.titan.parallelize import apply_selective_checkpointing
+from laneformer.titan.parallelize import apply_selective_checkpointing, shard_dimension
 from laneformer.titan.products import lower_keep_to_nothing
-from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+from laneformer.titan.spec import TitanLaneformer
+from tests.laneformer.titan.titan_assets import ROUNDING, build, draw_tokens, largest_difference, train
 from tools.plan import sums as plan_sums
 
 # a windowed layer and a full one; the second receives the first one's outputs, delayed
@@ -29,41 +26,9 @@ CONFIG = LaneformerConfig.from_flavor(
 SEQ_LEN = 64
 
 
-ROOT = Path(__file__).resolve().parents[3]
-# in a process of its own, as TorchTitan has to be taught about CPUs before it is imported
-CUT = """
-import json, sys, torch
-from train.job_config import patch_torch_for_cpu
-patch_torch_for_cpu()
-from laneformer import Laneformer, LaneformerConfig
-from laneformer.titan.products import lower_keep_to_nothing
-from laneformer.titan.parallelize import shard_dimension
-with torch.device("meta"):
-    model = Laneformer(LaneformerConfig.from_flavor("2b"))
-cuts = {}
-for degree in map(int, sys.argv[1:]):
-    cuts[degree] = {n: [shard_dimension(p.shape, degree), list(p.shape)] for n, p in model.named_parameters()}
-print(json.dumps(cuts))
-"""
-
-
-def build(config: LaneformerConfig = CONFIG) -> TitanLaneformer:
-    model = TitanLaneformer(LaneformerArgs(config=config))
-    model.init_weights()
-    return model
-
-
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
-    return torch.randint(3, 512, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
-
-
-def step(model: TitanLaneformer, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    found = model(tokens[:, :-1], tokens[:, 1:])
-    found.sum().backward()
-    gradients = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
-    return found.detach(), gradients
+    return draw_tokens(CONFIG, SEQ_LEN)
 
 
 def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float:
@@ -91,7 +56,6 @@ def kept_values_per_token(model: TitanLaneformer, tokens: torch.Tensor) -> float
     return sum(t.untyped_storage().nbytes() for t in held.values()) / 4 / tokens[:, 1:].numel()
 
 
-@pytest.mark.job
 @pytest.mark.proof
 @pytest.mark.parametrize("early", [False, True])
 def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor, early: bool) -> None:
@@ -107,12 +71,7 @@ def test_compiled_is_eager_and_keeps_what_the_plan_says(tokens: torch.Tensor, ea
         module.compile(fullgraph=True)
     lower_keep_to_nothing()
     compiled.lm_head.compile_backend = "inductor"
-    wanted, wanted_gradients = step(eager, tokens)
-    found, gradients = step(compiled, tokens)
-    rounding = 100 * torch.finfo(torch.float32).eps  # fused kernels sum in another order, layer after layer
-    assert (found - wanted).abs().max() < rounding * wanted.max()
-    for name, gradient in wanted_gradients.items():
-        assert (gradients[name] - gradient).abs().max() < rounding * gradient.abs().max(), name
+    assert largest_difference(train(compiled, tokens), train(eager, tokens)) < ROUNDING
 
     job = plan_sums.Job(config=config, seq_len=SEQ_LEN, steps=1, global_batch=2, local_batch=2, shard=1, replicate=1,
                         checkpointing="selective", reshard=True, checkpoint_interval=1, keep_latest=1,
@@ -142,10 +101,11 @@ def backward_products(model: TitanLaneformer, tokens: torch.Tensor) -> list[int]
     )
     for layer in model.layers:
         layer.compile(backend=backend, fullgraph=True)
-    step(model, tokens)
+    train(model, tokens)
     return found
 
 
+@pytest.mark.job
 def test_no_product_is_computed_twice(tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer's four products each needs two for its gradients; without the streams kept,
     wo is computed again.
@@ -156,28 +116,15 @@ def test_no_product_is_computed_twice(tokens: torch.Tensor, monkeypatch: pytest.
     assert backward_products(build(config), tokens) == [9, 9]
 
 
-@pytest.fixture(scope="module")
-def cuts() -> dict[str, dict[str, list]]:
-    done = subprocess.run(
-        [sys.executable, "-c", CUT, "8", "16", "192"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.job
-@pytest.mark.parametrize("degree", ["8", "16", "192"])
-def test_every_rank_gets_an_equal_part_of_every_tensor(cuts: dict[str, dict[str, list]], degree: str) -> None:
-    for name, (dimension, shape) in cuts[degree].items():
-        # the embedding's 32,000 rows and the norms' 3,072 scales: 32,000 = 192 x 166.7 is cut along
-        # the hidden axis
-        assert shape[dimension] % int(degree) == 0, f"{name} {shape} is cut unevenly along {dimension}"
-
-
-def test_eight_shards_are_the_eight_lanes(cuts: dict[str, dict[str, list]]) -> None:
-    lane_matrices = {name: cut for name, cut in cuts["8"].items() if len(cut[1]) == 3}
+def test_every_rank_gets_an_equal_part_of_every_tensor() -> None:
+    """With eight shards one lane each; 32,000 rows are no multiple of 192, so they are cut along the hidden axis."""
+    with torch.device("meta"):
+        model = Laneformer(LaneformerConfig.from_flavor("2b"))
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    lane_matrices = [name for name, shape in shapes.items() if len(shape) == 3]
     assert len(lane_matrices) == 15 * 7 + 1
-    assert all(dimension == 0 for dimension, _ in lane_matrices.values())
-    assert any(dimension != 0 for dimension, _ in cuts["192"].values()), (
-        "a lane axis of 8 cannot feed 192 ranks"
-    )
+    for degree in (8, 16, 192):
+        cuts = {name: shard_dimension(shape, degree) for name, shape in shapes.items()}
+        for name, dimension in cuts.items():
+            assert shapes[name][dimension] % degree == 0, f"{name} is cut unevenly along {dimension}"
+        assert all(cuts[name] == 0 for name in lane_matrices) == (degree == 8)

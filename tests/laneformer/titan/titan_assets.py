@@ -1,0 +1,47 @@
+"""What tests of the training model share: small models, a batch, losses and gradients by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laneformer import LaneformerConfig
+from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
+
+# float32 through a few layers, each a chain of a few dozen roundings, in any order of summation
+ROUNDING = 100 * torch.finfo(torch.float32).eps
+Results = dict[str, Tensor]
+
+
+def build(config: LaneformerConfig, **arguments: Any) -> TitanLaneformer:
+    model = TitanLaneformer(LaneformerArgs(config=config, **arguments))
+    model.init_weights()
+    return model
+
+
+def draw_tokens(config: LaneformerConfig, length: int) -> Tensor:
+    """Two rows of inputs and of labels, one place later: (2, length + 1)."""
+    shape, generator = (2, length + 1), torch.Generator().manual_seed(0)
+    return torch.randint(3, config.vocab_size, shape, generator=generator)
+
+
+def gradients_of(model: nn.Module) -> Results:
+    named = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    return {name: gradient for name, gradient in named.items() if gradient is not None}
+
+
+def train(model: nn.Module, tokens: Tensor) -> Results:
+    """Losses (B, S) and all gradients of a step."""
+    model.zero_grad()
+    losses = model(tokens[:, :-1], tokens[:, 1:])
+    losses.sum().backward()
+    return {"losses": losses.detach(), **gradients_of(model)}
+
+
+def largest_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Of any two tensors of a name, relative to the largest value that is wanted."""
+    assert found.keys() == wanted.keys()
+    return max(((found[n] - w).abs().max() / w.abs().max()).item() for n, w in wanted.items())
