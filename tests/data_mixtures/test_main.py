@@ -149,6 +149,7 @@ def test_a_stage_before_its_time_says_which_is_missing(run):
 
 
 @pytest.mark.parametrize("damaged", ["shard-00001.bin", "shard-00000.docs.zst", "valid.bin"])
+@pytest.mark.job
 def test_verify_finds_a_flipped_bit_and_its_commands_restore_the_bytes(run, tmp_path, damaged):
     for name in IN_A_ROW:
         run(name)
@@ -180,7 +181,7 @@ def flip(path: Path) -> None:
     [
         ("fetch/plus/unit-00001/raw.parquet", "filter", False),
         # read for the tokenizer
-        pytest.param("filter/mind/unit-00000/documents.parquet", "tokenize", True, marks=pytest.mark.job),
+        pytest.param("filter/mind/unit-00000/documents.parquet", "tokenize", True, marks=pytest.mark.rotate),
         ("filter/mind/unit-00000/documents.parquet", "tokenize", False),
     ],
 )
@@ -207,15 +208,14 @@ def test_a_bit_flipped_between_two_stages_is_named_and_mended(run, tmp_path, dam
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-@pytest.mark.job
 @pytest.mark.parametrize(
     ("made_by", "readers"),
     [
-        ("fetch", ["filter"]),
-        ("filter", ["tokenize"]),
-        ("tokenize", ["order", "shuffle"]),
-        ("tokenize", ["shuffle"]),
-        ("order", ["shuffle"]),
+        pytest.param("fetch", ["filter"], marks=pytest.mark.rotate),
+        pytest.param("filter", ["tokenize"], marks=pytest.mark.job),
+        pytest.param("tokenize", ["order", "shuffle"], marks=pytest.mark.rotate),
+        pytest.param("tokenize", ["shuffle"], marks=pytest.mark.job),
+        pytest.param("order", ["shuffle"], marks=pytest.mark.rotate),
     ],
 )
 def test_every_file_between_stages_is_compared_with_what_was_written(run, tmp_path, made_by, readers):

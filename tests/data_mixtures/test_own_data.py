@@ -141,6 +141,7 @@ def test_a_long_document_stays_whole_unless_the_recipe_limits_it(folder: Path) -
     assert made["documents"] == 21 + made["cut"]
 
 
+@pytest.mark.job
 def test_large_files_are_split_into_units_and_nothing_else_changes(folder: Path, monkeypatch) -> None:
     """Byte ranges of JSON lines, row groups of Parquet: whatever the size of a unit, the same shards and origins."""
     lines = (folder / "corpus/all.jsonl").open("wb")
@@ -402,7 +403,7 @@ def test_the_page_shows_recipes_that_load(tmp_path: Path) -> None:
         assert recipe_file.load(path).phases
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_page_from_files_to_steps(folder: Path, bucket: None) -> None:
     """All commands of the page as they stand; then its input of a bucket in place of the folder b/."""
     write_json_lines(folder / "corpus/more.jsonl.gz", write_text(50, 1500, 60))

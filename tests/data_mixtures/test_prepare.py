@@ -128,6 +128,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.job
 def test_any_number_of_workers_gives_the_same_bytes(recipe_path, run_prepare, tmp_path):
     run_prepare(recipe_path, tmp_path / "one", workers=1)
     run_prepare(recipe_path, tmp_path / "four", workers=4)
@@ -202,6 +203,7 @@ OTHER_DATA = [
 ]
 
 
+@pytest.mark.job
 def test_other_data_does_not_replace_what_a_lock_pins_unasked(recipe_path, run_prepare, tmp_path):
     data, text = tmp_path / "out", recipe_path.read_text()
     run_prepare(recipe_path, data)
@@ -243,6 +245,7 @@ def test_missing_text_names_the_source(recipe_path, run_prepare, tmp_path):
     assert not (tmp_path / "out/phase1.lock.json").exists()
 
 
+@pytest.mark.job
 def test_a_given_tokenizer_is_copied_not_trained(recipe_path, run_prepare, tmp_path):
     run_prepare(recipe_path, tmp_path / "first")
     text = recipe_path.read_text()

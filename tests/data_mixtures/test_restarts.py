@@ -109,7 +109,11 @@ def test_a_comment_in_every_module_changes_nothing(recipe_path, tmp_path):
 
 
 # of 80 files, pairs are merged to runs
-@pytest.mark.parametrize("recipe_path", [8, pytest.param(80, marks=pytest.mark.job)], indirect=True)
+@pytest.mark.parametrize(
+    "recipe_path",
+    [pytest.param(8, marks=pytest.mark.job), pytest.param(80, marks=pytest.mark.rotate)],
+    indirect=True,
+)
 def test_kills_at_any_moment_change_nothing(recipe_path, tmp_path):
     quiet = Console(quiet=True)
     prepare.prepare(recipe_path, tmp_path / "whole", Options(), quiet, str(tmp_path / "mirror"))

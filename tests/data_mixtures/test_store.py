@@ -75,6 +75,7 @@ def test_a_bucket_holds_the_files_of_a_folder(few_shards, run_prepare, tmp_path,
     assert published(stored(s3)) == expected
 
 
+@pytest.mark.job
 def test_who_has_the_bucket_and_what_needs_a_disk(few_shards, run_prepare, s3):
     with pytest.raises(ValueError, match=r"s3://nobody/data cannot be written: FileNotFoundError: .*bucket"):
         run_prepare(few_shards, Path("s3://nobody/data"))
@@ -98,7 +99,7 @@ def test_who_has_the_bucket_and_what_needs_a_disk(few_shards, run_prepare, s3):
             commands.run([name, *given])
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_kills_change_nothing_in_a_bucket(few_shards, run_prepare, tmp_path, s3):
     run_prepare(few_shards, tmp_path / "out")
     expected = published(files_of(tmp_path / "out"))

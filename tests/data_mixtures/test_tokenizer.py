@@ -78,6 +78,7 @@ PARTS = [
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
+@pytest.mark.job
 def test_any_text(processor, text):
     check(processor, [text, "", text[1:]])
 

@@ -47,6 +47,7 @@ def llama_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
+@pytest.mark.job
 def test_text_is_text_and_comes_back(llama_3: Path, text: str) -> None:
     made = tokenizer.load(llama_3)
     tokens, lengths = made.encode([text, "", text[1:]])

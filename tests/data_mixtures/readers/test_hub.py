@@ -39,6 +39,7 @@ def command(hub: FakeHub, name: str, path: Path, *more: str, token: str = "") ->
     return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.job
 def test_plan_and_fetch_from_the_hub(hub, tmp_path):
     path = recipe(
         tmp_path, {"name": "exact"}, {"name": "gated", "repo": "nobody/Gated", "configs": '["data"]'}

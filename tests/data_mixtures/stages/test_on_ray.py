@@ -50,7 +50,7 @@ def lose_a_node(cluster, when) -> threading.Thread:
     return thread
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeypatch):
     (tmp_path / "faults").mkdir()
     toy, local = (Toy(tmp_path / name, tmp_path / "faults", 6, 0.5) for name in ("toy", "local"))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_script_prepares_on_all_nodes_of_a_job(recipe_path, run_prepare, tmp_path):
     pytest.importorskip("ray")
     run_prepare(recipe_path, tmp_path / "one")
