@@ -2,11 +2,16 @@
 every window is known.
 """
 
+from __future__ import annotations
+
 import json
 import random
+import shutil
+import subprocess
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -15,6 +20,7 @@ from rich.console import Console
 
 from data_mixtures import mixture, prepare, shards
 from data_mixtures.stages.run import Options
+from tests.shared import Shared
 
 RECIPE = """
 seed = 11
@@ -48,21 +54,8 @@ sums = 5
 def write_notes(folder: Path) -> None:
     """60 files of random words, every fifth one a copy, some with text that looks like control tokens."""
     draw = random.Random(3)
-    words = [
-        "sun",
-        "moon",
-        "rain",
-        "</s>",
-        "<s>",
-        "<unk>",
-        "<0x0A>",
-        "über",
-        "東京",
-        "return",
-        "def",
-        "12",
-        "345\n",
-    ]
+    line = "sun moon rain </s> <s> <unk> <0x0A> über 東京 return def 12 345\n"
+    words = line.split(" ")
     folder.mkdir()
     for i in range(60):
         text = " ".join(draw.choice(words) for _ in range(draw.randint(60, 200)))
@@ -75,32 +68,76 @@ def write_notes(folder: Path) -> None:
 def write_sums(path: Path, count: int) -> None:
     """Documents of about 300 characters, one a line."""
     draw = random.Random(4)
-    names, things = (
-        ("Ada", "Ben", "Chloe", "Diego", "Emma", "Farid"),
-        ("apples", "bricks", "coins", "marbles", "tickets"),
-    )
+    names = ("Ada", "Ben", "Chloe", "Diego", "Emma", "Farid")
+    things = ("apples", "bricks", "coins", "marbles", "tickets")
     texts = []
     for _ in range(count):
-        name, thing, numbers = (
-            draw.choice(names),
-            draw.choice(things),
-            [draw.randint(1, 99) for _ in range(8)],
-        )
-        steps = [
+        name, thing = draw.choice(names), draw.choice(things)
+        numbers = [draw.randint(1, 99) for _ in range(8)]
+        lines = [f"How many {thing} does {name} have?"]
+        lines += [
             f"Then {name} buys {n} more {thing}, which makes {sum(numbers[:i])}."
             for i, n in enumerate(numbers)
         ]
-        texts.append("\n".join([f"How many {thing} does {name} have?", *steps]))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        texts.append("\n".join(lines))
+    write_lines(path, texts)
+
+
+def write_lines(path: Path, texts: list[str], field: str = "text") -> None:
+    """JSON lines of these texts."""
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def write_recipe(folder: Path) -> Path:
+    """RECIPE with its text beside it."""
+    write_notes(folder / "notes")
+    write_sums(folder / "sums.jsonl", 200)
+    path = folder / "tiny.toml"
+    path.write_text(RECIPE.format(folder=folder), encoding="utf-8")
+    return path
+
+
+def prepare_folder(path: Path, out: Path, workers: int = 1, **options: Any) -> str:
+    """Prepare as the command does; returns what was printed."""
+    console = Console(record=True, width=200, quiet=False)
+    prepare.prepare(path, out, Options(workers), console, **options)
+    return console.export_text()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """All files but logs and the lock, which name processes: what is published, and how it was made."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    files = (path for path in paths if not {".logs", ".lock"} & set(path.parts))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def flip(path: Path, byte: int | None = None) -> None:
+    """Change one bit of a file, in its middle unless a byte is given; never that of a file it is a link of."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if byte is None else byte] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(shared: Shared) -> Path:
+    """RECIPE prepared once in out/, for tests that only read."""
+    return shared("tiny_folder", lambda folder: prepare_folder(write_recipe(folder), folder / "out"))
+
+
+@pytest.fixture
+def tiny_copy(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A copy of it in tmp_path with a recipe of its own; its text is planned anew at the next start."""
+    for name in ("notes", "sums.jsonl", "out"):
+        # links stay links: published shards are those of the stage shuffle
+        subprocess.run(["cp", "-a", tiny_folder / name, tmp_path], check=True)
+    (tmp_path / "tiny.toml").write_text(RECIPE.format(folder=tmp_path), encoding="utf-8")
+    return tmp_path
 
 
 @pytest.fixture
 def recipe_path(tmp_path: Path) -> Path:
-    write_notes(tmp_path / "notes")
-    write_sums(tmp_path / "sums.jsonl", 200)
-    path = tmp_path / "tiny.toml"
-    path.write_text(RECIPE.format(folder=tmp_path), encoding="utf-8")
-    return path
+    return write_recipe(tmp_path)
 
 
 @pytest.fixture
@@ -114,6 +151,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[fsspec.AbstractFileSystem]:
     for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     system = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+    type(system).clear_instance_cache()  # of servers before this one
     if system.exists("bucket"):  # moto keeps it
         system.rm("bucket", recursive=True)
     system.makedirs("bucket")
@@ -123,16 +161,19 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[fsspec.AbstractFileSystem]:
     server.stop()
 
 
-@pytest.fixture
-def run_prepare():
-    """Prepare as the command does; returns what was printed."""
-
-    def run(path: Path, out: Path, workers: int = 1, replace: bool = False) -> str:
-        console = Console(record=True, width=200, quiet=False)
-        prepare.prepare(path, out, Options(workers), console, replace=replace)
-        return console.export_text()
-
-    return run
+def write_counting(folder: Path, source: str, count: int, begin: int, seq_len: int = 4, per_shard: int = 8):
+    """A source of `count` windows of the tokens begin, begin + 1, ..., beside others or in place of itself."""
+    shutil.rmtree(folder / source, ignore_errors=True)
+    (folder / source).mkdir()
+    tokens = (begin + np.arange(count * seq_len + 1)).astype(np.uint16)
+    stride, written = per_shard * seq_len, []
+    for number, first in enumerate(range(0, count * seq_len, stride)):
+        part = tokens[first : first + stride + 1]
+        written.append(shards.write_windows(folder / source / f"shard-{number:05d}.bin", part, seq_len))
+    valid = shards.write_windows(folder / source / shards.VALID, tokens, seq_len)
+    facts = dict(zip(shards.TOKENIZER_FACTS, ("t", 65_536, 2, 1, 2), strict=True))
+    manifest = {"category": "web", "seq_len": seq_len, **facts, "windows": count}
+    shards.write_manifest(folder / source, {**manifest, "shards": written, "valid": valid})
 
 
 @pytest.fixture
@@ -140,21 +181,11 @@ def counting_data(tmp_path: Path):
     """A folder whose source s has the tokens s*1000, s*1000+1, ...: its window i starts at s*1000 + i*S."""
 
     def make(windows=(50, 23, 9), weights=(6, 3, 1), phase2=(1, 0, 4), seq_len=4, cap=3, per_shard=8) -> Path:
-        names = [f"s{i}" for i in range(len(windows))]
-        for i, (name, count) in enumerate(zip(names, windows, strict=True)):
-            folder = tmp_path / name
-            folder.mkdir()
-            tokens = (i * 1000 + np.arange(count * seq_len + 1)).astype(np.uint16)
-            stride, written = per_shard * seq_len, []
-            for number, first in enumerate(range(0, count * seq_len, stride)):
-                cut = tokens[first : first + stride + 1]
-                written.append(shards.write_windows(folder / f"shard-{number:05d}.bin", cut, seq_len))
-            valid = shards.write_windows(folder / shards.VALID, tokens, seq_len)
-            of_tokens = dict(zip(shards.TOKENIZER_FACTS, ("t", 65_536, 2, 1, 2), strict=True))
-            manifest = {"category": "web", "seq_len": seq_len, **of_tokens}
-            shards.write_manifest(folder, {**manifest, "windows": count, "shards": written, "valid": valid})
+        for i, count in enumerate(windows):
+            write_counting(tmp_path, f"s{i}", count, i * 1000, seq_len, per_shard)
         for phase, shares in (("phase1", weights), ("phase2", phase2)):
-            mixture.pin(tmp_path, phase, dict(zip(names, shares, strict=True)), 5, seq_len, cap)
+            weight_of = {f"s{i}": share for i, share in enumerate(shares)}
+            mixture.pin(tmp_path, phase, weight_of, 5, seq_len, cap)
         return tmp_path
 
     return make

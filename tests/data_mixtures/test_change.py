@@ -13,6 +13,7 @@ from rich.console import Console
 from data_mixtures import change, shards
 from data_mixtures.mixture import Mixture, pin, read_lock
 
+pytestmark = pytest.mark.rotate  # `change` goes: other weights are a new phase
 AT = 37  # sequences before the change, in the middle of a block of 10
 
 

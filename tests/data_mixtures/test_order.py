@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_mixtures import order
@@ -25,20 +25,20 @@ def bound(weights):
 
 
 @pytest.mark.parametrize("weights", PUBLISHED)
-def test_published_mixtures_deviate_by_less_than_a_sequence(weights):
+def test_published_mixtures_have_exact_shares_and_ranks(weights):
     places, ranks = order.pattern(weights)
-    assert worst_deviation(places, weights) <= bound(weights) < 1
     assert np.bincount(places, minlength=len(weights)).tolist() == weights  # zero at the end of every block
     for source in range(len(weights)):
         assert ranks[places == source].tolist() == list(range(weights[source]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WEIGHTS)
+@example(PUBLISHED[0])
+@example(PUBLISHED[1])
 def test_any_weights_deviate_by_less_than_a_sequence(weights):
     places, _ = order.pattern(weights)
     assert worst_deviation(places, weights) <= bound(weights) < 1
-    assert np.bincount(places, minlength=len(weights)).tolist() == weights
 
 
 def test_the_check_sees_the_usual_greedy_rule_fail():
@@ -59,7 +59,7 @@ def strided(windows, begin=0):
     return (np.arange(windows) * order.stride(windows) + begin) % windows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4000), st.integers(0, 2**63 - 1), st.integers(1, 200))
 def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(windows, seed, apart):
     read = strided(windows, order.begin(seed, "web", "shard-00000.bin", windows))
@@ -71,17 +71,6 @@ def test_epoch_0_reads_each_window_once_and_those_of_a_document_far_apart(window
         assert distance.min() >= windows / ((order.MAX_QUOTIENT + 2) * apart)
 
 
-def test_a_document_of_ten_megabytes_is_spread_over_its_shard():
-    """In a row, 2,416 windows were seven batches of one document; now each batch of a source's
-    322 windows has 6.
-    """
-    read = strided(131_072, 77_777)
-    held = (read >= 50_000) & (read < 50_000 + 2416)
-    batches = np.add.reduceat(held, np.arange(0, 131_072, 1536 * 21 // 100))
-    assert batches.max() <= 8
-    assert batches.sum() == 2416
-
-
 def test_the_stride_never_changes():
     assert [order.stride(windows) for windows in (1, 2, 6, 54, 150, 8192, 32_768, 131_072)] == [
         1, 1, 5, 35, 91, 5065, 20_249, 81_003,
@@ -90,9 +79,8 @@ def test_the_stride_never_changes():
     assert order.RULE == "golden-stride"  # another order needs another name
 
 
-@pytest.mark.job
 def test_there_is_a_stride_for_every_number_of_windows():
-    sizes = [*range(1, 10_000), *np.random.default_rng(2).integers(10_000, 10**8, 300).tolist()]
+    sizes = [*range(1, 4000), *np.random.default_rng(2).integers(4000, 10**8, 300).tolist()]
     assert all(np.gcd(order.stride(windows), windows) == 1 for windows in sizes)
 
 
@@ -100,21 +88,19 @@ def permuted_range(size, keys):
     return np.array([order.permute(item, size, keys) for item in range(size)])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 255, 256, 257, 10_007])
-def test_permutation_is_a_bijection_and_mixes(size):
-    permuted = permuted_range(size, order.round_keys(7, "web", 1))
+@settings(max_examples=50)
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(1, 4))
+@example(1, 7, 1)
+@example(256, 7, 1)
+@example(257, 7, 1)
+@example(10_007, 7, 1)
+def test_permutation_is_a_bijection_and_mixes(size, seed, epoch):
+    permuted = permuted_range(size, order.round_keys(seed, "web", epoch))
     assert np.array_equal(np.sort(permuted), np.arange(size))
     if size > 1000:
         # a random permutation keeps about 1 item in place and about 1 neighbour pair; 20 would be 1 in 10**18
         assert (permuted == np.arange(size)).sum() < 20
         assert (np.diff(permuted) == 1).sum() < 20
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(1, 4))
-def test_permutation_is_a_bijection_for_any_key(size, seed, epoch):
-    permuted = permuted_range(size, order.round_keys(seed, "code", epoch))
-    assert np.array_equal(np.sort(permuted), np.arange(size))
 
 
 def test_the_permutation_never_changes():
@@ -134,7 +120,7 @@ def test_permutation_depends_on_seed_source_and_epoch():
             assert (permuted[i] == permuted[j]).sum() < 25  # about 1 expected by chance
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(WEIGHTS, st.integers(0, 20_000))
 def test_closed_form_counts_equal_counted_ones(weights, sequences):
     places, _ = order.pattern(weights)

@@ -35,13 +35,6 @@ def test_every_item_once_and_within_the_window(lengths: list[int]) -> None:
 
 
 @given(LENGTHS)
-def test_no_two_windows_would_fit_into_one(lengths: list[int]) -> None:
-    """So at most one is half empty, which bounds the padding; best fit also fills exact gaps."""
-    fills = sorted(sum(lengths[i] for i in window) for window in pack(lengths, SIZE))
-    assert all(a + b > SIZE for a, b in itertools.pairwise(fills))
-
-
-@given(LENGTHS)
 def test_each_item_went_where_the_least_room_was(lengths: list[int]) -> None:
     """Against the definition, computed slowly: fills after every item in decreasing order."""
     fills: list[int] = []

@@ -60,7 +60,7 @@ def test_the_loop_has_all_sources_and_all_stages():
     assert freed == list(pipeline.READERS)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_commands_prepare_both_phases_and_free_what_is_read(tmp_path, monkeypatch):
     hub = tmp_path / "hub"
     for folder, first in (("Medium-Quality", 0), ("Medium-High-Quality", 5000)):

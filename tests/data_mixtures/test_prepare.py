@@ -5,6 +5,7 @@ machine, reuse and failure.
 import fcntl
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,60 +17,63 @@ from rich.console import Console
 from data_mixtures import prepare, recipe, recipe_file, shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
 from data_mixtures.stages import plan, stats, verify
-from evals.bits_per_byte import load_windows
-from records.files import file_sha256
-from train.validate import held_out
+from tests.data_mixtures.conftest import files_of, prepare_folder
 
 HELD_OUT = 2**64 // 10  # valid_per_10000 = 1000
 
 
-def documents(data: Path, source: str):
+def documents(data: Path, source: str) -> list[tuple[int, np.ndarray]]:
     """(id, tokens) of every training document that is whole, read back through the shards and their indexes."""
-    manifest = shards.read_manifest(data / source)
-    pieces, starts, ids, lengths = [], [], [], []
-    for shard in manifest["shards"]:
-        tokens = np.fromfile(data / source / shard["name"], "<u2")
+    files, ids, lengths = [], [], []
+    for shard in shards.read_manifest(data / source)["shards"]:
+        files.append(np.fromfile(data / source / shard["name"], "<u2"))
         doc_ids, doc_lengths, _ = shards.read_documents(data / source / shard["docs"]["name"])
         assert len(doc_ids) == shard["docs"]["documents"]
-        pieces.append(tokens[:-1] if shard is not manifest["shards"][-1] else tokens)
         ids += doc_ids.tolist()
         lengths += doc_lengths.tolist()
-    stream = np.concatenate(pieces)
-    starts = np.cumsum([0, *lengths])
+    # the last token of a shard is the next one's first
+    stream = np.concatenate([*(tokens[:-1] for tokens in files[:-1]), files[-1]])
+    ends = np.cumsum(lengths)
     return [
-        (ids[i], stream[starts[i] : starts[i + 1]]) for i in range(len(ids)) if starts[i + 1] <= len(stream)
+        (identity, stream[end - length : end])
+        for identity, end, length in zip(ids, ends, lengths, strict=True)
+        if end <= len(stream)
     ]
 
 
-def test_documents_come_back_in_order_with_their_ids(recipe_path, run_prepare, tmp_path):
-    data = tmp_path / "out"
-    run_prepare(recipe_path, data)
+def test_documents_come_back_in_order_with_their_ids_and_held_out_ones_are_a_range_of_them(tiny_folder):
+    data = tiny_folder / "out"
     processor = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
+
+    def id_of(tokens: list[int]) -> int:
+        return xxhash.xxh3_128_intdigest(processor.decode(tokens).encode()) % 2**64
+
     for source in ("notes", "sums"):
         found = documents(data, source)
         assert len(found) > 20
         for identity, tokens in found:
-            assert tokens[0] == 1
-            assert tokens[-1] == 2
+            assert (tokens[0], tokens[-1]) == (1, 2)
             assert not np.isin(tokens[1:-1], (0, 1, 2)).any()
-            text = processor.decode(tokens[1:-1].tolist())
-            assert xxhash.xxh3_128_intdigest(text.encode()) % 2**64 == identity  # nothing was lost or changed
-            assert identity >= HELD_OUT
+            assert id_of(tokens[1:-1].tolist()) == identity >= HELD_OUT, "nothing was lost or changed"
         keys = [xxhash.xxh3_64_intdigest(identity.to_bytes(8, "little"), seed=11) for identity, _ in found]
         assert keys == sorted(keys)
     assert any("</s>" in processor.decode(tokens.tolist()) for _, tokens in documents(data, "notes"))
 
+    windows = valid_windows(data, "sums")
+    stream = [*windows[:, :-1].ravel().tolist(), int(windows[-1, -1])]
+    begins = [at for at, token in enumerate(stream) if token == 1]
+    whole = [stream[begin + 1 : end - 1] for begin, end in pairwise(begins)]
+    assert len(whole) >= 2
+    assert all(id_of(tokens) < HELD_OUT for tokens in whole)
 
-def test_manifest_counts_and_hashes(recipe_path, run_prepare, tmp_path):
-    data = tmp_path / "out"
-    run_prepare(recipe_path, data)
+
+def test_manifest_and_lock_hold_counts_and_hashes(tiny_folder):
+    data = tiny_folder / "out"
     manifest = shards.read_manifest(data / "notes")
     assert manifest["documents"] == 48
-    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {
-        "duplicate": 12,
-        "not_utf8": 1,
-    }
-    assert manifest["read"] == 61 == manifest["kept"] + sum(manifest["dropped"].values())
+    dropped = {reason: count for reason, count in manifest["dropped"].items() if count}
+    assert dropped == {"duplicate": 12, "not_utf8": 1}
+    assert manifest["read"] == 61 == manifest["kept"] + 13
     assert len(manifest["shards"]) > 1
     for entry in (*manifest["shards"], manifest["valid"]):
         raw = (data / "notes" / entry["name"]).read_bytes()
@@ -79,29 +83,37 @@ def test_manifest_counts_and_hashes(recipe_path, run_prepare, tmp_path):
     left_over = manifest["tokens"] - 32 * (manifest["windows"] + manifest["valid"]["windows"])
     assert 0 < left_over <= 2 * 32  # less than a window at the end of training and of held-out tokens
 
+    lock = json.loads((data / "phase2.lock.json").read_text())
+    facts = [
+        [source[key] for key in ("name", "category", "weight", "epoch_cap")] for source in lock["sources"]
+    ]
+    assert facts == [["notes", "web", 1, 3], ["sums", "math", 5, 3]]
+    manifest = shards.read_manifest(data / "sums")
+    pinned = lock["sources"][1]["content_sha256"]
+    assert pinned == manifest["content_sha256"] == shards.content_sha256(manifest)
+    assert (lock["seed"], lock["seq_len"], lock["packing"]) == (11, 32, "concat")
+    tokens, sources = Mixture.open(data / "phase2.lock.json").sequences(0, 12)
+    assert tokens.shape == (12, 33)
+    assert np.bincount(sources).tolist() == [2, 10]
 
-def test_held_out_documents_are_a_range_of_ids(recipe_path, run_prepare, tmp_path):
-    run_prepare(recipe_path, tmp_path / "out")
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "out/tokenizer.model"))
-    held_out, checked = valid_windows(tmp_path / "out", "sums"), 0
-    stream = [*held_out[:, :-1].ravel().tolist(), int(held_out[-1, -1])]
-    for part in "".join(f" {t}" for t in stream).split(" 1 ")[1:-1]:  # the whole documents
-        text = processor.decode([int(t) for t in part.split()][:-1])
-        assert xxhash.xxh3_128_intdigest(text.encode()) % 2**64 < HELD_OUT
-        checked += 1
-    assert checked >= 2
+
+def replace_text(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
 
 
-def test_a_source_can_hold_nothing_out(recipe_path, run_prepare, tmp_path, monkeypatch):
+@pytest.mark.job
+def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
+    from evals.bits_per_byte import load_windows  # these import torch
+    from train.validate import held_out
+
     data = tmp_path / "out"
-    recipe_path.write_text(recipe_path.read_text().replace('category = "web"', "valid_per_10000 = 0", 1))
-    run_prepare(recipe_path, data)
+    replace_text(recipe_path, 'category = "web"', "valid_per_10000 = 0")
+    prepare_folder(recipe_path, data)
     manifest = shards.read_manifest(data / "notes")
-    assert (manifest["valid_per_10000"], manifest["category"], manifest["valid"]["windows"]) == (
-        0,
-        "other",
-        0,
-    )
+    assert (manifest["valid_per_10000"], manifest["category"]) == (0, "other")
+    assert manifest["valid"]["windows"] == 0
     assert shards.read_manifest(data / "sums")["valid_per_10000"] == 1000
     assert any(identity < HELD_OUT for identity, _ in documents(data, "notes"))
     assert valid_windows(data, "notes").shape == (0, 33)
@@ -110,152 +122,83 @@ def test_a_source_can_hold_nothing_out(recipe_path, run_prepare, tmp_path, monke
     windows, _ = load_windows(data, 2)
     assert list(windows) == list(held_out(data / "phase1.lock.json", 2)) == ["sums"]
 
-    recipe_path.write_text(
-        recipe_path.read_text().replace("valid_per_10000 = 1000", "valid_per_10000 = 0", 1)
-    )
-    run_prepare(recipe_path, data, replace=True)
+    replace_text(recipe_path, "valid_per_10000 = 1000", "valid_per_10000 = 0")
+    prepare_folder(recipe_path, data, replace=True)
     with pytest.raises(ValueError, match=r"no source of .*out holds text out; raise valid_per_10000"):
         load_windows(data, 2)
-    with pytest.raises(
-        ValueError, match=r"notes, sums of .* have no held-out windows .*validation.enable = false"
-    ):
+    none = r"notes, sums of .* have no held-out windows .*validation.enable = false"
+    with pytest.raises(ValueError, match=none):
         held_out(data / "phase1.lock.json", 2)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    """All files but the executors' logs: what is published, and how it was made."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and ".logs" not in path.parts)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def test_any_number_of_workers_gives_the_same_bytes(recipe_path, run_prepare, tmp_path):
-    run_prepare(recipe_path, tmp_path / "one", workers=1)
-    run_prepare(recipe_path, tmp_path / "four", workers=4)
-    one, four = files_of(tmp_path / "one"), files_of(tmp_path / "four")
-    assert "notes/shard-00000.bin" in one
-    assert one == four
-
-
-def test_a_finished_source_is_reused_and_a_changed_or_damaged_one_rebuilt(recipe_path, run_prepare, tmp_path):
-    data = tmp_path / "out"
-    assert "built" in run_prepare(recipe_path, data)
+def test_a_finished_source_is_reused_and_a_changed_or_damaged_one_rebuilt(tiny_copy):
+    path, data = tiny_copy / "tiny.toml", tiny_copy / "out"
+    prepare_folder(path, data)
     before = files_of(data)
-    printed = run_prepare(recipe_path, data)
+    printed = prepare_folder(path, data)
     assert "reused" in printed
     assert "built" not in printed
     assert files_of(data) == before
 
     shard = data / "notes/shard-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    printed = run_prepare(recipe_path, data)
+    printed = prepare_folder(path, data)
     assert "built" in printed
     assert "reused" in printed
     assert files_of(data) == before
 
-    (tmp_path / "notes/0.txt").write_text("something else entirely, " * 20)
-    assert "reused" not in run_prepare(
-        recipe_path, data, replace=True
-    )  # the tokenizer was trained on that file as well
+    (tiny_copy / "notes/0.txt").write_text("something else entirely, " * 20)
+    # the tokenizer was trained on that file as well
+    assert "reused" not in prepare_folder(path, data, replace=True)
     assert files_of(data)["notes/source.json"] != before["notes/source.json"]
 
 
-def test_a_failure_leaves_the_old_data_and_no_debris(recipe_path, run_prepare, tmp_path, monkeypatch):
-    data = tmp_path / "out"
-    run_prepare(recipe_path, data)
-    before = files_of(data)
-    (data / "shuffle/notes/unit-00000/receipt.json").unlink()
-
-    def full_disk(*args):
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "write_documents", full_disk)
-        with pytest.raises(ValueError, match="shuffle notes/unit-00000: no space left"):
-            run_prepare(recipe_path, data)
-    without = {
-        name: content for name, content in before.items() if name != "shuffle/notes/unit-00000/receipt.json"
-    }
-    assert files_of(data) == without
-    (data / "shuffle/notes/.unit-00000.0.partial").mkdir()  # what a killed process leaves
-    (data / ".notes.partial").mkdir()
-    run_prepare(recipe_path, data)
-    assert not list(data.rglob(".*.partial"))
-    assert files_of(data) == before
-
-
-def test_units_of_an_older_plan_are_removed(recipe_path, run_prepare, tmp_path):
-    run_prepare(recipe_path, tmp_path / "out")
-    units = len(list((tmp_path / "out/shuffle/sums").glob("unit-*")))
-    recipe_path.write_text(recipe_path.read_text().replace("max_bytes = 60_000", "max_bytes = 30_000"))
-    run_prepare(recipe_path, tmp_path / "out", replace=True)
-    run_prepare(recipe_path, tmp_path / "fresh")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
-    assert len(list((tmp_path / "out/shuffle/sums").glob("unit-*"))) < units
-
-
-OTHER_DATA = [
-    ("seq_len = 32", "seq_len = 16", "seq_len = 32, now 16"),
-    ("vocab_size = 400", "vocab_size = 410", "tokenizer = .*400.* now .*410"),
-    ("[phase1]", "[filter]\nmin_chars = 70\n[phase1]", "filter = .*64.*, now .*70"),
-    ("seed = 11", "seed = 12", "seed = 11, now 12"),
-    ("max_bytes = 60_000", "max_bytes = 30_000", "plan = "),
-]
-
-
-def test_other_data_does_not_replace_what_a_lock_pins_unasked(recipe_path, run_prepare, tmp_path):
-    data, text = tmp_path / "out", recipe_path.read_text()
-    run_prepare(recipe_path, data)
-    recipe_path.write_text(text + "[phase3]\nnotes = 1\nsums = 1\n")
-    run_prepare(recipe_path, data)  # one phase more is no other data
-    before, refused = (
-        files_of(data),
-        r"is pinned by phase1.lock.json, .*was made with .*{}.*or give --replace",
-    )
-    for old, new, differ in OTHER_DATA:
-        recipe_path.write_text(text.replace(old, new))
-        with pytest.raises(ValueError, match=refused.format(differ)):
-            run_prepare(recipe_path, data)
+def test_other_data_does_not_replace_what_a_lock_pins_unasked(tiny_copy, tmp_path):
+    """Nor do units of the older plan stay when it does: what is made then is what a new folder has."""
+    path, data = tiny_copy / "tiny.toml", tiny_copy / "out"
+    text = path.read_text()
+    path.write_text(text + "[phase3]\nnotes = 1\nsums = 1\n")
+    prepare_folder(path, data)  # one phase more is no other data
+    before, units = files_of(data), len(list((data / "shuffle/sums").glob("unit-*")))
+    for old, new, differs in [
+        ("seq_len = 32", "seq_len = 16", "seq_len = 32, now 16"),
+        ("vocab_size = 400", "vocab_size = 410", "tokenizer = .*400.* now .*410"),
+        ("[phase1]", "[filter]\nmin_chars = 70\n[phase1]", "filter = .*64.*, now .*70"),
+        ("seed = 11", "seed = 12", "seed = 11, now 12"),
+        ("max_bytes = 60_000", "max_bytes = 30_000", "plan = "),
+    ]:
+        path.write_text(text.replace(old, new))
+        refused = rf"is pinned by phase1.lock.json, .*was made with .*{differs}.*or give --replace"
+        with pytest.raises(ValueError, match=refused):
+            prepare_folder(path, data)
         assert {**files_of(data), "plan.json": before["plan.json"]} == before, "nothing was done"
-    recipe_path.write_text(text)
     (tmp_path / "notes/more.txt").write_text("One more document, which grows the source. " * 9)
-    with pytest.raises(ValueError, match=refused.format("plan = ")):
-        run_prepare(recipe_path, data)
-    assert {**files_of(data), "plan.json": before["plan.json"]} == before
-    run_prepare(recipe_path, data, replace=True)
-    run_prepare(recipe_path, tmp_path / "fresh")
-    fresh = files_of(tmp_path / "fresh")
-    assert {name: content for name, content in files_of(data).items() if name in fresh} == fresh
+    prepare_folder(path, data, replace=True)
+    prepare_folder(path, tmp_path / "fresh")
+    now, fresh = files_of(data), files_of(tmp_path / "fresh")
+    assert {name: now[name] for name in fresh} == fresh
+    assert now.keys() - fresh.keys() == {"phase3.lock.json"}
+    assert len(list((data / "shuffle/sums").glob("unit-*"))) < units
 
 
-def test_two_preparations_of_one_folder_are_refused(recipe_path, run_prepare, tmp_path):
-    data = tmp_path / "out"
-    data.mkdir()
+def test_what_is_missing_is_named_before_anything_is_done(recipe_path, tmp_path):
+    data, text = tmp_path / "out", recipe_path.read_text()
+    tokenizer_line = next(line for line in text.splitlines() if line.startswith("tokenizer"))
+    for old, new, message in [
+        ("/notes/*.txt", "/nothing/*.txt", r"notes: no file matches .*nothing/\*\.txt"),
+        (tokenizer_line, 'tokenizer = "none.model"', r"none.model does not exist"),
+        ("[phase1]", '[filter.benchmarks]\nmbpp = "none.jsonl"\n[phase1]', r"none.jsonl"),
+    ]:
+        recipe_path.write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match=message):
+            prepare_folder(recipe_path, data)
+        assert not (data / "plan.json").exists()
+    recipe_path.write_text(text)
+    data.mkdir(exist_ok=True)
     with (data / ".lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another process is preparing"):
-            run_prepare(recipe_path, data)
-
-
-def test_missing_text_names_the_source(recipe_path, run_prepare, tmp_path):
-    recipe_path.write_text(recipe_path.read_text().replace("/notes/*.txt", "/nothing/*.txt"))
-    with pytest.raises(ValueError, match=r"notes: no file matches .*nothing/\*\.txt"):
-        run_prepare(recipe_path, tmp_path / "out")
-    assert not (tmp_path / "out/phase1.lock.json").exists()
-
-
-def test_a_given_tokenizer_is_copied_not_trained(recipe_path, run_prepare, tmp_path):
-    run_prepare(recipe_path, tmp_path / "first")
-    text = recipe_path.read_text()
-    line = next(line for line in text.splitlines() if line.startswith("tokenizer"))
-    recipe_path.write_text(
-        text.replace(line, 'tokenizer = "first/tokenizer.model"')
-    )  # relative to the recipe
-    run_prepare(recipe_path, tmp_path / "second")
-    first, second = files_of(tmp_path / "first"), files_of(tmp_path / "second")
-    assert first["tokenizer.model"] == second["tokenizer.model"]
-    assert first["phase1.lock.json"] == second["phase1.lock.json"]
-    sha = Mixture.open(tmp_path / "second/phase1.lock.json").tokenizer_sha256
-    assert sha == file_sha256(tmp_path / "first/tokenizer.model")
+            prepare_folder(recipe_path, data)
 
 
 def test_ids_come_from_the_model(tmp_path):
@@ -274,18 +217,6 @@ def test_ids_come_from_the_model(tmp_path):
         tokenizer.load(tmp_path / "text.model")
 
 
-def test_what_the_last_stages_need_is_missed_before_the_first(recipe_path, run_prepare, tmp_path):
-    text = recipe_path.read_text()
-    line = next(line for line in text.splitlines() if line.startswith("tokenizer"))
-    recipe_path.write_text(text.replace(line, 'tokenizer = "none.model"'))
-    with pytest.raises(ValueError, match=r"none.model does not exist"):
-        run_prepare(recipe_path, tmp_path / "out")
-    recipe_path.write_text(text + '[filter.benchmarks]\nmbpp = "none.jsonl"\n')
-    with pytest.raises(ValueError, match=r"none.jsonl"):
-        run_prepare(recipe_path, tmp_path / "out")
-    assert not (tmp_path / "out/plan.json").exists()
-
-
 @pytest.mark.parametrize("name", ["nemotron.toml", "nemotron-code.toml"])
 def test_the_recipes_of_the_2b_run_are_planned_and_all_refusals_named(name, tmp_path):
     read = recipe_file.load(Path(prepare.__file__).parent / name)
@@ -293,24 +224,5 @@ def test_the_recipes_of_the_2b_run_are_planned_and_all_refusals_named(name, tmp_
     with pytest.raises(ValueError, match=r"9 repositories refuse to be read") as caught:
         plan.make(read, tmp_path / "out", [source.name for source in read.sources], str(tmp_path / "mirror"))
     on_hub = [source.name for source in read.sources if isinstance(source, recipe.HubSource)]
-    named = [
-        name for line in str(caught.value).splitlines()[1:] for name in line.split(":")[0].strip().split(", ")
-    ]
-    assert sorted(named) == sorted(on_hub)
-
-
-def test_lock_pins_what_it_should(recipe_path, run_prepare, tmp_path):
-    run_prepare(recipe_path, tmp_path / "out")
-    lock = json.loads((tmp_path / "out/phase2.lock.json").read_text())
-    assert [(s["name"], s["category"], s["weight"], s["epoch_cap"]) for s in lock["sources"]] == [
-        ("notes", "web", 1, 3),
-        ("sums", "math", 5, 3),
-    ]
-    manifest = shards.read_manifest(tmp_path / "out/sums")
-    assert (
-        lock["sources"][1]["content_sha256"] == manifest["content_sha256"] == shards.content_sha256(manifest)
-    )
-    assert (lock["seed"], lock["seq_len"], lock["packing"]) == (11, 32, "concat")
-    tokens, sources = Mixture.open(tmp_path / "out/phase2.lock.json").sequences(0, 12)
-    assert tokens.shape == (12, 33)
-    assert np.bincount(sources).tolist() == [2, 10]
+    refusals = [line.split(":")[0] for line in str(caught.value).splitlines()[1:]]
+    assert sorted(name for each in refusals for name in each.strip().split(", ")) == sorted(on_hub)

@@ -12,31 +12,25 @@ import pytest
 
 from data_mixtures import __main__ as commands
 from data_mixtures import store
-from tests.data_mixtures.test_prepare import files_of
+from tests.data_mixtures.conftest import files_of, prepare_folder, write_recipe
+from tests.shared import Shared
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("s3://bucket/data")
 
 
-@pytest.fixture(autouse=True)
-def scratch(tmp_path, monkeypatch) -> Path:
-    """Where copies are made."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return tmp_path
+def make_few_shards(folder: Path) -> None:
+    path = write_recipe(folder)
+    path.write_text(path.read_text().replace("windows_per_shard = 40", "windows_per_shard = 400"))
+    prepare_folder(path, folder / "out")
 
 
 @pytest.fixture
-def few_shards(recipe_path) -> Path:
-    recipe_path.write_text(
-        recipe_path.read_text().replace("windows_per_shard = 40", "windows_per_shard = 400")
-    )
-    return recipe_path
-
-
-def stored(s3) -> dict[str, bytes]:
-    found = s3.cat(s3.find("bucket/data"))
-    return {name.removeprefix("bucket/data/"): content for name, content in found.items()}
+def recipe(shared: Shared, tmp_path, monkeypatch) -> Path:
+    """A recipe beside out/, which is what it makes; copies of a store are made in tmp_path."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return shared("few_shards", make_few_shards) / "tiny.toml"
 
 
 def published(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -44,46 +38,53 @@ def published(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if not name.startswith(stages)}
 
 
+def stored(s3) -> dict[str, bytes]:
+    contents = s3.cat(s3.find("bucket/data"))
+    return published({name.removeprefix("bucket/data/"): each for name, each in contents.items()})
+
+
 @pytest.mark.job
-def test_a_bucket_holds_the_files_of_a_folder(few_shards, run_prepare, tmp_path, s3, scratch):
-    run_prepare(few_shards, tmp_path / "out")
-    expected = published(files_of(tmp_path / "out"))
-    assert "built" in run_prepare(few_shards, OUT, workers=2)
-    assert published(stored(s3)) == expected
-    assert "notes/shard-00000.bin" in stored(s3)
+def test_a_bucket_holds_the_files_of_a_folder(recipe, s3, monkeypatch):
+    expected, left, push = published(files_of(recipe.parent / "out")), set(), store.Store.push
+
+    def recorded(self, folder: Path) -> None:
+        push(self, folder)
+        left.update(path.suffix for path in folder.iterdir())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.Store, "push", recorded)
+        assert "built" in prepare_folder(recipe, OUT)
+    assert left == {".json"}, "data leave this disk"
+    assert stored(s3) == expected
+    assert "notes/shard-00000.bin" in expected
     assert not s3.glob("bucket/data/shuffle/*/*/*.bin")
     assert not s3.exists("bucket/data/.lock")
-    left = [path for path in scratch.glob("data_mixtures-*/*/*/*/unit-*/*") if path.suffix != ".json"]
-    assert not left, "data leave this disk"
-    printed = run_prepare(few_shards, OUT)
+    printed = prepare_folder(recipe, OUT)
     assert "built" not in printed
     assert printed.count(" 0 units done") == 5
-    assert published(stored(s3)) == expected
+    assert stored(s3) == expected
 
     s3.rm("bucket/data/notes/shard-00001.bin")
-    with pytest.raises(
-        ValueError, match=r"s3://bucket/data/notes lacks files of notes/unit-00001; start again"
-    ):
-        run_prepare(few_shards, OUT)
-    run_prepare(few_shards, OUT)
-    assert published(stored(s3)) == expected
+    lacks = r"s3://bucket/data/notes lacks files of notes/unit-00001; start again"
+    with pytest.raises(ValueError, match=lacks):
+        prepare_folder(recipe, OUT)
     s3.pipe("bucket/data/tokenize/sums/unit-00000/tokens.bin", b"another")
     s3.rm("bucket/data/shuffle/sums/unit-00002/receipt.json")
     with pytest.raises(ValueError, match=r"tokens.bin is not what 'tokenize' wrote"):
-        run_prepare(few_shards, OUT)
-    run_prepare(few_shards, OUT)
-    assert published(stored(s3)) == expected
+        prepare_folder(recipe, OUT)
+    prepare_folder(recipe, OUT, workers=2)
+    assert stored(s3) == expected
 
 
-def test_who_has_the_bucket_and_what_needs_a_disk(few_shards, run_prepare, s3):
+@pytest.mark.job
+def test_who_has_the_bucket_and_what_needs_a_disk(recipe, s3):
     with pytest.raises(ValueError, match=r"s3://nobody/data cannot be written: FileNotFoundError: .*bucket"):
-        run_prepare(few_shards, Path("s3://nobody/data"))
-    given = [str(few_shards), "--out", "s3://bucket/data"]
+        prepare_folder(recipe, Path("s3://nobody/data"))
+    given = [str(recipe), "--out", "s3://bucket/data", "--workers", "1"]
     s3.pipe("bucket/data/.lock", b"process 7 on elsewhere")
-    with pytest.raises(
-        ValueError, match=r"s3://bucket/data \(held by process 7 on elsewhere\); wait for it, or del"
-    ):
-        run_prepare(few_shards, OUT)
+    held = r"s3://bucket/data \(held by process 7 on elsewhere\); wait for it, or del"
+    with pytest.raises(ValueError, match=held):
+        prepare_folder(recipe, OUT)
     s3.pipe("bucket/data/.lock", f"process 7 on {store.host_name()}".encode())  # it was killed here
     commands.run(["plan", *given])
     commands.run(["fetch", *given])
@@ -92,22 +93,20 @@ def test_who_has_the_bucket_and_what_needs_a_disk(few_shards, run_prepare, s3):
     commands.run(["filter", *given])
     commands.run(["free", *given, "--stage", "fetch"])
     assert not s3.glob("bucket/data/fetch/*/*/*.parquet")
-    run_prepare(few_shards, OUT)
+    prepare_folder(recipe, OUT)
     for name in ("verify", "stats"):
         with pytest.raises(ValueError, match=rf"{name} reads all data, .* of s3://bucket/data to a folder"):
             commands.run([name, *given])
 
 
-@pytest.mark.job
-def test_kills_change_nothing_in_a_bucket(few_shards, run_prepare, tmp_path, s3):
-    run_prepare(few_shards, tmp_path / "out")
-    expected = published(files_of(tmp_path / "out"))
-    command = [sys.executable, "-m", "data_mixtures.prepare", str(few_shards), "--out", "s3://bucket/data"]
+@pytest.mark.rotate
+def test_kills_change_nothing_in_a_bucket(recipe, s3):
+    command = [sys.executable, "-m", "data_mixtures.prepare", str(recipe), "--out", "s3://bucket/data"]
     for moment in (3, 9):  # of 14 units
         process = subprocess.Popen([*command, "--workers", "2"], cwd=ROOT, stdout=subprocess.DEVNULL)
         while process.poll() is None and len(s3.glob("bucket/data/*/*/*/receipt.json")) < moment:
-            time.sleep(0.01)
+            time.sleep(0.01)  # a poll of the state, not of a time
         process.kill()
         process.wait()
     subprocess.run([*command, "--workers", "2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    assert published(stored(s3)) == expected
+    assert stored(s3) == published(files_of(recipe.parent / "out"))

@@ -4,6 +4,7 @@ where they are needed.
 
 from __future__ import annotations
 
+import functools
 import json
 import sysconfig
 from pathlib import Path
@@ -18,26 +19,14 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from data_mixtures import recipe, shards, tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
 from data_mixtures.stages import tokenize
+from tests.data_mixtures.conftest import prepare_folder, write_lines
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
 from tests.tokenizer_assets import PATTERN, byte_level, save
 
 TEXT = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
 LLAMA_3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
-PARTS = [
-    "<|endoftext|>",
-    "<|begin_of_text|>",
-    "<s>",
-    " ",
-    "\n\n",
-    "\r\n",
-    "a",
-    "self",
-    "東京",
-    "😀",
-    "\0",
-    "ﬁ",
-    "123",
-]
+SOME_PARTS = "<|endoftext|> <|begin_of_text|> <s> a self 東京 😀 \0 ﬁ 123"
+PARTS = [" ", "\n\n", "\r\n", *SOME_PARTS.split(" ")]
 
 
 @pytest.fixture(scope="module")
@@ -45,76 +34,68 @@ def llama_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(byte_level([TEXT], LLAMA_3), tmp_path_factory.mktemp("llama-3"))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+load_once = functools.cache(tokenizer.load)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
 def test_text_is_text_and_comes_back(llama_3: Path, text: str) -> None:
-    made = tokenizer.load(llama_3)
-    tokens, lengths = made.encode([text, "", text[1:]])
-    begins = np.cumsum(lengths) - lengths
+    made, texts = load_once(llama_3), [text, "", text[1:]]
+    tokens, lengths = made.encode(texts)
     assert (tokens < 600).sum() == len(tokens) - 6, "two control ids a document, and none of its text"
-    assert [tokens[begin] for begin in begins] == [600] * 3
-    assert [tokens[begin + n - 1] for begin, n in zip(begins, lengths, strict=True)] == [601] * 3
-    assert [made.decode(tokens[b : b + n]) for b, n in zip(begins, lengths, strict=True)] == [
-        text,
-        "",
-        text[1:],
-    ]
+    documents = np.split(tokens, np.cumsum(lengths)[:-1])
+    assert [(each[0], each[-1]) for each in documents] == [(600, 601)] * 3
+    assert [made.decode(each) for each in documents] == texts
 
 
 def test_a_document_is_whole_and_as_the_library_encodes_it(llama_3: Path) -> None:
-    made, plain = tokenizer.load(llama_3), Tokenizer.from_file(str(llama_3))
+    made, plain = load_once(llama_3), Tokenizer.from_file(str(llama_3))
     plain.no_truncation()
     tokens, lengths = made.encode([TEXT])
     assert tokens.tolist() == [600, *plain.encode(TEXT, add_special_tokens=False).ids, 601]
     assert (made.vocab_size, made.dtype, lengths.tolist()) == (603, np.dtype("<u2"), [len(tokens)])
+    text = f"a {LLAMA_3[0]}b{LLAMA_3[1]} <s>" * 3  # special tokens that text spells stay text
+    ids = made.fast([text])[0].tolist()
+    assert (ids, max(ids) < 600) == (made.reference(text), True)
+    assert 600 in gigatoken.Tokenizer(str(llama_3)).encode(text).tolist(), "what it does with the whole file"
 
 
-NAMES = {
-    "well-known": (LLAMA_3, {}, {}, LLAMA_3[:2]),
-    "by the config": (LLAMA_3, {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eot_id|>"}}, {},
-                      ["<|begin_of_text|>", "<|eot_id|>"]),
-    "by the recipe": (LLAMA_3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
-                      {"eos": "<|eot_id|>"}, ["<|begin_of_text|>", "<|eot_id|>"]),
-    "of GPT-2": (["<|endoftext|>"], {}, {}, ["<|endoftext|>"] * 2),
-    "of Qwen": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], {"bos_token": None, "eos_token": "<|endoftext|>"}, {},
-                ["<|endoftext|>"] * 2),
-    "one, of the recipe": (["<begin>", "<end>"], {}, {"eos": "<end>"}, ["<end>", "<end>"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_begins_and_ends_a_document(tmp_path: Path, name: str) -> None:
-    special, config, given_names, expected = NAMES[name]
-    made = tokenizer.load(save(byte_level(["a b"], special, 300), tmp_path, **config), **given_names)
-    assert [made.bos_id, made.eos_id] == [special.index(each) + 257 for each in expected]
-    tokens, lengths = made.encode(["a b", "b"])
-    again = len(set(expected)) == 1
-    assert np.flatnonzero(tokens == made.bos_id).tolist() == [0, lengths[0]]
-    assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != again, (
-        "one separator, in front of a document"
-    )
+BEGIN, END, TURN = LLAMA_3
+BY_CONFIG = {"bos_token": BEGIN, "eos_token": {"content": TURN}}
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @pytest.mark.parametrize(
-    ("special", "names", "message"),
+    ("special", "config", "given_names", "expected"),
     [
-        (["<begin>"], {}, r"bos = None, eos = None; name them in the recipe, tokenizer = .* \['<begin>'\]"),
-        (
-            ["<s>", "</s>"],
-            {"bos": "<S>", "eos": "</s>"},
-            r"bos = '<S>', eos = '</s>'; .* of \['<s>', '</s>'\]",
-        ),
-        (
-            ["<s>", "</s>"],
-            {"bos": "a", "eos": "</s>"},
-            r"special tokens \(of added_tokens\) at their ends, bos = 'a'",
-        ),
+        (LLAMA_3, {}, {}, [BEGIN, END]),  # well-known names
+        (LLAMA_3, BY_CONFIG, {}, [BEGIN, TURN]),
+        (LLAMA_3, {"bos_token": BEGIN, "eos_token": END}, {"eos": TURN}, [BEGIN, TURN]),  # by the recipe
+        (QWEN[:1], {}, {}, QWEN[:1] * 2),  # of GPT-2
+        (QWEN, {"bos_token": None, "eos_token": QWEN[0]}, {}, QWEN[:1] * 2),
+        (["<begin>", "<end>"], {}, {"eos": "<end>"}, ["<end>", "<end>"]),
     ],
 )
-def test_unknown_names_are_refused(tmp_path: Path, special: list[str], names: dict, message: str) -> None:
-    path = save(byte_level(["a b"], special, 300), tmp_path)
-    with pytest.raises(ValueError, match=message):
-        tokenizer.load(path, **names)
+def test_what_begins_and_ends_a_document(tmp_path: Path, special, config, given_names, expected) -> None:
+    made = tokenizer.load(save(byte_level(["a b"], special, 300), tmp_path, **config), **given_names)
+    assert [made.bos_id, made.eos_id] == [special.index(each) + 257 for each in expected]
+    tokens, lengths = made.encode(["a b", "b"])
+    one = len(set(expected)) == 1
+    assert np.flatnonzero(tokens == made.bos_id).tolist() == [0, lengths[0]]
+    assert (tokens[lengths.cumsum() - 1] == made.eos_id).all() != one, "one separator, in front of a document"
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    for number, (special, names, message) in enumerate(
+        [
+            (["<begin>"], {}, r"bos = None, eos = None; name them in the recipe, .* \['<begin>'\]"),
+            (["<s>", "</s>"], {"bos": "<S>", "eos": "</s>"}, r"bos = '<S>', .* of \['<s>', '</s>'\]"),
+            (["<s>", "</s>"], {"bos": "a", "eos": "</s>"}, r"\(of added_tokens\) at their ends, bos = 'a'"),
+        ]
+    ):
+        path = save(byte_level(["a b"], special, 300), tmp_path / str(number))
+        with pytest.raises(ValueError, match=message):
+            tokenizer.load(path, **names)
     (tmp_path / "other.json").write_text('{"model": 1}')
     with pytest.raises(ValueError, match=r"other.json cannot be read as a Hugging Face tokenizer.json"):
         tokenizer.load(tmp_path / "other.json")
@@ -138,36 +119,29 @@ def large(folder: Path) -> Path:
     return save(made, folder)
 
 
-def test_a_large_vocabulary_takes_4_bytes_and_is_read_back(tmp_path: Path, run_prepare) -> None:
+def test_a_large_vocabulary_takes_4_bytes_and_is_read_back(tmp_path: Path) -> None:
     """From a recipe to windows: what is in the shards is what the tokenizer gives, beyond id 65,535 too."""
-    paths = [Path(sysconfig.get_path("stdlib")) / name for name in ("argparse.py", "difflib.py", "random.py")]
-    rows = [
-        part
-        for path in paths
-        for part in path.read_text(encoding="utf-8").split("\n    def ")
-        if len(part) > 64
-    ]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    stdlib, names = Path(sysconfig.get_path("stdlib")), ("argparse.py", "difflib.py", "random.py")
+    parts = [part for name in names for part in (stdlib / name).read_text("utf-8").split("\n    def ")]
+    rows = [part for part in parts if len(part) > 64]
+    write_lines(tmp_path / "text.jsonl", rows)
+    given = f'{{ path = "{large(tmp_path / "given")}", bos = "{LLAMA_3[0]}", eos = "{LLAMA_3[2]}" }}'
     (tmp_path / "recipe.toml").write_text(
-        f'tokenizer = {{ path = "{large(tmp_path / "given")}", bos = "<|begin_of_text|>", eos = "<|eot_id|>" }}\n'
-        "seq_len = 64\nvalid_per_10000 = 2000\nwindows_per_shard = 256\n[sources.mine]\n"
-        'inputs = [{ kind = "jsonl", paths = ["text.jsonl"] }]\n[phase1]\nmine = 1\n'
+        f"tokenizer = {given}\nseq_len = 64\nvalid_per_10000 = 2000\nwindows_per_shard = 256\n"
+        '[sources.mine]\ninputs = [{ kind = "jsonl", paths = ["text.jsonl"] }]\n[phase1]\nmine = 1\n'
     )
     out = tmp_path / "out"
-    run_prepare(tmp_path / "recipe.toml", out)
+    prepare_folder(tmp_path / "recipe.toml", out)
     mixture, manifest = Mixture.open(out / "phase1.lock.json"), shards.read_manifest(out / "mine")
     facts = {name: manifest[name] for name in shards.TOKENIZER_FACTS[1:]}
     assert facts == {"vocab_size": 70_000, "token_bytes": 4, "bos_id": 69_995, "eos_id": 69_997}
     assert (mixture.vocab_size, mixture.bos_id) == (70_000, 69_995)
-    assert sorted(path.name for path in shards.tokenizer_files(out)) == [
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    names = {path.name for path in shards.tokenizer_files(out)}
+    assert names == {"tokenizer.json", "tokenizer_config.json"}
     first = manifest["shards"][0]
     assert (out / "mine" / first["name"]).stat().st_size == 4 * first["tokens"]
-    stream = np.concatenate(
-        [np.fromfile(out / "mine" / entry["name"], "<u4")[:-1] for entry in manifest["shards"]]
-    )
+    files = [out / "mine" / entry["name"] for entry in manifest["shards"]]
+    stream = np.concatenate([np.fromfile(file, "<u4")[:-1] for file in files])
     windows = mixture.sequences(0, len(stream) // 64)[0]
     assert sorted(map(tuple, windows[:, :-1])) == sorted(map(tuple, stream.reshape(-1, 64)))
     made = tokenizer.load(out / "tokenizer.json")
@@ -193,12 +167,12 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(
     tokenize.make_tokenizer(wanted, tmp_path)
     monkeypatch.setattr(tokenize, "_COMPARED_BYTES", 100)
     monkeypatch.setattr(tokenize, "COMPARED_OF", 50)
-    work, unit = tokenize.Tokenize(wanted, tmp_path, ("a",)), tokenize.Unit("a", 0)
+    work = tokenize.Tokenize(wanted, tmp_path, ("a",))
     compared, exact = [], tokenizer.Tokenizer.is_exact
     monkeypatch.setattr(
         tokenizer.Tokenizer, "is_exact", lambda made, text: compared.append(text) or exact(made, text)
     )
-    counts = [made_in(work, unit, tmp_path / "right")]
+    counts = [work_in(work, tmp_path / "right")]
     assert 2 <= len(compared) < 30, "the first ones, and one of 50"
     encoder = tokenize._loaded(shards.tokenizer_path(tmp_path), tuple(tokenize._hashes(tmp_path)))
     right, victim = encoder.fast, compared[-1]
@@ -208,27 +182,20 @@ def test_a_unit_whose_sample_differs_is_encoded_by_the_library(
         return right([each.replace(victim[-20:], "x") for each in texts])
 
     monkeypatch.setattr(encoder, "fast", wrong)
-    counts.append(made_in(work, unit, tmp_path / "wrong"))
+    counts.append(work_in(work, tmp_path / "wrong"))
     assert [each["slow"] for each in counts] == [0, 300]
     for name in tokenize.SLICED:
         assert (tmp_path / "right" / name).read_bytes() == (tmp_path / "wrong" / name).read_bytes()
     monkeypatch.setattr(tokenize, "COMPARED_OF", 10**9)
-    made_in(work, unit, tmp_path / "unseen")
+    work_in(work, tmp_path / "unseen")
     seen = [(tmp_path / name / "tokens.bin").read_bytes() for name in ("right", "unseen")]
     assert seen[0] != seen[1], "without the sample, the planted fault is in the bytes"
 
 
-def made_in(work: tokenize.Tokenize, unit: tokenize.Unit, folder: Path) -> dict:
+def work_in(work: tokenize.Tokenize, folder: Path) -> dict:
+    """Do the only unit in this folder; its counts."""
     folder.mkdir()
-    return work.work(unit, folder)
-
-
-def test_special_tokens_that_text_spells_stay_text_in_the_fast_encoder(llama_3: Path) -> None:
-    made, text = tokenizer.load(llama_3), f"a {LLAMA_3[0]}b{LLAMA_3[1]} <s>" * 3
-    assert made.fast is not None
-    ids = made.fast([text])[0].tolist()
-    assert (ids, max(ids) < 600) == (made.reference(text), True)
-    assert 600 in gigatoken.Tokenizer(str(llama_3)).encode(text).tolist(), "what it does with the whole file"
+    return work.work(tokenize.Unit("a", 0), folder)
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, None])

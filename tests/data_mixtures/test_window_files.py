@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -42,17 +41,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_windows_of_any_number_of_files(small_blocks: None, tmp_path: Path) -> None:
-    files = WindowFiles(
-        [write(tmp_path / "a"), write(tmp_path / "b", windows=1), write(tmp_path / "c")], SEQ_LEN
-    )
-    for file, count in enumerate((WINDOWS, 1, WINDOWS)):
+    counts = (WINDOWS, 1, WINDOWS)
+    entries = [write(tmp_path / str(number), windows) for number, windows in enumerate(counts)]
+    files = WindowFiles(entries, SEQ_LEN)
+    for file, count in enumerate(counts):
         for window in reversed(range(count)):
-            assert read(files, window, file).tolist() == list(
-                range(window * SEQ_LEN, (window + 1) * SEQ_LEN + 1)
-            )
+            begin = window * SEQ_LEN
+            assert read(files, window, file).tolist() == list(range(begin, begin + SEQ_LEN + 1))
 
 
-@pytest.mark.parametrize("byte", [0, 63, 64, 127, 128, 135, 184, 185])
+@pytest.mark.parametrize("byte", [0, 63, 64, 135, 185])
 def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
     small_blocks: None, tmp_path: Path, byte: int
 ) -> None:
@@ -81,18 +79,6 @@ def test_each_block_is_hashed_once_however_many_threads(
     assert len(hashed) == len(set(hashed)) == 3 * 3
 
 
-def test_blocks_of_the_real_size(tmp_path: Path) -> None:
-    seq_len = 4096
-    path, entry = write(tmp_path / "shard-00000.bin", windows=2060, seq_len=seq_len)
-    assert len(entry["xxh3_blocks"]) == 2
-    flip(path, shards.BLOCK_BYTES + 5)
-    files = WindowFiles([(path, entry)], seq_len)
-    assert read(files, 2046, seq_len=seq_len)[0] == 2046 * seq_len % 65_536
-    # window 2047 ends with the first token of block 1
-    with pytest.raises(ValueError, match=r"block 1 of 2 \(bytes 16777216 to 16875522\) is damaged"):
-        read(files, 2047, seq_len=seq_len)
-
-
 def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None, tmp_path: Path) -> None:
     (short, entry), gone = write(tmp_path / "short"), write(tmp_path / "gone")
     files = WindowFiles([(short, entry), gone], SEQ_LEN)
@@ -103,19 +89,6 @@ def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None,
         read(files, 10)
     with pytest.raises(ValueError, match=r"gone: block 0 of 3 .* cannot be read: .*No such file"):
         read(files, 0, file=1)
-
-
-def test_a_broken_disk_names_the_block(
-    small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = WindowFiles([write(tmp_path / "a")], SEQ_LEN)
-
-    def broken(*_: object) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(window_files, "_digest", broken)
-    with pytest.raises(ValueError, match=r"a: block 2 of 3 .* cannot be read: .*Input/output error"):
-        read(files, 20)
 
 
 def test_hashes_that_do_not_cover_the_file_are_refused(small_blocks: None, tmp_path: Path) -> None:

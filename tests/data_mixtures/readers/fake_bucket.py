@@ -27,9 +27,8 @@ class FakeBucket:
         self.url = f"http://127.0.0.1:{self.server.server_port}/content/{{sha1}}"
 
     def __enter__(self) -> FakeBucket:
-        threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
+        options = {"poll_interval": 0.02}
+        threading.Thread(target=self.server.serve_forever, kwargs=options, daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:

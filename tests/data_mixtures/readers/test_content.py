@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ import pytest
 from data_mixtures import shards
 from data_mixtures.readers import content
 from data_mixtures.recipe import Input
+from tests.data_mixtures.conftest import prepare_folder
 from tests.data_mixtures.readers.fake_bucket import FakeBucket, sha1
 
 CONTENTS = [f"def f{i}():\n    return {i}  # grüße\n".encode() * (i % 5 + 1) for i in range(300)]
@@ -35,9 +34,8 @@ def resolved(path: Path, contents: list[bytes], **more: Any) -> str:
     return str(path)
 
 
-def fetched(
-    folder: Path, url: str, groups: list[int] | None = None, share: float = 0.0
-) -> tuple[dict[str, Any], list[dict]]:
+def fetched(folder: Path, url: str, groups=None, share=0.0) -> tuple[dict[str, Any], list[dict]]:
+    """Counts and rows of all or some row groups of resolved.parquet."""
     given = Input("resolved", ("resolved.parquet",), content_url=url, max_missing_share=share)
     path, raw = str(folder / "resolved.parquet"), folder / "raw.parquet"
     groups = groups or list(range(pq.read_metadata(path).num_row_groups))
@@ -48,14 +46,10 @@ def fetched(
 def test_each_content_once_in_order_with_its_origin_through_failures(tmp_path, capsys):
     resolved(tmp_path / "resolved.parquet", [*CONTENTS, *CONTENTS[:20]])
     with FakeBucket(CONTENTS) as bucket:
-        bucket.flaws = {
-            sha1(CONTENTS[3]): [503, 429, 500],
-            sha1(CONTENTS[4]): [b"damaged"],
-            sha1(CONTENTS[5]): [CONTENTS[5]],
-        }
+        three, four, five = map(sha1, CONTENTS[3:6])
+        bucket.flaws = {three: [503, 429, 500], four: [b"damaged"], five: [CONTENTS[5]]}
         counts, rows = fetched(tmp_path, bucket.url)
-        asked = {sha1(each): 1 for each in CONTENTS} | {sha1(CONTENTS[3]): 4, sha1(CONTENTS[4]): 2}
-        assert bucket.asked == asked
+        assert bucket.asked == {**{sha1(each): 1 for each in CONTENTS}, three: 4, four: 2}
     assert "/parts: 40 of 300 contents, 0 missing" in capsys.readouterr().err.splitlines()[0]
     assert [row["text"] for row in rows] == CONTENTS
     assert json.loads(rows[299]["origin"]) == {"file": "resolved", "row": 299, "repo": "a/299"}
@@ -77,9 +71,8 @@ def test_what_is_missing_is_counted_by_reason_and_asked_again_alone(tmp_path):
     lost, refused, down = (sha1(CONTENTS[i]) for i in (7, 8, 9))
     with FakeBucket(CONTENTS[:7] + CONTENTS[8:]) as bucket:
         bucket.flaws = {refused: [403], down: [503] * content.ATTEMPTS}
-        with pytest.raises(
-            ValueError, match=r"3 of 300 contents \(1.00%\) are missing at http.*not_found 1.* 0.005; what"
-        ):
+        missing = r"3 of 300 contents \(1.00%\) are missing at http.*not_found 1.* 0.005; what"
+        with pytest.raises(ValueError, match=missing):
             fetched(tmp_path, bucket.url, share=0.005)
         assert not (tmp_path / "raw.parquet").exists()
         bucket.asked.clear()
@@ -113,24 +106,26 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
     assert len(rows) == 300
 
 
-@pytest.mark.job
+KILLED = """
+import sys
+from pathlib import Path
+from data_mixtures.readers import content
+from data_mixtures.recipe import Input
+content.PART_CONTENTS, content.CONNECTIONS = 40, 4
+folder, url = Path(sys.argv[1]), sys.argv[2]
+path, raw, parts = (folder / name for name in ("resolved.parquet", "raw.parquet", "parts"))
+content.fetch(str(path), "", range(6), Input("resolved", ("x",), content_url=url), raw, parts)
+"""
+
+
 def test_kill_9_in_the_middle_loses_one_part_at_most(tmp_path):
     resolved(tmp_path / "resolved.parquet", CONTENTS)
     with FakeBucket(CONTENTS, slow_s=0.02) as bucket:
-        code = (
-            "import sys; from pathlib import Path\n"
-            "from data_mixtures.readers import content; from data_mixtures.recipe import Input\n"
-            "content.PART_CONTENTS, content.CONNECTIONS = 40, 4\n"
-            "folder, url = Path(sys.argv[1]), sys.argv[2]\n"
-            "given = Input('resolved', ('x',), content_url=url)\n"
-            "path, raw, parts = (folder / name for name in ('resolved.parquet', 'raw.parquet', 'parts'))\n"
-            "content.fetch(str(path), '', range(6), given, raw, parts)\n"
-        )
-        running = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), bucket.url])
+        running = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), bucket.url])
         while not (tmp_path / "parts/part-000001.parquet").exists():
             assert running.poll() is None, "it ended before two parts were saved"
-            time.sleep(0.005)
-        os.kill(running.pid, signal.SIGKILL)
+            time.sleep(0.005)  # a poll of the state, not of a time
+        running.kill()
         running.wait()
         saved = sum(part.metadata.num_rows for part in content._parts(tmp_path / "parts"))
         assert 80 <= saved < 300
@@ -153,28 +148,23 @@ code = 1
 """
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.job)])
-def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(
-    tmp_path, monkeypatch, run_prepare, workers
-):
+def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "UNIT_ROWS", 100)
-    contents = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20]
+    contents, out = [*CONTENTS[:250], b"gr\xfc\xdfe " * 20], tmp_path / "out"
     resolved(tmp_path / "resolved.parquet", contents)
-    out = tmp_path / "out"
     with FakeBucket(contents[:100] + contents[110:]) as bucket:
         (tmp_path / "code.toml").write_text(RECIPE.format(url=bucket.url))
-        with pytest.raises(
-            ValueError, match=r"fetch code/unit-00001: 10 of 100 contents \(10.00%\) are missing"
-        ):
-            run_prepare(tmp_path / "code.toml", out)
+        missing = r"fetch code/unit-00001: 10 of 100 contents \(10.00%\) are missing"
+        with pytest.raises(ValueError, match=missing):
+            prepare_folder(tmp_path / "code.toml", out)
         assert list((out / "fetch/code").glob(".unit-*")) == [out / "fetch/code/.unit-00001.parts"]
         bucket.objects |= FakeBucket(contents[100:107]).objects
         bucket.asked.clear()
-        run_prepare(tmp_path / "code.toml", out, workers)
+        prepare_folder(tmp_path / "code.toml", out)
         assert set(bucket.asked) == {sha1(each) for each in (*contents[100:110], *contents[200:])}
         (tmp_path / "resolved.parquet").touch()  # another time is another plan, and not a reason to ask again
         bucket.asked.clear()
-        assert "fetch         3 units done" in run_prepare(tmp_path / "code.toml", out, workers)
+        assert "fetch         3 units done" in prepare_folder(tmp_path / "code.toml", out)
         assert set(bucket.asked) == {sha1(each) for each in contents[107:110]}
     assert not list((out / "fetch/code").glob(".unit-*"))
     manifest = shards.read_manifest(out / "code")
@@ -182,27 +172,8 @@ def test_contents_become_shards_and_missing_ones_stop_the_unit_alone(
     assert {"not_found": 3, "not_utf8": 1}.items() <= manifest["dropped"].items()
 
 
-def test_a_resolved_file_without_sha1_is_named(tmp_path, run_prepare):
+def test_a_resolved_file_without_sha1_is_named(tmp_path):
     pq.write_table(pa.table({"repo": ["a"]}), tmp_path / "resolved.parquet")
     (tmp_path / "code.toml").write_text(RECIPE.format(url="http://127.0.0.1:9/{sha1}"))
     with pytest.raises(ValueError, match=r"resolved.parquet has no column sha1 .*; its columns: repo"):
-        run_prepare(tmp_path / "code.toml", tmp_path / "out")
-
-
-def test_contents_in_parquet_are_an_ordinary_source_with_a_column_of_bytes(tmp_path, run_prepare):
-    rows = [
-        {"sha1_git": sha1(each or b""), "content": each}
-        for each in (*CONTENTS[:200], b"gr\xfc\xdfe " * 20, None)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "contents.parquet")
-    given = 'kind = "parquet", field = "content", paths = ["contents.parquet"]'
-    text = (
-        RECIPE.format(url="")
-        .replace('content_url = "", ', "")
-        .replace("max_missing_share = 0.05", "exclude = []")
-    )
-    (tmp_path / "code.toml").write_text(text.replace('kind = "resolved", paths = ["*.parquet"]', given))
-    run_prepare(tmp_path / "code.toml", tmp_path / "out")
-    manifest = shards.read_manifest(tmp_path / "out/code")
-    dropped = {name: count for name, count in manifest["dropped"].items() if count and name != "too_short"}
-    assert (manifest["read"], dropped) == (202, {"not_utf8": 1, "empty": 1})
+        prepare_folder(tmp_path / "code.toml", tmp_path / "out")

@@ -16,6 +16,7 @@ import pytest
 from data_mixtures.readers import local
 from data_mixtures.recipe import Input
 
+TEXT, LINES = Input("text", ("x",)), Input("jsonl", ("x",))
 ROWS = [{"text": "one", "id": 1}, {"id": 2, "text": "zwei ü\n"}, {"text": None}, {"text": "", "body": "x"}]
 RAW = b"".join(b'{"text": "some words of line %d"}\n' % number for number in range(3000))
 PACK = {
@@ -26,8 +27,8 @@ PACK = {
 
 
 def texts(source_input: Input, *paths, dropped: local.Dropped | None = None) -> list[str]:
-    found = local.documents(source_input, map(str, paths), local.Dropped() if dropped is None else dropped)
-    return [text for text, *_ in found]
+    rows = local.documents(source_input, map(str, paths), local.Dropped() if dropped is None else dropped)
+    return [text for text, *_ in rows]
 
 
 @pytest.mark.parametrize(
@@ -50,11 +51,12 @@ def test_unreadable_files_give_a_reason(name, raw, reason, tmp_path):
 def test_a_text_that_is_too_large_is_counted_and_not_read(suffix, tmp_path, monkeypatch):
     """Arrow ends at 2 GiB with an error that names no file."""
     monkeypatch.setattr(local, "LARGEST_BYTES", 1000)
-    for name, raw in (("fits", b"x" * 1000), ("large", b"x" * 1001)):
-        (tmp_path / f"{name}{suffix}").write_bytes(PACK[suffix[1:]](raw) if suffix else raw)
-    dropped, paths = local.Dropped(), [tmp_path / f"{name}{suffix}" for name in ("large", "fits")]
-    assert texts(Input("text", ("x",)), *paths, dropped=dropped) == ["x" * 1000]
-    assert (dropped, dropped.files) == ({"too_large": 1}, {str(paths[0])})
+    large, fits = (tmp_path / f"{name}{suffix}" for name in ("large", "fits"))
+    for path, raw in ((fits, b"x" * 1000), (large, b"x" * 1001)):
+        path.write_bytes(PACK[suffix[1:]](raw) if suffix else raw)
+    dropped = local.Dropped()
+    assert texts(TEXT, large, fits, dropped=dropped) == ["x" * 1000]
+    assert (dropped, dropped.files) == ({"too_large": 1}, {str(large)})
 
 
 def test_gzip_line_ends_and_marks(tmp_path):
@@ -63,27 +65,17 @@ def test_gzip_line_ends_and_marks(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-@pytest.mark.parametrize(
-    ("damage", "whole"),
-    [
-        (lambda pack: pack(RAW), True),
-        (lambda pack: pack(RAW[:9000]) + pack(RAW[9000:]), True),  # several members, as `cat` makes them
-        (lambda pack: pack(RAW)[: len(pack(RAW)) // 2], False),
-        (lambda pack: pack(RAW)[:-1], False),
-        (lambda pack: pack(RAW[:9000]) + pack(RAW[9000:])[:-9], False),
-        (lambda pack: pack(RAW) + b"garbage", False),
-        (lambda pack: b"not packed", False),
-        (lambda pack: b"", False),
-    ],
-)
-def test_what_is_packed_is_whole_or_damaged(suffix, damage, whole, tmp_path):
-    path = tmp_path / f"a.jsonl.{suffix}"
-    path.write_bytes(damage(PACK[suffix]))
-    if whole:
-        assert len(texts(Input("jsonl", ("x",)), path)) == 3000
-    else:
+def test_what_is_packed_is_whole_or_damaged(suffix, tmp_path):
+    pack, path = PACK[suffix], tmp_path / f"a.jsonl.{suffix}"
+    members = pack(RAW[:9000]) + pack(RAW[9000:])  # several, as `cat` makes them
+    for whole in (pack(RAW), members):
+        path.write_bytes(whole)
+        assert len(texts(LINES, path)) == 3000
+    cut = pack(RAW)[: len(pack(RAW)) // 2]
+    for damaged in (cut, pack(RAW)[:-1], members[:-9], pack(RAW) + b"garbage", b"not packed", b""):
+        path.write_bytes(damaged)
         with pytest.raises(local.Damaged) as error:
-            texts(Input("jsonl", ("x",)), path)
+            texts(LINES, path)
         assert error.value.args[0] == str(path)
         assert 0 <= error.value.args[1] <= 3000
         with pytest.raises(ValueError, match=rf"a\.jsonl\.{suffix} is damaged or truncated"):
@@ -93,12 +85,11 @@ def test_what_is_packed_is_whole_or_damaged(suffix, damage, whole, tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_texts_of_a_field_with_their_rows(name, tmp_path):
     lines = [json.dumps(ROWS[0]), "", "  ", *(json.dumps(row, ensure_ascii=False) for row in ROWS[1:])]
-    raw = "\n".join(lines).encode()
+    raw, dropped = "\n".join(lines).encode(), local.Dropped()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
-    dropped = local.Dropped()
-    found = list(local.documents(Input("jsonl", ("x",)), [str(tmp_path / name)], dropped))
-    assert [(text, row) for text, _, row, _ in found] == [("one", 0), ("zwei ü\n", 3)]
-    assert found[1][3]["id"] == 2
+    rows = list(local.documents(LINES, [str(tmp_path / name)], dropped))
+    assert [(text, row) for text, _, row, _ in rows] == [("one", 0), ("zwei ü\n", 3)]
+    assert rows[1][3]["id"] == 2
     assert dropped == {"no_text": 2}
     assert [number for number, _ in local.json_objects(tmp_path / name)] == [1, 4, 5, 6]
 
@@ -106,110 +97,101 @@ def test_texts_of_a_field_with_their_rows(name, tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason", "example"),
     [
-        (b'{"text": "cut', "not_json", "a.jsonl:2"),
-        (b'"\xff"', "not_utf8", "a.jsonl:2"),
-        ('{"text": "日本"}'.encode("utf-16-le"), "not_utf8", "a.jsonl:2"),
-        (b'{"text": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not_json", "a.jsonl:2"),
-        (
-            b'{"content": "x", "id": 3}',
-            "no_field",
-            "a.jsonl:2 has no 'text'; its fields: content, id. Set `field` of the input",
-        ),
-        (b'["x"]', "no_field", f"a.jsonl:2 is a list, not an object: {local.NOT_LINES}"),
-        (b'{"text": 3}', "no_field", "a.jsonl:2 has 'text' of int, not text"),
+        (b'{"text": "cut', "not_json", ""),
+        (b'"\xff"', "not_utf8", ""),
+        ('{"text": "日本"}'.encode("utf-16-le"), "not_utf8", ""),
+        (b'{"text": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not_json", ""),
+        (b'{"content": "x", "id": 3}', "no_field",
+         " has no 'text'; its fields: content, id. Set `field` of the input"),
+        (b'["x"]', "no_field", f" is a list, not an object: {local.NOT_LINES}"),
+        (b'{"text": 3}', "no_field", " has 'text' of int, not text"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_line_is_counted_with_its_place(line, reason, example, tmp_path):
     path, dropped = tmp_path / "a.jsonl", local.Dropped()
     path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
-    assert texts(Input("jsonl", ("x",)), path, dropped=dropped) == ["good", "good too"]
+    assert texts(LINES, path, dropped=dropped) == ["good", "good too"]
     assert dropped == {reason: 1}
-    assert dropped.examples == {reason: f"{tmp_path}/{example}"}
+    assert dropped.examples == {reason: f"{path}:2{example}"}
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_a_file_of_another_encoding_gives_no_text_and_is_refused_at_the_start(encoding, tmp_path):
     """`json.loads` of bytes guesses per line: lines behind the first then decode to other characters."""
     path, dropped = tmp_path / "a.jsonl", local.Dropped()
-    path.write_bytes("".join('{"text": "日本語の文章です"}\n' for _ in range(40)).encode(encoding))
-    assert texts(Input("jsonl", ("x",)), path, dropped=dropped) == []
+    path.write_bytes(('{"text": "日本語の文章です"}\n' * 40).encode(encoding))
+    assert texts(LINES, path, dropped=dropped) == []
     assert (dropped, dropped.files) == ({"not_utf8": 1}, {str(path)})
     assert "is UTF-16 or UTF-32; convert it: iconv" in str(local.first_problem(str(path), "text"))
 
 
-@pytest.mark.parametrize("indent", [1, 4, "\t"])
-@pytest.mark.parametrize("rows", [ROWS, ROWS[0]])
-def test_pretty_printed_json_is_named(indent, rows, tmp_path):
-    path, dropped = tmp_path / "a.json", local.Dropped()
-    path.write_text(json.dumps(rows, indent=indent))
-    problem = local.first_problem(str(path), "text")
-    assert problem == f"{path} begins with {'[{'[rows is ROWS[0]]!r} alone on its line: {local.NOT_LINES}"
-    texts(Input("jsonl", ("x",)), path, dropped=dropped)
-    assert dropped.examples["not_json"] == f"{path}:1 ({local.NOT_LINES})"
+def test_pretty_printed_json_is_named(tmp_path):
+    path = tmp_path / "a.json"
+    for indent in (1, 4, "\t"):
+        for rows, first in ((ROWS, "["), (ROWS[0], "{")):
+            dropped = local.Dropped()
+            path.write_text(json.dumps(rows, indent=indent))
+            problem = local.first_problem(str(path), "text")
+            assert problem == f"{path} begins with {first!r} alone on its line: {local.NOT_LINES}"
+            texts(LINES, path, dropped=dropped)
+            assert dropped.examples["not_json"] == f"{path}:1 ({local.NOT_LINES})"
 
 
 def test_other_fields_may_change_their_type(tmp_path):
     """What ends the JSON reader of `datasets`, which gives every field one type."""
-    rows = [
-        {"text": "a", "meta": {"url": "x"}},
-        {"text": "b", "meta": "none"},
-        {"text": "c", "more": [1]},
-    ] * 9
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert texts(Input("jsonl", ("x",)), tmp_path / "a.jsonl") == ["a", "b", "c"] * 9
+    rows = [{"text": "a", "meta": {"url": "x"}}, {"text": "b", "meta": "none"}, {"text": "c", "more": [1]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows * 9)))
+    assert texts(LINES, tmp_path / "a.jsonl") == ["a", "b", "c"] * 9
 
 
 @pytest.fixture
 def folder(tmp_path):
+    (tmp_path / "a").mkdir()
     for number in range(20):
-        (tmp_path / f"a/{number}.txt").parent.mkdir(exist_ok=True)
         (tmp_path / f"a/{number}.txt").write_text(f"text {number} " * 20)
     return tmp_path
 
 
-def names(source_input: Input, roots) -> list[str]:
-    return [name for name, _, _ in local.find(source_input, roots)]
+def names(roots, *paths: str, **options) -> list[str]:
+    return [name for name, _, _ in local.find(Input("text", paths, **options), roots)]
 
 
-def test_the_order_depends_on_names_below_a_root_alone(folder, tmp_path):
-    chosen = Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",))
-    roots = {"corpus": str(folder)}
-    found = names(chosen, roots)
+def test_the_order_depends_on_names_below_a_root_alone_and_the_first_stay_the_first(folder, tmp_path):
+    chosen, roots = Input("text", ("{corpus}/**/*.txt",), exclude=("*/3.txt",)), {"corpus": str(folder)}
+    files = local.find(chosen, roots)
+    found = [name for name, *_ in files]
     assert len(found) == 19
     assert found != sorted(found)
     status = Path(found[0]).stat()
-    assert local.find(chosen, roots)[0] == [found[0], status.st_size, status.st_mtime_ns]
+    assert files[0] == [found[0], status.st_size, status.st_mtime_ns]
+    every = names({}, f"{folder}/a/*")
+    assert names({}, f"{folder}/a/*", files=5) == every[:5]
+    assert names({}, f"{folder}/a/*", files=99) == every
     (tmp_path / "ot[h]er").mkdir()  # a folder whose name is a pattern
     (folder / "a").rename(tmp_path / "ot[h]er/a")
     moved = {"corpus": str(tmp_path / "ot[h]er")}
-    assert [local.portable(name, moved) for name in names(chosen, moved)] == [
-        local.portable(n, roots) for n in found
-    ]
-    assert local.portable(found[0], {"recipe": str(folder), **roots}) == f"a/{found[0].split('/')[-1]}"
+    below = [local.portable(name, roots) for name in found]
+    assert [local.portable(name, moved) for name, *_ in local.find(chosen, moved)] == below
+    assert local.portable(found[0], {"recipe": str(folder), **roots}) == f"a/{Path(found[0]).name}"
     roots = local.roots(tmp_path, tmp_path / "recipes")
     assert (roots["corpus"], roots["recipe"]) == (str(tmp_path / "corpus"), str(tmp_path / "recipes"))
-    assert local.find(Input("text", ("{stdlib}/json/*.py",)), roots)
-
-
-def test_the_first_files_stay_the_first(folder):
-    every = names(Input("text", (f"{folder}/a/*",)), {})
-    assert names(Input("text", (f"{folder}/a/*",), files=5), {}) == every[:5]
-    assert names(Input("text", (f"{folder}/a/*",), files=99), {}) == every
+    assert names(roots, "{stdlib}/json/*.py")
 
 
 def test_a_name_that_is_not_utf8_can_be_excluded(folder):
     Path(os.fsdecode(os.fsencode(folder / "a") + b"/na\xffme.txt")).write_text("x")
     with pytest.raises(ValueError, match="is not UTF-8; rename it, or exclude it"):
-        local.find(Input("text", (f"{folder}/a/*",)), {})
-    assert len(local.find(Input("text", (f"{folder}/a/*",), exclude=("*/na?me.txt",)), {})) == 20
+        names({}, f"{folder}/a/*")
+    assert len(names({}, f"{folder}/a/*", exclude=("*/na?me.txt",))) == 20
 
 
 def test_every_glob_must_match(folder):
+    paths = [f"{folder}/b/*", f"{folder}/a/*", f"{folder}/a/1*"]
     with pytest.raises(
         ValueError, match=rf"^no file matches {folder}/b/\*, {folder}/a/1.* \(all excluded\)$"
     ):
-        local.find(Input("text", (f"{folder}/b/*", f"{folder}/a/*", f"{folder}/a/1*"), exclude=("*/1*",)), {})
-    assert len(local.find(Input("text", (f"{folder}/b/*", f"{folder}/a/*")), {}, all_match=False)) == 20
+        names({}, *paths, exclude=("*/1*",))
+    assert len(local.find(Input("text", tuple(paths[:2])), {}, all_match=False)) == 20
 
 
 @pytest.mark.parametrize(
@@ -220,11 +202,11 @@ def test_every_glob_must_match(folder):
         ("text", "A.JSONL.zst", "is jsonl, its input has kind = 'text'"),
         ("text", "a.parquet", "is parquet, its input has kind = 'text'"),
         ("text", "a.csv", "is not read; convert it"),
+        ("text", "s3://b/a.jsonl?versionId=3", "is jsonl"),
         ("jsonl", "a.parquet", "is parquet, its input has kind = 'jsonl'"),
         ("jsonl", "a.jsonl.xz", "is not read; convert it"),
         ("parquet", "a.jsonl", "is jsonl, its input has kind = 'parquet'"),
         ("parquet", "a.parquet.gz", "is not read; convert it"),
-        ("text", "s3://b/a.jsonl?versionId=3", "is jsonl"),
     ],
 )
 def test_a_suffix_of_another_kind_is_refused(kind, name, message):
@@ -233,12 +215,8 @@ def test_a_suffix_of_another_kind_is_refused(kind, name, message):
 
 
 def test_usual_suffixes_are_taken():
-    for kind, name in [
-        ("text", "a.md.gz"),
-        ("text", "README"),
-        ("jsonl", "a.json.zst"),
-        ("parquet", "a.b.parquet"),
-    ]:
+    usual = {"a.md.gz": "text", "README": "text", "a.json.zst": "jsonl", "a.b.parquet": "parquet"}
+    for name, kind in usual.items():
         local.check_kind(Input(kind, ("x",)), [[name, 1, 1]])
 
 
@@ -246,9 +224,8 @@ def test_documents_are_capped_and_cleaned_and_the_rest_is_counted(folder):
     (folder / "a/0.txt").write_bytes(b"\xff")
     (folder / "a/1.txt").write_text("   ")
     (folder / "b.jsonl").write_text('{"body": "one\\ud800 two"}\n{"body": null}\n')
-    paths = sorted((folder / "a").iterdir())
-    dropped = local.Dropped()
-    found = texts(Input("text", ("x",)), *paths, dropped=dropped)
+    paths, dropped = sorted((folder / "a").iterdir()), local.Dropped()
+    found = texts(TEXT, *paths, dropped=dropped)
     assert found == [path.read_text() for path in paths[2:]]
     assert dropped == {"not_utf8": 1, "no_text": 1}
     assert dropped.examples["not_utf8"] == str(folder / "a/0.txt")
@@ -265,12 +242,12 @@ def test_urls_are_listed_read_and_checked(tmp_path):
     store.pipe({"/own/a.jsonl.gz": gzip.compress(RAW), "/own/b.jsonl.gz": gzip.compress(RAW[:300])})
     chosen = Input("jsonl", ("memory://own/*.jsonl.gz",))
     found = local.find(chosen, local.roots(tmp_path, tmp_path))
-    assert sorted(name for name, _, _ in found) == ["memory:///own/a.jsonl.gz", "memory:///own/b.jsonl.gz"]
+    assert sorted(name for name, _, _ in found) == [f"memory:///own/{name}.jsonl.gz" for name in "ab"]
     assert len(texts(chosen, *(name for name, _, _ in found))) > 3000
     local.check_unchanged(found)
     store.pipe("/own/a.jsonl.gz", gzip.compress(RAW * 2))
     with pytest.raises(
-        ValueError, match=r"a\.jsonl\.gz has changed since it was planned \([\d,]+ bytes then, [\d,]+ now"
+        ValueError, match=r"a\.jsonl\.gz has changed since .* \([\d,]+ bytes then, [\d,]+ now"
     ):
         local.check_unchanged(found)
     store.rm("/own", recursive=True)
@@ -283,19 +260,15 @@ def test_urls_are_listed_read_and_checked(tmp_path):
     for name in (str(path), f"file://{path}"):
         found = local.find(Input("text", (name,)), {})
         os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))  # the same size, later
-        with pytest.raises(
-            ValueError, match=r"a\.txt has changed since it was planned \(same size, other time or tag"
-        ):
+        with pytest.raises(ValueError, match=r"a\.txt has changed since .* \(same size, other time or tag"):
             local.check_unchanged(found)
 
 
 def test_a_missing_package_or_protocol_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(
-        ValueError, match=r"gs://b/\* needs a package that is missing .*pip install 'laneformer\[gcs\]'"
+    for url, message in (
+        ("gs://b/*", r"gs://b/\* needs a package that is missing .*pip install 'laneformer\[gcs\]'"),
+        ("nowhere://b/*", r"nowhere://b/\* cannot be read: ValueError: Protocol not known: nowhere"),
     ):
-        local.find(Input("jsonl", ("gs://b/*",)), {})
-    with pytest.raises(
-        ValueError, match=r"nowhere://b/\* cannot be read: ValueError: Protocol not known: nowhere"
-    ):
-        local.find(Input("jsonl", ("nowhere://b/*",)), {})
+        with pytest.raises(ValueError, match=message):
+            names({}, url)

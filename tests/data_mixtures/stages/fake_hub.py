@@ -64,17 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif not COMMIT.startswith(rest[0]) and rest[0] != "main":
             self._json({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
         elif what == "revision":
-            self._json(
-                {
-                    "id": repo,
-                    "sha": COMMIT,
-                    "siblings": [],
-                    "tags": [],
-                    "private": False,
-                    "downloads": 0,
-                    "likes": 0,
-                }
-            )
+            counts = {"private": False, "downloads": 0, "likes": 0}
+            self._json({"id": repo, "sha": COMMIT, "siblings": [], "tags": [], **counts})
         elif what == "tree":
             self._tree(repo, "/".join(rest[1:]))
         else:
@@ -86,9 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization") == "Bearer good"
 
     def _json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._send(
-            json.dumps(value).encode(), status, {"Content-Type": "application/json", **(headers or {})}
-        )
+        kind = {"Content-Type": "application/json"}
+        self._send(json.dumps(value).encode(), status, {**kind, **(headers or {})})
 
     def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -123,11 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"error": "not there"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
         data, status = path.read_bytes(), 200
-        headers = {
-            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-            "X-Repo-Commit": COMMIT,
-            "Accept-Ranges": "bytes",
-        }
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         headers["X-Linked-Size"] = str(len(data))
         if (wanted := self.headers.get("Range")) and self.command == "GET":
             first, last = wanted.removeprefix("bytes=").split("-")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow
@@ -50,6 +50,13 @@ def texts_of(count: int, seed: int = 0, repeats: int = 4) -> list[str]:
     return texts
 
 
+SOURCES = ("notes", "sums")
+TWO_SOURCES, TWO_TEXTS = (
+    plan_of(SOURCES, windows_per_shard=20),
+    {"notes": texts_of(130), "sums": texts_of(90, seed=1)},
+)
+
+
 def tokens_of(text: str) -> list[int]:
     """BOS, a token for each byte, EOS."""
     return [1, *(3 + byte for byte in text.encode()), 2]
@@ -65,19 +72,25 @@ def origin_of(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Tokenize:
-    """The contract of the stage `tokenize` over texts that are given with their units."""
+class OfTexts:
+    """A stage before the shuffle, of texts in the test's memory."""
 
     out: Path
     source: str
-    texts: tuple[tuple[str, ...], ...]
-    name: str = "tokenize"
+    texts: tuple[Sequence[str], ...]
 
     def units(self) -> list[Unit]:
         return [Unit(self.source, n) for n in range(len(self.texts))]
 
     def key(self, unit: Unit) -> str:
         return stage.key_of("fetch", self.texts[unit.number])
+
+
+@dataclass(frozen=True)
+class Tokenize(OfTexts):
+    """Documents in the order of their keys, with a token for each byte."""
+
+    name: ClassVar[str] = "tokenize"
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         rows = sorted(_row(text) for text in self.texts[unit.number])
@@ -122,10 +135,8 @@ def run(work: stage.Stage) -> None:
 def write_plan(out: Path, source: str, units: int) -> None:
     path = out / "plan.json"
     sources = read_json(path)["sources"] if path.exists() else {}
-    sources[source] = {
-        "plan_hash": f"plan of {source}",
-        "units": [{"number": number} for number in range(units)],
-    }
+    numbers = [{"number": number} for number in range(units)]
+    sources[source] = {"plan_hash": f"plan of {source}", "units": numbers}
     out.mkdir(parents=True, exist_ok=True)
     shards.write_json(path, {"format": 1, "sources": sources})
 
@@ -214,21 +225,12 @@ def read_json(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Filter:
-    """The counts that `filter` leaves for the manifest."""
+class Filter(OfTexts):
+    """The counts that `filter` leaves for the manifest; too_short: by unit."""
 
-    out: Path
-    source: str
-    texts: tuple[Sequence[str], ...]
-    too_short: int = 1  # by unit
+    too_short: int = 1
     lie: int = 0
-    name: str = "filter"
-
-    def units(self) -> list[Unit]:
-        return [Unit(self.source, n) for n in range(len(self.texts))]
-
-    def key(self, unit: Unit) -> str:
-        return stage.key_of("fetch", self.texts[unit.number])
+    name: ClassVar[str] = "filter"
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         kept, dropped = len(self.texts[unit.number]), {"too_short": self.too_short, "contaminated": 1}
@@ -237,11 +239,10 @@ class Filter:
         return {"read": read, "cut": 0, "kept": kept, "dropped": dropped, "contamination": hits}
 
 
-@dataclass(frozen=True)
-class Fetch(Filter):
+class Fetch(OfTexts):
     """What `fetch` leaves for the manifest: counts of what its readers dropped."""
 
-    name: str = "fetch"
+    name: ClassVar[str] = "fetch"
 
     def work(self, unit: Unit, folder: Path) -> dict[str, Any]:
         return {"dropped": {"not_utf8": 1} if unit.number == 0 else {}}

@@ -11,12 +11,12 @@ import pytest
 
 from data_mixtures import recipe, shards
 from data_mixtures.stages import containment, decontaminate, documents, stage
-from data_mixtures.stages.dedup import Bands, Dedup, Signatures
+from tests.data_mixtures.conftest import prepare_folder, write_lines
+from tests.data_mixtures.stages import test_dedup
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
-from tests.data_mixtures.stages.test_dedup import WORDS, is_held_out
+from tests.data_mixtures.stages.test_dedup import WORDS, Texts, flat, is_held_out
 
 STAGES = (containment.HeldOut, containment.Scan, containment.Contained)
-Texts = dict[str, list[list[str]]]
 
 
 def with_containment(sources, minhash=False) -> recipe.Recipe:
@@ -28,17 +28,17 @@ def words(draw: random.Random, count: int) -> str:
     return " ".join(draw.choices(WORDS, k=count))
 
 
-def some(wanted: recipe.Recipe, draw: random.Random, held_out: bool, make=lambda: "", count: int = 60) -> str:
-    """A text around what `make` gives, held out or not."""
+def text_around(draw: random.Random, held_out: bool, inner: str = "", count: int = 60) -> str:
+    """So many words and `inner`, held out or not."""
     while True:
-        text = f"{words(draw, count)} {make()}".strip()
-        if is_held_out(text, wanted) == held_out:
+        text = f"{words(draw, count)} {inner}".strip()
+        if is_held_out(text, with_containment([])) == held_out:
             return text
 
 
 def left_out(out: Path, texts: Texts, wanted: recipe.Recipe) -> list[str]:
     filtered(out, texts, wanted)
-    for kind in (Signatures, Bands, Dedup) * wanted.dedup.minhash + STAGES:
+    for kind in test_dedup.STAGES * wanted.dedup.minhash + STAGES:
         do_all(kind(wanted, out, tuple(texts)))
     return [
         texts[source][n][row]
@@ -50,14 +50,13 @@ def left_out(out: Path, texts: Texts, wanted: recipe.Recipe) -> list[str]:
 
 def plain_rule(texts: Texts, wanted: recipe.Recipe) -> list[str]:
     """Half of the distinct 13-grams of a held-out document, in documents of training together."""
-    given = [text for units in texts.values() for unit in units for text in unit]
 
     def grams(text: str) -> set[tuple[str, ...]]:
         parts = text.split()
         return set(zip(*(parts[i:] for i in range(decontaminate.GRAM_WORDS)), strict=False))
 
-    train = set().union(*(grams(text) for text in given if not is_held_out(text, wanted)))
-    held = [text for text in given if is_held_out(text, wanted)]
+    held = [text for text in flat(texts) if is_held_out(text, wanted)]
+    train = set().union(*(grams(text) for text in flat(texts) if not is_held_out(text, wanted)))
     return [text for text in held if 2 * len(grams(text) & train) >= len(grams(text))]
 
 
@@ -65,10 +64,10 @@ def test_it_is_the_plain_rule_over_sources_units_and_groups(tmp_path, monkeypatc
     wanted, draw = with_containment(["a", "b"]), random.Random(4)
     pieces = [words(draw, 30) for _ in range(40)]
 
-    def mixed() -> str:
-        return " ".join(draw.choice(pieces) if draw.random() < 0.6 else words(draw, 30) for _ in range(2))
+    def piece() -> str:
+        return draw.choice(pieces) if draw.random() < 0.6 else words(draw, 30)
 
-    given = [mixed() for _ in range(400)]  # of at most 64 runs: all of them count
+    given = [f"{piece()} {piece()}" for _ in range(400)]  # of at most 64 runs: all of them count
     texts = {"a": [given[:150], [], given[150:220]], "b": [given[220:]]}
     expected = plain_rule(texts, wanted)
     assert 8 < len(expected) < sum(is_held_out(text, wanted) for text in given) - 8
@@ -79,12 +78,11 @@ def test_it_is_the_plain_rule_over_sources_units_and_groups(tmp_path, monkeypatc
 
 def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
     wanted, draw = with_containment(["web", "book"]), random.Random(1)
-    inside, alone, third, long = (some(wanted, draw, True, count=n) for n in (60, 60, 60, 1200))
-    quoted = some(wanted, draw, False, lambda: f"{inside} {words(draw, 9)}", 5)
-    both = [" ".join(long.split()[at : at + 400]) for at in (0, 400)]
-    parts = [some(wanted, draw, False, lambda part=part: part, 5) for part in both]
-    little = some(wanted, draw, False, lambda: " ".join(third.split()[:30]), 5)
-    again = some(wanted, draw, True, lambda: alone, 5)  # held out itself: no training text
+    inside, alone, third, long = (text_around(draw, True, count=n) for n in (60, 60, 60, 1200))
+    quoted = text_around(draw, False, f"{inside} {words(draw, 9)}", 5)
+    parts = [text_around(draw, False, " ".join(long.split()[at : at + 400]), 5) for at in (0, 400)]
+    little = text_around(draw, False, " ".join(third.split()[:30]), 5)
+    again = text_around(draw, True, alone, 5)  # held out itself: no training text
     texts = {"web": [[quoted, alone], [parts[0], little]], "book": [[inside, long, third, again, parts[1]]]}
     assert left_out(tmp_path, texts, wanted) == [inside, long]
     counts = stage.receipt_of(tmp_path, "contained", documents.ALL)["counts"]
@@ -93,24 +91,20 @@ def test_what_lies_inside_training_text_goes_and_nothing_of_training(tmp_path):
 
 def test_short_and_wordless_documents_stay(tmp_path):
     wanted, draw = with_containment(["a"]), random.Random(2)
-    short, exact, numbers = (
-        some(wanted, draw, True, count=7),
-        some(wanted, draw, True, count=10),
-        "1 2 3 " * 30,
-    )
+    short, exact = (text_around(draw, True, count=n) for n in (7, 10))
+    numbers = "1 2 3 " * 30
     while not is_held_out(numbers, wanted):
         numbers += "4 "
-    around = [some(wanted, draw, False, lambda text=text: text, 20) for text in (short, exact, numbers)]
-    assert left_out(
-        tmp_path, {"a": [[short, exact, numbers, *around]]}, replace(wanted, filter=recipe.Filter(1))
-    ) == [exact], "all words of 8 to 12 in a row count as a run"
+    around = [text_around(draw, False, text, 20) for text in (short, exact, numbers)]
+    any_length = replace(wanted, filter=recipe.Filter(1))
+    gone = left_out(tmp_path, {"a": [[short, exact, numbers, *around]]}, any_length)
+    assert gone == [exact], "all words of 8 to 12 in a row count as a run"
 
 
 def test_a_near_copy_that_is_left_out_of_training_contains_nothing(tmp_path):
     wanted, draw = with_containment(["a"], minhash=True), random.Random(3)
-    held = some(wanted, draw, True, count=120)
-    copy = some(wanted, draw, False, lambda: held, 1)
-    texts = {"a": [[copy, held]]}
+    held = text_around(draw, True, count=120)
+    texts = {"a": [[text_around(draw, False, held, 1), held]]}
     assert left_out(tmp_path / "both", texts, wanted) == []
     assert documents.near_copies(wanted, tmp_path / "both", stage.Unit("a", 0)).tolist() == [0]
     assert left_out(tmp_path / "one", texts, with_containment(["a"])) == [held]
@@ -123,36 +117,34 @@ def test_without_held_out_documents_there_is_nothing_to_do(tmp_path, nothing):
 
 def test_only_what_changed_is_done_again(tmp_path):
     wanted, draw = with_containment(["a", "b"]), random.Random(6)
-    texts = {name: [[some(wanted, draw, place % 4 == 0) for place in range(12)]] for name in "ab"}
+    texts = {name: [[text_around(draw, place % 4 == 0) for place in range(12)]] for name in "ab"}
     left_out(tmp_path, texts, wanted)
     work = [kind(wanted, tmp_path, ("a", "b")) for kind in STAGES]
     assert [do_all(each) for each in work] == [0, 0, 0]
-    texts["a"][0].append(some(wanted, draw, False))
+    texts["a"][0].append(text_around(draw, False))
     filtered(tmp_path, texts, wanted)
-    assert [do_all(each) for each in work] == [1, 1, 1], (
-        "held-out documents are the same, and so is the scan of b"
-    )
+    # held-out documents are the same, and so is the scan of b
+    assert [do_all(each) for each in work] == [1, 1, 1]
 
 
-def test_training_bytes_are_the_same_with_and_without(tmp_path, recipe_path, run_prepare):
+def test_training_bytes_are_the_same_with_and_without(recipe_path, tmp_path):
     """The whole chain: what leaves is counted, and shards of training do not change."""
-    plain, made, wanted = recipe_path.read_text(), {}, make_recipe(["sums"], Path("none"))
-    lines = (tmp_path / "sums.jsonl").read_text()
-    held = next(text for text in map(json.loads, lines.splitlines()) if is_held_out(text["text"], wanted))
-    around = some(wanted, random.Random(9), False, lambda: held["text"], 20)
-    (tmp_path / "sums.jsonl").write_text(json.dumps({"text": around}) + "\n" + lines)
-    for name, switch in (("without", ""), ("with", "[dedup]\ncontained_share = 0.5\n")):
-        recipe_path.write_text(plain.replace("[sources.notes]", f"{switch}[sources.notes]"))
-        run_prepare(recipe_path, tmp_path / name)
-        made[name] = [shards.read_manifest(tmp_path / name / source) for source in ("notes", "sums")]
-    for before, after in zip(made["without"], made["with"], strict=True):
+    wanted = make_recipe(["sums"], Path("none"))
+    texts = [json.loads(line)["text"] for line in (tmp_path / "sums.jsonl").read_text().splitlines()]
+    held = next(text for text in texts if is_held_out(text, wanted))
+    write_lines(tmp_path / "sums.jsonl", [text_around(random.Random(9), False, held, 20), *texts])
+    made = {}
+    for share in (0, 0.5):
+        if share:
+            switch = f"[dedup]\ncontained_share = {share}\n[sources.notes]"
+            recipe_path.write_text(recipe_path.read_text().replace("[sources.notes]", switch))
+        prepare_folder(recipe_path, tmp_path / str(share))
+        made[share] = [shards.read_manifest(tmp_path / str(share) / source) for source in ("notes", "sums")]
+    for before, after, contained in zip(made[0], made[0.5], (0, 1), strict=True):
         assert before["shards"] == after["shards"]
-        gone = after["dropped"].pop("contained")
-        assert (after["dropped"], after["kept"]) == (before["dropped"], before["kept"] - gone)
-        assert (gone, before["valid"] == after["valid"]) == (
-            (0, True) if after["source"] == "notes" else (1, False)
-        )
-    assert made["with"][1]["recipe"]["dedup"]["contained_share"]
-    assert "contained_share" not in made["without"][1]["recipe"]["dedup"], (
-        "locks from before there was such a key still fit"
-    )
+        assert (before["valid"] == after["valid"]) is not bool(contained)
+        assert after["dropped"] == {**before["dropped"], "contained": contained}
+        assert after["kept"] == before["kept"] - contained
+    assert made[0.5][1]["recipe"]["dedup"]["contained_share"]
+    # locks from before there was such a key still fit
+    assert "contained_share" not in made[0][1]["recipe"]["dedup"]

@@ -57,26 +57,12 @@ def found(index: decontaminate.Index, *texts: str) -> list[set[int]]:
     return [{number for _, number in items} for items in index.find(list(texts))]
 
 
-VOCABULARY = [
-    "one",
-    "Two",
-    "ÜBER",
-    "9",
-    "x",
-    "don't",
-    "naïve",
-    "İs",
-    "東京",
-    "a1",
-    "rain,",
-    "\n",
-    "“quoted”",
-    "हिन्दी",
-]
+SOME_WORDS = "one Two ÜBER 9 x don't naïve İs 東京 a1 rain, “quoted” हिन्दी"
+VOCABULARY = ["\n", *SOME_WORDS.split()]
 TEXT = st.lists(st.sampled_from(VOCABULARY), max_size=40).map(" ".join) | st.text(max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100)
 @given(
     items=st.lists(st.lists(TEXT, max_size=3), max_size=4),
     texts=st.lists(TEXT, max_size=4),
@@ -102,7 +88,7 @@ def test_equal_to_the_reference(items, texts, plant, window):
 
 def test_planted_passages_are_found_and_near_misses_are_not():
     index = index_of([QUESTION, "7"], [SHORT, "Danube"], [CODE], [LICENCE])
-    around = "Yesterday somebody asked me the following thing, and I had no answer at all. {} Do you know more about it?"  # noqa: E501
+    around = "Yesterday somebody asked me this, and I had no answer. {} Do you know more about it?"
     other = QUESTION.replace("seven", "six").replace("hotel", "inn").replace("all but", "most of")
     texts = [
         around.format(QUESTION),
@@ -132,12 +118,8 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         for noun in ("tower", "tree"):
             arguments = [[["the quick brown fox jumps over the lazy dog every day of the week"]]]
-            row = {
-                "task_id": "x/1",
-                "q": {"text": question.format(noun)},
-                "choices": ["a", "b"],
-                "inputs": arguments,
-            }
+            row = {"task_id": "x/1", "q": {"text": question.format(noun)}}
+            row |= {"choices": ["a", "b"], "inputs": arguments}
             file.write(json.dumps(row) + "\n")
         file.write('\n{"q": "too short to be looked for"}\n')
     pq.write_table(pa.table({"q": [question.format("wall")], "c": [["no", "yes"]]}), tmp_path / "b.parquet")
@@ -146,11 +128,8 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
     index = decontaminate.load(tmp_path, names)
     assert index is not None
     assert [(b.name, b.items, b.searchable) for b in index.benchmarks] == [("first", 3, 2), ("second", 1, 1)]
-    texts = [
-        "Question: " + question.format("tree"),
-        question.format("wall"),
-        "the quick brown fox jumps over the lazy",
-    ]
+    fox = "the quick brown fox jumps over the lazy"
+    texts = ["Question: " + question.format("tree"), question.format("wall"), fox]
     assert index.find([*texts, " ".join(arguments[0][0] * 3)]) == [[("first", 1)], [("second", 0)], [], []]
     assert b"station" not in (tmp_path / decontaminate.INDEX).read_bytes()
 
@@ -169,10 +148,8 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
 
 def test_files_of_one_name_in_several_folders_all_count(tmp_path):
     names = {"arc": str(tmp_path / "arc/**/*.jsonl")}
-    items = {
-        name: f"Which of the {name} questions is it that every model in the world has to answer?"
-        for name in "cea"
-    }
+    item = "Which of the {} questions is it that every model in the world has to answer?"
+    items = {name: item.format(name) for name in "cea"}
     for name, item in items.items():  # sorted, they come before and behind those that are there
         (tmp_path / "arc" / name).mkdir(parents=True)
         (tmp_path / "arc" / name / "test.jsonl").write_text(json.dumps({"q": item}) + "\n")

@@ -15,7 +15,7 @@ from data_mixtures import prepare
 from data_mixtures.stages.run import Options
 from tests.data_mixtures.stages.test_run import results, wait_for
 from tests.data_mixtures.stages.toy_stage import Toy, run
-from tests.data_mixtures.test_restarts import published, receipts, write_recipe
+from tests.data_mixtures.test_restarts import count_receipts, published, write_recipe
 
 FILES = ("notes/shard-00001.bin", "sums/source.json", "notes/source.json", "phase1.lock.json")
 RAY = Options(kind="ray", workers=0)
@@ -50,7 +50,7 @@ def lose_a_node(cluster, when) -> threading.Thread:
     return thread
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeypatch):
     (tmp_path / "faults").mkdir()
     toy, local = (Toy(tmp_path / name, tmp_path / "faults", 6, 0.5) for name in ("toy", "local"))
@@ -79,7 +79,7 @@ def test_a_lost_node_changes_no_byte(s3, cluster, recipe_path, tmp_path, monkeyp
     prepare.prepare(recipe, tmp_path / "many", RAY, quiet, mirror)
     lost.join()
     assert not cluster.worker_nodes
-    assert receipts(tmp_path / "many") > 50
+    assert count_receipts(tmp_path / "many") > 50
     assert published(tmp_path / "many") == published(tmp_path / "one")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this process's copy

@@ -38,10 +38,8 @@ def reference(name: str) -> dict[str, packing.Packed]:
         at += len(tokens_of(unique[digest]))
     for file, digests in {**parts, shards.VALID: valid}.items():
         documents = [np.array(tokens_of(unique[each]), TOKEN) for each in digests]
-        keys, lengths = (
-            np.array([each % 2**64 for each in digests], np.uint64),
-            np.array(list(map(len, documents))),
-        )
+        keys = np.array([each % 2**64 for each in digests], np.uint64)
+        lengths = np.array(list(map(len, documents)))
         files[file] = packing.best_fit(np.concatenate(documents), lengths, keys, 48, SEED)
     return files
 
@@ -68,18 +66,17 @@ def test_every_document_is_indexed_where_it_begins_and_whole_if_it_fits(data):
     manifest, seen = shards.read_manifest(data / "notes"), []
     for entry in manifest["shards"]:
         tokens = np.fromfile(data / "notes" / entry["name"], TOKEN)
-        begins, (_, lengths, _) = (
-            np.flatnonzero(tokens == 1),
-            shards.read_documents(data / "notes" / entry["docs"]["name"]),
-        )
+        begins = np.flatnonzero(tokens == 1)
+        _, lengths, _ = shards.read_documents(data / "notes" / entry["docs"]["name"])
         assert len(begins) == len(lengths)
         for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
             text = text_of(tokens[begin : begin + min(length, 48)].tolist())
             seen.append(text)
             assert length > 48 or (begin // 48 == (begin + length - 1) // 48 and text in TEXTS)
     unique, train, _ = select(TEXTS, PLAN)
+    first_windows = [text_of(tokens_of(unique[each])[:48]) for each in train]
     assert sorted(seen) == sorted(
-        unique[each][: len(text_of(tokens_of(unique[each])[:48]))] for each in train
+        unique[each][: len(text)] for each, text in zip(train, first_windows, strict=True)
     )
     padding = sum(packed.padding for packed in reference("notes").values())
     assert manifest["unused"] == {"train_tokens": 0, "padding": padding}
@@ -124,12 +121,11 @@ def test_show_names_the_documents_of_a_window(data, monkeypatch):
     whole = [part for part in found["documents"] if part.get("document_tokens", 99) == part["tokens"]]
     assert whole
     assert all(part["text"] in TEXTS for part in whole)
-    wanted = lambda ids, _: ids == np.uint64(int(whole[0]["id"], 16))  # noqa: E731
-    (place,) = show.find(data / "phase1.lock.json", wanted, Console(quiet=True))
-    assert (place["shard"], place["token_offset"]) == (
-        found["shard"],
-        found["token_offset"] + whole[0]["begins"],
-    )
+    identity = np.uint64(int(whole[0]["id"], 16))
+    lock = data / "phase1.lock.json"
+    (place,) = show.find(lock, lambda ids, _: ids == identity, Console(quiet=True))
+    offset = found["token_offset"] + whole[0]["begins"]
+    assert (place["shard"], place["token_offset"]) == (found["shard"], offset)
     assert stats.write(data, ("notes",), Console(quiet=True))["sources"]["notes"]["lengths"]["longest"] > 700
 
 

@@ -1,8 +1,7 @@
-"""A stage whose units take as long, fail, or are killed as a test wants; `python -m` runs it in a
-process of its own.
+"""A stage whose units wait, fail, or are killed as a test wants; `python -m` runs it in a process of its own.
 
 A file with a unit's number in the folder `faults` says what befalls that unit: "value",
-"bug", "disk" or "kill".
+"bug", "disk", "kill", or "wait": until the file is gone.
 """
 
 from __future__ import annotations
@@ -51,6 +50,9 @@ class Toy:
             case "kill":
                 print("about to be killed", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "wait":
+                while fault.is_file():
+                    time.sleep(0.02)
         (folder / "number").write_text(str(unit.number))
         return {"documents": unit.number, "dropped": {"empty": 1, "too_long": 2}}
 
@@ -64,8 +66,8 @@ def run(toy: Toy, options: Options) -> str:
 
 
 if __name__ == "__main__":
-    out, faults, workers, wait_s = sys.argv[1:]
+    out, faults, workers = sys.argv[1:]
     from data_mixtures import prepare
 
-    toy = Toy(Path(out), Path(faults), 12, float(wait_s))
+    toy = Toy(Path(out), Path(faults), 12)
     sys.exit(prepare.reported(lambda: run(toy, Options(workers=int(workers)))))
