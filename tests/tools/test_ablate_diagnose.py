@@ -82,7 +82,7 @@ def test_losses_at_another_delay_are_those_of_a_model_of_that_delay():
         )
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_command_reads_a_run_of_the_ablation(prepared_data: Path, tmp_path: Path):
     (tmp_path / "run").mkdir()
     weights = {hf_name(name): weight for name, weight in build(CONFIG, None, 1).state_dict().items()}

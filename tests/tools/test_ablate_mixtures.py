@@ -32,6 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.rotate
 def test_mixtures_are_compared_in_bits_per_byte_by_seed(data: Path, tmp_path: Path, monkeypatch) -> None:
     losses = {("raw", 0): 2.0, ("raw", 1): 2.2, ("steps", 0): 1.9, ("steps", 1): 2.0}
     asked = []

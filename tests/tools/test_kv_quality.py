@@ -11,7 +11,7 @@ from tests.laneformer.serve.conftest import write_model
 from tools.kv_quality import Options, main
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_every_type_beside_fp32(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", max_position_embeddings=1024)
     (tmp_path / "text.txt").write_text("The sea was calm, and the ship went on. " * 400)

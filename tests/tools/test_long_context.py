@@ -175,7 +175,7 @@ def test_ropes_of_one_trunk_count_once_where_trunks_differ() -> None:
     assert ["rope", "yarn - theta", "keys", "6", "-0.010 ± 0.000", "+0.000 ± 0.000"] in lines
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_an_interrupted_experiment_ends_and_its_run_has_saved(tmp_path: Path) -> None:
     plan = {**TINY, "stages": [{**TINY["stages"][0], "tokens": 300_000}, TINY["stages"][1]]}  # type: ignore[index]
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(plan))
@@ -208,7 +208,7 @@ def test_an_interrupted_experiment_ends_and_its_run_has_saved(tmp_path: Path) ->
     assert (trained / f"checkpoint/step-{outcome['step']}").exists()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_whole_path_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = made_up_text(tmp_path)
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(TINY))

@@ -79,6 +79,7 @@ def published(runs: dict[str, tuple[int, str, str]]) -> dict:
     return json.loads(said.splitlines()[-1])
 
 
+@pytest.mark.rotate
 def test_published_sums(published: dict) -> None:
     one, two = published["phases"]
     assert one["parameters"]["total"] == two["parameters"]["total"] == 2_320_069_632
@@ -93,6 +94,7 @@ def test_published_sums(published: dict) -> None:
     assert published["total"]["cost"] == pytest.approx(2.5 * published["total"]["gpu_hours"], rel=1e-12)
 
 
+@pytest.mark.rotate
 def test_shipped_jobs_fit_their_gpus_and_their_data(published: dict) -> None:
     for phase in published["phases"]:
         assert phase["memory"]["total"] <= phase["usable_bytes"]
@@ -107,6 +109,7 @@ def test_shipped_jobs_fit_their_gpus_and_their_data(published: dict) -> None:
     )
 
 
+@pytest.mark.rotate
 def test_long_windows_fit_an_h200_and_not_80_gb(runs: dict[str, tuple[int, str, str]]) -> None:
     """As the comment of configs/phase3.toml says; its recipe keeps what the plan says, and what nobody has counted
     stays unknown.
@@ -131,6 +134,7 @@ def test_long_windows_fit_an_h200_and_not_80_gb(runs: dict[str, tuple[int, str, 
         assert f"{size / 1e9:.0f} GB" in page, "its figures are those of this command"
 
 
+@pytest.mark.rotate
 def test_long_windows_fit_80_gb_with_one_lane_a_gpu(runs: dict[str, tuple[int, str, str]]) -> None:
     """What configs/phase3.toml says of it; a layer's sums by their definition."""
     code, said, error = runs["one lane a GPU"]
@@ -173,6 +177,7 @@ def test_lanes_on_several_ranks_divide_what_is_theirs() -> None:
     assert parts["total"] < whole["total"] / 3
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize(("name", "command"), [("nemotron", "published"), ("nemotron-code", "with code")])
 def test_recipes_keep_what_their_runs_read_and_a_margin(runs, name: str, command: str) -> None:
     """The shipped `keep` is what the shipped jobs give, and no source is read more often for it
@@ -252,6 +257,7 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None
     assert preparation.toml([few | {"keep": 0.5}]) == "[keep]\ns = 0.5\n\n[files]\ns = 110\n"
 
 
+@pytest.mark.rotate
 def test_model_of_speed(runs: dict[str, tuple[int, str, str]], published: dict) -> None:
     """The rows of all phases are the same model; what it assumes is held by
     tests/tools/bench/test_train_traffic.py.
@@ -267,6 +273,7 @@ def test_model_of_speed(runs: dict[str, tuple[int, str, str]], published: dict) 
     assert f"= {days:.2f} days" in said
 
 
+@pytest.mark.rotate
 def test_every_calculator_says_the_same_of_2b_on_one_h200(runs: dict[str, tuple[int, str, str]]) -> None:
     """Decoding: tools.plan, tools.roofline and tools.bench cuda-model. Training: the plan and the rule that
     train-traffic follows, too (tests/tools/bench/test_train_traffic.py).
@@ -285,6 +292,7 @@ def test_every_calculator_says_the_same_of_2b_on_one_h200(runs: dict[str, tuple[
     assert phase["model_tokens_per_s"] == pytest.approx(trained)
 
 
+@pytest.mark.rotate
 def test_float8_in_the_plan(runs: dict[str, tuple[int, str, str]], published: dict) -> None:
     """A job with float8 has the model's speed of its recipe, and keeps less; the table compares all types."""
     code, said, error = runs["float8"]
@@ -354,6 +362,7 @@ def test_checkpoints_and_failures() -> None:
     assert c["hours_lost_per_failure"] == pytest.approx((250 * step_s + 600) / 3600)
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -369,6 +378,7 @@ def test_what_does_not_fit_is_refused(runs: dict[str, tuple[int, str, str]], nam
     assert said in error
 
 
+@pytest.mark.rotate
 def test_dry_run_of_the_whole_world(runs: dict[str, tuple[int, str, str]]) -> None:
     """192 ranks by a fake network, with the lanes, mesh and batch of phase 2; narrow, for CI's sake."""
     code, said, error = runs["dry run"]

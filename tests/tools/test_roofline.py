@@ -70,6 +70,7 @@ def test_tokens_by_link_meet_the_table_and_only_fall() -> None:
     assert fitted_layer_cost_s(faster, H200) > fitted_layer_cost_s(INPUTS, H200)
 
 
+@pytest.mark.rotate
 def test_the_command_writes_tables_and_plot(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.roofline", "--gpu", "mi300x", "--out", str(tmp_path / "out")]
     command += ["--page", str(tmp_path / "docs/benchmarks/page.md")]

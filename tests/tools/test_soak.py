@@ -19,7 +19,7 @@ CALM: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_some_seconds(shared: Shared) -> None:
     model = shared("soaked", lambda folder: write_model(folder, max_position_embeddings=512))
     found = Soak(model=model, minutes=0.1, clients=3).run()
@@ -47,6 +47,7 @@ def test_the_verdict(place: str, name: str, value: float, failed: list[str]) -> 
     assert verdict(found)["failed"] == failed
 
 
+@pytest.mark.rotate
 def test_hostile_bodies_are_within_the_limit() -> None:
     sizes = [len(body) for _, body in hostile()]
     assert max(sizes) > 4 * 2**20 - 2**12

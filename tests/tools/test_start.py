@@ -61,7 +61,7 @@ def test_files_and_links_exist() -> None:
     assert all((ROOT / "docs" / name).is_file() for name in links)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.parametrize("name", EXECUTED)
 def test_chat_and_serving_are_executed(name: str, model_folder: Path) -> None:
     """All but `make chat`, which has a test of its own; serving goes on with the model of the chat."""
@@ -105,7 +105,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.parametrize("program", sorted(PROGRAMS))
 def test_options_exist(program: str) -> None:
     done = subprocess.run(

@@ -57,7 +57,6 @@ def foreign_python(folder: Path) -> Path:
     return folder / "root"
 
 
-@pytest.mark.job
 @pytest.mark.proof(*PROOF)
 @pytest.mark.skipif(
     not (QEMU and shutil.which(CROSS) and shutil.which("apt-get")), reason="no cross-compiler or qemu"
@@ -82,7 +81,6 @@ def test_aarch64_gives_the_tokens_of_x86_64(tmp_path: Path) -> None:
     assert len({*here["fp16"], *here["int8"]}) > 5
 
 
-@pytest.mark.job
 @pytest.mark.proof(*PROOF)
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="no ziglang, a compiler for macOS")
 def test_macos_compiles(tmp_path: Path) -> None:

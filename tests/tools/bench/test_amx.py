@@ -46,6 +46,7 @@ def test_another_machine_is_refused_by_the_flag(
         amx.measure(amx.Options(), None)
 
 
+@pytest.mark.rotate
 def test_the_whole_command_on_two_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = LEVELS[-2:]
     page = tmp_path / "amx.md"

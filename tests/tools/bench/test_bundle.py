@@ -44,6 +44,7 @@ from tools.check.reference import tensors_of
 
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 pytestmark = [
+    pytest.mark.rotate,
     pytest.mark.skipif(bool(emulator.MISSING), reason=emulator.MISSING),
     pytest.mark.skipif(COMPILER is None, reason="the fake driver needs a C compiler"),
 ]

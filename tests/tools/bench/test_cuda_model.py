@@ -11,12 +11,14 @@ from tools.bench import cuda_model
 from tools.bench.__main__ import main
 
 
+@pytest.mark.rotate
 def test_shares_are_of_the_datasheet_and_of_what_reads_reach() -> None:
     found = cuda_model.modelled("central", flavor="300m")
     assert found["percent_of_datasheet"] == pytest.approx(0.9 * found["percent_of_probe"], abs=1e-5)
     assert found["exposed_us_per_layer"] > 0
 
 
+@pytest.mark.rotate
 def test_the_page_says_that_it_is_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

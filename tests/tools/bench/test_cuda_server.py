@@ -14,6 +14,7 @@ from tools.bench import cuda_server
 TINY = LaneformerConfig.from_flavor("tiny")
 
 
+@pytest.mark.rotate
 def test_our_server_streams_random_weights() -> None:
     """Greedy tokens of the random model: the client sees as many as it asked for, some in one text, which
     thousands a second make long.

@@ -119,6 +119,7 @@ def loop_of(config: LaneformerConfig, tensors: Any, dtype: str, *_: Any, **__: A
     return LoopPasses(config, tensors, dtype)
 
 
+@pytest.mark.rotate
 def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_processes.shutil, "which", lambda name: None)
     results = {
@@ -156,7 +157,7 @@ def test_every_step_gives_what_the_report_shows(session: Session, monkeypatch: p
     assert "compute-sanitizer is not on the PATH" in page
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_everything_is_compiled_at_once_and_what_is_late_is_named(
     session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -182,6 +183,7 @@ def test_everything_is_compiled_at_once_and_what_is_late_is_named(
     assert len(made) == report["units"] - 7
 
 
+@pytest.mark.rotate
 def test_kernels_are_compiled_in_order(tmp_path: Path) -> None:
     """What is needed first is there first; what the time does not suffice for is late."""
 
@@ -220,6 +222,7 @@ def test_room_is_made_where_it_is_needed(session: Session, monkeypatch: pytest.M
     assert needed < 22.5e9, "of a 24 GB card"
 
 
+@pytest.mark.rotate
 def test_no_model_of_the_reference_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are two there at a time."""
     alive, most = weakref.WeakSet[Any](), list[int]()
@@ -239,6 +242,7 @@ def test_no_model_of_the_reference_is_left(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(truth.greedy(prompt, 5)[0]) for prompt in prompts] == [5, 5]
 
 
+@pytest.mark.rotate
 def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = StandIn.scores
     monkeypatch.setattr(StandIn, "scores", lambda self, text: exact(self, text).roll(1, -1))
@@ -248,6 +252,7 @@ def test_a_wrong_engine_fails_the_whole_verdict(session: Session, monkeypatch: p
     assert "passes: greedy tokens" in found["failed"]
 
 
+@pytest.mark.rotate
 def test_without_the_kernel_of_passes_the_graph_is_measured(session: Session) -> None:
     session.without = ("passes",)
     with pytest.raises(RuntimeError, match="the passes version failed at its first tokens"):

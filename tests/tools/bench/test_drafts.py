@@ -33,6 +33,7 @@ def test_edits_of_this_repository_are_found() -> None:
     assert len(found.old) in drafts.FILE_CHARS
 
 
+@pytest.mark.rotate
 def test_speeds_are_measured_and_drafts_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "edits", lambda: iter([EDIT]))
     fix_costs(monkeypatch)

@@ -93,7 +93,7 @@ def test_a_disturbed_fifth_does_not_count():
     np.testing.assert_array_equal(exchange.calmest(seconds), np.full(18, 5.0))
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_command_measures_resumes_and_draws(tmp_path: Path, capsys):
     arguments = [
         "--model",

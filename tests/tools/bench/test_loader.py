@@ -16,7 +16,7 @@ from tools.bench.loader_baselines import LOADERS
 from tools.bench.loader_process import worst_deviation
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loader_baselines, "FOLDER", tmp_path)
     out = tmp_path / "loader.md"
@@ -37,7 +37,7 @@ def test_ours_and_a_baseline_on_the_same_windows(tmp_path, capsys, monkeypatch):
     assert "--no-deps --target" in text
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.parametrize("name", [*loader_baselines.PACKAGES])
 def test_a_baseline_reads_the_same_windows(name, tmp_path):
     if line := loader_baselines.install(name):

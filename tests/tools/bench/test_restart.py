@@ -12,6 +12,7 @@ from tools.bench.__main__ import main
 ARGUMENTS = ["restart", "--config", "tiny", "--dtype", "bf16", "--tokens", "200", "--threads", "1", "--json"]
 
 
+@pytest.mark.rotate
 def test_a_prompt_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     main(ARGUMENTS)
     (row,) = json.loads(capsys.readouterr().out)["rows"]

@@ -25,7 +25,7 @@ def model(tmp_path):
     return llamacpp.random_gguf(LaneformerConfig.from_flavor("tiny", **SMALL), "bf16", tmp_path)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_what_a_token_costs_is_measured_on_real_processes(model, monkeypatch):
     monkeypatch.setattr(serve, "random_gguf", lambda config, dtype: model)
     options = Options(workloads=("cost",), pairs=1, new_tokens=16, threads=1)
@@ -52,6 +52,7 @@ def test_ratios_above_one_are_ours():
     assert (seconds["better"], seconds["ahead"], seconds["median"]) == (2, 2, 0.4)
 
 
+@pytest.mark.rotate
 def test_what_is_not_installed_is_said_and_the_rest_is_measured(model, monkeypatch, tmp_path):
     monkeypatch.setattr(serve_client, "FOLDER", tmp_path)
     monkeypatch.setattr(serve_client.shutil, "which", lambda *arguments, **options: None)
@@ -65,6 +66,7 @@ def test_what_is_not_installed_is_said_and_the_rest_is_measured(model, monkeypat
     assert set(result["workloads"]["ttft"]["rows"]) == {"4 words, s"}
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("workload", ["together", "long", "edited"])
 def test_workloads_give_figures(workload):
     with Server("null", [sys.executable, "-m", "tools.bench.serve_client"]) as server:

@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 from data_mixtures import tokenizer
 from data_mixtures.recipe import TokenizerTraining
 from tools.bench import text as benchmark
 from tools.bench.__main__ import main
 
 
+@pytest.mark.rotate
 def test_all_candidates_have_a_figure(tmp_path, capsys):
     text = ["".join(f"word{i} def f(x): return {i}\n" for i in range(2000))]
     (tmp_path / "small.model").write_bytes(tokenizer.train(text, TokenizerTraining(300, 10**6, 0.999)))

@@ -126,6 +126,7 @@ def test_a_kernel_of_the_models_own_counts_as_elementwise() -> None:
     assert [(kernel.kind, kernel.bytes) for kernel in kernels] == [("elementwise", 2 * ONE)]
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("recipe", ["none", "rowwise"])
 def test_the_command(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -175,7 +176,6 @@ def shipped() -> sm90.Recorder:
 
 
 @pytest.mark.proof(*JOBS)
-@pytest.mark.job
 def test_every_graph_of_the_shipped_job_becomes_triton_code(shipped: sm90.Recorder) -> None:
     """fullgraph is the trainer's; what Inductor cannot lower raises."""
     labels = [label for label, _ in shipped.calls]
@@ -189,7 +189,6 @@ def test_every_graph_of_the_shipped_job_becomes_triton_code(shipped: sm90.Record
 
 
 @pytest.mark.proof(*JOBS)
-@pytest.mark.job
 def test_a_step_moves_no_more_bytes_than_it_did(shipped: sm90.Recorder) -> None:
     for layer, (forward, backward) in enumerate(train_traffic.layers_of(shipped)):
         moved = [graph.bytes("elementwise") / W for graph in (forward, backward)]
@@ -205,7 +204,6 @@ def in_float8() -> sm90.Recorder:
 
 
 @pytest.mark.proof(*JOBS)
-@pytest.mark.job
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 @pytest.mark.parametrize("float8", ["", "rowwise"])
 def test_the_plan_knows_what_was_counted(request: pytest.FixtureRequest, float8: str, gpu: str) -> None:

@@ -349,7 +349,7 @@ def test_decay_starts_in_the_stable_part(undisturbed: Path, tmp_path: Path) -> N
     assert start.run == tmp_path / "skipped-decay-24+4"
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_decay_branch(undisturbed: Path, checkout: Path, tmp_path: Path) -> None:
     """From step 24 of the stable part the rate falls to its minimum at step 28; up to 24 it
     is the parent's run.

@@ -30,7 +30,7 @@ from tests.tools.launch.slurm_cluster import SlurmCluster, missing, wait_for
 from tools.launch.script import Cluster, batch_script
 
 pytestmark = [
-    pytest.mark.job,
+    pytest.mark.rotate,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         bool(missing()), reason=f"no {', '.join(missing())} here: `make packages` installs a Slurm"
