@@ -197,7 +197,7 @@ def test_a_dry_run_prints_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_local_launch_trains_from_its_snapshot(checkout: Path, prepared_data: Path, tmp_path: Path) -> None:
     run, lock = tmp_path / "run", prepared_data / "phase1.lock.json"
     short = ("--training.steps", "2", "--lr_scheduler.warmup_steps", "1", "--mixture.lock", str(lock))
