@@ -9,7 +9,6 @@ from tools.bench import harness
 
 BENCHMARKS = {
     "decode": "decode speed on the CPU, alternating with llama.cpp and Transformers",
-    "serve": "the server over HTTP, alternating with llama.cpp's servers; its cost over the engine",
     "latency": "what the delay hides: tokens/s against an injected latency of the link between lanes",
     "train": "training speed, alternating with TorchTitan's Llama",
     "train-traffic": "bytes and FLOPs of a training step on an H100, from the compiler's schedule; needs no GPU",

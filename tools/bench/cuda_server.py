@@ -8,22 +8,102 @@ is ours: `laneformer serve` without a folder. Both stream over the same API; the
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import importlib.util
 import json
+import re
+import subprocess
 import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 from laneformer import Engine, LaneformerConfig
 from laneformer.serve.app import run
 from laneformer.serve.options import ServerOptions
-from tools.bench.harness import version
-from tools.bench.serve_client import Server
+from tools.bench.harness import ROOT, version
+from train.supervise.attempt import free_port
 
 SGLANG = "pip install 'sglang==0.5.18'"
+START_S, TIMEOUT_S = 120.0, 300.0
+EVENT = re.compile(rb"data: (\{.*?\})\r?\n\r?\n", re.DOTALL)
 LLAMA = Path("build/llama-of-the-same-matrices")
+
+
+class Answer(NamedTuple):
+    sent_s: float  # time.perf_counter()
+    arrivals_s: np.ndarray  # of each text, from then on
+    tokens: int  # texts, where the answer ended before its limit
+    ttft_s: float
+    tokens_per_s: float
+
+
+@dataclass
+class Server:
+    """A server process, started by `with`."""
+
+    name: str
+    command: Sequence[str]
+    about: str = ""
+    missing: str = ""  # how to install it
+
+    def __enter__(self) -> Server:
+        """RuntimeError with its last lines where it does not come up."""
+        self.port, self.log, end_s = free_port(), tempfile.TemporaryFile("w+"), time.monotonic() + START_S
+        command = [*self.command, "--port", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, cwd=ROOT)
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > end_s:
+                self.log.seek(0)
+                self.process.kill()
+                raise RuntimeError(f"{self.name} did not start: {self.log.read()[-1500:]}")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models"):
+            return True
+        return False
+
+    def ask(self, path: str, **body: Any) -> Answer:
+        """Stream one greedy answer; what came is parsed after the last byte."""
+        payload = json.dumps({"model": "model", "stream": True, "temperature": 0, **body})
+        pieces, times, finish_reason = list[tuple[float, bytes]](), list[float](), None
+        sent_s = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
+        with contextlib.closing(connection):
+            connection.request("POST", path, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(
+                    f"{self.name}: status {response.status} of {path}: {response.read()[:500]!r}"
+                )
+            while piece := response.read1(65536):
+                pieces.append((time.perf_counter() - sent_s, piece))
+        ends = np.cumsum([len(piece) for _, piece in pieces])
+        for found in EVENT.finditer(b"".join(piece for _, piece in pieces)):
+            for choice in json.loads(found[1]).get("choices", []):
+                if choice.get("text") or choice.get("delta", {}).get("content"):
+                    times.append(pieces[int(np.searchsorted(ends, found.end()))][0])
+                finish_reason = choice["finish_reason"] or finish_reason
+        if not times:
+            raise RuntimeError(f"{self.name}: an answer without text: {pieces[-3:]}")
+        tokens = body["max_tokens"] if finish_reason == "length" else len(times)
+        return Answer(
+            sent_s, np.array(times), tokens, times[0], (tokens - 1) / max(times[-1] - times[0], 1e-9)
+        )
 
 
 def made_up(vocab_size: int) -> Tokenizer:

