@@ -175,8 +175,5 @@ flaky: setup
 	trap 'kill $$(jobs -p)' EXIT; for i in 1 2; do while :; do :; done & done; \
 	  for i in $$(seq 10); do $(PYTEST) -m "$(UNIT)" || exit 1; done
 
-wheel: setup
-	$(BIN)/python -m tools.wheels
-
 clean:
 	rm -rf build dist runs/demo

@@ -17,6 +17,7 @@ from tools.check import readme
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FROZEN = "Repeat at commit "
 OURS = ("records", "laneformer", "data_mixtures", "train", "evals", "tools", "examples")
 
 
@@ -32,11 +33,14 @@ def test_commands_and_links() -> None:
 
 
 def faults_of(page: Path) -> Iterator[str]:
-    """Commands whose module cannot be run, job files and links that lead nowhere."""
+    """Commands whose module cannot be run, job files and links that lead nowhere; a page with a commit of its own
+    has links alone.
+    """
     text = page.read_text(encoding="utf-8")
-    modules = {name for name in re.findall(r"-m ([\w.]+\w)", text) if name.split(".")[0] in OURS}
+    commands = "" if FROZEN in text else text
+    modules = {name for name in re.findall(r"-m ([\w.]+\w)", commands) if name.split(".")[0] in OURS}
     yield from (name for name in modules if not exists(name) and not name.endswith(".NAME"))
-    files = re.findall(r"(?:configs|data_mixtures|examples)/[\w-]+\.toml", text)
+    files = re.findall(r"(?:configs|data_mixtures|examples)/[\w-]+\.toml", commands)
     yield from (name for name in files if not (ROOT / name).is_file())
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     yield from (link for link in links if link and not (page.parent / link).exists())
@@ -46,6 +50,16 @@ def test_what_leads_nowhere_is_named(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("`python -m tools.gone x`, configs/gone.toml, [here](page.md#a) and [there](gone.md)")
     assert list(faults_of(page)) == ["tools.gone", "configs/gone.toml", "gone.md"]
+
+
+def test_no_page_promises_an_index() -> None:
+    """docs/release.md says what it takes; until then, `pip install laneformer` would install whatever somebody
+    registers.
+    """
+    promise = re.compile(r"(pipx?|uv)\b.*\b(install|run)\b[^.\n]*?[\s\"']laneformer\b(?!-)")
+    found = [f"{page.name}: {line}" for page in PAGES if page.name != "release.md"
+             for line in page.read_text().splitlines() if promise.search(line)]  # fmt: skip
+    assert found == [], "say `pip install .` from a checkout"
 
 
 def test_files_named_by_the_architecture_page_exist() -> None:
