@@ -259,9 +259,7 @@ def test_files_are_limited_where_a_listing_knows_them_and_much_is_left() -> None
 
 @pytest.mark.rotate
 def test_model_of_speed(runs: dict[str, tuple[int, str, str]], published: dict) -> None:
-    """The rows of all phases are the same model; what it assumes is held by
-    tests/tools/bench/test_train_traffic.py.
-    """
+    """The rows of all phases are the same model."""
     phase = published["phases"][0]
     rates = phase["model_tokens_per_s"]
     assert (
@@ -275,9 +273,7 @@ def test_model_of_speed(runs: dict[str, tuple[int, str, str]], published: dict) 
 
 @pytest.mark.rotate
 def test_every_calculator_says_the_same_of_2b_on_one_h200(runs: dict[str, tuple[int, str, str]]) -> None:
-    """Decoding: tools.plan, tools.roofline and tools.bench cuda-model. Training: the plan and the rule that
-    train-traffic follows, too (tests/tools/bench/test_train_traffic.py).
-    """
+    """Decoding: tools.plan, tools.roofline and tools.bench cuda-model. Training: the plan and its rule."""
     code, said, error = runs["h200"]
     assert code == 0, error
     result, h200 = json.loads(said), INPUTS.card("h200")

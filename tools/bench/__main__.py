@@ -11,7 +11,6 @@ BENCHMARKS = {
     "decode": "decode speed on the CPU, alternating with llama.cpp and Transformers",
     "latency": "what the delay hides: tokens/s against an injected latency of the link between lanes",
     "train": "training speed, alternating with TorchTitan's Llama",
-    "train-traffic": "bytes and FLOPs of a training step on an H100, from the compiler's schedule; needs no GPU",
     "quality": "what 8- and 4-bit weights lose, beside llama.cpp's types",
     "cuda": "correctness and speed of the CUDA engine",
     "cuda-model": "what a model of its stalls and rings says of that speed; needs no GPU",

@@ -352,7 +352,7 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
 
 
 def modelled(tokens_per_s: dict[str, float], phase: Result) -> str:
-    """Speed and days by tools/plan/speed.py; assumptions: `python -m tools.bench train-traffic`."""
+    """Speed and days by tools/plan/speed.py; assumptions: docs/benchmarks/2026-11-24-train-traffic.md."""
     low, middle, high = tokens_per_s.values()
     days = phase["compute"]["days"] * phase["tokens_per_s_per_gpu"] / middle
     return f"{middle:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}) = {days:.2f} days"

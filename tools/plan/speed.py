@@ -1,9 +1,8 @@
 """A model of training speed on one GPU: assumed shares of its datasheet, and the bytes and FLOPs that they
 divide. Nothing is measured.
 
-`python -m tools.bench train-traffic` counts a step's kernels and gives them to `step_ms`; the plan, which
-may not take minutes, gives it sums that a test holds to that count. `python -m tools.bench train`
-measures, on a GPU.
+The bytes that a layer moves were counted in the compiler's code (docs/benchmarks/2026-11-24-train-traffic.md).
+`python -m tools.bench train` measures, on a GPU.
 
     W  the residual streams of all lanes of one micro-batch
 """
