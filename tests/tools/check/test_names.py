@@ -20,6 +20,7 @@ CHECKS = [
     ("train", "tools.acceptance", []),
 ]  # fmt: skip
 
+
 @pytest.mark.parametrize(
     ("name", "module", "options"),
     [
