@@ -29,12 +29,6 @@ class Card:
     memory_bytes: float = math.nan
     peak_flops: float = math.nan  # bf16, dense
     link_bytes_per_s: float = math.nan  # NVLink or its like, in each direction
-    multiprocessors: int = 0
-    shared_kib: int = 0
-    architecture: int = 0
-    clock_ghz: float = math.nan
-    warp_threads: int = 32
-    chiplets: int = 1
     usable_bandwidth: float = math.nan  # as the published ceilings take it
     published_tokens_per_s: float = math.nan
 

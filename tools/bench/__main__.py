@@ -13,7 +13,6 @@ BENCHMARKS = {
     "train": "training speed, alternating with TorchTitan's Llama",
     "quality": "what 8- and 4-bit weights lose, beside llama.cpp's types",
     "cuda": "correctness and speed of the CUDA engine",
-    "cuda-model": "what a model of its stalls and rings says of that speed; needs no GPU",
 }
 
 

@@ -31,11 +31,10 @@ from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from records.files import read_lines
 from records.usage import cost, money
-from tools.cards import INPUTS, Card
+from tools.cards import INPUTS
 from tools.markdown import table
 from tools.plan import preparation, speed, sums
 from tools.synthetic import write_synthetic_lock
-from tools.timeline import interval
 from train.gold import gold_cost
 from train.job_config import load_job
 
@@ -133,16 +132,7 @@ def plan(options: Options, overrides: list[str]) -> Result:
     priced = [p["compute"]["cost"] for p in phases]
     totals["cost"] = None if None in priced else sum(priced)
     hardware = {key: getattr(options, key) for key in ("gpu", "gpus", "gpus_per_node", "network_gbit_per_s")}
-    decode = decode_tokens_per_s(job.config, card)
-    return {**hardware, "phases": phases, "total": totals, "decode_tokens_per_s": decode, "preparation": data}
-
-
-def decode_tokens_per_s(config: LaneformerConfig, card: Card) -> dict[str, float] | None:
-    """Of one request on one GPU, by case; None where the GPU engine has no kernel for the model or the card."""
-    try:
-        return interval(config, card)
-    except ValueError:
-        return None
+    return {**hardware, "phases": phases, "total": totals, "preparation": data}
 
 
 def facts(titan_job: Any, gpus: int) -> sums.Job:
@@ -309,10 +299,6 @@ def show(result: Result, console: Console) -> None:
         sizes = (f"{total[key]:.4g}" for key in ("tokens", "flops"))
         row = [*sizes, f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}", cost]
         show_table(console, "all phases", ["tokens", "FLOPs", "days", "GPU-hours", "cost"], [row])
-    if decode := result["decode_tokens_per_s"]:
-        low, middle, high = decode.values()
-        said = f"{middle:,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
-        console.print(f"one request on one {result['gpu']}, by the model of tools/timeline.py: {said}")
 
 
 def show_table(console: Console, title: str, columns: list[str], rows: list[list[str]]) -> None:

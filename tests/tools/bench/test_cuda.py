@@ -17,17 +17,16 @@ from tools.bench import cuda
 from tools.bench.cuda import Part, markdown, run_part
 from tools.check.reference import weights_of
 
-PART = Part("Decode", "decode", "tiny", 60)
 FIGURE = 'print(\'figure ["depth 0", {"tokens_per_s": 900.0}]\', flush=True)'
 
 
 def run_program(monkeypatch: pytest.MonkeyPatch, program: str, limit_s: float = 60) -> tuple[dict, int]:
     """The figures of a part whose process runs this program, and how often they were saved."""
     start, figures, saved = subprocess.Popen, dict[str, Any](), list[int]()
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **how: start([sys.executable, "-c", program], **how)
-    )
-    run_part(Part("Decode", "decode", "tiny", limit_s), figures, lambda: saved.append(len(figures)))
+    command = [sys.executable, "-c", program]
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda _, **how: start(command, **how))
+        run_part(Part("Decode", "decode", "tiny", limit_s), figures, lambda: saved.append(len(figures)))
     return figures, len(saved)
 
 
