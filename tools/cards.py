@@ -11,8 +11,7 @@ from typing import Any
 
 import tomli
 
-CASES = ("pessimistic", "central", "optimistic")
-Row = dict[str, Any]  # value, or one for each case; unit, kind, source
+Row = dict[str, Any]  # value, unit, kind, source
 
 
 @cache
@@ -29,12 +28,6 @@ class Card:
     memory_bytes: float = math.nan
     peak_flops: float = math.nan  # bf16, dense
     link_bytes_per_s: float = math.nan  # NVLink or its like, in each direction
-    multiprocessors: int = 0
-    shared_kib: int = 0
-    architecture: int = 0
-    clock_ghz: float = math.nan
-    warp_threads: int = 32
-    chiplets: int = 1
     usable_bandwidth: float = math.nan  # as the published ceilings take it
     published_tokens_per_s: float = math.nan
 
@@ -57,9 +50,8 @@ class Inputs:
             rows[name] = {**rows[name], "value": value, "kind": "given", "source": "the command line"}
         return cls(rows)
 
-    def at(self, name: str, case: str = "central") -> float:
-        row = self.rows[name]
-        value: float = row["value"] if "value" in row else row[case]
+    def at(self, name: str) -> float:
+        value: float = self.rows[name]["value"]
         return value
 
     def cards(self, *needed: str) -> list[Card]:
@@ -92,13 +84,11 @@ INPUTS = Inputs.read()
 
 
 def input_rows(rows: Mapping[str, Row]) -> list[Row]:
-    """For a table: every input, its value or its values by case, unit, kind and source."""
+    """For a table: every input, its value, unit, kind and source."""
     return [
         {
             "input": name,
-            "value": f"{row['value']:g}"
-            if "value" in row
-            else ", ".join(f"{case} {row[case]:g}" for case in CASES),
+            "value": f"{row['value']:g}",
             **{about: row[about] for about in ("unit", "kind", "source")},
         }
         for name, row in rows.items()

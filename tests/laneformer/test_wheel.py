@@ -1,11 +1,8 @@
-"""The wheel of tools.wheels, installed in a fresh environment elsewhere with its few dependencies, decodes a model
-without torch.
-"""
+"""The wheel, installed in a fresh environment elsewhere with its few dependencies, decodes a model without torch."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import zipfile
@@ -14,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config, write_folder
-from tools.wheels import built, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAYGROUND = ROOT / "models/laneformer/serve/playground"
@@ -35,10 +31,9 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.mark.job
 def test_the_wheel_decodes_elsewhere(tmp_path):
-    wheel = built(machine(), tmp_path / "dist")
-    assert re.search(r"-(cp3\d+-cp3\d+|cp312-abi3)-manylinux_2_(2\d|3[0-4])_\w+\.whl$", wheel.name), (
-        wheel.name
-    )
+    build = ("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", tmp_path / "dist")
+    run(sys.executable, *build, ROOT, cwd=tmp_path)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("laneformer/engine/cpu/_core.") for name in names)
     sources = {name for name in names if name.endswith((".cpp", ".h"))}

@@ -263,6 +263,7 @@ def test_the_plan_of_the_h100_runs_is_a_calculation_with_its_price():
 SIZES = ("0m5", "1m", "2m5", "10m", "30m", "100m")
 
 
+@pytest.mark.rotate
 def test_every_variant_and_size_of_the_shipped_config_builds():
     plan = Plan.read(Options(SHIPPED, Path("unused"), sizes=SIZES))
     assert "512" in repr(recipe_file.load(Path("data_mixtures/ablation.toml")).tokenizer)
@@ -286,7 +287,7 @@ def test_rates_and_seeds_that_are_asked_for_take_the_place_of_the_configs():
     assert {(job.learning_rate, job.seed) for job in jobs} == {(7e-4, 0), (7e-4, 9), (3e-3, 0), (3e-3, 9)}
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_shipped_trainer_trains_neighbours_and_delay_0_to_the_last_bit(
     prepared_data: Path, tmp_path: Path
 ):
@@ -326,6 +327,7 @@ def run(config: Path, out: Path, *flags: str) -> tuple[int, str]:
     return ask(job), log.read_text()
 
 
+@pytest.mark.rotate
 def test_one_command_at_a_time_trains_into_a_folder(tmp_path: Path):
     with hold_lock(tmp_path / ".lock", "held"):
         second = subprocess.run(command(SHIPPED, tmp_path), capture_output=True, text=True, timeout=900)
@@ -359,7 +361,7 @@ def losses(out: Path) -> dict[tuple[str, int], float]:
     return {(row["variant"], row["seed"]): row["valid_loss"] for row in rows}
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data: Path, tmp_path: Path):
     config, out = toy(prepared_data, tmp_path / "toy.toml"), tmp_path / "out"
     flags = ("--variants", "delay_0", "delay_2", "ladder", "lost_lane")
@@ -407,6 +409,7 @@ def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data
     assert "holds results of another warmup_ratio" in said
 
 
+@pytest.mark.rotate
 def test_where_a_run_fails_only_runs_are_ended(tmp_path: Path):
     """Other children of this process, as a server of other tests, go on."""
     child = subprocess.Popen(["sleep", "600"])
@@ -419,7 +422,7 @@ def test_where_a_run_fails_only_runs_are_ended(tmp_path: Path):
     child.kill()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_an_interrupted_ablation_leaves_no_run_behind_and_its_runs_have_saved(
     prepared_data: Path, tmp_path: Path
 ):
@@ -441,7 +444,7 @@ def test_an_interrupted_ablation_leaves_no_run_behind_and_its_runs_have_saved(
     assert not (out / "results.jsonl").exists()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_branches_leave_the_baseline_with_all_that_it_has(prepared_data: Path, tmp_path: Path):
     """One with the baseline's own joins ends as it does, to the last bit."""
     config = toy(prepared_data, tmp_path / "toy.toml")
@@ -492,7 +495,7 @@ def test_a_run_that_nothing_can_leave_is_named(tmp_path: Path):
         run_job(plan.job("1m", "delay_1", 0, 3e-3), plan.training, tmp_path, keep_weights=False)
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_a_run_that_diverges_has_no_loss_and_ends_nothing(prepared_data: Path, tmp_path: Path):
     config = toy(prepared_data, tmp_path / "toy.toml")
     config.write_text(config.read_text().replace("learning_rates = [3e-3]", "learning_rates = [1e30, 3e-3]"))
@@ -504,6 +507,7 @@ def test_a_run_that_diverges_has_no_loss_and_ends_nothing(prepared_data: Path, t
     ]  # fmt: skip
 
 
+@pytest.mark.rotate
 def test_runs_that_end_at_once_are_exported_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -528,7 +532,7 @@ def test_runs_that_end_at_once_are_exported_one_after_the_other(
     assert [one["valid_loss"] for one in each] == [2.0, 2.0]
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_gpus_path_at_toy_size_on_a_cpu(prepared_data: Path, tmp_path: Path):
     found = []
     for name, more in {"plain": "", "gpu": 'bf16 = true\ncompile = "aot_eager"'}.items():

@@ -148,6 +148,7 @@ def test_what_is_refused(trained: Path, tmp_path: Path) -> None:
     check_contents(out / "checkpoint/step-30")
 
 
+@pytest.mark.job
 def test_interrupted_it_leaves_nothing(trained: Path, tmp_path: Path) -> None:
     """A SIGTERM while the tensors are written: neither the folder nor its temporary one stays behind."""
     program = (

@@ -7,20 +7,16 @@ import math
 import pytest
 
 from laneformer.engine.cuda.bandwidth import DATASHEET
-from laneformer.engine.cuda.geometry import H200
-from tools.bench import sm90
-from tools.cards import CASES, INPUTS, Inputs, tables
-from tools.timeline import GEOMETRY, machine_of
+from tools.cards import INPUTS, Inputs, tables
 
-KINDS = {"datasheet", "announced", "published", "measured", "counted", "assumed"}
+KINDS = {"datasheet", "announced", "published", "measured", "assumed"}
 
 
 def test_every_row_says_what_it_is_and_where_it_comes_from() -> None:
     for name, row in INPUTS.rows.items():
         assert row["kind"] in KINDS, name
         assert row["source"], name
-        assert row["unit"], name
-        assert row.keys() - {"kind", "source", "unit"} in ({"value"}, set(CASES)), name
+        assert row.keys() == {"value", "kind", "source", "unit"}, name
         assert row["kind"] != "measured" or "docs/benchmarks/" in row["source"], f"{name}: on which page?"
     for name in tables()["cards"]:
         INPUTS.card(name)  # no row that Card does not know
@@ -31,13 +27,6 @@ def test_the_datasheet_that_ships_is_this_one() -> None:
     rows = {name: card["bandwidth_bytes_per_s"] for name, card in tables()["cards"].items()}
     ours = [(name, row["value"]) for name, row in rows.items() if row["source"].startswith("NVIDIA")]
     assert [(name, rate) for name, rate in ours if rows[name]["kind"] == "datasheet"] == list(DATASHEET)
-
-
-def test_the_engine_and_the_fake_h100_know_the_same_cards() -> None:
-    assert machine_of(INPUTS.card("h200")) == H200
-    h100 = INPUTS.card("h100")
-    assert sm90.H100.multi_processor_count == h100.multiprocessors
-    assert sm90.H100.shared_memory_per_block_optin == 1024 * h100.shared_kib
 
 
 @pytest.mark.parametrize(
@@ -63,13 +52,11 @@ def test_a_card_is_found_by_a_users_name_and_missing_rows_are_refused() -> None:
         ValueError, match=r"no datasheet with peak_flops of GPU 'mi450'; choose from .* MI300X$"
     ):
         INPUTS.card("mi450", "peak_flops")
-    assert INPUTS.card("rtx 40", *GEOMETRY).name == "RTX 4090"
 
 
 def test_a_replaced_input_counts_and_an_unknown_one_is_refused() -> None:
     faster = Inputs.read({"link.custom_s": 1e-6, "h200.bandwidth_bytes_per_s": 5e12})
     assert faster.rows["link.custom_s"]["kind"] == "given"
     assert faster.card("H200").bandwidth_bytes_per_s == 5e12
-    assert Inputs.read({"decode.memory_share": 0.5}).at("decode.memory_share", "optimistic") == 0.5
     with pytest.raises(ValueError, match=r"no input 'link.custom'; choose from .*link.custom_s"):
         Inputs.read({"link.custom": 1e-6})

@@ -223,6 +223,7 @@ def test_shares_grow_from_the_top_down() -> None:
         check(late, DEPTH, 3)
 
 
+@pytest.mark.rotate
 def test_the_map_is_that_of_whole_runs(folder: Path, tmp_path: Path) -> None:
     """Prefixes that are computed once give what a run through all layers gives; a
     second call computes nothing.
@@ -280,6 +281,7 @@ def weights_of(out: Path, step: int, model: Laneformer) -> dict[str, Tensor]:
     return load_weights(out / f"run/checkpoint/step-{step}", model.config)
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize(("bfloat16", "end"), [(False, "dropped"), (True, "flushed")])
 def test_the_shipped_trainer_distils_late_layers_and_resumes(
     folder: Path, prepared: Path, tmp_path: Path, bfloat16: bool, end: str
@@ -316,6 +318,7 @@ def divergence(model: Laneformer, ids: Tensor, late: list[float], end: str) -> f
     return (dense.exp() * (dense - student)).sum(-1).mean().item()
 
 
+@pytest.mark.rotate
 def test_distillation_brings_the_loss_back(folder: Path, prepared: Path, tmp_path: Path) -> None:
     """On the text that it learns from, and, with all layers late, on the text that is held out."""
     plan = Plan.read(write_config(folder, tmp_path, **for_steps(60, 60), optimizer__lr=3e-3,
@@ -382,6 +385,7 @@ def test_bits_per_byte_of_a_uniform_guess(folder: Path) -> None:
     assert math.log(256) * bits_per_byte(tokenizer, ids) == pytest.approx(8)
 
 
+@pytest.mark.rotate
 def test_what_cannot_be_recovered_says_why_and_keeps_its_map(tmp_path: Path) -> None:
     values = {**CASE.values, "num_hidden_layers": 2}
     qwen = with_text(write_folder(Case("Qwen2", values), tmp_path / "qwen"))
@@ -420,6 +424,7 @@ def write_config(folder: Path, tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.rotate
 def test_results_of_another_model_are_not_taken(folder: Path, tmp_path: Path) -> None:
     """Folders of two runs often have one name: the second's map once was the first's, in silence."""
     config, other = write_config(folder, tmp_path), tmp_path / "other" / folder.name
@@ -430,7 +435,7 @@ def test_results_of_another_model_are_not_taken(folder: Path, tmp_path: Path) ->
         delay_a_model(config, other, tmp_path / "out", ("map",))
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.timeout(2400)  # five starts of the command, four of a trainer
 def test_the_whole_command_killed_resumed_and_exported(folder: Path, tmp_path: Path) -> None:
     config, out = write_config(folder, tmp_path, **for_steps(400, 100)), tmp_path / "out"

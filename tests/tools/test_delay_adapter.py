@@ -129,6 +129,7 @@ def test_ranks_and_layers_that_cannot_be() -> None:
         check(replace(LORA, first_late_layer=2, lora_first_layer=1), DEPTH, TRAINED)
 
 
+@pytest.mark.rotate
 def test_the_shipped_trainer_trains_the_adapter_alone(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "prepared"
     model, checkpoint = cut(folder, 3)
@@ -155,7 +156,7 @@ def test_the_shipped_trainer_trains_the_adapter_alone(folder: Path, tmp_path: Pa
     assert {name for name in dense if not torch.equal(changed[name], dense[name])} == CHANGED | scales
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_the_command_leaves_an_adapter_and_its_model(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     changes = {
@@ -190,7 +191,7 @@ freezes at zero. A function that returns the sum of two numbers takes both as ar
 result to its caller."""
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is not there: make extras")
 def test_the_shipped_adapter_makes_smollm2_late(tmp_path: Path) -> None:
     """`make chat MODEL=.venv/smollm2-late`: what it costs is a small part of what the delay costs without it."""

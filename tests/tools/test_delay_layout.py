@@ -122,6 +122,7 @@ def test_costs_of_a_unit_are_differences_of_the_estimate(
         assert search.total() - before == pytest.approx(change, rel=2e-2, abs=2e-6 * before)
 
 
+@pytest.mark.rotate
 @pytest.mark.parametrize("rule", RULES[2:])
 def test_the_search_lowers_its_estimate_and_repeats(
     model: Laneformer, modules: list[Module], rule: str
@@ -137,6 +138,7 @@ def test_the_search_lowers_its_estimate_and_repeats(
     assert layout_of(rule, model, modules, 1, FIRST)[0] == layout
 
 
+@pytest.mark.rotate
 def test_the_table_is_kept_and_reads_as_measured(
     model: Laneformer, modules: list[Module], ids: Tensor, tmp_path: Path
 ) -> None:

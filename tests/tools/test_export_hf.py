@@ -31,6 +31,7 @@ def test_progress_survives_a_cut_line(tmp_path: Path) -> None:
     assert training_progress(tmp_path) == Progress()
 
 
+@pytest.mark.job
 def test_command_line(tmp_path: Path) -> None:
     out, checkpoint = tmp_path / "hf", write_run(tmp_path / "run", random_model())
     command = [sys.executable, "-m", "tools.export_hf", "--checkpoint", checkpoint, "--out", out]

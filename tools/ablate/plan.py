@@ -50,7 +50,7 @@ class Options:
     decay_ratio is where the rate begins to fall. Takes an --out of its own.
     """
     keep_weights: bool = False
-    """Keep a model folder of each run in OUT/weights, for tools.ablate.diagnose; the others' weights are not kept."""
+    """Keep a model folder of each run in OUT/weights."""
     report: bool = False
     """Train nothing; report what there is."""
     page: Path | None = None

@@ -9,20 +9,10 @@ from tools.bench import harness
 
 BENCHMARKS = {
     "decode": "decode speed on the CPU, alternating with llama.cpp and Transformers",
-    "amx": "the same with the matrix unit beside the level below; writes its page",
-    "serve": "the server over HTTP, alternating with llama.cpp's servers; its cost over the engine",
     "latency": "what the delay hides: tokens/s against an injected latency of the link between lanes",
-    "drafts": "what drafts are worth, by kind of text and type of weights",
-    "load": "time from packed weights to the first token",
-    "restart": "a long prompt after a restart: computed, and resumed from --cache-dir",
-    "loader": "training data loaders on the same windows",
-    "text": "filtering and tokenizing text on one core",
-    "encode": "the fast encoder against tiktoken and tokenizers on a gigabyte of text",
     "train": "training speed, alternating with TorchTitan's Llama",
-    "train-traffic": "bytes and FLOPs of a training step on an H100, from the compiler's schedule; needs no GPU",
     "quality": "what 8- and 4-bit weights lose, beside llama.cpp's types",
     "cuda": "correctness and speed of the CUDA engine",
-    "cuda-model": "what a model of its stalls and rings says of that speed; needs no GPU",
 }
 
 

@@ -1,167 +1,374 @@
-"""Everything to measure of the CUDA engine, in one call: correctness first, then speeds
-beside the read bandwidth.
+"""The CUDA engine in eight minutes of one GPU: is it right, how fast is it, and what is as fast.
 
     PYTHONPATH=models:. python3 -m tools.bench cuda --out docs/benchmarks/DATE-gpu-decode.md
 
-Needs Python with torch (CUDA), transformers, cuda-bindings and NVRTC, and this checkout; nothing is installed
-or built. The steps run in a process of their own (tools.bench.cuda_steps), each within its own time limit,
-the most important ones first: a crash or a hang costs only its step, and a step that no time is left for is
-reported as not measured. The report is written after every step. Speeds stand below the verdict of the
-correctness check. The last line of stdout is JSON.
+Parts run one after the other, the most important first, each in a process of its own within a time limit: a crash or
+a hang costs what its part had left. A figure is printed, and the page written again, when it is there, so a run that is
+cut off is worth what it has reached. Percentages are of the vendor's bandwidth, or of our own read probe where the
+page says so. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import http.client
 import importlib.util
 import json
+import socket
+import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from laneformer.config import FLAVORS
-from laneformer.engine.device import why_no_cuda
+from laneformer import LaneformerConfig
+from laneformer.engine.device import driver_version, why_no_cuda
 from records.files import write_atomically
-from tools.bench.cuda_report import RESERVE_S, RUN_MINUTES, STEPS, Step, markdown
-from tools.bench.harness import Candidate, NoAnswer, Result, stamp
+from tools.bench.harness import ROOT, Result, stamp
+from tools.markdown import records
 
-KEPT = Path("build/bench-cuda.json")
-MAX_SHARES = (
-    3  # of its limit that a step may take of what those before it have left over; the rest is for the others
-)
+DEVICE = "cuda:0"
+FLAVORS = (
+    "tiny",
+    "300m",
+)  # of the verdict; the float32 reference of a larger one needs more time than there is
+TOKENS, TRIALS = 128, 5
+PROMPTS, RUNS = 8, 20  # greedy texts, and runs that must be equal bit for bit
+WAIT_S = 3.0  # inside a kernel, where a wait takes microseconds
+START_S = 90.0  # of a server
+MARK = "figure "  # begins the lines that a part is read by; libraries print others
+LLAMA = Path("build/llama-of-the-same-matrices")
+START = """# Decode speed on one GPU
 
-
-def measure(
-    steps: Sequence[Step], worker: Any, total_s: float, save: Callable[[Result], None],
-    clock: Callable[[], float] = time.monotonic, kept: Result | None = None,
-) -> Result:  # fmt: skip
-    """{step: {"result"}, {"error"} or {"not_measured"}}, saved after each; none takes the time
-    of those after it.
-
-    `kept`: of a run before; what has a result there is not measured again.
-    """
-    end = clock() + total_s - RESERVE_S
-    done: Result = {name: step for name, step in (kept or {}).items() if "result" in step}
-    to_do = [step for step in steps if step.name not in done]
-    for index, step in enumerate(to_do):
-        start = clock()
-        left = end - start
-        if left < step.min_s:
-            done[step.name] = {"not_measured": f"{max(0, left):.0f} s were left, it needs {step.min_s:.0f}"}
-        else:
-            print(f"{step.name}, {left:.0f} s left", file=sys.stderr, flush=True)
-            spare = left - sum(later.max_s for later in to_do[index + 1 :])
-            limit = min(left, max(step.max_s, min(spare, MAX_SHARES * step.max_s)))
-            try:
-                done[step.name] = {"result": worker.ask(step.name, timeout_s=limit, seconds=limit)}
-            except RuntimeError as error:
-                done[step.name] = {"error": str(error)}
-                if step.first_of and not isinstance(error, NoAnswer):  # what is late may be slow to compile
-                    worker.close()
-                    worker.command.append(step.first_of)
-            done[step.name]["seconds"] = round(clock() - start, 1)
-        save(done)
-    return done
+Random weights of one shape in bf16, one request, greedy. Speeds stand below the verdict: logits closer to Transformers'
+float32 than its bf16 is, greedy tokens apart from ties, equal bits in repeated runs, planted faults refused."""
+Figures = Iterator[tuple[str, Any]]
 
 
-def options_of(arguments: list[str]) -> argparse.Namespace:
-    about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.bench cuda", description=__doc__, formatter_class=about)
-    add = parser.add_argument
-    add("--out", type=Path, help="Markdown file to write")
-    add(
-        "--json",
-        type=Path,
-        default=KEPT,
-        help=f"JSON file with every figure, which an interrupted run goes on with (default {KEPT})",
-    )
-    add(
-        "--minutes",
-        type=float,
-        default=RUN_MINUTES,
-        help=f"time limit of the whole run (default {RUN_MINUTES:g})",
-    )
-    add("--flavor", choices=sorted(FLAVORS), default="2b", help="shape of the model; weights are random")
-    add("--dtype", choices=("bf16", "fp16"), default="bf16", help="element type of the weights")
-    add("--runs", type=int, default=100, help="repeated runs that must be bit-identical (default 100)")
-    add("--steps", help=f"comma-separated steps to run, of {','.join(step.name for step in STEPS)}")
-    add(
-        "--bundle",
-        type=Path,
-        help="pack this file for a bare machine instead (tools/bench/bundle.py); needs no GPU",
-    )
-    add("--commit", help="commit of this code, for a checkout without .git")
-    return parser.parse_args(arguments)
+@dataclass(frozen=True)
+class Part:
+    """`title`'s figures come from `function` (FLAVOR -> name and value of each), which has `limit_s` seconds."""
+
+    title: str
+    function: str
+    flavor: str
+    limit_s: float
 
 
-def chosen_steps(names: str | None) -> list[Step]:
-    """ValueError for an unknown name."""
-    known = [step.name for step in STEPS]
-    wanted = names.split(",") if names else known
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"unknown step {name!r}; choose from {known}")
-    return [step for step in STEPS if step.name in wanted]
+# ---- the parts, in processes of their own ----
 
 
-def kept_steps(path: Path, report: Result) -> Result:
-    """The steps of an unfinished run of the same command, code and GPU; none of them is lost."""
+def compiled(flavor: str) -> Figures:
+    """The kernels of all parts, by as many processes as there are cores; they are kept on the disk."""
+    import torch
+
+    from laneformer.engine.cuda.compile import VERSIONS, compile_cubin
+    from laneformer.engine.cuda.launch import architecture_of, describe
+    from laneformer.engine.cuda.planning import plan_builds
+
+    device, start = torch.device(DEVICE), time.monotonic()
+    configs = [LaneformerConfig.from_flavor(name) for name in (*FLAVORS, flavor)]
+    units = [
+        (version, geometry)
+        for config in configs
+        for version in VERSIONS
+        for geometry in plan_builds(config, "bf16", describe(device), version == "graph")
+    ]
+    of_this_gpu = {"architecture": architecture_of(device), "driver": driver_version()}
+    with ProcessPoolExecutor() as pool:
+        jobs = [pool.submit(compile_cubin, *unit, **of_this_gpu) for unit in units]
+        yield "kernels", sum(len(job.result()) > 0 for job in jobs)
+    yield "seconds", time.monotonic() - start
+
+
+def verdict(flavor: str) -> Figures:
+    """The persistent kernel and the graph of kernels against Transformers in float32 on the same GPU."""
+    from laneformer.engine.cuda.compile import VERSIONS
+    from tools.check import cuda as check
+    from tools.check.reference import random_weights, tensors_of
+
+    config = LaneformerConfig.from_flavor(flavor)
+    weights = random_weights(config, device=DEVICE)
+    prompts = check.greedy_prompts(config, PROMPTS)
+    truth = check.reference(config, weights, check.scored_length(config), prompts=prompts)
+    tensors = tensors_of(weights)
+    makers = {version: functools.partial(decoder, config, tensors, version) for version in VERSIONS}
+    report = check.check(makers, truth, PROMPTS, RUNS, functools.partial(print, file=sys.stderr))
+    yield from report["passed"].items()
+    yield "relative error, bf16 of Transformers", truth.error
+    for version in VERSIONS:
+        yield f"relative error, {version}", report[version].get("relative_error")
+        if error := report[version].get("error"):
+            yield f"{version} ended", error
+    yield "planted faults are refused", check.check_faults(config, weights, decoder)["holds"]
+
+
+def decoder(config: LaneformerConfig, tensors: Any, version: str = "passes") -> Any:
+    from laneformer.engine.cuda.passes import PassDecoder
+
+    return PassDecoder(config, tensors, "bf16", (DEVICE,), WAIT_S, 0, version=version)
+
+
+def decode(flavor: str) -> Figures:
+    """What `laneformer bench --device cuda` says, at three depths."""
+    from laneformer import Engine
+    from laneformer.engine.bench import benchmark
+    from laneformer.engine.cuda.bench import EDGE_TOKENS
+
+    context = LaneformerConfig.from_flavor(flavor).max_position_embeddings
+    with Engine.random(flavor, "bf16", device=DEVICE) as engine:
+        for depth in (0, context // 2, context - 2 * EDGE_TOKENS):
+            figures = benchmark(engine, depth, functools.partial(print, file=sys.stderr))
+            yield f"depth {depth}", {name: figures[name] for name in COLUMNS}
+
+
+COLUMNS = (
+    "depth", "tokens_per_s", "bytes_per_token", "percent_of_probe", "percent_of_datasheet", "exposed_us_per_layer",
+    "prefill_tokens_per_s", "ttft_s",
+)  # fmt: skip
+
+
+def server(flavor: str) -> Figures:
+    """Tokens/s at the client of our server."""
+    yield from served(flavor, [sys.executable, "-m", "tools.bench.cuda", "serve", flavor])
+
+
+def sglang(flavor: str) -> Figures:
+    """The same of SGLang, with a plain Llama of the same matrices."""
+    if importlib.util.find_spec("sglang") is None:
+        yield "missing", "pip install sglang"
+        return
+    write_llama(LaneformerConfig.from_flavor(flavor), LLAMA)
+    flags = ["--model-path", str(LLAMA), "--load-format", "dummy", "--served-model-name", "model"]
+    yield from served(flavor, [sys.executable, "-m", "sglang.launch_server", *flags])
+
+
+def transformers(flavor: str) -> Figures:
+    """Its generate() as it comes, and compiled with a static cache, which replays CUDA graphs."""
+    import torch
+    from transformers import CompileConfig
+
+    from tools.check.reference import hf_model, random_weights
+
+    config = LaneformerConfig.from_flavor(flavor)
+    model: Any = hf_model(config, random_weights(config, device=DEVICE), torch.bfloat16)
+    ids = torch.tensor([[5]], device=DEVICE)
+    length = {"min_new_tokens": TOKENS, "max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+    static = {
+        "cache_implementation": "static",
+        "compile_config": CompileConfig(mode="reduce-overhead", fullgraph=False),
+    }
+    for name, options in (("generate", {}), ("compiled", static)):
+        seconds = []
+        for _ in range(TRIALS + 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), **length, **options)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            assert made.shape[1] == TOKENS + 1, f"{made.shape[1] - 1} tokens instead of {TOKENS}"
+        yield name, speed(flavor, TOKENS / statistics.median(seconds[1:]))  # the first one compiles
+
+
+def speed(flavor: str, tokens_per_s: float) -> Result:
+    """With the percent of the datasheet that its reads of the weights are."""
+    import torch
+
+    from laneformer.engine.cuda.bandwidth import datasheet
+
+    count = LaneformerConfig.from_flavor(flavor).parameter_count()
+    read, stated = 2 * (count["total"] - count["embedding"]), datasheet(torch.cuda.get_device_name(DEVICE))
+    percent = 100 * tokens_per_s * read / stated if stated else None
+    return {"tokens_per_s": tokens_per_s, "percent_of_datasheet": percent}
+
+
+# ---- servers ----
+
+
+def served(flavor: str, command: Sequence[str]) -> Figures:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, cwd=ROOT)
+        try:
+            wait_until_it_answers(process, port, log)
+            speeds = [streamed(port) for _ in range(TRIALS + 1)]
+            yield "at the client", speed(flavor, statistics.median(speeds[1:]))
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_until_it_answers(process: subprocess.Popen, port: int, log: Any) -> None:
+    """RuntimeError with its last lines where it does not come up."""
+    end = time.monotonic() + START_S
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as asked,
+        ):
+            asked.request("GET", "/v1/models")
+            if asked.getresponse().status == 200:
+                return
+        if process.poll() is not None or time.monotonic() > end:
+            log.seek(0)
+            raise RuntimeError(f"the server did not start: {log.read()[-1500:]}")
+        time.sleep(0.1)
+
+
+def streamed(port: int) -> float:
+    """Tokens/s of one greedy answer of TOKENS tokens after its first text."""
+    body = {
+        "model": "model",
+        "prompt": [5],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    times = []
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        for line in connection.getresponse():
+            if line.startswith(b"data: {") and any(c.get("text") for c in json.loads(line[6:])["choices"]):
+                times.append(time.perf_counter())
+    if len(times) < 2:
+        raise RuntimeError("an answer without text")
+    return (TOKENS - 1) / (times[-1] - times[0])
+
+
+def made_up_tokenizer(vocab_size: int) -> Any:
+    """A word for each id."""
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.WordLevel({f" w{i}": i for i in range(vocab_size)}, " w0"))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def serve(flavor: str, port: int, device: str = DEVICE) -> None:
+    """`laneformer serve` with random weights in the place of a folder."""
+    from laneformer import Engine
+    from laneformer.serve.app import run
+    from laneformer.serve.options import ServerOptions
+
+    tokenizer = made_up_tokenizer(LaneformerConfig.from_flavor(flavor).vocab_size)
+    options = ServerOptions("model", port=port, speculate=0)
+    with options.listen() as listening, Engine.random(flavor, device=device, tokenizer=tokenizer) as engine:
+        run(engine, options, None, listening)
+
+
+def write_llama(config: LaneformerConfig, folder: Path) -> None:
+    """A folder without weights: a Llama whose matrices have as many numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    same = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size", "max_position_embeddings", "rope_theta",
+    )  # fmt: skip
+    values: dict[str, Any] = {name: getattr(config, name) for name in same}
+    values |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": config.norm_eps}
+    values |= {"hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
+    values |= {"torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(values))
+    made_up_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": " w2", "bos_token": " w1"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+# ---- the run and its page ----
+
+
+def parts_of(flavor: str) -> list[Part]:
+    return [
+        Part("Kernels compiled", "compiled", flavor, 90),
+        *(Part(f"Correctness of `{name}`", "verdict", name, 60) for name in FLAVORS),
+        Part(f"Decode, `{flavor}`", "decode", flavor, 90),
+        Part("The server over HTTP", "server", flavor, 60),
+        Part("Transformers", "transformers", flavor, 50),
+        Part("SGLang", "sglang", flavor, 60),
+    ]
+
+
+def run_part(part: Part, figures: Result, save: Any) -> None:
+    """Adds each figure of a part to `figures` as it comes, and how the part ended where it did not end well."""
+    command = [sys.executable, "-m", "tools.bench.cuda", part.function, part.flavor]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    timer = threading.Timer(part.limit_s, process.kill)
+    timer.start()
     try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    same = all(before.get(key) == report[key] for key in ("command", "commit", "gpu"))
-    finished = all("result" in step for step in before["steps"].values())
-    if not same or (finished and before["finished"]):
-        return {}
-    print(f"going on with what {path} has; remove it to measure anew", file=sys.stderr)
-    return dict(before["steps"])
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                name, value = json.loads(line.removeprefix(MARK))
+                figures[name] = value
+                print(f"{part.title}: {name}: {value}", file=sys.stderr, flush=True)
+                save()
+        status, in_time = process.wait(), timer.is_alive()
+    finally:
+        timer.cancel()
+        process.kill()
+    if status:
+        figures["ended"] = f"with status {status}" if in_time else f"after {part.limit_s:g} s, its limit"
+        save()
+
+
+def markdown(report: Result) -> str:
+    """The page; `report["parts"]`: figures by title, of those parts that have begun."""
+    lines = [
+        START,
+        f"## {report['date']}: {report['gpu']}",
+        f"    {report['command']}",
+        f"Commit {report['commit']}.",
+    ]
+    for title, figures in report["parts"].items():
+        lines.append(
+            f"### {title}" + ("" if not title.startswith("Correctness") else f": {verdict_of(figures)}")
+        )
+        rows = [{"": name, **value} for name, value in figures.items() if isinstance(value, dict)]
+        values = [
+            {"": name, "value": value} for name, value in figures.items() if not isinstance(value, dict)
+        ]
+        lines += [records(table) for table in (rows, values) if table]
+    return "\n\n".join(lines) + "\n"
+
+
+def verdict_of(figures: Result) -> str:
+    failed = [name for name, value in figures.items() if value is False]
+    if failed or "ended" in figures:
+        return f"FAILED ({'; '.join(failed) or figures['ended']})"
+    return "all checks hold" if "planted faults are refused" in figures else "not proven"
 
 
 def main(arguments: list[str]) -> None:
-    options = options_of(arguments)
-    if options.bundle:
-        from tools.bench import bundle  # needs what a GPU's machine may lack
-
-        return bundle.main(options.bundle, options)
-    try:
-        steps = chosen_steps(options.steps)
-        if reason := why_no_cuda():
-            raise ValueError(f"{reason}. On a CPU, python -m tools.bench decode measures the CPU engine")
-        if importlib.util.find_spec("transformers") is None:
-            raise ValueError("transformers, the reference, cannot be imported: pip install transformers")
-    except ValueError as error:
-        print(f"cuda: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    parser = argparse.ArgumentParser("python -m tools.bench cuda", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="Markdown file to write")
+    parser.add_argument("--flavor", default="2b", help="shape of the model that is measured")
+    parser.add_argument("--commit", help="commit of this code, for a checkout without .git")
+    options = parser.parse_args(arguments)
+    if reason := why_no_cuda():
+        print(
+            f"cuda: {reason}. On a CPU, python -m tools.bench decode measures the CPU engine", file=sys.stderr
+        )
+        raise SystemExit(2)
     report = stamp("cuda", arguments)
-    report["commit"] = options.commit or report["commit"]
-    report |= {
-        "flavor": options.flavor,
-        "dtype": options.dtype,
-        "gpu": gpu_name(),
-        "steps": {},
-        "finished": False,
-    }
-    kept = kept_steps(options.json, report)
+    report |= {"commit": options.commit or report["commit"], "gpu": gpu_name(), "parts": {}}
 
-    def save(done: Result) -> None:
-        report["steps"], report["finished"] = done, all(step.name in done for step in steps)
-        for path, text in (
-            (options.out, markdown(report)),
-            (options.json, json.dumps(report, indent=1) + "\n"),
-        ):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, text)
+    def save() -> None:
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(options.out, markdown(report))
 
-    session = [options.flavor, options.dtype, str(options.runs)]
-    worker = Candidate("the CUDA engine", ["-m", "tools.bench.cuda_steps", *session], quiet=False)
-    try:
-        measure(steps, worker, 60 * options.minutes, save, kept=kept)
-    finally:
-        worker.close()
+    for part in parts_of(options.flavor):
+        run_part(part, report["parts"].setdefault(part.title, {}), save)
     print(json.dumps(report))
 
 
@@ -169,3 +376,12 @@ def gpu_name() -> str:
     import torch
 
     return torch.cuda.get_device_name(0)
+
+
+if __name__ == "__main__":  # one part, or our server: serve FLAVOR [DEVICE] --port PORT
+    name, flavor, *more = sys.argv[1:]
+    if name == "serve":
+        serve(flavor, int(more[-1]), *more[:-2])
+    else:
+        for figure in globals()[name](flavor):
+            print(MARK + json.dumps(figure), flush=True)

@@ -3,9 +3,6 @@ and the Markdown file.
 
 A shared machine changes within seconds, so two figures are only comparable if their trials alternate, and
 ratios are taken within a round. A candidate is a process of its own that sleeps while others are measured.
-
-The module needs nothing beyond NumPy when imported, so it also serves machines without the
-packages of `make setup`.
 """
 
 from __future__ import annotations
@@ -38,29 +35,23 @@ TIMEOUT_S = 900.0
 INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
 Result = dict[str, Any]
 Recipe = Literal["none", "tensorwise", "rowwise"]  # of float8 products
-Trial = Callable[[], float]  # tokens/s
-
-
-class NoAnswer(RuntimeError):
-    """A candidate exceeded its time: it may be slow, which says nothing about what it would have answered."""
 
 
 @dataclass
 class Candidate:
     """A Python process that calls `serve`; started when first asked, and again after it has ended.
 
-    `command` follows `python`. `settle_s`: pause before each command. `quiet`: show stderr in errors alone.
+    `command` follows `python`. `settle_s`: pause before each command.
     """
 
     name: str
     command: list[str]
     env: Mapping[str, str] = field(default_factory=dict)
     settle_s: float = 0.0
-    quiet: bool = True
     process: Any = None
 
     def __post_init__(self) -> None:
-        self.log = tempfile.TemporaryFile("w+") if self.quiet else None  # noqa: SIM115  (as long as the candidate)
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the candidate)
 
     def ask(self, do: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
         """The answer to one command; RuntimeError if it fails, or if the process dies or exceeds the timeout."""
@@ -71,17 +62,16 @@ class Candidate:
             process.stdin.flush()
             if not select.select([process.stdout], [], [], timeout_s)[0]:
                 self.close()
-                raise NoAnswer(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
+                raise RuntimeError(f"{self.name}: no answer within {timeout_s:.0f} s; its process was killed")
             line = process.stdout.readline()
         if not line:
-            status, last = process.wait(), ""
-            if self.log is not None:
-                self.log.seek(0)
-                last = f"; its last lines:\n{self.log.read()[-1500:]}"
-            raise RuntimeError(f"{self.name}: its process ended with status {status}{last}")
+            status = process.wait()
+            self.log.seek(0)
+            last = self.log.read()[-1500:]
+            raise RuntimeError(
+                f"{self.name}: its process ended with status {status}; its last lines:\n{last}"
+            )
         reply = json.loads(line)
-        if reply["ends"]:
-            self.close()
         if "error" in reply:
             raise RuntimeError(reply["error"])
         return reply["result"]
@@ -99,7 +89,7 @@ class Candidate:
         """Seconds: wall clock, CPU time of this process, and CPU time in use on the
         machine (stolen time included).
         """
-        import psutil  # here: a GPU machine may not have it
+        import psutil
 
         own, machine = psutil.Process(self._started().pid).cpu_times(), psutil.cpu_times()
         busy_s = sum(machine[:8]) - machine.idle - machine.iowait  # after these eight: guests, of `user`
@@ -113,9 +103,8 @@ class Candidate:
             self.process = None
 
 
-def serve(answer: Callable[..., Any], alive: Callable[[], bool] = lambda: True) -> None:
-    """Answer each line {"do": ..., **arguments} of stdin by `answer(**line)`, until stdin ends
-    or `alive` is false.
+def serve(answer: Callable[..., Any]) -> None:
+    """Answer each line {"do": ..., **arguments} of stdin by `answer(**line)`, until stdin ends.
 
     An error is an answer as well. What libraries print goes to stderr.
     """
@@ -128,10 +117,7 @@ def serve(answer: Callable[..., Any], alive: Callable[[], bool] = lambda: True) 
         except Exception as error:  # whatever a library raises
             traceback.print_exc()
             reply["error"] = f"{type(error).__name__}: {str(error)[:1000]}"
-        reply["ends"] = not alive()
         print(json.dumps(reply), file=replies, flush=True)
-        if reply["ends"]:
-            return
 
 
 T = TypeVar("T")
@@ -141,32 +127,6 @@ def alternate(candidates: Iterable[T], rounds: int) -> Iterator[list[T]]:
     """The order of each round: every second one is reversed."""
     forward = list(candidates)
     return (forward[:: -1 if index % 2 else 1] for index in range(rounds))
-
-
-def paired(makers: dict[str, Callable[[], Trial]], rounds: int, time_left: Callable[[], float]) -> Result:
-    """Tokens/s of every candidate in every round, after a warm-up; one that fails is left
-    out with the reason.
-
-    A candidate is made for its warm-up, so that it can fail alone. Rounds end when the next one
-    may exceed the time.
-    """
-    made: dict[str, Trial] = {}
-    speeds: dict[str, list[float]] = {name: [] for name in makers}
-    failed: dict[str, str] = {}
-    longest = 0.0
-    for index, order in enumerate([list(makers), *alternate(makers, rounds)]):
-        if time_left() < longest:
-            break
-        start = time.monotonic()
-        for name in (name for name in order if name not in failed):
-            try:
-                made[name] = made.get(name) or makers[name]()
-                speeds[name].append(made[name]())
-            except Exception as error:  # whatever a baseline raises is its result
-                failed[name] = f"{type(error).__name__}: {str(error)[:500]}"
-        longest = max(longest, time.monotonic() - start) if index else 0.0
-    counted = {name: values[1:] for name, values in speeds.items() if values[1:]}
-    return {"tokens_per_s": counted, "failed": failed}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -261,7 +221,7 @@ def run(name: str, benchmark: Any, arguments: Sequence[str]) -> None:
     `measure(options, console)`, which raises ValueError for options that cannot be measured;
     `section(options, result)`, which gives title and body; and `FILE_START`, which opens a new file.
     """
-    import tyro  # here: a GPU machine may have neither
+    import tyro  # here: the CUDA benchmark, which runs on other machines, needs neither
     from rich.console import Console
     from rich.markdown import Markdown
 

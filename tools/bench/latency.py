@@ -21,7 +21,7 @@ import numpy as np
 
 from laneformer import LaneformerConfig
 from records.files import append_line, read_lines
-from tools.bench import exchange, harness
+from tools.bench import harness
 from tools.bench.harness import Result, alternate, check_at_least
 from tools.markdown import table
 from tools.timeline import split_layer, token_s
@@ -85,9 +85,7 @@ HALF = "delay 2 with half the layers"
 
 @dataclass(kw_only=True)
 class Options(harness.Options):
-    """Tokens/s against an injected latency for every order of joins, and times of one
-    exchange; ends with JSON.
-    """
+    """Tokens/s against an injected latency for every order of joins; ends with JSON."""
 
     model: tuple[str, ...] = ("300m", "small")
     """Shapes with random weights: 300m, small (a layer takes about 20 us, as on a GPU), tiny (for tests)."""
@@ -97,10 +95,6 @@ class Options(harness.Options):
     """Rounds; in each, every variant runs once at every latency."""
     trial_s: float = 0.2
     """Seconds of decoding in a trial; at least 6 tokens."""
-    payload: tuple[int, ...] = (1024, 4096, 16384)
-    """Bytes of the exchanges that are timed by themselves: hidden size x 4; none: leave them out."""
-    exchanges: int = 2000
-    """Exchanges of each kind."""
     kept: Path | None = None
     """JSON lines of models that are measured: those that are there are not measured again."""
     plot: Path | None = None
@@ -113,9 +107,7 @@ class Options(harness.Options):
             raise ValueError(f"model = {sorted(unknown)} is unknown; choose from {', '.join(SHAPES)}")
         if 0 not in self.link_us or min(self.link_us) < 0 or max(self.link_us) > 1e6:
             raise ValueError(f"link_us = {self.link_us} must hold 0, and values up to 1,000,000")
-        check_at_least(self, rounds=1, exchanges=10)
-        if any(size < 128 or size % 128 for size in self.payload):
-            raise ValueError(f"payload = {self.payload} must hold multiples of 128 bytes")
+        check_at_least(self, rounds=1)
 
 
 def measure(options: Options, console: Any) -> Result:
@@ -129,8 +121,7 @@ def measure(options: Options, console: Any) -> Result:
     models = [found[shape] for shape in options.model]
     if options.plot:
         plot(models, options.plot)
-    with console.status("single exchanges"):
-        return {"models": models, "exchanges": exchange.compare(options.payload, options.exchanges)}
+    return {"models": models}
 
 
 def measured(shape: str, options: Options, console: Any) -> Result:
@@ -223,8 +214,6 @@ def section(options: Options, result: Result) -> tuple[str, str]:
             "long as fits best."
         )
         parts += [speeds(model), difference(model)]
-    if result["exchanges"]:
-        parts += ["### One exchange between two lanes", exchanges(result["exchanges"])]
     return "tokens/s against the latency of the link", "\n\n".join(parts)
 
 
@@ -276,14 +265,6 @@ def difference(model: Result) -> str:
         link_us = max(apart, key=lambda link: abs(apart[link]))
         lines.append(f"{name} {apart[link_us]:+.0%} at {link_us:g} us")
     return f"Measured over predicted, the farthest apart: {'; '.join(lines)}."
-
-
-def exchanges(rows: list[Result]) -> str:
-    lines = []
-    for row in sorted(rows, key=lambda row: (row["way"], row["bytes"])):
-        times = [row["missing"], ""] if "missing" in row else [f"{row[p]:.2f}" for p in ("p50_us", "p99_us")]
-        lines.append([row["way"], row["bytes"], *times])
-    return table(["", "bytes", "p50, us", "p99, us"], lines)
 
 
 def plot(models: list[Result], path: Path) -> None:

@@ -79,14 +79,6 @@ def reference(
     return Reference(ids, single, float(errors.max()), mean_kl(single, half), worst, made)
 
 
-def reference_bytes(config: LaneformerConfig, length: int) -> int:
-    """Of a GPU, beside the weights, while `reference` runs: a float32 model, copies of logits, a layer's
-    scores.
-    """
-    positions = length * (4 * config.vocab_size + 4 * config.num_attention_heads * length)
-    return 4 * (config.parameter_count()["total"] + positions)
-
-
 def greedy_prompts(config: LaneformerConfig, count: int) -> list[list[int]]:
     return random_prompts(config, count, PROMPT_LENGTHS, NEW_TOKENS)
 

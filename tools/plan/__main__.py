@@ -31,11 +31,10 @@ from data_mixtures.mixture import read_lock
 from laneformer.config import LaneformerConfig
 from records.files import read_lines
 from records.usage import cost, money
-from tools.cards import INPUTS, Card
+from tools.cards import INPUTS
 from tools.markdown import table
-from tools.plan import preparation, speed, sums
+from tools.plan import preparation, sums
 from tools.synthetic import write_synthetic_lock
-from tools.timeline import interval
 from train.gold import gold_cost
 from train.job_config import load_job
 
@@ -133,16 +132,7 @@ def plan(options: Options, overrides: list[str]) -> Result:
     priced = [p["compute"]["cost"] for p in phases]
     totals["cost"] = None if None in priced else sum(priced)
     hardware = {key: getattr(options, key) for key in ("gpu", "gpus", "gpus_per_node", "network_gbit_per_s")}
-    decode = decode_tokens_per_s(job.config, card)
-    return {**hardware, "phases": phases, "total": totals, "decode_tokens_per_s": decode, "preparation": data}
-
-
-def decode_tokens_per_s(config: LaneformerConfig, card: Card) -> dict[str, float] | None:
-    """Of one request on one GPU, by case; None where the GPU engine has no kernel for the model or the card."""
-    try:
-        return interval(config, card)
-    except ValueError:
-        return None
+    return {**hardware, "phases": phases, "total": totals, "preparation": data}
 
 
 def facts(titan_job: Any, gpus: int) -> sums.Job:
@@ -228,10 +218,6 @@ def phase_plan(
         "tokens_per_s_per_gpu": cluster.tokens_per_s_per_gpu,
         "parameters": sums.parameters(job.config),
         "compute": compute,
-        "model_tokens_per_s": speed.tokens_per_s(
-            job.config, job.local_batch, job.seq_len, cluster.gpu, job.float8
-        ),
-        "model_by_type": speed.by_type(job.config, job.local_batch, job.seq_len, cluster.gpu),
         "memory": sums.memory(job),
         "largest_local_batch": sums.largest_local_batch(job, cluster.gpu),
         "checkpoints": sums.checkpoints(job, cluster),
@@ -309,10 +295,6 @@ def show(result: Result, console: Console) -> None:
         sizes = (f"{total[key]:.4g}" for key in ("tokens", "flops"))
         row = [*sizes, f"{total['days']:.1f}", f"{total['gpu_hours']:,.0f}", cost]
         show_table(console, "all phases", ["tokens", "FLOPs", "days", "GPU-hours", "cost"], [row])
-    if decode := result["decode_tokens_per_s"]:
-        low, middle, high = decode.values()
-        said = f"{middle:,.0f} tokens/s ({low:,.0f} to {high:,.0f})"
-        console.print(f"one request on one {result['gpu']}, by the model of tools/timeline.py: {said}")
 
 
 def show_table(console: Console, title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -332,42 +314,63 @@ def tables(phase: Result, result: Result) -> Iterator[tuple[str, list[str], list
         ["FLOPs", f"{c['flops_per_token'] / 1e9:.2f}e9 a token (causal and windowed keys only) = {c['flops']:.4g}"],
         ["speed", f"{phase['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU = {c['mfu_percent']:.1f}% of {result['gpu']}"],
         ["time", f"{c['step_s']:.3f} s a step, {c['days']:.2f} days = {c['gpu_hours']:,.0f} GPU-hours"],
-        [f"model of one {result['gpu']}, not measured", modelled(phase["model_tokens_per_s"], phase)],
         ["gold bits per byte", f"{g['items']:,} items a validation = {g['share']:.2%} of all" if g else "none"],
         ["cost", money(c["gpu_hours"], phase["pricing"]) or "set metrics.gpu_hour_price"],
     ]  # fmt: skip
-    yield speed.type_table(phase["model_by_type"], result["gpu"])
     yield memory_table(phase, result["gpu"])
     lost = f"{saved['hours_lost_per_failure']:.2f} h = {saved['gpu_hours_lost_per_failure']:.0f} GPU-hours"
     yield "checkpoints", ["", ""], [
-        ["one, with optimizer", speed.gb(saved["bytes"])],
+        ["one, with optimizer", gb(saved["bytes"])],
         ["every", f"{job['checkpoint_interval']} steps = {saved['every_s'] / 60:.1f} min"],
         ["written in all", f"{saved['written']:,} = {saved['bytes_written'] / 1e12:,.1f} TB"],
-        ["kept at most", speed.gb(saved["bytes_kept"])],
+        ["kept at most", gb(saved["bytes_kept"])],
         ["lost per failure, on average", lost],
     ]  # fmt: skip
-    yield speed.traffic_table(phase, result["network_gbit_per_s"])
+    yield traffic_table(phase, result["network_gbit_per_s"])
     if phase["data"]:
         yield data_table(phase["data"])
 
 
-def modelled(tokens_per_s: dict[str, float], phase: Result) -> str:
-    """Speed and days by tools/plan/speed.py; assumptions: `python -m tools.bench train-traffic`."""
-    low, middle, high = tokens_per_s.values()
-    days = phase["compute"]["days"] * phase["tokens_per_s_per_gpu"] / middle
-    return f"{middle:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}) = {days:.2f} days"
+def gb(value: float) -> str:
+    return f"{value / 1e9:,.2f} GB"
+
+
+def traffic_table(phase: Result, gbit_per_s: float) -> tuple[str, list[str], list[list[str]]]:
+    """Title, columns and rows of what `sums.traffic` says of some meshes."""
+    meshes, step_s = phase["traffic"].values(), phase["compute"]["step_s"]
+    names = (
+        "lanes_bytes",
+        "all_gather_bytes",
+        "reduce_scatter_bytes",
+        "all_reduce_bytes",
+        "nic_bytes",
+        "nic_bytes_worst",
+    )
+    rows = [[n.removesuffix("_bytes").replace("_", " "), *(gb(mesh[n]) for mesh in meshes)] for n in names]
+    rows.insert(
+        1, ["of one layer in a micro-batch", *(gb(mesh["lanes_of_a_layer_bytes"]) for mesh in meshes)]
+    )
+    for key, label in (
+        ("lanes_s", "sums of lanes over NVLink"),
+        ("nvlink_s", "shards over NVLink"),
+        ("nic_s", "over the network"),
+        ("nic_s_worst", "at worst"),
+    ):
+        cells = [f"{1e3 * mesh[key]:.0f} ms, {100 * mesh[key] / step_s:.0f}%" for mesh in meshes]
+        rows.append([f"{label}, of a step", *cells])
+    rows.append(["ranks in the longest ring", *(str(mesh["ring_ranks"]) for mesh in meshes)])
+    title = f"received by a GPU in a step ({gbit_per_s:g} Gb/s a GPU), before any overlap"
+    return title, ["mesh", *phase["traffic"]], rows
 
 
 def memory_table(phase: Result, gpu: str) -> tuple[str, list[str], list[list[str]]]:
     m = phase["memory"]
     parts = ("weights", "moments", "gradients", "gathered", "kept_activations", "working_set", "total")
-    rows = [
-        [n.replace("_", " "), speed.gb(m[n]), f"{100 * m[n] / phase['gpu_memory_bytes']:.0f}%"] for n in parts
-    ]
+    rows = [[n.replace("_", " "), gb(m[n]), f"{100 * m[n] / phase['gpu_memory_bytes']:.0f}%"] for n in parts]
     fits = "fits" if m["total"] <= phase["usable_bytes"] else "DOES NOT FIT"
-    rows.append([f"usable of one {gpu}", speed.gb(phase["usable_bytes"]), fits])
+    rows.append([f"usable of one {gpu}", gb(phase["usable_bytes"]), fits])
     rows.append(["largest local batch that fits", str(phase["largest_local_batch"]), ""])
-    rows.append(["(logits in float32, were they whole)", speed.gb(m["logits_whole_fp32"]), "never made"])
+    rows.append(["(logits in float32, were they whole)", gb(m["logits_whole_fp32"]), "never made"])
     return "memory per GPU at the peak (activations are an estimate)", ["", "bytes", "of the GPU"], rows
 
 

@@ -34,7 +34,7 @@ SHARD_TOKEN_BYTES = 2
 USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and the allocator's gaps: an estimate
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
 # streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters
-# it, and what it holds beyond what it has freed; counted by tools.bench train-traffic
+# it, and what it holds beyond what it has freed; counted at commit 04aeaa48 by tools.bench train-traffic
 WIDE_IN_BACKWARD = {"": 3.0, "rowwise": 2.5, "tensorwise": 3.3}  # by float8 recipe
 
 

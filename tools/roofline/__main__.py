@@ -23,10 +23,9 @@ from rich.markdown import Markdown
 from records.files import code_version, write_atomically
 from tools.cards import Inputs, input_rows
 from tools.markdown import records
-from tools.timeline import GEOMETRY
 
 from .projection import (
-    FITTED,
+    PUBLISHED,
     VARIANTS,
     agent_loop,
     by_link,
@@ -40,12 +39,11 @@ from .projection import (
 
 START = """# Projection: decode speed by bandwidth, link latency and delay
 
-Nothing here was measured on a GPU: it is arithmetic on the inputs of the last table, each with its source. One GPU's
-own time is that of the CUDA kernel (tools/timeline.py; `python -m tools.bench cuda-model` is the same model) in
-three cases, an interval of what is assumed; an AMD card is taken as one that ran it as it is. A module's outputs reach
-the other lanes one link latency after it has finished, and a join waits for what it adds. `fitted` is another model:
-weights are read at the published share of the bandwidth, and every layer costs so much more that the published speed of
-eight GPUs comes out, the same for every variant. It compares variants of that machine, and predicts none.
+Nothing here was measured on a GPU: it is arithmetic on the inputs of the last table, each with its source. Weights
+are read at the published share of the bandwidth, and every layer costs so much more that the published speed of eight
+GPUs comes out, the same for every variant. A module's outputs reach the other lanes one link latency after it has
+finished, and a join waits for what it adds (tools/timeline.py). It compares variants of that machine, and predicts
+none.
 
 ![Tokens/s of the 2B against the number of GPUs, and against the link's latency](../images/roofline.svg)
 """
@@ -69,7 +67,7 @@ NOTES = {
 @dataclass
 class Options:
     gpu: str = "h200"
-    """Of the projection over numbers of GPUs: h200, mi300x, rubin, mi450 or another card of tools/cards.toml."""
+    """Of the projection over numbers of GPUs: h200 or mi300x, whose speed is published."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An input to replace, as link.custom_s=2e-6; may be given several times."""
     out: Path | None = None
@@ -106,26 +104,18 @@ def write(path: Path, text: str) -> None:
 def project(options: Options) -> dict[str, Any]:
     """All tables and inputs, as JSON values. ValueError for options that are wrong."""
     inputs = Inputs.read(dict(replacement(text) for text in options.set))
-    card = inputs.card(options.gpu, *GEOMETRY)
+    card = inputs.card(options.gpu, *PUBLISHED)
     rows, cards = scaling(inputs, card), nodes(inputs)
-    shown = {
-        "published",
-        "launch",
-        "link",
-        "agent",
-        "decode",
-        *(each.name.lower() for each in [card, *cards]),
-    }
+    shown = {"published", "launch", "link", "agent", *(each.name.lower() for each in cards)}
     used = {name: row for name, row in inputs.rows.items() if name.split(".")[0] in shown}
-    if rows[-1]["case"] == FITTED:
-        fitted = {"value": fitted_layer_cost_s(inputs, card), "unit": "s", "kind": FITTED}
-        used[f"{card.name.lower()}.layer_cost_s"] = fitted | {
-            "source": "so that the published speed comes out"
-        }
-    node = [row for row in rows if (row["gpus"], row["link"]) == (8, "custom")]
+    used[f"{card.name.lower()}.layer_cost_s"] = {
+        "value": fitted_layer_cost_s(inputs, card), "unit": "s", "kind": "fitted",
+        "source": "so that the published speed comes out",
+    }  # fmt: skip
+    (node,) = (row for row in rows if (row["gpus"], row["link"]) == (8, "custom"))
     speeds = {"an API today": 100.0}
     for name in ("tensor_parallel", "delay_2"):
-        speeds |= {f"8 x {card.name}, {name.replace('_', ' ')}, {r['case']}": r[name] for r in node}
+        speeds[f"8 x {card.name}, {name.replace('_', ' ')}"] = node[name]
     for each in cards:
         if not math.isnan(each.published_tokens_per_s):
             speeds[f"published, 8 x {each.name}"] = each.published_tokens_per_s
@@ -164,9 +154,7 @@ def replacement(text: str) -> tuple[str, float]:
 
 
 def plot(result: dict[str, Any], gpu: str, path: Path) -> None:
-    """Tokens/s against the number of GPUs (the custom link; two nodes: theirs), and on one node against the link; as
-    fitted, else the central case.
-    """
+    """Tokens/s against the number of GPUs (the custom link; two nodes: theirs), and on one node against the link."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -174,10 +162,7 @@ def plot(result: dict[str, Any], gpu: str, path: Path) -> None:
     from matplotlib import pyplot
 
     rows, links = result["tables"]["tokens/s of the 2B"], result["by_link"]
-    case = FITTED if rows[-1]["case"] == FITTED else "central"
-    chosen = [
-        row for row in rows if row["case"] == case and row["link"] in ("none", "custom", "between_nodes")
-    ]
+    chosen = [row for row in rows if row["link"] in ("none", "custom", "between_nodes")]
     figure, (left, right) = pyplot.subplots(1, 2, sharey=True, figsize=(10, 4))
     for name in VARIANTS:
         left.plot(
@@ -186,7 +171,7 @@ def plot(result: dict[str, Any], gpu: str, path: Path) -> None:
         right.plot([1e6 * r["link_s"] for r in links], [r[name] for r in links])
     left.set_xscale("log", base=2)
     left.set_xticks([r["gpus"] for r in chosen], [str(r["gpus"]) for r in chosen])
-    left.set(xlabel=f"{gpu.upper()}s (16: two nodes)", ylabel=f"tokens/s, {case}", ylim=(0, None))
+    left.set(xlabel=f"{gpu.upper()}s (16: two nodes)", ylabel="tokens/s, fitted", ylim=(0, None))
     left.legend(frameon=False)
     right.set_xscale("log")
     right.set(xlabel=f"latency of the link, us, on 8 x {gpu.upper()}")

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from laneformer import LaneformerConfig
-from tools.cards import CASES, Card, Inputs, tables
-from tools.timeline import Kernel, split_layer, token_s
+from tools.cards import Card, Inputs, tables
+from tools.timeline import split_layer, token_s
 
 NODE_GPUS = 8
-FITTED = "fitted"
+PUBLISHED = ("usable_bandwidth", "published_tokens_per_s")  # rows of a card whose engine is published
 Row = dict[str, Any]
 Parts = tuple[tuple[float, float], float]  # seconds of attention and MLP of a layer, and of the head
 # what differs in the config, modules by which sums are late
@@ -100,15 +100,6 @@ def fitted_layer_cost_s(inputs: Inputs, card: Card) -> float:
     return float(brentq(excess_s, 0, published_s, xtol=1e-15))
 
 
-def parts_of(inputs: Inputs, card: Card, gpus: int) -> dict[str, Parts]:
-    """By case, and as fitted where there is a published speed. More GPUs than lanes need a model of as many lanes."""
-    config = LaneformerConfig.from_flavor("2b", num_lanes=max(gpus, CONFIG.num_lanes))
-    parts = {case: Kernel(config, card, case, gpus, inputs=inputs).parts_s() for case in CASES}
-    if not math.isnan(card.published_tokens_per_s):
-        parts[FITTED] = fitted_parts(card, gpus, fitted_layer_cost_s(inputs, card))
-    return parts
-
-
 def speeds(parts: Parts, link_s: float) -> dict[str, float]:
     """Tokens/s of every variant."""
     module_s, head_s = parts
@@ -122,29 +113,27 @@ def speeds(parts: Parts, link_s: float) -> dict[str, float]:
 
 
 def scaling(inputs: Inputs, card: Card) -> list[Row]:
-    """The 2B on 1 to 16 GPUs: tokens/s of tensor parallelism, Ladder and delays, by link and case.
+    """The 2B on 1 to 16 GPUs: tokens/s of tensor parallelism, Ladder and delays, by link.
 
     More GPUs than one node's are two nodes, whose link is the slower one; they would need a
     model of 16 lanes.
     """
     rows: list[Row] = []
+    cost_s = fitted_layer_cost_s(inputs, card)
     for gpus in (1, 2, 4, 8, 16):
-        links = {1: ["none"], 16: ["between_nodes"]}.get(gpus, ["nccl", "custom", "one_shot"])
-        for case, parts in parts_of(inputs, card, gpus).items():
-            for link in links:
-                link_s = 0.0 if gpus == 1 else inputs.at(f"link.{link}_s")
-                place = {"gpus": gpus, "nodes": -(-gpus // NODE_GPUS), "link": link, "case": case}
-                rows.append(place | speeds(parts, link_s))
+        parts = fitted_parts(card, gpus, cost_s)
+        for link in {1: ["none"], 16: ["between_nodes"]}.get(gpus, ["nccl", "custom", "one_shot"]):
+            link_s = 0.0 if gpus == 1 else inputs.at(f"link.{link}_s")
+            place = {"gpus": gpus, "nodes": -(-gpus // NODE_GPUS), "link": link}
+            rows.append(place | speeds(parts, link_s))
     return rows
 
 
 def by_link(inputs: Inputs, card: Card) -> list[dict[str, float]]:
-    """Tokens/s of every variant on one node whose link takes 0.5 to 200 us, twenty steps a decade; as fitted, else
-    the central case.
-    """
-    parts = parts_of(inputs, card, NODE_GPUS)
+    """Tokens/s of every variant on one node whose link takes 0.5 to 200 us, twenty steps a decade."""
+    parts = fitted_parts(card, NODE_GPUS, fitted_layer_cost_s(inputs, card))
     links_s = [0.5e-6 * 10 ** (step / 20) for step in range(53)]
-    return [{"link_s": link_s, **speeds(parts.get(FITTED, parts["central"]), link_s)} for link_s in links_s]
+    return [{"link_s": link_s, **speeds(parts, link_s)} for link_s in links_s]
 
 
 def agent_loop(inputs: Inputs, speeds: Mapping[str, float]) -> list[Row]:

@@ -1,10 +1,9 @@
-"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, in a layer, on a GPU if there is one."""
+"""The kernels of join and norm: in Triton's interpreter, compiled for sm_90, on a GPU if there is one."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import re
 import subprocess
@@ -16,20 +15,14 @@ from typing import Any
 import pytest
 import torch
 import triton
-from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from laneformer import LaneformerConfig
-from laneformer.positions import rope_table
 from laneformer.titan import join_norm_kernels
-from laneformer.titan.fused_layer import FusedLayer
-from laneformer.titan.join_norm import check_kernels, fuse_join_norm
-from laneformer.titan.parallelize import apply_selective_checkpointing
-from laneformer.titan.products import lower_keep_to_nothing
+from laneformer.titan.join_norm import check_kernels
 from laneformer.titan.spec import choose_join_norm
 from tests.laneformer.titan.join_norm_interpreted import CASES, draw, exact, fused, largest_error, results
-from tools.bench import sm90
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -89,47 +82,6 @@ def test_the_kernels_compile_for_sm90_without_spills(flavor: str, lane_scales: b
             f"{flavor} {join=} {norm=} {lane_scales=}: registers {forward[0]} forward, {backward[0]} backward"
         )
         assert forward[1] == backward[1] == 0, (choices, forward, backward)
-
-
-# --- a layer as Inductor lowers it for an H100
-
-
-@pytest.mark.proof("tests/laneformer/titan/*.py")
-def test_a_layer_moves_what_its_kernels_read_and_write() -> None:
-    """A middle layer of the 2B model: the kernels it calls and their bytes, in streams;
-    no copies around them.
-    """
-    config, recorder = LaneformerConfig.from_flavor("2b"), sm90.Recorder()
-    shape = (4, 4096, config.num_lanes, config.hidden_size)
-    torch._dynamo.reset()
-    with FakeTensorMode():
-        torch.set_default_dtype(torch.bfloat16)
-        layer = FusedLayer(config, 5)
-        torch.set_default_dtype(torch.float32)
-        layer.attention.attend = lambda query, key, value, mask: query + key.mean() + value.mean()
-        model = SimpleNamespace(layers=[layer])
-        apply_selective_checkpointing(model)
-        fuse_join_norm()
-        lower_keep_to_nothing()
-        model.layers[0].compile(backend=recorder.backend, fullgraph=True)
-        h, *delayed = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        streams, partials = model.layers[0](h, tuple(delayed), rope_table(config, torch.arange(shape[1])))
-        torch.autograd.backward([streams, *partials], [torch.empty_like(streams) for _ in range(3)])
-    wide = 2 * math.prod(shape)
-    graphs = {graph.backward: graph for _, graph in recorder.calls}
-    assert reads(graphs[False], wide) == [("rms_norm", 1), ("join_norm", 3), ("join", 3)]
-    assert reads(graphs[True], wide) == [("join_norm_backward", count) for count in (2, 4, 3)], (
-        "no norm again"
-    )
-    # what they read and write, and below it the narrow rest: SwiGLU, RoPE, concatenated weights
-    assert 11 < graphs[False].bytes("elementwise") / wide < 11 + 4
-    assert 15 < graphs[True].bytes("elementwise") / wide < 15 + 7
-
-
-def reads(graph: sm90.Graph, wide: int) -> list[tuple[str, int]]:
-    """Our kernels in order, and the whole streams that each reads."""
-    calls = [(re.search(r"laneformer\.(\w+)", kernel.name), kernel.bytes) for kernel in graph.kernels]
-    return [(found[1], round(size / wide)) for found, size in calls if found]
 
 
 # --- which path

@@ -175,6 +175,7 @@ def test_the_random_gguf_is_read_back_and_written_once(tmp_path):
     assert llamacpp.random_gguf(config, "bf16", tmp_path).stat().st_mtime_ns == written
 
 
+@pytest.mark.rotate
 def test_ours_alone_from_the_command_line(capsys, tmp_path):
     out = tmp_path / "decode.md"
     arguments = ["--flavor", "tiny", "--against", "", "--pairs", "1", "--new-tokens", "8", "--threads", "1"]
@@ -210,12 +211,12 @@ def test_wrong_options_are_one_line(capsys):
 def test_a_candidate_sleeps_between_its_trials_and_refuses_unknown_commands():
     process = candidate(OURS, Options(flavor="tiny", threads=1))
     process.ask("decode", prompt=[5], new_tokens=4)
-    before = process.cpu_clocks()
-    time.sleep(0.5)
-    after = process.cpu_clocks()
-    assert after[1] - before[1] <= 0.05 * (after[0] - before[0]), (
-        "an idle candidate takes CPU from the others"
-    )
+    # in processor time, which waits for nobody: one that spins never stands still
+    used_s = [process.cpu_clocks()[1]]
+    while len(used_s) < 100 and used_s[-3:] != 3 * used_s[-1:]:
+        time.sleep(0.1)
+        used_s.append(process.cpu_clocks()[1])
+    assert used_s[-3:] == 3 * used_s[-1:], "an idle candidate takes CPU from the others"
     with pytest.raises(RuntimeError, match="no attribute 'juggle'"):
         process.ask("juggle")
     process.close()
@@ -230,6 +231,7 @@ def test_a_candidates_name_says_what_it_has_of_its_own():
     assert read[f"{OURS} kv_dtype=int8"] < read[OURS]
 
 
+@pytest.mark.rotate
 def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkeypatch, tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError('planted')\n")
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -279,7 +281,7 @@ def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(monkeyp
     assert baseline.settings() == "depth 1: short; depth 4000: long; prompt 9000: long; batch 2: short"
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_transformers_runs():
     process = candidate("transformers", Options(flavor="tiny", threads=1))
     assert "transformers" in process.ask("facts")["version"]
@@ -298,7 +300,7 @@ def test_transformers_runs():
     process.close()
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_llama_cpp_runs_every_type_of_weights_made_from_the_same_file(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     try:

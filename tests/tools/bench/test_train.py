@@ -26,7 +26,7 @@ main(["train", *sys.argv[1:]])
 """
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 def test_toy_run(tmp_path: Path) -> None:
     out = tmp_path / "train.md"
     flags = ["--flavor", "tiny", "--seq-len", "32", "--local-batch", "2", "--steps", "3", "--warmup", "2", "--rounds",

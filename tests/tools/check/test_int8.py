@@ -15,6 +15,7 @@ from tests.laneformer.engine.assets import random_model, write_folder
 from tools.check import engine as check_engine
 
 
+@pytest.mark.job
 def test_a_folder_is_checked_and_measured(prepared_data, tmp_path, capsys):
     tokenizer_from_sentencepiece(prepared_data / "tokenizer.model").save(str(tmp_path / "tokenizer.json"))
     vocab = -(-len(matching_token_bytes(tmp_path, prepared_data)) // 8) * 8

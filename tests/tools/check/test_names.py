@@ -10,6 +10,16 @@ import pytest
 
 from tools.check.__main__ import main
 
+CHECKS = [
+    ("engine", "tools.check.engine", []),
+    ("int8", "tools.check.engine", ["--against", "int8"]),
+    ("parity", "tools.check.engine", ["--against", "published", "--prompts", "4"]),
+    ("structure", "tools.check.structure", []),
+    ("contained", "tools.check.contained", []),
+    ("smollm2", "tests.smollm2", []),
+    ("train", "tools.acceptance", []),
+]  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("name", "module", "options"),
@@ -27,11 +37,12 @@ def test_a_name_runs_its_check(
     name: str, module: str, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
-    monkeypatch.setattr(runpy, "run_module", lambda found, **_: ran.append((found, sys.argv[1:])))
-    monkeypatch.setattr(sys, "argv", ["check", name, "tiny", "--help"])
-    main()
-    assert ran == [(module, [*options, "tiny", "--help"])]
-    assert importlib.util.find_spec(module), "the module exists"
+    monkeypatch.setattr(runpy, "run_module", lambda module, **_: ran.append((module, sys.argv[1:])))
+    for name, module, options in CHECKS:
+        monkeypatch.setattr(sys, "argv", ["check", name, "tiny", "--help"])
+        main()
+        assert ran.pop() == (module, [*options, "tiny", "--help"])
+        assert importlib.util.find_spec(module), "the module exists"
 
 
 def test_an_unknown_name_is_refused_with_all_that_there_are(

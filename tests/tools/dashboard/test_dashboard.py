@@ -146,6 +146,7 @@ def test_an_averaged_run_says_what_it_was_averaged_from(tmp_path: Path) -> None:
     assert "step-5&#x27;: 0.25" in page([read_run(folder)], NOW)
 
 
+@pytest.mark.job
 def test_several_runs_share_a_page(run_folder: Path, tmp_path: Path) -> None:
     other = write_rows(tmp_path / "other", [row(s) for s in range(1, 9)])
     write_page([run_folder, other], tmp_path / "x.html", now=NOW)
@@ -154,6 +155,7 @@ def test_several_runs_share_a_page(run_folder: Path, tmp_path: Path) -> None:
     assert text.count("<article>") == 2
 
 
+@pytest.mark.job
 def test_the_page_of_ten_thousand_rows_stays_small(tmp_path: Path) -> None:
     run = read_run(made_up_run.write_run(tmp_path / "long", steps=20_000, every=3, checkpoints=200))
     assert len(run.kept_rows) == 10_000 - 1

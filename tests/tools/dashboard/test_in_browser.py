@@ -96,6 +96,7 @@ def drag(page: Page, start: tuple[float, float], end: tuple[float, float]) -> No
     mouse(page, "mouseReleased", *end)
 
 
+@pytest.mark.rotate
 @needs_browser
 def test_a_click_in_the_legend_hides_and_a_double_click_isolates(page: Page) -> None:
     def shown() -> set[str]:
@@ -117,6 +118,7 @@ def test_a_click_in_the_legend_hides_and_a_double_click_isolates(page: Page) -> 
     assert shown() == {"math"}
 
 
+@pytest.mark.rotate
 @needs_browser
 def test_smoothing_changes_the_mean_and_not_the_logged_values(page: Page, folders: list[Path]) -> None:
     before = traces(page, TRAINING)
@@ -136,6 +138,7 @@ def test_smoothing_changes_the_mean_and_not_the_logged_values(page: Page, folder
     assert traces(page, TRAINING) == before
 
 
+@pytest.mark.rotate
 @needs_browser
 def test_a_log_axis_shows_all_that_is_drawn(page: Page) -> None:
     press(page, TRAINING, "[data-option=log]")
@@ -147,6 +150,7 @@ def test_a_log_axis_shows_all_that_is_drawn(page: Page) -> None:
     assert page.run(f"document.getElementById('{TRAINING}')._fullLayout.yaxis.type") == "linear"
 
 
+@pytest.mark.rotate
 @needs_browser
 def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> None:
     at_first = axis(page, TRAINING), axis(page, TRAINING, "xaxis")
@@ -189,6 +193,7 @@ def test_zoom_fits_y_and_y_zooms_alone_and_a_double_click_resets(page: Page) -> 
     assert whole[1] > highest > at_first[0][1], "the start and the tips of spikes too"
 
 
+@pytest.mark.rotate
 @needs_browser
 def test_the_steep_start_of_a_long_curve_does_not_flatten_the_rest(page: Page) -> None:
     def fitted(values: int, state: str = "x: null, whole: false", more: str = "") -> list[float]:
@@ -208,6 +213,7 @@ def test_the_steep_start_of_a_long_curve_does_not_flatten_the_rest(page: Page) -
     assert fitted(10)[1] > 10
 
 
+@pytest.mark.rotate
 @needs_browser
 def test_the_chosen_button_looks_unlike_the_others(page: Page) -> None:
     for dark in (False, True):
@@ -226,6 +232,7 @@ def test_the_chosen_button_looks_unlike_the_others(page: Page) -> None:
     page.size(1400, 1000)
 
 
+@pytest.mark.rotate
 @needs_browser
 def test_jump_links_lead_to_their_cards(page: Page) -> None:
     links = page.run("[...document.querySelectorAll('.jump a')].map(a => a.getAttribute('href').slice(1))")
@@ -233,6 +240,7 @@ def test_jump_links_lead_to_their_cards(page: Page) -> None:
     assert page.run(f"{json.dumps(links)}.every(id => document.getElementById(id)?.querySelector('.card'))")
 
 
+@pytest.mark.job
 @needs_browser
 def test_nothing_is_complained_of_and_nothing_is_wider_than_a_phone(page: Page) -> None:
     for width, dark in ((1400, False), (390, False), (390, True)):
@@ -285,7 +293,7 @@ def test_a_source_has_one_colour_on_the_whole_page(folders: list[Path], html: Pa
 # a run of the published size
 
 
-@pytest.mark.job
+@pytest.mark.rotate
 @needs_browser
 def test_a_run_of_930_000_steps_and_200_checkpoints(tmp_path: Path) -> None:
     folder, out = made_up_run.write_published(tmp_path / "synthetic-2b"), tmp_path / "2b.html"

@@ -76,6 +76,7 @@ def get(address: str, **headers: str) -> tuple[int, str]:
         return answer.status, answer.read().decode()
 
 
+@pytest.mark.rotate
 def test_the_server_answers_with_what_is_new(served: tuple[Path, str]) -> None:
     run, address = served
     status, page = get(address)
@@ -96,6 +97,7 @@ def test_the_server_answers_with_what_is_new(served: tuple[Path, str]) -> None:
         get(address, Host="elsewhere.example")
 
 
+@pytest.mark.rotate
 def test_a_taken_port_is_told(served: tuple[Path, str]) -> None:
     run, address = served
     port = address.rsplit(":", 1)[1].strip("/")
@@ -105,6 +107,7 @@ def test_a_taken_port_is_told(served: tuple[Path, str]) -> None:
     assert f"port {port} of 127.0.0.1 cannot be used" in said
 
 
+@pytest.mark.rotate
 def test_a_page_of_a_run_that_grows_is_that_of_the_whole_run(tmp_path: Path) -> None:
     """Rows are thinned and means go on, whatever the pieces; at the doubling of a bucket all is read again."""
     folder = made_up_run.write_run(tmp_path / "made-up", steps=2200, every=1)
@@ -127,6 +130,7 @@ def without_time(main: str) -> str:
     return re.sub(r"<footer>.*|quiet since.*? UTC", "", main)
 
 
+@pytest.mark.rotate
 def test_a_change_of_the_page_is_as_small_as_what_was_appended(run_folder: Path) -> None:
     live = Live([run_folder], "x", "", rest=0.0)
     held, main = live.newest()
@@ -179,6 +183,7 @@ PROBE = """
 """
 
 
+@pytest.mark.rotate
 @needs_browser
 def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path) -> None:
     """Curves and text become new; the chart's element, its zoom and the chosen axis stay;
@@ -207,6 +212,7 @@ def test_a_browser_updates_the_charts_in_place(run_folder: Path, tmp_path: Path)
     assert len(re.findall(r'<svg[^>]*class="main-svg"', dom)) >= 4 * 3, "four charts of three layers each"
 
 
+@pytest.mark.rotate
 def test_a_zoom_gets_every_row_of_its_range(tmp_path: Path) -> None:
     """Of a run whose overview draws groups of rows; with the rows next to the range, so that lines leave it."""
     folder = made_up_run.write_run(tmp_path / "long", steps=2000, every=1)
@@ -237,6 +243,7 @@ def test_a_zoom_gets_every_row_of_its_range(tmp_path: Path) -> None:
             live.zoomed(*wrong)
 
 
+@pytest.mark.rotate
 def test_a_zoom_to_more_rows_than_pixels_has_medians_and_a_band(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -355,6 +355,7 @@ def test_tasks_that_were_not_chosen_are_not_missing() -> None:
     assert "1 of 2 tasks missing</span>, hence no CORE: squad<" in text
 
 
+@pytest.mark.job
 def test_several_runs_are_compared(whole: Path, gappy: Path, tmp_path: Path) -> None:
     write_page([gappy, whole], tmp_path / "x.html", now=NOW)
     text = (tmp_path / "x.html").read_text()

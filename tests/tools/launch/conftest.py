@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.shared import Shared
-from tests.tools.launch.launch_assets import SMALL, environment, launch, make_checkout
+from tests.tools.launch.launch_assets import SMALL, launch, make_checkout
 
 
 @pytest.fixture(scope="session")
@@ -17,23 +17,12 @@ def checkout(shared: Shared) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(checkout: Path, prepared_data: Path, shared: Shared) -> Path:
-    """The run folder of 40 steps of phase 1 on two ranks, `--local`, from a snapshot;
-    the environment holds secrets.
-    """
+    """The run folder of 40 steps of phase 1 on two ranks, `--local`, from a snapshot."""
     lock = prepared_data / "phase1.lock.json"
     return shared("undisturbed", lambda folder: run_undisturbed(checkout, lock, folder / "run")) / "run"
 
 
 def run_undisturbed(checkout: Path, lock: Path, run: Path) -> None:
     arguments = ("--run", str(run), "--nodes", "1", "--gpus-per-node", "2", "--cpu", "--local")
-    env = {
-        **environment(),
-        "WANDB_API_KEY": "hush",
-        "HF_TOKEN": "hush",
-        "NCCL_DEBUG": "WARN",
-        "LOADEDMODULES": "cuda/13",
-    }
-    done = launch(
-        checkout, "configs/debug_phase1.toml", *arguments, *SMALL, "--mixture.lock", str(lock), env=env
-    )
+    done = launch(checkout, "configs/debug_phase1.toml", *arguments, *SMALL, "--mixture.lock", str(lock))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

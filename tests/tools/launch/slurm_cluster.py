@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import re
 import shutil
 import socket
@@ -76,9 +77,8 @@ class SlurmCluster:
         self.folder = folder
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PYTHON"))}
         self.env |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
-        self.env["GLOO_SOCKET_IFNAME"] = (
-            "lo"  # the nodes are one machine, whose name may be a loopback address
-        )
+        # the nodes are one machine, whose name may be a loopback address
+        self.env["GLOO_SOCKET_IFNAME"] = "lo"
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> SlurmCluster:
@@ -124,14 +124,10 @@ class SlurmCluster:
 
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as log:
-            command = (
-                "setpriv",
-                "--pdeathsig",
-                "KILL",
-                *command,
-            )  # not even a killed pytest leaves it behind
+            # not even a killed pytest leaves it behind
+            bound = ("setpriv", "--pdeathsig", "KILL", *command)
             self.daemons[name] = subprocess.Popen(
-                command, env=self.env, stdout=log, stderr=log, start_new_session=True
+                bound, env=self.env, stdout=log, stderr=log, start_new_session=True
             )
 
     def start_node(self, node: str) -> None:
@@ -172,11 +168,8 @@ class SlurmCluster:
                 logs = process.open_files() if process.name().startswith("slurmstepd") else []
             except (psutil.Error, OSError):
                 continue
-            names = [
-                each
-                for each in NODES
-                if str(self.folder / f"slurmd-{each}.log") in {log.path for log in logs}
-            ]
+            paths = {log.path for log in logs}
+            names = [each for each in NODES if str(self.folder / f"slurmd-{each}.log") in paths]
             if env.get("SLURM_CONF") == self.env["SLURM_CONF"] and process.pid not in ours:
                 names.append(env.get("SLURMD_NODENAME", ""))
             if node in names or (node is None and names):
@@ -209,13 +202,15 @@ class SlurmCluster:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("localhost", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Below the range from which the system takes ports for connections: nobody is given one of them meanwhile."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 500):
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("localhost", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"{count} free ports are not to be had")
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float) -> None:

@@ -30,7 +30,7 @@ from tests.tools.launch.slurm_cluster import SlurmCluster, missing, wait_for
 from tools.launch.script import Cluster, batch_script
 
 pytestmark = [
-    pytest.mark.job,
+    pytest.mark.rotate,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         bool(missing()), reason=f"no {', '.join(missing())} here: `make packages` installs a Slurm"
@@ -78,11 +78,10 @@ class Launcher:
         return answer["job_id"], Path(answer["snapshot"])
 
     def break_checkout(self) -> None:
+        supervise = ("supervise/__main__.py", "supervise/node_checks.py")
         for name in (
             "models/laneformer/model.py",
-            "train/__main__.py",
-            "train/supervise/__main__.py",
-            "train/supervise/node_checks.py",
+            *(f"train/{file}" for file in ("__main__.py", *supervise)),
         ):
             (self.checkout / name).write_text("raise SystemExit('the checkout leaked into the job')\n")
         commit(self.checkout, "broken")
@@ -112,16 +111,8 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Stor
     (folder / "cluster").mkdir()
     with SlurmCluster(folder / "cluster") as cluster:
         there = Launcher(folder, prepared_data, cluster)
-        first = (
-            "configs/debug_phase1.toml",
-            "--nodes",
-            "2",
-            "--gpus-per-node",
-            "1",
-            "--spares",
-            "1",
-            "--cpu",
-        )
+        nodes = ("--nodes", "2", "--gpus-per-node", "1", "--spares", "1", "--cpu")
+        first = ("configs/debug_phase1.toml", *nodes)
         id1, snapshot = there.submit(1, *first, "--time", "30", "--env", "PACED_SECONDS=5")
         switch = ("--phase-switch", str(folder / "phase1"), "--config", "configs/debug_phase2.toml")
         id2, _ = there.submit(2, *switch)
@@ -140,17 +131,8 @@ def story(prepared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Stor
         cluster.make_bad("n2")
         job2 = there.wait_for_end(id2)
     assert not cluster.processes(), "the cluster left processes behind"
-    return Story(
-        folder / "phase1",
-        folder / "phase2",
-        snapshot,
-        folder / "code",
-        refused,
-        requeued,
-        waiting,
-        job1,
-        job2,
-    )
+    phase1, phase2, code = (folder / name for name in ("phase1", "phase2", "code"))
+    return Story(phase1, phase2, snapshot, code, refused, requeued, waiting, job1, job2)
 
 
 def supervisor(run: Path, kind: str) -> list[dict]:
@@ -247,7 +229,6 @@ def test_loss_of_the_first_node_puts_the_job_back_into_the_queue(tmp_path: Path)
         job_id = int(cluster.command("sbatch", "--parsable", str(script)))
         wait_for(lambda: begun(1) and watches(cluster), "the job and its watch", TIMEOUT_S)
         cluster.lose_node("n1")
-        assert cluster.job(job_id)["JobState"] == "RUNNING", "a power cut is not noticed at once"
         wait_for(lambda: cluster.job(job_id)["Restarts"] == "1", "the requeue", TIMEOUT_S)
         cluster.start_node("n1")
         wait_for(lambda: begun(2), "the second start", TIMEOUT_S)

@@ -1,3 +1,0 @@
-"""What a bundle runs on a machine that has Python and NVIDIA's driver alone; only the standard library is
-imported.
-"""
