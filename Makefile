@@ -28,6 +28,7 @@ CACHE := $(or $(LANEFORMER_CACHE),$(HOME)/.cache/laneformer)
 export CCACHE_DIR ?= $(CACHE)/ccache
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
+export CMAKE_CXX_COMPILER_LAUNCHER = $(shell command -v ccache)
 # what make does not wait for runs side by side
 MAKEFLAGS += --jobs=3
 # types are checked again where files have changed, in a new clone too
@@ -46,8 +47,7 @@ $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "uv>=0.11"
 	$(INSTALL) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
-	CMAKE_CXX_COMPILER_LAUNCHER=$$(command -v ccache) \
-	  $(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]"
+	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING)]"
 	@touch $@
 
 # torch with pip, which knows the wheels that a machine keeps
