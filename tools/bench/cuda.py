@@ -82,9 +82,9 @@ def compiled(flavor: str) -> Figures:
         for version in VERSIONS
         for geometry in plan_builds(config, "bf16", describe(device), version == "graph")
     ]
-    of_this_gpu = {"architecture": architecture_of(device), "driver": driver_version()}
+    architecture, driver = architecture_of(device), driver_version()
     with ProcessPoolExecutor() as pool:
-        jobs = [pool.submit(compile_cubin, *unit, **of_this_gpu) for unit in units]
+        jobs = [pool.submit(compile_cubin, *unit, architecture=architecture, driver=driver) for unit in units]
         yield "kernels", sum(len(job.result()) > 0 for job in jobs)
     yield "seconds", time.monotonic() - start
 
