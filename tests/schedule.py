@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.tiers import rotates
+from tests.tiers import DURATIONS, draw_place, rotates
 
-DURATIONS = Path(__file__).with_name("durations.json")
 GROUPS = "groups.json"
 GROUP_S = 30.0
 UNKNOWN_S, UNKNOWN_JOB_S = 0.1, 5.0  # of a test that durations.json does not name
@@ -49,9 +47,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             group = f"{file}#{number[file]}"
         seconds[group] += duration
         group_of[item] = group
-    items.sort(key=lambda item: (group_of[item][0] == ROTATING, -seconds[group_of[item]], group_of[item]))
+    items.sort(key=lambda item: place(group_of[item], seconds[group_of[item]]))
     folder = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     (folder / GROUPS).write_text(json.dumps({item.nodeid: group for item, group in group_of.items()}))
+
+
+def place(group: str, seconds: float) -> tuple[bool, float, str]:
+    """Sorts groups: the longest first, and behind them what rotates."""
+    is_rotating = group[0] == ROTATING
+    return is_rotating, draw_place(group) if is_rotating else -seconds, group
 
 
 class GroupScheduling(LoadScopeScheduling):

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +23,7 @@ def test_rotating(n): pass
 
 
 def run(folder: Path, *options: str, until: float = float("inf")) -> str:
+    """What pytest prints of TESTS, one unit and 16 rotating ones."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "test_it.py").write_text(TESTS)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
@@ -52,3 +55,17 @@ def test_none_begins_when_the_time_is_over(tmp_path: Path) -> None:
     late = run(tmp_path, until=time.time() - 1)
     assert "1 passed, 16 skipped" in late
     assert f"16 {tiers.TOO_LATE}" in late
+
+
+def test_none_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        tiers, "durations", lambda: {"long": tiers.GRACE_S + 60.0, "short": tiers.GRACE_S - 60.0}
+    )
+    now = 1e9
+    for name, left_s, begins in (
+        ("long", 70.0, True),
+        ("long", 50.0, False),
+        ("short", 1.0, True),
+        ("short", -1.0, False),
+    ):
+        assert tiers.is_in_time(name, now, now + left_s) == begins, (name, left_s)

@@ -3,24 +3,29 @@
 - unit: no mark; under 5 s, no whole job. `make test` runs these.
 - job: `pytest.mark.job`; every change (`make test-all`).
 - rotate: `pytest.mark.rotate`, and every proof (proofs.py). `--rotate today` runs an eighth of them, chosen by a hash
-  of the test's name and the day, after all others; none of them begins after ROTATE_UNTIL, a Unix time that `.ci/run`
-  sets. `make nightly` runs all.
+  of the test's name and the day, after all others, in an order that the day draws, so that none always comes last. None
+  begins after ROTATE_UNTIL, a Unix time that `.ci/run` sets, nor one that durations.json expects to end more than
+  GRACE_S later. `make nightly` runs all.
 
 A test that is left out skips itself, and the summary names it.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import time
 import zlib
 from collections import Counter
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
+DURATIONS = Path(__file__).with_name("durations.json")  # of tests that take a second or more, in s
 EIGHTHS = 8
-UNIT_LIMIT_S = 5.0
+GRACE_S = 180.0
 LEFT_OUT, TOO_LATE = "left out: rotates, not today's eighth", "left out: ROTATE_UNTIL is over"
 
 
@@ -32,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    today()  # before workers start
     config.addinivalue_line("markers", "job: a whole job; `make test` leaves it out")
     config.addinivalue_line("markers", "rotate: every eighth day in CI, and in `make nightly`")
 
@@ -42,9 +48,30 @@ def rotates(item: pytest.Item) -> bool:
 
 def is_chosen(name: str, rotate: str) -> bool:
     """Whether a rotating test of this name belongs to the eighth that `--rotate` asks for."""
-    today = datetime.now(UTC).toordinal() % EIGHTHS
-    eighth = {"all": None, "none": -1, "today": today}.get(rotate, int(rotate) if rotate.isdigit() else -1)
-    return eighth is None or zlib.crc32(name.encode()) % EIGHTHS == eighth
+    if rotate in ("all", "none"):
+        return rotate == "all"
+    eighth = today() % EIGHTHS if rotate == "today" else int(rotate)
+    return zlib.crc32(name.encode()) % EIGHTHS == eighth
+
+
+def today() -> int:
+    """The day's number, the same in all workers of a session that midnight divides."""
+    return int(os.environ.setdefault("ROTATE_DAY", str(datetime.now(UTC).toordinal())))
+
+
+def draw_place(name: str) -> int:
+    """Where a rotating group stands in the order of today."""
+    return zlib.crc32(f"{today()} {name}".encode())
+
+
+@functools.cache
+def durations() -> dict[str, float]:
+    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+
+
+def is_in_time(name: str, now: float, until: float) -> bool:
+    """Whether a rotating test may begin now, and is expected to end soon enough."""
+    return now <= min(until, until + GRACE_S - durations().get(name, 0.0))
 
 
 @pytest.hookimpl(tryfirst=True)  # before the cache of proofs is asked
@@ -54,12 +81,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     name = item.nodeid.split("@tests/")[0]  # xdist appends the group
     if not is_chosen(name, item.config.getoption("--rotate")):
         pytest.skip(LEFT_OUT)
-    if time.time() > float(os.environ.get("ROTATE_UNTIL", "inf")):
+    if not is_in_time(name, time.time(), float(os.environ.get("ROTATE_UNTIL", "inf"))):
         pytest.skip(TOO_LATE)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What did not run, by file, and the unit tests that are too long to be units."""
+    """What did not run, by file."""
     stats = terminalreporter.stats
     for reason in (LEFT_OUT, TOO_LATE):
         left_out = Counter(

@@ -58,10 +58,12 @@ PARTS = [" ", "  ", "\n", "\n\n", "\t", "\r\n", *SOME_PARTS.split(" ")]
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(PARTS), max_size=30).map("".join) | st.text(max_size=50))
+@pytest.mark.job
 def test_any_text(processor, text):
     check(processor, [text, "", text[1:]])
 
 
+@pytest.mark.job
 def test_real_text_and_long_documents(processor):
     draw = random.Random(1)
     line = "".join(draw.choice("abcdef 0123456789") for _ in range(1_100_000))

@@ -92,6 +92,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
     monkeypatch.setattr(names.constants, "HF_HUB_DISABLE_XET", True)
 
 
+@pytest.mark.job
 def test_a_name_is_fetched_once_listed_and_told_where_it_cannot_be(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def test_plain_kernels_and_emulated_products_cost_nothing(monkeypatch: pytest.Mo
     assert check(job_of(), float8=Float8(RECIPES["rowwise"], emulate=True)).fallback == ""
 
 
+@pytest.mark.job
 def test_kernels_that_raise_are_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

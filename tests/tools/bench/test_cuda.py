@@ -48,6 +48,7 @@ def test_all_parts_fit_into_eight_minutes_and_have_a_function() -> None:
     assert all(callable(getattr(cuda, part.function)) for part in parts)
 
 
+@pytest.mark.job
 def test_the_verdict_is_of_a_sound_engine_and_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "DEVICE", "cpu")
     monkeypatch.setattr(cuda, "PROMPTS", 2)
