@@ -1,16 +1,18 @@
 """Low-rank changes (LoRA) of late layers, so that a recovered model is a small file beside the dense one.
 
 A matrix W (L, out, in) of a layer becomes W + B A, lane by lane, with A (L, rank, in) drawn and B (L, out, rank)
-zero at first; the layer's norm scales are trained as they are. `write` leaves adapter.safetensors (bfloat16, and the
-layout's orders) and adapter.json, which says of which model and how late; `read` and `merged` give the weights of a
-plain late model, so nothing that runs it has to know of adapters.
+zero at first; the layer's norm scales are trained as they are. `write` leaves adapter.safetensors (bfloat16) and
+adapter.json, which says of which model and how late. `merge` gives the weights of a plain late model, so nothing
+that runs it has to know of adapters.
+
+An adapter can hold a layout: `layout.N` is the order of the dense model's KV groups or neurons in module N, which
+decides what shares a lane. examples/smollm2_late has one; the search for it is at commit 04aeaa48.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,36 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from laneformer import LaneformerConfig
+from laneformer import Laneformer, LaneformerConfig
 from laneformer.initialization import fill_from_generator
 from laneformer.linear import LaneLinear
 from records.files import file_sha256, write_atomically
 
 from .job_config import Late
-from .layout import Layout
 
-MATRICES = ("attention.wq", "attention.wk", "attention.wv", "attention.wo",
-            "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")  # fmt: skip
-SCALES = ("attention_norm", "ffn_norm")
-PREFIX = "adapters"  # of its parameters' names in a checkpoint; a model's own begin otherwise
+MATRICES = (
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "feed_forward.w1",
+    "feed_forward.w2",
+    "feed_forward.w3",
+)
+SCALES = ("attention_norm.weight", "ffn_norm.weight")
+PREFIX = "adapters."  # of its parameters' names in a checkpoint; a model's own begin otherwise
+LAYOUT, MODULES = "layout.", ("attention", "feed_forward")
 ADAPTER, ABOUT = "adapter.safetensors", "adapter.json"
+
+
+def names_in_late_layers(config: LaneformerConfig, late: Late, names: Iterable[str]) -> list[str]:
+    layers = range(late.first_late_layer, config.num_hidden_layers)
+    return [f"layers.{i}.{name}" for i in layers for name in names]
+
+
+def key(matrix: str) -> str:
+    """Of layers.3.attention.wq: 3/attention/wq."""
+    return matrix.removeprefix("layers.").replace(".", "/")
 
 
 class Change(nn.Module):
@@ -54,75 +73,77 @@ class ChangedLinear(LaneLinear):
         return super().forward(x) + torch.einsum("bslr,lor->bslo", inner, change.b)
 
 
-def adapt(layers: Mapping[int, nn.Module], rank: int) -> nn.ModuleDict:
-    """Give every matrix of these layers a change; returns those, by `key`. The layers must call their matrices."""
-    found = nn.ModuleDict()
-    for i, layer in layers.items():
-        for name in MATRICES:
-            linear: Any = layer.get_submodule(name)
-            change = Change(linear.weight.shape, rank)
-            linear.__class__, linear.change = ChangedLinear, [change]
-            found[key(i, name)] = change
-    return found
+def adapt(model: Laneformer, late: Late) -> nn.ModuleDict:
+    """Give every matrix of the late layers, which must be called, a change; returns the changes by `key`."""
+    changes = nn.ModuleDict()
+    for matrix in names_in_late_layers(model.config, late, MATRICES):
+        linear: Any = model.get_submodule(matrix)
+        change = Change(linear.weight.shape, late.lora_rank)
+        linear.__class__, linear.change = ChangedLinear, [change]
+        changes[key(matrix)] = change
+    return changes
 
 
-def key(layer: int, name: str) -> str:
-    return f"{layer}/{name.replace('.', '/')}"
-
-
-def first_adapter(config: LaneformerConfig, late: Late, seed: int = 0) -> dict[str, Tensor]:
+def first_adapter(config: LaneformerConfig, late: Late) -> dict[str, Tensor]:
     """The parameters before training, by their names in a checkpoint: the dense model."""
     shapes = config.tensor_shapes()
-    found: dict[str, Tensor] = {}
-    for i in range(late.first_adapted, config.num_hidden_layers):
-        for name in MATRICES:
-            lanes, rows, columns = shapes[f"layers.{i}.{name}.weight"]
-            a = torch.empty(lanes, late.lora_rank, columns)
-            fill_from_generator(a, columns**-0.5, f"{seed}/{key(i, name)}")
-            at = f"{PREFIX}.{key(i, name)}"
-            found |= {f"{at}.a": a, f"{at}.b": torch.zeros(lanes, rows, late.lora_rank)}
-    return found
+    adapter: dict[str, Tensor] = {}
+    for matrix in names_in_late_layers(config, late, MATRICES):
+        lanes, rows, columns = shapes[f"{matrix}.weight"]
+        a = torch.empty(lanes, late.lora_rank, columns)
+        fill_from_generator(a, columns**-0.5, f"0/{key(matrix)}")
+        b = torch.zeros(lanes, rows, late.lora_rank)
+        adapter |= {f"{PREFIX}{key(matrix)}.a": a, f"{PREFIX}{key(matrix)}.b": b}
+    return adapter
 
 
-def scales(config: LaneformerConfig, late: Late) -> list[str]:
-    """Names of the model's own parameters that are trained with the changes."""
-    layers = range(late.first_adapted, config.num_hidden_layers)
-    return [f"layers.{i}.{name}.weight" for i in layers for name in SCALES]
+def merge(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's float32 weights in the adapter's layout, with its changes added to them, and its scales."""
+    merged = lay_out(weights, adapter)
+    for name in weights.keys() & adapter.keys():
+        merged[name] = adapter[name].float()
+    for at in (name.removesuffix(".a") for name in adapter if name.endswith(".a")):
+        matrix = "layers." + at.removeprefix(PREFIX).replace("/", ".") + ".weight"
+        merged[matrix] = merged[matrix] + adapter[f"{at}.b"].float() @ adapter[f"{at}.a"].float()
+    return merged
 
 
-def merged(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's float32 weights with the changes added to them, and the adapter's scales."""
-    found = {name: adapter[name].float() if name in adapter else weight for name, weight in weights.items()}
-    for name in adapter:
-        if name.endswith(".a"):
-            at = name.removeprefix(f"{PREFIX}.").removesuffix(".a").replace("/", ".")
-            change = adapter[name.removesuffix("a") + "b"].float() @ adapter[name].float()
-            found[f"layers.{at}.weight"] = found[f"layers.{at}.weight"] + change
-    return found
+def lay_out(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A cut model's weights, the units of each module in the adapter's order: at delay 0 the same function."""
+    ordered = dict(weights)
+    for name, weight in weights.items():
+        part = name.split(".")
+        if not name.startswith("layers.") or part[2] not in MODULES:
+            continue
+        order = adapter.get(f"{LAYOUT}{2 * int(part[1]) + MODULES.index(part[2])}")
+        if order is None:
+            continue
+        # units are columns of what writes, (L, D, in / L), and rows of what reads, (L, out / L, D)
+        writes = part[3] in ("wo", "w2")
+        rows = weight.movedim(2, 1) if writes else weight
+        units = rows.flatten(0, 1).unflatten(0, (len(order), -1))
+        rows = units[order.long()].reshape(rows.shape)
+        ordered[name] = (rows.movedim(1, 2) if writes else rows).contiguous()
+    return ordered
 
 
-def write(
-    folder: Path, adapter: Mapping[str, Tensor], layout: Layout, late: Late, about: Mapping[str, Any]
-) -> None:
-    """about: model, model_sha256 and lanes of the dense model."""
+def write(folder: Path, adapter: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """about: model, model_sha256 and lanes of the dense model, and the architecture of the late one."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: weight.to(torch.bfloat16).contiguous() for name, weight in adapter.items()}
-    kept |= {f"layout.{i}": torch.tensor(order, dtype=torch.int32) for i, order in enumerate(layout)}
-    save_file(kept, folder / ADAPTER)
-    (folder / ADAPTER).chmod(0o644)  # safetensors creates files with mode 600
-    told = {**about, "late": {**asdict(late), "dense": ""}, "adapter_sha256": file_sha256(folder / ADAPTER)}
-    write_atomically(folder / ABOUT, json.dumps(told, indent=2) + "\n")
+    path = folder / ADAPTER
+    save_file({name: weight.to(torch.bfloat16).contiguous() for name, weight in adapter.items()}, path)
+    path.chmod(0o644)  # safetensors creates files with mode 600
+    described = {**about, "adapter_sha256": file_sha256(path)}
+    write_atomically(folder / ABOUT, json.dumps(described, indent=2) + "\n")
 
 
-def read(folder: Path, model_sha256: str) -> tuple[dict[str, Tensor], Layout, Late, dict[str, Any]]:
-    """(changes, layout, late, about). ValueError for a damaged file, or one of another dense model."""
+def read(folder: Path, model_sha256: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, about) as written. ValueError for a damaged file, or one of another dense model."""
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-    found = {"adapter_sha256": file_sha256(folder / ADAPTER), "model_sha256": model_sha256}
-    for name, value in found.items():
+    actual = {"adapter_sha256": file_sha256(folder / ADAPTER), "model_sha256": model_sha256}
+    for name, value in actual.items():
         if about[name] != value:
             raise ValueError(
                 f"{folder / ABOUT}: {name} is {about[name]}, not {value}; the model is {about['model']}"
             )
-    tensors = load_file(folder / ADAPTER)
-    layout = [tensors.pop(f"layout.{i}").tolist() for i in range(sum("layout." in name for name in tensors))]
-    return tensors, layout, Late(**about["late"]), about
+    return load_file(folder / ADAPTER), about

@@ -9,25 +9,22 @@ import train.job_config
 
 @dataclass
 class Late:
+    lanes: int = 1
+    """Divides the dense model's heads, KV heads and intermediate columns"""
+    recipe: str = ""
+    """Of data_mixtures; the tokenizer is the dense model's, and the length of a window is training.seq_len"""
     dense: str = ""
     """Run folder of the model at delay 0, which is the teacher and where the student starts"""
     delay: int = 1
+    """Layers by which the other lanes' outputs are late"""
     first_late_layer: int = 1
     """At least `delay`"""
-    end: str = "dropped"
-    """What becomes of outputs in flight after the last layer: dropped or flushed (lanes.py)"""
+    flush: bool = False
+    """Whether outputs in flight after the last layer arrive before the final norm (lanes.py)"""
     anneal_steps: int = 1
-    """Steps in which the late share of a group of layers grows from 0 to 1"""
-    layers_at_once: int = 1
-    """Layers of a group; the last ones become late first"""
+    """Steps in which the late share of a layer grows from 0 to 1; the last layer becomes late first"""
     lora_rank: int = 0
     """Of the adapter that is trained in place of the layers' weights (adapter.py); 0: the weights"""
-    lora_first_layer: int = 0
-    """The first layer with an adapter; 0: the first late one"""
-
-    @property
-    def first_adapted(self) -> int:
-        return self.lora_first_layer or self.first_late_layer
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import JobConfig
 
 from laneformer import LaneformerConfig
 from laneformer.hf.export import load_weights
@@ -27,38 +27,32 @@ from laneformer.titan.layer import TitanLayer
 from laneformer.titan.spec import LaneformerArgs, TitanLaneformer
 from train.spec import SPEC, register
 
-from .adapter import adapt, scales
+from .adapter import SCALES, adapt, names_in_late_layers
 from .job_config import Late
-from .lanes import LateLayer, late_model, late_streams, logits_of, set_shares, shares
+from .lanes import LateLayer, late_model, late_streams, logits_of, shares
 
 
 @dataclass
 class LateArgs(LaneformerArgs):
     late: Late = field(default_factory=Late)
-    teacher_dtype: str = "float32"
 
     def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
         self.late = job_config.late
-        self.teacher_dtype = job_config.training.mixed_precision_param
         dense = Path(self.late.dense, "model.json").read_text(encoding="utf-8")
         self.config = LaneformerConfig.from_dict(json.loads(dense))
         super().update_from_config(job_config, **kwargs)
 
 
+class CallingAttention(TitanAttention):
+    project = LaneAttention.project  # by calls of the matrices: each can have a change of its own
+
+
 class LateTitanLayer(LateLayer, TitanLayer):
-    """The trainer's modules, joined as `LateLayer` does."""
-
-
-class AdaptedAttention(TitanAttention):
-    project = LaneAttention.project  # by calls of the matrices: each has a change of its own
-
-
-class AdaptedLayer(LateTitanLayer):
-    """A layer whose matrices can have changes (adapter.py)."""
+    """The trainer's modules, joined as `LateLayer` does; their matrices can have changes (adapter.py)."""
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__(config, layer)
-        self.attention, self.feed_forward = AdaptedAttention(config, layer), LaneFeedForward(config)
+        self.attention, self.feed_forward = CallingAttention(config, layer), LaneFeedForward(config)
 
 
 class LateLaneformer(TitanLaneformer):
@@ -66,18 +60,15 @@ class LateLaneformer(TitanLaneformer):
 
     def __init__(self, model_args: LateArgs):
         super().__init__(model_args)
-        self.late, self.teacher_dtype = model_args.late, TORCH_DTYPE_MAP[model_args.teacher_dtype]
+        self.late = model_args.late
         self.teacher: list[nn.Module] = []
-        first, depth = self.late.first_late_layer, self.config.num_hidden_layers
-        adapted = self.late.first_adapted if self.late.lora_rank else depth
-        kinds = (
-            [TitanLayer] * first + [LateTitanLayer] * (adapted - first) + [AdaptedLayer] * (depth - adapted)
-        )
-        self.layers = nn.ModuleList(kind(self.config, i) for i, kind in enumerate(kinds))
+        first = self.late.first_late_layer
+        for i in range(self.config.num_hidden_layers):
+            self.layers[i] = (TitanLayer if i < first else LateTitanLayer)(self.config, i)
         self.requires_grad_(False)
         if self.late.lora_rank:
-            self.adapters = adapt({i: self.layers[i] for i in range(adapted, depth)}, self.late.lora_rank)
-            for name in scales(self.config, self.late):
+            self.adapters = adapt(self, self.late)
+            for name in names_in_late_layers(self.config, self.late, SCALES):
                 self.get_parameter(name).requires_grad_()
         else:
             self.layers[first:].requires_grad_()
@@ -86,31 +77,29 @@ class LateLaneformer(TitanLaneformer):
         """TorchTitan's, before a checkpoint is loaded; the teacher is read here, once there is a device."""
         super().init_weights(buffer_device)
         weights = load_weights(Path(self.late.dense, "checkpoint", "step-0"), self.config)
-        upper = late_model(self.config, weights).layers[self.late.first_late_layer :]
-        self.teacher = list(upper.to(self.norm.weight.device, self.teacher_dtype))
+        teacher = late_model(self.config, weights).layers[self.late.first_late_layer :]
+        self.teacher = list(teacher.to(self.norm.weight.device))
 
     def begin_step(self, step: int) -> None:
         layers = self.layers[self.late.first_late_layer :]
-        now = shares(step, len(layers), self.late.anneal_steps, self.late.layers_at_once)
-        set_shares(layers, now)
+        now = shares(step, len(layers), self.late.anneal_steps)
+        layer: Any
+        for layer, share in zip(layers, now, strict=True):
+            layer.late = share
 
     def from_embedding(
-        self,
-        embedding: Tensor,
-        rope: tuple[Tensor, Tensor],
-        masks: Any,
-        labels: Tensor | None,
-        trained: int | None,
+        self, embedding: Tensor, rope: Any, masks: Any, labels: Tensor | None, *unused: Any
     ) -> Tensor:
         """Logits (B, S, V), or with labels (B, S) the KL of every token; of a label, only whether it counts matters."""
         first, late = self.late.first_late_layer, self.late
-        below, above = masks[:first], masks[first:]
-        h, _ = run_layers(self.layers[:first], self.config, embedding, rope, below, share_equal_streams=True)
-        logits = logits_of(self, late_streams(self.layers[first:], h, rope, above, late.delay), late.end)
+        lower, upper, above = self.layers[:first], self.layers[first:], masks[first:]
+        h, _ = run_layers(lower, self.config, embedding, rope, masks[:first], share_equal_streams=True)
+        logits = logits_of(self, late_streams(upper, h, rope, above, late.delay), late.flush)
         if labels is None:
             return logits
         with torch.no_grad():
-            dense = logits_of(self, late_streams(self.teacher, h, rope, above, 0), late.end)
+            teacher = [layer.to(h.dtype) for layer in self.teacher]  # in place, once
+            dense = logits_of(self, late_streams(teacher, h, rope, above, 0), late.flush)
         denominators = logits.logsumexp(-1)
         head: Any = self.lm_head
         head.seen = denominators.detach().flatten(), logits.detach().amax(-1).flatten()

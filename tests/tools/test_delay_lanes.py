@@ -1,0 +1,248 @@
+"""A dense model cut into lanes is the same model, late shares move outputs and lose none, and an adapter is exact."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from laneformer import Engine, Laneformer
+from laneformer.config import hf_name
+from laneformer.positions import rope_table
+from tests.laneformer.llama.folders import Case, reference, relative_error, write_folder
+from tests.tokenizer_assets import byte_level, save
+from tools.delay_a_model import adapter, export
+from tools.delay_a_model.apply import apply, sha256_of
+from tools.delay_a_model.export import late_architecture
+from tools.delay_a_model.job_config import Late
+from tools.delay_a_model.lanes import LateLayer, cut, late_model, late_streams, logits_of, shares
+from tools.delay_a_model.recovery import check
+
+DEPTH, LANES = 4, 3
+SIZES = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "vocab_size": 300,
+         "num_hidden_layers": DEPTH, "tie_word_embeddings": True}  # fmt: skip
+WORDS = "the lanes of a model are late and its outputs arrive two layers later while nothing is lost or added twice"
+LORA = Late(lanes=LANES, lora_rank=4)
+
+
+def write_llama(folder: Path, **sizes: int) -> Path:
+    """A tiny Llama with a tokenizer."""
+    write_folder(Case("Llama", SIZES | sizes), folder)
+    save(byte_level([WORDS], ("<s>", "</s>"), 290), folder, bos_token="<s>", eos_token="</s>")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def model(folder: Path) -> Laneformer:
+    return cut(folder, LANES)[0].double()
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def run_late(model: Laneformer, ids: Tensor, late: list[float], delay: int) -> tuple[Tensor, Tensor | None]:
+    """Of all lanes' own embeddings, so that no lane stands for another."""
+    positions = torch.arange(ids.shape[1])
+    layers: Any = model.layers
+    for layer, share in zip(layers, late, strict=True):
+        layer.late = share
+    h = model.tok_embeddings(ids)[:, :, None].expand(-1, -1, model.config.num_lanes, -1)
+    return late_streams(
+        layers, h, rope_table(model.config, positions), model.masks(positions, positions), delay
+    )
+
+
+def late_logits(
+    model: Laneformer, ids: Tensor, late: list[float], delay: int = 1, flush: bool = False
+) -> Tensor:
+    streams, in_flight = run_late(model, ids, late, delay)
+    logits: Tensor = model.lm_head(
+        streams + in_flight if flush and in_flight is not None else streams, model.norm
+    )
+    return logits
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float(((actual - expected).abs().max() / expected.abs().max()).detach())
+
+
+def late_from(first: int) -> list[float]:
+    return [0.0] * first + [1.0] * (DEPTH - first)
+
+
+def test_the_cut_loses_nothing(folder: Path, model: Laneformer, ids: Tensor) -> None:
+    dense = cut(folder, 1)[0].double()
+    assert model.config.num_lanes == LANES
+    assert not model.config.tie_word_embeddings
+    assert distance(model(ids), dense(ids)) < 1e-13  # float64, sums in another order
+    theirs = reference(folder)(ids).logits.detach().numpy()
+    assert relative_error(cut(folder, LANES)[0](ids).numpy(), theirs) < 1e-5  # float32
+
+
+def test_what_cannot_be_cut_or_trained_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_key_value_heads = 3 is not divisible by num_lanes = 2"):
+        cut(folder, 2)
+    with pytest.raises(ValueError, match="training does not support attention_bias = True"):
+        cut(write_folder(Case("Qwen2", SIZES), tmp_path / "qwen"), LANES)
+    for change in ({"first_late_layer": DEPTH}, {"delay": 0}, {"delay": 2}):
+        with pytest.raises(ValueError, match=f"1 <= delay <= first_late_layer < {DEPTH}, not"):
+            check(replace(Late(), **change), DEPTH, 100)
+    with pytest.raises(ValueError, match=r"training\.steps = 5 ends before all 3 layers are late"):
+        check(Late(anneal_steps=2), DEPTH, 5)
+    check(Late(anneal_steps=2), DEPTH, 6)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_ends_of_the_share(model: Laneformer, ids: Tensor, delay: int) -> None:
+    """All late from layer `delay` on is a Laneformer with that delay; none late is delay 0."""
+    dense, published = (
+        Laneformer(replace(model.config, broadcast_delay=each)).double() for each in (0, delay)
+    )
+    for plain in (dense, published):
+        plain.load_state_dict(model.state_dict())
+    late = late_from(delay)
+    assert distance(late_logits(model, ids, late, delay), published(ids)) < 1e-13
+    for flush in (False, True):
+        assert torch.equal(late_logits(model, ids, late_from(DEPTH), delay, flush), dense(ids))
+        logits = logits_of(model, run_late(model, ids, late, delay), flush)
+        assert distance(logits, late_logits(model, ids, late, delay, flush)) < 1e-6  # float32
+    half = [share / 2 for share in late]
+    assert distance(late_logits(model, ids, half, delay), dense(ids)) > 1e-3
+    assert distance(late_logits(model, ids, half, delay), published(ids)) > 1e-3
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_every_output_is_counted_once(delay: int) -> None:
+    """With modules that write a one of their own, the streams are a table of what has arrived and how often."""
+    late = [0.0, 0.25, 1.0, 1.0, 0.5]
+    depth = len(late)
+
+    def module(slot: int) -> Callable[..., Tensor]:
+        partial = torch.zeros(1, 1, LANES, 2 * depth * LANES, dtype=torch.float64)
+        for lane in range(LANES):
+            partial[0, 0, lane, slot * LANES + lane] = 1.0
+        return lambda *_: partial
+
+    same, layers = torch.nn.Identity(), []
+    for i, share in enumerate(late):
+        parts = {"attention": module(2 * i), "feed_forward": module(2 * i + 1)}
+        layer: Any = SimpleNamespace(attention_norm=same, ffn_norm=same, late=share, **parts)
+        layers.append(functools.partial(LateLayer.forward, layer))
+    start, rope = torch.zeros(1, 1, 1, 2 * depth * LANES, dtype=torch.float64), (torch.empty(0),) * 2
+    h, in_flight = late_streams(layers, start, rope, [None] * depth, delay)  # type: ignore[arg-type]
+    assert in_flight is not None
+    assert torch.equal(h + in_flight, torch.ones_like(h))
+    for layer, share in enumerate(late):
+        arrived = 1.0 if layer + delay < depth else 1.0 - share
+        for lane in range(LANES):
+            expected = torch.full((2, LANES), arrived, dtype=torch.float64)
+            expected[:, lane] = 1.0  # its own at once
+            assert torch.equal(h[0, 0, lane].view(depth, 2, LANES)[layer], expected)
+
+
+def test_shares_grow_from_the_top_down() -> None:
+    assert [shares(step, 3, 2) for step in range(1, 7)] == [
+        [0, 0, 0.5], [0, 0, 1], [0, 0.5, 1], [0, 1, 1], [0.5, 1, 1], [1, 1, 1]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [(1, 3, True), (2, 2, True), (1, 1, False), (1, 2, False)])
+def test_the_folder_is_the_late_model(
+    folder: Path, tmp_path: Path, late: tuple[int, int, bool], ids: Tensor
+) -> None:
+    """Transformers and the engine compute it, with the dense model's own text files."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (model, checkpoint), out, (delay, first, flush) = cut(folder, LANES), tmp_path / "hf", late
+    architecture = late_architecture(Late(delay=delay, first_late_layer=first, flush=flush))
+    export.write_folder(architecture, checkpoint, model.state_dict(), out, "a card")
+    stored = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
+    expected = late_logits(late_model(model.config, stored), ids, late_from(first), delay, flush).numpy()
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32).eval()
+    with torch.no_grad(), Engine.from_pretrained(out, dtype="fp32", threads=2) as engine:
+        assert relative_error(theirs(ids).logits.numpy(), expected) < 1e-5  # float32
+        for row, logits in zip(ids.tolist(), expected, strict=True):
+            assert relative_error(engine.logits(row), logits) < 1e-5
+        assert engine.eos_ids == checkpoint.eos_ids
+    assert distance(model(ids), torch.from_numpy(expected)) > 1e-2, "nothing was late"
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert checkpoint.tokenizer is not None
+    assert tokenizer(WORDS)["input_ids"] == checkpoint.tokenizer.encode(WORDS).ids
+    assert tokenizer.eos_token == "</s>"
+
+
+@pytest.fixture(scope="module")
+def drawn(folder: Path) -> dict[str, Tensor]:
+    """An adapter that changes something."""
+    first = adapter.first_adapter(cut(folder, LANES)[0].config, LORA)
+    assert all(w.any() == name.endswith(".a") for name, w in first.items()), "it begins as the dense model"
+    generator = torch.Generator().manual_seed(0)
+    return {name: 0.1 * torch.randn(w.shape, generator=generator) for name, w in first.items()}
+
+
+def test_a_layout_is_the_same_dense_model(model: Laneformer, ids: Tensor) -> None:
+    """Any order of KV groups and neurons; late, what shares a lane matters."""
+    layout = {f"{adapter.LAYOUT}{i}": torch.randperm((3, 96)[i % 2]).int() for i in range(2 * DEPTH)}
+    other = late_model(model.config, adapter.merge(model.state_dict(), layout)).double()
+    for first, smallest, largest in ((DEPTH, 0.0, 1e-13), (1, 1e-2, 10.0)):
+        logits = [late_logits(each, ids, late_from(first)) for each in (model, other)]
+        assert smallest <= distance(*logits) < largest
+
+
+def test_applied_is_merged(model: Laneformer, drawn: dict[str, Tensor], ids: Tensor) -> None:
+    """Matrices that are called with their changes, and weights to which the changes were added; late and not."""
+    dense = {name: weight.clone() for name, weight in model.state_dict().items()}
+    weights = adapter.merge(dense, drawn)
+    matrices = {f"layers.{i}.{name}.weight" for i in range(1, DEPTH) for name in adapter.MATRICES}
+    assert {name for name in dense if not torch.equal(dense[name], weights[name])} == matrices
+    other, before = (late_model(model.config, each).double() for each in (weights, dense))
+    changes = adapter.adapt(model, LORA).double()
+    assert {f"{adapter.PREFIX}{name}" for name in changes.state_dict()} == drawn.keys()
+    changes.load_state_dict({name.removeprefix(adapter.PREFIX): w for name, w in drawn.items()})
+    for late in (late_from(DEPTH), late_from(1)):
+        applied = late_logits(model, ids, late)
+        assert distance(applied, late_logits(other, ids, late)) < 1e-5  # products of A and B in float32
+        assert distance(applied, late_logits(before, ids, late)) > 1e-2
+
+
+def test_a_saved_adapter_gives_the_folder(folder: Path, drawn: dict[str, Tensor], tmp_path: Path) -> None:
+    """With its norm scales. Another model, or a damaged file, is refused."""
+    model, _ = cut(folder, LANES)
+    scales = adapter.names_in_late_layers(model.config, LORA, adapter.SCALES)
+    changes = {name: w.bfloat16() for name, w in drawn.items()} | {
+        name: torch.full((48,), 0.5) for name in scales
+    }
+    saved, about = tmp_path / "adapter", {"model": folder.name, "model_sha256": sha256_of(folder)}
+    adapter.write(saved, changes, about | {"lanes": LANES, "architecture": late_architecture(LORA)})
+    (saved / "README.md").write_text("a card")
+    apply(saved, folder, tmp_path / "hf")
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    expected = adapter.merge(model.state_dict(), changes)
+    del expected["lm_head.weight"]  # tied
+    assert stored.keys() == {hf_name(name) for name in expected}
+    assert all(torch.equal(stored[hf_name(name)], weight.bfloat16()) for name, weight in expected.items())
+    other = shutil.copytree(folder, tmp_path / "other" / folder.name)
+    (other / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    with pytest.raises(ValueError, match=f"model_sha256 is .*; the model is {folder.name}"):
+        apply(saved, other, tmp_path / "hf")
+    data = bytearray((saved / adapter.ADAPTER).read_bytes())
+    data[-1] ^= 1
+    (saved / adapter.ADAPTER).write_bytes(data)
+    with pytest.raises(ValueError, match="adapter_sha256 is"):
+        apply(saved, folder, tmp_path / "hf")

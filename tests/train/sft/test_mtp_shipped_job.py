@@ -1,0 +1,52 @@
+"""configs/mtp.toml: the head for multi-token prediction after the model, trained on conversations, and exported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from laneformer.config import DRAFT_IDS, hf_name
+from laneformer.hf.load_folder import import_folder
+from tests.train import production
+from tests.train.runs import metrics
+from tests.train.sft import chats
+
+LOADED = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert model.model.mtp.draft_ids.tolist() == sorted(model.model.mtp.draft_ids.tolist())
+made = model.generate(torch.tensor([[1, 5, 9]]), max_new_tokens=4, do_sample=False)
+print(made.shape, *model.model.mtp.draft_ids.shape)
+"""
+
+
+@pytest.mark.rotate
+def test_shipped_job(shipped_run: Path, lock: Path, prepared_data: Path, tmp_path: Path) -> None:
+    """On two ranks with shapes shrunk, from a checkpoint without the head."""
+    start = shipped_run / f"checkpoint/step-{production.STEPS}"
+    changes = {"checkpoint.initial_load_path": start, "training.seq_len": chats.SEQ_LEN}
+    folder = production.train(production.torchrun(2), "mtp", tmp_path / "mtp", lock, changes)
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == list(range(1, production.STEPS + 1))
+    assert all(len(row["draft_loss"]) == 3 and row["grad_norm"] > 0 for row in rows)
+    assert all(len(row["valid_acceptance"]) == 3 for row in rows)
+    production.assert_nothing_else_deviates("mtp", folder)
+    checkpoint, out = folder / f"checkpoint/step-{production.STEPS}", tmp_path / "hf"
+    command = ["tools.export_hf", "--checkpoint", checkpoint, "--out", out, "--draft-vocab-size", "64"]
+    tokenizer = ["--tokenizer", prepared_data / "tokenizer.model"]
+    subprocess.run([sys.executable, "-m", *map(str, [*command, *tokenizer])], check=True)
+    ids = load_file(out / "model.safetensors")[hf_name(DRAFT_IDS)]
+    assert ids.tolist() == sorted(set(ids.tolist()))
+    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == len(ids) == 64
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOADED, str(out)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert loaded.stdout.split() == ["torch.Size([1,", "7])", "64"], loaded.stderr
+    import_folder(out, tmp_path / "imported")
+    assert json.loads((tmp_path / "imported/model.json").read_text())["draft_vocab_size"] == 0

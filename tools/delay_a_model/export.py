@@ -1,0 +1,120 @@
+"""The late model as a Hugging Face folder, which Transformers and the engine run.
+
+Architecture and weights are written as `laneformer.hf.export` writes a trained model's. What belongs to the text is
+the dense model's own: the tokenizer with what it puts in front of a text, the chat template, the ids that end answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from laneformer.engine.folder import Checkpoint
+from laneformer.hf.export import (
+    rounded,
+    staged_folder,
+    verify,
+    write_code,
+    write_configs,
+    write_weights,
+)
+
+from .job_config import Late
+
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def late_architecture(late: Late) -> dict[str, Any]:
+    """The fields of a config that say what is late."""
+    return {
+        "broadcast_delay": late.delay,
+        "first_late_layer": late.first_late_layer,
+        "flush": late.flush,
+    }
+
+
+def write_folder(
+    architecture: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    weights: Mapping[str, Tensor],
+    out: Path,
+    card: str,
+) -> dict[str, Any]:
+    """Write `out` in bfloat16; the folder is loaded back and compared.
+
+    architecture: `late_architecture`. checkpoint: the dense model. weights: the late model's; what the config does
+    not name is left out, such as the head of a model whose head is tied: it has been frozen. Returns out, dtype, and
+    the largest difference of Transformers' logits from the plain model's. ValueError for weights that are not finite.
+    """
+    config = replace(checkpoint.config, **architecture)
+    stored = {name: rounded(name, weights[name], "bfloat16") for name in config.tensor_shapes()}
+    with staged_folder(out, overwrite=True) as folder:
+        write_weights(folder, stored)
+        write_text_files(checkpoint, folder)
+        write_configs(folder, config, "bfloat16", token_ids(checkpoint))
+        write_code(folder)
+        (folder / "README.md").write_text(card)
+        difference = verify(folder, config, stored)
+    return {"out": str(out), "dtype": "bfloat16", "hf_max_logit_diff": difference}
+
+
+def write_text_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """tokenizer.json, tokenizer_config.json, and chat_template.jinja if the model has one."""
+    if checkpoint.tokenizer is None:
+        raise ValueError("the dense model has no tokenizer.json")
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # others are rebuilt from their class by 5.x, with other ids
+        **special_tokens(checkpoint),
+        "padding_side": "left",
+        "model_max_length": checkpoint.config.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
+    template = checkpoint.tokenizer_config.get("chat_template")
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+
+
+def special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
+    named = {name: checkpoint.tokenizer_config.get(name) for name in TOKENS}
+    return {name: t["content"] if isinstance(t, dict) else t for name, t in named.items() if t}
+
+
+def token_ids(checkpoint: Checkpoint) -> dict[str, Any]:
+    """bos_token_id, eos_token_id (all that end an answer) and pad_token_id."""
+    assert checkpoint.tokenizer is not None, "write_text_files refuses a model without one"
+    special = {name: token for name, token in special_tokens(checkpoint).items() if name != "unk_token"}
+    ids = {f"{name}_id": checkpoint.tokenizer.token_to_id(token) for name, token in special.items()}
+    return ids | {"eos_token_id": list(checkpoint.eos_ids)}
+
+
+def model_card(late: Late, layers: int, name: str, steps: int) -> str:
+    end = ", and what is left at the end before the final norm" if late.flush else ""
+    first, delay = late.first_late_layer, late.delay
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- laneformer
+- custom_code
+---
+
+# {name}, with late lanes
+
+{name} cut into {late.lanes} lanes. From layer {first} of {layers} on a lane adds the others' outputs {delay} layer(s)
+late{end}. Those layers were distilled against the dense model for {steps:,} steps (`python -m tools.delay_a_model`).
+
+`laneformer chat FOLDER`, `laneformer serve FOLDER` and `laneformer generate FOLDER --prompt TEXT` run it; with
+Transformers (4.57 or 5.x) `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)`.
+Its licence is that of {name}.
+"""
