@@ -47,7 +47,6 @@ def main(
         draft_lock: lock file of the mixture in which they are counted; default: the run's
     """
     check_contents(checkpoint)
-    check_joins(checkpoint)
     progress = training_progress(checkpoint)
     ids = frequent_ids(checkpoint, draft_lock, draft_vocab_size) if draft_vocab_size else ()
     made = export(checkpoint, out, dtype, config, tokenizer, overwrite, progress=progress, draft_ids=ids)
@@ -80,19 +79,6 @@ def frequent_ids(checkpoint: Path, lock: Path | None, count: int) -> tuple[int, 
             f"draft_vocab_size = {count} is more than the {given.vocab_size} ids of {lock}; use fewer"
         )
     return tuple(np.argsort(-counts, kind="stable")[:count].tolist())
-
-
-def check_joins(checkpoint: Path) -> None:
-    """ValueError for a checkpoint of tools.ablate whose joins no config describes: exported, it would be another
-    model.
-    """
-    path = checkpoint.resolve().parent.parent / "config.toml"
-    joins = read_sections(path).get("variant", {}).get("joins") if path.is_file() else None
-    if joins:
-        raise ValueError(
-            f"{checkpoint} was trained with variant.joins = {joins!r}, which a Hugging Face config cannot express; "
-            "only models whose joins [architecture] describes can be exported"
-        )
 
 
 def training_progress(checkpoint: Path) -> Progress:

@@ -16,7 +16,6 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.model import KVCache, LaneAttention, run_layers
 from laneformer.positions import causal_mask, rope_table
 from tests.laneformer.lane_reference import reference_logits
-from tests.neighbours import Flushed
 
 SMALL = {
     "hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -103,6 +102,23 @@ def test_a_number_of_early_sums_is_the_update_table(early: int) -> None:
         joins = {"broadcast_delay": delay, "first_late_layer": first}
         model = build(**joins, early_layers=early, flush=early == 1)
         assert difference(model) < FLOAT64_TOLERANCE, joins
+
+
+class Flushed(Laneformer):
+    """`flush` by its definition: in the end every stream is the embedding and all lanes' outputs of all modules."""
+
+    def forward(self, input_ids: torch.Tensor, cache: None = None) -> torch.Tensor:
+        partials: list[torch.Tensor] = []
+        modules = [part for layer in self.layers for part in (layer.attention, layer.feed_forward)]
+        hooks = [
+            part.register_forward_hook(lambda _, __, output: partials.append(output)) for part in modules
+        ]
+        super().forward(input_ids)
+        for hook in hooks:
+            hook.remove()
+        embedding = self.tok_embeddings(input_ids)
+        h = embedding[:, :, None] + sum(partial.sum(2, keepdim=True) for partial in partials)
+        return self.lm_head(h.expand_as(partials[0]), self.norm, self.tok_embeddings.weight)
 
 
 def test_a_flushed_model_is_the_sum_of_all_outputs() -> None:

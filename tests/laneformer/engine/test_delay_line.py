@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from laneformer import Laneformer
 from laneformer.engine import Engine
 from laneformer.engine.bench import after
 from laneformer.engine.cpu.decoder import CpuDecoder
+from laneformer.positions import rope_table
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
-from tests.neighbours import build
 from tools.timeline import token_s
 
 LINK_S = 0.01
@@ -107,13 +108,28 @@ def test_jitter_spreads_the_times_of_tokens():
     assert max(times) - min(times) > 2 * LINK_S
 
 
-def test_ladder_computes_what_the_ablation_trains():
+def module_late_logits(model: Laneformer, ids: list[int]) -> np.ndarray:
+    """Ladder Residual by its definition, in float64: a module reads the sums of all modules but the one before it."""
+    rows = torch.tensor([ids])
+    stream = model.tok_embeddings(rows)[:, :, None].expand(-1, -1, model.config.num_lanes, -1)
+    sums: list[torch.Tensor] = []
+    positions = torch.arange(len(ids))
+    rope, masks = rope_table(model.config, positions), model.masks(positions, positions)
+    for layer, mask in zip(model.layers, masks, strict=True):
+        partial = layer.attention(layer.attention_norm(stream + sum(sums[:-1])), rope, mask, None)
+        sums.append(partial.sum(2, keepdim=True))
+        partial = layer.feed_forward(layer.ffn_norm(stream + sum(sums[:-1])))
+        sums.append(partial.sum(2, keepdim=True))
+    return model.lm_head(stream + sum(sums), model.norm)[0].numpy()
+
+
+def test_ladder_reads_each_sum_one_module_late():
     config = small_config(broadcast_delay=0)
     model, ids = random_model(config, seed=4), random_ids(config, 40)
-    reference = build(config, "ladder", seed=0).double().eval()
+    reference = Laneformer(config).double().eval()
     reference.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
     with torch.no_grad():
-        expected = reference(torch.tensor([ids]))[0].numpy()
+        expected = module_late_logits(reference, ids)
     with engine_of(model, threads=2) as plain, engine_with("ladder") as ladder:
         np.testing.assert_allclose(ladder.logits(ids), expected, rtol=0, atol=1e-4)
         assert np.abs(plain.logits(ids) - expected).max() > 0.1

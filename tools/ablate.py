@@ -1,0 +1,263 @@
+"""What a variant of the model costs in quality: `python -m tools.ablate configs/ablation.toml --out runs/ablation`.
+
+A variant is a line of the trainer's flags. Each is trained on every seed, as a job of the shipped trainer in
+OUT/runs/VARIANT-SEED. A seed gives all variants the same batches and, as a tensor's initial numbers depend on its name
+and the seed, the same initial weights; so the last validation losses are compared in pairs of one seed.
+
+A run that ends adds a line to OUT/results.jsonl; an interrupted command goes on with the same words. Other options go
+to the trainer, in every run: `--training.steps 300 --optimizer.lr 6e-3`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import tomli
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+
+from data_mixtures.mixture import Mixture
+from data_mixtures.recipe import check_known
+from records.events import BAD_STEP, DONE
+from records.files import append_line, code_version, hold_lock, read_json, read_lines, write_atomically
+from records.job import read_job, read_sections
+from tools.markdown import table
+
+ROOT = Path(__file__).resolve().parents[1]
+POLL_S = 0.2
+ERROR_CHARS = 2000  # of the log of a run that has failed
+
+
+@dataclass
+class Options:
+    config: tyro.conf.Positional[Path]
+    """The variants, the baseline, the seeds and the job file that they share (TOML)."""
+    out: Path
+    """Folder of results.jsonl and runs."""
+    variants: tuple[str, ...] = ()
+    """Variants of the config; default: all."""
+    seeds: tuple[int, ...] = ()
+    """Default: the config's; more of them add to the results that are there."""
+    workers: int = 2
+    """Runs side by side, of one thread each on a CPU."""
+    keep_checkpoints: bool = False
+    """Keep the checkpoints of runs that have ended, for tools.export_hf."""
+    report: bool = False
+    """Train nothing; compare the results that are there."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The config, checked."""
+
+    job: str
+    baseline: str
+    seeds: Sequence[int]
+    variants: dict[str, str]  # flags of the trainer
+
+
+@dataclass(frozen=True)
+class Run:
+    variant: str
+    seed: int
+    folder: Path
+    flags: list[str]
+
+
+def main() -> None:
+    options, shared = tyro.cli(
+        Options, prog="python -m tools.ablate", description=__doc__, return_unknown_args=True
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs save, whoever ends this command
+    results = options.out / "results.jsonl"
+    try:
+        plan = read_plan(options)
+        if not options.report:
+            busy = f"another tools.ablate trains into {options.out}; choose another --out"
+            with hold_lock(options.out / ".lock", busy):
+                runs = plan_runs(plan, options.out, shared)
+                check_settings(options.out / "settings.json", settings_of(plan, runs, shared))
+                train(runs, results, options.workers, options.keep_checkpoints)
+        print(compare(read_lines(results), plan.baseline))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"tools.ablate: {error}") from None
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on from {results}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def read_plan(options: Options) -> Plan:
+    """ValueError for what the file or the options get wrong."""
+    path = options.config
+    values = tomli.loads(path.read_text(encoding="utf-8"))
+    keys = [field.name for field in fields(Plan)]
+    check_known(f"key of {path}", values, keys)
+    if missing := sorted({*keys} - values.keys()):
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    variants = values["variants"]
+    check_known("name for --variants:", options.variants, variants)
+    check_known("baseline", [values["baseline"]], variants)
+    if options.workers < 1:
+        raise ValueError(f"--workers is {options.workers}; use 1 or more")
+    names = options.variants or variants
+    return Plan(
+        job=values["job"],
+        baseline=values["baseline"],
+        seeds=list(dict.fromkeys(options.seeds or values["seeds"])),
+        variants={name: variants[name] for name in names},
+    )
+
+
+def plan_runs(plan: Plan, out: Path, shared: Sequence[str]) -> list[Run]:
+    """All variants of one seed after those of another. ValueError for an option that no section of a job has."""
+    for word in shared:
+        if word.startswith("--") and "." not in word:
+            raise ValueError(f"unknown option {word}; see --help, or write --section.key for the trainer")
+    job = ["--job.config_file", plan.job, *shared]
+    training = read_job(job).training
+    windows = training.steps * training.global_batch_size
+    runs = []
+    for seed in plan.seeds:
+        # a seed trains on the windows after those of smaller seeds
+        skip = ["--resilience.skip_sequences", "0", str(seed * windows)] if seed else []
+        for variant, words in plan.variants.items():
+            folder = out / "runs" / f"{variant}-{seed}"
+            own = shlex.split(words.replace("{seed}", str(seed)))
+            place = ["--job.dump_folder", str(folder), "--debug.seed", str(seed)]
+            runs.append(Run(variant, seed, folder, [*job, *place, *skip, *own]))
+    return runs
+
+
+def settings_of(plan: Plan, runs: Sequence[Run], shared: Sequence[str]) -> dict[str, Any]:
+    """What results must have in common to be compared, and the flags of each variant."""
+    lock = read_job(runs[0].flags).mixture.lock
+    return {
+        "job": read_sections(Path(plan.job)),
+        "flags": list(shared),
+        "data": Mixture.open(lock).fingerprint,
+        **{f"variant {name}": words for name, words in plan.variants.items()},
+    }
+
+
+def check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Write the settings of a folder, or add variants to them. ValueError where the folder has others."""
+    before = read_json(path, missing={})
+    for name, value in settings.items():
+        if before.get(name, value) != value:
+            raise ValueError(f"{path} has another {name}; choose another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(before | settings, indent=1) + "\n")
+
+
+def train(runs: Sequence[Run], results: Path, workers: int, keep_checkpoints: bool) -> None:
+    """Train the runs of which `results` has no line, and append theirs.
+
+    Where one fails or this is interrupted, no other begins, and those that are under way save and end.
+    ValueError for a run that fails.
+    """
+    done = {(row["variant"], row["seed"]) for row in read_lines(results)}
+    left = [run for run in runs if (run.variant, run.seed) not in done]
+    commit = code_version(ROOT)
+    running: list[tuple[Run, subprocess.Popen[bytes]]] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task(f"runs -> {results}", total=len(runs), completed=len(runs) - len(left))
+        try:
+            while left or running:
+                while left and len(running) < workers:
+                    run = left.pop(0)
+                    running.append((run, start(run)))
+                time.sleep(POLL_S)
+                for run, process in [pair for pair in running if pair[1].poll() is not None]:
+                    running.remove((run, process))
+                    row = {**read_result(run, process.returncode), "commit": commit, "time": time.time()}
+                    append_line(results, json.dumps(row))
+                    if not keep_checkpoints:
+                        shutil.rmtree(run.folder / "checkpoint", ignore_errors=True)
+                    progress.advance(bar)
+        finally:
+            for _, process in running:
+                process.terminate()  # the trainer saves a checkpoint first
+            for _, process in running:
+                process.wait()
+
+
+def start(run: Run) -> subprocess.Popen[bytes]:
+    """The trainer as the only rank of a job, which goes on at its newest checkpoint."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: any free port, as no other rank asks for it
+    with open(run.folder / "train.log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "train", *run.flags],
+            env={"OMP_NUM_THREADS": "1", **os.environ, **rank, **place},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for this command, which passes it on once
+        )
+
+
+def read_result(run: Run, code: int) -> dict[str, Any]:
+    """The line of a run that has ended. ValueError for one that has failed; a diverged run has no loss."""
+    if code not in (DONE, BAD_STEP):
+        log = run.folder / "train.log"
+        end = log.read_text(encoding="utf-8", errors="replace")[-ERROR_CHARS:]
+        raise ValueError(f"{run.folder} ended with exit status {code}; {log} ends:\n{end}")
+    last = (read_lines(run.folder / "metrics.jsonl") or [{}])[-1]
+    return {
+        "variant": run.variant,
+        "seed": run.seed,
+        "valid_loss": last["valid_loss"] if code == DONE else None,
+        "train_loss": last.get("loss"),
+        "seconds": 3600 * last.get("gpu_hours", 0.0),
+        "flags": run.flags,
+    }
+
+
+def compare(rows: Sequence[dict[str, Any]], baseline: str) -> str:
+    """Every variant against the baseline on the seeds that both have, as a Markdown table.
+
+    ±: half of the 95% t interval of the paired differences; p: of the paired t test.
+    ValueError without results of the baseline.
+    """
+    from scipy.stats import ttest_rel
+
+    losses: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        diverged = row["valid_loss"] is None
+        losses[row["variant"]][row["seed"]] = math.inf if diverged else row["valid_loss"]
+    if baseline not in losses:
+        raise ValueError(f"there are no results of {baseline}, the baseline, yet; train it")
+    lines = []
+    for variant, by_seed in losses.items():
+        seeds = sorted(by_seed.keys() & losses[baseline].keys())
+        own, base = ([of[seed] for seed in seeds] for of in (by_seed, losses[baseline]))
+        difference = half = p = "-"
+        if variant != baseline and seeds:
+            difference = f"{fmean(own) - fmean(base):+.4f}"
+            if len(seeds) > 1 and all(map(math.isfinite, own + base)):
+                test = ttest_rel(own, base)
+                interval = test.confidence_interval(0.95)
+                half, p = f"{(interval.high - interval.low) / 2:.4f}", f"{test.pvalue:.4f}"
+        loss = f"{fmean(own):.4f}" if seeds else "-"
+        lines.append((variant, len(seeds), loss, difference, half, p))
+    return table(("variant", "seeds", "validation loss", "difference", "±", "p"), lines)
+
+
+if __name__ == "__main__":
+    main()
