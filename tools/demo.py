@@ -70,8 +70,8 @@ def main(
     export(second, base)
     exported = export(third, final)
     stage("6/8  the decode engine against Transformers, token for token; replies to held-out conversations")
-    options = ("--against", "published", "--trust-remote-code", "--new-tokens", NEW_TOKENS, "--json")
-    greedy = run("-m", "tools.check", "engine", final, *options)["greedy"]
+    options = ("--trust-remote-code", "--new-tokens", NEW_TOKENS, "--json")
+    greedy = run("-m", "tools.check", "published", final, *options)["greedy"]
     chat = chat_figures(base, final, held_out_conversations(lock.parent))
     stage("7/8  bits per byte, a toy bundle of CORE, contamination, decode speed")
     measured = evaluate(out, base, final, steps2, steps3)

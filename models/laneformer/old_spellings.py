@@ -3,7 +3,7 @@
 Its first modeling code has the model type `laneformer_tp`, one switch `use_comm` for both modules, and counts
 the layers with a sliding window instead of listing them. It also adds the outputs of early layers, which
 every lane has had already, once more `broadcast_delay` layers later: that is `rebroadcast_early` here.
-Whether a folder was trained so is what `python -m tools.check parity FOLDER --trust-remote-code` finds out.
+Whether a folder was trained so is what `python -m tools.check published FOLDER --trust-remote-code` finds out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ BENCHMARKS = {
     "decode": "decode speed on the CPU, alternating with llama.cpp and Transformers",
     "latency": "what the delay hides: tokens/s against an injected latency of the link between lanes",
     "train": "training speed, alternating with TorchTitan's Llama",
-    "quality": "what 8- and 4-bit weights lose, beside llama.cpp's types",
     "cuda": "correctness and speed of the CUDA engine",
 }
 
@@ -22,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
         known = "\n".join(f"  {each:14}{about}" for each, about in BENCHMARKS.items())
         print(f"usage: python -m tools.bench NAME [--help] ...\n\n{known}", file=sys.stderr)
         raise SystemExit(0 if name in ("-h", "--help") else 2)
-    benchmark = importlib.import_module(f"tools.bench.{name.replace('-', '_')}")
+    benchmark = importlib.import_module(f"tools.bench.{name}")
     if name == "cuda":  # its machine may have no package of the command line
         benchmark.main(options)
     else:

@@ -32,17 +32,14 @@ from typing import Any
 from laneformer import LaneformerConfig
 from laneformer.engine.device import driver_version, why_no_cuda
 from records.files import write_atomically
+from tools.bench.baselines import llama_config
 from tools.bench.harness import ROOT, Result, stamp
 from tools.markdown import records
 
 DEVICE = "cuda:0"
-FLAVORS = (
-    "tiny",
-    "300m",
-)  # of the verdict; the float32 reference of a larger one needs more time than there is
+# of the verdict; the float32 reference of a larger one needs more time than there is
+FLAVORS = ("tiny", "300m")
 TOKENS, TRIALS = 128, 5
-PROMPTS, RUNS = 8, 20  # greedy texts, and runs that must be equal bit for bit
-WAIT_S = 3.0  # inside a kernel, where a wait takes microseconds
 START_S = 90.0  # of a server
 MARK = "figure "  # begins the lines that a part is read by; libraries print others
 LLAMA = Path("build/llama-of-the-same-matrices")
@@ -91,30 +88,9 @@ def compiled(flavor: str) -> Figures:
 
 def verdict(flavor: str) -> Figures:
     """The persistent kernel and the graph of kernels against Transformers in float32 on the same GPU."""
-    from laneformer.engine.cuda.compile import VERSIONS
-    from tools.check import cuda as check
-    from tools.check.reference import random_weights, tensors_of
+    from tools.check.cuda import check_flavor
 
-    config = LaneformerConfig.from_flavor(flavor)
-    weights = random_weights(config, device=DEVICE)
-    prompts = check.greedy_prompts(config, PROMPTS)
-    truth = check.reference(config, weights, check.scored_length(config), prompts=prompts)
-    tensors = tensors_of(weights)
-    makers = {version: functools.partial(decoder, config, tensors, version) for version in VERSIONS}
-    report = check.check(makers, truth, PROMPTS, RUNS, functools.partial(print, file=sys.stderr))
-    yield from report["passed"].items()
-    yield "relative error, bf16 of Transformers", truth.error
-    for version in VERSIONS:
-        yield f"relative error, {version}", report[version].get("relative_error")
-        if error := report[version].get("error"):
-            yield f"{version} ended", error
-    yield "planted faults are refused", check.check_faults(config, weights, decoder)["holds"]
-
-
-def decoder(config: LaneformerConfig, tensors: Any, version: str = "passes") -> Any:
-    from laneformer.engine.cuda.passes import PassDecoder
-
-    return PassDecoder(config, tensors, "bf16", (DEVICE,), WAIT_S, 0, version=version)
+    return check_flavor(flavor)
 
 
 def decode(flavor: str) -> Figures:
@@ -270,14 +246,12 @@ def serve(flavor: str, port: int, device: str = DEVICE) -> None:
 def write_llama(config: LaneformerConfig, folder: Path) -> None:
     """A folder without weights: a Llama whose matrices have as many numbers."""
     folder.mkdir(parents=True, exist_ok=True)
-    same = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "vocab_size", "max_position_embeddings", "rope_theta",
-    )  # fmt: skip
-    values: dict[str, Any] = {name: getattr(config, name) for name in same}
-    values |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": config.norm_eps}
-    values |= {"hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
-    values |= {"torch_dtype": "bfloat16"}
+    values: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+    }
+    values |= {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, **llama_config(config)}
     (folder / "config.json").write_text(json.dumps(values))
     made_up_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": " w2", "bos_token": " w1"}

@@ -1,9 +1,7 @@
-"""Decode, prefill and batches on the CPU, alternating with llama.cpp and Transformers, with
-read probes in between.
+"""Decode and prefill on the CPU, alternating with llama.cpp and Transformers, with read probes in between.
 
     python -m tools.bench decode --against llamacpp,transformers --out docs/benchmarks/DATE-cpu-decode.md
-    python -m tools.bench decode --model MODEL.gguf --dtype int4 --depth 0 2000 4000 --prefill 128 512
-    4000 --batch 2 8
+    python -m tools.bench decode --model MODEL.gguf --dtype int4 --depth 0 2000 4000 --prefill 128 512 4000
 
 The read bandwidth of a shared machine changes within seconds, so a speed is never reported alone: FILE_START
 says how trials, probes and ratios are taken.
@@ -11,50 +9,34 @@ says how trials, probes and ratios are taken.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import itertools
-import json
-import math
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from laneformer import LaneformerConfig
-from tools.bench import experts, harness
-from tools.bench.decode_baselines import LONG_PROMPT
-from tools.bench.decode_candidates import INSTALL, Dtype, Math, names_of
+from tools.bench import harness
+from tools.bench.decode_candidates import INSTALL, OURS, Dtype, names_of
 from tools.bench.harness import Candidate, Result, alternate, check_at_least, spread
-from tools.markdown import table
+from tools.markdown import records
 
-OURS = "laneformer"
-OWN = ("isa", "math", "kv_dtype")  # options of our engine; each value of each makes a candidate
 SETTLE_S = 0.3  # OpenMP threads spin for a while after their last work before they sleep
-KINDS = {"decode": "decode at depth", "prefill": "prompt of", "batch": "batch of"}
-FIGURES = ("tokens_per_s", "percent_of_probe", "other_cpus")
+KINDS = {"decode": "decode at depth", "prefill": "prompt of"}
 FILE_START = """# Decode speed on CPU, in paired runs
 
 Each section is one run of its command. One model's weights in the same number of bits for everyone, one request,
 greedy. A round measures every candidate once, in alternating order, each in a process of its own while the others
 sleep; a read probe (that of `laneformer bench`: the same threads, a sequential read of a buffer far larger than the
 caches) runs before and after every trial. "% of probe": bytes of weights, keys and values read per second over the mean
-of the two probes around the trial. "Other CPUs": CPU time that other processes used during the trials, per second; near
-0 on a quiet machine. Ratios are taken within a round, since a shared machine changes; on a busy one they also show
-which candidate copes better with other load. A baseline with several ways to run (mapped file or not, flash attention
-or not, kinds of cache) takes the fastest one for each workload, found by trials of that workload."""
+of the two probes around the trial. Ratios are taken within a round, since a shared machine changes. A baseline with
+several ways to run (mapped file or not, flash attention or not) takes the fastest one for each workload, found by
+trials of that workload."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed: tokens after `size` cached positions, a prompt of `size` ids, or
-    `size` sequences at once.
-    """
+    """What is timed: tokens after `size` cached positions, or a prompt of `size` ids."""
 
     kind: str
     size: int
@@ -69,10 +51,8 @@ class Options(harness.Options):
 
     against: str = "llamacpp,transformers"
     """Comma-separated baselines; one that is not installed is reported as such, and the others still run."""
-    flavor: Literal["2b", "300m", "tiny"] | experts.Flavor = "300m"
-    """Shape of the model, with random weights; qwen3moe and gpt-oss are four layers of Qwen3-30B-A3B and gpt-oss-20b
-    in a GGUF file, with --dtype gguf.
-    """
+    flavor: Literal["2b", "300m", "tiny"] = "300m"
+    """Shape of the model, with random weights."""
     model: Path | None = None
     """A GGUF file of a Llama-family model instead; others than 16-bit ones are converted to
     bf16 for everyone first.
@@ -81,244 +61,165 @@ class Options(harness.Options):
     """Weights of every candidate; llama.cpp has Q8_0 for int8, and both Q4_0 and Q4_K_M for int4; gguf: of all the
     file as it is.
     """
-    math: tuple[Math, ...] = ("auto",)
-    """Arithmetic of our engine; each further one is a candidate of its own."""
-    isa: tuple[str, ...] = ("auto",)
-    """Instruction sets of our engine, such as avx512 avx2; likewise, and compared with the first."""
-    kv_dtype: tuple[str, ...] = ("auto",)
-    """Types of our keys and values, such as fp16 int8; likewise."""
+    ours: tuple[str, ...] = ()
+    """Options of our engine in candidates beside the plain one, each compared with it: `--ours isa=avx2
+    math=exact,kv_dtype=int8` makes two.
+    """
     threads: int = 2
     """Threads of every candidate and of the probe."""
     pairs: int = 8
-    """Rounds of each workload; in each, every candidate runs once. Prompts beyond 1,024 ids get half of them.
-    """
+    """Rounds of each workload; in each, every candidate runs once."""
     new_tokens: int = 64
     """Tokens timed in a decoding trial."""
     depth: tuple[int, ...] = (0,)
     """Cached positions before the timed tokens."""
     prefill: tuple[int, ...] = (128, 512)
     """Lengths of prompts."""
-    batch: tuple[int, ...] = ()
-    """Numbers of sequences that decode together, 2 to 8."""
     context_tokens: int | None = None
     """Context of every candidate; default: the model's, of llama.cpp at most 8,192."""
-    beside: int = 0
-    """So many other programs do nothing but compute meanwhile, as on a machine that is in use."""
 
     def workloads(self) -> list[Workload]:
-        sizes = {"decode": self.depth, "prefill": self.prefill, "batch": self.batch}
-        return [Workload(kind, size) for kind, values in sizes.items() for size in values]
+        decodes = [Workload("decode", size) for size in self.depth]
+        return decodes + [Workload("prefill", size) for size in self.prefill]
 
-    def first(self) -> dict[str, str]:
-        """What a candidate of ours has unless its name says otherwise."""
-        return {key: getattr(self, key)[0] for key in OWN}
+    def longest(self) -> int:
+        """Positions that the workloads need."""
+        return max(*self.prefill, 0, *(depth + 1 + self.new_tokens for depth in self.depth))
 
     def names(self) -> list[str]:
         """Our engine and the baselines; ValueError for an option that cannot be measured."""
-        check_at_least(self, threads=1, pairs=1, new_tokens=1, beside=0)
-        if self.context_tokens is not None:
-            check_at_least(self, context_tokens=1)
-        if not self.workloads() or not all(getattr(self, key) for key in OWN):
-            raise ValueError(
-                f"nothing to measure: give at least one of depth, prefill and batch, and one each of {', '.join(OWN)}"
-            )
+        check_at_least(self, threads=1, pairs=1, new_tokens=1)
+        if not self.workloads():
+            raise ValueError("nothing to measure: give at least one depth or prefill")
+        if self.model is None and self.dtype == "gguf":
+            raise ValueError("dtype = 'gguf' takes a file as it is; give --model FILE.gguf")
         if self.model is not None and not self.model.is_file():
             raise ValueError(f"model = {self.model} is not a file; give a GGUF file")
+        for own in self.ours:
+            if not re.fullmatch(r"\w+=\w+(,\w+=\w+)*", own):
+                raise ValueError(f"ours: {own!r} is not OPTION=VALUE,...")
         baselines = [name.strip() for name in self.against.split(",") if name.strip()]
         for name in baselines:
-            if name not in (known := INSTALL.keys() - {OURS}):
-                raise ValueError(f"unknown baseline {name!r}; choose from {sorted(known)}")
-        first, ours = self.first(), []
-        for values in itertools.product(*(getattr(self, key) for key in OWN)):
-            own = [f"{key}={value}" for key, value in zip(OWN, values, strict=True) if value != first[key]]
-            ours.append(" ".join([OURS, *own]))
-        return ours + [each for name in dict.fromkeys(baselines) for each in names_of(name, self.dtype)]
-
-    def check_room(self, context: int) -> None:
-        """ValueError where a workload does not fit the model's context."""
-        for load in self.workloads():
-            most = {"decode": context - self.new_tokens - 1, "prefill": context, "batch": 8}[load.kind]
-            least = {"decode": 0, "prefill": 1, "batch": 2}[load.kind]
-            if not least <= load.size <= most:
-                raise ValueError(
-                    f"{load.kind}: {load.size} is outside {least} to {most} (the context is {context})"
-                )
+            if name not in INSTALL:
+                raise ValueError(f"unknown baseline {name!r}; choose from {sorted(INSTALL)}")
+        ours = [OURS, *(f"{OURS} {own}" for own in self.ours)]
+        return ours + [each for name in baselines for each in names_of(name, self.dtype)]
 
 
 def candidate(name: str, options: Options) -> Candidate:
     threads, source = str(options.threads), str(options.model or options.flavor)
-    own = json.dumps(options.first())
-    sizes = threads, str(options.context_tokens or "")
-    command = ["-m", "tools.bench.decode_candidates", name, source, options.dtype, own, *sizes]
+    context = str(options.context_tokens or 0)
+    command = ["-m", "tools.bench.decode_candidates", name, source, options.dtype, threads, context]
     return Candidate(name, command, {"OMP_NUM_THREADS": threads}, SETTLE_S)
 
 
 def measure(options: Options, console: Any) -> Result:
     """Every figure of the report. RuntimeError if our own engine does not start."""
-    names, facts = options.names(), dict[str, Result]()
-    if options.model is None and options.flavor in experts.FIELDS:
-        if options.dtype != "gguf":
-            raise ValueError(f"flavor = {options.flavor!r} is a GGUF file; give --dtype gguf")
-        options = dataclasses.replace(options, model=experts.random_experts(options.flavor))
-    if options.model is None:
-        if options.dtype == "gguf":
-            raise ValueError(
-                f"dtype = 'gguf' takes a file as it is; give --model FILE.gguf, or --flavor {list(experts.FIELDS)}"
-            )
-        own = LaneformerConfig.from_flavor(options.flavor).max_position_embeddings
-        options.check_room(options.context_tokens or own)
-    candidates = {name: candidate(name, options) for name in names}
+    candidates = {name: candidate(name, options) for name in options.names()}
+    facts: dict[str, Result] = {}
     try:
-        for name in names:
+        for name, process in candidates.items():
             with console.status(f"starting {name}"):
-                facts[name] = candidates[name].ask("facts")
+                facts[name] = process.ask("facts")
             console.print(f"{name}: {', '.join(map(str, facts[name].values()))}", style="dim", markup=False)
         missing = {name: fact["missing"] for name, fact in facts.items() if "missing" in fact}
         if OURS in missing:
             raise RuntimeError(f"our own engine did not start: {missing[OURS]}")
-        options.check_room(facts[OURS]["context_tokens"])
-        present = {name: candidates[name] for name in names if name not in missing}
-        with busy_programs(options.beside):
-            found = [
-                measured(load, options, present, facts[OURS]["vocab_size"], console)
-                for load in options.workloads()
-            ]
-        settings = {name: each.ask("settings") for name, each in present.items()}
-        bench = present[OURS].ask("bench")
+        context = facts[OURS]["context_tokens"]
+        if (longest := options.longest()) > context:
+            raise ValueError(f"the workloads need {longest} positions, the context has {context}")
+        present = {name: process for name, process in candidates.items() if name not in missing}
+        vocab_size = facts[OURS]["vocab_size"]
+        workloads = [
+            measure_workload(load, options, present, vocab_size, console) for load in options.workloads()
+        ]
+        # again, with the ways that were taken
+        facts = {name: process.ask("facts") for name, process in present.items()}
     finally:
-        for each in candidates.values():
-            each.close()
+        for process in candidates.values():
+            process.close()
     return {
-        "model": str(options.model or options.flavor), "dtype": options.dtype, "threads": options.threads,
-        "candidates": {name: {**facts[name], "settings": settings[name]} for name in present},
-        "workloads": found, "bench": bench, "missing": missing,
-    }  # fmt: skip
+        "candidates": facts,
+        "workloads": workloads,
+        "missing": missing,
+    }
 
 
-@contextlib.contextmanager
-def busy_programs(number: int) -> Iterator[None]:
-    """So many processes that only compute."""
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
-    try:
-        yield
-    finally:
-        for program in running:
-            program.kill()
-            program.wait()
-
-
-def measured(load: Workload, options: Options, candidates: Result, vocab_size: int, console: Any) -> Result:
-    """One workload: its rounds, every candidate's speed, and our speed over each baseline's within a round."""
+def measure_workload(
+    load: Workload, options: Options, candidates: Result, vocab_size: int, console: Any
+) -> Result:
+    """Its rounds, a row for every candidate, and our speed over each other candidate's within a round."""
     rng = np.random.default_rng(load.size)
 
-    def drawn() -> list[int]:
+    def draw_prompt() -> list[int]:
         return rng.integers(3, vocab_size, max(load.size, 1)).tolist()
 
-    prompt, long = drawn(), load.kind == "prefill" and load.size > LONG_PROMPT
-    count = math.ceil(options.pairs / 2) if long else options.pairs
+    prompt, length = draw_prompt(), {"new_tokens": options.new_tokens} if load.kind == "decode" else {}
+    for process in candidates.values():  # pages, clocks, the choice between ways to run
+        process.ask(load.kind, prompt=prompt, **length)
     rounds: list[Result] = []
-    for each in candidates.values():  # pages, clocks, the choice between ways to run
-        trial(each, load, options, prompt)
-    for order in alternate(candidates, count):
+    for order in alternate(candidates, options.pairs):
         if load.kind == "prefill":  # else the positions before the timed tokens stay cached
-            prompt = drawn()
-        figures, probes = Result(), [candidates[OURS].ask("probe")]
+            prompt = draw_prompt()
+        speeds, percents, probes = Result(), Result(), [candidates[OURS].ask("probe")]
         for name in order:
-            before = candidates[name].cpu_clocks()
-            speed, bytes_per_token = trial(candidates[name], load, options, prompt)
-            wall_s, own_s, busy_s = candidates[name].cpu_clocks() - before
+            speeds[name], read = candidates[name].ask(load.kind, prompt=prompt, **length)
             probes.append(candidates[OURS].ask("probe"))
-            figures[name] = {
-                "tokens_per_s": speed,
-                "percent_of_probe": 100 * speed * bytes_per_token / (sum(probes[-2:]) / 2),
-                "other_cpus": max(0.0, busy_s - own_s) / wall_s,
-            }
-        rounds.append({"order": order, "probes": probes, "figures": figures})
-        speeds = ", ".join(f"{name} {each['tokens_per_s']:.1f}" for name, each in figures.items())
-        console.print(f"{load}, round {len(rounds)} of {count}: {speeds}")
-    baselines = [name for name in candidates if not name.startswith(OURS)]
+            percents[name] = 100 * speeds[name] * read / (sum(probes[-2:]) / 2)
+        rounds.append(
+            {"order": order, "probes": probes, "tokens_per_s": speeds, "percent_of_probe": percents}
+        )
+        words = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
+        console.print(f"{load}, round {len(rounds)} of {options.pairs}: {words}")
+    ours = [name for name in candidates if name.startswith(OURS)]
+    compared = [(name, other) for name in ours for other in candidates if other not in ours]
+    compared += [(OURS, other) for other in ours[1:]]
     return {
-        "kind": load.kind, "size": load.size, "name": str(load), "rounds": rounds,
-        "candidates": {n: {key: spread([r["figures"][n][key] for r in rounds]) for key in FIGURES} for n in candidates},
-        "ratios": [ratio(rounds, n, b) for n in candidates if n.startswith(OURS) for b in baselines]
-                  + [ratio(rounds, first, n) for n in candidates if (first := plainer(n)) != n],
-    }  # fmt: skip
+        "rounds": rounds,
+        "rows": [row_of(name, load, rounds) for name in candidates],
+        "ratios": [{"workload": str(load), **ratio(rounds, *pair)} for pair in compared],
+    }
 
 
-def trial(candidate: Any, load: Workload, options: Options, prompt: list[int]) -> tuple[float, float]:
-    """Tokens/s, and the bytes that a token reads."""
-    if load.kind == "prefill":
-        return candidate.ask("prefill", prompt=prompt), 0
-    wanted: Result = {"prompt": prompt} if load.kind == "decode" else {"sequences": load.size}
-    answer = candidate.ask(load.kind, new_tokens=options.new_tokens, **wanted)
-    return answer["tokens_per_s"], answer["bytes_per_token"]
+def row_of(name: str, load: Workload, rounds: list[Result]) -> Result:
+    """One candidate at one workload; decoding also in percent of the probe, a prompt in seconds."""
+    speed, percent = (
+        spread([each[figure][name] for each in rounds]) for figure in ("tokens_per_s", "percent_of_probe")
+    )
+    median, decodes = speed.pop("median"), load.kind == "decode"
+    return {
+        "workload": str(load),
+        "candidate": name,
+        "tokens_per_s": median,
+        **speed,
+        "percent_of_probe": percent["median"] if decodes else None,
+        "first_token_s": None if decodes else load.size / median,
+    }
 
 
-def plainer(name: str) -> str:
-    """The candidate of the same arithmetic on the first instruction set, with the first keys and values."""
-    return re.sub(r" (isa|kv_dtype)=\w+", "", name)
-
-
-def ratio(rounds: list[Result], ours: str, baseline: str) -> Result:
-    """Our speed over the baseline's within each round."""
-    ratios = [r["figures"][ours]["tokens_per_s"] / r["figures"][baseline]["tokens_per_s"] for r in rounds]
-    ahead = sum(value > 1 for value in ratios)
-    return {"ours": ours, "over": baseline, "median": float(np.median(ratios)), "min": min(ratios), "max": max(ratios),
-            "ahead": ahead, "pairs": len(ratios)}  # fmt: skip
-
-
-# --- the report
-# ---------------------------------------------------------------------------------------------------
+def ratio(rounds: list[Result], ours: str, other: str) -> Result:
+    """Our speed over the other's within each round."""
+    ratios = [each["tokens_per_s"][ours] / each["tokens_per_s"][other] for each in rounds]
+    return {
+        "ours": ours,
+        "over": other,
+        "median": float(np.median(ratios)),
+        "min": min(ratios),
+        "max": max(ratios),
+        "ahead": f"{sum(value > 1 for value in ratios)} of {len(ratios)}",
+    }
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
-    bench, found = result["bench"], result["candidates"]
-    probes = spread([probe for load in result["workloads"] for r in load["rounds"] for probe in r["probes"]])
-    listed = [
-        f"- {name}: " + "; ".join(dict.fromkeys(filter(None, (c["version"], c.get("about"), c["settings"]))))
-        for name, c in found.items()
-    ]
-    listed += [f"- {name}: left out, {reason}" for name, reason in result["missing"].items()]
-    parts = [
-        "\n".join(listed),
-        f"Probe: {probes['median'] / 1e9:.1f} GB/s (p10 {probes['p10'] / 1e9:.1f}, p90 {probes['p90'] / 1e9:.1f}). "
-        f"{options.pairs} rounds of {options.new_tokens} tokens each.",
-        speeds(result["workloads"]),
-        ratios(result["workloads"]),
-        f"`laneformer bench` right after, with its probe between its segments: {bench['tokens_per_s']:.1f} tokens/s, "
-        f"{bench['percent_of_probe']:.0f}% of {bench['probe_bytes_per_s'] / 1e9:.1f} GB/s "
-        f"(p10 {bench['percent_of_probe_p10']:.0f}%, p90 {bench['percent_of_probe_p90']:.0f}%); "
-        f"{1e3 * bench['token_s_p50']:.1f} ms per token, p99 {1e3 * bench['token_s_p99']:.1f} ms.",
-    ]
-    if share := bench.get("percent_of_product_probe"):
-        parts[-1] += f" Its prompts: {share:.0f}% of its probe of matrix products."
-    name = f"`{options.flavor}`" if options.model is None else options.model.name
-    beside = f", beside {options.beside} busy programs" if options.beside else ""
-    return f"{name} in {options.dtype}, {options.threads} threads{beside}", "\n\n".join(filter(None, parts))
-
-
-def speeds(workloads: list[Result]) -> str:
-    """A row for each workload and candidate; decoding also in percent of the probe, a prompt in seconds."""
-    columns = ["workload", "", "tokens/s", "p10", "p90", "% of probe", "p10", "p90", "first token, s",
-               "other CPUs"]  # fmt: skip
-    rows = []
-    for load in workloads:
-        for name, c in load["candidates"].items():
-            speed = [f"{value:.1f}" for value in c["tokens_per_s"].values()]
-            percent = [
-                f"{value:.0f}" if load["kind"] == "decode" else "" for value in c["percent_of_probe"].values()
-            ]
-            first = f"{load['size'] / c['tokens_per_s']['median']:.3g}" if load["kind"] == "prefill" else ""
-            others = f"{c['other_cpus']['median']:.2f}"
-            rows.append([load["name"], name, *speed, *percent, first, others])
-    return table(columns, rows)
-
-
-def ratios(workloads: list[Result]) -> str:
-    columns = ["workload", "ours", "over", "median", "min", "max", "ahead in"]
-    rows = [
-        [load["name"], r["ours"], r["over"],
-         *(f"{r[k]:.2f}" for k in ("median", "min", "max")), f"{r['ahead']} of {r['pairs']}"]
-        for load in workloads for r in load["ratios"]
-    ]  # fmt: skip
-    return table(columns, rows) if rows else ""
+    lines = [f"- {name}: {each['version']}; {each['about']}" for name, each in result["candidates"].items()]
+    lines += [f"- {name}: left out, {reason}" for name, reason in result["missing"].items()]
+    workloads = result["workloads"]
+    probes = spread([probe for load in workloads for each in load["rounds"] for probe in each["probes"]])
+    gb = {name: f"{value / 1e9:.1f}" for name, value in probes.items()}
+    probe = f"Probe: {gb['median']} GB/s (p10 {gb['p10']}, p90 {gb['p90']})."
+    parts = ["\n".join(lines), f"{probe} {options.pairs} rounds of {options.new_tokens} tokens each."]
+    for name in ("rows", "ratios"):
+        rows = [row for load in workloads for row in load[name]]
+        parts += [records(rows)] if rows else []
+    model = f"`{options.flavor}`" if options.model is None else options.model.name
+    return f"{model} in {options.dtype}, {options.threads} threads", "\n\n".join(parts)

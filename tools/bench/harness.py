@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,9 +32,8 @@ from records.files import code_version, write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900.0
-INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16")
+INSTRUCTIONS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
 Result = dict[str, Any]
-Recipe = Literal["none", "tensorwise", "rowwise"]  # of float8 products
 
 
 @dataclass
@@ -67,10 +66,8 @@ class Candidate:
         if not line:
             status = process.wait()
             self.log.seek(0)
-            last = self.log.read()[-1500:]
-            raise RuntimeError(
-                f"{self.name}: its process ended with status {status}; its last lines:\n{last}"
-            )
+            words = f"its process ended with status {status}; its last lines:\n{self.log.read()[-1500:]}"
+            raise RuntimeError(f"{self.name}: {words}")
         reply = json.loads(line)
         if "error" in reply:
             raise RuntimeError(reply["error"])
@@ -78,22 +75,11 @@ class Candidate:
 
     def _started(self) -> Any:
         if self.process is None or self.process.poll() is not None:
-            paths = [str(ROOT / "models"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
             self.process = subprocess.Popen(
                 [sys.executable, *self.command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
-                text=True, cwd=ROOT, env={**os.environ, **self.env, "PYTHONPATH": os.pathsep.join(paths)},
+                text=True, cwd=ROOT, env={**os.environ, **self.env},
             )  # fmt: skip
         return self.process
-
-    def cpu_clocks(self) -> np.ndarray:
-        """Seconds: wall clock, CPU time of this process, and CPU time in use on the
-        machine (stolen time included).
-        """
-        import psutil
-
-        own, machine = psutil.Process(self._started().pid).cpu_times(), psutil.cpu_times()
-        busy_s = sum(machine[:8]) - machine.idle - machine.iowait  # after these eight: guests, of `user`
-        return np.array([time.perf_counter(), own.user + own.system, busy_s])
 
     def close(self) -> None:
         """Kill the process, if there is one."""
@@ -134,20 +120,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine_facts() -> dict[str, str]:
-    """What lscpu says of the CPU, and the memory; empty values where the system does not tell."""
+    """What lscpu says of the CPU, and the memory; the least where the system has no lscpu."""
     lines: list[str] = []
-    with contextlib.suppress(OSError):  # a system without lscpu
-        done = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
-        lines = done.stdout.splitlines()
-    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = said.get("Flags", "").split()
+    with contextlib.suppress(OSError):
+        env = {**os.environ, "LC_ALL": "C"}
+        lines = subprocess.run(["lscpu"], capture_output=True, text=True, env=env).stdout.splitlines()
+    values = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = [flag for flag in values.get("Flags", "").split() if flag in INSTRUCTIONS]
     return {
-        "cpu": said.get("Model name", platform.processor()),
-        "cpus": said.get("CPU(s)", str(os.cpu_count())),
-        "caches": ", ".join(
-            f"{level} {said[f'{level} cache']}" for level in ("L2", "L3") if f"{level} cache" in said
-        ),
-        "instructions": " ".join(flag for flag in INSTRUCTIONS if flag in flags),
+        "cpu": values.get("Model name", platform.processor()),
+        "cpus": values.get("CPU(s)", str(os.cpu_count())),
+        "instructions": " ".join(flags),
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     }
@@ -165,7 +148,7 @@ def heading(result: Result, title: str) -> str:
     machine, (before, after) = result["machine"], result["load_average"]
     return (
         f"## {result['date']}: {title}\n\n    {result['command']}\n\n"
-        f"{machine['cpu']}, {machine['cpus']} CPUs ({machine['instructions']}; {machine['caches']}), "
+        f"{machine['cpu']}, {machine['cpus']} CPUs ({machine['instructions']}), "
         f"{machine['memory']}; {machine['system']}. Commit {result['commit']}. "
         f"Load average {before:.1f} before, {after:.1f} after; {result['seconds']} s in all."
     )
@@ -186,16 +169,6 @@ class Options:
     """Print nothing but the JSON line."""
     out: Path | None = None
     """Markdown file to append a dated section to."""
-
-
-def float8_flags(recipe: Recipe, on_gpu: bool = True) -> list[str]:
-    """Flags of `train` for float8 products by this recipe, emulated where there is no GPU."""
-    if recipe == "none":
-        return []
-    from train.job_checks import FLOAT8
-
-    emulated = [] if on_gpu else [f"--{FLOAT8}.emulate"]
-    return ["--model.converters", FLOAT8, f"--{FLOAT8}.recipe_name", recipe, *emulated]
 
 
 def check_at_least(options: Any, **limits: int) -> None:

@@ -3,7 +3,7 @@
     torchrun ... -m tools.bench.llama --job.config_file X.toml --model.name
     bench_llama3 [--section.key value ...]
 
-Trainer, model, attention, activation checkpointing, compile, FSDP and loss are TorchTitan's, untouched. Shape
+Trainer, model, attention, activation checkpointing, compile, FSDP, loss and metrics are TorchTitan's, untouched. Shape
 and parameter count are the Laneformer's; optimizer and data are the same for both. On one device the model is
 wrapped in FSDP, as the Laneformer is, for the same mixed precision.
 """
@@ -11,11 +11,8 @@ wrapped in FSDP, as the Laneformer is, for the same mixed precision.
 from __future__ import annotations
 
 import dataclasses
-import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,20 +24,17 @@ if not torch.accelerator.is_available():
     patch_torch_for_cpu()  # before torchtitan is imported
 
 from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 from torchtitan.protocols.train_spec import register_train_spec
-from torchtitan.tools import utils
 from torchtitan.train import Trainer
 from torchtitan.train import main as titan_main
 
 from laneformer.config import LaneformerConfig
 from laneformer.flops import flops_per_token
 from laneformer.titan.spec import LaneformerArgs, model_args_by_flavor
-from records.files import append_line
 from train.data import Batch, build_mixture_loader
 from train.spec import SPEC
 
@@ -70,24 +64,6 @@ class LlamaArgs(TransformerModelArgs):
         return sum(p.numel() for p in model.parameters()), flops_per_token(dense, seq_len)
 
 
-class StepMetrics(MetricsProcessor):
-    """TorchTitan's metrics; each step also goes to RUN/metrics.jsonl, under the names that
-    our own trainer uses.
-    """
-
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None):
-        super().__init__(job_config, parallel_dims)
-
-    def log(self, step: int, global_avg_loss: float, *arguments: Any, **options: Any) -> None:
-        seconds = time.perf_counter() - self.time_last_log
-        flops_per_s = self.num_flops_per_token * self.ntokens_since_last_log / seconds
-        mfu = None if utils.device_type == "cpu" else 100 * flops_per_s / self.gpu_peak_flops
-        super().log(step, global_avg_loss, *arguments, **options)
-        if torch.distributed.get_rank() == 0:
-            row = {"step": step, "seconds": seconds, "mfu": mfu, "loss": float(global_avg_loss)}
-            append_line(Path(self.job_config.job.dump_folder) / "metrics.jsonl", json.dumps(row))
-
-
 class TokenLoader:
     """Our batches without their sources: TorchTitan's trainer passes every input to the model."""
 
@@ -103,9 +79,8 @@ def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobCo
     model = parallelize_llama(model, parallel_dims, job_config)
     if not parallel_dims.fsdp_enabled:
         training = job_config.training
-        dtypes = (
-            TORCH_DTYPE_MAP[d] for d in (training.mixed_precision_param, training.mixed_precision_reduce)
-        )
+        names = training.mixed_precision_param, training.mixed_precision_reduce
+        dtypes = (TORCH_DTYPE_MAP[name] for name in names)
         apply_fsdp(model, parallel_dims.world_mesh, *dtypes, pp_enabled=False)
     return model
 
@@ -120,7 +95,7 @@ register_train_spec(
         build_dataloader_fn=TokenLoader,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=None,
-        build_metrics_processor_fn=StepMetrics,
+        build_metrics_processor_fn=None,
         state_dict_adapter=None,
     ),
 )

@@ -17,14 +17,11 @@ from typing import Any
 import numpy as np
 
 from laneformer import LaneformerConfig
-from tools.bench.decode_baselines import CHOICE_TOKENS, Baseline
+from tools.bench.baselines import Baseline
 from tools.bench.harness import version
 
 FOLDER = Path(sys.prefix) / "llama-cpp"  # beside the environment, so that none of its packages changes
 CACHE_FOLDER = Path.home() / ".cache" / "laneformer"
-BATCH_POSITIONS = 512  # of each sequence
-MAX_SEQUENCES = 8
-DEVIATION = 0.02  # of random weights, as at the start of training
 MAX_CONTEXT = 8192  # its keys and values are allocated at once
 
 
@@ -42,119 +39,63 @@ def library() -> Any:
 
 
 class LlamaCpp(Baseline):
-    """One llama_decode per token, the largest logit found by NumPy; flash attention on or off."""
+    """One llama_decode per token, the largest logit found by NumPy.
 
-    def __init__(self, source: LaneformerConfig | Path, kind: str, threads: int, context: int | None = None):
+    Its ways: a mapped file has small pages, memory of its own may get huge ones; flash attention on or off.
+    """
+
+    ways = tuple(
+        f"{mode}, flash attention {flash}"
+        for mode, flash in itertools.product(("mmap", "none"), ("enabled", "disabled"))
+    )
+
+    def __init__(self, source: LaneformerConfig | Path, kind: str, threads: int, context: int | None):
         super().__init__()
         self.api, self.threads = library(), threads
-        if isinstance(source, LaneformerConfig):
-            source = random_gguf(source, "fp16" if kind == "fp16" else "bf16")
-        path = as_gguf(source, kind)
-        self.vocab_size, self.cache_width, self.weight_bytes, trained = sizes_of(path)
+        self.path = as_gguf(random_gguf(source) if isinstance(source, LaneformerConfig) else source, kind)
+        self.vocab_size, self.cache_width, self.weight_bytes, trained = sizes_of(self.path)
         self.context_tokens = context or min(trained, MAX_CONTEXT)
-        self.contexts: dict[bool, dict[str, Any]] = {}
-        mode = self.load(path)
-        self.facts = {
-            "version": f"llama-cpp-python {version('llama-cpp-python')}",
-            "about": f"{path.name}, load mode {mode}; {self.api.llama_print_system_info().decode().strip()}",
-        }
+        self.model = functools.cache(self.load_model)
+        self.context = functools.cache(self.make_context)
+        self.version = f"llama-cpp-python {version('llama-cpp-python')}"
+        self.about = f"{self.path.name}; {self.api.llama_print_system_info().decode().strip()}"
 
-    def load(self, path: Path) -> str:
-        """Open the file in the faster load mode: a mapped file has small pages, memory of its own
-        may get huge ones.
-        """
-        modes = {"mmap": self.api.LLAMA_LOAD_MODE_MMAP, "none": self.api.LLAMA_LOAD_MODE_NONE}
-        opened, speeds = dict[str, Any](), dict[str, float]()
-        for name, mode in modes.items():
-            options = self.api.llama_model_default_params()
-            options.load_mode = mode
-            opened[name] = self.api.llama_model_load_from_file(str(path).encode(), options)
-            if not opened[name]:
-                raise RuntimeError(f"llama.cpp cannot load {path}; delete it, and it will be written again")
-        for name in [*modes] * 3:
-            self.model = opened[name]
-            speeds[name] = max(speeds.get(name, 0.0), self.decode([5], CHOICE_TOKENS)["tokens_per_s"])
-            self.forget()
-        best = max(speeds, key=speeds.__getitem__)
-        self.model = opened.pop(best)
-        for other in opened.values():
-            self.api.llama_model_free(other)
-        return best
+    def load_model(self, mode: str) -> Any:
+        options = self.api.llama_model_default_params()
+        options.load_mode = getattr(self.api, f"LLAMA_LOAD_MODE_{mode.upper()}")
+        model = self.api.llama_model_load_from_file(str(self.path).encode(), options)
+        if not model:
+            raise RuntimeError(f"llama.cpp cannot load {self.path}; delete it, and it will be written again")
+        return model
 
-    def forget(self) -> None:
-        for context in itertools.chain.from_iterable(ways.values() for ways in self.contexts.values()):
-            self.api.llama_free(context)
-        self.contexts, self.held, self.chosen = {}, {}, {}
-
-    def ways(self, sequences: int) -> dict[str, Any]:
-        several = sequences > 1
-        if several not in self.contexts:
-            self.contexts[several] = {
-                "flash attention": self.context(self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED, several),
-                "no flash attention": self.context(self.api.LLAMA_FLASH_ATTN_TYPE_DISABLED, several),
-            }
-        return self.contexts[several]
-
-    def context(self, flash_attention: int, several: bool) -> Any:
+    def make_context(self, way: str) -> Any:
+        mode, _, flash = way.partition(", flash attention ")
         options = self.api.llama_context_default_params()
-        options.n_ctx = MAX_SEQUENCES * BATCH_POSITIONS if several else self.context_tokens
-        options.n_seq_max = MAX_SEQUENCES if several else 1
+        options.n_ctx = self.context_tokens
         options.n_threads = options.n_threads_batch = self.threads
-        options.flash_attn_type = flash_attention
-        return self.api.llama_init_from_model(self.model, options)
+        options.flash_attn_type = getattr(self.api, f"LLAMA_FLASH_ATTN_TYPE_{flash.upper()}")
+        return self.api.llama_init_from_model(self.model(mode), options)
 
-    def reset(self, way: Any, length: int) -> None:
-        self.api.llama_memory_clear(self.api.llama_get_memory(way), True)
+    def rewind(self, way: str, length: int) -> None:
+        memory = self.api.llama_get_memory(self.context(way))
+        if not self.api.llama_memory_seq_rm(memory, 0, length, -1):
+            raise RuntimeError(f"llama.cpp cannot forget what {self.path.name} read after {length} ids")
 
-    def rewind(self, way: Any, length: int) -> bool:
-        return bool(self.api.llama_memory_seq_rm(self.api.llama_get_memory(way), 0, length, -1))
-
-    def evaluate(self, way: Any, ids: list[int]) -> int:
+    def evaluate(self, way: str, ids: list[int]) -> int:
         """In batches as large as llama.cpp takes them."""
-        step = self.api.llama_n_batch(way)
+        context = self.context(way)
+        step = self.api.llama_n_batch(context)
         for first in range(0, len(ids), step):
             part = ids[first : first + step]
             tokens = (ctypes.c_int32 * len(part))(*part)  # the batch holds only its address
-            self.check(self.api.llama_decode(way, self.api.llama_batch_get_one(tokens, len(part))))
-        return int(self._logits(way, -1).argmax())
-
-    def evaluate_each(self, way: Any, ids: list[int], position: int) -> list[int]:
-        if position == 0:
-            self.reset(way, BATCH_POSITIONS)
-        rows = self.decode_batch(way, [(token, position, sequence) for sequence, token in enumerate(ids)])
-        return [int(row.argmax()) for row in rows]
-
-    def decode_batch(self, way: Any, tokens: list[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Of (id, position, sequence): the logits after each, float32 (V,), in llama.cpp's own memory."""
-        batch = self.api.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for i, (token, position, sequence) in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, 1
-            batch.seq_id[i][0] = sequence
-        self.check(self.api.llama_decode(way, batch))
-        self.api.llama_batch_free(batch)
-        return [self._logits(way, i) for i in range(len(tokens))]
-
-    def _logits(self, way: Any, index: int) -> np.ndarray:
-        return np.ctypeslib.as_array(self.api.llama_get_logits_ith(way, index), (self.vocab_size,))
-
-    def logits(self, ids: list[int]) -> np.ndarray:
-        """After every position, float32 (len(ids), V), by its automatic choice of attention."""
-        way = self.context(self.api.LLAMA_FLASH_ATTN_TYPE_AUTO, several=False)
-        found = np.stack(self.decode_batch(way, [(token, i, 0) for i, token in enumerate(ids)]))
-        self.api.llama_free(way)
-        return found
-
-    def check(self, status: int) -> None:
-        if status:
-            raise RuntimeError(f"llama_decode failed with status {status}")
+            batch = self.api.llama_batch_get_one(tokens, len(part))
+            if status := self.api.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode failed with status {status}")
+        logits = self.api.llama_get_logits_ith(context, -1)
+        return int(np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
     def cached_bytes(self, positions: int) -> int:
         return 2 * self.cache_width * positions
-
-
-# --- files
-# --------------------------------------------------------------------------------------------------------
 
 
 def sizes_of(path: Path) -> tuple[int, int, int, int]:
@@ -164,24 +105,20 @@ def sizes_of(path: Path) -> tuple[int, int, int, int]:
     import gguf
 
     reader = gguf.GGUFReader(path)
-    tensors = {t.name: t for t in reader.tensors}
-    tied = "output.weight" not in tensors
-    said = {name.partition(".")[2]: f for name, f in reader.fields.items()}
-    taken = (
-        said["expert_used_count"].contents() / said["expert_count"].contents()
-        if "expert_count" in said
-        else 1
-    )
-    read = sum(
-        int(t.n_bytes) * (taken if "_exps." in name else 1)
-        for name, t in tensors.items()
-        if tied or name != "token_embd.weight"
-    )
-    width = sum(
-        int(t.shape[1]) for name, t in tensors.items() if name.endswith(("attn_k.weight", "attn_v.weight"))
-    )
-    context = said["context_length"].contents()
-    return int(tensors["token_embd.weight"].shape[1]), width, int(read), int(context)
+    fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
+    taken = 1.0  # of all experts
+    if "expert_count" in fields:
+        taken = fields["expert_used_count"].contents() / fields["expert_count"].contents()
+    read: dict[str, float] = {}
+    width = 0
+    for t in reader.tensors:
+        read[t.name] = int(t.n_bytes) * (taken if "_exps." in t.name else 1)
+        width += int(t.shape[1]) if t.name.endswith(("attn_k.weight", "attn_v.weight")) else 0
+        if t.name == "token_embd.weight":
+            vocab_size = int(t.shape[1])
+    if "output.weight" in read:
+        del read["token_embd.weight"]
+    return vocab_size, width, int(sum(read.values())), int(fields["context_length"].contents())
 
 
 def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
@@ -194,38 +131,36 @@ def as_gguf(path: Path, kind: str, folder: Path = CACHE_FOLDER) -> Path:
         return path
     import gguf
 
-    wanted = "F16" if kind == "fp16" else kind.upper()
+    name = "F16" if kind == "fp16" else kind.upper()
     matrices = [t for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1 and t.name.endswith(".weight")]
     types = {t.tensor_type.name for t in matrices if ".ffn_gate_inp." not in t.name}  # a router stays in F32
-    if kind in ("bf16", "fp16") and types == {wanted}:
+    if kind in ("bf16", "fp16") and types == {name}:
         return path
     if types != {"BF16"} and kind != "bf16":
         return as_gguf(as_gguf(path, "bf16", folder), kind, folder)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
-    out = folder / f"{path.stem.removesuffix('-bf16')}-{digest}-{kind}.gguf"
 
     def convert(temporary: Path) -> None:
         api = library()
         options = api.llama_model_quantize_default_params()
-        options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{wanted}")
+        options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{name}")
         options.allow_requantize, options.nthread = True, os.cpu_count() or 1
         status = api.llama_model_quantize(str(path).encode(), str(temporary).encode(), ctypes.byref(options))
         if status:
             raise RuntimeError(f"llama.cpp cannot convert {path} to {kind}: status {status}")
 
-    return written_once(out, convert)
+    return write_once(folder / f"{path.stem.removesuffix('-bf16')}-{digest}-{kind}.gguf", convert)
 
 
-def written_once(path: Path, write: Callable[[Path], None]) -> Path:
+def write_once(path: Path, write: Callable[[Path], None]) -> Path:
     """The file, written under another name first; nothing to do where it exists."""
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    print(f"writing {path}", file=sys.stderr)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write(temporary)
-    temporary.rename(path)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"writing {path}", file=sys.stderr)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        write(temporary)
+        temporary.rename(path)
     return path
 
 
@@ -242,55 +177,42 @@ def gguf_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
     return {"token_embd.weight": (v, d), "output_norm.weight": (d,), **blocks, "output.weight": (v, d)}
 
 
-def random_gguf(config: LaneformerConfig, dtype: str, folder: Path = CACHE_FOLDER) -> Path:
-    """A GGUF file, written once and kept: random matrices in 16 bits, norms of one, a
+def random_gguf(config: LaneformerConfig, folder: Path = CACHE_FOLDER) -> Path:
+    """A GGUF file, written once and kept: random matrices in bf16, norms of one, a
     vocabulary of dummy pieces.
     """
     c = config
     layout = f"{c.num_hidden_layers}x{c.hidden_size}x{c.intermediate_size}-{c.num_attention_heads}"
-    path = folder / f"llama-{layout}-{c.num_key_value_heads}-{c.vocab_size}-{dtype}.gguf"
-    fields = {
-        "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size,
-        "block_count": c.num_hidden_layers, "feed_forward_length": c.intermediate_size,
-        "head_count": c.num_attention_heads, "head_count_kv": c.num_key_value_heads,
-        "layer_norm_rms_eps": c.norm_eps, "rope_dimension_count": c.head_dim, "vocab_size": c.vocab_size,
-    }  # fmt: skip
-    return written_once(
-        path, lambda temporary: write_random_gguf(temporary, "llama", fields, gguf_shapes(c), dtype)
-    )
+    name = f"llama-{layout}-{c.num_key_value_heads}-{c.vocab_size}-bf16.gguf"
+    return write_once(folder / name, lambda temporary: write_random(temporary, config))
 
 
-def write_random_gguf(
-    path: Path, architecture: str, fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], dtype: str
-) -> None:
-    """fields: by names of GGUFWriter's methods, without `add_`. Biases, sinks and routers are float32, as in
-    converted files.
-    """
+def write_random(path: Path, config: LaneformerConfig) -> None:
     import gguf
 
-    writer = gguf.GGUFWriter(path, architecture)
-    for name, value in fields.items():
-        getattr(writer, f"add_{name}")(value)
-    add_dummy_vocabulary(writer, fields["vocab_size"])
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    add_dummy_vocabulary(writer, config.vocab_size)
     rng = np.random.default_rng(0)
-    for name, size in shapes.items():
-        values = rng.standard_normal(size, np.float32) * np.float32(DEVIATION)
-        if name.endswith("norm.weight"):
+    for name, size in gguf_shapes(config).items():
+        if len(size) == 1:
             writer.add_tensor(name, np.ones(size, np.float32))
-        elif len(size) == 1 or name.endswith(".bias") or ".ffn_gate_inp." in name:
-            writer.add_tensor(name, values)
-        elif dtype == "fp16":
-            writer.add_tensor(name, values.astype(np.float16))
-        else:  # the upper half of a float32; truncation instead of rounding does not matter here
-            upper = np.ascontiguousarray(values.view(np.uint16).reshape(*size, 2)[..., 1])
-            writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
-    for step in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        step()
+            continue
+        values = rng.standard_normal(size, np.float32) * np.float32(config.initializer_range)
+        # the upper half of a float32; truncation instead of rounding does not matter here
+        upper = np.ascontiguousarray(values.view(np.uint16).reshape(*size, 2)[..., 1])
+        writer.add_tensor(name, upper.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def add_dummy_vocabulary(writer: Any, vocab_size: int) -> None:
@@ -300,6 +222,7 @@ def add_dummy_vocabulary(writer: Any, vocab_size: int) -> None:
     kinds = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "</s>": TokenType.CONTROL}
     kinds |= {f"<0x{value:02X}>": TokenType.BYTE for value in range(256)}
     kinds |= {f"piece{i}": TokenType.NORMAL for i in range(vocab_size - len(kinds))}
+    writer.add_vocab_size(vocab_size)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(list(kinds))
     writer.add_token_scores([-float(i) for i in range(vocab_size)])

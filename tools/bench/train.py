@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -30,18 +31,19 @@ if not torch.accelerator.is_available():
     patch_torch_for_cpu()  # before torchtitan is imported
 
 from laneformer import LaneformerConfig
-from records.files import read_lines
 from tools.bench import harness
-from tools.bench.harness import Recipe, Result
+from tools.bench.harness import Result, spread
 from tools.cards import INPUTS
-from tools.markdown import table
-from tools.plan import sums as plan_sums
+from tools.markdown import records
+from tools.plan import sums
 from tools.synthetic import write_synthetic_lock
 
 PROGRAMS = {"laneformer": ["train"], "llama": ["tools.bench.llama", "--model.name", "bench_llama3"]}
-FLAGS = """--lr_scheduler.warmup_steps 1 --training.gc_freq 1000 --metrics.log_freq 1
+FLAGS = """--job.config_file configs/phase1.toml
+--lr_scheduler.warmup_steps 1 --training.gc_freq 1000 --metrics.log_freq 1
 --parallelism.data_parallel_replicate_degree 1 --parallelism.data_parallel_shard_degree -1
 --checkpoint.no-enable --validation.no-enable --metrics.no-enable_tensorboard --metrics.no-enable_wandb"""
+SPEED, MFU = r"tps: ([\d,]+)", r"mfu: ([\d.]+)%"
 TIMEOUT_S = 3600
 FILE_START = """# Training speed of the real trainer and of TorchTitan's Llama
 
@@ -67,14 +69,12 @@ class Options(harness.Options):
     """Steps before the timed ones."""
     rounds: int = 2
     """Trials of each model."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type that FSDP casts the weights to."""
-    checkpointing: Literal["none", "selective", "full"] = "selective"
-    """Activation checkpointing of both models."""
-    compile: bool = True
-    """Whether both models are compiled with torch.compile."""
-    float8: Recipe = "none"
-    """Recipe of float8 products for the Laneformer's w1, w2 and w3; emulated without a GPU."""
+    both: str = ""
+    """Further flags of both jobs, in one word: `--both="--activation_checkpoint.mode full --compile.no-enable"`."""
+    ours: str = ""
+    """Further flags of the Laneformer's job, such as those of float8 products:
+    `--ours="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"`.
+    """
 
     def check(self) -> None:
         """ValueError for a value that cannot be measured."""
@@ -89,30 +89,27 @@ def measure(options: Options, console: Any) -> Result:
     options.check()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     batch = options.local_batch or choose_local_batch(options, device)
-    rounds: list[dict[str, Result]] = []
+    logs: dict[str, list[str]] = {name: [] for name in PROGRAMS}
     with tempfile.TemporaryDirectory() as folder:
         config = LaneformerConfig.from_flavor(options.flavor)
-        windows = (options.steps + options.warmup) * batch * options.gpus
         # few tokens, read repeatedly: generating them is slow, and their number does not change the speed
-        lock = write_synthetic_lock(
-            Path(folder) / "data", min(windows, 64), options.seq_len, config.vocab_size
-        )
+        windows = min((options.steps + options.warmup) * batch * options.gpus, 64)
+        lock = write_synthetic_lock(Path(folder) / "data", windows, options.seq_len, config.vocab_size)
         for index, order in enumerate(harness.alternate(PROGRAMS, options.rounds)):
-            trials = {}
             for name in order:
                 with console.status(f"round {index + 1} of {options.rounds}: {name}"):
-                    trials[name] = trial(name, options, batch, lock, Path(folder) / f"{name}-{index}")
-                console.print(
-                    f"round {index + 1}: {name} {trials[name]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
-                )
-            rounds.append(trials)
-    ratios = [r["laneformer"]["tokens_per_s_per_gpu"] / r["llama"]["tokens_per_s_per_gpu"] for r in rounds]
-    names = ("flavor", "gpus", "seq_len", "steps", "warmup", "dtype", "checkpointing", "compile", "float8")
+                    log = run_job(name, options, batch, lock, Path(folder) / f"{name}-{index}")
+                logs[name].append(log)
+                speed = np.median(find_steps(SPEED, log, options))
+                console.print(f"round {index + 1}: {name} {speed:,.0f} tokens/s/GPU")
+    medians = [[np.median(find_steps(SPEED, log, options)) for log in logs[name]] for name in PROGRAMS]
     return {
-        "device": device, "torch": torch.__version__, **{name: getattr(options, name) for name in names},
-        "local_batch": batch, "models": {name: summary([r[name] for r in rounds]) for name in PROGRAMS},
-        "ratio": float(np.median(ratios)), "ratios": ratios,
-    }  # fmt: skip
+        "device": device,
+        "torch": torch.__version__,
+        "local_batch": batch,
+        "models": {name: summarize(logs[name], options) for name in PROGRAMS},
+        "ratios": [float(ours / llama) for ours, llama in zip(*medians, strict=True)],
+    }
 
 
 def choose_local_batch(options: Options, device: str) -> int:
@@ -120,12 +117,11 @@ def choose_local_batch(options: Options, device: str) -> int:
     gpu = INPUTS.card_of_device(device)
     if gpu is None:
         return 1
-    job = plan_sums.Job(
-        config=LaneformerConfig.from_flavor(options.flavor), seq_len=options.seq_len, steps=1,
-        global_batch=options.gpus, local_batch=1, shard=options.gpus, checkpointing=options.checkpointing,
-        param_bytes=plan_sums.BF16 if options.dtype == "bfloat16" else plan_sums.FP32,
+    job = sums.Job(
+        LaneformerConfig.from_flavor(options.flavor), options.seq_len, steps=1, global_batch=options.gpus,
+        local_batch=1, shard=options.gpus,
     )  # fmt: skip
-    batch = plan_sums.largest_local_batch(job, gpu)
+    batch = sums.largest_local_batch(job, gpu)
     if batch == 0:
         raise ValueError(
             f"the memory plan sees no room for one sequence of {options.flavor} on {options.gpus} x {gpu.name}"
@@ -133,81 +129,65 @@ def choose_local_batch(options: Options, device: str) -> int:
     return batch
 
 
-def command(name: str, options: Options, batch: int, lock: Path, run: Path, *more: str) -> list[str]:
-    """What follows `python -m` for one job; `more`: further flags."""
-    return [
-        "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}",
-        "-m", *PROGRAMS[name], "--job.config_file", "configs/phase1.toml",
-        "--job.dump_folder", str(run), "--mixture.lock", str(lock),
-        "--model.flavor", options.flavor, "--training.seq_len", str(options.seq_len),
-        "--training.local_batch_size", str(batch), "--training.global_batch_size", str(batch * options.gpus),
-        "--training.steps", str(options.warmup + options.steps), "--training.mixed_precision_param", options.dtype,
-        "--activation_checkpoint.mode", options.checkpointing,
-        "--compile.enable" if options.compile else "--compile.no-enable", *FLAGS.split(),
-        *(harness.float8_flags(options.float8, torch.cuda.is_available()) if name == "laneformer" else ()),
-        *more,
-    ]  # fmt: skip
-
-
-def trial(name: str, options: Options, batch: int, lock: Path, run: Path) -> Result:
-    """One job; RuntimeError with the end of its output if it fails."""
-    env = {"OMP_NUM_THREADS": "1", **os.environ}
+def run_job(name: str, options: Options, batch: int, lock: Path, run: Path) -> str:
+    """The output of one trial; RuntimeError with the end of its output if it fails."""
+    settings = {
+        "job.dump_folder": run, "mixture.lock": lock, "model.flavor": options.flavor,
+        "training.seq_len": options.seq_len, "training.local_batch_size": batch,
+        "training.global_batch_size": batch * options.gpus,
+        "training.steps": options.warmup + options.steps,
+    }  # fmt: skip
+    flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    flags += shlex.split(f"{FLAGS} {options.both} {options.ours if name == 'laneformer' else ''}")
+    ranks = [
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={options.gpus}",
+        "--local_ranks_filter=0",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", *command(name, options, batch, lock, run)], cwd=harness.ROOT, env=env,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
+        [sys.executable, "-m", *ranks, "-m", *PROGRAMS[name], *flags], cwd=harness.ROOT,
+        env={"OMP_NUM_THREADS": "1", **os.environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed: {done.stdout[-3000:]}")
-    rows = read_lines(run / "metrics.jsonl")[options.warmup :]
-    # TorchTitan's console line; MiB and colours differ by version, the number does not
-    memory = [float(m) for m in re.findall(r"memory: *([\d.]+)GiB", done.stdout)]
-    count = re.search(r"size: ([\d,]+) total parameters", done.stdout)
-    assert count, "TorchTitan logs the parameter count"
-    step_s = [row["seconds"] for row in rows]
-    joins = re.search(r"Joins and norms: (\w+)", done.stdout)
+    return done.stdout
+
+
+def find(pattern: str, log: str) -> list[float]:
+    """The numbers in TorchTitan's lines, which both trainers write; colours differ by version, the numbers do not."""
+    return [float(number.replace(",", "")) for number in re.findall(pattern, log)]
+
+
+def find_steps(pattern: str, log: str, options: Options) -> list[float]:
+    """Of the timed steps."""
+    return find(pattern, log)[options.warmup :]
+
+
+def summarize(logs: list[str], options: Options) -> Result:
+    """Over the steps of all trials; None where nothing was measured."""
+    speeds, mfus = (
+        [step for log in logs for step in find_steps(pattern, log, options)] for pattern in (SPEED, MFU)
+    )
+    speed, joins = spread(speeds), re.findall(r"Joins and norms: (\w+)", logs[0])
     return {
-        "join_norm": joins and joins[1],
-        "parameters": int(count[1].replace(",", "")),
-        "tokens_per_s_per_gpu": batch * options.seq_len / float(np.median(step_s)),
-        "step_s": step_s,
-        "mfu": rows[-1]["mfu"] and float(np.median([row["mfu"] for row in rows])),
-        "peak_memory_gib": max(memory, default=None),
-        "last_loss": rows[-1]["loss"],
+        "parameters": int(find(r"size: ([\d,]+) total parameters", logs[0])[0]),
+        "tokens_per_s_per_gpu": speed.pop("median"),
+        **speed,
+        # on a CPU TorchTitan takes the peak of a GPU
+        "mfu_percent": float(np.median(mfus)) if torch.cuda.is_available() else None,
+        "peak_memory_gib": max(find(r"memory: *([\d.]+)GiB", "".join(logs)), default=None),
+        "joins_and_norms": joins[0] if joins else None,
     }
-
-
-def summary(trials: list[Result]) -> Result:
-    """Medians over trials, of the steps of all trials together, the highest peak; None
-    where nothing was measured.
-    """
-    p50, p90 = np.percentile([s for t in trials for s in t["step_s"]], (50, 90)).tolist()
-    rates, mfus = ([t[key] for t in trials] for key in ("tokens_per_s_per_gpu", "mfu"))
-    return {
-        "parameters": trials[0]["parameters"], "tokens_per_s_per_gpu": float(np.median(rates)),
-        "mfu": None if None in mfus else float(np.median(mfus)), "step_s_p50": p50, "step_s_p90": p90,
-        "peak_memory_gib": max((t["peak_memory_gib"] for t in trials if t["peak_memory_gib"]), default=None),
-        "last_loss": trials[-1]["last_loss"], "join_norm": trials[-1]["join_norm"],
-    }  # fmt: skip
 
 
 def section(options: Options, result: Result) -> tuple[str, str]:
     """Title and body of one section of a benchmark file."""
-    columns = ["", "parameters", "tokens/s/GPU", "MFU", "step p50", "step p90", "peak memory"]
-    rows = [
-        [name, f"{m['parameters']:,}", f"{m['tokens_per_s_per_gpu']:,.0f}",
-         "-" if m["mfu"] is None else f"{m['mfu']:.1f}%", *(f"{m[key]:.3f} s" for key in ("step_s_p50", "step_s_p90")),
-         "-" if m["peak_memory_gib"] is None else f"{m['peak_memory_gib']:.1f} GiB"]
-        for name, m in result["models"].items()
-    ]  # fmt: skip
-    shape = (
-        f"{result['gpus']} x {result['device']}, local batch {result['local_batch']} x {result['seq_len']}"
-    )
-    how = f"{result['dtype']}, checkpointing {result['checkpointing']}, compile {'on' if result['compile'] else 'off'}"
-    how += f", the Laneformer's float8 {result['float8']}"
-    how += f", joins and norms {result['models']['laneformer']['join_norm']}"
+    shape = f"local batch {result['local_batch']} x {options.seq_len}"
     body = (
-        f"{how}; {result['steps']} timed steps per trial, {len(result['ratios'])} rounds. torch {result['torch']}.\n\n"
-        f"{table(columns, rows)}\n\n"
+        f"{options.steps} timed steps per trial, {options.rounds} rounds. torch {result['torch']}.\n\n"
+        f"{records([{'': name, **each} for name, each in result['models'].items()])}\n\n"
         f"Laneformer / Llama, within a round: {', '.join(f'{r:.2f}' for r in result['ratios'])}."
     )
-    return f"`{result['flavor']}`, {shape}", body
+    return f"`{options.flavor}`, {options.gpus} x {result['device']}, {shape}", body

@@ -5,13 +5,19 @@ keys and values to 16 bits and nothing else, so they must be closer to float32 t
 activation too. Greedy tokens may differ from the reference only where its lead is below the error of both
 sides. The same gate must refuse engines with one planted fault each.
 
+    python -m tools.check cuda 300m
+
     S positions   V vocabulary
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +25,9 @@ import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.bench import greedy, read
+from laneformer.engine.cuda.compile import VERSIONS
 from laneformer.engine.cuda.passes import PassDecoder
+from laneformer.engine.device import why_no_cuda
 from tools.check.reference import (
     Weights,
     compare_greedy,
@@ -30,10 +38,14 @@ from tools.check.reference import (
     mean_kl,
     planted_faults,
     random_prompts,
+    random_weights,
     relative_errors,
     tensors_of,
 )
 
+DEVICE = "cuda:0"
+PROMPTS, RUNS = 8, 20  # greedy texts, and runs that must be equal bit for bit
+WAIT_S = 3.0  # inside a kernel, where a wait takes microseconds
 BEYOND_WINDOW = 64  # positions of the scored text whose window excludes its start
 SHORT_LENGTH = 48
 PROMPT_LENGTHS = (1, 5, 11, 203)  # PyTorch reads the last
@@ -176,3 +188,48 @@ def check(
         passed["both versions: the same tokens"] = tokens["passes"] == tokens["graph"]
         passed["both versions: the same bits"] = bool(np.array_equal(first, second))
     return {**report, "runs": runs, "passed": passed}
+
+
+def make_decoder(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PassDecoder:
+    return PassDecoder(config, tensors, "bf16", (DEVICE,), WAIT_S, 0, version=version)
+
+
+def check_flavor(flavor: str) -> Iterator[tuple[str, Any]]:
+    """Names and values of all figures: False where a check fails; the planted faults last, since they take longest."""
+    config = LaneformerConfig.from_flavor(flavor)
+    weights = random_weights(config, device=DEVICE)
+    truth = reference(config, weights, scored_length(config), prompts=greedy_prompts(config, PROMPTS))
+    tensors = tensors_of(weights)
+    makers = {version: functools.partial(make_decoder, config, tensors, version) for version in VERSIONS}
+    report = check(makers, truth, PROMPTS, RUNS, functools.partial(print, file=sys.stderr))
+    yield from report["passed"].items()
+    yield "relative error, bf16 of Transformers", truth.error
+    for version in VERSIONS:
+        yield f"relative error, {version}", report[version].get("relative_error")
+        if error := report[version].get("error"):
+            yield f"{version} ended", error
+    yield "planted faults are refused", check_faults(config, weights, make_decoder)["holds"]
+
+
+def main() -> None:
+    # not tyro: a machine with a GPU may have torch and little else
+    parser = argparse.ArgumentParser(
+        "python -m tools.check cuda", description="Exit status 1 if a check fails."
+    )
+    parser.add_argument("flavor", nargs="?", default="tiny", help="shape of the model; the default is tiny")
+    flavor = parser.parse_args().flavor
+    if reason := why_no_cuda():
+        print(
+            f"cuda: {reason}. On a CPU, python -m tools.check engine checks the CPU engine", file=sys.stderr
+        )
+        raise SystemExit(2)
+    figures = {}
+    for name, value in check_flavor(flavor):
+        print(f"{name}: {value}", file=sys.stderr, flush=True)
+        figures[name] = value
+    print(json.dumps(figures))
+    raise SystemExit(any(value is False for value in figures.values()))
+
+
+if __name__ == "__main__":
+    main()

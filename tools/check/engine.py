@@ -2,8 +2,6 @@
 planted faults must fail.
 
     python -m tools.check engine runs/demo/hf        python -m tools.check engine tiny
-    python -m tools.check engine runs/demo/hf --against int8 --data runs/demo/data
-    python -m tools.check engine FOLDER --against published --trust-remote-code
 
 The reference is model.py in float64. How far float32 may be from it is not guessed: Transformers' float32
 forward on the same weights shows it, and the engine, which sums in another order, gets four times its largest
@@ -16,24 +14,16 @@ that every module matters.
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 from rich.console import Console
-from rich.markdown import Markdown
 
 from laneformer import Engine, LaneformerConfig
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
-from records.files import code_version
-from tools.check import int8, published
-from tools.check.gates import MARGIN, Options, check_greedy, load, verdict
+from tools.check.gates import MARGIN, ModelOptions, check_greedy, load, run_check, verdict
 from tools.check.reference import (
     BLOCK,
     Weights,
@@ -49,40 +39,31 @@ from tools.check.reference import (
     relative_errors,
     tensors_of,
 )
-from tools.markdown import records
 
-ROOT = Path(__file__).resolve().parents[2]
 FAULT_POSITIONS = 48
 REPEATED_POSITIONS = 24
-BF16_POSITIONS = (
-    256  # PyTorch's bf16 is very slow on a CPU without such instructions; this many give the mean
-)
+# PyTorch's bf16 is very slow on a CPU without such instructions; this many give the mean
+BF16_POSITIONS = 256
 
 
-def main(arguments: list[str] | None = None) -> None:
-    started = time.monotonic()
-    options = tyro.cli(Options, args=arguments, prog="python -m tools.check engine", description=__doc__)
-    console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
-    try:
-        report = CHECKS[options.against](options, console)
-    except ValueError as error:
-        print(f"check_engine: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
-    for title, rows in {**report.pop("tables", {}), "Checks": report["gates"]}.items():
-        console.print(Markdown(f"{title}:\n\n{records(rows)}"))
-    console.print(
-        "[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]"
-    )
-    print(json.dumps(report))
-    raise SystemExit(not report["ok"])
+@dataclass
+class Options(ModelOptions):
+    """Check the engine; tables, and the last line of stdout is JSON. Exit status 1 when a check fails."""
+
+    runs: int = 100
+    """Repeated runs for each number of threads, which must agree to the last bit."""
+    threads: tuple[int, ...] = (1, 2, 3)
+    """Numbers of threads that must give the same bits."""
+    math: Literal["exact", "bf16"] = "exact"
+    """The engine's arithmetic; with bf16 the allowed error is that of Transformers in bf16."""
 
 
 def measure(options: Options, console: Console) -> dict[str, Any]:
     return check(*load(options.model), options, console)
 
 
-CHECKS = {"pytorch": measure, "int8": int8.measure, "published": published.check}
+def main(arguments: list[str] | None = None) -> None:
+    run_check("engine", Options, measure, arguments)
 
 
 @dataclass

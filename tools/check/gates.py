@@ -1,18 +1,24 @@
-"""What the checks of the CPU engine share: their options, models, gates and greedy continuations."""
+"""What the checks of the CPU engine share: options, models, gates, greedy continuations, the command."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
+from rich.console import Console
+from rich.markdown import Markdown
 
 from laneformer import Engine, LaneformerConfig
 from laneformer.config import FLAVORS
 from laneformer.engine.folder import read_checkpoint
 from laneformer.hf.modeling_laneformer import LaneformerForCausalLM
+from records.files import code_version
 from tools.check.reference import (
     Weights,
     compare_greedy,
@@ -21,42 +27,54 @@ from tools.check.reference import (
     random_weights,
     weights_of,
 )
+from tools.markdown import records
 
+ROOT = Path(__file__).resolve().parents[2]
 MARGIN = 4.0  # another order of summation changes a rounding error's value, hardly its size
 
 
 @dataclass
-class Options:
-    """Check the engine; a table, and the last line of stdout is JSON. Exit status 1 when a check fails."""
+class ModelOptions:
+    """Options of every check of a model."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """A Hugging Face folder (the Llama family's, too), or a flavor (2b, 300m, tiny) with random bf16 weights;
-    for `published` also a GGUF file.
-    """
-    against: Literal["pytorch", "int8", "published"] = "pytorch"
-    """What the engine is held against: PyTorch on the same weights; what int8 weights stand for, with their
-    cost over bf16; or our modeling code and the code that the model was published with.
+    """A Hugging Face folder (the Llama family's, too) or a GGUF file; for `engine` also a flavor (2b, 300m, tiny)
+    with random bf16 weights.
     """
     prompts: int = 8
     """Prompts whose greedy continuation is compared token for token."""
     new_tokens: int = 32
     """Length of those continuations."""
-    runs: int = 100
-    """Repeated runs for each number of threads, which must agree to the last bit."""
-    threads: tuple[int, ...] = (1, 2, 3)
-    """Numbers of threads that must give the same bits."""
-    math: Literal["exact", "bf16"] = "exact"
-    """The engine's arithmetic; with bf16 the allowed error is that of Transformers in bf16."""
-    data: Path | None = None
-    """int8: directory made by `python -m data_mixtures.prepare`; its held-out windows are scored."""
-    windows: int = 32
-    """int8: windows of each source."""
-    trust_remote_code: bool = False
-    """published: run the Python code in the folder."""
-    positions: int = 128
-    """int8 and published: length of the compared text."""
     json: bool = False
     """Print nothing but the JSON line."""
+
+
+def run_check(
+    name: str,
+    options_class: type[Any],
+    measure: Callable[[Any, Console], dict[str, Any]],
+    arguments: Sequence[str] | None,
+) -> None:
+    """A check as a command: tables on stderr, JSON as the last line of stdout, exit status 1 if a gate fails.
+
+    measure: returns `verdict` and its figures; `tables` of rows by title are printed alone.
+    """
+    started = time.monotonic()
+    options = tyro.cli(options_class, args=arguments, prog=f"python -m tools.check {name}")
+    console = Console(stderr=True, quiet=options.json, width=None if sys.stderr.isatty() else 120)
+    try:
+        report = measure(options, console)
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    report["code_version"], report["seconds"] = code_version(ROOT), round(time.monotonic() - started, 1)
+    for title, rows in {**report.pop("tables", {}), "Checks": report["gates"]}.items():
+        console.print(Markdown(f"{title}:\n\n{records(rows)}"))
+    console.print(
+        "[green]all checks hold[/]" if report["ok"] else f"[red]failed: {', '.join(report['failed'])}[/]"
+    )
+    print(json.dumps(report))
+    raise SystemExit(not report["ok"])
 
 
 def load(name: str, dtype: str = "auto") -> tuple[LaneformerConfig, Weights]:
@@ -84,7 +102,7 @@ def verdict(gates: Mapping[str, tuple[Any, Any, bool]]) -> dict[str, Any]:
 
 
 def check_greedy(
-    engine: Engine, model: LaneformerForCausalLM, options: Options, tie: float
+    engine: Engine, model: LaneformerForCausalLM, options: ModelOptions, tie: float
 ) -> dict[str, Any]:
     """Continuations of random prompts, short ones and some beyond the window."""
     new_tokens, lengths = options.new_tokens, (1, 5, 11, min(engine.config.sliding_window + 3, 200))

@@ -1,8 +1,8 @@
 """Does a model compute the same in the engine, in our modeling code, and in the code that
 it was published with?
 
-    python -m tools.check engine FOLDER --against published --trust-remote-code
-    python -m tools.check engine model.gguf --against published
+    python -m tools.check published FOLDER --trust-remote-code
+    python -m tools.check published model.gguf
 
 The reference is model.py in float64 on the weights as the engine reads them. Our modeling code in float32 shows what
 rounding costs; everybody gets four times its largest error, for the logits and for the stream after each layer, so the
@@ -15,6 +15,7 @@ first layer beyond that is where a difference begins. The published code is the 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rich.console import Console
 
 from laneformer import Engine
 from laneformer.engine.folder import read_json
-from tools.check.gates import MARGIN, Options, check_greedy, load, verdict
+from tools.check.gates import MARGIN, ModelOptions, check_greedy, load, run_check, verdict
 from tools.check.reference import (
     hf_model,
     hooked,
@@ -34,6 +35,16 @@ from tools.check.reference import (
     plain_model,
     relative_errors,
 )
+
+
+@dataclass
+class Options(ModelOptions):
+    """Compare engine, modeling code and published code. Exit status 1 when they differ."""
+
+    positions: int = 128
+    """Length of the compared text."""
+    trust_remote_code: bool = False
+    """Run the Python code in the folder."""
 
 
 def check(options: Options, console: Console) -> dict[str, Any]:
@@ -109,3 +120,11 @@ def outputs(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     out, kept = hooked(model, layers, ids, lambda out: (out[0] if isinstance(out, tuple) else out)[0])
     streams = torch.stack([h if h.dim() == 3 else h[:, None] for h in kept])
     return (out if isinstance(out, torch.Tensor) else out.logits)[0].numpy(), streams.numpy()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    run_check("published", Options, check, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -36,12 +36,14 @@ class Bench:
     """As 0.85,0.7,0.6: also measure what drafts would bring that are right so often, by place. They cost what
     the model's own head takes; where it has none, nothing.
     """
+    link_us: tuple[float, ...] = ()
+    """Also measure behind links of these latencies, in microseconds, injected between lanes of different threads."""
     json: bool = False
     """Print nothing but the JSON line."""
     model: ModelFlags = field(default_factory=ModelOptions)
 
     def run(self) -> None:
-        from ..engine.bench import benchmark, drafted, synthetic
+        from ..engine.bench import benchmark, drafted, slower_link, synthetic
 
         acceptance = [float(odds) for odds in (self.synthetic_acceptance or "").split(",") if odds]
         console = Console(stderr=True, quiet=self.json)
@@ -55,7 +57,9 @@ class Bench:
             first = self.depth[0] if self.depth else 0
             drafts = synthetic(engine, acceptance, first) if acceptance else None
             figures |= {"draft_head": drafted(engine, first)} if engine.draft_head else {}
+            links = [slower_link(engine, link_us) for link_us in self.link_us]
         figures |= {"depths": deeper} if deeper else {}
+        figures |= {"links": links} if links else {}
         figures |= {"synthetic_drafts": drafts} if drafts else {}
         figures["model"] = self.random_weights or str(self.hf_dir)
         if not self.json:
@@ -78,6 +82,11 @@ class Bench:
                 console.print(
                     f"drafts that are right with odds {self.synthetic_acceptance} and {cost}: "
                     f"[bold]{drafts['speed_up']:.2f}[/] times as fast, {drafts['tokens_a_pass']:.2f} tokens a pass"
+                )
+            for link in links:
+                speed, without = link["tokens_per_s"], link["tokens_per_s_without"]
+                console.print(
+                    f"over a link of {link['us']:g} us: [bold]{speed:.1f}[/] of {without:.1f} tokens/s"
                 )
         print(json.dumps(figures))
 

@@ -204,13 +204,27 @@ def slower_link(engine: Engine, link_us: float) -> dict[str, float]:
             f"link_us = {link_us:g}: {engine.threads} threads share every lane of {engine.config.num_lanes}, so there "
             "is no link between lanes; take as many threads as lanes, or a divisor above 1"
         )
-    token_s = np.empty((LINK_ROUNDS + 1, 2))  # the first turn warms
-    for turn in token_s:
-        for i, each_us in enumerate((0.0, link_us)):
-            decoder.set_latency(1e-6 * each_us)
-            turn[i] = np.median(after(engine, random_prompt(engine, 1), LINK_TOKENS).whole.token_s)
-    without, now = 1 / np.median(token_s[1:], axis=0)
-    return {"us": link_us, "tokens_per_s": float(now), "tokens_per_s_without": float(without)}
+    turns = [link_speeds(engine, (0.0, link_us)) for _ in range(LINK_ROUNDS + 1)]  # the first one warms
+    without, behind = np.median(turns[1:], axis=0).tolist()
+    return {"us": link_us, "tokens_per_s": behind, "tokens_per_s_without": without}
+
+
+def link_speeds(engine: Engine, links_us: Sequence[float]) -> list[float]:
+    """Tokens/s of one request behind links of these latencies in turn, by its median token; the last one stays.
+
+    RuntimeError where a latency changes a token.
+    """
+    decoder: Any = engine._open()
+    speeds: list[float] = []
+    tokens: list[list[int]] = []
+    for link_us in links_us:
+        decoder.set_latency(1e-6 * link_us)
+        collected = after(engine, random_prompt(engine, 1), LINK_TOKENS)
+        speeds.append(1 / float(np.median(collected.whole.token_s)))
+        tokens.append(collected.tokens)
+        if tokens[-1] != tokens[0]:
+            raise RuntimeError(f"other tokens behind a link of {link_us:g} us")
+    return speeds
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct in both backends: as many right answers as the protocol's own implementation counted.
 
-Opt-in: `python -m tools.check smollm2` makes the folder that LANEFORMER_SMOLLM2 names, LANEFORMER_EVAL_DATA the public
+Opt-in: `python -m tests.smollm2` makes the folder that LANEFORMER_SMOLLM2 names, LANEFORMER_EVAL_DATA the public
 rows. The counts are those of nanochat's core_eval on the same float32 weights, BOS id 1 (<|im_start|>), sequences of
 2048.
 """
@@ -23,7 +23,7 @@ from tests.evals.core.core_assets import eval_data, task
 def smollm2(request: pytest.FixtureRequest) -> Iterator[Scorer]:
     folder = os.environ.get("LANEFORMER_SMOLLM2")
     if not folder:
-        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tools.check smollm2 makes the folder")
+        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tests.smollm2 makes the folder")
     scorer = open_scorer(Path(folder), Source(request.param, "cpu", max_length=2048))
     assert scorer.bos_id == 1
     dtypes = {"transformers": "float32", "engine": "fp32"}

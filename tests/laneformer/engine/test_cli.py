@@ -105,13 +105,19 @@ def test_bench_ends_with_its_figures(capsys, short_bench):
 
 @pytest.mark.job
 def test_a_folder_is_measured_at_depths_and_int8_is_named(folder, capsys, short_bench):
-    main(["bench", str(folder), "--depth", "20", "0", "--threads", "2", "--dtype", "int8"])
+    main(
+        ["bench", str(folder), "--depth", "20", "0", "--threads", "2", "--dtype", "int8", "--link-us", "1000"]
+    )
     printed = capsys.readouterr()
     figures = json.loads(printed.out.strip().splitlines()[-1])
     assert (figures["depth"], figures["dtype"], figures["threads"]) == (20, "int8", 2)
     assert [deeper["depth"] for deeper in figures["depths"]] == [0]
     assert figures["tokens_per_s_p10"] <= figures["tokens_per_s"] <= figures["tokens_per_s_p90"]
     assert figures["probe_bytes_per_s"] > 0
+    (link,) = figures["links"]
+    assert link["us"] == 1000
+    assert link["tokens_per_s"] < 1000, "each token waits for the link at least once"
+    assert "over a link of 1000 us: " in printed.err
     assert "int8: " in printed.err
     for flags, math in ([], "int8"), (["--math", "exact"], "exact"):
         with Engine.from_pretrained(folder, dtype="int8", math=math) as engine:

@@ -1,6 +1,6 @@
 """Engines with int8 and int4 weights: the packed integers and scales, and the logits they lead to.
 
-What int8 weights stand for is defined twice, in test_integer.py in numpy and in tools.check.int8 in PyTorch.
+What int8 weights stand for is defined twice, in test_integer.py in numpy and in tools.check.quality in PyTorch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.laneformer.engine.assets import (
     write_folder,
 )
 from tests.laneformer.engine.test_integer import unpacked
-from tools.check.int8 import check
+from tools.check.quality import check
 from tools.check.reference import dequantised
 
 CONFIG = small_config()
@@ -107,7 +107,7 @@ def test_logits_are_those_of_the_dequantised_model(dtype, head, monkeypatch):
     report = check(model.config, model.state_dict(), IDS)
     assert report["passed"] == {"relative error": True, "refuses: one scale doubled": True}, report
     # an engine that is better than int8 is not int8 either
-    monkeypatch.setattr("tools.check.int8.dequantised", lambda weights: weights)
+    monkeypatch.setattr("tools.check.quality.dequantised", lambda weights: weights)
     assert not check(model.config, model.state_dict(), IDS)["passed"]["relative error"]
 
 

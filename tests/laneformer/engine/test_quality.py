@@ -17,8 +17,7 @@ from laneformer.engine import GenerationOptions
 from tests.laneformer.engine.assets import random_model, small_config, write_folder
 from tests.laneformer.engine.test_sampling import draw
 from tools.check import engine as check_engine
-from tools.check.engine import check
-from tools.check.gates import Options
+from tools.check.engine import Options, check
 from tools.check.reference import random_weights
 
 SILENT = Console(quiet=True)

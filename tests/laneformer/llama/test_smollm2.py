@@ -1,6 +1,6 @@
 """A real model: SmolLM2-135M-Instruct in the engine gives Transformers' logits and greedy tokens.
 
-Opt-in: LANEFORMER_SMOLLM2 names the folder that `python -m tools.check smollm2` makes.
+Opt-in: LANEFORMER_SMOLLM2 names the folder that `python -m tests.smollm2` makes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.rotate
 @pytest.fixture(scope="module")
 def folder() -> Path:
     if "LANEFORMER_SMOLLM2" not in os.environ:
-        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tools.check smollm2 makes its folder")
+        pytest.skip("LANEFORMER_SMOLLM2 is not set: python -m tests.smollm2 makes its folder")
     return Path(os.environ["LANEFORMER_SMOLLM2"])
 
 

@@ -15,6 +15,7 @@ from laneformer import LaneformerConfig
 from tests.tools.check.test_cuda import CONFIG, PlainDecoder
 from tools.bench import cuda
 from tools.bench.cuda import Part, markdown, run_part
+from tools.check import cuda as check_cuda
 from tools.check.reference import weights_of
 
 FIGURE = 'print(\'figure ["depth 0", {"tokens_per_s": 900.0}]\', flush=True)'
@@ -50,23 +51,22 @@ def test_all_parts_fit_into_eight_minutes_and_have_a_function() -> None:
 
 @pytest.mark.job
 def test_the_verdict_is_of_a_sound_engine_and_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda, "PROMPTS", 2)
-    monkeypatch.setattr(cuda, "RUNS", 2)
+    for name, value in {"DEVICE": "cpu", "PROMPTS": 2, "RUNS": 2}.items():
+        monkeypatch.setattr(check_cuda, name, value)
     monkeypatch.setattr(LaneformerConfig, "from_flavor", lambda flavor: CONFIG)
-    asked = list[tuple[Any, PlainDecoder]]()
+    decoders = list[PlainDecoder]()
 
-    def sound(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PlainDecoder:
+    def make_sound(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PlainDecoder:
         return PlainDecoder(config, weights_of(tensors))
 
-    def deaf(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PlainDecoder:
+    def make_deaf(config: LaneformerConfig, tensors: Any, version: str = "passes") -> PlainDecoder:
         """The first model again, whatever is asked for."""
-        asked.append((config, sound(config, tensors)))
-        return asked[0][1]
+        decoders.append(make_sound(config, tensors))
+        return decoders[0]
 
-    monkeypatch.setattr(cuda, "decoder", sound)
+    monkeypatch.setattr(check_cuda, "make_decoder", make_sound)
     assert cuda.verdict_of(dict(cuda.verdict("tiny"))) == "all checks hold"
-    monkeypatch.setattr(cuda, "decoder", deaf)
+    monkeypatch.setattr(check_cuda, "make_decoder", make_deaf)
     assert cuda.verdict_of(dict(cuda.verdict("tiny"))) == "FAILED (planted faults are refused)"
 
 

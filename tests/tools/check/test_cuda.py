@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from laneformer import LaneformerConfig
 from laneformer.engine.cuda.structures import Column
+from tools.check import cuda
 from tools.check.cuda import check, check_faults, compare, greedy_prompts, reference
 from tools.check.reference import plain_model, random_weights
 
@@ -112,3 +115,27 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     wrong[2, 5] = np.nan
     assert compare(truth.logits, truth)["holds"]
     assert not compare(wrong, truth)["holds"]
+
+
+def test_the_command_says_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuda, "why_no_cuda", lambda: "there is no NVIDIA driver")
+    monkeypatch.setattr("sys.argv", ["cuda", "tiny"])
+    with pytest.raises(SystemExit) as ended:
+        cuda.main()
+    assert ended.value.code == 2
+    assert "there is no NVIDIA driver. On a CPU, python -m tools.check engine" in capsys.readouterr().err
+
+
+def test_the_command_fails_where_one_check_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuda, "why_no_cuda", lambda: "")
+    monkeypatch.setattr("sys.argv", ["cuda", "tiny"])
+    for figures, status in (({"equal runs": True, "error": 0.0}, 0), ({"equal runs": False}, 1)):
+        monkeypatch.setattr(cuda, "check_flavor", lambda flavor, figures=figures: iter(figures.items()))
+        with pytest.raises(SystemExit) as ended:
+            cuda.main()
+        assert ended.value.code == status
+        assert json.loads(capsys.readouterr().out) == figures

@@ -14,7 +14,7 @@ from laneformer.engine.folder import config_of, read_checkpoint
 from laneformer.hf.load_folder import import_folder
 from tests.tools.check.published_assets import OLDER, write_published
 from tools.check import published
-from tools.check.gates import Options
+from tools.check.published import Options
 
 MEANT = LaneformerConfig(
     hidden_size=48, intermediate_size=80, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,

@@ -1,30 +1,22 @@
-"""README and docs: how the claim is computed, commands name modules that exist, links lead somewhere.
-
-The claim itself is compared with the benchmark pages by `make nightly`, since measuring is not part of a change.
-"""
+"""README and docs: commands name modules that exist, links lead somewhere."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tools.check import readme
+import tools.bench.__main__
+import tools.check.__main__
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FROZEN = "Repeat at commit "
+NAMES = {"tools.check": tools.check.__main__.CHECKS, "tools.bench": tools.bench.__main__.BENCHMARKS}
 OURS = ("records", "laneformer", "data_mixtures", "train", "evals", "tools", "examples")
-
-
-def test_the_first_screen() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").split("\n")
-    first, last = lines.index(readme.BEGIN), lines.index(readme.END)
-    assert first < last < next(n for n, line in enumerate(lines) if line.startswith("make ")) < 20
 
 
 def test_commands_and_links() -> None:
@@ -36,10 +28,13 @@ def faults_of(page: Path) -> Iterator[str]:
     """Commands whose module cannot be run, job files and links that lead nowhere; a page with a commit of its own
     has links alone.
     """
-    text = page.read_text(encoding="utf-8")
+    text = re.sub("<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     commands = "" if FROZEN in text else text
     modules = {name for name in re.findall(r"-m ([\w.]+\w)", commands) if name.split(".")[0] in OURS}
     yield from (name for name in modules if not exists(name) and not name.endswith(".NAME"))
+    for command, names in NAMES.items():
+        named = re.findall(rf"python -m {re.escape(command)} ([a-z]\w*)", commands)
+        yield from (f"{command} {name}" for name in named if name not in names)
     files = re.findall(r"(?:configs|data_mixtures|examples)/[\w-]+\.toml", commands)
     yield from (name for name in files if not (ROOT / name).is_file())
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
@@ -48,8 +43,9 @@ def faults_of(page: Path) -> Iterator[str]:
 
 def test_what_leads_nowhere_is_named(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("`python -m tools.gone x`, configs/gone.toml, [here](page.md#a) and [there](gone.md)")
-    assert list(faults_of(page)) == ["tools.gone", "configs/gone.toml", "gone.md"]
+    commands = "`python -m tools.gone x`, `python -m tools.check int8`, configs/gone.toml"
+    page.write_text(f"{commands}, [here](page.md#a) and [there](gone.md)")
+    assert list(faults_of(page)) == ["tools.gone", "tools.check int8", "configs/gone.toml", "gone.md"]
 
 
 def test_no_page_promises_an_index() -> None:
@@ -85,7 +81,7 @@ def exists(module: str) -> bool:
 
 
 def test_modules_that_are_gone_are_found() -> None:
-    assert exists("tools.check.readme")
+    assert exists("tools.check.structure")
     assert exists("evals.core")
     assert not exists("tools.bench_decode")
     assert not exists("evals.gone.further")
@@ -100,67 +96,8 @@ def test_help_names_the_command_and_not_the_file_of_this_machine() -> None:
 
 
 def test_a_list_of_commands_has_a_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("tools.check", "tools.bench"):
-        monkeypatch.setattr("sys.argv", [command, "--help"])
+    for command in (tools.check.__main__, tools.bench.__main__):
+        monkeypatch.setattr("sys.argv", [command.__name__, "--help"])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_module(f"{command}.__main__", run_name="__main__")
+            command.main()
         assert ended.value.code == 0
-
-
-PAGE = """# Speed
-
-## 2026-01-01 10:00 UTC: `300m` in bf16, 2 threads
-
-| workload |  | tokens/s | % of probe | p10 | % of probe |
-| --- | --- | ---: | ---: | ---: | ---: |
-| decode at depth 0 | laneformer | 50 | 91 | 79 | 1 |
-| decode at depth 0 | llamacpp | 30 | 62 | 60 | 2 |
-
-| workload | ours | over | median |
-| --- | --- | --- | ---: |
-| decode at depth 0 | laneformer | llamacpp | 1.50 |
-| prompt of 128 | laneformer | llamacpp | 0.10 |
-
-## 2026-01-01 11:00 UTC: `300m` in int8, 2 threads
-
-| workload | ours | over | median |
-| --- | --- | --- | ---: |
-| decode at depth 0 | laneformer | llamacpp | 7.00 |
-
-## 2026-01-01 12:00 UTC: `300m` in bf16, 2 threads
-
-no llama.cpp
-"""
-
-
-def checkout(root: Path, ratio: str) -> Path:
-    """A README with an outdated claim, and two runs, the second one of this ratio."""
-    page = root / "docs/benchmarks/2026-01-01-cpu-decode.md"
-    page.parent.mkdir(parents=True)
-    first = PAGE[PAGE.index("\n## ") : PAGE.index("\n## 2026-01-01 11")]
-    page.write_text(PAGE + first.replace("1.50", ratio).replace("| 91 |", "| 75 |"))
-    (root / "README.md").write_text(f"# Title\n{readme.BEGIN}\n99 times\n{readme.END}\nmore\n")
-    return root
-
-
-def test_the_claim_is_the_range_of_all_runs_and_not_the_best(tmp_path: Path) -> None:
-    text = " ".join(readme.claim(checkout(tmp_path, "1.09")).split())
-    assert "75 to 91% of the memory bandwidth probed in the same run, 1.09 to 1.50 times llama.cpp" in text
-    with pytest.raises(ValueError, match="no page DATE-speed"):
-        readme.newest_page(tmp_path, "speed")
-    with pytest.raises(ValueError, match="has no run of `2b` in bf16"):
-        readme.medians(readme.newest_page(tmp_path, "cpu-decode"), "`2b` in bf16")
-
-
-def test_an_outdated_claim_is_found_and_rewritten(tmp_path: Path) -> None:
-    checkout(tmp_path, "1.09")
-    with pytest.raises(SystemExit, match=r"README\.md is out of date"):
-        readme.main(["--check"], tmp_path)
-    assert "99 times" in (tmp_path / "README.md").read_text(), "a check writes nothing"
-    readme.main([], tmp_path)
-    readme.main(["--check"], tmp_path)
-    lines = (tmp_path / "README.md").read_text().split("\n")
-    assert (lines[0], lines[-2]) == ("# Title", "more")
-    (tmp_path / "README.md").write_text("no marks")
-    with pytest.raises(ValueError, match="once each"):
-        readme.updated(tmp_path)

@@ -1,19 +1,78 @@
-"""The page of all keys of a recipe is what the code says, and every key has its help text."""
+"""docs/recipe-keys.md is what the code says, and every key has its help text.
+
+`python -m tests.tools.check.test_recipe_keys` writes the page.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
 
-from tools.check import recipe_keys
+import docstring_parser
+
+from data_mixtures import recipe, recipe_file
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/recipe-keys.md"
+CLASSES = (
+    recipe.Recipe, recipe.Source, recipe.LocalSource, recipe.Input, recipe.HubSource, recipe.TokenizerFile,
+    recipe.TokenizerTraining, recipe.Filter, recipe.Dedup,
+)  # fmt: skip
+START = """# Keys of a recipe
+
+Made from `data_mixtures/recipe.py` by `python -m tests.tools.check.test_recipe_keys`. A key without a default is
+required; any other key is refused with the nearest known name. `base = "other.toml"` takes the keys of another recipe,
+changed where this one says something else. [Your own data](own-data.md) has examples.
+"""
 
 
-def test_the_page_is_that_of_the_code():
-    assert recipe_keys.PAGE.read_text(encoding="utf-8") == recipe_keys.page(), (
-        "run python -m tools.check.recipe_keys"
-    )
+def test_the_page_is_that_of_the_code() -> None:
+    command = "run python -m tests.tools.check.test_recipe_keys"
+    assert PAGE.read_text(encoding="utf-8") == page(), command
 
 
-def test_every_key_has_a_help_text():
-    for cls in recipe_keys.CLASSES:
+def test_every_key_has_a_help_text() -> None:
+    for cls in CLASSES:
         bases = [base for base in cls.__bases__[:1] if base is not object]
-        keys = {key for one in (cls, *bases) for key in recipe_keys.help_texts(one)}
+        keys = {key for one in (cls, *bases) for key in help_texts(one)}
         assert {field.name for field in dataclasses.fields(cls)} - keys <= {"name", "folder"}
-        assert all(recipe_keys.help_texts(cls).values())
+        assert all(help_texts(cls).values())
+
+
+def page() -> str:
+    return "\n".join([START, *(section(cls) for cls in CLASSES)])
+
+
+def section(cls: Any) -> str:
+    """A heading and a table of the keys that a class adds to its base."""
+    texts, hints = help_texts(cls), typing.get_type_hints(cls)
+    rows = [
+        f"| `{field.name}` | {recipe_file.in_toml(hints[field.name])} | {default(field)} | {texts[field.name]} |"
+        for field in dataclasses.fields(cls)
+        if field.name in texts
+    ]
+    title, _, more = (cls.__doc__ or "").rstrip(".").partition(": ")
+    heading = f"## {title}" + (f"\n\n{more[:1].upper()}{more[1:]}." if more else "")
+    return "\n".join([heading, "", "| key | type | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def default(field: dataclasses.Field[Any]) -> str:
+    if field.default is field.default_factory is dataclasses.MISSING:
+        return ""
+    if field.default_factory is not dataclasses.MISSING or field.default in (None, (), ("",), ""):
+        return "none"
+    value = field.default
+    if isinstance(value, tuple):
+        return f"`{list(value)}`".replace("'", '"')
+    return f"`{value:_}`" if isinstance(value, int) and value > 9999 else f"`{str(value).lower()}`"
+
+
+def help_texts(cls: Any) -> dict[str, str]:
+    """The strings below the fields of a class; a field without one is no key."""
+    described = docstring_parser.parse_from_object(cls).params
+    return {key.arg_name: " ".join((key.description or "").split()).replace("|", "\\|") for key in described}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
