@@ -14,9 +14,9 @@ import tyro
 from data_mixtures.mixture import read_lock
 from data_mixtures.recipe import check_known
 from laneformer import LaneformerConfig
+from laneformer.engine.cuda.cards import card_named
 from laneformer.flops import flops_per_token
 from records.job import read_sections
-from tools.cards import INPUTS
 from tools.markdown import table
 
 from .job_config import JOINS
@@ -147,7 +147,7 @@ def price_section(plan: Plan, mfu_percent: float, gpu_hour_price: float) -> str:
     """
     lock, training = Path(plan.training.lock), plan.training
     vocabulary = read_lock(lock)["vocab_size"] if lock.exists() else LaneformerConfig().vocab_size
-    peak_flops = INPUTS.card("h100").peak_flops
+    peak_flops = card_named("h100").peak_flops
     each, rows, hours_in_all = len(plan.learning_rates) * len(plan.seeds), [], 0.0
     for size in plan.sizes:
         models = [plan.job(size, variant, 0, 0.0).model for variant in plan.variants]

@@ -4,7 +4,7 @@ model that predicts it.
     QUIET python -m tools.bench latency --out docs/benchmarks/DATE-latency.md --plot docs/images/latency.svg
 
 The latency is injected: a thread sees what a thread of another lane gives it only so long after it
-was given (csrc/exchange.h). The prediction is that of tools/timeline.py, with the time of
+was given (csrc/exchange.h). The prediction is that of tools/roofline.py, with the time of
 a layer measured here.
 """
 
@@ -24,7 +24,7 @@ from records.files import append_line, read_lines
 from tools.bench import harness
 from tools.bench.harness import Result, alternate, check_at_least
 from tools.markdown import table
-from tools.timeline import split_layer, token_s
+from tools.roofline import split_layer, token_s
 
 if TYPE_CHECKING:
     from laneformer import Engine
@@ -46,7 +46,7 @@ bf16 weights. **The latency is injected in software**: what a thread publishes b
 lane's thread that long after it was published, and the reader spins until then; nothing here is a network.
 One more exchange a token, which nothing hides, agrees on the token. Variants and latencies alternate within
 a round; a trial's figure is its median token, a row's the median over rounds. "Predicted": tokens/s at
-latency 0 and what the recurrence of `tools/timeline.py` adds to it, with the time of a layer from this run
+latency 0 and what the recurrence of `tools/roofline.py` adds to it, with the time of a layer from this run
 (that of a model with half as many layers, subtracted); nothing is fitted to the measured delays. Tokens
 were equal at every latency, or the run would have failed."""
 

@@ -11,7 +11,7 @@ from laneformer.engine.bench import after
 from laneformer.engine.cpu.decoder import CpuDecoder
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
 from tests.neighbours import build
-from tools.timeline import token_s
+from tools.roofline import token_s
 
 LINK_S = 0.01
 LAYERS = 5

@@ -100,7 +100,7 @@ def test_the_command_measures_resumes_and_draws(tmp_path: Path, capsys):
         assert rows[name, 3000]["high"] <= 1 / floor_s
         assert rows[name, 0]["predicted"] == pytest.approx(rows[name, 0]["tokens_per_s"])
     page, picture = (tmp_path / "page.md").read_text(), plot.read_bytes()
-    assert "tools/timeline.py" in page
+    assert "tools/roofline.py" in page
     assert all(f"| {name} |" in page for name in VARIANTS)
     assert "tensor parallel" in picture.decode()
 
