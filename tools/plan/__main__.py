@@ -113,10 +113,11 @@ def plan_phase(options: Options, path: Path, overrides: list[str], taken: dict[s
     nic_bytes_per_s = options.network_gbit_per_s * 1e9 / 8
     cluster = sums.Cluster(options.gpus, options.gpus_per_node, card, nic_bytes_per_s, rate)
     sums.check(job, cluster)
-    compute, memory, gold = sums.compute(job, cluster), sums.memory(job), gold_cost(titan_job)
+    compute: Result = sums.compute(job, cluster)
+    memory, gold = sums.memory(job), gold_cost(titan_job)
     compute["cost"] = cost(compute["gpu_hours"], asdict(titan_job.metrics))
     usable_bytes = sums.USABLE * card.memory_bytes
-    phase = {
+    phase: Result = {
         "job": asdict(job) | {"config": str(path), "micro_batches": job.micro_batches},
         "parameters": job.config.parameter_count(),
         "compute": compute,
