@@ -22,6 +22,7 @@ from typing import Any
 
 from records.files import JsonObject, file_sha256, read_json, write_atomically
 
+BYTES_PER_PARAMETER = 12  # float32: the weight, and AdamW's two moments
 STEP_FOLDER = re.compile(r"step-(\d+)$")
 TRASH = ".trash-"
 CHECKSUMS, ARCHITECTURE = "checksums.json", "model.json"

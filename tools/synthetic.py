@@ -33,34 +33,17 @@ def synthetic_tokens(count: int, vocab_size: int) -> np.ndarray:
 
 
 def write_synthetic_lock(folder: Path, windows: int, seq_len: int, vocab_size: int) -> Path:
-    """A source of `windows` windows with its manifest, and the lock of one phase that reads
-    it; returns the lock.
+    """A source of `windows` windows in one shard, one more held out for validation, and the lock of one phase that
+    reads it; returns the lock.
     """
-    tokens = {SOURCE: synthetic_tokens((windows + 1) * seq_len + 1, vocab_size)}
-    return write_lock(folder, tokens, {SOURCE: 1}, seq_len, vocab_size, windows_per_shard=windows)
-
-
-def write_lock(
-    folder: Path, tokens: dict[str, np.ndarray], weights: dict[str, int], seq_len: int, vocab_size: int,
-    windows_per_shard: int,
-) -> Path:  # fmt: skip
-    """Shards and manifest of every source, and the lock of one phase that reads them; returns the lock.
-
-    tokens[name]: uint16 or uint32, whole windows and one token more; the last window is
-    held out for validation.
-    """
-    values = ("", vocab_size, next(iter(tokens.values())).itemsize, *range(1, FIRST_TOKEN))
-    of_tokens = dict(zip(shards.TOKENIZER_FACTS, values, strict=True))
-    stride = windows_per_shard * seq_len
-    for name in weights:
-        source, windows = folder / name, (len(tokens[name]) - 1) // seq_len - 1
-        source.mkdir(parents=True)
-        train, held_out = tokens[name][: windows * seq_len + 1], tokens[name][windows * seq_len :]
-        cuts = [train[first : first + stride + 1] for first in range(0, windows * seq_len, stride)]
-        paths = [source / f"shard-{number:05d}.bin" for number in range(len(cuts))]
-        written = [shards.write_windows(path, cut, seq_len) for path, cut in zip(paths, cuts, strict=True)]
-        valid = shards.write_windows(source / shards.VALID, held_out, seq_len)
-        of_windows = {"windows": windows, "shards": written, "valid": valid}
-        manifest = {"category": "web", "seq_len": seq_len, **of_tokens, **of_windows}
-        shards.write_manifest(source, manifest)
-    return mixture.pin(folder, "phase1", weights, SEED, seq_len, epoch_cap=1_000_000)
+    tokens = synthetic_tokens((windows + 1) * seq_len + 1, vocab_size)
+    source = folder / SOURCE
+    source.mkdir(parents=True)
+    # a shard ends with the first token of the next window
+    shard = shards.write_windows(source / "shard-00000.bin", tokens[: windows * seq_len + 1], seq_len)
+    valid = shards.write_windows(source / shards.VALID, tokens[windows * seq_len :], seq_len)
+    values = ("", vocab_size, tokens.itemsize, *range(1, FIRST_TOKEN))
+    facts = dict(zip(shards.TOKENIZER_FACTS, values, strict=True))
+    of_windows = {"windows": windows, "shards": [shard], "valid": valid}
+    shards.write_manifest(source, {"category": "web", "seq_len": seq_len, **facts, **of_windows})
+    return mixture.pin(folder, "phase1", {SOURCE: 1}, SEED, seq_len, epoch_cap=1_000_000)

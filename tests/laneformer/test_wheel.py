@@ -42,6 +42,7 @@ def test_the_wheel_decodes_elsewhere(tmp_path):
     page = {f"laneformer/serve/playground/{path.name}" for path in PLAYGROUND.iterdir()}
     assert len(page) == 6
     assert page <= set(names), "the playground ships"
+    assert "laneformer/engine/cuda/cards.toml" in names, "the datasheets ship"
 
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", environment, cwd=tmp_path)

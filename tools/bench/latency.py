@@ -4,7 +4,7 @@ model that predicts it.
     python -m tools.bench latency --out docs/benchmarks/DATE-latency.md
 
 The latency is injected, as by `laneformer bench --link-us`: a thread sees what a thread of another lane gives it only
-so long after it was given (csrc/exchange.h). The prediction is that of tools/timeline.py, with the time of a layer
+so long after it was given (csrc/exchange.h). The prediction is that of tools/roofline.py, with the time of a layer
 measured here.
 """
 
@@ -20,7 +20,7 @@ from laneformer.engine.bench import link_speeds
 from tools.bench import harness
 from tools.bench.harness import Result, alternate, check_at_least
 from tools.markdown import table
-from tools.timeline import split_layer, token_s
+from tools.roofline import split_layer, token_s
 
 LANES = 2  # one a thread, as one a device
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a flavor, and what differs from it
@@ -48,7 +48,7 @@ bf16 weights. **The latency is injected in software**: what a thread publishes b
 lane's thread that long after it was published, and the reader spins until then; nothing here is a network.
 One more exchange a token, which nothing hides, agrees on the token. Variants alternate within a round, and
 each runs at every latency in turn; a trial's figure is its median token, a row's the median over rounds.
-In brackets what is predicted: tokens/s at latency 0 and what the recurrence of `tools/timeline.py` adds to
+In brackets what is predicted: tokens/s at latency 0 and what the recurrence of `tools/roofline.py` adds to
 it, with the time of a layer from this run (that of a model with half as many layers, subtracted); nothing is
 fitted to the measured delays. "hides": the latency up to which joins after the early layers wait for nothing.
 Tokens were equal at every latency, or the run would have failed."""

@@ -31,9 +31,9 @@ if not torch.accelerator.is_available():
     patch_torch_for_cpu()  # before torchtitan is imported
 
 from laneformer import LaneformerConfig
+from laneformer.engine.cuda.cards import card_of_device
 from tools.bench import harness
 from tools.bench.harness import Result, spread
-from tools.cards import INPUTS
 from tools.markdown import records
 from tools.plan import sums
 from tools.synthetic import write_synthetic_lock
@@ -114,7 +114,7 @@ def measure(options: Options, console: Any) -> Result:
 
 def choose_local_batch(options: Options, device: str) -> int:
     """What the memory plan allows; one sequence on a device that the plan does not know."""
-    gpu = INPUTS.card_of_device(device)
+    gpu = card_of_device(device)
     if gpu is None:
         return 1
     job = sums.Job(

@@ -16,22 +16,16 @@ import dataclasses
 from dataclasses import dataclass
 
 from laneformer.config import MODULES, Join, LaneformerConfig
+from laneformer.engine.cuda.cards import Card
 from laneformer.flops import flops_per_token
 from laneformer.titan.loss import CHUNK_TOKENS
-from tools.cards import Card
+from records.checkpoints import BYTES_PER_PARAMETER
 from train.job_checks import batch_problem
 
 Facts = dict[str, float]
-DATASHEET = (
-    "peak_flops",
-    "memory_bytes",
-    "link_bytes_per_s",
-    "bandwidth_bytes_per_s",
-)  # rows of a card that a plan needs
 FP32, BF16 = 4, 2
-MOMENTS = 2
-SHARD_TOKEN_BYTES = 2
 USABLE = 0.92  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and the allocator's gaps: an estimate
+RESTART_S = 600  # from a failure to the first step of the next attempt: an estimate
 LAYERS_IN_FLIGHT = 2  # FSDP gathers one layer while another one computes
 # streams beside the kept activations at the peak, in the last layer's backward pass: the gradient that enters
 # it, and what it holds beyond what it has freed; counted at commit 04aeaa48 by tools.bench train-traffic
@@ -47,7 +41,6 @@ class Cluster:
     gpu: Card
     nic_bytes_per_s: float  # per GPU
     tokens_per_s_per_gpu: float
-    restart_s: float  # from a failure to the first step of the next attempt
 
 
 @dataclass(frozen=True)
@@ -78,10 +71,6 @@ class Job:
         return self.global_batch * self.seq_len
 
     @property
-    def mesh(self) -> str:
-        return f"{self.replicate} x {self.shard}" + (f" x {self.lane_ranks}" if self.lane_ranks > 1 else "")
-
-    @property
     def micro_batches(self) -> int:
         return self.global_batch // (self.local_batch * self.shard * self.replicate)
 
@@ -91,8 +80,9 @@ def check(job: Job, cluster: Cluster) -> None:
     mesh = job.shard * job.replicate * job.lane_ranks
     if mesh != cluster.gpus:
         raise ValueError(
-            f"the mesh has {job.mesh} = {mesh} GPUs, --gpus is {cluster.gpus}; give --gpus {mesh} "
-            "or --parallelism.data_parallel_replicate_degree and --parallelism.data_parallel_shard_degree"
+            f"the mesh has {job.replicate} x {job.shard} x {job.lane_ranks} = {mesh} GPUs, --gpus is {cluster.gpus}; "
+            f"give --gpus {mesh} or --parallelism.data_parallel_replicate_degree and "
+            "--parallelism.data_parallel_shard_degree"
         )
     if problem := batch_problem(job.global_batch, job.local_batch, mesh, job.lane_ranks):
         raise ValueError(problem)
@@ -118,21 +108,6 @@ def compute(job: Job, cluster: Cluster) -> Facts:
 
 def tokens_per_s_at(mfu_percent: float, job: Job, gpu: Card) -> float:
     return mfu_percent / 100 * gpu.peak_flops / flops_per_token(job.config, job.seq_len)
-
-
-def parameters(config: LaneformerConfig) -> dict[str, int]:
-    """By part; the layers all together."""
-    counts = config.parameter_count()
-    d, kv = config.hidden_size, config.head_dim * config.num_key_value_heads
-    n = config.num_hidden_layers
-    return {
-        "embedding": counts["embedding"],
-        "attention": n * (2 * d * d + 2 * d * kv),
-        "feed_forward": n * 3 * d * config.intermediate_size,
-        "norms": counts["norms"],
-        "lm_head": counts["lm_head"],
-        "total": counts["total"],
-    }
 
 
 def rank_parameters(job: Job) -> Facts:
@@ -204,7 +179,7 @@ def memory(job: Job) -> dict[str, float]:
     in_flight = LAYERS_IN_FLIGHT * counts["layer"] * (job.param_bytes + job.reduce_bytes)
     parts = {
         "weights": FP32 * own,
-        "moments": MOMENTS * FP32 * own,
+        "moments": (BYTES_PER_PARAMETER - FP32) * own,
         "gradients": FP32 * own,
         "gathered": job.param_bytes * gathered + in_flight,
         "kept_activations": sum(by_layer) * micro * job.param_bytes,
@@ -221,11 +196,11 @@ def largest_local_batch(job: Job, gpu: Card) -> int:
 
 def checkpoints(job: Job, cluster: Cluster) -> Facts:
     """Size, cadence, storage under retention, and what a failure costs on average."""
-    full_bytes = job.config.parameter_count()["total"] * FP32 * (1 + MOMENTS)
+    full_bytes = BYTES_PER_PARAMETER * job.config.parameter_count()["total"]
     step_s = compute(job, cluster)["step_s"]
     written = -(-job.steps // job.checkpoint_interval)
     kept_milestones = job.steps // job.keep_every if job.keep_every else 1  # the last one at least
-    lost_s = job.checkpoint_interval / 2 * step_s + cluster.restart_s
+    lost_s = job.checkpoint_interval / 2 * step_s + RESTART_S
     return {
         "bytes": full_bytes,
         "every_s": job.checkpoint_interval * step_s,
@@ -237,17 +212,15 @@ def checkpoints(job: Job, cluster: Cluster) -> Facts:
     }
 
 
-def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
-    """Bytes that a GPU receives in one step on a mesh of `replicate` x `shard`, by collective, and
-    the seconds of each.
+def traffic(job: Job, cluster: Cluster) -> Facts:
+    """Bytes that a GPU receives in one step, by collective, and the seconds of each.
 
-    Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over
-    NVLink. Shards across nodes pass the network: at best a node receives each byte once and its NICs
-    share the work (`nic_bytes`), while a ring over all ranks that ignores the nodes brings every byte
-    over every NIC (`nic_bytes_worst`). Ranks of one group exchange sums of their lanes over NVLink:
-    `lanes_bytes`, and of one layer in one micro-batch.
+    Shards exchange in every micro-batch, replicas once a step. Shards inside a node travel over NVLink. Shards across
+    nodes pass the network: at best a node receives each byte once and its NICs share the work (`nic_bytes`), while a
+    ring over all ranks that ignores the nodes brings every byte over every NIC (`nic_bytes_worst`). Ranks of one group
+    exchange sums of their lanes over NVLink: `lanes_bytes`, and of one layer in one micro-batch.
     """
-    counts, group = rank_parameters(job), job.lane_ranks
+    counts, group, shard, replicate = rank_parameters(job), job.lane_ranks, job.shard, job.replicate
     # the head is gathered once
     gathers = 2 * counts["total"] - counts["lm_head"] if job.reshard else counts["total"]
     others = (shard - 1) / shard
@@ -268,14 +241,14 @@ def traffic(job: Job, cluster: Cluster, shard: int, replicate: int) -> Facts:
     return {
         "lanes_bytes": lanes,
         "lanes_of_a_layer_bytes": max(layers),
-        "lanes_s": lanes / cluster.gpu.link_bytes_per_s,
         "all_gather_bytes": all_gather,
         "reduce_scatter_bytes": reduce_scatter,
         "all_reduce_bytes": all_reduce,
-        "ring_ranks": max(shard, replicate),
-        "nvlink_s": within / cluster.gpu.link_bytes_per_s,
         "nic_bytes": nic,
         "nic_bytes_worst": nic_worst,
+        "lanes_s": lanes / cluster.gpu.link_bytes_per_s,
+        "nvlink_s": within / cluster.gpu.link_bytes_per_s,
         "nic_s": nic / cluster.nic_bytes_per_s,
         "nic_s_worst": nic_worst / cluster.nic_bytes_per_s,
+        "ring_ranks": max(shard, replicate),
     }

@@ -25,13 +25,13 @@ import torch.multiprocessing as mp
 from data_mixtures import shards
 from data_mixtures.mixture import Mixture, read_lock
 from laneformer import LaneformerConfig
+from records.checkpoints import BYTES_PER_PARAMETER
 from records.files import host_name
 from records.job import read_job
 
 from . import node_settings
 
 GIB = 1 << 30
-BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weights and two moments
 SCRATCH_GIB = 1.0  # compile caches
 SHARED_MEMORY = Path("/dev/shm")
 MATMUL_SIZE = 4096

@@ -12,7 +12,7 @@ from laneformer.engine.bench import after
 from laneformer.engine.cpu.decoder import CpuDecoder
 from laneformer.positions import rope_table
 from tests.laneformer.engine.assets import engine_of, random_ids, random_model, small_config
-from tools.timeline import token_s
+from tools.roofline import token_s
 
 LINK_S = 0.01
 LAYERS = 5

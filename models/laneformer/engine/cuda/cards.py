@@ -1,0 +1,42 @@
+"""Datasheets of GPUs, from cards.toml: the engine's and the tools' one table. Only the standard library is imported."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU, as its maker states it."""
+
+    name: str
+    source: str
+    bandwidth_bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float  # in each direction
+    peak_flops: float = math.nan  # bf16, dense; NaN where its maker does not say
+
+
+def read_cards() -> list[Card]:
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    return [Card(name, **row) for name, row in tomllib.loads(text).items()]  # noqa: TID251 neither job nor recipe
+
+
+CARDS = read_cards()
+
+
+def card_named(name: str) -> Card:
+    """The card whose name starts with `name` in any case, the shortest of several. ValueError for an unknown name."""
+    matching = [card for card in CARDS if card.name.lower().startswith(name.lower())]
+    if not matching:
+        known = ", ".join(card.name for card in CARDS)
+        raise ValueError(f"no datasheet of GPU {name!r}; choose from {known}")
+    return min(matching, key=lambda card: len(card.name))
+
+
+def card_of_device(device: str) -> Card | None:
+    """The card that a driver calls `device`, such as NVIDIA H100 80GB HBM3; None where the table has it not."""
+    return next((card for card in CARDS if card.name.lower() in device.lower()), None)
