@@ -2,7 +2,7 @@
 # make demo       raw text to a dashboard at toy size, on this machine
 # make test       lint, types, structure and the unit tests
 # make test-all   unit tests and jobs; ROTATE=today adds an eighth of the tests that rotate, as CI does
-# make nightly    every test and proof from nothing, chaos, README's figures, and a search for flaky tests
+# make nightly    every test and proof from nothing, chaos, and a search for flaky tests
 SHELL := /bin/bash
 PYTHON ?= python3
 # CI and laptops: one torch that is known to work; a cluster may set TORCH to its own build within pyproject's range
@@ -162,12 +162,11 @@ newest-torch: $(NEWEST)
 	  tests/tools/check/test_train.py
 
 # everything from nothing: no proof is taken from the cache, chaos is 200 steps with a random fault every 20; then the
-# newest torch, the README's figures, and the quick half ten times beside two busy processes
+# newest torch, and the unit tests ten times beside two busy processes
 nightly: COMMANDS += debootstrap=debootstrap
 nightly: lint structure extras $(VENV)/agents $(NEWEST)
 	LANEFORMER_CACHE=$$(mktemp -d) CHAOS_STEPS=200 CONTAINER=1 $(PYTEST) --hypothesis-profile nightly
 	$(MAKE) newest-torch
-	$(BIN)/python -m tools.check.readme --check
 	$(MAKE) flaky
 
 # the unit tests ten times beside two busy processes

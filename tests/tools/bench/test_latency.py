@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tools.timeline import token_s
+from tools.roofline import token_s
 
 from laneformer.engine import bench
 from tools.bench import latency
