@@ -12,6 +12,7 @@ import pytest
 from laneformer import LaneformerConfig
 from tools.bench import llamacpp
 from tools.check import quality
+from tools.check.reference import random_weights
 
 
 def test_figures_of_known_logits() -> None:
@@ -47,6 +48,13 @@ def test_every_type_is_measured_and_int8_is_what_it_means(
     assert types[f"{path.stem} in fp32"]["kl"] == pytest.approx(0, abs=1e-15)
     assert types[path.stem]["kl"] == types[path.stem]["kl_of_file"], "the file is the model itself"
     assert "int4, math int8" in printed.err
+
+
+def test_a_tied_head_is_rounded_too() -> None:
+    config = LaneformerConfig.from_flavor(
+        "tiny", num_hidden_layers=2, swa_layers=(), vocab_size=512, tie_word_embeddings=True
+    )
+    assert quality.check(config, random_weights(config), list(range(5, 25)))["failed"] == []
 
 
 def test_what_cannot_be_measured_ends_with_a_message(
