@@ -179,9 +179,9 @@ def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel
     curves = rows_part(run, panel, opacity=0.3)[1] if logged else []
     for segment in run.segments if logged else ():
         if not segment.kept:
-            points = [(row, row["loss"]) for row in segment.rows]
+            again = [(row, row["loss"]) for row in segment.rows]
             look: Json = {"group": "repeated later", "dash": "dot", "opacity": 0.6, "width": 1.2}
-            curves.append(curve("repeated later", points, colour(run.phases.index(segment.phase)), **look))
+            curves.append(curve("repeated later", again, colour(run.phases.index(segment.phase)), **look))
     for index, phase in enumerate(run.phases):
         # one mean for each phase: another mixture has another loss
         points = smoothed(run, run.rows_of(phase))
@@ -193,7 +193,7 @@ def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel
 
 def sources_of(run: Run) -> list[str]:
     """All sources of training and of held-out text: each has its colour on the whole page."""
-    keys = ("loss_by_source", "valid_loss_by_source", "valid_loss_by_position", "tokens_by_source")
+    keys = ("loss_by_source", "valid_loss_by_source", "valid_loss_by_position")
     names = [name for row in run.kept_rows for key in keys for name in row.get(key) or ()]
     names += [name for record in run.evals_of("bits_per_byte") for name in record["sources"] or ()]
     return list(dict.fromkeys(names))

@@ -11,6 +11,7 @@ from typing import Any
 
 from evals.core.tasks import NOT_CHOSEN
 from evals.intervals import Z95
+from records.evals import with_current_names
 from records.page import card, chart, colour, dash, fold, measured, missing, none, percent, short, table
 from records.run import Record, Run, number
 from tools.dashboard.charts import (
@@ -57,7 +58,8 @@ def interval_of(ends: Any) -> Interval | None:
 
 def settings_text(record: Record) -> str:
     """What two CORE records must share to be compared."""
-    items = f"{record['limit']} items a task" if record["limit"] else "all items"
+    limit = with_current_names(record).get("limit")
+    items = f"{limit} items a task" if limit else "all items"
     return ", ".join(str(part) for part in (record["protocol"], items, record["not_core"]) if part)
 
 

@@ -331,7 +331,6 @@ def provenance_card(run: Run) -> str:
         ("code of training", run.attempts, "code_version"),
         ("torch", run.attempts, "torch"),
         ("ranks", run.attempts, "world_size"),
-        ("started from", run.attempts, "started_from"),
     )
     facts = {title: [str(each[key]) for each in records if each[key]] for title, records, key in sources}
     for phase, lineage in run.lineages.items():

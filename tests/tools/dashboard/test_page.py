@@ -75,6 +75,8 @@ def test_a_diverged_run_is_not_green(tmp_path: Path) -> None:
     assert "to 7.50" in words
     spike = [row(101, loss=40.0, time=NOW), row(102, loss=3.0, time=NOW)]
     assert training.state(read_run(write_rows(tmp_path, falling + spike)), NOW)[0] == "live"
+    flat = [row(step, loss=1.1 + 0.2 * (step < 5) + 0.15 * (step > 90), time=NOW) for step in range(1, 131)]
+    assert training.state(read_run(write_rows(tmp_path, flat)), NOW)[0] == "live", "noise of a fine-tuning"
     ended = [row(101, loss=None, time=NOW)]
     assert "not a finite number" in training.state(read_run(write_rows(tmp_path, falling + ended)), NOW)[1]
 
