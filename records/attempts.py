@@ -26,15 +26,7 @@ class Segment:
     phase: str
     attempt: int
     kept: bool
-    rows: list[Row]  # all that were logged, until a reader of the run leaves some out
-    logged: int = 0
-    prepared: int = 0  # of the logged ones, how many a reader of the run is done with
-    thinned: int = 0  # of `rows`, how many are what that reader left
-
-    def append(self, row: Row) -> None:
-        """Add a row, whose `n` is its place in the segment."""
-        row["n"], self.logged = self.logged, self.logged + 1
-        self.rows.append(row)
+    rows: list[Row]
 
 
 def merge_attempts(rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | None = None) -> list[Segment]:
@@ -55,7 +47,7 @@ def merge_attempts(rows: Iterable[Row], starts: Mapping[tuple[str, int], int] | 
             same = before is not None and (before["attempt"], before["kept"]) == (row["attempt"], row["kept"])
             if before is None or not same or row["step"] <= before["step"]:
                 segments.append(Segment(phase, row["attempt"], row["kept"], []))
-            segments[-1].append(row)
+            segments[-1].rows.append(row)
     return segments
 
 
@@ -86,16 +78,8 @@ def steps_before(lineage: JsonObject) -> int:
     return int(named[1]) + (steps_before(above) if further else 0)
 
 
-def place_row(row: Row, origin: tuple[float, float]) -> None:
-    """Set `x_step` and `x_tokens` (None if unknown) of a row; origin: (steps, tokens) before its phase."""
-    steps, tokens = origin
-    row["x_step"] = steps + row["step"]
-    counted = None if row["tokens"] is None else tokens + row["tokens"]
-    row["x_tokens"] = counted if row["tokens_total"] is None else row["tokens_total"]
-
-
 def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject]) -> dict[str, tuple]:
-    """Set `x_step` and `x_tokens` (None if unknown) of every row, counted from the start of the first phase.
+    """Set `x_step`, `x_tokens` and `x_time` (None if unknown) of every row, counted from the start of the first phase.
 
     A phase starts at the parent checkpoint of its lineage, else after the previous phase. Returns {phase:
     (steps, tokens) before it}.
@@ -110,7 +94,9 @@ def place_on_one_axis(segments: list[Segment], lineages: Mapping[str, JsonObject
             tokens = float(lineage.get("tokens_before") or tokens)
         origins[phase] = steps, tokens
         for row in rows:
-            place_row(row, origins[phase])
+            counted = None if row["tokens"] is None else tokens + row["tokens"]
+            row["x_step"], row["x_time"] = steps + row["step"], row.get("time")
+            row["x_tokens"] = counted if row["tokens_total"] is None else row["tokens_total"]
         last = [row for row in rows if row["kept"]][-1:]
         if last:
             steps, tokens = last[0]["x_step"], last[0]["x_tokens"] or tokens

@@ -107,75 +107,24 @@ def replace_last_line(path: Path, old: str, new: str) -> None:
             _kept.setdefault(path, []).append(new)
 
 
-class Tail:
-    """The JSON objects of a file of lines that other processes append to, read on from where it was last read.
-
-    Lines that are not JSON objects are skipped, as a crash may have cut them short. NaN and infinity become
-    None. unreadable: the numbers of the skipped lines, but not of a last one without an end, which may be half
-    written. The last line may still change (`replace_last_line`); a file that is another one in front of it
-    was truncated or replaced.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.unreadable = path, list[int]()
-        self._restart(None)
-
-    def _restart(self, identity: tuple[int, int] | None) -> None:
-        self.identity, self.start, self.number = identity, 0, 1
-        self.before, self.last = (
-            b"",
-            b"",
-        )  # from `start` on: the last line but one with its end, and the last one
-        self.held = False  # whether `last` is an object
-        self.unreadable.clear()
-
-    def read(self) -> tuple[bool, bool, list[JsonObject]]:
-        """(all that was read is void, the last object is void, objects that follow). No file is an empty one."""
-        try:
-            with open(self.path, "rb") as file:
-                stat = os.fstat(file.fileno())
-                file.seek(self.start)
-                text = file.read()
-                void = self.identity != (stat.st_dev, stat.st_ino) or not text.startswith(self.before)
-                if void:
-                    self._restart((stat.st_dev, stat.st_ino))
-                    file.seek(0)
-                    text = file.read()
-        except FileNotFoundError:
-            void = self.identity is not None
-            self._restart(None)
-            return void, False, []
-        lines = text[len(self.before) :].split(b"\n")
-        ended = len(lines) > 1 and not lines[-1]
-        lines = lines if lines[-1] else lines[:-1]
-        changed = lines[:1] != [self.last]
-        withdrawn = changed and self.held and not void
-        found = self._parse(lines, ended, changed)
-        return void, withdrawn, found
-
-    def _parse(self, lines: list[bytes], ended: bool, changed: bool) -> list[JsonObject]:
-        """The objects of these lines, the first of which stands in the place of `last`."""
-        self.unreadable[:] = [number for number in self.unreadable if number < self.number]
-        skipped: list[int] = []
-        values = dict(json_lines(lines, self.path, skipped))
-        objects = {place: value for place, value in values.items() if isinstance(value, dict)}
-        bad = sorted({*skipped, *values} - {*objects})
-        self.unreadable += [self.number + place - 1 for place in bad if place < len(lines) or ended]
-        self.held = len(lines) in objects
-        if len(lines) > 1:
-            self.start += len(self.before) + sum(len(line) + 1 for line in lines[:-2])
-            self.before, self.number = lines[-2] + b"\n", self.number + len(lines) - 1
-        self.last = lines[-1] if lines else b""
-        return [value for place, value in objects.items() if place > 1 or changed]
-
-
 def read_lines(path: Path, unreadable: list[int] | None = None) -> list[JsonObject]:
-    """All that a Tail reads of a file at once; unreadable: receives the numbers of the skipped lines."""
-    tail = Tail(path)
-    _, _, found = tail.read()
+    """The JSON objects of a file of lines that other processes append to; no file is an empty one.
+
+    Lines that are not JSON objects are skipped, as a crash may have cut them short. NaN and infinity become None.
+    unreadable: receives the numbers of the skipped lines, but not of a last one without an end, which may be half
+    written.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    skipped: list[int] = []
+    values = dict(json_lines(lines, path, skipped))
+    objects = {place: value for place, value in values.items() if isinstance(value, dict)}
     if unreadable is not None:
-        unreadable += tail.unreadable
-    return found
+        bad = sorted({*skipped, *values} - {*objects})
+        unreadable += [place for place in bad if place < len(lines)]
+    return list(objects.values())
 
 
 def json_lines(

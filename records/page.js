@@ -1,214 +1,266 @@
-// Every chart is drawn from the JSON beside it and the state of its element: what is chosen, hidden and zoomed to.
-// `layout.meta` names the choices and the layout of each option, `trace.meta` what an option changes of a trace.
-// The legend has a button for each legendgroup.
+// Draws every chart of the page from the JSON beside it: panels over one axis of x, each with its curves. The state
+// of a chart is what its reader chose, hid and zoomed to.
 const CONFIG = {responsive: true, displayModeBar: false, doubleClick: false};
-const SPIKES = 400;  // more values than this are fitted without the highest 0.5 %
-const STEEP = 20;  // as many values of one legend entry are fitted without their first 1/16 of x
-const set = (object, changes) => {
-  for (const [path, value] of Object.entries(changes ?? {})) {
-    const keys = path.split('.'), last = keys.pop();
-    keys.reduce((at, key) => at[key] ??= {}, object)[last] = value;
-  }
-};
-const axes = layout => Object.keys(layout).filter(key => key.startsWith('yaxis') && layout[key].visible !== false);
+const NEUTRAL = '#8a94a6', BAD = '#d93a4e';
+const TITLE = 46, FOOT = 58;  // px above each panel and below the last one
+const LABELLED = 16;  // more restarts than this have lines without labels
+const MARKED = 100;  // more points than this are a line without marks
+const STEEP = 20;  // an axis of as many values is fitted without the first 1/16 of x, where a loss falls steeply
+const nth = (letter, i) => letter + (i ? i + 1 : '');  // plotly's names: x, x2, ...
+const axisOf = (letter, i) => `${letter}axis${i ? i + 1 : ''}`;
+const milliseconds = x => typeof x === 'string' ? Date.parse(x.replace(' ', 'T') + 'Z') : x;  // plotly zooms dates as text
 
-// what a trace has of x that counts for its axis: all of a zoom; else, of a long curve, not its steep first part
-function starts(data, whole) {
-  const spans = {};
-  if (!whole) for (const {legendgroup, x, visible} of data) {
-    if (!x?.length || visible === false) continue;
-    const span = spans[legendgroup] ??= {low: Infinity, high: -Infinity, values: 0};
-    span.low = Math.min(span.low, x[0]), span.high = Math.max(span.high, x[x.length - 1]), span.values += x.length;
-  }
-  return ({legendgroup}) => {
-    const span = spans[legendgroup];
-    return span?.values >= STEEP ? span.low + (span.high - span.low) / 16 : -Infinity;
+function traceOf(curve, chart, state, grid) {
+  const {y} = curve, x = curve.x[state.axis];
+  // a line alone gives a value without neighbours no pixel
+  const alone = y.map((v, i) => v !== null && y[i - 1] == null && y[i + 1] == null);
+  const marks = Boolean(curve.symbol) && y.length <= MARKED;
+  const form = chart.panels[curve.panel].form;
+  const step = chart.axes.length > 1 && state.axis !== 'steps' ? '  step %{customdata:,}' : '';
+  const trace = {
+    x, y, name: curve.name, legendgroup: curve.group, opacity: curve.opacity ?? 1, customdata: curve.x.steps,
+    xaxis: nth('x', grid ? curve.panel : 0), yaxis: nth('y', curve.panel), hovertemplate: `%{y:${form}}${step}`,
+    line: {color: curve.colour, width: curve.width ?? 2, dash: curve.dash ?? 'solid'},
+    mode: marks || alone.some(Boolean) ? 'lines+markers' : 'lines',
+    marker: {symbol: curve.symbol ?? 'circle', color: curve.colour, size: marks ? 6 : alone.map(one => one ? 6 : 0)},
+    visible: !state.off.has(curve.group),
   };
+  if (curve.ends) trace.error_y = {
+    type: 'data', thickness: 1, ...(y.length > MARKED ? {width: 0, color: curve.colour + '55'} : {width: 3}),
+    array: curve.ends.map((end, i) => end ? Math.max(0, end[1] - y[i]) : 0),
+    arrayminus: curve.ends.map((end, i) => end ? Math.max(0, y[i] - end[0]) : 0),
+  };
+  return trace;
 }
-// y ranges that show what is visible within the range of x, without the tips of spikes; whole: all of it.
-// An axis that begins at zero fits by itself as long as nothing is zoomed or hidden.
-function fit(data, layout, {x, whole, off}) {
-  const begin = starts(data, whole || x), [from, to] = x ?? [-Infinity, Infinity];
-  for (const name of axes(layout)) {
-    const log = layout[name].type === 'log', values = [];
-    if (layout[name].fixedrange || layout[name].rangemode === 'tozero' && !(x || whole || log || off.size)) continue;
-    for (const trace of data) {
-      const here = (trace.yaxis ?? 'y') === name.replace('axis', '') && trace.visible !== false;
-      if (!here || !trace.x || !trace.y) continue;
-      const first = Math.max(from, begin(trace));
-      trace.y.forEach((y, i) => {
-        if (y !== null && (y > 0 || !log) && trace.x[i] >= first && trace.x[i] <= to) values.push(log ? Math.log10(y) : y);
-      });
-    }
-    if (!values.length) continue;
-    values.sort((a, b) => a - b);
-    const last = values.length - 1, top = values[whole || x || last < SPIKES ? last : Math.floor(0.995 * last)];
-    const low = layout[name].rangemode === 'tozero' && !log ? Math.min(0, values[0]) : values[0];
-    const margin = 0.05 * (top - low) || 0.05 * Math.abs(top) || 0.1;
-    layout[name].range = [low && low - margin, top + margin];
+
+// The range of y that shows the values without outliers, which are marked at its top; of a logarithmic axis all.
+function fit(values, {zero}, log, whole) {
+  const sorted = values.map(v => log ? Math.log10(v) : v).sort((a, b) => a - b);
+  const at = share => sorted[Math.floor(share * (sorted.length - 1))];
+  const reach = 3 * (at(0.95) - at(0.05)), all = whole || log || sorted.length < 5 || !reach;
+  const inside = all ? sorted : sorted.filter(v => v <= at(0.95) + reach && v >= at(0.05) - reach);
+  const top = inside[inside.length - 1], low = zero && !log ? Math.min(0, inside[0]) : inside[0];
+  const margin = 0.05 * (top - low) || 0.05 * Math.abs(top) || 0.1;
+  return [low && low - margin, top + margin];
+}
+
+// The range of x that an axis of y is fitted to: the zoom, else all but the steep start of a long curve.
+function span(curves, state) {
+  if (state.x) return state.x;
+  if (state.whole || !curves.some(({x}) => x.length > STEEP)) return [-Infinity, Infinity];
+  const ends = curves.flatMap(({x}) => x.length ? [x[0], x[x.length - 1]] : []);
+  return [Math.min(...ends) + (Math.max(...ends) - Math.min(...ends)) / 16, Infinity];
+}
+
+function fitAxes(chart, data, layout, state) {
+  const spikes = [];
+  chart.panels.forEach((panel, i) => {
+    const name = axisOf('y', i), log = layout[name].type === 'log';
+    const curves = data.filter(t => t.yaxis === nth('y', i) && t.visible);
+    const [from, to] = chart.categories ? [] : span(curves, state);
+    const counts = (t, k) => t.y[k] !== null && (chart.categories || t.x[k] >= from && t.x[k] <= to);
+    const values = (chart.levels ?? []).filter(level => level.panel === i).map(level => level.y);
+    for (const t of curves) t.y.forEach((y, k) => {
+      if (counts(t, k)) values.push(y, ...t.error_y ? [y - t.error_y.arrayminus[k], y + t.error_y.array[k]] : []);
+    });
+    const known = log ? values.filter(v => v > 0) : values;
+    if (!known.length) return;
+    const range = layout[name].range = state.y[name] ? [...state.y[name]] : fit(known, panel, log, state.whole);
+    const top = log ? 10 ** range[1] : range[1];
+    for (const t of curves) t.y.forEach((y, k) => {
+      if (y > top && counts(t, k)) spikes.push([t, t.x[k], y, top]);
+    });
+  });
+  for (const [{xaxis, yaxis, name, line}, x, y, top] of spikes.slice(0, 200)) data.push({
+    x: [x], y: [top], xaxis, yaxis, name, mode: 'markers', cliponaxis: false, visible: true,
+    text: [`above the axis: ${y.toPrecision(4)}`], hovertemplate: '%{text}',
+    marker: {symbol: 'triangle-up', size: 8, color: line.color},
+  });
+}
+
+function xaxisOf(chart, state, domain, anchor) {
+  const axis = {
+    domain, anchor, zeroline: false, exponentformat: 'SI', nticks: chart.columns > 1 ? 3 : 8, type: 'linear',
+    hoverformat: '.4s',
+  };
+  if (state.axis === 'time') Object.assign(axis, {type: 'date', hoverformat: ''});
+  if (chart.categories) Object.assign(axis, {type: 'category', categoryarray: chart.categories});
+  if (state.x) axis.range = state.axis === 'time' ? state.x.map(x => new Date(x).toISOString().slice(0, -1)) : [...state.x];
+  if (chart.columns > 1) axis.matches = anchor === 'y' ? undefined : 'x';
+  else axis.title = {text: state.axis + (chart.phases ? ', all phases' : ''), font: {size: 12}};
+  return axis;
+}
+
+function layoutOf(chart, state, width) {
+  const grid = chart.columns > 1, columns = grid && width < 600 ? 2 : chart.columns;
+  const heights = [];  // of the rows of panels
+  chart.panels.forEach(({height}, i) => heights[Math.floor(i / columns)] = height + TITLE);
+  const total = heights.reduce((a, b) => a + b), above = chart.phases ? 26 : 4;
+  const layout = {
+    height: total + above + FOOT, margin: {l: 50, r: 12, t: above, b: FOOT}, showlegend: false,
+    paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', hoverlabel: {namelength: -1},
+    hovermode: grid ? 'closest' : 'x unified', hoversubplots: 'axis', annotations: [], shapes: [],
+    font: {size: 12, color: NEUTRAL, family: getComputedStyle(document.body).fontFamily},
+  };
+  const gap = width < 600 ? 0.1 : 0.035;  // for the figures of y
+  let below = 0;
+  chart.panels.forEach((panel, i) => {
+    const row = Math.floor(i / columns), column = i % columns;
+    if (!column) below += heights[row];
+    const low = 1 - below / total, domain = [low, low + panel.height / total];
+    const left = column / columns + (column ? gap : 0);
+    layout[axisOf('y', i)] = {
+      domain, anchor: nth('x', grid ? i : 0), nticks: panel.height > 150 ? 7 : 3, zeroline: false, exponentformat: 'SI',
+      tickformat: panel.form.endsWith('%') ? '.0%' : '', type: panel.log && state.scale === 'log' ? 'log' : 'linear',
+    };
+    if (grid) layout[axisOf('x', i)] = xaxisOf(chart, state, [left, (column + 1) / columns], nth('y', i));
+    const unit = width < 600 && panel.unit.length > 30 ? '' : panel.unit;
+    layout.annotations.push({
+      x: left, y: domain[1], xref: 'paper', yref: 'paper', xanchor: 'left', yanchor: 'bottom', yshift: 3,
+      showarrow: false, text: `<b>${panel.title}</b>  ${unit}`,
+    });
+  });
+  if (!grid) layout.xaxis = xaxisOf(chart, state, [0, 1], nth('y', chart.panels.length - 1));
+  addMarks(chart, layout, state.axis);
+  return layout;
+}
+
+// phases as shades, restarts and published values as lines
+function addMarks({phases, restarts, levels, columns}, layout, axis) {
+  const label = (x, text, more) => layout.annotations.push({
+    x, y: 1, yref: 'paper', yanchor: 'bottom', xanchor: 'left', showarrow: false, text, ...more,
+  });
+  const shape = more => layout.shapes.push({type: 'line', layer: 'below', yref: 'paper', y0: 0, y1: 1, ...more});
+  for (const {name, colour, x} of phases ?? []) {
+    const [x0, x1] = x[axis];
+    shape({type: 'rect', x0, x1, fillcolor: colour + '14', line: {width: 0}});
+    label(x0, `<b>${name.replaceAll('<', '&lt;')}</b>`, {yshift: 6});
+  }
+  (restarts?.x[axis] ?? []).forEach((x, i) => {
+    shape({x0: x, x1: x, line: {color: NEUTRAL, width: 1, dash: 'dot'}, opacity: 0.5});
+    if (restarts.labels.length <= LABELLED) label(x, restarts.labels[i], {font: {size: 10}, yshift: -14});
+  });
+  for (const {panel, y, label: text} of levels ?? []) {
+    const at = {xref: `${nth('x', columns > 1 ? panel : 0)} domain`, yref: nth('y', panel)};
+    shape({x0: 0, x1: 1, y0: y, y1: y, ...at, line: {color: NEUTRAL, width: 1, dash: 'dash'}});
+    if (text) label(0, text, {...at, y, font: {size: 11}});
   }
 }
-async function render(place) {
-  const {figure, state} = place, layout = structuredClone(figure.layout), choices = layout.meta ?? {};
-  const data = (state.x && place.rows || figure.data).map(trace => {
-    const shown = {...trace};
-    for (const [name, option] of Object.entries(state.chosen)) Object.assign(shown, trace.meta?.[name]?.[option]);
-    if (state.off.has(trace.legendgroup)) shown.visible = false;
-    return shown;
+
+// events are marks above the first panel, on an axis of their own
+function addEvents({events, panels}, data, layout, axis) {
+  if (!events?.length) return;
+  const own = panels.length, height = layout.height - layout.margin.t - layout.margin.b;
+  layout[axisOf('y', own)] = {domain: [1 - 30 / height, 1 - 12 / height], range: [0, 1], visible: false, fixedrange: true};
+  data.push({
+    x: events.map(event => event.x[axis][0]), y: events.map(() => 0.5), text: events.map(event => event.text),
+    mode: 'markers', yaxis: nth('y', own), cliponaxis: false, hovertemplate: '%{text}<extra></extra>',
+    marker: {symbol: 'triangle-down', size: 9, color: events.map(event => event.trouble ? BAD : NEUTRAL)},
   });
-  for (const [name, option] of Object.entries(state.chosen)) set(layout, choices[name]?.[option]);
-  fit(data, layout, state);
-  if (state.x) set(layout, {'xaxis.range': [...state.x]});
-  for (const [name, range] of Object.entries(state.y)) layout[name].range = [...range];
+}
+
+async function render(place) {
+  const {chart, state} = place, layout = layoutOf(chart, state, place.clientWidth);
+  const data = chart.curves.map(curve => traceOf(curve, chart, state, chart.columns > 1));
+  fitAxes(chart, data, layout, state);
+  addEvents(chart, data, layout, state.axis);
+  place.parentElement.style.height = `${layout.height}px`;
   await Plotly.react(place, data, layout, CONFIG);
   place.listens ??= listen(place);
   for (const button of place.closest('.figure').querySelectorAll('button[aria-pressed]')) {
     const {choice, option, group} = button.dataset;
-    button.setAttribute('aria-pressed', choice ? state.chosen[choice] === option : !state.off.has(group));
+    button.setAttribute('aria-pressed', choice ? state[choice] === option : !state.off.has(group));
   }
 }
-// a served page gets the rows of the range that is zoomed to; a file has those of the whole run
-async function zoomRows(place) {
-  const {x, chosen} = place.state, version = document.body.dataset.version;
-  const query = x && version && /^(training|machine|sources)-/.test(place.id)
-    && new URLSearchParams({chart: place.id, axis: chosen.x ?? 'steps', low: x[0], high: x[1]}).toString();
-  place.asked = query;
-  place.rows = null;
-  if (!query) return;
-  const answer = await fetch(`rows.json?${query}`);
-  const rows = answer.ok ? await answer.json() : null;
-  if (place.asked !== query) return;  // meanwhile another zoom
-  place.rows = rows;
-  await render(place);
+const fresh = chart => ({axis: chart.axes[0], scale: 'linear', off: new Set(), x: null, y: {}, whole: false});
+
+function listen(place) {
+  place.on('plotly_relayout', change => {
+    const ranges = {};
+    for (const [path, value] of Object.entries(change)) {
+      const [, axis, end] = path.match(/^([xy]axis\d*)\.range(?:\[(\d)\])?$/) ?? [];
+      if (axis) end ? (ranges[axis] ??= [])[end] = value : ranges[axis] = value;
+    }
+    const x = Object.keys(ranges).find(axis => axis.startsWith('x'));
+    if (x) Object.assign(place.state, {x: ranges[x].map(milliseconds), y: {}});
+    for (const [axis, range] of Object.entries(ranges)) if (axis.startsWith('y')) place.state.y[axis] = range;
+    if (Object.keys(ranges).length) render(place);
+  });
+  place.on('plotly_doubleclick', () => press(place, {act: 'reset'}));
+  return true;
 }
-function reset(place) {
-  Object.assign(place.state, {x: null, y: {}, whole: false});
+
+function press(place, {choice, option, group, act}, twice = false) {
+  const {chart, state} = place;
+  if (choice) Object.assign(state, {[choice]: option, y: {}}, choice === 'axis' ? {x: null} : {});
+  else if (group !== undefined && twice) {  // this one alone, or again all
+    const others = chart.curves.map(curve => curve.group).filter(other => other !== group);
+    state.off = new Set(others.every(other => state.off.has(other)) ? [] : others);
+  } else if (group !== undefined) state.off.delete(group) || state.off.add(group);
+  else if (act === 'csv') return download(place);
+  else Object.assign(state, {x: null, y: {}, whole: act === 'everything'});
   return render(place);
 }
-function zoom(place, change) {
-  const ends = name => change[name + '.range'] ?? [change[name + '.range[0]'], change[name + '.range[1]']];
-  const names = ['xaxis', ...axes(place.layout)].filter(name => ends(name)[0] !== undefined);
-  if (names.includes('xaxis')) Object.assign(place.state, {x: ends('xaxis'), y: {}});
-  for (const name of names) if (name !== 'xaxis') place.state.y[name] = ends(name);
-  if (names.length) render(place);
-  if (names.includes('xaxis')) zoomRows(place);
+
+function csv({panels, curves, axes}) {
+  const quoted = text => `"${String(text ?? '').replaceAll('"', '""')}"`;
+  const place = (axis, value) => axis === 'time' && value !== null ? new Date(value).toISOString() : value;
+  const lines = curves.flatMap(({panel, name, group, x, y, ends}) => y.map((value, i) => [
+    ...[panels[panel].title, name, group].map(quoted), ...axes.map(axis => place(axis, x[axis][i])), value,
+    ...(ends?.[i] ?? ['', '']),
+  ]));
+  const head = ['panel', 'curve', 'group', ...axes.map(quoted), 'value', 'low', 'high'];
+  return [head, ...lines].map(line => line.join(',') + '\n').join('');
 }
-const ACTS = {autoscale: 'fit y to all that is visible', reset: 'as at first; so does a double click'};
-const STROKES = {dash: 'dashed', dot: 'dotted'};
-function button(text, attributes, ...inside) {
-  const made = document.createElement('button');
+function download(place) {
+  const link = document.createElement('a');
+  link.href = URL.createObjectURL(new Blob([csv(place.chart)], {type: 'text/csv'}));
+  link.download = `${place.id}.csv`;
+  link.click();
+}
+
+function element(kind, attributes, ...inside) {
+  const made = document.createElement(kind);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...inside, text);
-  return made;
-}
-function span(kind, ...inside) {
-  const made = document.createElement('span');
-  made.className = kind;
   made.append(...inside);
   return made;
 }
-// the legend and the choices of a figure
-function controls({data, layout}) {
-  const groups = new Map(), choices = [];
-  for (const trace of data) if (trace.legendgroup && !groups.has(trace.legendgroup)) groups.set(trace.legendgroup, trace);
-  const legend = [...groups].map(([group, {line}]) => {
-    const stroke = document.createElement('i');
-    stroke.style.borderTop = `3px ${STROKES[line.dash] ?? 'solid'} ${line.color}`;
-    return button(group, {class: 'chip', 'data-group': group, 'aria-pressed': true}, stroke);
-  });
-  for (const [choice, options] of Object.entries(layout.meta ?? {})) {
-    const of = Object.keys(options).map(option => button(option, {'data-choice': choice, 'data-option': option, 'aria-pressed': true}));
-    const label = document.createElement('small');
-    label.textContent = choice;
-    if (of.length > 1) choices.push(span('choice', ...choice === 'x' ? [] : [label], ...of));
-  }
-  if (!layout.yaxis.fixedrange) choices.push(span('choice', ...Object.entries(ACTS).map(([act, title]) => button(act, {'data-act': act, title}))));
-  return [span('chips', ...legend), span('controls', ...choices)];
+const ACTS = {
+  everything: 'fit y to all that is visible', reset: 'as at first; so does a double click',
+  csv: 'download the data of this chart',
+};
+function controls({panels, curves, axes}) {
+  const groups = new Map();
+  for (const curve of curves) if (!groups.has(curve.group)) groups.set(curve.group, curve);
+  const stroke = ({colour, dash}) => `3px ${{dash: 'dashed', dot: 'dotted'}[dash] ?? 'solid'} ${colour}`;
+  const legend = [...groups].map(([group, curve]) => element('button', {class: 'chip', 'data-group': group,
+    'aria-pressed': true}, element('i', {style: `border-top:${stroke(curve)}`}), group));
+  const row = buttons => buttons.length > 1 ? [element('span', {class: 'choice'}, ...buttons)] : [];
+  const choice = (name, options) => row(options.map(
+    option => element('button', {'data-choice': name, 'data-option': option, 'aria-pressed': true}, option)));
+  return [
+    element('span', {class: 'chips'}, ...(legend.length > 1 ? legend : [])),
+    element('span', {class: 'controls'}, ...choice('axis', axes),
+      ...choice('scale', panels.some(panel => panel.log) ? ['linear', 'log'] : []),
+      ...row(Object.entries(ACTS).map(([act, title]) => element('button', {'data-act': act, title}, act)))),
+  ];
 }
-const firsts = meta => Object.fromEntries(Object.entries(meta ?? {}).map(([choice, options]) => [choice, Object.keys(options)[0]]));
-async function draw(root, figures) {
-  for (const chart of root.querySelectorAll('.chart')) {
-    const place = chart.firstElementChild;
-    place.figure = figures?.[place.id] ?? JSON.parse(chart.lastElementChild.textContent);
-    place.state ??= {chosen: firsts(place.figure.layout.meta), off: new Set(), x: null, y: {}, whole: false};
-    place.closest('.figure').querySelector('.tools').replaceChildren(...controls(place.figure));
-    if (!place.closest('details:not([open])')) await render(place);  // else once it is unfolded
-    if (place.state.x) zoomRows(place);
-  }
-}
-// a hover shows in every chart of the run on the same axis that is in sight
-function hover(place, show) {
-  for (const other of place.closest('article, main').querySelectorAll('.chart > div')) {
-    const {top, bottom} = other.getBoundingClientRect(), seen = bottom > 0 && top < innerHeight;
-    if (other !== place && seen && other.on && place.state.chosen.x && other.state.chosen.x === place.state.chosen.x) show(other);
-  }
-}
-function listen(place) {
-  place.on('plotly_relayout', change => zoom(place, change));
-  place.on('plotly_doubleclick', () => reset(place));
-  place.on('plotly_hover', ({event, xvals}) => event?.isTrusted && hover(place, other => Plotly.Fx.hover(other, {xval: xvals[0]}, 'xy')));
-  place.on('plotly_unhover', ({event}) => event?.isTrusted && hover(place, other => Plotly.Fx.unhover(other)));
-  return true;
-}
+
 document.addEventListener('toggle', ({target}) => {
-  for (const place of target.open ? target.querySelectorAll('.chart > div') : []) if (place.state) render(place);
+  for (const place of target.open ? target.querySelectorAll('.chart > div') : []) render(place);
 }, true);
-function press(button, twice) {
-  const figure = button.closest('.figure'), place = figure.querySelector('.chart > div'), state = place.state;
-  const {choice, option, group, act} = button.dataset;
-  if (choice) {
-    state.chosen[choice] = option;
-    if (choice === 'x') state.x = null;
-    state.y = {};
-  } else if (group !== undefined && twice) {  // this one alone, or again all
-    const others = [...figure.querySelectorAll('[data-group]')].map(each => each.dataset.group).filter(g => g !== group);
-    const alone = others.every(each => state.off.has(each));
-    state.off = new Set(alone ? [] : others);
-  } else if (group !== undefined) {
-    if (!state.off.delete(group)) state.off.add(group);
-  } else if (act === 'autoscale') Object.assign(state, {y: {}, whole: true});
-  else return reset(place);
-  return render(place);
-}
-document.addEventListener('click', event => {
-  const button = event.target.closest('.figure button');
-  if (button) press(button, event.detail === 2 && button.dataset.group !== undefined);
+document.addEventListener('click', ({target, detail}) => {
+  const button = target.closest('.figure button');
+  const place = button?.closest('.figure').querySelector('.chart > div');
+  if (button) press(place, button.dataset, detail === 2);
 });
-async function update({main, figures}) {
-  const fresh = document.createElement('main'), old = document.querySelector('main');
-  fresh.innerHTML = main.join('');
-  for (const place of fresh.querySelectorAll('.chart > div')) {
-    const drawn = document.getElementById(place.id);
-    if (drawn) place.replaceWith(drawn);
+(async () => {
+  for (const chart of document.querySelectorAll('.chart')) {
+    const place = chart.firstElementChild;
+    place.chart = JSON.parse(chart.lastElementChild.textContent);
+    place.state = fresh(place.chart);
+    place.closest('.figure').querySelector('.tools').replaceChildren(...controls(place.chart));
+    if (!place.closest('details:not([open])')) await render(place);  // else once it is unfolded
   }
-  const folds = root => new Map([...root.querySelectorAll('details')].map(
-    each => [each.closest('.part')?.id + each.firstElementChild.textContent, each]));
-  const before = folds(old);
-  for (const [name, each] of folds(fresh)) each.open = before.get(name)?.open ?? each.open;
-  old.replaceWith(fresh);
-  await draw(fresh, figures);
-}
-// `old` with a difference as tools.dashboard makes it; what has not changed keeps its identity, by which Plotly knows it
-function patch(old, change) {
-  if (!change) return old;
-  if ('to' in change) return change.to;
-  const fresh = Array.isArray(old) ? old.slice(0, change.size) : {...old};
-  for (const [key, inner] of Object.entries(change.at)) fresh[key] = patch(old[key], inner);
-  return fresh;
-}
-async function poll(every_ms) {
-  let version = document.body.dataset.version, held = '', content;
-  for (;;) {
-    await new Promise(done => setTimeout(done, every_ms));
-    try {
-      const answer = await fetch(`data.json?version=${version}&held=${held}`);
-      if (answer.status === 200) {
-        const news = await answer.json();
-        held = version = news.version;
-        await update(content = patch(content, news.change));
-      }
-      document.body.classList.remove('stale');
-    } catch (lost) { document.body.classList.add('stale'); }
-  }
-}
-draw(document).then(() => document.body.dataset.drawn = '');
+  document.body.dataset.drawn = '';
+})();

@@ -1,5 +1,4 @@
-"""The page kit: cards, tables and number formats of every HTML page; page.css is their style,
-page.js draws the charts.
+"""The page kit: cards, tables and number formats of an HTML page; page.css is their style, page.js draws the charts.
 
 A page is one file that loads nothing: the policy in its head makes the browser refuse the network. Text,
 grid and background take their colours from the style sheet, in a light and a dark theme; PALETTE is for
@@ -8,6 +7,7 @@ colours with a meaning.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -18,31 +18,19 @@ from records.run import number
 
 FONT = 'ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
 PALETTE = ("#4f8ff7", "#f0994b", "#2fb5a0", "#c77dff", "#e5647c", "#8fb339", "#3fa9d6", "#c9a227")
-NEUTRAL, BAD = "#8a94a6", "#d93a4e"  # legible in both themes
 DASHES = ("solid", "dash", "dot")  # of curves, once the palette is used up
-PLOT = {  # the layout of a plotly figure on a page
-    "template": "none", "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "showlegend": False,
-    "font": {"family": FONT, "size": 12, "color": NEUTRAL}, "margin": {"l": 46, "r": 10, "t": 36, "b": 56},
-    "hovermode": "x unified", "hoverlabel": {"namelength": -1}, "height": 380,
-}  # fmt: skip
 STYLE, SCRIPT = (Path(__file__).with_suffix(end).read_text(encoding="utf-8") for end in (".css", ".js"))
 
 
-def html_page(
-    title: str, body: str, library: str, live: str = "", version: str = "", connect: str = "'none'"
-) -> str:
-    """A whole page around the inner HTML of <main>.
-
-    library: plotly.js. live: script that keeps the page up to date. connect: hosts that it may fetch from.
-    """
+def html_page(title: str, body: str, library: str) -> str:
+    """A whole page around the inner HTML of <main>. library: plotly.js."""
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-    policy += f"; connect-src {connect}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}"><link rel="icon" href="data:,">
 <style>body {{ font-family:{FONT} }} {STYLE}</style><script>{library}</script></head>
-<body data-version="{version}"><main>{body}</main><script>{SCRIPT}{live}</script></body></html>
+<body><main>{body}</main><script>{SCRIPT}</script></body></html>
 """
 
 
@@ -64,9 +52,9 @@ def none(text: str = "not measured") -> str:
     return f'<span class="none">{escape(text)}</span>'
 
 
-def fold(summary: str, body: str, opened: bool = False) -> str:
+def fold(summary: str, body: str) -> str:
     """`body` that a click on `summary` shows; both are HTML."""
-    return f"<details{' open' * opened}><summary>{summary}</summary>{body}</details>"
+    return f"<details><summary>{summary}</summary>{body}</details>"
 
 
 def missing(text: str) -> str:
@@ -77,7 +65,7 @@ def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
     """entries: (name, figure as HTML, note)."""
     tile = "<div><h3>{}</h3><strong>{}</strong><small>{}</small></div>"
     each = [tile.format(escape(name), *rest) for name, *rest in entries]
-    return f'<div class="tiles{" four" * (len(each) % 4 == 0)}">{"".join(each)}</div>'
+    return f'<div class="tiles">{"".join(each)}</div>' if each else ""
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
@@ -89,17 +77,15 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") ->
     return f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def chart(figure: Any, name: str) -> str:
-    """A plotly figure under its legend and the buttons of its choices, which the page's script makes.
+def chart(content: dict[str, Any], name: str) -> str:
+    """A chart (tools/dashboard/charts.py) under its legend and buttons, which the page's script makes.
 
-    It is an empty element named `name`, and beside it the JSON that the script draws into it. layout.meta:
-    {choice: {option: changes of the layout}}, the first option is chosen; a trace's meta: {choice: {option:
-    changes of the trace}}. The legend names each legendgroup once.
+    It is an empty element named `name`, and beside it the JSON that the script draws into it.
     """
-    content = figure.to_json().replace("</", "<\\/")  # the text must not end the element that it stands in
-    place = f'<div id="{escape(name)}"></div><script type="application/json">{content}</script>'
-    drawing = f'<div class="chart" style="height:{figure.layout.height}px">{place}</div>'
-    return f'<div class="figure"><div class="tools"></div>{drawing}</div>'
+    # whatever a name holds, it must not end the element that it stands in
+    text = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
+    place = f'<div id="{escape(name)}"></div><script type="application/json">{text}</script>'
+    return f'<div class="figure"><div class="tools"></div><div class="chart">{place}</div></div>'
 
 
 def measured(value: Any, form: str = ",.0f", unit: str = "") -> str:

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from records.attempts import merge_attempts
-from records.files import Tail, replace_last_line, write_atomically
-from records.run import Following, Run, numbers_in, read_run
+from records.run import numbers_in, read_run
 from tests.records.lines import write_lines
 
 
@@ -180,8 +179,24 @@ def test_events_stand_at_their_step_on_both_axes(tmp_path: Path) -> None:
     run = write(tmp_path / "two", "phase2", range(2, 9, 2), 1000, parent)
     lines: list[dict[str, Any]] = [{"step": 4}, {"step": 5}, {"step": 99}, {}, {"time": 55.5}, {"time": 1.0}]
     write_lines(run / "events.jsonl", lines)
-    places = [(event["x_step"], event["x_tokens"]) for event in read_run(run).events]
+    events = read_run(run).events
+    places = [(event["x_step"], event["x_tokens"]) for event in events]
     assert places == [(14, 1400), (15, 1500), (109, 10900), (None, None), (14, 1400), (None, None)]
+    assert [event["x_time"] for event in events] == [54.0, 56.0, 58.0, None, 54.0, 1.0], (
+        "of the row beside it"
+    )
+
+
+def test_an_evaluation_stands_at_its_checkpoint_and_counts_once_in_two_folders(tmp_path: Path) -> None:
+    run = write(tmp_path / "two", "phase2", range(2, 9, 2), 1000, tmp_path / "one/checkpoint/step-10")
+    lines = [
+        {"kind": "core", "phase": "phase2", "step": 4, "tokens_total": 1400, "time": 9e9},
+        {"kind": "core", "phase": "elsewhere", "step": 3, "time": 7.0},
+    ]
+    write_lines(run / "evals.jsonl", lines)
+    write_lines(run / "phase2/evals.jsonl", lines[:1])
+    places = [(record["x_step"], record["x_tokens"], record["x_time"]) for record in read_run(run).evals]
+    assert places == [(14, 1400, 54.0), (3, None, 7.0)]
 
 
 def test_a_run_that_names_itself_as_its_parent_is_read_and_another_folder_refused(tmp_path: Path) -> None:
@@ -191,81 +206,3 @@ def test_a_run_that_names_itself_as_its_parent_is_read_and_another_folder_refuse
     own = {"parent": str(tmp_path / "run/checkpoint/step-50"), "tokens_before": 0}
     (tmp_path / "run/lineage.json").write_text(json.dumps(own))
     assert len(read_run(tmp_path / "run").kept_rows) == 2
-
-
-# a run that grows
-
-
-def contents(run: Run) -> list[Any]:
-    return [run.segments, run.evals, run.events, run.origins, run.warnings]
-
-
-def append(path: Path, text: str) -> None:
-    with open(path, "a") as file:
-        file.write(text)
-
-
-def as_line(**fields: Any) -> str:
-    return json.dumps({"attempt": 1, "phase": "phase1", **fields}) + "\n"
-
-
-def test_a_growing_run_is_read_on_and_equal_to_one_read_at_once(tmp_path: Path) -> None:
-    metrics, following = tmp_path / "metrics.jsonl", Following(tmp_path)
-    append(metrics, "".join(as_line(step=s, loss=9.0 - s, tokens=s * 10) for s in (1, 2, 3)))
-    first = following.read()
-    whole = as_line(step=5, loss=2.5)
-    for path, text, same in (
-        (metrics, as_line(step=4, loss=None), True),
-        (metrics, whole[:20], True),  # half-written
-        (metrics, whole[20:] + as_line(step=6, loss=2.0), True),
-        (metrics, whole[:-1].replace("5", "7", 1), True),  # without its end
-        (metrics, "\n" + as_line(step=8, loss=2.0), True),
-        (tmp_path / "evals.jsonl", json.dumps({"kind": "core", "step": 8}) + "\n", False),  # a new file
-        (tmp_path / "evals.jsonl", json.dumps({"kind": "core", "step": 9}) + "\n", True),
-        (metrics, "not JSON\n" + as_line(step=9), False),
-        (metrics, as_line(step=4, attempt=2, loss=1.0), False),  # a restart
-        (metrics, as_line(step=5, attempt=2, loss=1.0), True),
-    ):
-        before = following.run
-        append(path, text)
-        assert (following.read() is before) is same, (path.name, text)
-        assert contents(following.run) == contents(read_run(tmp_path)), text
-    assert first.segments[0].logged == 8
-
-
-def test_a_last_row_that_got_its_validation_takes_the_place_of_the_row(tmp_path: Path) -> None:
-    metrics, following = tmp_path / "metrics.jsonl", Following(tmp_path)
-    append(metrics, "".join(as_line(step=s, loss=None) for s in (1, 2)))
-    first, old = following.read(), as_line(step=2, loss=None)[:-1]
-    replace_last_line(metrics, old, as_line(step=2, loss=1.5, valid_loss=1.25)[:-1])
-    append(metrics, as_line(step=3, loss=1.0))
-    assert following.read() is first
-    assert contents(first) == contents(read_run(tmp_path))
-    assert [row["valid_loss"] for row in first.kept_rows] == [None, 1.25, None]
-
-
-@pytest.mark.parametrize("how", ["shorter", "renamed", "longer", "gone"])
-def test_a_file_that_is_another_one_is_read_from_its_start(tmp_path: Path, how: str) -> None:
-    metrics, following = tmp_path / "metrics.jsonl", Following(tmp_path)
-    (tmp_path / "model.json").write_text("{}")
-    append(metrics, "".join(as_line(step=s, loss=float(s)) for s in range(1, 6)))
-    first = following.read()
-    other = "".join(as_line(step=s, loss=-float(s)) for s in range(1, 3 if how == "shorter" else 9))
-    if how == "renamed":
-        write_atomically(metrics, metrics.read_text() + other)
-    elif how == "gone":
-        metrics.unlink()
-    else:
-        metrics.write_text(other)
-    assert following.read() is not first
-    assert contents(following.run) == contents(read_run(tmp_path))
-
-
-def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
-    path, tail = tmp_path / "x.jsonl", Tail(tmp_path / "x.jsonl")
-    append(path, "".join(json.dumps({"i": i}) + "\n" for i in range(1000)))
-    assert len(tail.read()[-1]) == 1000
-    assert tail.start == path.stat().st_size - 2 * len('{"i": 999}\n'), "but the last two lines"
-    append(path, '{"i": 1000}\n')
-    assert tail.read() == (False, False, [{"i": 1000}])
-    assert tail.read() == (False, False, [])

@@ -1,0 +1,199 @@
+"""Charts as data, which records/page.js draws: panels over one axis of x, and the curves in each of them.
+
+A point is a row or record and a figure; its place on every axis stands in `x_tokens`, `x_step` and `x_time`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from records.page import colour, dash
+from records.run import Run, number
+
+AXES = {"tokens": "x_tokens", "steps": "x_step", "time": "x_time"}  # a reader's choice: key of a row
+MOST = 2000  # points of a curve
+VALIDATION = "#a03fb8"
+Json = dict[str, Any]
+Points = Sequence[tuple[Json, Any]]
+Interval = tuple[float, float]
+
+
+class Panel(NamedTuple):
+    """One of several plots over the same axis of x."""
+
+    title: str
+    unit: str = ""
+    key: str = ""  # of a row, where the panel is a figure of logged rows
+    height: int = 90  # pixels
+    form: str = ".3g"  # of its figures, as d3 writes formats
+    zero: bool = True  # whether the axis begins at 0
+    log: bool = False  # whether a reader may choose a logarithmic axis
+
+
+LOSS = Panel("Loss", "nats per token", "loss", 344, ".4f", zero=False, log=True)
+RATE = Panel("Learning rate", "", "lr", 72)
+TRAINING = (
+    RATE,
+    Panel("Gradient norm", "before clipping", "grad_norm", 96, log=True),
+    Panel("Tokens per second", "all devices", "tokens_per_s", 104, ",.0f"),
+)
+MACHINE = (
+    Panel("z-score of the loss", "robust deviations", "loss_z", form=".2f"),
+    Panel("z-score of the gradient norm", "robust deviations", "grad_norm_z", form=".2f"),
+    Panel("z-loss", "mean of (log Z)²", "z_loss"),
+    Panel("Largest logit", "of the batch", "max_logit"),
+    Panel("Largest gradient norm of a layer", "before clipping", "layer_peak", log=True),
+    Panel("Tokens per second and device", "", "tokens_per_s_per_device", form=",.0f"),
+    Panel("MFU", "% of the peak", "mfu", form=".1f"),
+    Panel("Waiting for data", "% of the time", "data_percent", form=".2f"),
+    Panel("Waiting for checkpoints", "s", "checkpoint_s", form=".2f"),
+    Panel("Peak memory", "GiB", "memory_gib", form=".2f"),
+)
+
+
+def dig(value: Any, *path: str) -> Any:
+    """What stands at a path of nested objects; None where anything on the way is missing or of another kind."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def thin(points: Points) -> Points:
+    """At most MOST points: of every bucket of neighbours the lowest and the highest, so that no spike is lost."""
+    if len(points) <= MOST:
+        return points
+    width = math.ceil(2 * len(points) / (MOST - 2))
+    chosen = {0, len(points) - 1}
+    for start in range(0, len(points), width):
+        bucket = range(start, min(start + width, len(points)))
+        known = [i for i in bucket if points[i][1] is not None]
+        # a bucket without any figure stays a gap
+        extremes = {choose(known, key=lambda i: points[i][1]) for choose in (min, max)} if known else {start}
+        chosen |= extremes
+    return [points[i] for i in sorted(chosen)]
+
+
+def smooth(values: Iterable[float | None], half_life: float) -> Iterator[float | None]:
+    """The exponential mean up to each value, None where there is none.
+
+    The half-life grows to its full length: a loss falls like a power of the steps, so a mean over a fixed span
+    would lie far above its steep beginning.
+    """
+    total = weight = 0.0
+    for count, value in enumerate(values):
+        keep = 0.5 ** (1 / max(1.0, min(half_life, count / 25)))
+        if value is not None:
+            # a spike of a thousand times the loss must not carry the mean away for a half-life
+            bounded = min(value, 2 * total / weight) if weight else value
+            total, weight = keep * total + bounded, keep * weight + 1
+        yield None if value is None else total / weight
+
+
+def places_of(rows: Sequence[Json]) -> Json:
+    """Where rows or records stand on every axis; times in milliseconds, as JavaScript counts."""
+    places = {axis: [number(row.get(key)) for row in rows] for axis, key in AXES.items()}
+    return places | {"time": [None if second is None else 1000 * second for second in places["time"]]}
+
+
+def curve(name: str, points: Points, tint: str, ends: Sequence[Interval | None] = (), **look: Any) -> Json:
+    """One curve. ends: of the interval of 95 % of each point.
+
+    look: `group` in the legend, `width`, `dash`, `opacity`, and `symbol`, with which few points are marked.
+    """
+    measured = [(row, number(value)) for row, value in points]
+    shown = measured if ends else thin(measured)
+    values = [None if value is None else float(f"{value:.6g}") for _, value in shown]
+    places = places_of([row for row, _ in shown])
+    drawn = {"name": name, "group": name, "colour": tint, "x": places, "y": values}
+    return drawn | ({"ends": ends} if any(ends) else {}) | look
+
+
+def series(points_of: Mapping[str, Points], names: Sequence[str], **look: Any) -> list[Json]:
+    """A curve for each of the `names`, which have the same colours in every chart."""
+    return [
+        curve(name, points_of[name], colour(place), dash=dash(place), **look)
+        for place, name in enumerate(names)
+        if name in points_of
+    ]
+
+
+def figure(
+    parts: Iterable[tuple[Panel, list[Json]]], run: Run | None = None, columns: int = 1, **more: Any
+) -> Json | None:
+    """A chart of panels and their curves, with the phases and restarts of a run; None without any figure.
+
+    Curves and panels that have no figure are left out.
+    """
+    panels, curves = list[Json](), list[Json]()
+    for panel, of_panel in parts:
+        known = [each for each in of_panel if any(value is not None for value in each["y"])]
+        if known:
+            curves += [{**each, "panel": len(panels)} for each in known]
+            panels.append(panel._asdict())
+    if not curves:
+        return None
+    every = list(curves[0]["x"])
+    axes = [axis for axis in every if all(None not in each["x"][axis] for each in curves)] or every[-1:]
+    chart = {"panels": panels, "curves": curves, "axes": axes, "columns": columns, **more}
+    return chart | (marks_of(run) if run else {})
+
+
+def marks_of(run: Run) -> Json:
+    """Where the phases of a run lie, and where an attempt took over, on every axis."""
+    phases = []
+    for index, phase in enumerate(run.phases):
+        if rows := run.rows_of(phase):
+            phases.append({"name": phase, "colour": colour(index), "x": places_of([rows[0], rows[-1]])})
+    pairs = [(a.rows[-1], b.rows[0]) for a, b in pairwise(run.segments) if a.phase == b.phase]
+    firsts = [row for last, row in pairs if row["attempt"] != last["attempt"] or row["step"] <= last["step"]]
+    labels = [f"↻{row['attempt']}" for row in firsts]
+    return {"phases": phases, "restarts": {"labels": labels, "x": places_of(firsts)}}
+
+
+def rows_part(run: Run, panel: Panel, **look: Any) -> tuple[Panel, list[Json]]:
+    """The panel of a figure of logged rows, by phase."""
+    look = {"width": 1.2, **look}
+    return panel, [
+        curve(
+            panel.title,
+            [(row, row.get(panel.key)) for row in run.rows_of(phase)],
+            colour(i),
+            group=phase,
+            **look,
+        )
+        for i, phase in enumerate(run.phases)
+    ]
+
+
+def smoothed(run: Run, rows: Sequence[Json], source: str = "") -> Points:
+    """The loss of logged rows, or that of a source in them, smoothed with a half-life of a 150th of the run."""
+    values = [number(dig(row, "loss_by_source", source) if source else row["loss"]) for row in rows]
+    return list(zip(rows, smooth(values, len(run.kept_rows) / 150), strict=True))
+
+
+def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel, list[Json]]:
+    """The smoothed loss by phase, with the logged one, the rows that no longer count, and the validation loss."""
+    curves = rows_part(run, panel, opacity=0.3)[1] if logged else []
+    for segment in run.segments if logged else ():
+        if not segment.kept:
+            again = [(row, row["loss"]) for row in segment.rows]
+            look: Json = {"group": "repeated later", "dash": "dot", "opacity": 0.6, "width": 1.2}
+            curves.append(curve("repeated later", again, colour(run.phases.index(segment.phase)), **look))
+    for index, phase in enumerate(run.phases):
+        # one mean for each phase: another mixture has another loss
+        points = smoothed(run, run.rows_of(phase))
+        curves.append(curve("Loss, smoothed", points, colour(index), group=phase, width=2.4))
+        validated = [(row, row["valid_loss"]) for row in run.rows_of(phase) if row["valid_loss"] is not None]
+        curves.append(curve("validation loss", validated, VALIDATION, width=1.4, symbol="diamond"))
+    return panel, curves
+
+
+def sources_of(run: Run) -> list[str]:
+    """All sources of training and of held-out text: each has its colour on the whole page."""
+    keys = ("loss_by_source", "valid_loss_by_source", "valid_loss_by_position")
+    names = [name for row in run.kept_rows for key in keys for name in row.get(key) or ()]
+    names += [name for record in run.evals_of("bits_per_byte") for name in record["sources"] or ()]
+    return list(dict.fromkeys(names))

@@ -1,0 +1,291 @@
+"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, decode speed, contamination.
+
+A `core` record that lacks a task has no aggregate: the mean of the others would be another number. Records of
+other protocols, limits or prompts are curves of their own.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from evals.core.tasks import NOT_CHOSEN
+from evals.intervals import Z95
+from records.evals import with_current_names
+from records.page import card, chart, colour, dash, fold, measured, missing, none, percent, short, table
+from records.run import Record, Run, number
+from tools.dashboard.charts import (
+    LOSS,
+    RATE,
+    Interval,
+    Json,
+    Panel,
+    curve,
+    dig,
+    figure,
+    loss_part,
+    rows_part,
+    series,
+    sources_of,
+)
+
+TINT, NEUTRAL = "#8667f7", "#8a94a6"  # of CORE, apart from the colours of phases and sources
+PUBLISHED = (  # CORE of other models: v1 and v2 of the baselines (DCLM corrected three in September 2025)
+    ("GPT-2 124M", 0.113891, None),  # nanochat's leaderboard
+    ("GPT-2 XL", 0.256525, None),
+    ("DCLM 1B", 0.42330, 0.40537),  # DCLM's result files
+    ("DCLM-7B", 0.57136, 0.55961),
+)
+
+
+def where_evaluated(record: Record) -> str:
+    step = number(record["step"])
+    parts = [str(record["phase"] or ""), "" if step is None else f"step {step:,.0f}"]
+    return " ".join(filter(None, parts)) or "checkpoint not recorded"
+
+
+def around(value: Any, error: Any) -> Interval | None:
+    """The interval of 95 % of a mean with a standard error."""
+    middle, spread = number(value), number(error)
+    return None if middle is None or spread is None else (middle - Z95 * spread, middle + Z95 * spread)
+
+
+def interval_of(ends: Any) -> Interval | None:
+    """An interval as a record holds it: [low, high]."""
+    known = isinstance(ends, list) and len(ends) == 2 and None not in map(number, ends)
+    return (ends[0], ends[1]) if known else None
+
+
+def settings_text(record: Record) -> str:
+    """What two CORE records must share to be compared."""
+    limit = with_current_names(record).get("limit")
+    items = f"{limit} items a task" if limit else "all items"
+    return ", ".join(str(part) for part in (record["protocol"], items, record["not_core"]) if part)
+
+
+def core_groups(run: Run) -> dict[str, list[Record]]:
+    """The CORE records of each kind of settings, the newest of each checkpoint."""
+    groups: dict[str, dict[str, Record]] = {}
+    for record in run.evals_of("core"):
+        if isinstance(record["tasks"], dict):
+            groups.setdefault(settings_text(record), {})[where_evaluated(record)] = record
+    return {settings: list(records.values()) for settings, records in groups.items()}
+
+
+def core_tile(run: Run) -> tuple[str, str, str]:
+    records = [record for group in core_groups(run).values() for record in group]
+    known = [record for record in records if number(record["core_v2"]) is not None]
+    last = [Record(), *known][-1]
+    note = f"± {measured(last['core_v2_se'], '.4f')}, v2; {escape(where_evaluated(last))}"
+    return "CORE", measured(last["core_v2"], ".4f"), note
+
+
+def core_card(run: Run) -> str:
+    """CORE above loss and learning rate, and the newest one among published values."""
+    curves, rows = list[Json](), list[tuple[float, list[str]]]()
+    for name, v1, v2 in PUBLISHED:
+        rows.append((v1, [escape(name), f"{v1:.4f}", none("not given") if v2 is None else f"{v2:.4f}"]))
+    for index, (name, records) in enumerate(core_groups(run).items()):
+        points = [(record, record["core_v2"]) for record in records if number(record["core_v2"]) is not None]
+        ends = [around(value, record["core_v2_se"]) for record, value in points]
+        curves += [curve(name, points, TINT, ends, symbol="circle", dash=("solid", "dash", "dot")[index % 3])]
+        if points:
+            last = points[-1][0]
+            where = f"<b>{escape(where_evaluated(last))}</b> <small>{escape(name)}</small>"
+            cells = [
+                f"{measured(last[key], '.4f')} ± {measured(last[f'{key}_se'], '.4f')}"
+                for key in ("core_v1", "core_v2")
+            ]
+            rows.append((number(last["core_v1"]) or 0.0, [where, *cells]))
+    top = max((value for each in curves for value in each["y"]), default=0.0)
+    panel = Panel("CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f")
+    levels = [
+        {"panel": 0, "y": v2, "label": f"{name} {v2:.4f}"}
+        for name, _, v2 in PUBLISHED
+        if v2 and v2 < 1.4 * top
+    ]
+    loss = loss_part(run, LOSS._replace(height=130), logged=False)
+    drawn = figure([(panel, curves), loss, rows_part(run, RATE)], run, levels=levels)
+    if not drawn or not any(each["y"] for each in curves):
+        return ""
+    listed = table(
+        ("± standard error", "CORE v1", "CORE v2"), [cells for _, cells in sorted(rows)], "numbers wrap"
+    )
+    return card("CORE along the run", chart(drawn, f"core-{run.name}") + listed)
+
+
+def tasks_card(run: Run) -> str:
+    """The tasks of CORE over the checkpoints, and the newest record in full."""
+    groups = list(core_groups(run).values())
+    if not groups or not any(record["tasks"] for record in groups[-1]):
+        return ""
+    records, last = groups[-1], groups[-1][-1]
+    parts, levels = list[tuple[Panel, list[Json]]](), list[Json]()
+    for task in dict.fromkeys(name for record in records for name in record["tasks"]):
+        known = [record for record in records if number(dig(record, "tasks", task, "accuracy")) is not None]
+        points = [(record, record["tasks"][task]["accuracy"]) for record in known]
+        ends = [task_interval(record["tasks"][task]) for record in known]
+        baseline = number(dig(last, "tasks", task, "baseline_v2"))
+        if known and baseline:
+            levels.append({"panel": len(parts), "y": baseline / 100, "label": ""})
+        if known:
+            panel = Panel(task.replace("bigbench_", "bb_"), height=96, form=".3f", zero=False)
+            parts.append((panel, [curve("accuracy", points, TINT, ends, symbol="circle")]))
+    drawn = figure(parts, columns=4, levels=levels) if len(records) > 1 else None
+    body = chart(drawn, f"tasks-{run.name}") if drawn else ""
+    title = "Tasks of a toy bundle, not CORE" if last["not_core"] else "CORE by task"
+    caption = (
+        f"{escape(where_evaluated(last))}: {escape(settings_text(last))}, seed {escape(str(last['seed']))}. "
+        "Accuracy with its interval of 95 %; dashed: guessing. Centered: 0 at guessing, 1 if all is right."
+    )
+    return card(title, body + task_table(last) + missing_part(last), caption)
+
+
+def task_interval(task: Json) -> Interval | None:
+    return interval_of(task.get("interval")) or around(task.get("accuracy"), task.get("standard_error"))
+
+
+def task_table(record: Record) -> str:
+    rows = []
+    for name, task in record["tasks"].items():
+        if isinstance(task, dict):
+            ends = task_interval(task)
+            accuracy = measured(task.get("accuracy"), ".3f")
+            accuracy += f" <small>{ends[0]:.3f} – {ends[1]:.3f}</small>" if ends else ""
+            items = f"{short(task.get('n'))} of {short(task.get('n_total'))}"
+            name = f"{escape(name)} <small>{short(task.get('shots'))}-shot</small>"
+            guessing = measured(task.get("baseline_v2"), "g", " %")
+            others = [measured(task.get(key), ".3f") for key in ("centered_v2", "gold_bits_per_byte")]
+            rows.append([name, items, accuracy, guessing, *others])
+    head = ("task", "items", "accuracy", "guessing", "centered", "gold bits per byte")
+    return fold("The newest record in full", table(head, rows, "numbers wrap")) if rows else ""
+
+
+def missing_part(record: Record) -> str:
+    """The tasks that a record lacks, with their reasons; not those that nobody chose."""
+    absent = {task: why for task, why in (record["missing"] or {}).items() if why != NOT_CHOSEN}
+    if not absent or record["not_core"]:
+        return ""
+    reasons = escape("".join(f"{task}: {why}\n" for task, why in absent.items()))
+    return fold(f"{missing(f'{len(absent)} tasks missing')}, hence no CORE", f"<pre>{reasons}</pre>")
+
+
+def bits_card(run: Run) -> str:
+    """Bits per byte of held-out text by source, and of the right answers as the job measured them itself."""
+    records, gold = run.evals_of("bits_per_byte"), run.evals_of("gold")
+    names = sources_of(run)
+    points = {
+        name: [(r, bits) for r in records if (bits := dig(r, "sources", name, "bits_per_byte")) is not None]
+        for name in names
+    }
+    whole = curve(
+        "all sources", [(record, record["bits_per_byte"]) for record in records], NEUTRAL, symbol="circle"
+    )
+    of_text = Panel("Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True)
+    ends = [around(r["gold_bits_per_byte"], dig(r, "change", "bits_standard_error")) for r in gold]
+    right = curve("right answers", [(r, r["gold_bits_per_byte"]) for r in gold], TINT, ends, symbol="circle")
+    of_answers = Panel(
+        "Bits per byte of right answers", "bars: 95 % of the change", "", 160, ".4f", zero=False
+    )
+    drawn = figure([(of_text, [whole, *series(points, names, symbol="circle")]), (of_answers, [right])])
+    return card("Bits per byte", chart(drawn, f"bits-{run.name}")) if drawn else ""
+
+
+Score = tuple[Record, float, Interval | None]
+
+
+def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
+    """Panel -> (name, how it was asked) -> the scores in the order of the run."""
+    groups: dict[str, dict[tuple[str, str], list[Score]]] = {"Code": {}, "Questions": {}}
+    for record in run.evals_of("code"):
+        value = number(record["pass@1_plus"])
+        if value is not None:
+            how = ", ".join(str(record[key]) for key in ("protocol", "temperature", "prompt") if record[key])
+            ends = interval_of(record["pass@1_plus_interval"])
+            groups["Code"].setdefault((str(record["dataset"]), how), []).append((record, value, ends))
+    for record in run.evals_of("lm_eval"):
+        shots = "own shots" if record["num_fewshot"] is None else f"{record['num_fewshot']}-shot"
+        asked = (
+            "chat" if record["chat_template"] else "",
+            "" if record["limit"] is None else f"limit {record['limit']}",
+        )
+        for task, metrics in (record["tasks"] or {}).items():
+            known = {name.removesuffix(",none"): number(value) for name, value in (metrics or {}).items()}
+            for name in [n for n in ("acc_norm", "acc") if known.get(n) is not None][:1] or list(known):
+                score = known[name]
+                if score is not None and not name.endswith("_stderr"):
+                    how = ", ".join(filter(None, (name, shots, *asked)))
+                    ends = around(score, known.get(f"{name}_stderr"))
+                    groups["Questions"].setdefault((task, how), []).append((record, score, ends))
+    return groups
+
+
+def scores_card(run: Run) -> str:
+    """Code and lm-eval's tasks: curves over checkpoints, and the newest values."""
+    rows, parts = [], []
+    units = {"Code": "pass@1, base and plus tests", "Questions": "share right"}
+    for title, scores_by_name in scores_of(run).items():
+        curves = []
+        for index, ((name, how), scores) in enumerate(scores_by_name.items()):
+            points, ends = [(record, value) for record, value, _ in scores], [each[2] for each in scores]
+            look: Json = {"symbol": "circle", "dash": dash(index)}
+            curves.append(curve(f"{name} {how}", points, colour(index), ends, **look))
+            where = escape(where_evaluated(points[-1][0]))
+            half = f" ± {50 * (ends[-1][1] - ends[-1][0]):.1f}" if ends[-1] else ""
+            rows.append([escape(name), escape(how), percent(points[-1][1]) + half, where])
+        if any(len(each["y"]) > 1 for each in curves):
+            parts.append((Panel(title, units[title], "", 200, ".1%"), curves))
+    drawn = figure(parts)
+    body = chart(drawn, f"scores-{run.name}") if drawn else ""
+    return (
+        card("Code and questions", body + table(("score", "how", "±: 95 %", "checkpoint"), rows, "wrap"))
+        if rows
+        else ""
+    )
+
+
+def decode_card(run: Run) -> str:
+    """The newest decode speed, beside what reading the weights at the measured bandwidth would allow."""
+    if not run.evals_of("decode_speed"):
+        return ""
+    record = run.evals_of("decode_speed")[-1]
+    each, bandwidth = number(record["bytes_per_token"]), number(record["probe_bytes_per_s"])
+    slow, fast = (short(record[f"tokens_per_s_{end}"]) for end in ("p10", "p90"))
+    rows = [
+        ["tokens per second", f"<b>{short(record['tokens_per_s'])}</b> <small>{slow} – {fast}</small>"],
+        ["of the memory's limit", f"<b>{measured(record['percent_of_probe'], '.1f', ' %')}</b>"],
+        ["the limit, tokens per second", short(bandwidth / each if bandwidth and each else None)],
+        ["read bandwidth", short(bandwidth, "B/s")],
+        ["first token after", measured(record["ttft_s"], ".3g", " s")],
+        ["prefill", short(record["prefill_tokens_per_s"], " tok/s")],
+    ]
+    names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa", "threads") if record[key]]
+    caption = "Batch 1; in small, the 10th and 90th percentile. The limit: every byte of a token read once, as fast as "
+    caption += "a probe read in the same run; above it, weights come from the processor's caches."
+    head = (where_evaluated(record), " · ".join(names))
+    return card("Decode speed", table(head, rows, "wrap"), caption)
+
+
+def contamination_card(run: Run) -> str:
+    """What the training text held of the evaluation sets before its documents were dropped."""
+    rows, records = dict[tuple[str, str], list[str]](), run.evals_of("contamination")
+    for record in records:
+        for name, counts in (record["benchmarks"] or {}).items():
+            items, touched = number(dig(counts, "items")), number(dig(counts, "touched"))
+            share = touched / items if items and touched is not None else None
+            numbers = [
+                short(items),
+                short(touched),
+                percent(share, ".2f"),
+                short(dig(counts, "documents_dropped")),
+            ]
+            rows[name, str(record["phase"])] = [escape(name), escape(str(record["phase"] or "")), *numbers]
+    if not records:
+        return ""
+    if not rows:
+        return card("Contamination", "<p>The data were not searched for evaluation items.</p>")
+    head = ("evaluation set", "phase", "items", "touched, at most", "share", "documents dropped")
+    caption = (
+        "Items of which the training text held at least half of the 13-grams; the documents were left out."
+    )
+    return card("Contamination", table(head, rows.values(), "wrap"), caption)
