@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tools.roofline import token_s
 
 from laneformer.engine import bench
 from tools.bench import latency
 from tools.bench.__main__ import main
 from tools.bench.latency import VARIANTS, config_of, hidden_s, predict
+from tools.roofline import token_s
 
 MODULES_S = (4e-6, 6e-6)  # 15 layers of 10 us, in tokens of 1,000 us
 
