@@ -45,7 +45,6 @@ from tools.dashboard.charts import (
 )
 from tools.dashboard.evaluations import core_tile, where_evaluated
 
-QUIET_S = 600  # without a row, after which a run is not called training
 RISE = 1.0  # nats above the lowest loss of a phase, from which a run has diverged
 LISTED = 40  # incidents
 TROUBLE = re.compile(
@@ -97,7 +96,7 @@ def state(run: Run, now: float) -> tuple[str, str]:
         return "done", f"finished: {where}"
     if row["time"] is None:
         return "idle", where
-    if now - row["time"] < QUIET_S:
+    if now - row["time"] < 600:  # seconds
         return "live", f"training: {where}"
     return "idle", f"quiet since {utc(row['time'])} UTC: {where}"
 
@@ -187,7 +186,7 @@ def usage_tiles(run: Run) -> list[tuple[str, str, str]]:
         return []
     left = usage.gpu_hours_left
     total = "so far" if not left else f"of {short(usage.gpu_hours + left)}"
-    prices = next((config.get("metrics", {}) for config in reversed(run.configs.values())), {})
+    prices: Json = next((config.get("metrics", {}) for config in reversed(run.configs.values())), {})
     note = ", ".join(filter(None, (total, money(usage.gpu_hours, prices))))
     shown = ("device-hours", short(usage.gpu_hours), note)
     if usage.finish_time is None:
@@ -251,7 +250,7 @@ def positions_card(run: Run) -> str:
     places, curves = sources_of(run), list[Json]()
     for row, look in ((last, {"symbol": "circle"}), (first, {"dash": "dot", "opacity": 0.6})):
         for name, losses in row["valid_loss_by_position"].items():
-            points = [({}, loss) for loss in losses.values()]
+            points: Points = [({}, loss) for loss in losses.values()]
             drawn = curve(name, points, colour(places.index(name)), **look)
             curves.append({**drawn, "x": {"first position of an octave, tokens": list(losses)}})
     panel = Panel("Validation loss by position", "nats per token", height=280, form=".4f", zero=False)
@@ -358,10 +357,10 @@ def overlay_card(runs: Sequence[Run]) -> str:
     """The smoothed losses of several runs over each other, and their validation losses."""
     curves = []
     for index, run in enumerate(runs):
-        rows, look = run.kept_rows, {"group": run.name, "width": 1.5}
-        curves.append(curve(run.name, smoothed(run, rows), colour(index), **look))
+        rows = run.kept_rows
+        curves.append(curve(run.name, smoothed(run, rows), colour(index), width=1.5))
         validated = [(row, row["valid_loss"]) for row in rows if row["valid_loss"] is not None]
-        curves.append(curve(f"{run.name}, validation", validated, colour(index), symbol="diamond", **look))
+        look: Json = {"group": run.name, "width": 1.5, "symbol": "diamond"}
+        curves.append(curve(f"{run.name}, validation", validated, colour(index), **look))
     drawn = figure([(LOSS, curves)])
-    caption = "Smoothed; diamonds: validation loss."
-    return card("Loss of all runs", chart(drawn, "comparison"), caption) if drawn else ""
+    return card("Loss of all runs, smoothed", chart(drawn, "comparison")) if drawn else ""
