@@ -53,7 +53,7 @@ $(VENV)/.engine-ready: pyproject.toml $(ENGINE_SOURCES)
 # torch with pip, which knows the wheels that a machine keeps
 $(VENV)/.ready: $(VENV)/.engine-ready
 	$(BIN)/pip install -q --no-deps "$(TORCH)"
-	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING),train,eval,cuda,demo,figures,dev]"
+	$(INSTALL) --no-build-isolation-package laneformer -e ".[$(SERVING),train,eval,cuda,demo,ablate,dev]"
 	@touch $@
 	@echo "ready: $(BIN)/laneformer, $(BIN)/python -m train"
 
