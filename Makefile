@@ -132,8 +132,8 @@ structure: setup
 UNIT := not job and not rotate and not proof
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rsfE -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10
 
-# what failed beside others is tried once more alone: a fault fails twice, a flaky test is named as PASSED
-ALONE := $(BIN)/python -m pytest -rpsfE --last-failed --last-failed-no-failures none
+# what failed beside others is tried once more alone, however late it is: a fault fails twice, a flaky test is named as PASSED
+ALONE := env -u ROTATE_UNTIL $(BIN)/python -m pytest -rpsfE --last-failed --last-failed-no-failures none
 
 test: lint structure browser
 	$(PYTEST) -m "$(UNIT)"

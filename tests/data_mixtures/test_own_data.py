@@ -61,7 +61,8 @@ def write_json_lines(path: Path, texts: list[str]) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What RECIPE reads, the Parquet in b/ instead of a bucket."""
-    save(byte_level(write_text(0, 5), ["<|endoftext|>"], 300), tmp_path)
+    # 300 ids in all, which four lanes divide
+    save(byte_level(write_text(0, 5), ["<|endoftext|>"], 299), tmp_path)
     (tmp_path / "b").mkdir()
     for number in range(2):
         write_json_lines(tmp_path / f"corpus/{number}.jsonl.gz", write_text(1 + number, 40))

@@ -28,10 +28,11 @@ def test_without_torchrun_a_missing_job_file_is_named(tmp_path: Path) -> None:
 
 
 def test_every_config_builds_its_model() -> None:
+    """But for the jobs that delay a dense model: they need its folder (tests/tools/test_delay_a_model.py)."""
     from train.spec import SPEC, register
 
     assert {path.name for path in JOBS} >= {"phase1.toml", "phase2.toml", "debug_phase1.toml"}
-    for path in sorted(JOBS):
+    for path in sorted(path for path in JOBS if not path.name.startswith("delay_")):
         try:
             job = load_job(["--job.config_file", str(path)])
         finally:
