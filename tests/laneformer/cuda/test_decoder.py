@@ -27,8 +27,12 @@ from laneformer.model import run_layers
 from laneformer.positions import rope_table
 from tests.laneformer.cuda.harness import random_model, small_config, tensors_of
 from tests.laneformer.cuda.stand_ins import LoopPasses, cuda_of, passes_of
-from tests.laneformer.engine.assets import byte_tokenizer, write_folder
-from tests.laneformer.engine.test_joined import collect, tokens_of
+from tests.laneformer.engine.assets import (
+    byte_tokenizer,
+    collect,
+    tokens_of,
+    write_folder,
+)
 
 CONFIG = small_config(vocab_size=264, max_position_embeddings=48)
 MODEL = random_model(CONFIG)
@@ -162,12 +166,6 @@ def test_requests_join_side_by_side(engine):
     right = engine.logprobs(prompts[2], top=2)
     np.testing.assert_array_equal(ended[scored][-1].scores.top_ids, right.top_ids)
     np.testing.assert_array_equal(ended[scored][-1].scores.logprobs, right.logprobs)
-
-
-def test_more_prompts_than_columns_wait(engine):
-    prompts = [[1 + i, 2, 3] for i in range(8)]
-    assert engine.generate_batch(prompts, max_new_tokens=5) == [greedy(prompt, 5) for prompt in prompts]
-    assert engine.statistics.passes < 8 * 5
 
 
 def test_a_gpu_that_has_failed_takes_no_more_requests(engine, monkeypatch):

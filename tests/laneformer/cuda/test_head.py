@@ -31,6 +31,7 @@ from tests.laneformer.cuda.reference import DRAWS, KeptCache, kept_at, worst_rou
 from tests.laneformer.cuda.stand_ins import passes_of
 from tests.laneformer.cuda.test_passes import text
 from tests.laneformer.cuda.test_prefill import PlainCache
+from tests.laneformer.engine.assets import generate_together
 from tests.proofs import CORE_SOURCES, KERNEL_SOURCES
 
 pytestmark = [
@@ -321,13 +322,13 @@ def test_company_prefixes_and_prompts_that_pytorch_reads(
     prompts = [text(3), text(14)]
     with Engine(config, tensors_of(knowing(config), "bf16"), device="cuda") as engine:
         recorded(drafting(engine))
-        beside = engine.generate_batch(prompts, max_new_tokens=7)
+        beside = generate_together(engine, prompts, max_new_tokens=7)
         again = engine.generate_detailed(prompts[1], max_new_tokens=7)
         assert again.statistics.reused_tokens == 13
         drafts = recorded(engine)
         assert len(drafts) > 8
         assert all(np.isfinite(logits).sum() == 80 for *_, logits in drafts)
-        plain = engine.generate_batch(prompts, max_new_tokens=7, speculate=0)
+        plain = generate_together(engine, prompts, max_new_tokens=7, speculate=0)
         assert [*beside, again.ids] == [*plain, plain[1]]
         monkeypatch.setattr(passes_of(engine).head, "run", refused)
         without = engine.generate_detailed(prompts[1], max_new_tokens=7)

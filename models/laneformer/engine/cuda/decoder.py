@@ -92,7 +92,7 @@ class CudaDecoder:
             warnings.warn(said, stacklevel=4)
         return make(version="graph")
 
-    def join(self, requests: Sequence[Request], alone: bool = False) -> list[int]:
+    def join(self, requests: Sequence[Request]) -> list[int]:
         """EngineLost after the GPU has failed; ValueError for what only the CPU has."""
         for request in requests:
             if request.keep_partials:
@@ -101,7 +101,7 @@ class CudaDecoder:
             raise EngineLost(self.failure)
         if not self._drafts:
             requests = [dataclasses.replace(request, speculate=0) for request in requests]
-        return self.executor.schedule.join(requests, alone)
+        return self.executor.schedule.join(requests)
 
     def collect(self, timeout_s: float) -> list[Collected]:
         return [
