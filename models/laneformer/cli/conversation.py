@@ -18,7 +18,7 @@ from typing import Any
 
 from ..chat import ASSISTANT, SYSTEM, USER
 from ..engine import Engine, Statistics, TextStream
-from ..engine.channels import Harmony, Thinking, begun, speaks_harmony
+from ..engine.channels import AnswerReader, Delta, begins_reasoning, speaks_harmony
 from ..prompts import PromptEncoder
 
 Message = dict[str, str]  # "role" and "content"
@@ -110,16 +110,17 @@ class Conversation:
 
         It joins the conversation with its messages, unless there is nothing of it; its reasoning does not.
         """
-        harmony, inside = speaks_harmony(self.engine.tokenizer_config), begun(self.tokenizer, reply.prompt)
-        said: Harmony | Thinking = Harmony() if harmony else Thinking(inside)
+        harmony = speaks_harmony(self.engine.tokenizer_config)
+        reader = AnswerReader(None, begins_reasoning(self.tokenizer, reply.prompt), harmony)
         stream, start_s = TextStream(self.tokenizer, reply.prompt, not harmony), time.monotonic()
 
-        def add(reasoning: str, content: str) -> None:
-            reply.content += content
-            if reasoning:
-                think(reasoning)
-            if content:
-                show(content)
+        def add(deltas: list[Delta]) -> None:
+            for kind, text in deltas:
+                if kind == "reasoning":
+                    think(text)
+                else:
+                    reply.content += text
+                    show(text)
 
         try:
             with one_interrupt(), contextlib.closing(self.engine.stream(reply.prompt, **options)) as tokens:
@@ -128,12 +129,12 @@ class Conversation:
                     reply.times_s.append(time.monotonic() - start_s)
                     if token not in self.engine.eos_ids:
                         reply.text += (piece := stream.push(token))
-                        add(*said.push(piece))
+                        add(reader.push(piece))
         except KeyboardInterrupt:
             reply.interrupted = True
         reply.text += (piece := stream.finish())
-        add(*said.push(piece))
-        add(*said.finish())
+        add(reader.push(piece))
+        add(reader.finish())
         reply.statistics = self.engine.statistics
         if reply.ids:
             self.messages = [*reply.messages, {"role": ASSISTANT, "content": reply.content}]

@@ -6,17 +6,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import tyro
 
 from ..chat import SYSTEM, USER
 from ..engine import Engine, GenerationOptions, StopStrings, TextStream
-from ..engine.channels import Harmony, speaks_harmony
+from ..engine.channels import AnswerReader, Delta, speaks_harmony
 from ..engine.text import text_of
 from ..prompts import PromptEncoder
-from .options import ModelFlags, ModelOptions, SamplingFlags, SamplingOptions
+from .options import ModelFlags, ModelName, ModelOptions, SamplingFlags, SamplingOptions
 
 
 @dataclass
@@ -28,10 +27,7 @@ class Generate:
     sampling off.
     """
 
-    hf_dir: tyro.conf.Positional[Path]
-    """Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name:
-    HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists.
-    """
+    hf_dir: ModelName
     prompt: str
     """Text to continue, or with --chat the message to reply to."""
     chat: bool = False
@@ -74,12 +70,17 @@ class Generate:
 def in_harmony(engine: Engine, prompt: list[int], stop: Sequence[str], **options: Any) -> Iterator[str]:
     """The answer of a model that writes the harmony format; its reasoning goes to stderr."""
     assert engine.tokenizer is not None, "a conversation has one"
-    said, text = Harmony(), TextStream(engine.tokenizer, prompt, skip_special_tokens=False)
+    reader, text = AnswerReader(harmony=True), TextStream(engine.tokenizer, prompt, skip_special_tokens=False)
+
+    def without_reasoning(deltas: list[Delta]) -> str:
+        for kind, part in deltas:
+            if kind == "reasoning":
+                print(part, end="", file=sys.stderr, flush=True)
+        return "".join(part for kind, part in deltas if kind == "text")
+
     for piece in text_of(engine.stream(prompt, **options), text, StopStrings(stop)):
-        reasoning, content = said.push(piece)
-        print(reasoning, end="", file=sys.stderr, flush=True)
-        yield content
-    yield said.finish()[1]
+        yield without_reasoning(reader.push(piece))
+    yield without_reasoning(reader.finish())
 
 
 def conversation(engine: Engine, prompt: str, system: str | None) -> list[int]:

@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     stop: str | None = None
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def join_pieces(pieces: Sequence[Piece]) -> Piece:
     """All pieces of one choice as one."""
     tokens = [token for piece in pieces for token in piece.tokens]
     ids, text = [i for piece in pieces for i in piece.ids], "".join(piece.text for piece in pieces)

@@ -14,7 +14,7 @@ import pytest
 from laneformer.serve.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars
 from tests.laneformer.serve.grammar_assets import TOKENIZERS, allowed, batch_of, drawn, grammars, text_of
 
-SEEDS = 10
+SEEDS = 3
 SHORT = {"type": "string", "maxLength": 12}
 
 
@@ -196,43 +196,6 @@ def test_a_schema_cannot_change_how_it_is_compiled() -> None:
     lenient = {"type": "string", "format": "zip", "x-guidance": {"lenient": True}}
     with pytest.raises(ValueError, match="Unknown format"):
         grammars().of_schema(lenient, "schema")
-
-
-JSON_SCHEMA = {"name": "x", "strict": True, "schema": SCHEMAS["flat"]}
-
-
-def test_response_formats() -> None:
-    known = grammars()
-    assert known.of_response_format(None) is None
-    assert known.of_response_format({"type": "text"}) is None
-    with batch_of() as batch:
-        for form, schema in (
-            ({"type": "json_schema", "json_schema": JSON_SCHEMA}, SCHEMAS["flat"]),
-            ({"type": "json_object"}, {"type": "object"}),
-        ):
-            grammar = known.of_response_format(form)
-            assert grammar is not None
-            answers = [drawn(batch, grammar.copy(), seed=seed) for seed in range(8)]
-            ended = [ids for ids, reason in answers if reason == "stop"]
-            assert ended
-            assert all(valid("bytes", ids, schema) for ids in ended)
-
-
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        ({"type": "xml"}, "response_format.type = 'xml'"),
-        ({"type": "json_schema"}, "json_schema.name = None must match"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema = None must be a JSON schema"),
-        ({"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "name = 'a b'"),
-        ({"type": "json_schema", "json_schema": {"schema": {}}}, "name = None"),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}},
-         "response_format.json_schema.schema: Invalid type: y"),
-    ],
-)  # fmt: skip
-def test_bad_response_formats(form: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        grammars().of_response_format(form)
 
 
 def test_models_without_an_end_and_machines_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ LIMIT = 2**20  # bytes of the prefix cache
 
 
 def said_after_a_completion(engine: Engine) -> dict[str, Any]:
-    app = create_app(engine, ServerOptions(model="tiny", api_key=None))
+    app = create_app(engine, ServerOptions(model_name="tiny", api_key=None))
     with TestClient(app, "http://localhost") as client:
         body = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
         answer = client.post("/v1/completions", json=body).json()
@@ -72,7 +72,7 @@ def test_a_slower_link_is_measured_and_changes_no_token(model_folder: Path, engi
 
 
 def test_a_slower_link_needs_lanes_on_several_threads(model_folder: Path) -> None:
-    options = ServerOptions(model="tiny", api_key=None, link_us=5.0)
+    options = ServerOptions(model_name="tiny", api_key=None, link_us=5.0)
     with (
         Engine.from_pretrained(model_folder, threads=1, cache=False) as engine,
         pytest.raises(ValueError, match=r"1 threads share every lane of .*; take as many threads as lanes"),
