@@ -11,13 +11,13 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..chat import ASSISTANT, SYSTEM, USER
-from ..engine import Engine, Statistics, TextStream
+from ..engine import Engine, Statistics, StopStrings, TextStream
 from ..engine.channels import AnswerReader, Delta, begins_reasoning, speaks_harmony
 from ..prompts import PromptEncoder
 
@@ -104,7 +104,12 @@ class Conversation:
         return Reply(messages, rendered, self.encoder.encode(rendered))
 
     def complete(
-        self, reply: Reply, show: Callable[[str], None], think: Callable[[str], None], **options: Any
+        self,
+        reply: Reply,
+        show: Callable[[str], None],
+        think: Callable[[str], None],
+        stop: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         """Generate the reply, `show` its content in pieces, and `think` its reasoning; Ctrl-C ends it early.
 
@@ -112,7 +117,8 @@ class Conversation:
         """
         harmony = speaks_harmony(self.engine.tokenizer_config)
         reader = AnswerReader(None, begins_reasoning(self.tokenizer, reply.prompt), harmony)
-        stream, start_s = TextStream(self.tokenizer, reply.prompt, not harmony), time.monotonic()
+        stream, stops = TextStream(self.tokenizer, reply.prompt, not harmony), StopStrings(stop)
+        start_s = time.monotonic()
 
         def add(deltas: list[Delta]) -> None:
             for kind, text in deltas:
@@ -129,11 +135,14 @@ class Conversation:
                     reply.times_s.append(time.monotonic() - start_s)
                     if token not in self.engine.eos_ids:
                         reply.text += (piece := stream.push(token))
-                        add(reader.push(piece))
+                        add(reader.push(stops.push(piece)))
+                    if stops.found:
+                        break
         except KeyboardInterrupt:
             reply.interrupted = True
-        reply.text += (piece := stream.finish())
-        add(reader.push(piece))
+        if not stops.found:
+            reply.text += (piece := stream.finish())
+            add(reader.push(stops.push(piece) + stops.finish()))
         add(reader.finish())
         reply.statistics = self.engine.statistics
         if reply.ids:

@@ -31,7 +31,6 @@ try:
     from prometheus_client import generate_latest
     from starlette.exceptions import HTTPException
 
-    from .access import Access
     from .apis import ollama
     from .apis.chat import ConversationAnswer
     from .apis.completions import CompletionAnswer
@@ -39,7 +38,7 @@ try:
     from .apis.responses import ResponsesAnswer, ResponsesRequest
     from .bodies import Body, RequestError
     from .context import ServingContext
-    from .endpoints import Endpoints
+    from .endpoints import Access, Endpoints
     from .metrics import Metrics
     from .schema import CompletionRequest, ConversationRequest
     from .sending import STATUS, error_response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,46 +16,8 @@ from laneformer.serve.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars
 from tests.laneformer.serve.grammar_assets import TOKENIZERS, allowed, batch_of, drawn, grammars, text_of
 
 SEEDS = 3
-SHORT = {"type": "string", "maxLength": 12}
-
-
-def record(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
-    }  # fmt: skip
-
-
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "flat": record(name=SHORT, age={"type": "integer", "minimum": 0, "maximum": 150}, member={"type": "boolean"}),
-    "nested": record(a=record(b=record(c=record(d={"type": "null"}), text=SHORT))),
-    "enum": record(colour={"enum": ["red", "grün", 3, None, True]}, kind={"const": "x\"y\\z\n"}),
-    "array": {"type": "array", "items": record(x={"type": "integer"}), "minItems": 2, "maxItems": 4},
-    "tuple": {"type": "array", "prefixItems": [SHORT, {"type": "number"}], "items": False, "minItems": 2},
-    "anyOf": record(value={"anyOf": [SHORT, {"type": "integer"}, record(deep={"type": "boolean"})]}),
-    "refs": {
-        "$defs": {"tree": {**record(leaf=SHORT), "properties": {"leaf": SHORT, "left": {"$ref": "#/$defs/tree"}}}},
-        "$ref": "#/$defs/tree",
-    },
-    "numbers": record(
-        a={"type": "number", "minimum": -1.5, "exclusiveMaximum": 2},
-        b={"type": "integer", "multipleOf": 5, "minimum": 10, "maximum": 100},
-        c={"type": "integer", "exclusiveMinimum": -3},
-    ),
-    "strings": record(
-        code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
-        day={"type": "string", "format": "date", "pattern": "^[12]"},  # RFC 3339 has a year 0, Python has not
-        id={"type": "string", "format": "uuid"},
-        mail={"type": "string", "format": "email", "maxLength": 30},
-    ),
-    "unicode": record(**{"größe": {"enum": ["東京", "☃", "🙂"]}, "наме": {"type": "string", "maxLength": 6}}),
-    "optional": {"type": "object", "properties": {"a": SHORT, "b": {"type": "boolean"}}, "additionalProperties": False},
-    "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 3},
-    "pydantic": {
-        "title": "Order", "description": "of a client", "type": "object", "required": ["item"],
-        "properties": {"item": {"title": "Item", "default": "tea", "examples": ["tea"], **SHORT}},
-        "additionalProperties": False, "$schema": "https://json-schema.org/draft/2020-12/schema",
-    },
-}  # fmt: skip
+# RFC 3339 has a year 0, Python has not: so a date begins with 1 or 2
+SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("schemas.json").read_text())
 
 
 def valid(kind: str, ids: list[int], schema: dict[str, Any]) -> bool:
@@ -140,14 +103,6 @@ def test_a_table_smaller_than_the_tokenizer() -> None:
     assert max(allowed(mask)) == 299
 
 
-def test_answers_that_the_limit_cuts_are_the_beginning_of_valid_ones() -> None:
-    schema, known = SCHEMAS["flat"], grammars()
-    with batch_of() as batch:
-        whole, _ = drawn(batch, known.of_schema(schema, "schema"), seed=4)
-        cut, reason = drawn(batch, known.of_schema(schema, "schema"), seed=4, max_new_tokens=5)
-    assert (cut, reason) == (whole[:5], "length")
-
-
 def test_white_space_is_bounded() -> None:
     grammar, known = grammars().of_schema({"type": "object"}, "schema"), grammars()
     blank = {
@@ -169,19 +124,12 @@ def test_white_space_is_bounded() -> None:
         ({"type": "string", "pattern": "(?=a)b"}, "s: regex parse error"),
         ({"type": "array", "items": {"if": {}}}, r's\.items: Unimplemented keys: \["if"\]'),
         ({"$ref": "#/$defs/x"}, "Pointer '/\\$defs/x' does not exist"),
-        ({"$ref": "http://127.0.0.1:9/x"}, "does not fetch"),
         ({"$ref": "#"}, "the schema allows no answer"),
-        ({"type": "integer", "minimum": 3, "maximum": 1}, "Unsatisfiable"),
         ({"enum": ["x" * MAX_SCHEMA_BYTES]}, "at most 65,536"),
         ({"type": "integer", "multipleOf": 99_999_989}, "least common multiple"),
-        ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "least common multiple"),
         ({"type": "number", "multipleOf": 1e-300 * 1.2345678}, "least common multiple"),
-        ({"type": "string", "pattern": "(" * 9_000}, "regex parse error"),
         ({"const": "\ud800"}, "hex escape"),
-        ({"minimum": float("nan")}, "expected value"),
-        (functools.reduce(lambda inner, _: {"items": inner}, range(300), {}), "recursion limit exceeded"),
         (functools.reduce(lambda inner, _: {"items": inner}, range(3000), {}), "s is nested too deeply"),
-        (5, "s = 5 must be a JSON schema"),
         (None, "s = None must be a JSON schema"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

@@ -81,19 +81,18 @@ def ids_of(known: Grammars, text: str) -> list[int]:
     return known.tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def begins(known: Grammars, grammar: Any, text: str, *end: int) -> bool:
+    """Whether an answer may begin so."""
+    ids = [*ids_of(known, text), *end]
+    return tokens_allowed(grammar.copy(), ids) == len(ids)
+
+
 def fits(known: Grammars, grammar: Any, text: str) -> bool:
     """Whether an answer may be this text."""
-    ids = [*ids_of(known, text), known.eos_ids[0]]
-    return tokens_allowed(grammar.copy(), ids) == len(ids)
+    return begins(known, grammar, text, known.eos_ids[0])
 
 
-def begins(known: Grammars, grammar: Any, text: str) -> bool:
-    """Whether an answer may begin so."""
-    ids = ids_of(known, text)
-    return tokens_allowed(grammar.copy(), ids) == len(ids)
-
-
-def test_grammars_of_calls_leave_room_for_reasoning(known: Grammars) -> None:
+def test_grammars_leave_room_for_reasoning(known: Grammars) -> None:
     calling = ToolCalling({"chat_template": TEMPLATE}, known)
     auto, required = (calling.use(request_with(TOOLS, choice)).grammar() for choice in ("auto", "required"))
     role = f" to=functions.weather{CHANNEL}commentary"
@@ -106,16 +105,12 @@ def test_grammars_of_calls_leave_room_for_reasoning(known: Grammars) -> None:
     for before in ("", THOUGHT, THOUGHT + preamble):
         assert fits(known, auto, f"{before}{FINAL}Fine.")
     assert not begins(known, required, f"{THOUGHT}{FINAL}Fine.")
+    form = known.of_schema({"type": "object"}, "response_format")
+    for before in ("", THOUGHT):
+        assert fits(known, form, f'{before}{FINAL}{{"a": 1}}')
+    assert not begins(known, form, '{"a": 1}')
     for wrong in (THOUGHT + THOUGHT, CALLED.replace("weather", "other"), CALLED + '{"city": 1}'):
         assert not begins(known, auto, wrong)
-
-
-def test_grammars_of_response_formats_leave_room_for_reasoning(known: Grammars) -> None:
-    grammar = known.of_schema({"type": "object"}, "response_format")
-    for before in ("", THOUGHT):
-        assert fits(known, grammar, f'{before}{FINAL}{{"a": 1}}')
-    assert not begins(known, grammar, '{"a": 1}')
-    assert not begins(known, grammar, f"{FINAL}Fine.")
 
 
 @pytest.fixture(scope="module")
