@@ -135,6 +135,13 @@ class SamplingOptions:
         return defaults | given
 
 
-# fields of a command, whose flags have no prefix
+# fields of commands; flags have no prefix
+ModelName = Annotated[
+    tyro.conf.Positional[Path],
+    tyro.conf.arg(
+        help="Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name: "
+        "HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists."
+    ),
+]
 ModelFlags = Annotated[ModelOptions, tyro.conf.arg(name="")]
 SamplingFlags = Annotated[SamplingOptions, tyro.conf.arg(name="")]
