@@ -36,7 +36,6 @@ def test_shapes_and_counts_are_those_of_the_model(flavor: str, head: str) -> Non
         assert LaneformerConfig.from_dict(config.to_dict()) == config
 
 
-ROPES_OF_A_VARIANT = {"broadcast_delay": 0, "variant": {"ropes": [[[1.0], 1.0, [], 0]]}}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 30}, r"heads = 30 is not divisible by num_lanes = 8; use 24 or 32"),
     ({"num_key_value_heads": 4}, r"num_key_value_heads = 4 is not divisible by num_lanes = 8; use 8"),
@@ -67,8 +66,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {**YARN, "truncate": "False"}}, "truncate = 'False' .* must be true or false"),
     ({"window_rope_theta": 0.0}, "window_rope_theta = 0.0 must be greater than 0"),
     ({"rope_scaling": dict.fromkeys(LLAMA3_KEYS, 1.0), "window_rope_theta": 1e4}, "with no rope_scaling"),
-    ({"window_rope_theta": 1e4, **ROPES_OF_A_VARIANT},
-     "ropes of a variant take the place of rope_scaling and window_rope_theta"),
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import DRAFT_IDS, MODULES, hf_name, plain_name
 from laneformer.model import deliver, run_layers
 from laneformer.positions import rope_table
+from tests.laneformer.drafts import draft_logits
 from tests.laneformer.lane_reference import reference_drafts
 from tests.laneformer.test_model import FLOAT64_TOLERANCE, IDS, build, exact_rope
 
@@ -21,7 +22,7 @@ STEPS = 3
 
 def drafts_of(model: Laneformer) -> list[np.ndarray]:
     with torch.no_grad():
-        return [logits[0].numpy() for logits in model.draft_logits(torch.tensor([IDS]), STEPS)]
+        return [logits[0].numpy() for logits in draft_logits(model, torch.tensor([IDS]), STEPS)]
 
 
 def difference(model: Laneformer, plant: str = "") -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from ..config import MODULES, LaneformerConfig
-from ..supports import refuse_variant
+from ..supports import refuse_other_layers
 from ..tensors import AS_IN_FILE, MATRIX_DTYPES, Tensor, dtype_name
 from .batch import Batch
 from .cpu.decoder import RandomTensors
@@ -125,7 +125,7 @@ class Engine:
         with self.request_lock:
             decoder: Decoder
             if devices := cuda_devices(device):
-                refuse_variant(config, "the CUDA engine", "use device = 'cpu'", has=("ropes",))
+                refuse_other_layers(config, "the CUDA engine", "use device = 'cpu'")
                 from .cuda.decoder import CudaDecoder  # imports torch
 
                 if options.pop("cache_dir", None) is not None:

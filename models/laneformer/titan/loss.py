@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..config import LaneformerConfig
-from ..linear import Lanes
-from ..model import LaneRMSNorm, LMHead
+from ..lanes import LaneRMSNorm, Lanes
+from ..model import LMHead
 from .lane_axis import LaneAxis
 
 IGNORE_INDEX = -100  # TorchTitan's, and PyTorch's default

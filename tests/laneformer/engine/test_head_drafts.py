@@ -14,6 +14,7 @@ import torch
 from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import DRAFT_IDS
 from laneformer.engine import Engine
+from tests.laneformer.drafts import draft_logits
 from tests.laneformer.engine.assets import (
     engine_of,
     random_ids,
@@ -33,7 +34,7 @@ def take_drafts(engine: Engine) -> list[tuple[list[int], int, np.ndarray]]:
 @torch.no_grad()
 def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
     """Logits (V,) of the draft after `ids`, of which the last `drafts` were drafted after the others."""
-    logits = wide.draft_logits(torch.tensor([ids]), drafts + 1)[drafts][0, -1].numpy()
+    logits = draft_logits(wide, torch.tensor([ids]), drafts + 1)[drafts][0, -1].numpy()
     if DRAFT_IDS in wide.state_dict():
         impossible = np.ones(len(logits), bool)
         impossible[wide.state_dict()[DRAFT_IDS].long().numpy()] = False
@@ -116,7 +117,7 @@ def learnt() -> tuple[Laneformer, list[int]]:
     for _ in range(45):
         losses = [
             torch.nn.functional.cross_entropy(logits[0], text[0, step + 1 :][: logits.shape[1]])
-            for step, logits in enumerate((x[:, :-1] for x in model.draft_logits(text, 3)), 1)
+            for step, logits in enumerate((x[:, :-1] for x in draft_logits(model, text, 3)), 1)
         ]
         optimizer.zero_grad()
         sum(losses).backward()

@@ -18,13 +18,12 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from laneformer import Engine
-from laneformer.config import LaneformerConfig
 from laneformer.engine import bench
 from laneformer.engine.cpu import packed
 from laneformer.engine.folder import read_checkpoint
-from laneformer.experts import LaneExperts
 from laneformer.llama.config import lanes_for
-from laneformer.variant import Experts
+from laneformer.llama.layers import LaneExperts
+from laneformer.llama.variant import Experts, FamilyConfig
 from tests.laneformer.llama.folders import (
     ALLOWED,
     CASES,
@@ -263,7 +262,7 @@ def test_lanes_cut_no_blocks_and_wait_for_each_other(gpt_oss: Path) -> None:
     values |= {"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
     assert [lanes_for(values, threads) for threads in (1, 2, 3, 4, 8)] == [1, 2, 1, 2, 2]
     assert lanes_for({**values, "intermediate_size": 40}, 8) == 8
-    config = LaneformerConfig.from_flavor("tiny", broadcast_delay=0, variant={"experts": [8, 2]})
+    config = FamilyConfig.from_flavor("tiny", broadcast_delay=0, variant={"experts": [8, 2]})
     assert config.variant.experts == Experts(8, 2, True)
     assert config.tensor_shapes()["layers.0.feed_forward.w2.weight"] == (8, 4, 128, 128)
     with pytest.raises(ValueError, match="experts need broadcast_delay = 0"):
