@@ -5,7 +5,6 @@ every position, and against Transformers' tables.
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import torch
 from laneformer import Laneformer, LaneformerConfig, positions
 from laneformer.engine.folder import rope_tables
 from laneformer.positions import rope_table
-from tests.laneformer.lane_reference import layer_rope, reference_logits
+from tests.laneformer.lane_reference import reference_logits
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
 KINDS: dict[str, dict[str, Any]] = {
@@ -119,24 +118,3 @@ def test_one_table_a_kind() -> None:
     assert len(LaneformerConfig(rope_theta=1e4, window_rope_theta=1e4).ropes) == 1, "two of the same are one"
     found = positions.rope_table(built("yarn on full").config, torch.arange(4))
     assert found[0].shape == (2, 1, 4, 1, 6)
-
-
-def test_a_config_without_them_is_as_it_was() -> None:
-    config = LaneformerConfig()
-    assert not config.ropes
-    assert not {"window_rope_theta", "nope_layers"} & config.to_dict().keys()
-    again = LaneformerConfig.from_dict(built("yarn and theta").config.to_dict())
-    assert again == built("yarn and theta").config
-    assert again.ropes == built("yarn and theta").config.ropes
-
-
-def test_the_reference_is_another_writing() -> None:
-    """It shares no line with the model: a wrong border of YaRN in the model is seen."""
-    own = {"rope_theta": 1e4, "rope_scaling": YARN | {"original_max_position_embeddings": 4096}}
-    config = LaneformerConfig(**SHAPE, **own)
-    frequencies, scale = layer_rope(config, 0)  # type: ignore[misc]
-    assert np.allclose(config.ropes[0].frequencies, frequencies, rtol=4 * 2.0**-24, atol=0)
-    assert config.ropes[0].scale == pytest.approx(scale)
-    with patch("laneformer.ropes.math.floor", lambda x: int(x) + 2):
-        wrong = LaneformerConfig.from_dict(config.to_dict())
-        assert not np.allclose(wrong.ropes[0].frequencies, frequencies, rtol=1e-3)
