@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..cache import Cache
 from ..config import LaneformerConfig
 from ..lanes import LaneLinear, LaneRMSNorm
-from ..model import LaneAttention, LaneFeedForward, Laneformer, LaneformerLayer, Sent, join_lanes
+from ..model import LaneAttention, LaneFeedForward, Laneformer, LaneformerLayer
 from ..positions import apply_rope
 from .variant import Variant, variant_of
 
@@ -34,6 +34,15 @@ def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
 def add_to_sum(partial: Tensor, bias: Tensor) -> Tensor:
     """A bias of what partial outputs (..., L, D) add up to: the first lane's."""
     return torch.cat((partial[..., :1, :] + bias, partial[..., 1:, :]), -2)
+
+
+def post_norm(config: LaneformerConfig, variant: Variant) -> LaneRMSNorm | None:
+    return LaneRMSNorm(config) if variant.post_norms else None
+
+
+def normed_sum(partial: Tensor, norm: LaneRMSNorm | None) -> Tensor:
+    """What joins: partial outputs (B, S, L, D), or the norm of their sum (B, S, 1, D), for all lanes."""
+    return partial if norm is None else norm(partial.sum(2, keepdim=True))
 
 
 class Weight(nn.Module):
@@ -69,6 +78,12 @@ class FamilyAttention(LaneAttention):
             self.q_norm = LaneRMSNorm(config, config.query_size)
             self.k_norm = LaneRMSNorm(config, config.head_dim * config.num_key_value_heads)
         self.sinks = Weight(config.num_attention_heads) if variant.attention_sinks else None
+        self.post_norm = post_norm(config, variant)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        return normed_sum(super().forward(x, rope, mask, cache), self.post_norm)
 
     def heads(self, x: Tensor, norm: LaneRMSNorm | None = None) -> Tensor:
         if norm is None or not self.variant.joint_qk_norm:
@@ -110,12 +125,12 @@ class FamilyAttention(LaneAttention):
 class FamilyFeedForward(LaneFeedForward):
     """A dense MLP with another gate."""
 
-    def __init__(self, config: LaneformerConfig, act: str):
+    def __init__(self, config: LaneformerConfig, variant: Variant):
         super().__init__(config)
-        self.act = act
+        self.act, self.post_norm = variant.hidden_act, post_norm(config, variant)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(gated(self.act, *self.project(x)))
+        return normed_sum(self.w2(gated(self.act, *self.project(x))), self.post_norm)
 
 
 class LaneExperts(nn.Module):
@@ -135,6 +150,7 @@ class LaneExperts(nn.Module):
         self.router = Weight(total, d, bias=(total,) if biased else None)
         self.w1, self.w3 = (Weight(*inner, d, bias=inner if biased else None) for _ in range(2))
         self.w2 = Weight(*inner[:2], d, inner[2], bias=(total, d) if biased else None)
+        self.post_norm = post_norm(config, variant)
 
     def route(self, x: Tensor) -> Tensor:
         """Normed streams (B, S, L, D) -> weights of all experts (B, S, L, E), zero for those not chosen.
@@ -167,43 +183,19 @@ class LaneExperts(nn.Module):
             served = (weight != 0).any(2)[..., 0]  # (B, S)
             if served.any():
                 out[served] += weight[served] * self.expert(number, x[served])
-        return out
+        return normed_sum(out, self.post_norm)
 
 
 class FamilyLayer(LaneformerLayer):
-    """A layer whose lanes wait for each other, with norms where the variant has them."""
+    """A layer whose lanes wait for each other."""
 
     def __init__(self, config: LaneformerConfig, layer: int):
         super().__init__(config, layer)
         variant = variant_of(config)
         self.attention = FamilyAttention(config, variant, layer)
-        if variant.experts:
-            self.feed_forward = LaneExperts(config, variant)
-        else:
-            self.feed_forward = FamilyFeedForward(config, variant.hidden_act)
+        self.feed_forward = (LaneExperts if variant.experts else FamilyFeedForward)(config, variant)
         if not variant.pre_norms:
             self.attention_norm, self.ffn_norm = nn.Identity(), nn.Identity()
-        if variant.post_norms:
-            self.attention_post_norm, self.ffn_post_norm = LaneRMSNorm(config), LaneRMSNorm(config)
-        self.post_norms = variant.post_norms
-
-    def forward(
-        self,
-        h: Tensor,
-        delayed: Sent,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> tuple[Tensor, Sent]:
-        """Streams (B, S, L, D) -> streams; nothing is sent."""
-        attention = self.attention(self.attention_norm(h), rope, mask, cache)
-        if self.post_norms:  # what joins is one output (B, S, 1, D) for all lanes
-            attention = self.attention_post_norm(attention.sum(2, keepdim=True))
-        h, x = self.join_and_norm(h, attention, self.joins[0], None, self.ffn_norm)
-        mlp = self.feed_forward(x)
-        if self.post_norms:
-            mlp = self.ffn_post_norm(mlp.sum(2, keepdim=True))
-        return join_lanes(h, mlp, self.joins[1], None, self.lanes), (None, None)
 
 
 def plain_model(config: LaneformerConfig) -> Laneformer:

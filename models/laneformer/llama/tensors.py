@@ -29,8 +29,8 @@ PARTS = {
     "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj", "attention_post_norm": "post_attention_layernorm",
-    "ffn_post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm", ROUTER: "mlp.gate",
+    "feed_forward.w3": "mlp.up_proj", "attention.post_norm": "post_attention_layernorm",
+    "feed_forward.post_norm": "post_feedforward_layernorm", "attention_norm": "input_layernorm", ROUTER: "mlp.gate",
     "attention.sinks": "self_attn.sinks",
 }  # fmt: skip
 FFN_NORM = {"pre": "post_attention_layernorm", "both": "pre_feedforward_layernorm"}  # by `norm_placement`

@@ -16,7 +16,7 @@ from ..ropes import Rope
 
 GATES = ("silu", "gelu_pytorch_tanh", "swiglu_oai")  # in the order of the engine's (cpu/csrc/kernels.h)
 NORM_PLACES = ("pre", "post", "both")
-POST_NORMS = ("attention_post_norm", "ffn_post_norm")  # of modules' outputs, by `norm_placement`
+POST_NORMS = ("attention.post_norm", "feed_forward.post_norm")  # of modules' outputs, by `norm_placement`
 ROUTER = "feed_forward.router"  # of a mixture of experts
 
 

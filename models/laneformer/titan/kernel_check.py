@@ -59,7 +59,8 @@ def with_working_kernels(model: Any, job: JobConfig, prepare: Prepare) -> Any:
         return model
     # float8 products that fail are the job's type's: to emulate them takes longer than that
     plain = plain_model(model, job, None if scaled else model.float8)
-    plain.fallback = f"{problem}; this job trains with plain layers instead, more slowly"
+    chosen = f"model.attention = {model.model_args.attention}, model.join_norm = {model.model_args.join_norm}"
+    plain.fallback = f"{chosen} failed: {problem}; this job trains with plain layers instead, more slowly"
     logger.warning(f"Kernels: {plain.fallback}")
     if compiled:
         job.compile.components = [part for part in job.compile.components if part != "model"]

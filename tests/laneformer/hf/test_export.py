@@ -155,9 +155,6 @@ def test_a_fresh_process_computes_what_the_training_model_does(
     assert max(map(len, expected)) == NEW_TOKENS  # past the window
     for way in ("greedy", "greedy_padded_batch", "greedy_without_cache", "greedy_static_cache"):
         assert answer[way] == expected, way
-    assert answer["sampling_repeats"]
-    assert answer["sampling_without_cache"]
-    assert answer["sampling_differs_from_greedy"]
 
 
 def test_fresh_process_tokenizer_is_sentencepiece(answers: dict) -> None:

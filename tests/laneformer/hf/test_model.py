@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
 
 from laneformer import Laneformer
 from laneformer.config import hf_name
@@ -67,22 +66,6 @@ def test_embeddings_and_chosen_positions(
         model()
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "dynamic without windows", "static"])
-@pytest.mark.parametrize("chunks", [[12, 1, 1, 20, 6], [40]])
-@torch.no_grad()
-def test_continuing_from_a_cache(
-    model: LaneformerForCausalLM, ids: torch.Tensor, kind: str, chunks: list[int]
-) -> None:
-    """The window is 16, so keys leave a windowed cache on the way."""
-    cache = {
-        "dynamic": lambda: DynamicCache(config=model.config),
-        "dynamic without windows": DynamicCache,
-        "static": lambda: StaticCache(config=model.config, max_cache_len=64),
-    }[kind]()
-    pieces = [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
-    assert (torch.cat(pieces, 1) - model(ids).logits).abs().max() <= FLOAT32_TOLERANCE
-
-
 def test_loss(model: LaneformerForCausalLM, plain: Laneformer, ids: torch.Tensor) -> None:
     labels = ids.clone()
     labels[:, :5] = -100
@@ -118,16 +101,6 @@ def test_initialisation_is_that_of_training() -> None:
     fresh = LaneformerForCausalLM(LaneformerHFConfig(**config.to_dict()))
     for name, weight in trained.state_dict().items():
         assert torch.equal(fresh.get_parameter(hf_name(name)), weight), name
-
-
-def test_missing_weights_are_initialised(tmp_path: Path, model: LaneformerForCausalLM) -> None:
-    state = {name: w for name, w in model.state_dict().items() if "layers.2.attention.wq" not in name}
-    model.save_pretrained(tmp_path, state_dict=dict(state))
-    loaded, info = LaneformerForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(info["missing_keys"]) == {"model.layers.2.attention.wq.weight"}
-    fresh = LaneformerForCausalLM(model.config).state_dict()
-    for name, weight in loaded.state_dict().items():
-        assert torch.equal(weight, state.get(name, fresh[name])), name
 
 
 @pytest.mark.parametrize("kind", ["full", "all"])
