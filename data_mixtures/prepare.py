@@ -18,44 +18,36 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from data_mixtures import recipe_file, shards, store
+from data_mixtures import shards
 from data_mixtures.recipe import check_integer
-from data_mixtures.stages import pipeline, stage
+from data_mixtures.stages import pipeline
 from data_mixtures.stages.run import Options, figures
 from data_mixtures.stages.stage import AGAIN
 from records.workers import usable_cpus
 
 
-def prepare(
-    recipe_path: Path,
-    out: Path,
-    options: Options,
-    console: Console,
-    mirror: str | None = None,
-    budget_bytes: int | None = None,
-    replace: bool = False,
-) -> None:
-    """Run all stages. ValueError for a wrong recipe, missing text, a full disk...; finished units are kept."""
+def prepare(recipe_path: Path, out: Path, options: Options, console: Console, **how: Any) -> None:
+    """Run all stages. ValueError for a wrong recipe, missing text, a full disk...; finished units are kept.
+
+    how: mirror, budget_bytes, replace, as `Arguments` has them.
+    """
     started = time.monotonic()
-    loaded = recipe_file.load(recipe_path)
-    sources = tuple(source.name for source in loaded.sources)
-    console.print(f"preparing {recipe_path} -> {store.url_of(out) or out}", soft_wrap=True)
-    how = options, console, mirror, budget_bytes, replace
-    with stage.exclusive(out) as out:
-        context = pipeline.RunContext(loaded, out, sources, *how, tables=False)
-        pipeline.check(loaded, out)
+    console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
+    with pipeline.begin(recipe_path, out, options, console, tables=False, **how) as context:
+        out = context.out
+        pipeline.check(context.recipe, out)
         for name in pipeline.TO_SHARDS:
             pipeline.do(context, name)
         made = pipeline.publish(context)
     for table in _summary(out, made):
         console.print(table)
-    for phase, weights in loaded.phases.items():
+    for phase, weights in context.recipe.phases.items():
         total = sum(weights.values())
         shares = ", ".join(f"{name} {100 * weight / total:.2f} %" for name, weight in weights.items())
         console.print(f"{out / phase}.lock.json: {shares}", soft_wrap=True)
@@ -105,6 +97,9 @@ class Arguments:
         check_integer("--workers", self.workers)
         return Options(self.workers, self.executor)
 
+    def how(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("mirror", "budget_bytes", "replace")}
+
 
 def reported(run: Callable[[], None]) -> int:
     """The exit status of a command; what a user can fix is one line, not a traceback."""
@@ -121,10 +116,7 @@ def reported(run: Callable[[], None]) -> int:
 
 def run(given: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
     """All stages, from text to shards, manifests and lock files."""
-    console = Console(highlight=False)
-    prepare(
-        given.recipe, given.out, given.options(), console, given.mirror, given.budget_bytes, given.replace
-    )
+    prepare(given.recipe, given.out, given.options(), Console(highlight=False), **given.how())
 
 
 def main() -> int:

@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 
 import fsspec
 
+from data_mixtures.readers.local import explained
 from records.files import hold_lock, host_name
 
 MARK, RECEIPT, MANIFEST, LOCK = ".url", "receipt.json", "source.json", ".lock"
 KEPT_BYTES = 4 << 30
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 Place = tuple[str, str]  # a URL, and a name of the moment: what a worker has of an earlier one is not used
 
 
@@ -35,7 +35,7 @@ class Store:
 
     def __init__(self, here: Path, url: str) -> None:
         self.here, self.url = here, url
-        with named(url, "written"):
+        with explained(url, "written"):
             self.system, self.root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._kept: dict[Path, int] = {}  # data here, oldest first
         self._listed: set[Path] = set()  # folders all of whose receipts are here
@@ -118,13 +118,6 @@ class Store:
     def put(self, path: Path) -> None:
         self.system.put_file(str(path), self.name(path))
 
-    def put_tree(self, folder: Path) -> None:
-        """Put all files below a folder, which then leave this disk."""
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                self.put(path)
-        shutil.rmtree(folder)
-
     def copy(self, path: Path, target: Path) -> None:
         """Copy a file there to another name; the store does that itself."""
         self.system.cp_file(self.name(path), self.name(target))
@@ -147,7 +140,7 @@ class Store:
         """
         lock, said = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
         try:
-            with named(self.url, "written"):
+            with explained(self.url, "written"):
                 self.system.pipe_file(lock, said.encode(), mode="create")
         except FileExistsError:
             holder = self.system.cat_file(lock).decode()
@@ -159,21 +152,6 @@ class Store:
             yield
         finally:
             self.system.rm(lock)
-
-
-@contextmanager
-def named(url: str, done: str = "read") -> Iterator[None]:
-    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except ImportError as error:
-        extra = EXTRAS.get(url.split("://")[0])
-        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
-        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
-    except Exception as error:
-        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error
 
 
 def url_of(out: Path) -> str | None:
@@ -255,12 +233,3 @@ def opened(out: Path, path: Path) -> BinaryIO:
     store = of(out)
     found: Any = store.system.open(store.name(path), "rb", cache_type="none") if store else path.open("rb", 0)
     return found
-
-
-def check_on_disk(out: Path, what: str) -> None:
-    """ValueError for what reads all data, where they are behind a URL."""
-    if store := of(out):
-        copied = f"copy the <source> folders, tokenizer.* and *.lock.json of {store.url} to a folder"
-        raise ValueError(
-            f"{what} reads all data, and they are not on this disk: {copied}, and give that as --out"
-        )

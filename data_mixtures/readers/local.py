@@ -21,18 +21,17 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import fsspec
 import pyarrow
 import xxhash
 
-from data_mixtures import store
 from data_mixtures.recipe import Input
 from data_mixtures.shards import Json
 from records.files import json_lines
 
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (
@@ -53,9 +52,23 @@ Listed = list[Any]
 def roots(out: os.PathLike[str] | str, recipe: os.PathLike[str] | str) -> dict[str, str]:
     """What {recipe}, {stdlib}... stand for in paths; of a data folder and the recipe's folder."""
     python = sysconfig.get_paths()
-    there = store.of(Path(out))  # where all workers see what the corpus program writes
-    here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(there.url if there else out, "corpus")}
+    here = {"recipe": os.path.abspath(recipe), "corpus": os.path.join(out, "corpus")}
     return {**here, "stdlib": python["stdlib"], "site_packages": python["purelib"]}
+
+
+@contextmanager
+def explained(url: str, done: str = "read") -> Iterator[None]:
+    """What goes wrong behind a URL, as a ValueError with the URL; every store has errors of its own."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except ImportError as error:
+        extra = EXTRAS.get(url.split("://")[0])
+        fix = f": pip install 'laneformer[{extra}]'" if extra else ""
+        raise ValueError(f"{url} needs a package that is missing ({error}){fix}") from error
+    except Exception as error:
+        raise ValueError(f"{url} cannot be {done}: {type(error).__name__}: {error}") from error
 
 
 def find(source_input: Input, roots: Mapping[str, str], all_match: bool = True) -> list[Listed]:
@@ -99,7 +112,7 @@ def _glob(pattern: str) -> Iterator[Listed]:
     if "://" not in pattern:
         yield from map(_listed, filter(os.path.isfile, glob.iglob(pattern, recursive=True)))
         return
-    with store.named(pattern):
+    with explained(pattern):
         system, name = fsspec.url_to_fs(pattern)
         for path, info in system.glob(name, detail=True).items():
             if info["type"] == "file":
@@ -204,7 +217,7 @@ Document = tuple[str, str, int, Json]  # text, file, row from 0, and the fields 
 
 def can_seek(name: str) -> bool:
     """Whether a file can be read from its middle on: it is not compressed, and on a disk or in a store."""
-    return _unpacked_name(name)[1] is None and ("://" not in name or name.split("://")[0] in store.EXTRAS)
+    return _unpacked_name(name)[1] is None and ("://" not in name or name.split("://")[0] in EXTRAS)
 
 
 def documents(

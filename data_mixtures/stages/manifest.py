@@ -126,15 +126,15 @@ def _publish(recipe: Recipe, out: Path, source: str, replace: bool) -> str:
         for name in receipt["files"]
     }
     final = out / source
-    if (published := _published(final, description, files)) is not None:
-        described = {
-            **published,
-            **description,
-            "code_version": published["code_version"],
-        }  # it made the shards
-        if described != published:  # the same data with other counts, or of another plan
-            shards.write_manifest(final, described)
-        return "reused"
+    published = _manifest(final)
+    with suppress(ValueError):
+        shards.check_sizes(final, description)
+        same = published.get("content_sha256") == shards.content_sha256(description)
+        if same and all((final / name).is_file() for name in files):
+            described = {**published, **description, "code_version": published["code_version"]}
+            if described != published:  # the same data with other counts, or of another plan
+                shards.write_manifest(final, described)
+            return "reused"
     if not replace:
         _refuse_other_data(out, source, description)
     partial = out / f".{source}.partial"
@@ -182,25 +182,6 @@ def _publish_there(
 
 
 _code_version = functools.cache(functools.partial(code_version, Path(__file__).parents[1]))
-
-
-def _published(final: Path, description: Json, files: dict[str, Path]) -> Json | None:
-    """The manifest in the folder, if it holds the same data; files freed in `shuffle` are not compared."""
-    manifest = _manifest(final)
-    try:
-        shards.check_sizes(final, description)
-        same = manifest.get("content_sha256") == shards.content_sha256(description)
-        return (
-            manifest if same and all(_is_copy(final / name, path) for name, path in files.items()) else None
-        )
-    except (ValueError, FileNotFoundError):
-        return None
-
-
-def _is_copy(link: Path, path: Path) -> bool:
-    """Whether a link or a copy and its file, unless that was freed, have size and time in common."""
-    is_, was = link.stat(), path.stat() if path.exists() else link.stat()
-    return (is_.st_size, is_.st_mtime_ns) == (was.st_size, was.st_mtime_ns)
 
 
 def _link(path: Path, link: Path) -> None:

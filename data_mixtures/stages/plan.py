@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.parquet
 import xxhash
 
-from data_mixtures import shards, store
+from data_mixtures import shards
 from data_mixtures.readers import content, hub, local, origins
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.shards import Json
@@ -41,8 +41,6 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
     on_disk = [each for each in chosen if isinstance(each, LocalSource)]
     if recipe.corpus is not None and on_disk:
         _write_corpus(recipe.corpus, out / "corpus")
-        if there := store.of(out):
-            there.put_tree(out / "corpus")
     remote = [each for each in chosen if isinstance(each, HubSource)]
     new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
     planned = _ask(hub.origin(mirror), new) if new else {}

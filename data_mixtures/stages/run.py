@@ -37,7 +37,7 @@ from data_mixtures.stages.stage import (
     remove_partial,
     unit_folder,
 )
-from records.workers import end_with_parent, usable_cpus
+from records.workers import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,6 @@ class Options:
 
     workers: int = 1
     kind: str = "local"
-
-    @property
-    def threads(self) -> int:
-        """For what runs in this process, wherever units run."""
-        return self.workers if self.kind == "local" else usable_cpus()
 
 
 def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int], None]) -> None:
