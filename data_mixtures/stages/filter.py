@@ -36,7 +36,7 @@ from data_mixtures.stages.tokenize import key_of_id
 REASONS = ("not_utf8", "empty", "too_short", "too_long", "not_kept", "contaminated")
 SCHEMA = pa.schema([("doc_id", pa.binary(16)), ("text", pa.string()), ("origin", pa.string())])
 ORIGIN = "origin"  # a column of raw.parquet where the file's own rows are not those of the input
-_BATCH_BYTES, _BATCH_ROWS = 4 << 20, 4096
+_BATCH_ROWS = 1024
 _ROW_GROUP_BYTES = 64 << 20
 
 
@@ -247,7 +247,7 @@ def cut(text: str, max_chars: int) -> Iterator[str]:
 
 
 def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) -> Iterator[Rows]:
-    """A raw file in batches of about 4 MiB of text; file: the planned path, where its rows are
+    """A raw file in batches of rows; file: the planned path, where its rows are
     those of the input; before: rows of the input that are in other raw files.
     """
     try:
@@ -255,23 +255,14 @@ def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) 
             names = parquet.schema_arrow.names
             if column not in names:
                 raise ValueError(f"{path} has no column {column!r}; its columns: {', '.join(names)}")
-            more = [
-                name
-                for name in ((ORIGIN,) if file is None else ORIGIN_FIELDS)
-                if name in names and name != column
-            ]
+            origin_fields = (ORIGIN,) if file is None else ORIGIN_FIELDS
+            more = [name for name in origin_fields if name in names and name != column]
             first = before
-            for number in range(parquet.num_row_groups):
-                group = parquet.metadata.row_group(number)
-                columns = (group.column(i) for i in range(group.num_columns))
-                size = next(each.total_uncompressed_size for each in columns if each.path_in_schema == column)
-                row_bytes = size // max(group.num_rows, 1)
-                rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
-                for batch in parquet.iter_batches(rows, row_groups=[number], columns=[column, *more]):
-                    texts = batch.column(column).cast(pa.large_binary()).to_pylist()
-                    fields = {name: _values(batch.column(name)) for name in more}
-                    yield Rows(texts, file, first, fields, before)
-                    first += batch.num_rows
+            for batch in parquet.iter_batches(_BATCH_ROWS, columns=[column, *more]):
+                texts = batch.column(column).cast(pa.large_binary()).to_pylist()
+                fields = {name: _values(batch.column(name)) for name in more}
+                yield Rows(texts, file, first, fields, before)
+                first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{file or path} cannot be read ({error}); restore or exclude it") from error
 

@@ -22,17 +22,21 @@ from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
 
 JSON = "stats.json"
-LENGTH_BINS = 33  # bin k: lengths from 2**k to 2**(k+1) - 1 tokens
 PAIRS = 40  # of sources that share documents are shown
-_FACTS = ("category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "windows")
+FACTS = (
+    "category", "read", "kept", "dropped", "contamination", "documents", "tokens", "bytes", "longest", "windows",
+)  # fmt: skip
 
 
 def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -> Json:
     """Print, and write stats.json; returns what it holds."""
     manifests = {source: shards.read_manifest(out / source) for source in sources}
     with ThreadPoolExecutor(workers) as pool:
-        facts = {name: _facts(out / name, manifest, pool) for name, manifest in manifests.items()}
         shared = shared_documents(out, sources, pool)
+    facts = {name: {key: manifest[key] for key in FACTS} for name, manifest in manifests.items()}
+    for name, manifest in manifests.items():
+        mean = round(manifest["tokens"] / max(manifest["documents"], 1), 2)
+        facts[name] |= {"mean": mean, "valid_windows": manifest["valid"]["windows"]}
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}
     shards.write_json(out / JSON, result)
     for table in (_sources_table, _dropped_table, _shared_table):
@@ -41,21 +45,6 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
         console.print(f"Shared documents are not counted: {shared['unknown']}", soft_wrap=True)
     console.print(f"{out / JSON}", soft_wrap=True)
     return result
-
-
-def _facts(folder: Path, manifest: Json, pool: Executor) -> Json:
-    facts = {name: manifest[name] for name in _FACTS}
-    windows = manifest["valid"]["windows"]
-    return {**facts, "valid_windows": windows, "lengths": _lengths(folder, manifest, pool)}
-
-
-def _lengths(folder: Path, manifest: Json, pool: Executor) -> Json:
-    """Lengths in tokens of the documents that begin in a window of the source."""
-    paths = [folder / entry["docs"]["name"] for entry in manifest["shards"]]
-    lengths = np.concatenate([index[1] for index in pool.map(shards.read_documents, paths)])
-    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # exact: the exponent of a power of two
-    histogram = np.bincount(bins, minlength=LENGTH_BINS).tolist()
-    return {"histogram": histogram, "mean": round(float(lengths.mean()), 2), "longest": int(lengths.max())}
 
 
 def _phases(out: Path) -> Json:
@@ -75,10 +64,9 @@ def _sources_table(stats: Json) -> Table:
     rows = []
     for name, each in sources.items():
         shares = [each["tokens"] / total, *(phase["shares"].get(name, 0) for phase in phases.values())]
-        lengths = each["lengths"]
-        counts = each["documents"], each["windows"], each["valid_windows"], lengths["longest"]
+        counts = (each[key] for key in ("documents", "windows", "valid_windows", "longest"))
         row = [name, each["category"], f"{each['tokens']:,}", *(f"{share:.2%}" for share in shares)]
-        rows.append([*row, *(f"{count:,}" for count in counts), f"{lengths['mean']:,.0f}"])
+        rows.append([*row, *(f"{count:,}" for count in counts), f"{each['mean']:,.0f}"])
     head = ("source", "category", "tokens", "share", *phases)
     return figures("Sources", (*head, "documents", "windows", "held out", "longest", "mean"), rows)
 

@@ -145,7 +145,6 @@ def test_verify_finds_a_flipped_bit_and_its_commands_restore_the_bytes(run, fold
 @pytest.mark.parametrize(
     ("made_by", "read_again"),
     [
-        pytest.param("fetch", "filter/plus", marks=pytest.mark.rotate),
         pytest.param("filter", "tokenize/plus", marks=pytest.mark.job),
         pytest.param("filter", "tokenizer.*", marks=pytest.mark.job),  # its training reads text as well
     ],

@@ -46,13 +46,6 @@ def test_each_item_went_where_the_least_room_was(lengths: list[int]) -> None:
     assert sorted(fills) == sorted(sum(lengths[i] for i in window) for window in pack(lengths, SIZE))
 
 
-def test_lengths_as_those_of_conversations_leave_little_padding() -> None:
-    drawn = np.random.default_rng(1)
-    lengths = np.clip(drawn.lognormal(5.5, 1.0, 20_000), 8, 4096).astype(int).tolist()
-    windows = pack(lengths, 4096)
-    assert sum(lengths) / (len(windows) * 4096) > 0.999
-
-
 @given(LENGTHS.filter(bool))
 def test_streams_hold_whole_conversations_and_untrained_padding(lengths: list[int]) -> None:
     conversations = made(lengths)

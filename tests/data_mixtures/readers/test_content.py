@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -103,36 +100,6 @@ def test_a_bucket_that_does_not_answer_ends_the_unit_and_keeps_what_came(tmp_pat
         _, rows = fetched(tmp_path, bucket.url)
         assert bucket.asked.total() == 300 - saved
     assert len(rows) == 300
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from data_mixtures.readers import content
-from data_mixtures.recipe import Input
-content.PART_CONTENTS, content.CONNECTIONS = 40, 4
-folder, url = Path(sys.argv[1]), sys.argv[2]
-path, raw, parts = (folder / name for name in ("resolved.parquet", "raw.parquet", "parts"))
-content.fetch(str(path), "", range(6), Input("resolved", ("x",), content_url=url), raw, parts)
-"""
-
-
-def test_kill_9_in_the_middle_loses_one_part_at_most(tmp_path):
-    resolved(tmp_path / "resolved.parquet", CONTENTS)
-    with FakeBucket(CONTENTS, slow_s=0.02) as bucket:
-        running = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), bucket.url])
-        while not (tmp_path / "parts/part-000001.parquet").exists():
-            assert running.poll() is None, "it ended before two parts were saved"
-            time.sleep(0.005)  # a poll of the state, not of a time
-        running.kill()
-        running.wait()
-        saved = sum(part.metadata.num_rows for part in content._parts(tmp_path / "parts"))
-        assert 80 <= saved < 300
-        bucket.asked.clear()
-        bucket.slow_s = 0.0
-        _, rows = fetched(tmp_path, bucket.url)
-        assert bucket.asked == {sha1(each): 1 for each in CONTENTS[saved:]}
-    assert [row["text"] for row in rows] == CONTENTS, "the same bytes, in the same order"
 
 
 RECIPE = """

@@ -104,14 +104,6 @@ def test_planted_passages_are_found_and_near_misses_are_not():
     assert found(index, *texts) == [{0}, {0}, {0}, set(), set(), {1}, set(), {2}, set(), set()]
 
 
-def test_boilerplate_that_an_item_carries_does_not_trigger():
-    item = LICENCE + "\n" + " ".join(f"word{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(120))
-    assert found(index_of([item]), LICENCE, item) == [set(), {0}]
-    assert found(
-        index_of([" ".join("abcdefghijklmnop"), " ".join(map(str, range(40)))]), "a b c d e f g h i j k l m n"
-    ) == [set()]
-
-
 def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
     question = "What is the {} that you can see behind the old station in the north of our town?"
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
@@ -143,19 +135,6 @@ def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):
     assert decontaminate.load(tmp_path, {}) is None
     with pytest.raises(ValueError, match="make the index first"):
         decontaminate.load(tmp_path, names)
-
-
-def test_files_of_one_name_in_several_folders_all_count(tmp_path):
-    names = {"arc": str(tmp_path / "arc/**/*.jsonl")}
-    item = "Which of the {} questions is it that every model in the world has to answer?"
-    items = {name: item.format(name) for name in "cea"}
-    for name, item in items.items():  # sorted, they come before and behind those that are there
-        (tmp_path / "arc" / name).mkdir(parents=True)
-        (tmp_path / "arc" / name / "test.jsonl").write_text(json.dumps({"q": item}) + "\n")
-        decontaminate.make_index(names, tmp_path)
-        index = decontaminate.load(tmp_path, names)
-        assert index is not None
-        assert index.find([item])[0], f"the items of {name} are not in the index"
 
 
 @pytest.mark.parametrize(
