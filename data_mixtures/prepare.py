@@ -63,8 +63,8 @@ def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
         sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
         rows.append([name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how])
         lost = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
-        found = m["tokens"] // m["documents"], m["longest"], m["cut"], *lost
-        lengths.append([name, *(f"{count:,}" for count in found)])
+        figures_of = m["tokens"] // m["documents"], m["longest"], m["cut"], *lost
+        lengths.append([name, *(f"{count:,}" for count in figures_of)])
     head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
     yield figures(f"data in {out}", head, rows)
     columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")

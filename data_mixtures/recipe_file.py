@@ -102,8 +102,8 @@ def _made(cls: Callable[..., T], table: Any, what: str, **given: Any) -> T:
     values: Table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     for key, value in values.items():
         if not _fits(value, hints[key]):
-            said = list(value) if isinstance(value, tuple) else value
-            raise ValueError(f"{what}: {key} = {said!r} must be of type {in_toml(hints[key])}")
+            value_in_toml = list(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{what}: {key} = {value_in_toml!r} must be of type {in_toml(hints[key])}")
         if int in (hints[key], *typing.get_args(hints[key])) and value is not None:
             check_integer(f"{what}: {key}", value, *LIMITS.get(key, (1, None)))
         elif key.endswith(("_share", "_coverage")) and not 0 <= value <= 1:
@@ -152,10 +152,10 @@ def _source(name: str, values: Table) -> LocalSource | HubSource:
     if inputs := [_made(Input, table, f"{what}: input") for table in tables]:
         values = {**values, "inputs": inputs}
     kind: Callable[..., LocalSource | HubSource] = HubSource if "repo" in values else LocalSource
-    found = _made(kind, values, what, name=name)
-    if not 0 < found.keep <= 1:
-        raise ValueError(f"{what}: keep = {found.keep!r} must be a share above 0, at most 1")
-    return found
+    source = _made(kind, values, what, name=name)
+    if not 0 < source.keep <= 1:
+        raise ValueError(f"{what}: keep = {source.keep!r} must be a share above 0, at most 1")
+    return source
 
 
 def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
@@ -167,13 +167,13 @@ def _tokenizer(value: Any, folder: Path) -> TokenizerFile | TokenizerTraining:
 
 
 def _filter(table: Table, folder: Path) -> Filter:
-    found = _made(Filter, table, "filter")
-    check_integer("filter.max_chars", found.max_chars, low=found.min_chars)
-    for name, path in found.benchmarks.items():
+    settings = _made(Filter, table, "filter")
+    check_integer("filter.max_chars", settings.max_chars, low=settings.min_chars)
+    for name, path in settings.benchmarks.items():
         if not isinstance(path, str):
             raise ValueError(f"filter.benchmarks.{name} = {path!r} must be the path of a file, or a glob")
-    placed = {name: str(folder / path) for name, path in found.benchmarks.items()}
-    return dataclasses.replace(found, benchmarks=placed)
+    placed = {name: str(folder / path) for name, path in settings.benchmarks.items()}
+    return dataclasses.replace(settings, benchmarks=placed)
 
 
 def _weights(phase: str, weights: Mapping[str, int], names: list[str]) -> dict[str, int]:

@@ -129,8 +129,8 @@ class Store:
 
     def sizes(self, folder: Path) -> dict[str, int]:
         """Bytes of the files that are in a folder there, by name."""
-        found = self.system.find(self.name(folder), detail=True)
-        return {Path(name).name: info["size"] for name, info in found.items()}
+        files = self.system.find(self.name(folder), detail=True)
+        return {Path(name).name: info["size"] for name, info in files.items()}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -138,16 +138,16 @@ class Store:
 
         A lock that this machine left is not held any more: no other process here has the copy.
         """
-        lock, said = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
+        lock, holder_name = f"{self.root}/{LOCK}", f"process {os.getpid()} on {host_name()}"
         try:
             with explained(self.url, "written"):
-                self.system.pipe_file(lock, said.encode(), mode="create")
+                self.system.pipe_file(lock, holder_name.encode(), mode="create")
         except FileExistsError:
             holder = self.system.cat_file(lock).decode()
             if not holder.endswith(f" on {host_name()}"):
                 busy = f"another process is preparing {self.url} (held by {holder})"
                 raise ValueError(f"{busy}; wait for it, or delete {self.url}/{LOCK} if it is gone") from None
-            self.system.pipe_file(lock, said.encode())
+            self.system.pipe_file(lock, holder_name.encode())
         try:
             yield
         finally:
@@ -156,8 +156,8 @@ class Store:
 
 def url_of(out: Path) -> str | None:
     """The URL that was given as a path, which has lost one slash; None for a folder."""
-    found = re.match(r"([a-z][a-z0-9+.-]+):/+(.+)", str(out))
-    return f"{found[1]}://{found[2]}" if found else None
+    match = re.match(r"([a-z][a-z0-9+.-]+):/+(.+)", str(out))
+    return f"{match[1]}://{match[2]}" if match else None
 
 
 _stores: dict[Path, Store | None] = {}

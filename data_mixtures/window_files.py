@@ -72,13 +72,13 @@ class WindowFiles:
         end = min(begin + shards.BLOCK_BYTES, self._bytes[file])
         place = f"{path}: block {block} of {len(self._checked[file])} (bytes {begin} to {end})"
         try:
-            found = _digest(path, begin, end)
+            digest = _digest(path, begin, end)
         except OSError as problem:
             raise ValueError(f"{place} cannot be read: {problem}. {_FIX}") from problem
         expected = self._digests[file][block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
-        if found != expected:
+        if digest != expected:
             raise ValueError(
-                f"{place} is damaged: its xxh3 is {found.hex()}, the manifest says {expected.hex()}. {_FIX}"
+                f"{place} is damaged: its xxh3 is {digest.hex()}, the manifest says {expected.hex()}. {_FIX}"
             )
 
 

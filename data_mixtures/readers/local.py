@@ -117,8 +117,8 @@ def _glob(pattern: str) -> Iterator[Listed]:
         for path, info in system.glob(name, detail=True).items():
             if info["type"] == "file":
                 # listings of web servers lack the size
-                found = info if info["size"] is not None else system.info(path)
-                yield _described(system.unstrip_protocol(path), found)
+                info = info if info["size"] is not None else system.info(path)
+                yield _described(system.unstrip_protocol(path), info)
 
 
 def _listed(name: str) -> Listed:
@@ -142,11 +142,15 @@ def check_unchanged(files: Iterable[Listed]) -> None:
     again = "start again with `plan`, which lists the files again, or with `prepare`, which plans first"
     for name, size, version in files:
         try:
-            _, found, now = _listed(name)
+            _, now_bytes, now = _listed(name)
         except FileNotFoundError as error:
             raise ValueError(f"{name} is planned and no longer there; {again}") from error
-        if (found, now) != (size, version):
-            how = f"{size:,} bytes then, {found:,} now" if found != size else "same size, other time or tag"
+        if (now_bytes, now) != (size, version):
+            how = (
+                f"{size:,} bytes then, {now_bytes:,} now"
+                if now_bytes != size
+                else "same size, other time or tag"
+            )
             raise ValueError(f"{name} has changed since it was planned ({how}); {again}")
 
 

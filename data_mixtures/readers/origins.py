@@ -13,11 +13,11 @@ ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license"
 
 def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
     """Where a document came from, as JSON: its file, its row from 0 (of JSON lines, Parquet), its fields."""
-    said = f'{{"file":{_encoded(file)},"row":{row}'
+    text = f'{{"file":{_encoded(file)},"row":{row}'
     for name in ORIGIN_FIELDS if fields else ():
         if (value := fields.get(name)) is not None:
-            said += f',"{name}":{_encoded(value)}'
-    whole = f"{said}}}"
+            text += f',"{name}":{_encoded(value)}'
+    whole = f"{text}}}"
     return whole.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
 
 

@@ -69,8 +69,8 @@ class CheckedFile:
         size = read_at(self.data, first * BLOCK_BYTES, into)
         expected = np.zeros(last - first, "<u8")
         read_at(self.hashes, 8 * first, expected.view(np.uint8).data)
-        found = _hashes(into[:size])
-        if len(found) != last - first or (found != expected).any():
+        hashes = _hashes(into[:size])
+        if len(hashes) != last - first or (hashes != expected).any():
             stage.forget(*self.place)
             raise ValueError(
                 f"{self} is not what {self.place[1]!r} wrote: bytes {first * BLOCK_BYTES} to {last * BLOCK_BYTES} do "

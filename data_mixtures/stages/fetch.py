@@ -179,8 +179,8 @@ def check(path: Path, entry: Json, where: str) -> Json:
         raise Damaged(
             f"{where} came with {size:,} bytes, the plan says {entry['bytes']:,}: truncated, or another file"
         )
-    if entry["sha256"] is not None and (found := file_sha256(path)) != entry["sha256"]:
-        raise Damaged(f"{where} came with sha256 {found}, the plan says {entry['sha256']}")
+    if entry["sha256"] is not None and (sha256 := file_sha256(path)) != entry["sha256"]:
+        raise Damaged(f"{where} came with sha256 {sha256}, the plan says {entry['sha256']}")
     with _complete(where), pyarrow.parquet.ParquetFile(path) as parquet:
         schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
     plan.text_column(schema, (entry["text_column"],), where)
@@ -240,9 +240,9 @@ def _read_local(entry: Json, target: Path, names: Mapping[str, str]) -> Json:
 
 def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.Dropped) -> Json:
     span = tuple(entry["range"]) if "range" in entry else None
-    documents, size, found = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
+    documents, size, rows = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
-        for group in grouped(found, lambda document: len(document[0]), ROW_GROUP_BYTES):
+        for group in grouped(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]
             origins = [origin_of(names[name], row, fields) for _, name, row, fields in group]
             writer.write_batch(pyarrow.record_batch([texts, origins], schema=TEXT_SCHEMA))

@@ -52,11 +52,11 @@ class Filter(Stage):
         entry, files = stage.planned_unit(self.out, unit), stage.receipt_of(self.out, "fetch", unit)["files"]
         recipe, keep = self.recipe, self.recipe.source(unit.source).keep
         limits = [recipe.filter.min_chars, recipe.filter.max_chars, recipe.max_document_chars]
-        kept = [keep, recipe.seed] if keep < 1 else []
+        part = [keep, recipe.seed] if keep < 1 else []
         index = decontaminate.identity(self.out, recipe.filter.benchmarks)
         steps = quality.identity(quality.steps_of(recipe, unit.source))
         read = [_text_column(entry), index, entry.get("path"), self._rows_before(unit)]
-        return stage.key_of(self.name, limits, kept, steps, *read, files)
+        return stage.key_of(self.name, limits, part, steps, *read, files)
 
     def work(self, unit: Unit, folder: Path) -> Json:
         raw = stage.checked(self.out, "fetch", unit, RAW)
@@ -225,13 +225,13 @@ class DocumentFilter:
         """
         read = self._read + self._cut
         assert read == self._kept + self._dropped.total(), "documents read must be kept or counted as dropped"
-        found = {
+        contamination = {
             name: {**each, "items": {str(number): count for number, count in sorted(each["items"].items())}}
             for name, each in sorted(self._contamination.items())
         }
         return {
             "read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes, "nuls": self._nuls,
-            "dropped": dict(self._dropped), "contamination": found,
+            "dropped": dict(self._dropped), "contamination": contamination,
         }  # fmt: skip
 
 

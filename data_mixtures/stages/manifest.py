@@ -77,30 +77,30 @@ def _manifest(folder: Path) -> Json:
 def _decides(recipe: Recipe, out: Path, source: str) -> Json:
     """What decides the data of a source as far as it is known before: of the recipe, and the plan's files."""
     every = {**asdict(recipe), **asdict(recipe.source(source))}
-    said = {key: value for key, value in every.items() if key in _DECIDES}
-    said["valid_per_10000"] = recipe.held_out_of(source)
-    del said["filter"]["benchmarks"]  # paths, may move
-    if not said["dedup"]["contained_share"]:
-        del said["dedup"]["contained_share"]  # as before there was such a key
+    decides = {key: value for key, value in every.items() if key in _DECIDES}
+    decides["valid_per_10000"] = recipe.held_out_of(source)
+    del decides["filter"]["benchmarks"]  # paths, may move
+    if not decides["dedup"]["contained_share"]:
+        del decides["dedup"]["contained_share"]  # as before there was such a key
     if isinstance(given := recipe.tokenizer, TokenizerTraining):
-        said["tokenizer"] = [asdict(given), [each.name for each in recipe.sources]]
+        decides["tokenizer"] = [asdict(given), [each.name for each in recipe.sources]]
     else:
         path = Path(given.path)
-        said["tokenizer"] = [file_sha256(path), given.bos, given.eos] if path.is_file() else None
+        decides["tokenizer"] = [file_sha256(path), given.bos, given.eos] if path.is_file() else None
     with suppress(ValueError):  # it is not planned yet
-        said["plan"] = stage.planned(out, source)["plan_hash"]
-    return json.loads(json.dumps(said))  # as source.json has it
+        decides["plan"] = stage.planned(out, source)["plan_hash"]
+    return json.loads(json.dumps(decides))  # as source.json has it
 
 
 def _pins(out: Path, source: str) -> dict[str, str]:
     """The content of a source that each lock pins, by the lock's name."""
-    found: dict[str, str] = {}
+    by_lock: dict[str, str] = {}
     for path in sorted(out.glob("*.lock.json")):
         with suppress(ValueError):  # one that is broken pins nothing
             pins = {entry["name"]: entry["content_sha256"] for entry in mixture.read_lock(path)["sources"]}
             if source in pins:
-                found[path.name] = pins[source]
-    return found
+                by_lock[path.name] = pins[source]
+    return by_lock
 
 
 def _refuse_other_data(out: Path, source: str, description: Json) -> None:

@@ -108,11 +108,11 @@ def _plan(context: RunContext) -> None:
     for sentence in plan.shared(planned):
         context.console.print(f"note: {sentence}", style="yellow", soft_wrap=True, markup=False)
     if context.tables:
-        told, rows = ("revision", "gate", "licence"), []
+        terms, rows = ("revision", "gate", "licence"), []
         for name, each in made.items():
             size = sum(map(plan.size_of, each["units"]))
-            rows.append([name, f"{len(each['units']):,}", f"{size:,}", *(each.get(key, "") for key in told)])
-        context.console.print(figures(None, ("source", "units", "bytes", *told), rows))
+            rows.append([name, f"{len(each['units']):,}", f"{size:,}", *(each.get(key, "") for key in terms)])
+        context.console.print(figures(None, ("source", "units", "bytes", *terms), rows))
 
 
 def _fetch(context: RunContext) -> None:

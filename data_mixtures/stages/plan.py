@@ -215,15 +215,15 @@ def _stop_at(refused: dict[str, list[str]], what: str, hint: str = "") -> None:
 def _hub(origin: hub.Mirror, each: HubSource, revision: str) -> Json:
     entries: list[Json] = []
     for config in each.configs:
-        found = origin.files(each.repo, revision, config)
-        if not found:
+        files = origin.files(each.repo, revision, config)
+        if not files:
             near = nearest(config, origin.folders(each.repo, revision), "its folders:")
             raise ValueError(f"{each.repo} @ {revision} has no Parquet file in {config}/; {near}")
         if each.files is not None:
-            found = sorted(found, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[: each.files]
-        with origin.open(each.repo, revision, found[0].path) as opened:
-            column = _column_of(opened, each.text_columns, f"{each.repo} @ {revision}: {found[0].path}")
-        entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in found]
+            files = sorted(files, key=lambda file: xxhash.xxh3_64_intdigest(file.path.encode()))[: each.files]
+        with origin.open(each.repo, revision, files[0].path) as opened:
+            column = _column_of(opened, each.text_columns, f"{each.repo} @ {revision}: {files[0].path}")
+        entries += [{"kind": "parquet", **asdict(file), "text_column": column} for file in files]
     units = _numbered(each, entries)
     facts = {"kind": "hub", "category": each.category, "repo": each.repo, "revision": revision}
     terms = {"licence": each.licence, "gate": each.gate, "spec": _spec(each)}
@@ -244,10 +244,10 @@ def text_column(schema: pyarrow.Schema, names: tuple[str, ...], where: str) -> s
     """Which of these columns of a file holds the text. ValueError names the columns of an unknown layout."""
     columns = f"its columns: {', '.join(f'{field.name} ({field.type})' for field in schema)}"
     texts = {field.name for field in schema if field.type in _TEXT}
-    found = [name for name in names if name in texts]
-    if len(found) != 1:
+    matches = [name for name in names if name in texts]
+    if len(matches) != 1:
         raise ValueError(
             f"{where} must have exactly one column of text or bytes named {' or '.join(names)}; {columns}. "
             "Look at the file and name its column of text as `field` of the input, or text_columns of a hub source"
         )
-    return found[0]
+    return matches[0]

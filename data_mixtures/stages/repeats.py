@@ -16,11 +16,11 @@ MAX_PERIOD, TIMES = 13, 32
 def repeated(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """bool (documents,): which of the documents that lie in `tokens` one after the other hold such a run."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    found = np.zeros(len(lengths), bool)
+    has_run = np.zeros(len(lengths), bool)
     for period in range(1, MAX_PERIOD + 1):  # in a run, token i equals token i + period, which sums tell
         shortest = (TIMES - 1) * period
         equal = np.cumsum(np.append(False, tokens[:-period] == tokens[period:]), dtype=np.int32)
         starts = np.flatnonzero(equal[shortest:] - equal[:-shortest] == shortest)
         document = np.searchsorted(ends, starts, side="right")
-        found[document[starts + shortest + period <= ends[document]]] = True
-    return found
+        has_run[document[starts + shortest + period <= ends[document]]] = True
+    return has_run

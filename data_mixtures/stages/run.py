@@ -123,8 +123,8 @@ def run_units(stage: Stage, options: Options, console: Console) -> dict[Unit, Js
     _read_receipts(stage, units)
     todo = [unit for unit in units if not is_done(stage, unit)]
     done = len(units) - len(todo)
-    said = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
-    columns = *said, progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    text_columns = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    columns = *text_columns, progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
     with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(stage.name, total=len(units), completed=done)
         _run(stage, todo, options, lambda finished: bar.update(task, completed=done + finished))
@@ -148,7 +148,7 @@ def _read_receipts(stage: Stage, units: list[Unit]) -> None:
 def _remove_others(stage: Stage, units: list[Unit]) -> None:
     """Delete units with numbers that these sources no longer have, of an older plan or of more text."""
     known = {unit_folder(stage.out, stage.name, unit) for unit in units}
-    here = {found for folder in {unit.parent for unit in known} for found in folder.glob("unit-*")}
+    here = {path for folder in {unit.parent for unit in known} for path in folder.glob("unit-*")}
     for folder in here - known:
         shutil.rmtree(folder)
         if there := store.of(stage.out):

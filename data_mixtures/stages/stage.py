@@ -107,8 +107,10 @@ def read_plan(out: Path) -> Json:
 @remembered
 def _read_plan(path: Path) -> Json:
     plan = shards.read_json(path, "delete it and plan again")
-    if (found := plan.get("format")) != PLAN_FORMAT:
-        raise ValueError(f"{path} has format {found!r}, this code reads {PLAN_FORMAT}; delete it, plan again")
+    if (plan_format := plan.get("format")) != PLAN_FORMAT:
+        raise ValueError(
+            f"{path} has format {plan_format!r}, this code reads {PLAN_FORMAT}; delete it, plan again"
+        )
     return plan
 
 
@@ -139,8 +141,8 @@ def unit_folder(out: Path, stage: str, unit: Unit) -> Path:
 
 def key_of(name: str, *parts: Any) -> str:
     """sha256 (hex) over a stage's name and format (FORMATS) and parts, as JSON."""
-    said = json.dumps([name, FORMATS[name], *parts], sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()
+    content = json.dumps([name, FORMATS[name], *parts], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 @functools.cache
@@ -215,8 +217,8 @@ def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
     path, expected = folder / name, receipt["files"][name]
     if there := store.of(out):
         there.pull(path)
-    found = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
-    if found == expected:
+    entry = _entry(path) if path.is_file() else {"bytes": 0, "xxh3": "none"}
+    if entry == expected:
         return path
     if stage == "fetch" and path.is_file() and path.stat().st_nlink > 1:
         fix = f"It is a link of a mirror's file: restore that one, or remove {folder} to read it as it is now"
@@ -224,7 +226,7 @@ def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
         forget(out, stage, unit)
         fix = "Was it changed, or does a disk or memory fail? Start again: the unit is then made again"
     raise ValueError(
-        f"{path} is not what {stage!r} wrote: {found['bytes']} bytes with xxh3 {found['xxh3']}, its receipt says "
+        f"{path} is not what {stage!r} wrote: {entry['bytes']} bytes with xxh3 {entry['xxh3']}, its receipt says "
         f"{expected['bytes']} with {expected['xxh3']}. {fix}"
     )
 

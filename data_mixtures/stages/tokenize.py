@@ -70,20 +70,22 @@ class Tokenize(Stage):
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
                 looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
-        found = np.concatenate([np.empty(0, DOCUMENT), *rows])
-        order = by_key(found)
-        ordered = found[order := order[~np.concatenate(looping)[order]]]
+        unit_documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
+        order = by_key(unit_documents)
+        ordered = unit_documents[order := order[~np.concatenate(looping)[order]]]
         for name, start, length, dtype in parts(made.dtype):
             ordered[start] = np.cumsum(ordered[length], dtype=np.int64) - ordered[length]
-            write_ordered(folder / name, unsorted[name], found[length] * np.int64(dtype.itemsize), order)
+            write_ordered(
+                folder / name, unsorted[name], unit_documents[length] * np.int64(dtype.itemsize), order
+            )
             unsorted[name].unlink()
         shards.save_array(folder / INDEX, ordered)
         for name in SLICED:
             blocks.seal(folder / name)
         left_out = documents.left_out(self.recipe, self.out, unit)
         dropped = {reason: len(rows) for reason, rows in left_out.items()}
-        dropped["repeated_ngrams"] = len(found) - len(ordered)
-        slow = 0 if fast and made.fast else len(found)
+        dropped["repeated_ngrams"] = len(unit_documents) - len(ordered)
+        slow = 0 if fast and made.fast else len(unit_documents)
         return {**totals(ordered), "slow": slow, "dropped": dropped}
 
 

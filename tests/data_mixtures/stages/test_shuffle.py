@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -114,51 +113,6 @@ def test_the_comparison_sees_a_wrong_order(tmp_path, tiny, monkeypatch):
     monkeypatch.setattr(sorted_runs, "merge", concatenate)
     shuffled(tmp_path, PLAN, {"notes": texts_of(200)}, 3)
     assert shuffled_files(tmp_path, "notes") != in_memory(texts_of(200), PLAN)
-
-
-def test_equal_keys_are_ordered_by_id_and_equal_ids_are_duplicates():
-    rows = [(5, 2, 9), (5, 1, 9), (5, 1, 3), (4, 8, 8), (5, 1, 9), (6, 0, 0), (6, 0, 0)]
-    parts = []
-    for unit in range(2):
-        part = np.zeros(len(rows), sorted_runs.MERGED)
-        for i, name in enumerate(("key", "high", "low")):
-            part[name] = [row[i] for row in sorted(rows)]
-        part["unit"] = unit
-        parts.append(part)
-    merged = sorted_runs.merge(parts)
-    assert merged[["key", "high", "low"]].tolist() == sorted(set(rows))
-    assert not merged["unit"].any()  # the first of the equal ones stays
-
-
-def count_opens(out: Path, units: int) -> Counter[str]:
-    """How often files of each stage are opened from `runs` to `shuffle`, at five documents a unit."""
-    texts = [f"{i} " + "x" * 60 for i in range(5 * units)]
-    tokenized(out, "notes", split(texts, units))
-    opens: Counter[str] = Counter()
-    open_path = Path.open
-
-    def counted(path, *more, **options):
-        opens.update(name for name in ("tokenize", "runs", "order", "shuffle") if f"/{name}/" in str(path))
-        return open_path(path, *more, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "open", counted)
-        run_all(stages_of(out, plan_of(seq_len=20, windows_per_shard=10)))
-    return opens
-
-
-def test_opens_grow_with_the_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda file: None)
-    monkeypatch.setattr(sorted_runs, "DOCUMENTS_PER_RANGE", 50)
-    monkeypatch.setattr(sorted_runs, "RUNS", 4)
-    once, twice = count_opens(tmp_path / "once", 20), count_opens(tmp_path / "twice", 40)
-    assert set(once) == {"tokenize", "runs", "order", "shuffle"}
-    # each file and its hashes, and its receipt for the key and the counts
-    assert once["tokenize"] == 20 * (3 * 2 + 2)
-    assert twice.total() < 2.2 * once.total()
-    monkeypatch.setattr(sorted_runs, "RUNS", 1000)  # the planted error: without runs, with its square
-    once, twice = count_opens(tmp_path / "without", 20), count_opens(tmp_path / "without twice", 40)
-    assert twice.total() > 3 * once.total()
 
 
 def test_what_is_done_stays_done_until_something_before_it_changes(tmp_path, tiny):
