@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from data_mixtures import shards
 from data_mixtures.recipe import check_integer
-from data_mixtures.stages import pipeline
-from data_mixtures.stages.run import Options, figures
+from data_mixtures.stages import pipeline, stats
+from data_mixtures.stages.run import Options
 from data_mixtures.stages.stage import AGAIN
 from records.workers import usable_cpus
 
@@ -45,30 +44,13 @@ def prepare(recipe_path: Path, out: Path, options: Options, console: Console, **
         for name in pipeline.TO_SHARDS:
             pipeline.do(context, name)
         made = pipeline.publish(context)
-    for table in _summary(out, made):
+    for table in stats.sizes_and_lengths({name: shards.read_manifest(out / name) for name in made}):
         console.print(table)
     for phase, weights in context.recipe.phases.items():
         total = sum(weights.values())
         shares = ", ".join(f"{name} {100 * weight / total:.2f} %" for name, weight in weights.items())
         console.print(f"{out / phase}.lock.json: {shares}", soft_wrap=True)
     console.print(f"took {time.monotonic() - started:.1f} s")
-
-
-def _summary(out: Path, made: dict[str, str]) -> Iterator[Table]:
-    """What each source holds; then its documents' lengths, cuts, and tokens not used."""
-    rows, lengths = [], []
-    for name, how in made.items():
-        m = shards.read_manifest(out / name)
-        counts = [f"{m['documents']:,}", f"{sum(m['dropped'].values()):,}"]
-        sizes = [f"{m['tokens'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.2f}", f"{m['bytes'] / m['tokens']:.2f}"]
-        rows.append([name, *counts, *sizes, f"{m['windows']:,}", f"{m['valid']['windows']:,}", how])
-        lost = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
-        figures_of = m["tokens"] // m["documents"], m["longest"], m["cut"], *lost
-        lengths.append([name, *(f"{count:,}" for count in figures_of)])
-    head = ("source", "docs", "dropped", "Mtokens", "MB", "B/tok", "windows", "valid", "")
-    yield figures(f"data in {out}", head, rows)
-    columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
-    yield figures("tokens of a document", columns, lengths)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
     return rows | ({CONTAINED: _rows(out, CONTAINED, ALL, unit)} if recipe.dedup.contained_share else {})
 
 
-def kept(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
+def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
     """What the filter kept of a unit, but for what is left out."""
     without = np.concatenate(list(left_out(recipe, out, unit).values()))
     return read_documents(stage.checked(out, "filter", unit, DOCUMENTS), without)

@@ -32,7 +32,6 @@ from data_mixtures.stages.stage import (
     Unit,
     attempt,
     is_done,
-    raise_failure,
     receipt_of,
     remove_partial,
     unit_folder,
@@ -60,7 +59,8 @@ def _run(stage: Stage, units: list[Unit], options: Options, tell: Callable[[int]
         outcomes = _in_parallel(stage, units, place, min(options.workers, len(units)))
     try:
         for finished, failure in enumerate(outcomes, 1):
-            raise_failure(failure)
+            if failure is not None:
+                raise (ValueError if failure["user"] else RuntimeError)(failure["message"])
             tell(finished)
     finally:
         outcomes.close()  # what still runs ends first

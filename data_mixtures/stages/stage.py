@@ -323,12 +323,6 @@ def attempt(stage: Stage, unit: Unit, place: store.Place | None = None) -> Json 
     return None
 
 
-def raise_failure(failure: Json | None) -> None:
-    """Raise what `attempt` returned: ValueError for what a user can fix."""
-    if failure is not None:
-        raise (ValueError if failure["user"] else RuntimeError)(failure["message"])
-
-
 def _entry(path: Path, sync: bool = False) -> Json:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)

@@ -7,6 +7,7 @@ of keys brings equal ids together, whatever source they come from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
@@ -39,8 +40,9 @@ def write(out: Path, sources: tuple[str, ...], console: Console, workers: int) -
         facts[name] |= {"mean": mean, "valid_windows": manifest["valid"]["windows"]}
     result = {"sources": facts, "phases": _phases(out), "shared_documents": shared}
     shards.write_json(out / JSON, result)
-    for table in (_sources_table, _dropped_table, _shared_table):
-        console.print(table(result))
+    tables = _shares_table(result), _dropped_table(result), _shared_table(result)
+    for table in (*sizes_and_lengths(manifests), *tables):
+        console.print(table)
     if "unknown" in shared:
         console.print(f"Shared documents are not counted: {shared['unknown']}", soft_wrap=True)
     console.print(f"{out / JSON}", soft_wrap=True)
@@ -58,17 +60,30 @@ def _phases(out: Path) -> Json:
     return phases
 
 
-def _sources_table(stats: Json) -> Table:
+def sizes_and_lengths(manifests: Mapping[str, Json]) -> tuple[Table, Table]:
+    """What each source holds; then its documents' lengths, cuts, and tokens not used."""
+    sizes, lengths = [], []
+    for name, m in manifests.items():
+        counts = m["documents"], sum(m["dropped"].values()), m["tokens"], m["bytes"]
+        windows = m["windows"], m["valid"]["windows"]
+        per_token = f"{m['bytes'] / max(m['tokens'], 1):.2f}"
+        sizes.append([name, *(f"{n:,}" for n in counts), per_token, *(f"{n:,}" for n in windows)])
+        unused = m["unused"]["train_tokens"], m["unused"].get("padding", 0)
+        of_documents = m["tokens"] // max(m["documents"], 1), m["longest"], m["cut"], *unused
+        lengths.append([name, *(f"{n:,}" for n in of_documents)])
+    head = ("source", "docs", "dropped", "tokens", "bytes", "B/tok", "windows", "valid")
+    columns = ("source", "mean", "longest", "cuts", "unused tokens", "padding")
+    return figures("Sources", head, sizes), figures("tokens of a document", columns, lengths)
+
+
+def _shares_table(stats: Json) -> Table:
     sources, phases = stats["sources"], stats["phases"]
     total = sum(each["tokens"] for each in sources.values())
     rows = []
     for name, each in sources.items():
         shares = [each["tokens"] / total, *(phase["shares"].get(name, 0) for phase in phases.values())]
-        counts = (each[key] for key in ("documents", "windows", "valid_windows", "longest"))
-        row = [name, each["category"], f"{each['tokens']:,}", *(f"{share:.2%}" for share in shares)]
-        rows.append([*row, *(f"{count:,}" for count in counts), f"{each['mean']:,.0f}"])
-    head = ("source", "category", "tokens", "share", *phases)
-    return figures("Sources", (*head, "documents", "windows", "held out", "longest", "mean"), rows)
+        rows.append([name, each["category"], *(f"{share:.2%}" for share in shares)])
+    return figures("Shares", ("source", "category", "of all tokens", *phases), rows)
 
 
 def _dropped_table(stats: Json) -> Table:

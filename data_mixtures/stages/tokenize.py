@@ -63,7 +63,7 @@ class Tokenize(Stage):
         wanted = self.recipe.filter.repeated_ngrams
         unsorted = {name: folder / f".{name}.unsorted" for name in (TOKENS, ORIGINS)}
         with unsorted[TOKENS].open("wb") as token_file, unsorted[ORIGINS].open("wb") as origin_file:
-            for ids, texts, origins in documents.kept(self.recipe, self.out, unit):
+            for ids, texts, origins in documents.read_remaining(self.recipe, self.out, unit):
                 sample.check(ids, texts)
                 tokens, lengths = made.encode(texts, fast)
                 token_file.write(tokens.data)
@@ -216,7 +216,7 @@ def training_sample(recipe: Recipe, out: Path, train_bytes: int) -> list[str]:
     total, sample = max(sum(sizes.values()), 1), []
     for source, size in sizes.items():
         units = stage.planned_units(out, source)
-        batches = (batch for unit in units for batch in documents.kept(recipe, out, unit))
+        batches = (batch for unit in units for batch in documents.read_remaining(recipe, out, unit))
         given = (document for ids, texts, _ in batches for document in zip(ids, texts, strict=True))
         sample += first_documents(given, train_bytes * size // total, recipe)
     return sample

@@ -47,29 +47,6 @@ def test_sequences_follow_the_definition(counting_data, offsets):
     assert any(offsets) == (expected != plain), "the offsets are seen"
 
 
-@pytest.mark.parametrize("cuts", [[60], [1] * 60, [7, 13, 40], [32, 28]])
-def test_any_slicing_gives_the_same_sequences(counting_data, cuts):
-    lock = counting_data() / "phase1.lock.json"
-    whole, whole_sources = Mixture.open(lock).sequences(3, 60)
-    at, parts = 3, []
-    for count in cuts:
-        parts.append(Mixture.open(lock).sequences(at, count))
-        at += count
-    assert np.array_equal(np.concatenate([tokens for tokens, _ in parts]), whole)
-    assert np.array_equal(np.concatenate([sources for _, sources in parts]), whole_sources)
-
-
-def test_every_epoch_reads_every_window_once_in_another_order(counting_data):
-    mix = Mixture.open(counting_data(weights=(1, 0, 0), cap=4) / "phase1.lock.json")
-    epochs = mix.sequences(0, 200)[0][:, 0].reshape(4, 50) // 4
-    shards_in_turn = [window // 8 for window in epochs[0]]
-    assert shards_in_turn == sorted(shards_in_turn), "epoch 0 reads one shard after another"
-    assert (np.diff(epochs[0]) != 1).all()
-    for i in range(4):
-        assert sorted(epochs[i]) == list(range(50))
-        assert all((epochs[i] != epochs[j]).any() for j in range(i))
-
-
 def test_epoch_cap_is_an_error_that_names_the_source(counting_data):
     mix = Mixture.open(
         counting_data(cap=2) / "phase1.lock.json"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_mixtures.mixture import BEGINS, TRAINED
-from data_mixtures.packing import best_fit, pack, shuffled, streams
+from data_mixtures.packing import best_fit, pack, streams
 from train.sft.conversations import Conversation
 
 SIZE = 64
@@ -25,13 +25,6 @@ def made(lengths: list[int]) -> list[Conversation]:
         Conversation(n, np.full(size, n + 1, np.uint16), np.arange(size) >= (size + 1) // 2)
         for n, size in each
     ]
-
-
-@given(LENGTHS)
-def test_every_item_once_and_within_the_window(lengths: list[int]) -> None:
-    windows = pack(lengths, SIZE)
-    assert sorted(itertools.chain(*windows)) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in window) <= SIZE for window in windows)
 
 
 @given(LENGTHS)
@@ -67,13 +60,6 @@ def test_streams_hold_whole_conversations_and_untrained_padding(lengths: list[in
         seen.add(number - 1)
     assert seen == set(range(len(lengths)))
     assert set(range(0, len(tokens), SIZE)) <= set(begins.tolist()), "every window begins with a conversation"
-
-
-def test_the_order_of_windows_is_a_function_of_keys_and_seed() -> None:
-    windows, keys = [[i] for i in range(50)], list(range(100, 150))
-    assert shuffled(windows, keys, 1) == shuffled(windows[::-1], keys, 1)
-    assert sorted(shuffled(windows, keys, 1)) == windows
-    assert len({str(shuffled(windows, keys, seed)) for seed in range(5)} | {str(windows)}) == 6
 
 
 @given(st.lists(st.integers(2, 5 * SIZE), max_size=40))

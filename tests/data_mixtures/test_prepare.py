@@ -2,7 +2,6 @@
 machine, reuse and failure.
 """
 
-import fcntl
 from pathlib import Path
 
 import pytest
@@ -114,12 +113,6 @@ def test_what_is_missing_is_named_before_anything_is_done(recipe_path, tmp_path)
         with pytest.raises(ValueError, match=message):
             prepare_folder(recipe_path, data)
         assert not (data / "plan.json").exists()
-    recipe_path.write_text(text)
-    data.mkdir(exist_ok=True)
-    with (data / ".lock").open("w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="another process is preparing"):
-            prepare_folder(recipe_path, data)
 
 
 def test_ids_come_from_the_model(tmp_path):

@@ -56,19 +56,6 @@ def test_one_flipped_bit_fails_every_window_of_its_block_and_no_other(
             assert read(files, window)[0] == window * SEQ_LEN
 
 
-def test_each_block_is_hashed_once_however_many_threads(
-    small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed, digest = [], window_files._digest
-    monkeypatch.setattr(window_files, "_digest", lambda *place: (hashed.append(place), digest(*place))[1])
-    files = WindowFiles([write(tmp_path / name) for name in "abc"], SEQ_LEN)
-    work = [(window, file) for window in range(WINDOWS) for file in range(3)] * 2
-    with ThreadPoolExecutor(8) as pool:
-        for (window, _), row in zip(work, pool.map(lambda at: read(files, *at), work), strict=True):
-            assert row[0] == window * SEQ_LEN
-    assert len(hashed) == len(set(hashed)) == 3 * 3
-
-
 def test_a_file_that_shrinks_or_goes_is_an_error_not_a_crash(small_blocks: None, tmp_path: Path) -> None:
     (short, entry), gone = write(tmp_path / "short"), write(tmp_path / "gone")
     files = WindowFiles([(short, entry), gone], SEQ_LEN)

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 from data_mixtures import ngrams
 from data_mixtures.stages import decontaminate
 
-LICENCE = """Redistribution and use in source and binary forms, with or without modification, are permitted provided
-that the following conditions are met: redistributions of source code must retain the above copyright notice and this
-list."""
 QUESTION = (
     "A baker fills seven trays with eleven rolls each and sells all but nine of them before noon; "
     "how many rolls does she have to bake again if the hotel asks for ninety?"
 )
-SHORT = "Which of these rivers runs through four capitals?"
-CODE = "def middle(values):\n    ordered = sorted(values)\n    return ordered[len(ordered) // 2] if ordered else None\n"
 
 
 def words(text: str) -> list[str]:
@@ -83,25 +78,6 @@ def test_equal_to_the_reference(items, texts, plant, window):
             {n for n, item in enumerate(items) if any(holds(text, p) for p in item)} for text in texts
         ]
         assert found(index_of(*items), *texts) == expected
-
-
-def test_planted_passages_are_found_and_near_misses_are_not():
-    index = index_of([QUESTION, "7"], [SHORT, "Danube"], [CODE], [LICENCE])
-    around = "Yesterday somebody asked me this, and I had no answer. {} Do you know more about it?"
-    other = QUESTION.replace("seven", "six").replace("hotel", "inn").replace("all but", "most of")
-    texts = [
-        around.format(QUESTION),
-        around.format(QUESTION.upper().replace(" ", "\n* ")),
-        around.format(QUESTION[: len(QUESTION) * 3 // 4]),
-        around.format(QUESTION[: len(QUESTION) // 3]),
-        around.format(other),
-        around.format(SHORT.replace("?", " !!")),
-        around.format(SHORT.replace("capitals", "countries")),
-        "import os\n\n\n" + CODE.replace("    ", "\t"),
-        "import os\nimport sys\nfrom typing import Any\n\ndef middle(values):\n    return sorted(values)\n",
-        "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15",
-    ]
-    assert found(index, *texts) == [{0}, {0}, {0}, set(), set(), {1}, set(), {2}, set(), set()]
 
 
 def test_files_of_every_format_make_one_index_that_is_kept(tmp_path):

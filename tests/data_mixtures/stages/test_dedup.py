@@ -129,20 +129,6 @@ def test_who_stays_is_the_plain_rule_whatever_the_units_ranges_and_groups(tmp_pa
     assert [len(list((tmp_path / f"parts/signatures/{name}").iterdir())) for name in units] == [1, 1]
 
 
-def test_near_copies_of_held_out_text_are_not_trained_on_whatever_the_order(tmp_path):
-    wanted, draw = with_dedup(["first", "second"]), random.Random(5)
-    while True:
-        held = " ".join(draw.choices(WORDS, k=120))
-        copy = held + " and more"
-        if is_held_out(held, wanted) and not is_held_out(copy, wanted):
-            break
-    texts = {"first": [[copy, *texts_of(2, 5, 1)]], "second": [texts_of(3, 5, 1), [held]]}
-    stays = deduplicate(tmp_path, texts, wanted)
-    assert stays == {**texts, "first": [texts["first"][0][1:]]}
-    dropped = [stage.counts(tmp_path, "dedup", name, 1)[0]["near_duplicate"] for name in texts]
-    assert dropped == [1, 0]
-
-
 def test_what_is_done_stays_done_until_text_or_settings_change(tmp_path):
     texts = {"a": [texts_of(6, 8, 3)], "b": [texts_of(7, 8, 3)]}
     wanted = with_dedup(["a", "b"], buckets=3)

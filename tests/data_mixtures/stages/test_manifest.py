@@ -11,8 +11,7 @@ from rich.console import Console
 
 from data_mixtures import tokenizer
 from data_mixtures.mixture import Mixture, valid_windows
-from data_mixtures.stages import manifest, stage
-from data_mixtures.stages.stage import Unit
+from data_mixtures.stages import manifest
 from tests.data_mixtures.conftest import files_of
 from tests.data_mixtures.stages.shuffle_assets import (
     SOURCES,
@@ -141,19 +140,6 @@ def test_smaller_data_replaces_larger_when_asked(data):
     names = {path.name for path in (data / "notes").iterdir()}
     assert len(names) < len(before)
     assert names == {*in_memory(fewer["notes"], TWO_SOURCES), "source.json"}
-
-
-def test_other_counts_of_the_same_data_are_written_without_publishing_it_again(data):
-    before, lock = read_json(data / "notes/source.json"), (data / "phase1.lock.json").read_bytes()
-    folder = (data / "notes").stat().st_ino
-    for number in range(2):
-        stage.do(Filter(data, "notes", split(TWO_TEXTS["notes"], 2), too_short=3), Unit("notes", number))
-    assert write(data)["notes"] == "reused"
-    after = read_json(data / "notes/source.json")
-    assert after["dropped"] == {**before["dropped"], "too_short": 6}
-    assert (data / "notes").stat().st_ino == folder
-    assert after["content_sha256"] == before["content_sha256"]
-    assert (data / "phase1.lock.json").read_bytes() == lock
 
 
 def test_shards_of_another_width_than_the_tokenizers_are_refused(data, monkeypatch):
