@@ -2,7 +2,7 @@
 only says which ones.
 
 The file has a column `sha1` (40 hex digits, or 20 bytes) and may say more of each row
-(`origins.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
+(`local.ORIGIN_FIELDS`). The rows of one unit are asked for once for each sha1, many at a time, through
 fsspec, so that the URL may be of https or of s3. An object may be gzip-compressed, as Software Heritage's
 are; a content counts only if it has its sha1.
 
@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_mixtures.readers import local
-from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped, origin
+from data_mixtures.readers.local import ORIGIN_FIELDS, grouped, origin
 from data_mixtures.recipe import Input
 
 UNIT_ROWS = 500_000  # of one unit, at least; its receipt says that they have come or are counted as missing

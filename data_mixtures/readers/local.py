@@ -1,4 +1,5 @@
-"""Files of one's own, here or behind a URL: which there are, and the documents of those that are not Parquet.
+"""Files of one's own, here or behind a URL: which there are, the documents of those that are not Parquet, and where
+each came from.
 
 Order and amount depend on the files alone: files of an input are read in the order of a hash of their names,
 so that a cap takes a fair sample of them instead of the first names of the alphabet. Nothing is guessed: a
@@ -15,13 +16,14 @@ import fnmatch
 import glob
 import io
 import itertools
+import json
 import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 import pyarrow
@@ -32,6 +34,9 @@ from data_mixtures.shards import Json
 from records.files import json_lines
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by protocol
+ORIGIN_FIELDS = ("id", "url", "repo", "commit_id", "path", "rel_path", "license")
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
+T = TypeVar("T")
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 UNREADABLE = (
@@ -358,3 +363,27 @@ def json_objects(name: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
             yield from json_lines(file, name)
     except Unreadable as error:
         raise ValueError(f"{name} is damaged or truncated: {error.__cause__}") from error
+
+
+def origin(file: str, row: int, fields: Mapping[str, Any]) -> str:
+    """Where a document came from, as JSON: its file, its row from 0 (of JSON lines, Parquet), its fields."""
+    text = f'{{"file":{_encoded(file)},"row":{row}'
+    for name in ORIGIN_FIELDS if fields else ():
+        if (value := fields.get(name)) is not None:
+            text += f',"{name}":{_encoded(value)}'
+    whole = f"{text}}}"
+    return whole.encode(errors="replace").decode()  # JSON lines may hold lone surrogates, which UTF-8 cannot
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in lists; each ends with the item that brings its total size to the limit."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= limit:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -25,8 +25,6 @@ from huggingface_hub import errors as hub_errors
 
 from data_mixtures import store
 from data_mixtures.readers import content, hub, local
-from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
-from data_mixtures.readers.origins import origin as origin_of
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import plan, stage
@@ -151,7 +149,7 @@ def _copy_groups(entry: Json, target: Path) -> Json:
     with _complete(name), local.opened(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         plan.text_column(schema, (entry["text_column"],), name)
-        chosen = [each for each in schema.names if each in (entry["text_column"], *ORIGIN_FIELDS)]
+        chosen = [each for each in schema.names if each in (entry["text_column"], *local.ORIGIN_FIELDS)]
         plain = pyarrow.schema([schema.field(each) for each in chosen])
         with pyarrow.parquet.ParquetWriter(target, plain, compression="zstd") as writer:
             for number in entry["row_groups"]:
@@ -242,9 +240,9 @@ def _write(entry: Json, names: Mapping[str, str], target: Path, dropped: local.D
     span = tuple(entry["range"]) if "range" in entry else None
     documents, size, rows = 0, 0, local.documents(Input(**entry["input"]), names, dropped, span)
     with pyarrow.parquet.ParquetWriter(target, TEXT_SCHEMA, compression="zstd") as writer:
-        for group in grouped(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
+        for group in local.grouped(rows, lambda document: len(document[0]), ROW_GROUP_BYTES):
             texts = [text for text, *_ in group]
-            origins = [origin_of(names[name], row, fields) for _, name, row, fields in group]
+            origins = [local.origin(names[name], row, fields) for _, name, row, fields in group]
             writer.write_batch(pyarrow.record_batch([texts, origins], schema=TEXT_SCHEMA))
             documents += len(texts)
             size += sum(len(text.encode()) for text in texts)

@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
-from data_mixtures.readers.origins import origin as origin_of
+from data_mixtures.readers.local import ORIGIN_FIELDS, grouped
+from data_mixtures.readers.local import origin as origin_of
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
 from data_mixtures.stages import decontaminate, quality, stage

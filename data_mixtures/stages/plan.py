@@ -23,7 +23,7 @@ import pyarrow.parquet
 import xxhash
 
 from data_mixtures import shards
-from data_mixtures.readers import content, hub, local, origins
+from data_mixtures.readers import content, hub, local
 from data_mixtures.recipe import HubSource, Input, LocalSource, Recipe, Source, check_known, nearest
 from data_mixtures.shards import Json
 from data_mixtures.stages.stage import PLAN, PLAN_FORMAT, read_plan
@@ -115,7 +115,7 @@ def _groups(
     elif source_input.max_bytes is not None:
         yield files, [], [{}]
     else:
-        for group in origins.grouped(files, lambda file: file[1], UNIT_BYTES):
+        for group in local.grouped(files, lambda file: file[1], UNIT_BYTES):
             yield group, [], _ranges(group) if source_input.kind == "jsonl" else [{}]
 
 
@@ -147,7 +147,7 @@ def _row_groups(name: str, size: int) -> list[Json]:
         return [{}]
     parts, first = list[Json](), 0
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    for numbers in origins.grouped(range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES):
+    for numbers in local.grouped(range(len(groups)), lambda n: groups[n].total_byte_size, UNIT_BYTES):
         size, rows = (sum(getattr(groups[n], of) for n in numbers) for of in ("total_byte_size", "num_rows"))
         parts.append({"row_groups": numbers, "first_row": first, "bytes": size})
         first += rows

@@ -22,7 +22,7 @@ import xxhash
 from data_mixtures import shards, tokenizer
 from data_mixtures.recipe import Recipe, TokenizerFile, TokenizerTraining
 from data_mixtures.shards import Json
-from data_mixtures.stages import blocks, documents, repeats, stage
+from data_mixtures.stages import blocks, documents, stage
 from data_mixtures.stages.stage import DOCUMENTS, Stage, Unit
 from records.files import file_sha256, write_atomically
 
@@ -69,7 +69,9 @@ class Tokenize(Stage):
                 token_file.write(tokens.data)
                 origin_file.writelines(origins)
                 rows.append(describe(ids, self.recipe.seed, lengths, texts, origins))
-                looping.append(repeats.repeated(tokens, lengths) if wanted else np.zeros(len(ids), bool))
+                looping.append(
+                    documents.with_repeats(tokens, lengths) if wanted else np.zeros(len(ids), bool)
+                )
         unit_documents = np.concatenate([np.empty(0, DOCUMENT), *rows])
         order = by_key(unit_documents)
         ordered = unit_documents[order := order[~np.concatenate(looping)[order]]]
