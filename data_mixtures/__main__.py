@@ -29,7 +29,7 @@ Sources = Annotated[str, tyro.conf.arg(help="names of sources, separated by comm
 
 
 def main() -> int:
-    return prepare.reported(lambda: run(sys.argv[1:]))
+    return prepare.run_command(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -48,9 +48,9 @@ def run(arguments: Sequence[str]) -> None:
     )
 
 
-def begun(given: Arguments, sources: str) -> AbstractContextManager[pipeline.RunContext]:
+def open_run(given: Arguments, sources: str) -> AbstractContextManager[pipeline.RunContext]:
     console = Console(highlight=False)
-    return pipeline.begin(given.recipe, given.out, given.options(), console, sources, **given.how())
+    return pipeline.open_run(given.recipe, given.out, given.options(), console, sources, **given.how())
 
 
 def check_on_disk(given: Arguments, command: str) -> None:
@@ -64,27 +64,27 @@ def check_on_disk(given: Arguments, command: str) -> None:
 
 def one_stage(name: str, /, given: Given, sources: Sources = "") -> None:
     """One stage from text to shards."""
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.do(context, name)
 
 
 def manifest(given: Given, sources: Sources = "") -> None:
     """Publish the shards with their manifests, and pin the phases."""
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.publish(context)
 
 
 def verify(given: Given, sources: Sources = "") -> None:
     """Compare every byte with its manifest; for damage, print the commands that restore it."""
     check_on_disk(given, "verify")
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.check_data(context, given.recipe)
 
 
 def stats(given: Given, sources: Sources = "") -> None:
     """Tables of what prepared data holds, and DIR/stats.json."""
     check_on_disk(given, "stats")
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         statistics.write(context.out, context.sources, context.console, context.threads)
 
 
@@ -94,7 +94,7 @@ def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], so
     Args:
         stage: the stage whose files to delete
     """
-    with begun(given, sources) as context:
+    with open_run(given, sources) as context:
         pipeline.free(context, stage)
 
 

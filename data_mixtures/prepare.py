@@ -38,7 +38,7 @@ def prepare(recipe_path: Path, out: Path, options: Options, console: Console, **
     """
     started = time.monotonic()
     console.print(f"preparing {recipe_path} -> {out}", soft_wrap=True)
-    with pipeline.begin(recipe_path, out, options, console, tables=False, **how) as context:
+    with pipeline.open_run(recipe_path, out, options, console, tables=False, **how) as context:
         out = context.out
         pipeline.check(context.recipe, out)
         for name in pipeline.TO_SHARDS:
@@ -83,7 +83,7 @@ class Arguments:
         return {name: getattr(self, name) for name in ("mirror", "budget_bytes", "replace")}
 
 
-def reported(run: Callable[[], None]) -> int:
+def run_command(run: Callable[[], None]) -> int:
     """The exit status of a command; what a user can fix is one line, not a traceback."""
     try:
         run()
@@ -102,7 +102,7 @@ def run(given: tyro.conf.OmitArgPrefixes[Arguments]) -> None:
 
 
 def main() -> int:
-    return reported(lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__))
+    return run_command(lambda: tyro.cli(run, prog="python -m data_mixtures.prepare", description=__doc__))
 
 
 if __name__ == "__main__":

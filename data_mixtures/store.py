@@ -222,7 +222,7 @@ def _scratch() -> Path:
     return folder
 
 
-def opened(out: Path, path: Path) -> BinaryIO:
+def open_part(out: Path, path: Path) -> BinaryIO:
     """A file to read parts of, here or there. FileNotFoundError."""
     store = of(out)
     found: Any = store.system.open(store.name(path), "rb", cache_type="none") if store else path.open("rb", 0)

@@ -81,8 +81,8 @@ def take_over(raw: Path, parts: Path) -> None:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[pq.ParquetFile]:
-    with local.opened(path) as file, pq.ParquetFile(file) as parquet:
+def _open_resolved(path: str) -> Iterator[pq.ParquetFile]:
+    with local.open_input(path) as file, pq.ParquetFile(file) as parquet:
         if "sha1" not in (names := parquet.schema_arrow.names):
             raise ValueError(f"{path} has no column sha1 (hex or bytes); its columns: {', '.join(names)}")
         yield parquet
@@ -90,7 +90,7 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
 
 def units(path: str) -> list[list[int]]:
     """Row groups of a resolved file that make a unit each, by its footer. ValueError when it has no sha1."""
-    with _opened(path) as parquet:
+    with _open_resolved(path) as parquet:
         sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
     return list(grouped(range(len(sizes)), lambda number: sizes[number], UNIT_ROWS))
 
@@ -99,7 +99,7 @@ def _wanted(path: str, name: str, groups: Sequence[int]) -> tuple[dict[bytes, st
     """The origin of each distinct sha1, in the order of the rows, and why other rows are left out."""
     origins: dict[bytes, str] = {}
     left_out = Counter(same_content=0, no_sha1=0)
-    with _opened(path) as parquet:
+    with _open_resolved(path) as parquet:
         columns = ["sha1", *(each for each in ORIGIN_FIELDS if each in parquet.schema_arrow.names)]
         first = sum(parquet.metadata.row_group(number).num_rows for number in range(groups[0]))
         batches = parquet.iter_batches(row_groups=groups, columns=columns)

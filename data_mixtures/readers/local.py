@@ -180,7 +180,7 @@ def _unpacked_name(name: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def opened(name: str) -> Iterator[BinaryIO]:
+def open_input(name: str) -> Iterator[BinaryIO]:
     """The bytes of a file here or behind a URL, unpacked. `Unreadable` where what is compressed is damaged."""
     codec = _unpacked_name(name)[1]
     with fsspec.open(name, "rb").open() if "://" in name else open(name, "rb") as raw:
@@ -269,7 +269,7 @@ def _read(
 
 def read(name: str | os.PathLike[str]) -> str:
     r"""A text file with \n as line end. Unreadable: damaged, not_utf8, not_text, too_large."""
-    with opened(os.fspath(name)) as file:
+    with open_input(os.fspath(name)) as file:
         if len(raw := file.read(LARGEST_BYTES + 1)) > LARGEST_BYTES:
             raise Unreadable("too_large")
     try:
@@ -286,7 +286,7 @@ def _rows(name: str, field: str, dropped: Dropped, span: tuple[int, int] | None 
     row, skipped = 0, list[int]()
     place = f"{name} from byte {span[0]} on" if span and span[0] else name
     try:
-        with opened(name) as file:
+        with open_input(name) as file:
             lines = _between(file, *span) if span else file
             for number, value in json_lines(_decoded(lines, place, dropped), name, skipped):
                 row += 1
@@ -334,7 +334,7 @@ def _is_wide(line: bytes) -> bool:
 
 def first_problem(name: str, field: str) -> str | None:
     """What is wrong with the first line of a file; None where nothing is, or where it cannot be read."""
-    with suppress(Unreadable, PermissionError), opened(name) as file:
+    with suppress(Unreadable, PermissionError), open_input(name) as file:
         head = list(itertools.islice(file, 100))
         if head and _is_wide(head[0]):
             return f"{name} is UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
@@ -359,7 +359,7 @@ def lacks(value: Any, field: str) -> str | None:
 def json_objects(name: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
     """(number from 1, value) of lines that are not blank. ValueError: not JSON, or a broken .gz."""
     try:
-        with opened(os.fspath(name)) as file:
+        with open_input(os.fspath(name)) as file:
             yield from json_lines(file, name)
     except Unreadable as error:
         raise ValueError(f"{name} is damaged or truncated: {error.__cause__}") from error

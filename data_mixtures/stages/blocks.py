@@ -89,7 +89,7 @@ def read_at(file: Any, place: int, into: memoryview) -> int:
 
 
 @contextmanager
-def opened(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterator[list[CheckedFile]]:
+def open_files(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterator[list[CheckedFile]]:
     """That file of each unit. ValueError when one is not there, or was freed."""
     with ExitStack() as stack:
         files = []
@@ -97,7 +97,7 @@ def opened(out: Path, made_by: str, units: Iterable[Unit], name: str) -> Iterato
             folder = stage.unit_folder(out, made_by, unit)
             paths = folder / name, folder / (name + HASHES)
             try:
-                data, hashes = (stack.enter_context(store.opened(out, path)) for path in paths)
+                data, hashes = (stack.enter_context(store.open_part(out, path)) for path in paths)
             except FileNotFoundError:
                 stage.result(out, made_by, unit)  # says so if it was not made yet, or was freed
                 raise

@@ -95,7 +95,7 @@ def load(out: Path, names: Iterable[str]) -> Index | None:
     return _load(out / INDEX) if identity(out, names) else None
 
 
-@stage.remembered
+@stage.cache_by_file
 def _load(path: Path) -> Index:
     with np.load(path) as stored:
         passages = ngrams.Index(*(stored[field.name] for field in fields(ngrams.Index)))

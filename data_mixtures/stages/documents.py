@@ -95,11 +95,11 @@ def _rows(out: Path, made_by: str, group: Unit, unit: Unit) -> np.ndarray:
     return rows[slice(*places[str(unit)])]
 
 
-@stage.remembered
+@stage.cache_by_file
 def _loaded(path: Path) -> tuple[np.ndarray, dict[str, list[int]]]:
     out, made_by, source, number = path.parents[3], *path.parts[-4:-1]  # DIR/dedup/web/unit-00000/units.json
     group = Unit(source, shards.shard_number(number))
-    rows, units = (stage.checked(out, made_by, group, name) for name in (ROWS, UNITS))
+    rows, units = (stage.checked_file(out, made_by, group, name) for name in (ROWS, UNITS))
     return np.load(rows), shards.read_json(units, "start again")
 
 
@@ -120,7 +120,7 @@ def left_out(recipe: Recipe, out: Path, unit: Unit) -> Mapping[str, np.ndarray]:
 def read_remaining(recipe: Recipe, out: Path, unit: Unit) -> Iterator[Documents]:
     """What the filter kept of a unit, but for what is left out."""
     without = np.concatenate(list(left_out(recipe, out, unit).values()))
-    return read_documents(stage.checked(out, "filter", unit, DOCUMENTS), without)
+    return read_documents(stage.checked_file(out, "filter", unit, DOCUMENTS), without)
 
 
 def read_documents(path: Path, without: Any = ()) -> Iterator[Documents]:

@@ -65,7 +65,7 @@ class Fetch(Stage):
         entry, target = stage.planned_unit(self.out, unit), folder / RAW
         if entry["kind"] == "local":
             remote = any("://" in name for name, _, _ in entry["files"])
-            return _tried(lambda: _read_local(entry, target, self._portable(entry)), target, remote)
+            return _retry(lambda: _read_local(entry, target, self._portable(entry)), target, remote)
         if entry["kind"] == "resolved":
             local.check_unchanged(entry["files"])
             self.remove_parts()
@@ -74,9 +74,9 @@ class Fetch(Stage):
             ((path, name),) = self._portable(entry).items()
             return content.fetch(path, name, entry["row_groups"], Input(**entry["input"]), target, parts)
         if "row_groups" in entry:
-            return _tried(lambda: _copy_groups(entry, target), target, "://" in entry["file"][0])
+            return _retry(lambda: _copy_groups(entry, target), target, "://" in entry["file"][0])
         if "file" in entry:
-            return _tried(lambda: _copy(entry, target), target, "://" in entry["file"][0])
+            return _retry(lambda: _copy(entry, target), target, "://" in entry["file"][0])
         described = stage.planned(self.out, unit.source)
         origin, where = hub.origin(self.mirror), f"{described['repo']}/{entry['path']}"
 
@@ -85,7 +85,7 @@ class Fetch(Stage):
             return check(target, entry, where)
 
         try:
-            return _tried(download, target, origin.remote)
+            return _retry(download, target, origin.remote)
         except Exception as error:
             raise _for_users(error, f"{where} @ {described['revision']}") from error
 
@@ -121,7 +121,7 @@ class Fetch(Stage):
             )
 
 
-def _tried(work: Callable[[], Json], target: Path, remote: bool) -> Json:
+def _retry(work: Callable[[], Json], target: Path, remote: bool) -> Json:
     """What `work` returns, after more attempts where it fails with what may pass."""
     for attempt in itertools.count(1):
         try:
@@ -146,7 +146,7 @@ def _copy_groups(entry: Json, target: Path) -> Json:
     """Row groups of a Parquet file of one's own: the text, and what is known of its origin."""
     name, rows = entry["file"][0], 0
     local.check_unchanged([entry["file"]])
-    with _complete(name), local.opened(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
+    with _complete(name), local.open_input(name) as file, pyarrow.parquet.ParquetFile(file) as parquet:
         schema = parquet.schema_arrow
         plan.text_column(schema, (entry["text_column"],), name)
         chosen = [each for each in schema.names if each in (entry["text_column"], *local.ORIGIN_FIELDS)]

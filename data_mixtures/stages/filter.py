@@ -59,13 +59,13 @@ class Filter(Stage):
         return stage.key_of(self.name, limits, part, steps, *read, files)
 
     def work(self, unit: Unit, folder: Path) -> Json:
-        raw = stage.checked(self.out, "fetch", unit, RAW)
+        raw = stage.checked_file(self.out, "fetch", unit, RAW)
         index = decontaminate.load(self.out, self.recipe.filter.benchmarks)
         steps = quality.load(quality.steps_of(self.recipe, unit.source))
         chosen = DocumentFilter(self.recipe, index, self.recipe.source(unit.source).keep, steps)
         entry = stage.planned_unit(self.out, unit)
         batches = read_raw(raw, _text_column(entry), entry.get("path"), self._rows_before(unit))
-        write(folder / DOCUMENTS, (chosen.kept(batch) for batch in batches))
+        write(folder / DOCUMENTS, (chosen.select(batch) for batch in batches))
         return chosen.counts()
 
     def _rows_before(self, unit: Unit) -> int:
@@ -137,7 +137,7 @@ class DocumentFilter:
         self._dropped = Counter(dict.fromkeys(REASONS, 0))
         self._contamination: dict[str, Json] = {}
 
-    def kept(self, rows: Rows) -> list[tuple[bytes, bytes, str]]:
+    def select(self, rows: Rows) -> list[tuple[bytes, bytes, str]]:
         """(id, text as UTF-8, origin) of the documents to keep, in their order."""
         self._read += len(rows.texts)
         pieces = [each for place, raw in enumerate(rows.texts) for each in self._pieces(place, raw or b"")]

@@ -62,7 +62,7 @@ class RunContext:
 
 
 @contextmanager
-def begin(
+def open_run(
     recipe_path: Path, out: Path, options: Options, console: Console, sources: str = "", **how: Any
 ) -> Iterator[RunContext]:
     """The folder of a recipe, alone. sources: names, separated by commas; how: the rest of `RunContext`."""

@@ -43,8 +43,8 @@ def make(recipe: Recipe, out: Path, names: Iterable[str], mirror: str | None = N
         _write_corpus(recipe.corpus, out / "corpus")
     remote = [each for each in chosen if isinstance(each, HubSource)]
     new = [each for each in remote if before.get(each.name, {}).get("spec") != _spec(each)]
-    planned = _ask(hub.origin(mirror), new) if new else {}
-    planned |= _asked(on_disk, lambda each: _local(each, local.roots(out, recipe.folder)))
+    planned = _plan_hub(hub.origin(mirror), new) if new else {}
+    planned |= _plan_each(on_disk, lambda each: _local(each, local.roots(out, recipe.folder)))
     known = {**before, **planned}
     order = [each.name for each in recipe.sources if each.name in known]
     plan = {"format": PLAN_FORMAT, "sources": {name: known[name] for name in order}}
@@ -141,7 +141,7 @@ def _row_groups(name: str, size: int) -> list[Json]:
     if not local.can_seek(name) or ("://" in name and size <= UNIT_BYTES):
         return [{}]
     try:
-        with local.opened(name) as file:
+        with local.open_input(name) as file:
             metadata = pyarrow.parquet.read_metadata(file)
     except (pyarrow.ArrowInvalid, FileNotFoundError, PermissionError):  # `fetch` says what is wrong with it
         return [{}]
@@ -157,7 +157,7 @@ def _row_groups(name: str, size: int) -> list[Json]:
 def _check_field(source_input: Input, name: str) -> None:
     """ValueError when the first file lacks the field or column of text; damage is counted when it is read."""
     if source_input.kind == "parquet":
-        with local.opened(name) as file:
+        with local.open_input(name) as file:
             _column_of(file, (source_input.field,), name)
     elif source_input.kind == "jsonl" and (problem := local.first_problem(name, source_input.field)):
         raise ValueError(problem)
@@ -178,7 +178,7 @@ def shared(plan: Json) -> Iterator[str]:
         yield f"{len(names)} files are in {' and '.join(sources)}, whose shares then hold the same text: {names[0]} ..."
 
 
-def _ask(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
+def _plan_hub(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
     """Access first, for all; then files and columns. One error names every source that fails, and why."""
     revisions, refused = dict[tuple[str, str], str](), dict[str, list[str]]()
     for each in wanted:
@@ -191,10 +191,10 @@ def _ask(origin: hub.Mirror, wanted: list[HubSource]) -> dict[str, Json]:
     counts = {"are not reachable": away, "refuse to be read": len(refused) - away}
     hint = "estimate without a network what will be read: python -m tools.plan JOB.toml" * bool(away)
     _stop_at(refused, " and ".join(f"{n} repositories {how}" for how, n in counts.items() if n), hint)
-    return _asked(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
+    return _plan_each(wanted, lambda each: _hub(origin, each, revisions[each.repo, each.revision]))
 
 
-def _asked(wanted: list[S], ask: Callable[[S], Json]) -> dict[str, Json]:
+def _plan_each(wanted: list[S], ask: Callable[[S], Json]) -> dict[str, Json]:
     """One entry for each source, or one error for all."""
     planned, refused = {}, dict[str, list[str]]()
     for each in wanted:

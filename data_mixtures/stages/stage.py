@@ -80,21 +80,21 @@ class Stage:
         raise NotImplementedError
 
 
-def remembered(read: Callable[[Path], T]) -> Callable[[Path], T]:
+def cache_by_file(read: Callable[[Path], T]) -> Callable[[Path], T]:
     """`read`, which reads a file again only when its time or size has changed."""
 
     @functools.lru_cache(maxsize=4)
-    def kept(path: Path, mtime_ns: int, size: int) -> T:
+    def cached(path: Path, mtime_ns: int, size: int) -> T:
         return read(path)
 
     def latest(path: Path) -> T:
         status = path.stat()
-        return kept(path, status.st_mtime_ns, status.st_size)
+        return cached(path, status.st_mtime_ns, status.st_size)
 
     return latest
 
 
-sha256_of = remembered(file_sha256)  # of a large tokenizer.json it takes 0.1 s, and each unit asks
+sha256_of = cache_by_file(file_sha256)  # of a large tokenizer.json it takes 0.1 s, and each unit asks
 
 
 def read_plan(out: Path) -> Json:
@@ -104,7 +104,7 @@ def read_plan(out: Path) -> Json:
     return _read_plan(path)
 
 
-@remembered
+@cache_by_file
 def _read_plan(path: Path) -> Json:
     plan = shards.read_json(path, "delete it and plan again")
     if (plan_format := plan.get("format")) != PLAN_FORMAT:
@@ -207,7 +207,7 @@ def result(out: Path, stage: str, unit: Unit) -> tuple[Path, Json]:
     return folder, receipt
 
 
-def checked(out: Path, stage: str, unit: Unit, name: str) -> Path:
+def checked_file(out: Path, stage: str, unit: Unit, name: str) -> Path:
     """A file of a finished unit that holds the bytes that were written.
 
     ValueError when it does not: then the unit counts as not done, and the next start makes it again. A file

@@ -128,7 +128,7 @@ def _shared_in_range(out: Path, sources: tuple[str, ...], low: int, high: int) -
     """int64 (sources, sources), upper triangle: common documents with low <= key < high."""
     ids = []
     for source in sources:
-        with blocks.opened(out, *sorted_runs.made_by(out, source), INDEX) as files:
+        with blocks.open_files(out, *sorted_runs.made_by(out, source), INDEX) as files:
             ids.append(np.unique(np.concatenate(sorted_runs.read_slices(files, low, high))["low"]))
     shared = np.zeros((len(sources), len(sources)), dtype=np.int64)
     for a, b in combinations(range(len(sources)), 2):
