@@ -173,10 +173,3 @@ def test_packed_blocks_are_mapped_again(tmp_path: Path, monkeypatch: pytest.Monk
             tokens.append(engine.generate(IDS, max_new_tokens=12, ignore_eos=True))
     assert tokens[0] == tokens[1]
     assert read_checkpoint(path, gpus=2).dtype == "int8", "GPUs take eight bits"
-
-
-@pytest.mark.rotate
-def test_processes_read_the_blocks_too(tmp_path: Path) -> None:
-    path = write(tmp_path, choose_by_place)
-    found = [engine_logits(path, IDS, lanes=2, threads=2 // n, processes=n) for n in (1, 2)]
-    assert np.array_equal(*found)
