@@ -214,12 +214,6 @@ class Resilience:
     numa_binding: bool = True
     """Whether ranks are kept on the CPUs beside their GPUs; tried before each attempt, and left out where it fails
     """
-    min_network_share: float = 0.5
-    """Share of the median GPU's bandwidth to other nodes below which a node is used only if there is no
-    other; 0: the network is neither tried nor measured before an attempt
-    """
-    max_network_latency: float = 5.0
-    """Multiple of the median latency to other nodes above which a node is used only if there is no other"""
 
     def __post_init__(self) -> None:
         if self.unclean_policy is not None:

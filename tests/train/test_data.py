@@ -90,7 +90,7 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: 
     used = json.loads(one.state_dict()["mixture"])
     (again,) = job(lock, 1, 1)
     again.begin_after(used)
-    assert again.offsets == used["windows"]
+    assert again.state.offsets == used["windows"]
 
     (other,) = job(lock, 1, 1)
     sha256 = other.mixture.contents["code"]
@@ -101,9 +101,9 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: 
         other.begin_after(used)
     other.begin_again = ["code"]
     other.begin_after(used)
-    assert "code" not in other.offsets
-    assert other.offsets[f"code@{sha256[:8]}"] == used["windows"]["code"] > 0
-    assert other.offsets["web"] == used["windows"]["web"]
+    assert "code" not in other.state.offsets
+    assert other.state.offsets[f"code@{sha256[:8]}"] == used["windows"]["code"] > 0
+    assert other.state.offsets["web"] == used["windows"]["web"]
     begins = places(other)
     assert begins == fresh
     assert other.tokens_before() == 5 * GLOBAL_BATCH * 32
@@ -116,13 +116,13 @@ def test_offsets_belong_to_content_and_not_to_a_name(prepared_data: Path, lock: 
 
     (last,) = job(lock, 1, 1)
     last.begin_after(json.loads(state))
-    assert last.offsets["code"] == used["windows"]["code"]
-    assert last.offsets["code@ffffffff"] == other.windows_per_source()["code"] > 0
+    assert last.state.offsets["code"] == used["windows"]["code"]
+    assert last.state.offsets["code@ffffffff"] == other.windows_per_source()["code"] > 0
     assert last.tokens_before() == 7 * GLOBAL_BATCH * 32
 
     del used["contents"]  # as of old
     last.begin_after(used)
-    assert last.offsets == used["windows"]
+    assert last.state.offsets == used["windows"]
 
 
 def test_tokens_of_a_phase_with_windows_of_another_length_stay_what_they_were(lock: Path) -> None:
@@ -186,7 +186,7 @@ def test_any_cut_and_resumes_with_other_world_sizes_give_the_same_batches(lock: 
         loaders = job(lock, ranks, accumulation, windows=[(out[0], out[-1] + 1)])
         for each in loaders:
             if state is None:
-                each.sequences = start
+                each.state.sequences = start
             else:
                 each.load_state_dict({"mixture": state})
         tokens, sources, state = train(loaders, steps=2)
@@ -224,7 +224,7 @@ def test_counts_are_those_of_the_batches_across_phases_and_windows(prepared_data
     assert two.tokens_per_source() == counted
     assert sum(counted.values()) == 5 * GLOBAL_BATCH * 32
     # code, which both phases use, goes on behind the last window that phase 1 used up
-    following, whose = one.mixture.sequences(one.skips.used(one.sequences), 20)
+    following, whose = one.mixture.sequences(one.used, 20)
     code = two.mixture.source_names.index("code")
     assert np.array_equal(tokens[sources == code][0], following[whose == names.index("code")][0])
 

@@ -15,7 +15,7 @@ pytest.importorskip("torchtitan")
 from data_mixtures import show
 from records.skips import SkipList, add_windows
 from tests.train.supervised import GLOBAL_BATCH
-from train.data import MixtureLoader
+from train.data import LoaderState, MixtureLoader
 
 
 def shown(capsys: pytest.CaptureFixture[str], *given: Any) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def test_a_run_is_shown_as_it_read_with_skips_phases_and_refused_batches(
     lock, skips = prepared_data / "phase2.lock.json", [(5, 9)]
     offsets = {"web": 40, "code": 170}
     loader = MixtureLoader(lock, 0, 1, GLOBAL_BATCH, 1, SkipList(skips))
-    loader.begin_at(offsets, {})
+    loader.begin_at(LoaderState(offsets=offsets))
     batches = [
         torch.cat([inputs["input"], labels[:, -1:]], 1).tolist()
         for (inputs, labels), _ in zip(loader, range(9), strict=False)

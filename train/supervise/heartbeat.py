@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,12 @@ class Heartbeat:
         self.state["step"] = step
         self.enter(f"the end of step {step}")
         faulthandler.dump_traceback_later(self.hang_timeout_s, file=self.stacks)
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[Callable[[str], None]]:
+        """`enter` for the parts of a step, which ends with the block unless that raises."""
+        yield lambda part: self.enter(f"{part} of step {step}")
+        self.beat(step)
 
     def enter(self, what: str) -> None:
         """This rank is about to do `what`; called at the same places by all ranks."""

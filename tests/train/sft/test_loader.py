@@ -29,7 +29,7 @@ def batches(
         MixtureLoader(lock, rank, ranks, GLOBAL_BATCH // ranks, 1, SkipList(skips)) for rank in range(ranks)
     ]
     for each in loaders:
-        each.sequences = first
+        each.state.sequences = first
     steps = zip(*(list(islice(each, STEPS)) for each in loaders), strict=True)
     return [
         {name: torch.cat([inputs[name] if name != "labels" else labels for inputs, labels in of_ranks])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from records.files import read_lines
 from records.job import JobSections, read_job
 from train.supervise import __main__ as command
 from train.supervise.attempt import Attempt, Ended
-from train.supervise.preflight import Network
 from train.supervise.supervisor import Options, Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +33,7 @@ Life = tuple[int, int, str, int | None]  # code, step, reason, step of the check
 def job(tmp_path: Path) -> JobSections:
     job = JobSections()
     job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
-    job.resilience.backoff_s = job.resilience.min_network_share = 0.0
+    job.resilience.backoff_s = 0.0
     job.checkpoints.mkdir(parents=True)
     return job
 
@@ -161,101 +161,62 @@ def test_policies_after_a_refused_step(
     assert supervise(*lives) == (BAD_STEP if policy == "stop" else DONE, starts)
 
 
-def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
-    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def healthy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Pre-flight's answers: bad nodes, and what the exchanges say, one after another."""
+    answers = SimpleNamespace(bad={}, problems=[])
+
+    def exchange_problem(nodes: list[str], *_: Any) -> str:
+        problem = answers.problems.pop(0) if answers.problems else ""
+        if isinstance(problem, Exception):
+            raise problem
+        return problem
+
     monkeypatch.setattr(
         "train.supervise.supervisor.healthy_nodes",
-        lambda names, arguments: ([n for n in names if n != "b"], {"b": "7 GPUs, not 8"}),
+        lambda names, arguments: ([name for name in names if name not in answers.bad], answers.bad),
     )
+    monkeypatch.setattr("train.supervise.supervisor.exchange_problem", exchange_problem)
+    return answers
+
+
+def test_a_bad_node_is_left_out_and_a_spare_takes_its_place(
+    supervise: Callable, job: JobSections, healthy: Any
+) -> None:
+    healthy.bad = {"b": "7 GPUs, not 8"}
     assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
-    kinds = {e["kind"]: e for e in read_lines(job.run / "events.jsonl")}
-    assert kinds["supervisor_bad_node"]["node"] == "b"
-    assert kinds["supervisor_start"]["nodes"] == ["a", "c"]
+    assert events(job, "bad_node", "node") == ["b"]
+    assert events(job, "start", "nodes") == [["a", "c"]]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0), "one node short, three times"
-
-
-@pytest.fixture
-def between(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """All nodes are healthy, and this is found between them, one after another: (between whom it was tried)."""
-    job.resilience.min_network_share = 0.5
-    monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
-    )
-
-    def find(*found: Network | Exception) -> list[list[str]]:
-        tried: list[list[str]] = []
-
-        def network(nodes: list[str], *_: Any) -> Network:
-            tried.append(nodes)
-            answer = found[min(len(tried), len(found)) - 1]
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        monkeypatch.setattr("train.supervise.supervisor.network", network)
-        return tried
-
-    return find
+    assert "last: 1 healthy nodes, 2 are needed" in events(job, "give_up", "text")[-1]
 
 
 def events(job: JobSections, kind: str, key: str) -> list[Any]:
     return [e[key] for e in read_lines(job.run / "events.jsonl") if e["kind"] == f"supervisor_{kind}"]
 
 
-def test_a_node_with_a_slow_network_is_chosen_last(
-    supervise: Callable, job: JobSections, between: Callable
-) -> None:
-    between(Network(slow={"a": "0.1 GB/s"}))
-    assert supervise(END, nodes="a,b,c", spares=1) == (DONE, 1)
-    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), (
-        "a slow node is better than none"
-    )
-    between(ValueError("no result within 300 s"))
-    assert supervise((DONE, 22, "end", 22), nodes="a,b", spares=0) == (DONE, 1)
-    assert events(job, "start", "nodes") == [["b", "c"], ["b", "a"], ["a", "b"]]
-    assert events(job, "bad_node", "node") == ["a", "a"]
-    assert events(job, "network", "text") == ["not measured: no result within 300 s"]
-
-
-def test_a_node_that_others_do_not_reach_is_left_out(
-    supervise: Callable, job: JobSections, between: Callable
-) -> None:
-    """And the others are tried again, as nothing was measured; without a spare nothing starts."""
-    tried = between(Network(unreachable={"b": "refused"}), Network(slow={"a": "0.1 GB/s"}))
-    assert supervise(END, nodes="a,b,c,d", spares=1) == (DONE, 1)
-    assert tried == [["a", "b", "c", "d"], ["a", "c", "d"]]
-    assert events(job, "start", "nodes") == [["c", "d", "a"]]
-    tried = between(Network(unreachable={"b": "refused"}))
-    assert supervise(nodes="a,b,c", spares=0) == (CRASHED, 0)
-    assert tried == 3 * [["a", "b", "c"]], "three times: a node may come back"
-    assert "last: 2 healthy nodes, 3 are needed" in events(job, "give_up", "text")[-1]
-
-
 def test_nodes_that_do_not_connect_are_not_started(
-    supervise: Callable, job: JobSections, between: Callable
+    supervise: Callable, job: JobSections, healthy: Any
 ) -> None:
     """A setting ends a run that never trained at once, with the sentence; one that did may see its network again."""
     problem = "gloo does not connect these nodes (a does not reach b); export GLOO_SOCKET_IFNAME"
-    tried = between(Network(problem))
+    healthy.problems = [problem]
     assert supervise(nodes="a,b", spares=0) == (CRASHED, 0)
-    assert len(tried) == 1
-    assert events(job, "give_up", "text") == [
-        f"the job cannot start: {problem}. Restarting would not change that"
-    ]
+    said = f"the job cannot start: {problem}. Restarting would not change that"
+    assert events(job, "give_up", "text") == [said]
     (job.checkpoints / "step-5").mkdir()
     (job.checkpoints / "step-5/.metadata").touch()
-    tried = between(Network(problem), Network())
+    healthy.problems = [problem, ""]
     assert supervise(END, nodes="a,b", spares=0) == (DONE, 1)
-    assert len(tried) == 2
+    assert healthy.problems == []
+    healthy.problems = [ValueError("no result within 480 s")]
+    assert supervise((DONE, 21, "end", 21), nodes="a,b", spares=0) == (DONE, 1), "it may be the trial's fault"
+    assert events(job, "network", "text")[-1] == "not tried: no result within 480 s"
 
 
 def test_a_node_on_which_the_job_crashes_twice_is_chosen_last(
-    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
+    supervise: Callable, job: JobSections, healthy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "train.supervise.supervisor.healthy_nodes", lambda names, arguments: (list(names), {})
-    )
     watch = Attempt.watch
 
     def failing_on_b(self: Attempt) -> Ended:
