@@ -5,7 +5,6 @@ plan, fetch, filter, dedup, tokenize, runs, shuffle, manifest: one stage; in thi
 and restarted
 verify, stats: check and describe prepared data
 free --stage NAME: delete the files of a stage that the next stage has read, to save disk space
-change LOCK|RUN --at-step N: other weights from then on, sources added and dropped
 show LOCK|RUN: what training reads, as text, and where it came from
 """
 
@@ -20,7 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from data_mixtures import change, prepare, recipe, recipe_file, show, store
+from data_mixtures import prepare, recipe, recipe_file, show, store
 from data_mixtures.prepare import Arguments
 from data_mixtures.stages import pipeline, stage
 from data_mixtures.stages import stats as statistics
@@ -43,7 +42,6 @@ def run(arguments: Sequence[str]) -> None:
         "stats": stats,
         "free": free,
         "show": show.command,
-        "change": change.command,
     }
     tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m data_mixtures", description=__doc__, args=arguments
@@ -79,17 +77,11 @@ def verify(given: Given, sources: Sources = "") -> None:
         pipeline.check_data(context, given.recipe)
 
 
-def stats(given: Given, sources: Sources = "", sequences: str = "") -> None:
-    """Tables of what prepared data holds, and DIR/stats.json.
-
-    Args:
-        sequences: length of each phase, such as phase1=1000000,phase2=500000
-    """
+def stats(given: Given, sources: Sources = "") -> None:
+    """Tables of what prepared data holds, and DIR/stats.json."""
     with begun(given, sources) as context:
         store.check_on_disk(context.out, "stats")
-        lengths = change.named_numbers("--sequences", sequences.split(",") if sequences else ())
-        threads = context.options.threads
-        statistics.write(context.out, context.sources, context.console, lengths, threads)
+        statistics.write(context.out, context.sources, context.console, context.options.threads)
 
 
 def free(given: Given, stage: Literal["fetch", "filter", "tokenize", "runs"], sources: Sources = "") -> None:

@@ -73,10 +73,9 @@ class MixtureNode(BaseNode[Row]):
         self.sequences = 0
         if initial_state is not None:
             self.sequences = initial_state["sequences"]
-            if initial_state["rule"] != self.mixture.rule(self.sequences):
+            if initial_state["rule"] != self.mixture.rule:
                 raise ValueError(
-                    f"the state is of another mixture than {self.lock}, or of one that changed before sequence "
-                    f"{self.sequences}; continue with the lock it was made with"
+                    f"the state is of another mixture than {self.lock}; continue with the lock it was made with"
                 )
             used = self.mixture.windows_per_source(self.sequences)
             for name, read in initial_state["read"].items():
@@ -90,4 +89,4 @@ class MixtureNode(BaseNode[Row]):
     def get_state(self) -> dict[str, Any]:
         used = self.mixture.windows_per_source(self.sequences)
         read = {name: self.mixture.read_files(name, windows) for name, windows in used.items() if windows}
-        return {"sequences": self.sequences, "rule": self.mixture.rule(self.sequences), "read": read}
+        return {"sequences": self.sequences, "rule": self.mixture.rule, "read": read}

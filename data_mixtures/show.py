@@ -18,11 +18,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap, zip_longest
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pyarrow.compute
@@ -137,60 +137,43 @@ def sequences(lock: Path, offsets: dict[str, int], numbers: np.ndarray) -> Itera
     mixture, pieces = Mixture.open(lock, offsets), tokenizer.load(shards.tokenizer_path(lock.parent))
     for number in numbers.tolist():
         (place,), (tokens,) = mixture.locate(np.array([number])), mixture.sequences(number, 1)[0]
+        starts = tokens == mixture.bos_id
         if mixture.packed:
-            begins = [0, *(1 + np.flatnonzero(mixture.flags(number, 1)[0][1:] & BEGINS)).tolist()]
-            known = _whole(lock.parent / place["source"], place)
-            parts: list[Json] = [{"begins": at, **known(place["token_offset"] + at)} for at in begins]
-        else:
-            parts = _documents(lock.parent / place["source"], place, tokens)
+            starts = mixture.flags(number, 1)[0] & BEGINS
+        begins = [0, *(1 + np.flatnonzero(starts[1:])).tolist()]
+        parts = _documents(lock.parent / place["source"], place, begins, mixture)
         for part, after in zip_longest(parts, parts[1:]):
             ids = tokens[part["begins"] : after and after["begins"]]
             part |= {"tokens": len(ids), "text": pieces.decode(ids)}
         yield {**place, "documents": parts, "tokens": tokens.tolist()}
 
 
-def _whole(folder: Path, place: Json) -> Callable[[int], Json]:
-    """What is known of the document that begins at a token of a packed shard; {} for parts and padding."""
-    at = _names(folder).index(place["shard"])
-    if "docs" not in _manifest(folder)["shards"][at]:
-        return lambda _: {}
-    begins, facts = index(folder, at)
-    places = {int(begin): i for i, begin in enumerate(begins)}
-    return lambda token: facts(places[token]) if token in places else {}
+def _documents(folder: Path, place: Json, begins: list[int], mixture: Mixture) -> list[Json]:
+    """What is known of the documents of a window, by where they begin; nothing of parts and padding."""
+    number = [entry["name"] for entry in _manifest(folder)["shards"]].index(place["shard"])
+    documents = []
+    for begin in begins:
+        facts = read_index(folder, number).facts_at(place["token_offset"] + begin)
+        if facts is None and not mixture.packed:
+            if begin == mixture.seq_len:  # the next window's first token, which is in the next shard
+                continue
+            if begin:
+                raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
+            facts = _continued(folder, number, place["token_offset"])
+        documents.append({"begins": begin, **(facts or {})})
+    return documents
 
 
-def _names(folder: Path) -> list[str]:
-    return [entry["name"] for entry in _manifest(folder)["shards"]]
-
-
-def _documents(folder: Path, place: Json, tokens: np.ndarray) -> list[Json]:
-    """The documents of a window, in its order; ValueError where they do not begin where the index says."""
-    at = _names(folder).index(place["shard"])
-    begins, facts = index(folder, at)
-    begins = begins - place["token_offset"]
-    begun = np.flatnonzero((begins >= 0) & (begins < len(tokens))).tolist()
-    found = [{"begins": int(begins[i]), **facts(i)} for i in begun]
-    inside = len(tokens) - 1  # the last token is the next window's first, which may be in the next shard
-    expected = np.flatnonzero(tokens[:inside] == _manifest(folder)["bos_id"]).tolist()
-    if [each["begins"] for each in found if each["begins"] < inside] != expected:
-        raise ValueError(f"{folder / place['shard']} does not fit its document index; run verify")
-    if not found or found[0]["begins"]:
-        found.insert(0, {"begins": 0, **_continued(folder, at, place["token_offset"])})
-    return found
-
-
-def _continued(folder: Path, at: int, offset: int) -> Json:
+def _continued(folder: Path, number: int, offset: int) -> Json:
     """The document that holds a token and began before it; {} if its shard is not here any more."""
     manifest = _manifest(folder)
     stride = manifest["windows_per_shard"] * manifest["seq_len"]
     firsts = [shards.shard_number(entry["name"]) * stride for entry in manifest["shards"]]
-    for earlier in range(at, -1, -1):
-        begins, facts = index(folder, earlier)
-        before = firsts[at] + offset - firsts[earlier] - begins
-        if len(behind := np.flatnonzero(before > 0)):
-            last = int(behind[-1])
-            document = {"before": int(before[last]), **facts(last)}
-            return document if document["before"] < document["document_tokens"] else {}
+    for earlier in range(number, -1, -1):
+        index, token = read_index(folder, earlier), firsts[number] + offset - firsts[earlier]
+        if last := int(np.searchsorted(index.begins, token)):
+            before = token - int(index.begins[last - 1])
+            return {"before": before, **index.facts(last - 1)} if before < index.lengths[last - 1] else {}
     return {}
 
 
@@ -199,26 +182,35 @@ def _manifest(folder: Path) -> Json:
     return shards.read_manifest(folder)
 
 
+@dataclass(frozen=True)
+class Index:
+    """The documents that begin in a shard, in the order of `begins`, int64: their first tokens in it."""
+
+    begins: np.ndarray
+    ids: Sequence[int]
+    lengths: Sequence[int]
+    origins: Sequence[Any]
+
+    def facts(self, i: int) -> Json:
+        origin = json.loads(self.origins[i].as_py() or "{}")
+        return {"id": f"{self.ids[i]:016x}", "document_tokens": int(self.lengths[i]), "origin": origin}
+
+    def facts_at(self, token: int) -> Json | None:
+        """Of the document whose first token this is, None if it is none's."""
+        i = int(np.searchsorted(self.begins, token))
+        return self.facts(i) if i < len(self.begins) and self.begins[i] == token else None
+
+
 @functools.lru_cache(maxsize=16)
-def index(folder: Path, at: int) -> tuple[np.ndarray, Callable[[int], Json]]:
-    """Where the documents of a shard begin in it, int64 (documents,), and what is known of each."""
-    entry, bos_id = _manifest(folder)["shards"][at], _manifest(folder)["bos_id"]
+def read_index(folder: Path, number: int) -> Index:
+    entry, bos_id = _manifest(folder)["shards"][number], _manifest(folder)["bos_id"]
+    if "docs" not in entry:  # conversations
+        return Index(np.empty(0, np.int64), (), (), ())
     ids, lengths, origins = shards.read_documents(folder / entry["docs"]["name"])
     tokens = np.memmap(folder / entry["name"], dtype=shards.token_dtype(entry), mode="r")
     chunks = range(0, len(tokens), CHUNK_TOKENS)
-    found = ((i, np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id)) for i in chunks)
-    starts = (i + places for i, places in found if len(places))
-    if "flags" in entry:  # packed: in the order in which they begin
-        begins = np.concatenate([np.empty(0, np.int64), *starts])
-    else:
-        first = next((int(places[0]) for places in starts), 0)
-        begins = first + np.cumsum(lengths, dtype=np.int64) - lengths
-
-    def facts(i: int) -> Json:
-        origin = json.loads(origins[i].as_py() or "{}")
-        return {"id": f"{ids[i]:016x}", "document_tokens": int(lengths[i]), "origin": origin}
-
-    return begins[: len(ids)], facts
+    begins = [i + np.flatnonzero(tokens[i : i + CHUNK_TOKENS] == bos_id) for i in chunks]
+    return Index(np.concatenate(begins)[: len(ids)], ids, lengths, origins)
 
 
 def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Json]:
@@ -231,8 +223,9 @@ def find(lock: Path, wanted: Wanted, console: Console) -> Iterator[Json]:
         entry = _manifest(folder)["shards"][at]
         ids, _, origins = shards.read_documents(folder / entry["docs"]["name"])
         for i in np.flatnonzero(wanted(ids, origins)).tolist():
-            begins, facts = index(folder, at)
-            yield {"source": folder.name, "shard": entry["name"], "token_offset": int(begins[i]), **facts(i)}
+            index = read_index(folder, at)
+            place = {"source": folder.name, "shard": entry["name"], "token_offset": int(index.begins[i])}
+            yield {**place, **index.facts(i)}
 
 
 def print_text(found: Json, console: Console) -> None:

@@ -191,7 +191,7 @@ class MixtureLoader(BaseDataLoader):
             "windows": self.windows_per_source(),
             "windows_left_out": self.left_out_per_source(),
             "lengths": self._window_lengths(),
-            "rule": self.mixture.rule(self.used),
+            "rule": self.mixture.rule,
             "read": self.state.read | read,
         }
         return {"mixture": json.dumps(state)}
@@ -216,12 +216,11 @@ class MixtureLoader(BaseDataLoader):
 def check_same_so_far(state: dict[str, Any], mixture: Mixture, lock: Path) -> None:
     """ValueError unless this mixture gives the sequences that were read so far; state: as `state_dict` says."""
     position = SkipList(state["skip_sequences"]).used(state["sequences"])
-    if state.get("rule") != mixture.rule(position):
+    if state.get("rule") != mixture.rule:
         raise ValueError(
             f"the checkpoint was trained on mixture {state['fingerprint'][:12]}, but {lock} is "
             f"{mixture.fingerprint[:12]}, and its first {position} sequences are others; continue with the mixture "
-            "of the checkpoint, change it from a later step (python -m data_mixtures change), or start a new phase "
-            "from it (checkpoint.initial_load_path in a new job.dump_folder)"
+            "of the checkpoint, or start a new phase from it (checkpoint.initial_load_path in a new job.dump_folder)"
         )
     for name, sha256 in mixture.contents.items():
         if state["contents"].get(name, sha256) != sha256:

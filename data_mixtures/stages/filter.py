@@ -28,7 +28,7 @@ from data_mixtures.readers.origins import ORIGIN_FIELDS, grouped
 from data_mixtures.readers.origins import origin as origin_of
 from data_mixtures.recipe import Recipe
 from data_mixtures.shards import Json
-from data_mixtures.stages import decontaminate, quality, stage, word_hashes
+from data_mixtures.stages import decontaminate, quality, stage
 from data_mixtures.stages.quality import Step
 from data_mixtures.stages.stage import DOCUMENTS, RAW, Stage, Unit
 from data_mixtures.stages.tokenize import key_of_id
@@ -163,7 +163,7 @@ class DocumentFilter:
             self._dropped["too_long"] += 1
             return []
         limit = self.recipe.max_document_chars
-        pieces = [text] if limit is None else list(word_hashes.cut(text, limit))
+        pieces = [text] if limit is None else list(cut(text, limit))
         self._cut += len(pieces) - 1
         utf8 = raw if len(pieces) == 1 else b""
         return [Document(place, piece, utf8) for piece in pieces if self._long_enough(piece)]
@@ -233,6 +233,17 @@ class DocumentFilter:
             "read": read, "cut": self._cut, "kept": self._kept, "bytes": self._bytes, "nuls": self._nuls,
             "dropped": dict(self._dropped), "contamination": found,
         }  # fmt: skip
+
+
+def cut(text: str, max_chars: int) -> Iterator[str]:
+    """The text in pieces of at most max_chars, cut behind a newline where there is one."""
+    start = 0
+    while len(text) - start > max_chars:
+        newline = text.rfind("\n", start, start + max_chars)
+        end = newline + 1 if newline > start else start + max_chars
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def read_raw(path: Path, column: str, file: str | None = None, before: int = 0) -> Iterator[Rows]:

@@ -10,6 +10,7 @@ import pytest
 
 from data_mixtures import order, shards
 from data_mixtures.mixture import Mixture, pin, valid_windows
+from tests.data_mixtures.conftest import write_counting
 
 
 def reference(mix, g, weights, windows, offsets, seed=5, per_shard=8):
@@ -195,3 +196,35 @@ def test_sources_of_two_tokenizers_are_not_mixed(counting_data):
         differs = rf"s1 was tokenized with another tokenizer or length than .*: {name} differ"
         with pytest.raises(ValueError, match=differs):
             pin(data, "phase1", {"s0": 1, "s1": 1}, seed=5, seq_len=4, epoch_cap=1)
+
+
+@pytest.mark.parametrize(
+    ("windows", "read", "now", "unchanged"),
+    [
+        (50, 48, 90, 48),  # six whole shards of 8, the last one of 2 is not begun
+        (50, 49, 90, 48),  # its last shard has other windows now, in another order
+        (50, 50, 50, 50),
+        (50, 60, 50, 60),  # a second epoch of the same data
+        (48, 50, 90, 48),  # a second epoch draws from the whole source
+        (50, 40, 39, 32),
+    ],
+)
+def test_more_of_a_source_continues_only_where_nothing_that_was_read_changed(
+    counting_data, windows, read, now, unchanged
+):
+    data = counting_data(windows=(windows, 23, 9))
+    files = Mixture.open(data / "phase1.lock.json").read_files("s0", read)
+    write_counting(data, "s0", now, 0)
+    after = Mixture.open(pin(data, "more", {"s0": 6, "s1": 3, "s2": 1}, 5, 4, 3))
+    if unchanged == read:
+        after.check_continues("s0", read, files)
+        return
+    more = read - unchanged
+    repeated = rf"of which {read} windows were read: {unchanged} of these lie .* up to {more} windows twice"
+    with pytest.raises(ValueError, match=repeated):
+        after.check_continues("s0", read, files)
+    with pytest.raises(ValueError, match=rf"0 of these lie in files that are unchanged, {read} in others"):
+        after.check_continues("s0", read, None)
+    seed = Mixture.open(pin(data, "seed", {"s0": 6, "s1": 3, "s2": 1}, 6, 4, 3))
+    with pytest.raises(ValueError, match="0 of these lie in files that are unchanged"):
+        seed.check_continues("s0", read, files)

@@ -118,7 +118,7 @@ def test_a_source_can_hold_nothing_out(recipe_path, tmp_path):
     assert any(identity < HELD_OUT for identity, _ in documents(data, "notes"))
     assert valid_windows(data, "notes").shape == (0, 33)
     assert not verify.verify(data, ("notes", "sums"), Console(quiet=True), workers=1)
-    stats.write(data, ("notes", "sums"), Console(quiet=True), workers=1)
+    stats.write(data, ("notes", "sums"), Console(quiet=True), 1)
     windows, _ = load_windows(data, 2)
     assert list(windows) == list(held_out(data / "phase1.lock.json", 2)) == ["sums"]
 

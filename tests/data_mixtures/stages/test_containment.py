@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_mixtures import recipe, shards
-from data_mixtures.stages import containment, decontaminate, documents, stage
+from data_mixtures import ngrams, recipe, shards
+from data_mixtures.stages import containment, documents, stage
 from tests.data_mixtures.conftest import prepare_folder, write_lines
 from tests.data_mixtures.stages import test_dedup
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe
@@ -53,7 +53,7 @@ def plain_rule(texts: Texts, wanted: recipe.Recipe) -> list[str]:
 
     def grams(text: str) -> set[tuple[str, ...]]:
         parts = text.split()
-        return set(zip(*(parts[i:] for i in range(decontaminate.GRAM_WORDS)), strict=False))
+        return set(zip(*(parts[i:] for i in range(ngrams.GRAM_WORDS)), strict=False))
 
     held = [text for text in flat(texts) if is_held_out(text, wanted)]
     train = set().union(*(grams(text) for text in flat(texts) if not is_held_out(text, wanted)))

@@ -11,7 +11,7 @@ import xxhash
 
 from data_mixtures import shards
 from data_mixtures.readers import origins
-from data_mixtures.stages import decontaminate, filter, stage, word_hashes
+from data_mixtures.stages import decontaminate, filter, stage
 from data_mixtures.stages.tokenize import key_of_id
 from tests.data_mixtures.conftest import write_lines
 from tests.data_mixtures.stages.filtered import do_all, filtered, make_recipe, write_raw
@@ -112,7 +112,7 @@ def test_a_missing_column_and_a_file_without_rows(out):
 
 def test_long_documents_are_cut_at_newlines_and_nothing_is_lost():
     whole = "".join(f"line {i}\n" for i in range(5000)) + "x" * 3000
-    pieces = list(word_hashes.cut(whole, 1000))
+    pieces = list(filter.cut(whole, 1000))
     assert "".join(pieces) == whole
     assert max(map(len, pieces)) <= 1000
     assert all(piece.endswith("\n") for piece in pieces[:-4])

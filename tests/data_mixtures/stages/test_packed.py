@@ -99,12 +99,12 @@ def test_the_lock_is_packed_and_padding_is_never_a_label(data):
 
 def test_damage_of_flags_and_missing_documents_are_found(data, tmp_path):
     console = Console(quiet=True)
-    assert not verify.verify(data, ("notes",), console)
+    assert not verify.verify(data, ("notes",), console, 1)
     path = data / "notes/shard-00001.flags.bin"
     before = path.read_bytes()
     path.write_bytes(before[:40] + bytes([before[40] ^ 2]) + before[41:])
     try:
-        damage = verify.verify(data, ("notes",), console)
+        damage = verify.verify(data, ("notes",), console, 1)
         assert {each.path for each in damage} == {path}
         assert "shuffle/notes/unit-00001" in verify.remedy(tmp_path / "r.toml", data, damage)[0]
     finally:
@@ -126,7 +126,9 @@ def test_show_names_the_documents_of_a_window(data, monkeypatch):
     (place,) = show.find(lock, lambda ids, _: ids == identity, Console(quiet=True))
     offset = found["token_offset"] + whole[0]["begins"]
     assert (place["shard"], place["token_offset"]) == (found["shard"], offset)
-    assert stats.write(data, ("notes",), Console(quiet=True))["sources"]["notes"]["lengths"]["longest"] > 700
+    assert (
+        stats.write(data, ("notes",), Console(quiet=True), 1)["sources"]["notes"]["lengths"]["longest"] > 700
+    )
 
 
 def test_what_is_packed_otherwise_is_not_mixed(data, tmp_path):
