@@ -234,7 +234,7 @@ class Validation:
     """Held-out windows per source; all of them if a source has fewer"""
     gold_items: str = ""
     """Benchmark items (python -m evals.gold) of which each validation, and step 0, measures bits per byte
-    of the right answers: as many of each task as cost 1 % of the training; "": none
+    of the right answers; "": none
     """
 
 

@@ -3,8 +3,7 @@ start is quick.
 
     torchrun ... -m tests.train.rank FOLDER HOW
 
-HOW: "well", "fail" (rank 1 exits with 3), "raise" (rank 1), "killed" (rank 1, by SIGKILL), or "wait" until a
-signal ends it.
+HOW: "well", "fail" (rank 1 exits with 3), "killed" (rank 1, by SIGKILL), or "wait" until a signal ends it.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ def main() -> None:
         sys.exit(0)
     if how == "fail":
         sys.exit(3)
-    if how == "raise":
-        raise ValueError("as planned")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from itertools import islice
 from pathlib import Path
@@ -313,16 +311,3 @@ def test_readers_end_with_the_iterator_and_leave_torchs_threads_alone() -> None:
     assert of_a_new_thread == [threads]
     results.close()
     assert not any(reader.is_alive() for reader in readers)
-
-
-@pytest.mark.rotate
-def test_a_reader_that_hangs_does_not_keep_the_process() -> None:
-    code = """
-import time
-from train.data import read_ahead
-results = read_ahead(lambda number: time.sleep(1000) if number == 2 else number, 2)
-assert next(results) == 0
-raise SystemExit(7)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 7, done.stderr[-2000:]

@@ -7,8 +7,8 @@
 The job is configs/phase1.toml with one layer of each kind: windowed with equal streams, windowed with own
 ones, windowed and whole with delayed outputs. It runs with the kernels that it chooses (on a GPU fused
 joins, FlexAttention, Inductor) and with plain ones, eager; how far bf16 may be from float32 in 20 losses is
-not guessed: the plain job shows it, and with emulated float8 products what those may cost. Then documents
-in one window against each alone, a job that is killed and resumed, and peak memory against tools.plan.
+not guessed: the plain job shows it, and with emulated float8 products what those may cost. Then a job that
+is killed and resumed, and peak memory against tools.plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ if not torch.accelerator.is_available():
 from laneformer import LaneformerConfig
 from laneformer.titan.float8 import CAPABILITY
 from records.files import code_version, read_lines, write_atomically
-from tools.check.documents import packed_documents
 from tools.check.gates import MARGIN, verdict
 from tools.check.killed_job import KILL_AT
 from tools.markdown import records
@@ -125,19 +124,9 @@ class Jobs:
         if options.device == "cpu":  # no pinned memory; and minutes of g++
             settings |= {"checkpoint.async_mode": "async", "compile.backend": "eager"}
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        return [
-            *flags,
-            *self.shape_flags(),
-            "--metrics.no-enable_tensorboard",
-            "--metrics.no-enable_wandb",
-            *more,
-        ]
-
-    def shape_flags(self) -> list[str]:
-        flags = []
-        for name, value in self.options.architecture.items():
+        for name, value in options.architecture.items():
             flags += [f"--architecture.{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-        return flags
+        return [*flags, "--metrics.no-enable_tensorboard", "--metrics.no-enable_wandb", *more]
 
     def rows(self, name: str, *more: str, ranks: int = 1, killed: bool = False) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of one job. RuntimeError where it does not end as it is to."""
@@ -174,7 +163,6 @@ def measure(options: Options, console: Console) -> dict[str, Any]:
         whole = jobs.rows("whole")
         gates, figures = losses(jobs, whole)
         gates |= resumed(jobs, whole)
-        gates |= packed_documents(options.config, jobs.flags(jobs.folder / "none"), options.device)
         gates |= memory(options, whole)
     report = verdict({name: gate for name, gate in gates.items() if gate[0] is not None})
     open_questions = [name for name, gate in gates.items() if gate[0] is None]

@@ -123,6 +123,11 @@ class HangWatch:
         waited_s = now - self.advanced_s
         return waited_s if waited_s > (self.hang_timeout_s if started else self.start_timeout_s) else None
 
+    @property
+    def step(self) -> int:
+        """The last step that any rank has finished."""
+        return max((beat["step"] or 0 for beat in self.beats.values()), default=0)
+
     def blame(self, ended: bool = False) -> tuple[list[int], str]:
         """(ranks that the others wait for, what every rank does in words); nobody, if most ranks are behind.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import tyro
 from rich.console import Console
 
 from data_mixtures import show
-from data_mixtures.mixture import BEGINS, TRAINED, Mixture, read_lock
+from data_mixtures.mixture import TRAINED, Mixture, read_lock
 from records.skips import SkipList
 from tests.train.sft import chats
 from train.data import MixtureLoader, inputs_and_labels
@@ -74,16 +73,6 @@ def test_every_label_is_the_next_token_of_its_own_document(lock: Path) -> None:
     assert torch.equal(labels[:, :-1][ends], inputs["input"][:, 1:][ends])
 
 
-def test_show_separates_conversations(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mixture = Mixture.open(lock)
-    show.run(
-        tyro.cli(show.Question, args=[str(lock), "--step", "1", "--global-batch", "4", "--json"]), Console()
-    )
-    for number, line in enumerate(capsys.readouterr().out.splitlines()):
-        shown, begins = json.loads(line), mixture.flags(number, 1)[0] & BEGINS
-        assert [part["begins"] for part in shown["documents"]] == sorted(
-            {0, *np.flatnonzero(begins).tolist()}
-        )
-        assert shown["tokens"] == mixture.sequences(number, 1)[0][0].tolist()
+def test_conversations_have_no_document_index(lock: Path) -> None:
     with pytest.raises(ValueError, match="packed conversations, which have no document index"):
         show.run(tyro.cli(show.Question, args=[str(lock), "--origin", "x"]), Console())

@@ -30,17 +30,10 @@ Life = tuple[int, int, str, int | None]  # code, step, reason, step of the check
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> JobSections:
-    job = JobSections()
-    job.job.dump_folder, job.training.global_batch_size = str(tmp_path / "run"), 4
-    job.resilience.backoff_s = 0.0
-    job.checkpoints.mkdir(parents=True)
-    return job
-
-
-@pytest.fixture
 def supervise(job: JobSections, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """Run a supervisor whose attempts live these lives: (its exit status, how many attempts it made)."""
+    job.resilience.backoff_s = 0.0
+    job.checkpoints.mkdir()
 
     def run(*lives: Life, nodes: str | None = None, spares: int = 0) -> tuple[int, int]:
         begun: list[Life] = []
@@ -133,7 +126,7 @@ def test_a_stop_that_saved_nothing_is_no_85(
 
 
 def test_workers_that_cannot_be_started_are_tried_again(
-    job: JobSections, monkeypatch: pytest.MonkeyPatch
+    supervise: Callable, job: JobSections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk under the log folder, or a scheduler that does not answer, must not end the supervisor."""
     starts: list[int] = []
