@@ -159,5 +159,5 @@ def gold_items(job: Any) -> GoldItems | None:
 
 def gold_cost(job: Any) -> dict[str, float] | None:
     """Items that each validation measures, and their share of the compute; None: there are none."""
-    found = gold_items(job)
-    return found and {"items": len(found.lines), "share": found.share}
+    items = gold_items(job)
+    return None if items is None else {"items": len(items.lines), "share": items.share}

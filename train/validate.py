@@ -44,10 +44,10 @@ def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndar
     lock, folder = read_lock(lock_path), lock_path.parent
     weights = {source["name"]: source["weight"] for source in lock["sources"]}
     parts = (False, True) if lock["packing"] != PACKING else (False,)
-    found = {
+    windows_of = {
         name: [valid_windows(folder, name, windows_per_source, flags) for flags in parts] for name in weights
     }
-    without = [name for name, (windows, *_) in found.items() if not len(windows)]
+    without = [name for name, (windows, *_) in windows_of.items() if not len(windows)]
     if not sum(weight for name, weight in weights.items() if name not in without):
         raise ValueError(
             f"{', '.join(without)} of {lock_path} have no held-out windows to validate on; raise valid_per_10000 in "
@@ -55,7 +55,7 @@ def held_out(lock_path: Path, windows_per_source: int) -> dict[str, list[np.ndar
         )
     if without:
         logger.warning(f"no held-out windows, so not in the validation loss: {', '.join(without)}")
-    return {name: each for name, each in found.items() if name not in without}
+    return {name: each for name, each in windows_of.items() if name not in without}
 
 
 def deal_out(
@@ -99,12 +99,13 @@ class HeldOutValidator(BaseValidator):
             columns = [*(each for each, _ in dealt), dealt[0][1]]
             return list(zip(*(torch.from_numpy(each[:, dp_rank]) for each in columns), strict=True))
 
-        found = held_out(lock, section.windows_per_source)
+        sources = held_out(lock, section.windows_per_source)
         weights = {source["name"]: source["weight"] for source in read_lock(lock)["sources"]}
-        self.names, self.weights = list(found), [weights[name] for name in found]
+        self.names, self.weights = list(sources), [weights[name] for name in sources]
         self.octaves = octaves(job_config.training.seq_len)
-        sources = np.repeat(np.arange(len(found)), [len(windows) for windows, *_ in found.values()])
-        self.windows = deal([np.concatenate(part) for part in zip(*found.values(), strict=True)], sources)
+        counts = [len(windows) for windows, *_ in sources.values()]
+        streams = [np.concatenate(parts) for parts in zip(*sources.values(), strict=True)]
+        self.windows = deal(streams, np.repeat(np.arange(len(sources)), counts))
         self.gold = gold_items(job_config)
         if self.gold is not None:
             rows = self.gold.rows(job_config.training.seq_len)
@@ -132,8 +133,8 @@ class HeldOutValidator(BaseValidator):
             with self.context():
                 losses = model(inputs["input"], labels, documents)
             drafted: Any = model.drafted
-            found = figures(losses, labels, documents, drafted)
-            sums = sums.expand(-1, found.shape[1]).index_add(0, into.to(utils.device_type), found)
+            rows = figures(losses, labels, documents, drafted)
+            sums = sums.expand(-1, rows.shape[1]).index_add(0, into.to(utils.device_type), rows)
         model.train()
         if self.mesh is not None:
             torch.distributed.all_reduce(sums, group=self.mesh.get_group())

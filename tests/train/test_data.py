@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 pytest.importorskip("torchtitan")
 from data_mixtures.mixture import Mixture, pin
 from records.skips import SkipList
-from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead, to_device
+from train.data import READ_AHEAD_BATCHES, MixtureLoader, read_ahead
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 32
@@ -240,11 +240,9 @@ def test_damage_ends_the_batches_at_its_own(prepared_data: Path, tmp_path: Path)
     assert json.loads(each.state_dict()["mixture"])["sequences"] == len(good) * 8
 
 
-def test_batches_are_adjacent_before_they_are_pinned_and_copied_without_waiting(
-    lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_adjacent_before_they_are_pinned(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of a pinned tensor would be copied row by row, from memory that is not pinned, while the host waits."""
-    pinned, copies, here = [], [], threading.get_ident()
+    pinned, here = [], threading.get_ident()
 
     def pin(part: torch.Tensor) -> torch.Tensor:
         if threading.get_ident() == here:  # readers of other tests may still be at work
@@ -256,12 +254,6 @@ def test_batches_are_adjacent_before_they_are_pinned_and_copied_without_waiting(
     inputs, labels = loader(lock, batch=2)._read(0, SkipList([]))
     assert pinned == [True] * (len(inputs) + 1)
     assert torch.equal(inputs["input"][:, 1:], labels[:, :-1])
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *where, **how: copies.append((where, how)) or self)
-    packed = {**inputs, "trained": torch.tensor(3)}
-    assert to_device((packed, labels), torch.device("cuda"))[0].keys() == packed.keys()
-    assert copies == [((torch.device("cuda"),), {"non_blocking": True})] * (len(inputs) + 1), (
-        "all but the count"
-    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -46,13 +46,12 @@ def test_a_position_counts_from_the_beginning_of_its_document() -> None:
     losses = torch.arange(128, dtype=torch.float32).view(2, 64)
     labels = torch.where(torch.arange(64) % 4 == 3, IGNORE_INDEX, 5).expand(2, 64)
     losses[labels == IGNORE_INDEX] = 0
-    places = [[range(40), range(24)], [range(64)]]
+    position = torch.stack([torch.cat([torch.arange(40), torch.arange(24)]), torch.arange(64)])
     expected = torch.zeros(2, 6, dtype=torch.float64)
-    for row, of_documents in enumerate(places):
-        for column, place in enumerate(place for each in of_documents for place in each):
-            octave = sum(place >= first for first in (16, 32))
-            expected[row, octave] += losses[row, column]
-            expected[row, 3 + octave] += labels[row, column] != IGNORE_INDEX
+    for octave, (first, end) in enumerate([(0, 16), (16, 32), (32, 64)]):
+        inside = (position >= first) & (position < end)
+        expected[:, octave] = (losses * inside).sum(1)
+        expected[:, 3 + octave] = (inside & (labels != IGNORE_INDEX)).sum(1)
     assert torch.equal(octave_sums(losses, labels, documents, octaves(64)), expected)
     whole = octave_sums(losses[:1], labels[:1], None, octaves(64))
     assert whole[0, 3:].tolist() == [12, 12, 24], "without marks of documents a position is one in the window"

@@ -77,10 +77,10 @@ class Options:
 
     def check(self) -> None:
         """ValueError for what cannot run here."""
-        found = torch.cuda.device_count()
-        if self.device == "cuda" and found < self.nproc:
-            raise ValueError(f"--nproc {self.nproc} on {found} GPU(s); lower it, or take --device cpu")
-        if self.device == "cpu" and found:
+        gpus = torch.cuda.device_count()
+        if self.device == "cuda" and gpus < self.nproc:
+            raise ValueError(f"--nproc {self.nproc} on {gpus} GPU(s); lower it, or take --device cpu")
+        if self.device == "cpu" and gpus:
             raise ValueError(
                 "--device cpu needs the GPUs hidden: set CUDA_VISIBLE_DEVICES= in front of the command"
             )
@@ -143,10 +143,10 @@ class Jobs:
 
 def start(module: list[str], log: Path, env: Mapping[str, str]) -> int:
     """Exit status of `python -m MODULE ...`, whose output goes to `log`."""
-    with open(log, "ab") as said:
+    with open(log, "ab") as output:
         return subprocess.run(
             [sys.executable, "-m", *module], cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ, **env},
-            stdout=said, stderr=said, timeout=TIMEOUT_S,
+            stdout=output, stderr=output, timeout=TIMEOUT_S,
         ).returncode  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, An
     exact = jobs.rows("plain-float32", *PLAIN, "--training.mixed_precision_param", "float32")
     rounded = furthest(jobs.rows("plain-bf16", *PLAIN), exact)
     allowed = MARGIN * rounded
-    found = {"losses of the chosen kernels": furthest(whole, exact)}
+    errors = {"losses of the chosen kernels": furthest(whole, exact)}
     nproc = jobs.options.nproc
     if nproc > 1:
         replicas = 2 if nproc > 2 else 1  # shards of one are refused
@@ -186,8 +186,8 @@ def losses(jobs: Jobs, whole: list[dict[str, Any]]) -> tuple[Gates, dict[str, An
         more = ["--training.local_batch_size", str(jobs.options.global_batch // nproc)]
         more += [] if jobs.options.device == "cuda" else ["--compile.no-enable"]  # shards and replicas alone
         sharded = jobs.rows("sharded", *mesh, *more, ranks=nproc)
-        found[f"losses of {replicas} x {nproc // replicas} ranks"] = furthest(sharded, exact)
-    gates: Gates = {name: (error, allowed, error <= allowed) for name, error in found.items()}
+        errors[f"losses of {replicas} x {nproc // replicas} ranks"] = furthest(sharded, exact)
+    gates: Gates = {name: (error, allowed, error <= allowed) for name, error in errors.items()}
     gates["kernels replaced at the start"] = replaced(jobs.folder / "whole")
     gates["losses fall"] = (whole[-1]["loss"], exact[0]["loss"], whole[-1]["loss"] < exact[0]["loss"])
     more_gates, figures = float8_losses(jobs, exact, rounded)

@@ -133,7 +133,8 @@ class Attempt:
         if outcome is not None and outcome["code"] != CRASHED:
             return Ended(outcome["code"], outcome["step"], outcome["reason"])
         self.hang.look()
-        status, node = exit_words(self.workers.returncode), None
+        status = exit_words(self.workers.returncode)
+        node: str | None = None
         reason = outcome["reason"] if outcome else f"no worker recorded an outcome, {status}"
         suspects: tuple[str, ...] = ()
         if cause := ROOT_CAUSE.search(last_text(self.logs / "console.log", REPORT_BYTES)):
@@ -188,9 +189,8 @@ class Attempt:
         self._note_workers()
         end_workers(self.workers, SLURM_GRACE_S if self.nodes else 0.0)
         for process in self.known:
-            with suppress(
-                psutil.NoSuchProcess
-            ):  # psutil knows a process by its start, so a reused number is safe
+            # psutil knows a process by its start, so a reused number is safe
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         deadline_s = time.monotonic() + DEATH_S
         while time.monotonic() < deadline_s and not all(map(_is_gone, self.known)):
@@ -331,8 +331,8 @@ def node_address(node: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT_S)
     if done.returncode:
         raise OSError(f"{' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}")
-    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
-    return found[1] if found else node
+    address = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    return address[1] if address else node
 
 
 def main() -> None:

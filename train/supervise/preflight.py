@@ -137,10 +137,10 @@ def exchange_problem(nodes: list[str], nproc_per_node: int, logs: Path) -> str:
 def check_gpus(job: JobSections, needs: Needs) -> dict[str, Any]:
     import torch
 
-    found = torch.cuda.device_count()
-    if found != needs.gpus and (needs.gpus or found):
-        raise ValueError(f"{found} GPUs where {needs.gpus} are needed")
-    return {"found": found, "kind": torch.cuda.get_device_name(0) if found else "cpu"}
+    gpus = torch.cuda.device_count()
+    if gpus != needs.gpus:
+        raise ValueError(f"{gpus} GPUs where {needs.gpus} are needed")
+    return {"found": gpus, "kind": torch.cuda.get_device_name(0) if gpus else "cpu"}
 
 
 def check_memory(job: JobSections, needs: Needs) -> dict[str, Any]:
@@ -272,11 +272,11 @@ def check_node(train_arguments: list[str], needs: Needs) -> dict[str, Any]:
         print(f"preflight: {name}", file=sys.stderr, flush=True)
         started = time.perf_counter()
         try:
-            found = check(job, needs)
+            facts[name] = check(job, needs)
         except (Exception, SystemExit) as problem:  # any failure disqualifies the node
             reason = f"{name}: {type(problem).__name__}: {problem}"
             break
-        facts[name] = {**found, "seconds": round(time.perf_counter() - started, 3)}
+        facts[name]["seconds"] = round(time.perf_counter() - started, 3)
     return {
         "node": host_name(), "ok": reason is None, "reason": reason, "gpus": needs.gpus, "checks": facts
     }  # fmt: skip
