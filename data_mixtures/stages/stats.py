@@ -22,7 +22,7 @@ from data_mixtures.shards import Json
 from data_mixtures.stages import blocks, sorted_runs, stage
 from data_mixtures.stages.run import figures
 from data_mixtures.stages.tokenize import INDEX
-from records import page
+from records.usage import with_prefix
 from records.workers import usable_cpus
 
 JSON = "stats.json"
@@ -66,7 +66,7 @@ def _facts(folder: Path, manifest: Json, pool: Executor) -> Json:
 
 
 def _percent(share: float) -> str:
-    return page.percent(share, ".2f")
+    return f"{100 * share:.2f} %"
 
 
 def _categories_table(stats: Json) -> Table:
@@ -77,7 +77,7 @@ def _categories_table(stats: Json) -> Table:
         names = [name for name, each in sources.items() if each["category"] == category]
         shares = [sum(phase["shares"].get(name, 0) for name in names) for phase in phases.values()]
         have = sum(sources[name]["tokens"] for name in names)
-        rows.append([category, page.short(have), *map(_percent, (have / tokens, *shares))])
+        rows.append([category, with_prefix(have), *map(_percent, (have / tokens, *shares))])
     head = ["category", "tokens", "share", *phases]
     return "Categories", head, rows, "What there is, and what each phase draws."
 
@@ -88,8 +88,8 @@ def _sources_table(stats: Json) -> Table:
     for name, each in stats["sources"].items():
         shares = [_percent(phase["shares"].get(name, 0)) for phase in phases.values()]
         after = [f"{done.get(name, 0):.3f}" for done in epochs.values()]
-        windows = map(page.short, (each["windows"], each["valid_windows"]))
-        rows.append([name, page.short(each["tokens"]), *shares, *after, *windows])
+        windows = map(with_prefix, (each["windows"], each["valid_windows"]))
+        rows.append([name, with_prefix(each["tokens"]), *shares, *after, *windows])
     head = ["source", "tokens", *phases, *(f"epochs after {name}" for name in epochs), "windows", "held out"]
     return "Sources", head, rows, f"Windows of {stats['seq_len']:,} tokens."
 
@@ -101,7 +101,7 @@ def _lengths_table(stats: Json) -> Table:
     for name, each in sources.items():
         found, per_token = each["lengths"], each["bytes"] / max(each["tokens"], 1)
         lengths = [f"{found['mean']:,.0f}", f"{found['longest']:,}", _bars(found["histogram"][:bins])]
-        rows.append([name, page.short(each["documents"]), f"{per_token:.2f}", *lengths])
+        rows.append([name, with_prefix(each["documents"]), f"{per_token:.2f}", *lengths])
     head = ["source", "documents", "bytes per token", "mean length", "longest", "by length"]
     caption = "In tokens; by length: documents of 1, 2 to 3, 4 to 7, 8 to 15... tokens."
     return "Lengths of documents", head, rows, caption
@@ -111,8 +111,10 @@ def _dropped_table(stats: Json) -> Table:
     sources, rows = stats["sources"], []
     reasons = sorted({name for each in sources.values() for name, count in each["dropped"].items() if count})
     for name, each in sources.items():
-        dropped = [page.short(each["dropped"].get(reason, 0)) for reason in reasons]
-        rows.append([name, page.short(each["read"]), *dropped, _percent(each["kept"] / max(each["read"], 1))])
+        dropped = [with_prefix(each["dropped"].get(reason, 0)) for reason in reasons]
+        rows.append(
+            [name, with_prefix(each["read"]), *dropped, _percent(each["kept"] / max(each["read"], 1))]
+        )
     head = ["source", "read", *reasons, "kept"]
     return "Dropped", head, rows, "Every document that was read is kept or counted here."
 

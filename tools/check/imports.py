@@ -1,15 +1,13 @@
 """Which module of ours uses which: arrows between packages and circles between modules.
 
 An edge goes from a module to each module of ours that it imports (lazily and for typing, too) or names in a
-string: a process (`-m evals.watch`), a plugin (`custom_import`) or a dotted name. Messages and docstrings
-are prose: no edge.
+string of its own: a process (`"-m", "evals.watch"`), a plugin (`custom_import`) or a dotted name. Prose is no edge.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,9 +37,8 @@ MAY_USE: dict[str, set[str]] = {
 # whose modules a package may start as processes, beyond those that it may import: training starts the watcher of its
 # evaluations, a recipe names the program that writes its text
 MAY_START = {"train": "evals.watch", "data_mixtures": "examples."}
-PLUGIN_KEYS = ("custom_import", "custom_config_module")
-AFTER = {"-m", *(f"--{section}.{key}" for section in ("job", "experimental") for key in PLUGIN_KEYS)}
-DOTTED = r"(\w+(?:\.\w+)+)(?::\w+)?"  # a.b or a.b:attribute
+# strings that name a module: after `-m`, a dotted name alone (a.b or a.b:attribute), the start of an f-string
+NAMED = re.compile(r'"-m",\s*"(\w+)"|"(\w+(?:\.\w+)+)(?::\w+)?"|f"(\w+)\.[\w.]*\{')
 
 
 @dataclass(frozen=True, order=True)
@@ -77,22 +74,10 @@ def imported(tree: ast.Module, package: str) -> Iterator[tuple[str, str]]:
             yield from ((module, alias.name) for alias in node.names)
 
 
-def named(tree: ast.Module) -> Iterator[str]:
-    """Strings that may name a module: after `-m` or a plugin option, a dotted name alone, the
-    start of an f-string.
-    """
-    for node in ast.walk(tree):
-        values: list[ast.expr] = getattr(node, "elts", []) or (
-            node.args if isinstance(node, ast.Call) else []
-        )
-        for before, value in itertools.pairwise(values):
-            if isinstance(before, ast.Constant) and before.value in AFTER and isinstance(value, ast.Constant):
-                yield str(value.value)
-        if isinstance(node, ast.JoinedStr) and node.values and isinstance(node.values[0], ast.Constant):
-            if start := re.match(r"(\w+)\.[\w.]*$", str(node.values[0].value)):  # f"evals.{name}"
-                yield start[1]
-        elif isinstance(node, ast.Constant) and (name := re.fullmatch(DOTTED, str(node.value))):
-            yield name[1]
+def named(text: str) -> set[str]:
+    """Modules and other dotted names in the strings of a Python or TOML file."""
+    code = re.sub(r"(?m)#.*$", "", text).replace("'", '"')
+    return {"".join(groups) for groups in NAMED.findall(code)}
 
 
 def edges(root: Path) -> set[Edge]:
@@ -100,16 +85,16 @@ def edges(root: Path) -> set[Edge]:
     ours = modules(root)
     found = set()
     for module, path in ours.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        for target, name in imported(tree, package_of(module, path)):
+        text = path.read_text(encoding="utf-8")
+        for target, name in imported(ast.parse(text, str(path)), package_of(module, path)):
             found.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
-        for name in ours.keys() & named(tree):
+        for name in ours.keys() & named(text):
             command = f"{name}.__main__"
             found.add(Edge(module, command if command in ours else name, process=True))
     for owner, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.toml")):
-            values = re.findall(rf'"{DOTTED}"', re.sub(r"(?m)#.*$", "", path.read_text(encoding="utf-8")))
-            found |= {Edge(owner, name, process=True) for name in values if name in ours}
+            names = ours.keys() & named(path.read_text(encoding="utf-8"))
+            found |= {Edge(owner, name, process=True) for name in names}
     return {edge for edge in found if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
 
 

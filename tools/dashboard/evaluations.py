@@ -12,7 +12,6 @@ from typing import Any
 from evals.core.tasks import NOT_CHOSEN
 from evals.intervals import Z95
 from records.evals import with_current_names
-from records.page import card, chart, colour, dash, fold, measured, missing, none, percent, short, table
 from records.run import Record, Run, number
 from tools.dashboard.charts import (
     LOSS,
@@ -27,6 +26,21 @@ from tools.dashboard.charts import (
     rows_part,
     series,
     sources_of,
+)
+from tools.dashboard.page import (
+    Tile,
+    card,
+    chart,
+    chart_card,
+    colour,
+    dash,
+    fold,
+    measured,
+    missing,
+    none,
+    percent,
+    short,
+    table,
 )
 
 TINT, NEUTRAL = "#8667f7", "#8a94a6"  # of CORE, apart from the colours of phases and sources
@@ -72,7 +86,7 @@ def core_groups(run: Run) -> dict[str, list[Record]]:
     return {settings: list(records.values()) for settings, records in groups.items()}
 
 
-def core_tile(run: Run) -> tuple[str, str, str]:
+def core_tile(run: Run) -> Tile:
     records = [record for group in core_groups(run).values() for record in group]
     known = [record for record in records if number(record["core_v2"]) is not None]
     last = [Record(), *known][-1]
@@ -173,10 +187,9 @@ def missing_part(record: Record) -> str:
 def bits_card(run: Run) -> str:
     """Bits per byte of held-out text by source, and of the right answers as the job measured them itself."""
     records, gold = run.evals_of("bits_per_byte"), run.evals_of("gold")
-    names = sources_of(run)
     points = {
         name: [(r, bits) for r in records if (bits := dig(r, "sources", name, "bits_per_byte")) is not None]
-        for name in names
+        for name in sources_of(run)
     }
     whole = curve(
         "all sources", [(record, record["bits_per_byte"]) for record in records], NEUTRAL, symbol="circle"
@@ -187,8 +200,8 @@ def bits_card(run: Run) -> str:
     of_answers = Panel(
         "Bits per byte of right answers", "bars: 95 % of the change", "", 160, ".4f", zero=False
     )
-    drawn = figure([(of_text, [whole, *series(points, names, symbol="circle")]), (of_answers, [right])])
-    return card("Bits per byte", chart(drawn, f"bits-{run.name}")) if drawn else ""
+    drawn = figure([(of_text, [whole, *series(points, symbol="circle")]), (of_answers, [right])])
+    return chart_card("Bits per byte", drawn, f"bits-{run.name}")
 
 
 Score = tuple[Record, float, Interval | None]

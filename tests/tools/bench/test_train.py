@@ -21,7 +21,7 @@ LOG = "Model llama size: 1,234 total parameters\n" + "".join(
 )
 
 
-def test_figures_of_a_log_are_those_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_a_log_are_those_of_the_timed_steps(monkeypatch):
     from tools.bench import train
 
     options = train.Options(steps=3, warmup=1)
@@ -47,7 +47,7 @@ main(["train", *sys.argv[1:]])
 
 
 @pytest.mark.rotate
-def test_toy_run(tmp_path: Path) -> None:
+def test_toy_run(tmp_path):
     out = tmp_path / "train.md"
     flags = ["--flavor", "tiny", "--seq-len", "32", "--local-batch", "2", "--steps", "3", "--warmup", "2", "--rounds",
              "1", "--both=--training.mixed_precision_param float32 --compile.no-enable", "--out", str(out)]  # fmt: skip
