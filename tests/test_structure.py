@@ -24,59 +24,26 @@ from tools.check.imports import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-# inside laneformer: what a part may use of the others, and the heavy libraries that only some parts may touch
+# inside laneformer: what a part may use of the others (circles are forbidden besides)
+PLAIN = {"variant", "ropes", "supports", "config", "tensors", "old_spellings", "flops"}
+LAYERS = {"initialization", "linear", "experts", "norms", "positions"}
 INSIDE = {
-    "variant": set(),
-    "ropes": {"variant"},
-    "supports": {"config"},
-    "config": {"ropes", "variant"},
-    "tensors": set(),
-    "old_spellings": set(),
-    "flops": {"config"},
-    "initialization": {"config"},
-    "linear": set(),
-    "experts": {"config", "linear"},
-    "norms": {"config"},
-    "positions": {"config"},
-    "model": {"config", "experts", "initialization", "linear", "norms", "positions"},
-    "llama": {"config", "ropes", "tensors", "variant"},
-    "hf": {
-        "config",
-        "experts",
-        "initialization",
-        "linear",
-        "llama",
-        "model",
-        "norms",
-        "old_spellings",
-        "positions",
-        "ropes",
-        "tensors",
-        "variant",
-    },
-    "titan": {"config", "flops", "initialization", "linear", "model", "norms", "positions", "supports"},
+    **dict.fromkeys(PLAIN, PLAIN),
+    **{part: {"config", *LAYERS} for part in (*LAYERS, "model")},
+    "llama": PLAIN,
+    "hf": PLAIN | LAYERS | {"llama", "model"},
+    "titan": {"config", "flops", "model", "supports"} | LAYERS,
     "chat": {"config"},
     "prompts": {"chat"},
-    "engine": {"config", "llama", "old_spellings", "supports", "tensors", "variant"},
-    "engine/cuda": {"config", "model", "engine", "positions", "tensors"},
+    "engine": PLAIN | {"llama"},
+    "engine/cuda": {"config", "engine", "model", "positions", "tensors"},
     "serve": {"chat", "config", "engine", "prompts"},
     "cli": {"chat", "config", "engine", "prompts", "serve", "tensors"},
 }
 ONLY_IN = {
     "torchtitan": {"titan"},
     "transformers": {"hf"},
-    "torch": {
-        "experts",
-        "initialization",
-        "linear",
-        "model",
-        "norms",
-        "positions",
-        "hf",
-        "titan",
-        "engine/cuda",
-        "engine/device.py",
-    },
+    "torch": LAYERS | {"model", "hf", "titan", "engine/cuda", "engine/device.py"},
 }
 
 
@@ -155,17 +122,14 @@ def test_planted_circles_are_found(tmp_path):
     assert circles(plant(tmp_path, {"tools/c.py": "def f():\n    run('-m', 'tools.a')\n"})) == [
         ["tools.a", "tools.b", "tools.c"]
     ]
-    assert (
-        circles(plant(tmp_path, {"tools/c.py": "import tools.c"})) == []
-    )  # a process that starts itself again
+    own = circles(plant(tmp_path, {"tools/c.py": "import tools.c"}))
+    assert own == [], "a process that starts itself again"
 
 
 def test_planted_circles_of_folders_are_found(tmp_path):
     lines = {
         "tools/a/x.py": "from tools.b import y",
-        "tools/b/y.py": "",
-        "tools/b/z.py": "",
-        "tools/a/w.py": "",
+        **dict.fromkeys(("tools/b/y.py", "tools/b/z.py", "tools/a/w.py"), ""),
     }
     assert circles(folder_edges(plant(tmp_path, lines))) == []
     found = plant(tmp_path, {"tools/b/z.py": "from tools.a import w"})

@@ -8,6 +8,7 @@ of the output is one JSON object with the figures; runs/demo/ keeps everything.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from data_mixtures.mixture import BEGINS, TRAINED, valid_windows
 from laneformer import Engine
@@ -48,7 +49,7 @@ def main(
 
     ranks: of training; default: one for each GPU, at most two, or two processes on a CPU.
     """
-    ranks = ranks or possible_ranks()
+    ranks = ranks or min(2, torch.cuda.device_count() or 2)  # two fill a step
     started = time.monotonic()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # Transformers shows one for every model that it loads
     clear(out)
@@ -91,11 +92,6 @@ def main(
     }
     rest |= {"seconds": round(time.monotonic() - started, 1), "out": str(out)}
     print(json.dumps(training_figures(out) | rest))
-
-
-def possible_ranks() -> int:
-    """At most two, as two fill a step."""
-    return min(2, torch.cuda.device_count() or 2)
 
 
 def clear(out: Path) -> None:
@@ -185,13 +181,15 @@ def train(
     ]  # fmt: skip
     console.print(f"python {' '.join(command[1:])}\n(log: {log})", markup=False, highlight=False)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(log, "w") as file, progress_bar() as progress:
-        task = progress.add_task(phase, total=steps, loss="", rate="")
+    with open(log, "w") as file, Progress(console=console) as progress:
+        task = progress.add_task(phase, total=steps)
         with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env) as process:
             try:
                 while process.poll() is None:
                     time.sleep(0.5)
-                    show_progress(progress, task, folder / "metrics.jsonl")
+                    for row in read_lines(folder / "metrics.jsonl")[-1:]:
+                        figures = f"loss {row['loss'] or math.nan:.3f}, {row['tokens_per_s']:,.0f} tokens/s"
+                        progress.update(task, completed=row["step"], description=f"{phase}: {figures}")
             except BaseException:
                 process.terminate()
                 raise
@@ -201,21 +199,6 @@ def train(
             f"training {phase} failed with exit status {process.returncode}; the whole log is {log}"
         )
     return folder / f"checkpoint/step-{steps}"
-
-
-def progress_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(
-        *columns, TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[rate]}"), console=console
-    )
-
-
-def show_progress(progress: Progress, task: Any, metrics: Path) -> None:
-    rows = read_lines(metrics)
-    if rows:
-        row = rows[-1]
-        rate, loss = f"{row['tokens_per_s']:,.0f} tokens/s", row["loss"]
-        progress.update(task, completed=row["step"], loss=f"loss {loss:.3f}" if loss else "", rate=rate)
 
 
 def merge_metrics(out: Path) -> None:

@@ -198,39 +198,18 @@ def losses_in(out: Path) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.rotate
-def test_the_shipped_ablation_at_toy_size_resumes_where_it_stopped(prepared_data, tmp_path):
-    lock, out = prepared_data / "phase1.lock.json", tmp_path / "out"
-    words = ("--variants", "delay_0", "delay_2", "--seeds", "0", "1")
-    status, output = run(out, lock, *words, "--keep-checkpoints")
-    assert status == 0, output
-    assert "| delay_2 | 2 |" in output
-    whole = losses_in(out)
-    assert len(whole) == len(set(whole.values())) == 4
-    # killed while a line was written: that run alone starts again, at its last checkpoint
-    text = (out / "results.jsonl").read_text()
-    (out / "results.jsonl").write_text(text[:-40])
-    status, output = run(out, lock, *words)
-    assert status == 0, output
-    assert losses_in(out) == whole
-    attempts = [len(read_lines(folder / "attempts.jsonl")) for folder in (out / "runs").iterdir()]
-    assert sorted(attempts) == [1, 1, 1, 2]
-    status, output = run(out, lock, "--optimizer.lr", "1e-3")
-    assert "settings.json has another flags; choose another --out" in output
-
-
-@pytest.mark.rotate
 def test_an_interrupted_ablation_leaves_no_run_behind_and_goes_on_as_if_it_had_not_been(
     prepared_data, tmp_path
 ):
-    """Its run has saved: the loss is that of a run in one piece, to the last bit."""
-    lock, out, pid = prepared_data / "phase1.lock.json", tmp_path / "out", tmp_path / "out.pid"
-    words = ("--variants", "delay_0", "--seeds", "0", "--training.steps", "60")
+    """Its run has saved: the losses are those of runs in one piece, to the last bit."""
+    lock, out, whole = prepared_data / "phase1.lock.json", tmp_path / "out", tmp_path / "whole"
+    words = ("--variants", "delay_0", "delay_2", "--seeds", "0", "--workers", "1", "--training.steps", "60")
     trained = out / "runs" / "delay_0-0"
 
     def interrupt() -> None:
         while not (trained / "metrics.jsonl").exists():
             time.sleep(0.01)
-        os.kill(int(pid.read_text()), signal.SIGINT)
+        os.kill(int((tmp_path / "out.pid").read_text()), signal.SIGINT)
 
     status, output = run(out, lock, *words, then=interrupt)
     assert status == 130, output
@@ -239,9 +218,11 @@ def test_an_interrupted_ablation_leaves_no_run_behind_and_goes_on_as_if_it_had_n
     assert outcome["code"] == STOPPED
     assert (trained / "checkpoint" / f"step-{outcome['step']}").exists()
     assert not (out / "results.jsonl").exists()
-    for folder in (out, tmp_path / "whole"):
+    for folder in (out, whole):
         status, output = run(folder, lock, *words)
         assert status == 0, output
-    assert losses_in(out) == losses_in(tmp_path / "whole")
+        assert "| delay_2 | 1 |" in output
+    assert losses_in(out) == losses_in(whole)
+    assert len(set(losses_in(out).values())) == 2
     assert [row["step"] for row in read_lines(trained / "attempts.jsonl")] == [0, outcome["step"]]
     assert not (trained / "checkpoint").exists()

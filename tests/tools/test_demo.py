@@ -40,12 +40,6 @@ def conversations(prepared_data, tmp_path_factory):
     return demo.held_out_conversations(lock.parent, "identity")
 
 
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (2, 2), (8, 2)])
-def test_ranks_have_a_gpu_each(monkeypatch, gpus, ranks):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert demo.possible_ranks() == ranks
-
-
 def test_held_out_conversations_are_whole(conversations, folder):
     chat = ChatTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), 2)
     known = {}

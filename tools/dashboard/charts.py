@@ -61,6 +61,11 @@ def dig(value: Any, *path: str) -> Any:
     return value
 
 
+def points_of(records: Sequence[Json], *path: str) -> Points:
+    """The records that have a number at a path."""
+    return [(record, value) for record in records if number(value := dig(record, *path)) is not None]
+
+
 def thin(points: Points) -> Points:
     """At most MOST points: of every bucket of neighbours the lowest and the highest, so that no spike is lost."""
     if len(points) <= MOST:
@@ -185,13 +190,9 @@ def loss_part(run: Run, panel: Panel = LOSS, logged: bool = True) -> tuple[Panel
         # one mean for each phase: another mixture has another loss
         points = smoothed(run, run.rows_of(phase))
         curves.append(curve("Loss, smoothed", points, colour(index), group=phase, width=2.4))
-        validated = validation_points(run.rows_of(phase))
+        validated = points_of(run.rows_of(phase), "valid_loss")
         curves.append(curve("validation loss", validated, VALIDATION, width=1.4, symbol="diamond"))
     return panel, curves
-
-
-def validation_points(rows: Sequence[Json]) -> Points:
-    return [(row, row["valid_loss"]) for row in rows if row["valid_loss"] is not None]
 
 
 def sources_of(run: Run) -> list[str]:

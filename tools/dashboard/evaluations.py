@@ -23,11 +23,13 @@ from tools.dashboard.charts import (
     dig,
     figure,
     loss_part,
+    points_of,
     rows_part,
     series,
     sources_of,
 )
 from tools.dashboard.page import (
+    DASHES,
     Tile,
     card,
     chart,
@@ -87,9 +89,8 @@ def core_groups(run: Run) -> dict[str, list[Record]]:
 
 
 def core_tile(run: Run) -> Tile:
-    records = [record for group in core_groups(run).values() for record in group]
-    known = [record for record in records if number(record["core_v2"]) is not None]
-    last = [Record(), *known][-1]
+    records = [record for group in core_groups(run).values() for record, _ in points_of(group, "core_v2")]
+    last = [Record(), *records][-1]
     note = f"± {measured(last['core_v2_se'], '.4f')}, v2; {escape(where_evaluated(last))}"
     return "CORE", measured(last["core_v2"], ".4f"), note
 
@@ -97,34 +98,32 @@ def core_tile(run: Run) -> Tile:
 def core_card(run: Run) -> str:
     """CORE above loss and learning rate, and the newest one among published values."""
     curves, rows = list[Json](), list[tuple[float, list[str]]]()
+    for index, (settings, records) in enumerate(core_groups(run).items()):
+        if points := points_of(records, "core_v2"):
+            ends = [around(value, record["core_v2_se"]) for record, value in points]
+            look: Json = {"symbol": "circle", "dash": DASHES[index % len(DASHES)]}
+            curves.append(curve(settings, points, TINT, ends, **look))
+            last = points[-1][0]
+            where = f"<b>{escape(where_evaluated(last))}</b> <small>{escape(settings)}</small>"
+            scores = [(last[key], last[f"{key}_se"]) for key in ("core_v1", "core_v2")]
+            cells = [f"{measured(score, '.4f')} ± {measured(error, '.4f')}" for score, error in scores]
+            rows.append((number(last["core_v1"]) or 0.0, [where, *cells]))
+    if not curves:
+        return ""
     for name, v1, v2 in PUBLISHED:
         rows.append((v1, [escape(name), f"{v1:.4f}", none("not given") if v2 is None else f"{v2:.4f}"]))
-    for index, (name, records) in enumerate(core_groups(run).items()):
-        points = [(record, record["core_v2"]) for record in records if number(record["core_v2"]) is not None]
-        ends = [around(value, record["core_v2_se"]) for record, value in points]
-        curves += [curve(name, points, TINT, ends, symbol="circle", dash=("solid", "dash", "dot")[index % 3])]
-        if points:
-            last = points[-1][0]
-            where = f"<b>{escape(where_evaluated(last))}</b> <small>{escape(name)}</small>"
-            cells = [
-                f"{measured(last[key], '.4f')} ± {measured(last[f'{key}_se'], '.4f')}"
-                for key in ("core_v1", "core_v2")
-            ]
-            rows.append((number(last["core_v1"]) or 0.0, [where, *cells]))
-    top = max((value for each in curves for value in each["y"]), default=0.0)
-    panel = Panel("CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f")
+    top = max(value for each in curves for value in each["y"])
     levels = [
         {"panel": 0, "y": v2, "label": f"{name} {v2:.4f}"}
         for name, _, v2 in PUBLISHED
         if v2 and v2 < 1.4 * top
     ]
+    panel = Panel("CORE", "v2, mean centered accuracy of 22 tasks; bars: 95 %", height=300, form=".4f")
     loss = loss_part(run, LOSS._replace(height=130), logged=False)
     drawn = figure([(panel, curves), loss, rows_part(run, RATE)], run, levels=levels)
-    if not drawn or not any(each["y"] for each in curves):
-        return ""
-    listed = table(
-        ("± standard error", "CORE v1", "CORE v2"), [cells for _, cells in sorted(rows)], "numbers wrap"
-    )
+    assert drawn is not None, "there is a curve"
+    head = ("± standard error", "CORE v1", "CORE v2")
+    listed = table(head, [cells for _, cells in sorted(rows)], "numbers wrap")
     return card("CORE along the run", chart(drawn, f"core-{run.name}") + listed)
 
 
@@ -136,13 +135,10 @@ def tasks_card(run: Run) -> str:
     records, last = groups[-1], groups[-1][-1]
     parts, levels = list[tuple[Panel, list[Json]]](), list[Json]()
     for task in dict.fromkeys(name for record in records for name in record["tasks"]):
-        known = [record for record in records if number(dig(record, "tasks", task, "accuracy")) is not None]
-        points = [(record, record["tasks"][task]["accuracy"]) for record in known]
-        ends = [task_interval(record["tasks"][task]) for record in known]
-        baseline = number(dig(last, "tasks", task, "baseline_v2"))
-        if known and baseline:
-            levels.append({"panel": len(parts), "y": baseline / 100, "label": ""})
-        if known:
+        if points := points_of(records, "tasks", task, "accuracy"):
+            if baseline := number(dig(last, "tasks", task, "baseline_v2")):
+                levels.append({"panel": len(parts), "y": baseline / 100, "label": ""})
+            ends = [task_interval(record["tasks"][task]) for record, _ in points]
             panel = Panel(task.replace("bigbench_", "bb_"), height=96, form=".3f", zero=False)
             parts.append((panel, [curve("accuracy", points, TINT, ends, symbol="circle")]))
     drawn = figure(parts, columns=4, levels=levels) if len(records) > 1 else None
@@ -186,17 +182,12 @@ def missing_part(record: Record) -> str:
 
 def bits_card(run: Run) -> str:
     """Bits per byte of held-out text by source, and of the right answers as the job measured them itself."""
-    records, gold = run.evals_of("bits_per_byte"), run.evals_of("gold")
-    points = {
-        name: [(r, bits) for r in records if (bits := dig(r, "sources", name, "bits_per_byte")) is not None]
-        for name in sources_of(run)
-    }
-    whole = curve(
-        "all sources", [(record, record["bits_per_byte"]) for record in records], NEUTRAL, symbol="circle"
-    )
+    records, gold = run.evals_of("bits_per_byte"), points_of(run.evals_of("gold"), "gold_bits_per_byte")
+    points = {name: points_of(records, "sources", name, "bits_per_byte") for name in sources_of(run)}
+    whole = curve("all sources", points_of(records, "bits_per_byte"), NEUTRAL, symbol="circle")
     of_text = Panel("Bits per byte", "held-out text, lower is better", "", 260, ".4f", zero=False, log=True)
-    ends = [around(r["gold_bits_per_byte"], dig(r, "change", "bits_standard_error")) for r in gold]
-    right = curve("right answers", [(r, r["gold_bits_per_byte"]) for r in gold], TINT, ends, symbol="circle")
+    ends = [around(bits, dig(record, "change", "bits_standard_error")) for record, bits in gold]
+    right = curve("right answers", gold, TINT, ends, symbol="circle")
     of_answers = Panel(
         "Bits per byte of right answers", "bars: 95 % of the change", "", 160, ".4f", zero=False
     )
@@ -283,16 +274,12 @@ def contamination_card(run: Run) -> str:
     """What the training text held of the evaluation sets before its documents were dropped."""
     rows, records = dict[tuple[str, str], list[str]](), run.evals_of("contamination")
     for record in records:
+        phase = str(record["phase"] or "")
         for name, counts in (record["benchmarks"] or {}).items():
             items, touched = number(dig(counts, "items")), number(dig(counts, "touched"))
-            share = touched / items if items and touched is not None else None
-            numbers = [
-                short(items),
-                short(touched),
-                percent(share, ".2f"),
-                short(dig(counts, "documents_dropped")),
-            ]
-            rows[name, str(record["phase"])] = [escape(name), escape(str(record["phase"] or "")), *numbers]
+            share = percent(touched / items if items and touched is not None else None, ".2f")
+            figures = [short(items), short(touched), share, short(dig(counts, "documents_dropped"))]
+            rows[name, phase] = [escape(name), escape(phase), *figures]
     if not records:
         return ""
     if not rows:

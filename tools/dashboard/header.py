@@ -7,7 +7,7 @@ from statistics import median
 
 from laneformer import LaneformerConfig
 from records.run import Record, Run
-from records.usage import RECENT, duration, money, usage_of, whole
+from records.usage import RECENT, duration, money, usage_of
 from tools.dashboard.charts import dig, smoothed
 from tools.dashboard.evaluations import core_tile, where_evaluated
 from tools.dashboard.page import Tile, colour, measured, none, short, tiles, utc
@@ -125,7 +125,7 @@ def loss_tile(run: Run) -> Tile:
 def usage_tiles(run: Run) -> list[Tile]:
     if not run.kept_rows or run.kept_rows[-1]["time"] is None:
         return []
-    usage = whole(usage_of(run))
+    usage = usage_of(run)
     left = usage.gpu_hours_left
     total = f"of {short(usage.gpu_hours + left)}" if left else "so far"
     prices = next((config.get("metrics", {}) for config in reversed(run.configs.values())), {})

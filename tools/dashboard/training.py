@@ -21,11 +21,11 @@ from tools.dashboard.charts import (
     figure,
     loss_part,
     places_of,
+    points_of,
     rows_part,
     series,
     smoothed,
     sources_of,
-    validation_points,
 )
 from tools.dashboard.evaluations import where_evaluated
 from tools.dashboard.page import card, chart_card, code, colour, fold, missing, table, utc
@@ -61,8 +61,7 @@ def sources_card(run: Run) -> str:
     for name in sources_of(run):
         means = [each for phase in run.phases for each in smoothed(run, run.rows_of(phase), name)]
         trained[name] = [(row, mean) for row, mean in means if mean is not None]
-        losses = [(row, dig(row, "valid_loss_by_source", name)) for row in run.kept_rows]
-        validated[name] = [(row, loss) for row, loss in losses if loss is not None]
+        validated[name] = points_of(run.kept_rows, "valid_loss_by_source", name)
     look: Json = {"height": 200, "form": ".4f", "zero": False, "log": True}
     held_out = Panel("Validation loss by source", "the same windows each time", **look)
     parts = [
@@ -187,5 +186,5 @@ def overlay_card(runs: Sequence[Run]) -> str:
         tint, rows = colour(index), run.kept_rows
         curves.append(curve(run.name, smoothed(run, rows), tint, **look))
         name = f"{run.name}, validation"
-        curves.append(curve(name, validation_points(rows), tint, symbol="diamond", **look))
+        curves.append(curve(name, points_of(rows, "valid_loss"), tint, symbol="diamond", **look))
     return chart_card("Loss of all runs, smoothed", figure([(LOSS, curves)]), "comparison")

@@ -21,6 +21,7 @@ from tools.bench.__main__ import main
 from tools.bench.decode import OURS, Options, candidate
 
 SILENT = Console(quiet=True)
+CONFIG = LaneformerConfig.from_flavor("tiny")
 
 
 class FakeCandidate:
@@ -98,9 +99,7 @@ def test_trials_alternate_between_probes_and_everyone_is_closed(fake):
     assert [entry for entry in fake.log if entry[1] == "close"] == [(OURS, "close"), ("llamacpp", "close")]
 
 
-def test_everyone_meets_every_format_of_about_that_size_and_our_options_the_plain_engine(
-    fake,
-):
+def test_everyone_meets_every_format_of_about_that_size_and_our_options_the_plain_engine(fake):
     own = "math=exact,isa=avx2"
     (load,) = run(pairs=1, dtype="int4", ours=(own,), depth=(9,), prefill=())["workloads"]
     ours, formats = [OURS, f"{OURS} {own}"], ["llamacpp q4_0", "llamacpp q4_k_m"]
@@ -197,15 +196,13 @@ def test_a_candidate_has_its_options_sleeps_between_its_trials_and_refuses_unkno
     assert read[f"{OURS} kv_dtype=int8"] < read[OURS]
 
 
-@pytest.mark.rotate
-def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkeypatch, tmp_path):
-    (tmp_path / "transformers.py").write_text("raise ImportError('planted')\n")
-    monkeypatch.syspath_prepend(tmp_path)  # which a spawned process takes over
-    process = candidate("transformers", Options(flavor="tiny", threads=1))
-    missing = process.ask("facts")["missing"]
-    assert missing.startswith("planted; ")
-    assert "pip install" in missing
-    process.close()
+def test_what_a_baseline_lacks_is_reported_with_the_line_that_installs_it(monkeypatch):
+    def fail(*_: Any) -> None:
+        raise ImportError("planted")
+
+    monkeypatch.setattr(decode_candidates, "TransformersLlama", fail)
+    facts = decode_candidates.load_candidate("transformers", CONFIG, "bf16", 1, None).facts()
+    assert re.match("planted; .*pip install", facts["missing"])
 
 
 class TwoWays(baselines.Baseline):
@@ -228,9 +225,7 @@ class TwoWays(baselines.Baseline):
         return positions
 
 
-def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(
-    monkeypatch,
-):
+def test_a_baseline_runs_each_workload_in_the_way_that_is_fastest_for_it(monkeypatch):
     baseline = TwoWays()
     monkeypatch.setattr(baselines, "time", SimpleNamespace(perf_counter=lambda: baseline.clock))
     speed, read = baseline.decode([5], 8)
@@ -249,9 +244,8 @@ def test_transformers_runs():
         process.ask("decode", prompt=[5, 6, 7], new_tokens=4) for _ in range(2)
     ]  # the second keeps its prompt
     assert process.ask("prefill", prompt=[5] * 20)[0] > 0
-    config = LaneformerConfig.from_flavor("tiny")
-    count = config.parameter_count()
-    cached = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 5
+    count = CONFIG.parameter_count()
+    cached = 2 * 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim * 5
     for speed, read in again:
         assert speed > 0
         assert read == 2 * (count["total"] - count["embedding"]) + cached

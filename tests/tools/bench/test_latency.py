@@ -12,7 +12,7 @@ import pytest
 from laneformer.engine import bench
 from tools.bench import latency
 from tools.bench.__main__ import main
-from tools.bench.latency import VARIANTS, config_of, hidden_s, predict
+from tools.bench.latency import VARIANTS, config_of, predict
 from tools.roofline import token_s
 
 MODULES_S = (4e-6, 6e-6)  # 15 layers of 10 us, in tokens of 1,000 us
@@ -30,19 +30,6 @@ def test_the_prediction_adds_what_no_variant_hides():
         alone, behind = predict(name, config, MODULES_S, [0.0, link_us], 1000.0)
         assert alone == pytest.approx(1000)
         assert behind == pytest.approx(1e6 / (1000 + exchanges * link_us)), name
-
-
-@pytest.mark.parametrize(
-    ("name", "hidden_us"), [("tensor parallel", 0), ("Ladder", 4), ("delay 1", 10), ("delay 4", 40)]
-)
-def test_beyond_what_is_hidden_joins_begin_to_wait(name, hidden_us):
-    knee_s = hidden_s(name, MODULES_S)
-    assert knee_s == pytest.approx(hidden_us * 1e-6)
-    config, late = config_of("small", name, use_early_comm=False), int(name == "Ladder")
-    at, beyond = (token_s(config, MODULES_S, knee_s + more, modules_late=late) for more in (0.0, 1e-7))
-    assert (beyond - at) / 1e-7 > 2  # beyond the token's own exchange, and Ladder's last sum
-    if knee_s:
-        assert at < 150e-6 + 2.01 * knee_s
 
 
 def test_other_tokens_behind_a_link_end_the_run(monkeypatch):

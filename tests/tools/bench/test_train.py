@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from laneformer import LaneformerConfig
+from tools.markdown import cell
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -64,4 +65,4 @@ def test_toy_run(tmp_path):
     assert ours["mfu_percent"] is None, "a CPU has no datasheet peak to compare with"
     assert ours["peak_memory_gib"] > 0
     assert ours["joins_and_norms"] == "plain", "the kernels need a GPU"
-    assert f"| laneformer | {ours['parameters']} |" in out.read_text()
+    assert f"| laneformer | {cell(ours['parameters'])} |" in out.read_text()

@@ -43,9 +43,7 @@ def test_the_mean_follows_a_steep_beginning_and_then_smooths():
     assert list(smooth([4.0, 2.0], 1)) == [4.0, pytest.approx((4 * 0.5 + 2) / 1.5)]
 
 
-def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their_panels(
-    tmp_path,
-):
+def test_panels_and_curves_without_figures_are_left_out_and_curves_stay_in_their_panels(tmp_path):
     empty = Panel("A"), [curve("a", points(None, math.nan), "red")]
     chart = figure([
         empty, (Panel("B"), [curve("b", points(1.0, None, math.inf), "red"), curve("c", points(None), "red")]),
