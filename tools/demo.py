@@ -215,15 +215,17 @@ def held_out_conversations(data: Path, source: str = "chitchat") -> list[tuple[l
     tokens, flags = (valid_windows(data, source, flags=each)[:, :-1].ravel() for each in (False, True))
     begins = np.flatnonzero(flags & BEGINS)
     pieces = zip(np.split(tokens, begins[1:]), np.split(flags & TRAINED > 0, begins[1:]), strict=True)
-    found = [(ids.tolist(), said) for ids, said in pieces if said.any()]  # the rest is padding
-    return found[:REPLIES]
+    conversations = [
+        (ids.tolist(), is_reply) for ids, is_reply in pieces if is_reply.any()
+    ]  # the rest is padding
+    return conversations[:REPLIES]
 
 
 def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], Any]]) -> dict[str, Any]:
     """Loss on what people replied in held-out conversations, before and after; and how many own replies end."""
     before, after = (held_out_loss(folder, conversations) for folder in (base, final))
     with Engine.from_pretrained(final, device="cpu") as engine:
-        prompts = [ids[: int(said.argmax())] for ids, said in conversations]
+        prompts = [ids[: int(is_reply.argmax())] for ids, is_reply in conversations]
         replies = [engine.generate(prompt, max_new_tokens=REPLY_TOKENS) for prompt in prompts]
     ended = sum(reply[-1] in engine.eos_ids for reply in replies)
     console.print(
@@ -241,16 +243,16 @@ def chat_figures(base: Path, final: Path, conversations: list[tuple[list[int], A
 def held_out_loss(folder: Path, conversations: list[tuple[list[int], Any]]) -> float:
     """Mean loss, nats, of the assistant's tokens in conversations that are read one by one."""
     with Engine.from_pretrained(folder, device="cpu") as engine:
-        losses = [-engine.logprobs(ids)[said[1:]] for ids, said in conversations]
+        losses = [-engine.logprobs(ids)[is_reply[1:]] for ids, is_reply in conversations]
     return float(np.concatenate(losses).mean())
 
 
 def reply(folder: Path, question: str) -> str:
     with Engine.from_pretrained(folder, device="cpu") as engine:
         assert engine.tokenizer is not None, f"{folder} was exported with its tokenizer"
-        asked = [{"role": "user", "content": question}]
+        messages = [{"role": "user", "content": question}]
         tokenizer = ChatTokenizer(engine.tokenizer, engine.eos_ids[0])
-        prompt = token_ids(render(asked, tokenizer, add_generation_prompt=True))
+        prompt = token_ids(render(messages, tokenizer, add_generation_prompt=True))
         return str(engine.tokenizer.decode(engine.generate(prompt, max_new_tokens=REPLY_TOKENS)))
 
 

@@ -82,13 +82,13 @@ class Candidate:
 def serve(connection: Connection, make: Callable[[], Any]) -> None:
     """Answer commands until the other end is closed. What libraries print goes to stderr."""
     os.dup2(2, 1)
-    made: Any = None
+    candidate: Any = None
     with contextlib.suppress(EOFError):
         while True:
             do, arguments = connection.recv()
             try:
-                made = made or make()
-                reply = False, getattr(made, do)(**arguments)
+                candidate = candidate or make()
+                reply = False, getattr(candidate, do)(**arguments)
             except Exception as error:  # whatever a library raises
                 traceback.print_exc()
                 reply = True, f"{type(error).__name__}: {str(error)[:1000]}"

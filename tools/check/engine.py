@@ -112,10 +112,11 @@ def check(config: LaneformerConfig, weights: Weights, options: Options, console:
         "repeated runs": (differing, 0, differing == 0),
         **fault_gates,
     }
-    by_depth = {
+    by_depth: dict[Any, dict[str, float]] = {
         p + 1: {name: error[p] for name, error in errors.items() if p < len(error)} for p in positions
     }
-    rows = [{"depth": d, **dict.fromkeys(errors), **row} for d, row in {**by_depth, "worst": worst}.items()]
+    by_row = {**by_depth, "worst": worst}
+    rows = [{"depth": d, **{name: row.get(name) for name in errors}} for d, row in by_row.items()]
     tables = {
         "Modules' partial outputs against float64, worst of layers and lanes": modules["by_depth"],
         "Relative error of the logits": rows,
@@ -134,7 +135,7 @@ def plant_faults(
     config: LaneformerConfig, weights: Weights, truth: Truth, options: Options, allowed: float
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """The engine's largest relative error by planted fault, and gates: it is refused, and located where it is."""
-    faults, gates, ids = {}, {}, truth.ids[:FAULT_POSITIONS]
+    faults, gates, ids = dict[str, float](), dict[str, Any](), truth.ids[:FAULT_POSITIONS]
     near = [position for position in truth.positions if position < FAULT_POSITIONS]
     for name, planted_in, wrong_config, wrong_weights in planted_faults(config, weights):
         with engine_of(wrong_config, wrong_weights, options) as engine:
@@ -164,9 +165,9 @@ def differing_runs(config: LaneformerConfig, weights: Weights, ids: list[int], o
         with engine_of(config, weights, options, threads) as engine:
             for _ in range(options.runs):
                 sampled = engine.generate(ids[:3], max_new_tokens=4, temperature=1.0, ignore_eos=True)
-                found = engine.logits(ids).tobytes(), sampled
-                first = first or found
-                differing += found != first
+                result = engine.logits(ids).tobytes(), sampled
+                first = first or result
+                differing += result != first
     return differing
 
 

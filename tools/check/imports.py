@@ -52,12 +52,12 @@ class Edge:
 
 def modules(root: Path) -> dict[str, Path]:
     """Every module of ours by its dotted name; a package goes by the name of its folder."""
-    found = {}
+    paths = {}
     for package, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.py")):
             parts = [package, *path.relative_to(root / folder).with_suffix("").parts]
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 def package_of(module: str, path: Path) -> str:
@@ -83,19 +83,19 @@ def named(text: str) -> set[str]:
 def edges(root: Path) -> set[Edge]:
     """All edges between two different modules of ours; a TOML file counts as its package."""
     ours = modules(root)
-    found = set()
+    arrows = set()
     for module, path in ours.items():
         text = path.read_text(encoding="utf-8")
         for target, name in imported(ast.parse(text, str(path)), package_of(module, path)):
-            found.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
+            arrows.add(Edge(module, f"{target}.{name}" if f"{target}.{name}" in ours else target))
         for name in ours.keys() & named(text):
             command = f"{name}.__main__"
-            found.add(Edge(module, command if command in ours else name, process=True))
+            arrows.add(Edge(module, command if command in ours else name, process=True))
     for owner, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.toml")):
             names = ours.keys() & named(path.read_text(encoding="utf-8"))
-            found |= {Edge(owner, name, process=True) for name in names}
-    return {edge for edge in found if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
+            arrows |= {Edge(owner, name, process=True) for name in names}
+    return {edge for edge in arrows if edge.source != edge.target and edge.target.split(".")[0] in PACKAGES}
 
 
 def only_starts(edge: Edge) -> bool:
@@ -104,24 +104,24 @@ def only_starts(edge: Edge) -> bool:
     return edge.process and allowed is not None and edge.target.startswith(allowed)
 
 
-def broken_arrows(found: set[Edge]) -> list[str]:
+def broken_arrows(arrows: set[Edge]) -> list[str]:
     """The edges that leave a package for one which it may not use."""
     broken = []
-    for edge in sorted(found):
+    for edge in sorted(arrows):
         source, target = edge.source.split(".")[0], edge.target.split(".")[0]
         if target not in {source, *MAY_USE[source]} and not only_starts(edge):
             broken.append(f"{edge.source} {'names' if edge.process else 'imports'} {edge.target}")
     return broken
 
 
-def folder_edges(found: set[Edge]) -> set[Edge]:
+def folder_edges(arrows: set[Edge]) -> set[Edge]:
     """Each edge between the two neighbours, files or folders of one parent folder, that it connects.
 
     A circle of these is a circle of folders: `a.b.x -> a.c.y` and `a.c.z -> a.b.w` make `a.b <-> a.c`, though
     no module reaches itself.
     """
     neighbours = set()
-    for edge in found:
+    for edge in arrows:
         source, target = edge.source.split("."), edge.target.split(".")
         shared = 0
         while source[shared:][:1] == target[shared:][:1] != []:
@@ -131,8 +131,8 @@ def folder_edges(found: set[Edge]) -> set[Edge]:
     return neighbours
 
 
-def circles(found: set[Edge]) -> list[list[str]]:
+def circles(arrows: set[Edge]) -> list[list[str]]:
     """Groups of modules that all reach each other (strongly connected components), each sorted."""
-    graph = networkx.DiGraph((edge.source, edge.target) for edge in found)
+    graph = networkx.DiGraph((edge.source, edge.target) for edge in arrows)
     groups = networkx.strongly_connected_components(graph)
     return sorted(sorted(group) for group in groups if len(group) > 1)

@@ -55,10 +55,10 @@ def check(options: Options, console: Console) -> dict[str, Any]:
     if published is not None:
         console.print(f"the published code: {type(published).__name__}", style="dim")
         models["published code"] = published
-    found = {who: outputs(model, ids) for who, model in models.items()}
-    errors = {who: float(relative_errors(theirs, logits).max()) for who, (theirs, _) in found.items()}
-    layers = {who: output_errors(theirs, streams).max((1, 2)) for who, (_, theirs) in found.items()}
-    tie = 2 * (MARGIN + 1) * float(np.abs(found["modeling code"][0] - logits).max())
+    results = {who: outputs(model, ids) for who, model in models.items()}
+    errors = {who: float(relative_errors(theirs, logits).max()) for who, (theirs, _) in results.items()}
+    layers = {who: output_errors(theirs, streams).max((1, 2)) for who, (_, theirs) in results.items()}
+    tie = 2 * (MARGIN + 1) * float(np.abs(results["modeling code"][0] - logits).max())
     console.print("the engine", style="dim")
     dtype = "fp32" if path.is_file() else "auto"  # a GGUF file's weights as they are
     with Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=False) as engine:
@@ -100,8 +100,10 @@ def outputs(model: Any, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     streams of their own.
     """
     layers = getattr(model, "model", model).layers.children()
-    out, kept = hooked(model, layers, ids, lambda out: (out[0] if isinstance(out, tuple) else out)[0])
-    streams = torch.stack([h if h.dim() == 3 else h[:, None] for h in kept])
+    out, streams_of_layers = hooked(
+        model, layers, ids, lambda out: (out[0] if isinstance(out, tuple) else out)[0]
+    )
+    streams = torch.stack([h if h.dim() == 3 else h[:, None] for h in streams_of_layers])
     return (out if isinstance(out, torch.Tensor) else out.logits)[0].numpy(), streams.numpy()
 
 

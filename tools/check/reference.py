@@ -157,11 +157,11 @@ def compare_greedy(
     """
     diverged, tokens, leads = [], [], []
     for index, prompt in enumerate(prompts):
-        found = ours(prompt)
-        expected, ahead = theirs(prompt, len(found))
-        tokens.append(found)
+        continuation = ours(prompt)
+        expected, ahead = theirs(prompt, len(continuation))
+        tokens.append(continuation)
         leads += ahead
-        differs = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+        differs = [i for i, (a, b) in enumerate(zip(continuation, expected, strict=True)) if a != b]
         if differs:
             first = differs[0]
             diverged.append({"prompt": index, "token": first, "lead": ahead[first], "tie": tie_of(prompt)})
@@ -181,10 +181,10 @@ def hooked(
     model: Any, modules: Iterable[torch.nn.Module], ids: Sequence[int], take: Callable[[Any], torch.Tensor]
 ) -> tuple[Any, list[torch.Tensor]]:
     """The model's output on `ids`, and what `take` keeps of each module's, in order of execution."""
-    kept: list[torch.Tensor] = []
-    hooks = [module.register_forward_hook(lambda m, i, out: kept.append(take(out))) for module in modules]
+    outputs: list[torch.Tensor] = []
+    hooks = [module.register_forward_hook(lambda m, i, out: outputs.append(take(out))) for module in modules]
     try:
-        return model(torch.tensor([list(ids)])), kept
+        return model(torch.tensor([list(ids)])), outputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -197,8 +197,8 @@ def model_outputs(
     parts = [
         layer.get_submodule(n) for layer in model.layers.children() for n in ("attention", "feed_forward")
     ]
-    logits, kept = hooked(model, parts, ids, lambda out: out[0, list(positions)])
-    return logits[0].numpy(), torch.stack(kept, 1).unflatten(1, (-1, len(MODULES))).numpy()
+    logits, outputs = hooked(model, parts, ids, lambda out: out[0, list(positions)])
+    return logits[0].numpy(), torch.stack(outputs, 1).unflatten(1, (-1, len(MODULES))).numpy()
 
 
 def windows(config: LaneformerConfig) -> set[int]:

@@ -32,7 +32,6 @@ CARDS: dict[str, Callable[[Run], str]] = {  # in the order of the page, by their
     "Bits": evaluations.bits_card,
     "Tasks": evaluations.tasks_card,
     "Scores": evaluations.scores_card,
-    "Decode": evaluations.decode_card,
     "Machine": training.machine_card,
     "Incidents": training.incidents_card,
     "Contamination": evaluations.contamination_card,

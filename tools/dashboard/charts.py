@@ -109,9 +109,9 @@ def curve(name: str, points: Points, tint: str, ends: Sequence[Interval | None] 
     look: `group` in the legend, `width`, `dash`, `opacity`, and `symbol`, with which few points are marked.
     """
     measured = [(row, number(value)) for row, value in points]
-    shown = measured if ends else thin(measured)
-    values = [None if value is None else float(f"{value:.6g}") for _, value in shown]
-    places = places_of([row for row, _ in shown])
+    chosen = measured if ends else thin(measured)
+    values = [None if value is None else float(f"{value:.6g}") for _, value in chosen]
+    places = places_of([row for row, _ in chosen])
     drawn = {"name": name, "group": name, "colour": tint, "x": places, "y": values}
     return drawn | ({"ends": ends} if any(ends) else {}) | look
 

@@ -1,4 +1,4 @@
-"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, decode speed, contamination.
+"""The cards of what was evaluated: CORE and its tasks, bits per byte, code and questions, contamination.
 
 A `core` record that lacks a task has no aggregate: the mean of the others would be another number. Records of
 other protocols, limits or prompts are curves of their own.
@@ -54,7 +54,7 @@ PUBLISHED = (  # CORE of other models: v1 and v2 of the baselines (DCLM correcte
 )
 
 
-def where_evaluated(record: Record) -> str:
+def where_evaluated(record: Json) -> str:
     step = number(record["step"])
     parts = [str(record["phase"] or ""), "" if step is None else f"step {step:,.0f}"]
     return " ".join(filter(None, parts)) or "checkpoint not recorded"
@@ -209,7 +209,7 @@ def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
             groups["Code"].setdefault((str(record["dataset"]), how), []).append((record, value, ends))
     for record in run.evals_of("lm_eval"):
         shots = "own shots" if record["num_fewshot"] is None else f"{record['num_fewshot']}-shot"
-        asked = (
+        options = (
             "chat" if record["chat_template"] else "",
             "" if record["limit"] is None else f"limit {record['limit']}",
         )
@@ -218,7 +218,7 @@ def scores_of(run: Run) -> dict[str, dict[tuple[str, str], list[Score]]]:
             for name in [n for n in ("acc_norm", "acc") if known.get(n) is not None][:1] or list(known):
                 score = known[name]
                 if score is not None and not name.endswith("_stderr"):
-                    how = ", ".join(filter(None, (name, shots, *asked)))
+                    how = ", ".join(filter(None, (name, shots, *options)))
                     ends = around(score, known.get(f"{name}_stderr"))
                     groups["Questions"].setdefault((task, how), []).append((record, score, ends))
     return groups
@@ -246,28 +246,6 @@ def scores_card(run: Run) -> str:
         if rows
         else ""
     )
-
-
-def decode_card(run: Run) -> str:
-    """The newest decode speed, beside what reading the weights at the measured bandwidth would allow."""
-    if not run.evals_of("decode_speed"):
-        return ""
-    record = run.evals_of("decode_speed")[-1]
-    each, bandwidth = number(record["bytes_per_token"]), number(record["probe_bytes_per_s"])
-    slow, fast = (short(record[f"tokens_per_s_{end}"]) for end in ("p10", "p90"))
-    rows = [
-        ["tokens per second", f"<b>{short(record['tokens_per_s'])}</b> <small>{slow} – {fast}</small>"],
-        ["of the memory's limit", f"<b>{measured(record['percent_of_probe'], '.1f', ' %')}</b>"],
-        ["the limit, tokens per second", short(bandwidth / each if bandwidth and each else None)],
-        ["read bandwidth", short(bandwidth, "B/s")],
-        ["first token after", measured(record["ttft_s"], ".3g", " s")],
-        ["prefill", short(record["prefill_tokens_per_s"], " tok/s")],
-    ]
-    names = [str(record[key]) for key in ("device", "cpu", "dtype", "isa", "threads") if record[key]]
-    caption = "Batch 1; in small, the 10th and 90th percentile. The limit: every byte of a token read once, as fast as "
-    caption += "a probe read in the same run; above it, weights come from the processor's caches."
-    head = (where_evaluated(record), " · ".join(names))
-    return card("Decode speed", table(head, rows, "wrap"), caption)
 
 
 def contamination_card(run: Run) -> str:

@@ -8,7 +8,7 @@ from statistics import median
 from laneformer import LaneformerConfig
 from records.run import Record, Run
 from records.usage import RECENT, duration, money, usage_of
-from tools.dashboard.charts import dig, smoothed
+from tools.dashboard.charts import Json, dig, smoothed
 from tools.dashboard.evaluations import core_tile, where_evaluated
 from tools.dashboard.page import Tile, colour, measured, none, short, tiles, utc
 
@@ -128,7 +128,7 @@ def usage_tiles(run: Run) -> list[Tile]:
     usage = usage_of(run)
     left = usage.gpu_hours_left
     total = f"of {short(usage.gpu_hours + left)}" if left else "so far"
-    prices = next((config.get("metrics", {}) for config in reversed(run.configs.values())), {})
+    prices: Json = next((config.get("metrics", {}) for config in reversed(run.configs.values())), {})
     price = money(usage.gpu_hours, prices)
     hours = "device-hours", short(usage.gpu_hours), f"{total}, {price}" if price else total
     if usage.finish_time is None:

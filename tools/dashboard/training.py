@@ -80,8 +80,9 @@ def positions_card(run: Run) -> str:
     places, curves, octaves = sources_of(run), list[Json](), set[int]()
     for row, look in ((last, {"symbol": "circle"}), (first, {"dash": "dot", "opacity": 0.6})):
         for name, losses in row["valid_loss_by_position"].items():
-            drawn = curve(name, [({}, loss) for loss in losses.values()], colour(places.index(name)), **look)
-            curves.append({**drawn, "x": {"first position of an octave, tokens": list(losses)}})
+            points: Points = [({}, loss) for loss in losses.values()]
+            by_octave = curve(name, points, colour(places.index(name)), **look)
+            curves.append({**by_octave, "x": {"first position of an octave, tokens": list(losses)}})
             octaves |= set(map(int, losses)) if row is last else set()
     panel = Panel("Validation loss by position", "nats per token", height=280, form=".4f", zero=False)
     caption = (

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tools.bench.harness import Candidate, alternate, append_section, spread
+from tools.bench.harness import Candidate, append_section
 
 
 class Child:
@@ -57,14 +57,6 @@ def test_what_is_printed_is_no_answer_and_errors_are_answers(candidate):
     with pytest.raises(RuntimeError, match="RuntimeError: broken"):
         candidate.ask("fail")
     assert candidate.ask("pid") == pid, "an error that leaves the process usable does not cost it"
-
-
-def test_every_second_round_is_reversed():
-    assert list(alternate("abc", 3)) == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
-
-
-def test_spread_of_known_values():
-    assert spread([float(n) for n in range(101)]) == {"median": 50, "p10": 10, "p90": 90}
 
 
 def test_a_file_grows_by_sections(tmp_path):
