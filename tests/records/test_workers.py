@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -35,7 +34,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("what", ["spawn", "forkserver", pytest.param("scorers", marks=pytest.mark.rotate)])
-def test_workers_of_a_killed_process_end(tmp_path: Path, what: str) -> None:
+def test_workers_of_a_killed_process_end(tmp_path, what):
     program = POOL.format(context=what)
     if what == "scorers":
         write_laneformer(tmp_path / "model")
