@@ -74,6 +74,11 @@ class ModelOptions:
             raise ValueError(
                 f"--draft {self.draft} drafts for a model folder; random weights have no text in common"
             )
+        if draft_head is not None and self.device.startswith("cuda"):
+            raise ValueError(
+                f"--draft-head {draft_head} with --device {self.device}: the model's own head drafts on the CPU "
+                "alone; use --device cpu, or leave it out: GPUs verify drafts from the text's own repetitions"
+            )
         for name in FOLDERS_ALONE:
             options.pop(name, None)
         head = {"num_nextn_predict_layers": int(draft_head is not None), "draft_vocab_size": draft_head or 0}
@@ -135,6 +140,13 @@ class SamplingOptions:
         return defaults | given
 
 
-# fields of a command, whose flags have no prefix
+# fields of commands; flags have no prefix
+ModelName = Annotated[
+    tyro.conf.Positional[Path],
+    tyro.conf.arg(
+        help="Folder with config.json, model*.safetensors and tokenizer.json, a GGUF file, or a model's name: "
+        "HuggingFaceTB/SmolLM2-135M-Instruct, owner/name:Q4_K_M, or one that `laneformer models` lists."
+    ),
+]
 ModelFlags = Annotated[ModelOptions, tyro.conf.arg(name="")]
 SamplingFlags = Annotated[SamplingOptions, tyro.conf.arg(name="")]

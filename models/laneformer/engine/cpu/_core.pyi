@@ -127,9 +127,6 @@ class Draw:
 class Pass:
     piece: int
     ahead: int
-    chained: bool
-    of_head: bool
-    origins: list[int]
     columns: list[Column]
     start: Column
     head: list[int]
@@ -141,13 +138,11 @@ class Piece:
     first_row: int
     top: int
     keeps_logits: bool
-    drafts: bool
 
 class Schedule(Requests):
     def __init__(self, limits: Limits, shape: KvShape) -> None: ...
     def wait(self) -> bool: ...
     def close(self) -> None: ...
-    def draft_with_head(self, ids: Sequence[int], block: float, share: float) -> None: ...
     def interrupts(self) -> bool: ...
     def next(
         self,

@@ -65,7 +65,6 @@ class Schedule {
     int first_row;         // the position from which logits are wanted; none where it is not below the piece's end
     int top;               // likeliest ids to record
     bool keeps_logits;
-    bool drafts;           // by the model's head, which then reads the piece as well
   };
   Piece piece(const Pass& pass) const;
   // Of `count` positions from `position` on: the next ids' log-probabilities, best ids, and theirs, or all
