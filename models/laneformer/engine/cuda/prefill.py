@@ -41,11 +41,8 @@ class DeviceCache:
         kept = torch.stack((key[0], value[0])).to(TORCH_TYPES[self.memories[0].geometry.half])  # (2, K, S, d)
         new = kept.to(key.dtype)  # seen as later tokens will see them
         everything = torch.cat((self.read(layer_idx).to(new), new), 2) if self.length else new
-        first = 0
-        for memory in self.memories:
-            heads = memory.geometry.lanes_per_device * memory.geometry.config.kv_heads_per_lane
-            self._write(memory, layer_idx, kept[:, first : first + heads])
-            first += heads
+        for memory, heads in zip(self.memories, kept.chunk(len(self.memories), 1), strict=True):
+            self._write(memory, layer_idx, heads)
         return everything[:1], everything[1:]
 
     def read(self, layer: int) -> torch.Tensor:
