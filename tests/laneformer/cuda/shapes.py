@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from laneformer.config import LaneformerConfig
 from laneformer.engine.cuda.geometry import Machine
 from laneformer.engine.cuda.planning import plan
 from laneformer.llama.config import config_of_llama
+from laneformer.llama.variant import FamilyConfig
 from tests.laneformer.cuda.emulated import EmulatedPasses
 from tests.laneformer.cuda.harness import small_config
 
@@ -34,7 +35,7 @@ class Shape:
 
     @property
     def model(self) -> LaneformerConfig:
-        return small_config(**self.config)
+        return FamilyConfig(**self.config) if "variant" in self.config else small_config(**self.config)
 
     def machine(self) -> Machine:
         """A GPU on which this shape fits exactly."""
@@ -139,7 +140,8 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def family(name: str, **given: Any) -> Shape:
     lanes, values = FAMILIES[name]
-    return Shape({**vars(config_of_llama({**SIZES, **values}, lanes))}, **given)
+    config = config_of_llama({**SIZES, **values}, lanes)
+    return Shape({each.name: getattr(config, each.name) for each in fields(config)}, **given)
 
 
 def drawn(seed: int) -> Shape:

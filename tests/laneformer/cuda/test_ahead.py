@@ -69,6 +69,17 @@ def right(two: EmulatedPasses) -> list[list[int]]:
     return one_by_one(two, 6)
 
 
+def test_lanes_on_two_devices_give_the_bits_of_one(
+    two: EmulatedPasses, right: list[list[int]], cuda_builds: Path
+) -> None:
+    """Tokens, keys and values; whether greedy, drawn, or with filters, where one block has the scores of all."""
+    one = EmulatedPasses(cuda_builds, 3, blocks_per_lane=2)
+    assert one_by_one(one, 6) == one_by_one(two, 6) == right
+    for layer in range(one.config.num_hidden_layers):
+        halves = [memory.kv_layer(layer) for memory in two.memories]
+        assert torch.equal(torch.cat(halves), one.memories[0].kv_layer(layer))
+
+
 def test_each_column_ends_by_itself(two: EmulatedPasses, right: list[list[int]]) -> None:
     """At a stop id, at its last token; the launch ends with the last column, before its last pass."""
     wanted, first = columns(start(two), 2), two.memories[0].epoch

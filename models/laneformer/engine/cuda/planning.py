@@ -56,20 +56,20 @@ def plan(
     ValueError where the model does not fit the kernels or the GPU; the message says what would.
     """
     check_model(config, dtype, devices)
-    lanes, there = config.num_lanes // devices, machine.multiprocessors
-    if there < lanes:
-        raise ValueError(f"{lanes} lanes need {lanes} multiprocessors, this GPU has {there}; use more GPUs")
-    blocks, activations = blocks_per_lane or there // lanes, half if dtype == "int8" else dtype
+    lanes, count = config.num_lanes // devices, machine.multiprocessors
+    if count < lanes:
+        raise ValueError(f"{lanes} lanes need {lanes} multiprocessors, this GPU has {count}; use more GPUs")
+    blocks, activations = blocks_per_lane or count // lanes, half if dtype == "int8" else dtype
     most = MAX_TILE_WARPS // resident
     if config.head_dim >= LARGE_HEAD:
         most = min(most, LARGE_HEAD_WARPS)
-    counts = [warps] if warps else [count for count in WARPS if count <= most]
+    warp_counts = [warps] if warps else [n for n in WARPS if n <= most]
     cuts = list[Geometry]()
-    for count, size in itertools.product(counts, [chunk_bytes] if chunk_bytes else CHUNK_BYTES):
-        bare = Geometry(config, dtype, blocks, count, size, 0, devices, columns, activations)
+    for n, size in itertools.product(warp_counts, [chunk_bytes] if chunk_bytes else CHUNK_BYTES):
+        bare = Geometry(config, dtype, blocks, n, size, 0, devices, columns, activations)
         check_matrices(bare)
         left = machine.shared_among(resident) - bare.shared_bytes
-        cuts.append(dataclasses.replace(bare, chunks=min(MAX_CHUNKS, left // (count * (size + 8)))))
+        cuts.append(dataclasses.replace(bare, chunks=min(MAX_CHUNKS, left // (n * (size + 8)))))
         if cuts[-1].chunks >= 2:
             return cuts[-1]
     raise ValueError(

@@ -47,9 +47,8 @@ class DeviceCache:
 
     def read(self, layer: int) -> torch.Tensor:
         """What is there of the positions below `length`: (2, K, length, d)."""
-        return torch.cat(
-            [self._read(memory, layer).to(self.memories[0].device) for memory in self.memories], 1
-        )
+        device = self.memories[0].device
+        return torch.cat([self._read(memory, layer).to(device) for memory in self.memories], 1)
 
     def _places(
         self, memory: DeviceMemory, layer: int, start: int, end: int
