@@ -15,10 +15,12 @@ from tests.laneformer.cuda.emulated import EmulatedPasses, emulator_proof
 
 pytestmark = emulator_proof
 SHAPES: dict[str, dict[str, Any]] = {  # windows of 6: positions go beyond them
-    "delay 0, every lane on its own device": {"changes": {"broadcast_delay": 0}, "devices": 2, "blocks_per_lane": 2},
-    "delay 2, four lanes on two devices, int8": {
+    "delay 0, int8, every lane on its own device": {
+        "changes": {"broadcast_delay": 0}, "dtype": "int8", "devices": 2, "blocks_per_lane": 2,
+    },
+    "delay 2, four lanes on two devices": {
         "changes": {"broadcast_delay": 2, "num_lanes": 4, "num_hidden_layers": 5, "vocab_size": 128},
-        "dtype": "int8", "devices": 2, "blocks_per_lane": 2,
+        "devices": 2, "blocks_per_lane": 2,
     },
     "tapes shorter than their rings": {"changes": {"num_hidden_layers": 1, "swa_layers": (0,)}, "warps": 4},
 }  # fmt: skip
