@@ -14,14 +14,16 @@ import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from .chat import GENERATION_MARK, ChatError, ChatTemplate
+from .chat import ChatError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+GENERATION_MARK = "generation_mark"  # a template's variable: stands where {% generation %} begins and ends
 STEP_CHARS = 2**16  # of a search: it keeps other threads from running
 SECRET_DIGITS = 40  # digits survive what templates do with text: trim, upper, tojson
 
@@ -52,10 +54,6 @@ class PromptEncoder:
         # of the library's ways this one lets other threads run
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Ids of a conversation in the model's template; options and errors are those of `rendered`."""
-        return self.encode(self.rendered(messages, **options))
-
     def rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -79,7 +77,7 @@ class PromptEncoder:
     def training(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """`conversation` without a generation prompt; and from where to where among its ids the
+        """The ids of a conversation; and from where to where among them the
         template's {% generation %} blocks go.
 
         ValueError also for a tokenizer with a token that crosses the edge of a block.
@@ -160,3 +158,88 @@ def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     copy.no_truncation()
     copy.no_padding()
     return copy
+
+
+class ChatTemplate:
+    """The template in a `tokenizer_config.json` (or that of a GGUF file), rendered as by Transformers.
+
+    Templates are third-party code: they run in Jinja's sandbox and see plain JSON values only.
+    """
+
+    def __init__(self, tokenizer_config: Mapping[str, Any]):
+        """ValueError without a template, for one that is no Jinja, and where jinja2 is missing."""
+        found = tokenizer_config.get("chat_template")
+        if isinstance(found, list):  # named ones
+            found = {entry["name"]: entry["template"] for entry in found}
+        named = found if isinstance(found, dict) else {"default": found} if found else {}
+        if "default" not in named:
+            raise ValueError(
+                f"the model has no default chat template (named ones: {sorted(named)}); give plain text"
+            )
+        environment, self._error = _environment()
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in named.items()}
+        except self._error as error:
+            raise ValueError(f"the model's chat template cannot be read: {error}") from None
+        tokens = {name: value for name, value in tokenizer_config.items() if name.endswith("_token")}
+        self._tokens = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items() if t}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as text, special tokens spelled out; tools (JSON schemas)
+        choose a template "tool_use".
+
+        Encode it without adding special tokens. ChatError where the template refuses the messages.
+        """
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        given = {"messages": messages, "tools": tools, "documents": None, **variables}
+        values = json.loads(json.dumps({**given, "add_generation_prompt": add_generation_prompt}))
+        try:
+            return self._templates[name].render(**self._tokens, **values)
+        except (self._error, TypeError) as error:
+            raise ChatError(
+                "template", f"the model's chat template refuses the conversation: {error}"
+            ) from None
+
+
+def _environment() -> tuple[Any, type[Exception]]:
+    """Jinja as Transformers sets it up: sandboxed, with what templates of the Hub use; and
+    its class of errors.
+    """
+    try:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError:
+        raise ValueError("a chat template needs the package jinja2: pip install 'laneformer[chat]'") from None
+
+    class Generation(Extension):
+        """{% generation %}: what the model is trained to write, a block between two marks."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> list[nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.Name(GENERATION_MARK, "load")]) for _ in range(2))
+            return [each.set_lineno(line) for each in (begin, nodes.Scope(body), end)]
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own filter escapes HTML
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment, TemplateError

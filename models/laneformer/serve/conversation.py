@@ -78,7 +78,7 @@ class ChoiceAnswer:
 
 
 class Conversation:
-    """`begin` submits it; then iterate for what is answered. RequestError for what cannot be answered.
+    """`choices.begin` submits it; then iterate for what is answered. RequestError for what cannot be answered.
 
     Made in any thread: it renders and encodes the prompt and compiles grammars, which takes time.
     """
@@ -88,7 +88,7 @@ class Conversation:
         tools, self.prompt = prepared(request, context)
         # control tokens are read as text: around calls, and between harmony's messages
         self.reads_control = bool(tools.names) or context.harmony
-        grammar = self._grammar(tools)
+        grammar: Grammar | ReasoningBudget | None = self._grammar(tools)
         forced = grammar is not None and not (tools.names and tools.optional)
         inside = not forced and begins_reasoning(context.tokenizer, self.prompt)
         reader = partial(AnswerReader, tools.form, inside, context.harmony)
@@ -96,13 +96,6 @@ class Conversation:
             grammar = self._with_budget(reader, grammar)
         self.choices = self._choices(grammar)
         self.answers = [ChoiceAnswer(reader()) for _ in range(request.n)]
-
-    def begin(self) -> None:
-        """On the event loop; what `Scheduler.submit` raises."""
-        self.choices.begin()
-
-    def cancel(self) -> None:
-        self.choices.cancel()
 
     async def __aiter__(self) -> AsyncGenerator[tuple[Piece, list[Part]], None]:
         async for piece in self.choices:

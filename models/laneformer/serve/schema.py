@@ -383,7 +383,7 @@ class ConversationRequest(Sampled):
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            refuse("tools", f"tools has two functions of one name: {sorted(names)}")
+            refuse("tools", f"tools has two functions of one name: {sorted(names)}; give each its own")
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
             refuse("tool_choice", f"tool_choice names {choice.function.name!r}, but the tools are {names}")

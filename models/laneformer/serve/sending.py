@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .bodies import RequestError
+from .choices import Choices
 from .scheduler import Busy, DeadlineExceeded, EngineError, Stopping
 
 STATUS: dict[type[Exception], int] = {Busy: 429, Stopping: 503, DeadlineExceeded: 503, EngineError: 500}
@@ -66,15 +67,17 @@ class Answer:
     at any time `cancel` it.
     """
 
+    choices: Choices
     streamed = False
     media = "text/event-stream; charset=utf-8"
     silence = ": keep-alive\n\n"  # what readers of a stream skip
 
     def begin(self) -> None:
-        raise NotImplementedError
+        """On the event loop; what `Scheduler.submit` raises."""
+        self.choices.begin()
 
     def cancel(self) -> None:
-        raise NotImplementedError
+        self.choices.cancel()
 
     async def whole(self) -> dict[str, Any]:
         raise NotImplementedError

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..chat import ASSISTANT, SYSTEM, USER, ChatError, ChatTemplate
+from ..chat import ASSISTANT, SYSTEM, USER, ChatError
 from ..engine.channels import CHANNEL, FUNCTIONS, HARMONY, HERMES, CallForm, speaks_harmony
+from ..prompts import ChatTemplate
 from .grammar import Grammar, Grammars
 from .schema import NO_PARAMETERS, ConversationRequest, ToolChoice
 

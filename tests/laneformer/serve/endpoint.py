@@ -7,8 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from laneformer.chat import ChatTemplate
 from laneformer.engine import Engine
+from laneformer.prompts import ChatTemplate
 from laneformer.serve.bodies import STRICTLY
 from laneformer.serve.schema import ConversationRequest
 

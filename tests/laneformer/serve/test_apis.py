@@ -1,4 +1,4 @@
-"""Chat completions, /v1/responses, /v1/messages and Ollama's API: each tells the same conversations in its own form.
+"""Completions, chat completions, /v1/responses, /v1/messages and Ollama's API: each answers in its own form.
 
 api_forms.json holds requests and what is answered, by API; ids, times and counts of tokens are left out. A model that
 writes harmony gives the same answers as one that writes <think> and <tool_call>.

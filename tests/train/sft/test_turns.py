@@ -18,13 +18,13 @@ from tokenizers import Tokenizer, models
 
 from data_mixtures import shards
 from data_mixtures.mixture import BEGINS, TRAINED, Mixture
-from laneformer.chat import ChatError, ChatTemplate, ChatTokenizer
+from laneformer.chat import ChatError, ChatTokenizer
 from laneformer.engine.channels import HERMES
 from laneformer.engine.folder import text_files
 from laneformer.hf.export import export
 from laneformer.hf.load_folder import import_folder
 from laneformer.hf.tokenizer import CHAT_TEMPLATE, TOOLS_TEMPLATE, open_tokenizer
-from laneformer.prompts import PromptEncoder
+from laneformer.prompts import ChatTemplate, PromptEncoder
 from laneformer.serve.conversation import prepared
 from laneformer.serve.grammar import Grammars
 from laneformer.serve.schema import ConversationRequest

@@ -46,6 +46,7 @@ class BlockAnswer(Answer):
         self.context, self.streamed = context, request.stream
         self.model = request.model or context.model
         self.conversation = Conversation(request.conversation(), context)
+        self.choices = self.conversation.choices
         self.answer = self.conversation.answers[0]
         self.blocks = self.answer.blocks
         self.finish_reason: str | None = None
@@ -54,10 +55,7 @@ class BlockAnswer(Answer):
 
     def begin(self) -> None:
         self.begun_s = time.time()
-        self.conversation.begin()
-
-    def cancel(self) -> None:
-        self.conversation.cancel()
+        super().begin()
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Blocks with what is new in them; a new one comes without text first."""
@@ -108,7 +106,7 @@ class BlockAnswer(Answer):
     def used(self) -> dict[str, Any]:
         """OpenAI's usage; cached_tokens and reasoning_tokens at the top."""
         reasoning_tokens = self.answer.reasoning_tokens
-        usage = usage_of(self.conversation.choices, reasoning_tokens)
+        usage = usage_of(self.choices, reasoning_tokens)
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         return {**usage, "cached_tokens": cached, "reasoning_tokens": reasoning_tokens}
 

@@ -36,12 +36,6 @@ class OpenAIAnswer(Answer):
             "system_fingerprint": self.context.fingerprint,
         }
 
-    def begin(self) -> None:
-        self.choices.begin()
-
-    def cancel(self) -> None:
-        self.choices.cancel()
-
     def failed(self, told: Told) -> str:
         return event(json.dumps(told.body())) + DONE
 

@@ -104,7 +104,7 @@ class ResponsesAnswer(BlockAnswer):
         self.request, self.id, self._events = request, f"resp_{uuid.uuid4().hex}", 0
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
-        request, options = self.request, self.conversation.choices.options
+        request, options = self.request, self.choices.options
         return {
             "id": self.id, "object": "response", "created_at": int(self.begun_s), "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
