@@ -39,8 +39,6 @@ class ModelOptions:
     """
     threads: int | None = None
     """Threads of the CPU engine; default: all cores, in equal groups where they outnumber the lanes."""
-    processes: int = 1
-    """Share the lanes out over this many processes; --threads are then those of each. CPU only."""
     pin: bool | None = None
     """Keep each thread on a CPU of its own; default: where the machine has several memory nodes."""
     lanes: int | None = None

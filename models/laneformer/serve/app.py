@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..engine.bench import probe, slower_link
 from ..engine.decoder import CUDA
-from ..engine.options import checked_ids
+from ..engine.requests import checked_ids
 from .options import ServerOptions
 from .scheduler import Scheduler
 
