@@ -85,7 +85,7 @@ def render(
     segments: list[Segment] = []
     expected = USER
     for number, message in enumerate(messages):
-        role, text = _checked(message, number, expected)
+        role, text = check_message(message, number, expected)
         if role == SYSTEM:
             continue
         expected = USER if role == ASSISTANT else ASSISTANT
@@ -107,7 +107,7 @@ def token_ids(segments: Sequence[Segment]) -> list[int]:
     return [token for segment in segments for token in segment.ids]
 
 
-def _checked(message: Mapping[str, Any], number: int, expected: str) -> tuple[str, str]:
+def check_message(message: Mapping[str, Any], number: int, expected: str) -> tuple[str, str]:
     """Role and stripped text of a message. ChatError where the template has no form for it."""
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         raise ChatError(

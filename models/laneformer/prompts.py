@@ -34,9 +34,9 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]):
         added = tokenizer.get_added_tokens_decoder().values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._secret = {name: _digits() for name in names}
-        self._mark, self._edge = _digits(), _digits()
-        self._tokenizer = _renamed(tokenizer, self._secret)
+        self._secret = {name: draw_digits() for name in names}
+        self._mark, self._edge = draw_digits(), draw_digits()
+        self._tokenizer = rename_control_tokens(tokenizer, self._secret)
         any_name = "|".join(map(re.escape, names)) or "(?!)"
         self._written = re.compile(any_name)
         self._begun = re.compile(f"(?s)(?=(?:{any_name}))(.)")  # overlapping ones, too
@@ -54,7 +54,7 @@ class PromptEncoder:
         # of the library's ways this one lets other threads run
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def rendered(
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
@@ -71,8 +71,8 @@ class PromptEncoder:
         try:
             rendered = self._template.render(**data, add_generation_prompt=add_generation_prompt)
         except ChatError as error:
-            raise ChatError(error.reason, self._restored(str(error))) from None
-        return self._restored(self._replaced(self._written, rendered, lambda found: self._secret[found[0]]))
+            raise ChatError(error.reason, self._restore(str(error))) from None
+        return self._restore(self._replace(self._written, rendered, lambda name: self._secret[name[0]]))
 
     def training(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -82,7 +82,7 @@ class PromptEncoder:
 
         ValueError also for a tokenizer with a token that crosses the edge of a block.
         """
-        parts = self.rendered(messages, tools, False, {GENERATION_MARK: self._edge}).split(self._edge)
+        parts = self.render(messages, tools, False, {GENERATION_MARK: self._edge}).split(self._edge)
         encoded = self._tokenizer.encode("".join(parts), add_special_tokens=False)
         starts, ends = [[place[i] for place in encoded.offsets] for i in (0, 1)]
         edges = []
@@ -96,61 +96,61 @@ class PromptEncoder:
         return encoded.ids, list(zip(edges[::2], edges[1::2], strict=True))
 
     def encode(self, rendered: str) -> list[int]:
-        """Ids of what `rendered` gave, or of a part of it."""
+        """Ids of what `render` gave, or of a part of it."""
         return self.text(rendered, add_special_tokens=False)
 
     def _data(self, value: Any) -> Any:
         """The value with no control token spelled in any text of it."""
         if isinstance(value, str):
-            return self._replaced(self._begun, value, lambda found: f"{self._mark}{ord(found[1]):07d}")
+            return self._replace(self._begun, value, lambda first: f"{self._mark}{ord(first[1]):07d}")
         if isinstance(value, Mapping):
             return {self._data(name): self._data(entry) for name, entry in value.items()}
         return [self._data(entry) for entry in value] if isinstance(value, list) else value
 
-    def _replaced(self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
+    def _replace(self, names: re.Pattern[str], text: str, by: Callable[[re.Match[str]], str]) -> str:
         """`names.sub(by, text)`, in steps between which other threads run."""
         parts, end = [], 0
-        for found in self._found(names, text):
-            parts += [text[end : found.start()], by(found)]
-            end = found.end()
+        for match in self._find(names, text):
+            parts += [text[end : match.start()], by(match)]
+            end = match.end()
         return "".join([*parts, text[end:]])
 
-    def _found(self, names: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    def _find(self, names: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
         place = 0
         while place < len(text):
             step = place + STEP_CHARS
-            found = names.search(text, place, step + self._longest)
-            if found is None or found.start() >= step:
+            match = names.search(text, place, step + self._longest)
+            if match is None or match.start() >= step:
                 place = step
             else:
-                yield found
-                place = found.end()
+                yield match
+                place = match.end()
 
-    def _restored(self, text: str) -> str:
-        return self._hidden.sub(lambda found: chr(int(found[1])), text)
+    def _restore(self, text: str) -> str:
+        return self._hidden.sub(lambda digits: chr(int(digits[1])), text)
 
 
-def _digits() -> str:
+def draw_digits() -> str:
     return str(10**SECRET_DIGITS + secrets.randbelow(10**SECRET_DIGITS))
 
 
-def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+def rename_control_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     """A copy whose control tokens have other names, so that no text of a user spells them."""
 
-    def walked(value: Any) -> Any:
+    def rename(value: Any) -> Any:
         if isinstance(value, str):
             return names.get(value, value)
         if isinstance(value, list):
-            return [walked(entry) for entry in value]
+            return [rename(entry) for entry in value]
         return (
-            {names.get(n, n): walked(entry) for n, entry in value.items()}
+            {names.get(n, n): rename(entry) for n, entry in value.items()}
             if isinstance(value, dict)
             else value
         )
 
     described = json.loads(tokenizer.to_str())
     merges = described["model"].pop("merges", None)
-    described = walked(described)
+    described = rename(described)
     if merges is not None:  # text must not become a control token by merging either
         pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
         described["model"]["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
@@ -168,10 +168,10 @@ class ChatTemplate:
 
     def __init__(self, tokenizer_config: Mapping[str, Any]):
         """ValueError without a template, for one that is no Jinja, and where jinja2 is missing."""
-        found = tokenizer_config.get("chat_template")
-        if isinstance(found, list):  # named ones
-            found = {entry["name"]: entry["template"] for entry in found}
-        named = found if isinstance(found, dict) else {"default": found} if found else {}
+        source = tokenizer_config.get("chat_template")
+        if isinstance(source, list):  # named ones
+            source = {entry["name"]: entry["template"] for entry in source}
+        named = source if isinstance(source, dict) else {"default": source} if source else {}
         if "default" not in named:
             raise ValueError(
                 f"the model has no default chat template (named ones: {sorted(named)}); give plain text"
@@ -198,10 +198,10 @@ class ChatTemplate:
         Encode it without adding special tokens. ChatError where the template refuses the messages.
         """
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        given = {"messages": messages, "tools": tools, "documents": None, **variables}
-        values = json.loads(json.dumps({**given, "add_generation_prompt": add_generation_prompt}))
+        values = {"messages": messages, "tools": tools, "documents": None, **variables}
+        plain = json.loads(json.dumps({**values, "add_generation_prompt": add_generation_prompt}))
         try:
-            return self._templates[name].render(**self._tokens, **values)
+            return self._templates[name].render(**self._tokens, **plain)
         except (self._error, TypeError) as error:
             raise ChatError(
                 "template", f"the model's chat template refuses the conversation: {error}"

@@ -85,16 +85,17 @@ class Conversation:
 
     def __init__(self, request: ConversationRequest, context: ServingContext):
         self.request, self.context = request, context
-        tools, self.prompt = prepared(request, context)
+        tools, self.prompt = prepare_prompt(request, context)
         # control tokens are read as text: around calls, and between harmony's messages
         self.reads_control = bool(tools.names) or context.harmony
-        grammar: Grammar | ReasoningBudget | None = self._grammar(tools)
+        grammar = self._grammar(tools)
         forced = grammar is not None and not (tools.names and tools.optional)
         inside = not forced and begins_reasoning(context.tokenizer, self.prompt)
         reader = partial(AnswerReader, tools.form, inside, context.harmony)
         if context.harmony or (not forced and (inside or context.reasons)):
-            grammar = self._with_budget(reader, grammar)
-        self.choices = self._choices(grammar)
+            self.choices = self._choices(self._with_budget(reader, grammar))
+        else:
+            self.choices = self._choices(grammar)
         self.answers = [ChoiceAnswer(reader()) for _ in range(request.n)]
 
     async def __aiter__(self) -> AsyncGenerator[tuple[Piece, list[Part]], None]:
@@ -146,11 +147,11 @@ class Conversation:
         )  # fmt: skip
 
 
-def prepared(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
+def prepare_prompt(request: ConversationRequest, context: ServingContext) -> tuple[ToolUse, list[int]]:
     """The tools, and the prompt's ids."""
     try:
         tools = context.tool_calling.use(request)
-        rendered = context.prompts.rendered(
+        rendered = context.prompts.render(
             tools.messages([message.plain() for message in request.messages]),
             tools=tools.template_tools,
             add_generation_prompt=request.add_generation_prompt,

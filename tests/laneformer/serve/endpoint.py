@@ -108,4 +108,4 @@ def on_a_loop(app: Any, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
 
 def request_with(tools: Any, choice: Any = None, **fields: Any) -> ConversationRequest:
     given = {"messages": TALK, "tools": tools, "tool_choice": choice, **fields}
-    return ConversationRequest.made(given, STRICTLY)
+    return ConversationRequest.from_fields(given, STRICTLY)

@@ -51,15 +51,7 @@ def test_an_answer(api, engine):
     parts = [{"role": "user", "content": [{"type": "text", "text": TALK[0]["content"]}]}]
     again = api.post(messages=parts, max_tokens=20)
     assert content_of(again["choices"][0]) == content
-    prompt_details, details = (again["usage"][f"{kind}_tokens_details"] for kind in ("prompt", "completion"))
-    assert list(prompt_details) == ["cached_tokens", "audio_tokens"]
-    assert prompt_details["cached_tokens"] > 0
-    assert list(details) == [
-        "reasoning_tokens",
-        "audio_tokens",
-        "accepted_prediction_tokens",
-        "rejected_prediction_tokens",
-    ]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def test_without_a_limit_the_context_is_filled(api):

@@ -36,7 +36,7 @@ class TranslatedRequest(Body):
         ) as error:  # a value in the place of an object, or the other way round
             message = f"a part of the body has another form than it may have: {error}"
             raise RequestError(message) from None
-        return ConversationRequest.made(fields, Reading(strict=False))
+        return ConversationRequest.from_fields(fields, Reading(strict=False))
 
 
 class BlockAnswer(Answer):
@@ -69,7 +69,7 @@ class BlockAnswer(Answer):
     async def whole(self) -> dict[str, Any]:
         async for _ in self.parts():
             pass
-        return self.completed()
+        return self.whole_answer()
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         yield self.opening()
@@ -84,7 +84,7 @@ class BlockAnswer(Answer):
 
     # What an API says: the whole answer, or the events of a stream
 
-    def completed(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
         raise NotImplementedError
 
     def opening(self) -> str:
