@@ -56,7 +56,7 @@ def without_ids(text: str) -> str:
 
 def outline(stream: list[str]) -> list[str]:
     """The events without their texts, those of a kind in a row as one."""
-    texts = r'"(delta|text|content|thinking|partial_json|arguments|reasoning_content)": "(?:[^"\\]|\\.)*"'
+    texts = r'"(delta|text|content|response|thinking|partial_json|arguments|reasoning_content)": "(?:[^"\\]|\\.)*"'
     events = [line for line in stream if line.startswith(("data: ", "{"))]
     blank = [
         re.sub(r'("sequence_number": )\d+', r"\g<1>0", re.sub(texts, r'"\1": ""', event)) for event in events
