@@ -65,7 +65,6 @@ class Writing:
         detailed: bool,
         scores_stop: bool,
     ):
-        self.stopped = False  # by a stop string
         self.read = 0  # tokens
         self._stream, self._stops, self._stop_ids = stream, StopStrings(stops), frozenset(stop_ids)
         self._detailed, self._scores_stop = detailed, scores_stop
@@ -86,19 +85,18 @@ class Writing:
                 self._held.append(Written(token, self._decoded))
                 self._decoded += len(text)
             out += self._stops.push(text) if self._stops.stops else text
-            if self._stops.found:
-                self.stopped = True
+            if self.stop is not None:
                 break
         return out, self._release(out)
 
     def finish(self) -> tuple[str, list[Written]]:
         """What was held back for a character or a stop string that never came."""
-        out = "" if self.stopped else self._stops.push(self._stream.finish()) + self._stops.finish()
-        self.stopped = self._stops.found is not None
-        return out, self._release(out, everything=not self.stopped)
+        out = "" if self.stop else self._stops.push(self._stream.finish()) + self._stops.finish()
+        return out, self._release(out, everything=self.stop is None)
 
     @property
     def stop(self) -> str | None:
+        """The stop string that has ended it."""
         return self._stops.found
 
     def _release(self, out: str, everything: bool = False) -> list[Written]:
@@ -199,16 +197,16 @@ class Choices:
         detailed, scores_stop = self.options.logprobs is not None, self._score_top is not None
         writing = Writing(stream, self._stops, self.context.stop_ids(self.options), detailed, scores_stop)
         async for tokens in running:
-            if writing.stopped:
+            if writing.stop is not None:
                 continue  # they came before the engine heard of it
             before = writing.read
             text, written = writing.push(tokens)
-            if writing.stopped:
+            if writing.stop is not None:
                 running.cancel()
             self.generated[choice] = writing.read
             yield Piece(choice, text, written, [token.id for token in tokens[: writing.read - before]])
         text, written = writing.finish()
-        reason = "stop" if writing.stopped else running.finish_reason
+        reason = running.finish_reason if writing.stop is None else "stop"
         yield Piece(choice, text, written, (), reason, stop=writing.stop)
 
     def _scoring_request(self, choice: int) -> Scored | None:
