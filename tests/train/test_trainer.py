@@ -9,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from data_mixtures.mixture import Mixture
-from laneformer import Laneformer, LaneformerConfig
+from laneformer import LaneformerConfig
 from records.files import read_lines
 from tests.train import logged
 from tests.train.logged import train_logged
@@ -23,7 +21,6 @@ from tests.train.runs import (
     STEPS,
     launch,
     metrics,
-    succeed,
 )  # fmt: skip
 
 BOS = 1
@@ -44,43 +41,6 @@ def test_run_folder_and_metrics(whole_run: Path, prepared_data: Path) -> None:
         assert (whole_run / name).is_file(), name
     assert LaneformerConfig.from_dict(json.loads((whole_run / "model.json").read_text())) == SMALL
     assert list((whole_run / "tb").rglob("events*")), "TensorBoard is on in the debug config"
-
-
-@pytest.mark.job
-def test_masked_documents_are_seen_one_by_one(prepared_data: Path, tmp_path: Path) -> None:
-    """With mask_documents the job's loss is that of every document alone, also of one that its window cuts."""
-    lock = prepared_data / "phase1.lock.json"
-    tokens = torch.from_numpy(Mixture.open(lock).sequences(0, 200)[0])
-    inside = (tokens[:, 1:SEQ_LEN] == BOS).sum(1)
-    first = int(inside.unfold(0, GLOBAL_BATCH, 1).sum(1).argmax())  # the batch in which most documents begin
-    skip = ("--resilience.skip_sequences", "0", str(first)) if first else ()
-    (row,) = succeed(
-        tmp_path / "masked", lock, "--model.mask_documents", "--training.steps", "1", *skip, ranks=1
-    )
-    tokens = tokens[first : first + GLOBAL_BATCH]
-    begins = [[0, *(at for at in range(1, SEQ_LEN) if window[at] == BOS)] for window in tokens]
-    assert any(len(each) > 1 for each in begins), "a document begins inside a window"
-    assert any(window[0] != BOS for window in tokens), "a window begins inside a document"
-    model = Laneformer(SMALL)
-    model.init_weights(seed=1)
-    alone = 0.0
-    for window, starts in zip(tokens, begins, strict=True):
-        for first, end in zip(starts, [*starts[1:], SEQ_LEN], strict=True):
-            alone += loss_sum(model, window[None, first : end + 1])
-    expected = alone / (GLOBAL_BATCH * SEQ_LEN)
-    # sums of two ranks in another order, rotations by other positions
-    rounding = 8 * torch.finfo(torch.float32).eps * expected
-    assert abs(row["loss"] - expected) < rounding
-    unmasked = sum(loss_sum(model, window[None]) for window in tokens) / (GLOBAL_BATCH * SEQ_LEN)
-    assert abs(unmasked - expected) > rounding, "without the mask it would be another loss"
-
-
-def loss_sum(model: Laneformer, tokens: torch.Tensor) -> float:
-    with torch.no_grad():
-        logits = model(tokens[:, :-1])
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).double(), tokens[:, 1:].flatten(), reduction="sum"
-    ).item()
 
 
 @pytest.mark.job

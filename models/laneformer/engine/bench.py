@@ -123,9 +123,7 @@ def after(
 ) -> Any:
     """A timed request, Collected at its end, with this many new tokens, one in each pass; `fields` of Request."""
     options = {"max_new_tokens": tokens, "ignore_eos": True, "speculate": 0, **options}
-    return engine._finished([engine._requests.generation(prompt, options, timed=True, quiet=True, **fields)])[
-        0
-    ]
+    return engine._finish(engine._requests.generation(prompt, options, timed=True, quiet=True, **fields))
 
 
 def synthetic(engine: Engine, acceptance: Sequence[float], depth: int = 0) -> dict[str, Any]:

@@ -87,11 +87,6 @@ def read_checkpoint(
     return Checkpoint(config, own, eos_ids(folder, values, config), files, *text_files(folder))
 
 
-def read_tensors(path: Path, lanes: int, dtype: str) -> Mapping[str, Tensor]:
-    """The tensors alone, for a process that has been told the rest."""
-    return read_checkpoint(path, lanes, None, dtype).tensors
-
-
 def with_context(config: LaneformerConfig, tokens: int, kv_dtype: str = "auto") -> LaneformerConfig:
     """The config with this context; ValueError where the machine has no memory for it."""
     drafts = 4 * config.num_nextn_predict_layers * config.head_dim * config.num_key_value_heads * tokens

@@ -178,7 +178,7 @@ def test_large_biases_and_sinks(gpt_oss: Path, tmp_path: Path, part: str, factor
 def test_a_token_reads_the_experts_that_it_takes(folder: Path) -> None:
     """The tapes hold all of them; figures count bytes that are read."""
     with Engine.from_pretrained(folder, dtype="fp32", threads=1, cache=False) as engine:
-        held, config = len(engine._decoder.part(0)), engine.config
+        held, config = len(engine._open().part(0)), engine.config
         experts = config.variant.experts
         size = 4 * (2 * 48 * 64 + 64 * 40)  # of 40 gates and 40 ups each begins at a multiple of 16 rows
         resting = config.num_hidden_layers * (experts.total - experts.active)
