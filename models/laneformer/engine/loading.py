@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LaneformerConfig
-from ..supports import refuse_variant
+from ..supports import refuse_other_layers
 from ..tensors import AS_IN_FILE, MATRIX_DTYPES, Tensor, dtype_name
 from .cpu.decoder import CpuDecoder, RandomTensors
 from .cpu.packed import PackedWeights
@@ -107,7 +107,7 @@ def load_cuda_decoder(
     math: str = "auto",
     **options: Any,
 ) -> Decoder:
-    refuse_variant(config, "the CUDA engine", "use device = 'cpu'", has=("ropes",))
+    refuse_other_layers(config, "the CUDA engine", "use device = 'cpu'")
     if draft is not None:
         raise ValueError(
             f"draft = {str(draft.path)!r}: a draft model runs on the CPU alone; use device = 'cpu'"

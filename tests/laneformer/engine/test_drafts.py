@@ -21,6 +21,7 @@ from laneformer import Laneformer, LaneformerConfig
 from laneformer.config import DRAFT_IDS
 from laneformer.engine import Engine, bench
 from laneformer.engine.cpu import _core
+from tests.laneformer.drafts import draft_logits
 from tests.laneformer.engine.assets import (
     core,
     engine_of,
@@ -289,7 +290,7 @@ def take_drafts(engine: Engine) -> list[tuple[list[int], int, np.ndarray]]:
 @torch.no_grad()
 def reference(wide: Laneformer, ids: list[int], drafts: int) -> np.ndarray:
     """Logits (V,) of the draft after `ids`, of which the last `drafts` were drafted after the others."""
-    logits = wide.draft_logits(torch.tensor([ids]), drafts + 1)[drafts][0, -1].numpy()
+    logits = draft_logits(wide, torch.tensor([ids]), drafts + 1)[drafts][0, -1].numpy()
     if DRAFT_IDS in wide.state_dict():
         impossible = np.ones(len(logits), bool)
         impossible[wide.state_dict()[DRAFT_IDS].long().numpy()] = False

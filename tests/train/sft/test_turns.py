@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models
 
 from data_mixtures import shards
-from data_mixtures.mixture import BEGINS, TRAINED, Mixture
 from laneformer.chat import ChatError, ChatTemplate, ChatTokenizer
 from laneformer.engine.channels import HERMES
 from laneformer.engine.folder import text_files
@@ -204,22 +203,6 @@ def test_calls_and_answers_are_trained_and_nothing_else(
     fewer = encode(without, encoder, SEQ_LEN, False)
     assert (fewer.ids == found.ids).all()
     assert found.trained.sum() - fewer.trained.sum() == len(pieces[1])
-
-
-def test_what_lies_on_disk_is_that(data: Arguments, trained: list[Conversation]) -> None:
-    mixture = Mixture.open(data.out / "sft.lock.json")
-    manifest = json.loads((data.out / "chat/source.json").read_text())
-    tokens, flags = mixture.sequences(0, manifest["windows"])[0], mixture.flags(0, manifest["windows"])
-    found = {}
-    for window, marks in zip(tokens[:, :-1], flags[:, :-1], strict=True):
-        begins = np.flatnonzero(marks & BEGINS)[1:]
-        for ids, mark in zip(np.split(window, begins), np.split(marks, begins), strict=True):
-            found[tuple(ids.tolist())] = (mark & TRAINED > 0).tolist()
-    on_disk = [each for each in trained if tuple(each.ids.tolist()) in found]
-    assert len(on_disk) >= 4, "the others are held out"
-    assert all(found[tuple(each.ids.tolist())] == each.trained.tolist() for each in on_disk)
-    assert manifest["system_ignored"] == 0
-    assert manifest["dropped"] == {}
 
 
 def test_the_template_goes_with_the_model_and_the_default_is_the_published_one(

@@ -25,12 +25,10 @@ from ...config import (
     MODULES,
     MTP,
     NORMS,
-    POST_NORMS,
-    ROUTER,
     LaneformerConfig,
 )
+from ...llama.variant import GATES, POST_NORMS, ROUTER, Variant, variant_of
 from ...tensors import AS_IN_FILE, FIRST_MATRIX, Tensor, type_of
-from ...variant import GATES, Variant
 from ..decoder import KV_BYTES, Collected, DraftHead, DraftModel, Ended, Request
 from ..folder import query_scales, rope_tables
 from ..machine import Machine, free_memory_bytes, this_machine
@@ -203,7 +201,7 @@ class CpuDecoder(_core.Decoder):
             for matrix in (*MATRICES, ROUTER):
                 if (bias := f"{layer}{matrix}.bias") in shapes:
                     send(bias, self.set_bias, matrix.split(".")[1], i)
-            if config.variant.attention_sinks:
+            if variant_of(config).attention_sinks:
                 send(f"{layer}attention.sinks.weight", self.set_bias, "sinks", i)
             for norm in HEAD_NORMS if config.qk_norm else ():
                 send(f"{layer}{norm}.weight", self.set_head_norm, norm.split(".")[1], i)
@@ -214,7 +212,7 @@ class CpuDecoder(_core.Decoder):
         if not config.tie_word_embeddings:
             send(EMBEDDING, self.set_embedding)
         for i, layer in enumerate(layers):
-            for matrix in (*MATRICES, ROUTER)[: None if config.variant.experts else -1]:
+            for matrix in (*MATRICES, ROUTER)[: None if variant_of(config).experts else -1]:
                 send(f"{layer}{matrix}.weight", self.set_matrix, matrix.split(".")[1], i)
         send(head_of(config), self.set_matrix, "lm_head", 0)
         if packed is not None:
@@ -302,7 +300,7 @@ def core_spec(config: LaneformerConfig, tensors: Mapping[str, Tensor]) -> dict[s
     layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
     return {
         **dataclasses.asdict(config),
-        **variant_spec(config.variant),
+        **variant_spec(variant_of(config)),
         "rope": [-1 if i in config.nope_layers else config.rope_of(i) for i in layers],
         "ropes": max(1, len(config.ropes)),
         "held": [],
