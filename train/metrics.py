@@ -8,12 +8,10 @@ its row. Every sequence comes from one source, so the loss by source needs the s
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +158,11 @@ class RunMetrics(MetricsProcessor):
         )()
         extra = {"n_tokens_seen": tokens, "lr": lr, **_scalars(row)}
         first = torch.distributed.get_rank() == 0
-        with nullcontext() if first else _quiet():
+        logger.disabled = not first  # of TorchTitan's line about a step, one on the console is enough
+        try:
             self.survive(lambda: self.log(step, loss, max_loss, grad_norm, extra))
+        finally:
+            logger.disabled = False
         self.last_logged_tokens = tokens
         if first:
             self._append(row)
@@ -246,19 +247,6 @@ class RunMetrics(MetricsProcessor):
             )
             replace_last_line(self.path, _json_line(self.row), _json_line(row))
             self.row = row
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without lines of information: of TorchTitan's line about a step, one on the console is enough,
-    not one a rank.
-    """
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
